@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from ..errors import InvalidInput, in_short
 from .compare import CallChain, Subject
 from .policy import Row
-from .router_states import UNRELATED, router_states, with_other_constants
+from .router_states import UNRELATED, router_states, vary_constants
 from .sandbox import Call, Casts, Inputs, Options, call_forward, leaves
 from .work_count import WorkCount
 
 SLACK = 1e4
 MAX_BYTES = 2 << 30
-_LONGEST_CROWD = 6.0  # seconds, if the work grew with the tokens; counted, so that a busy machine checks the same
+_MAX_CROWD_SECONDS = 6.0  # seconds, if the work grew with the tokens; counted, so that a busy machine checks the same
 
 
 @dataclasses.dataclass
@@ -89,7 +89,7 @@ def verify_block(
     notes: list[str] = []
     given = (args, kwargs or {})
     tokens = sum(v.numel() * v.element_size() for _, v in leaves(given) if isinstance(v, Tensor))
-    exact, *own = _precisions(original, max_bytes - 64 * tokens, notes)
+    exact, *own = _plan_precisions(original, max_bytes - 64 * tokens, notes)
     check = functools.partial(_check_states, original, program, given, name, crowd, seconds, seed)
     try:
         return check([exact, *own], notes)
@@ -111,8 +111,8 @@ def _check_states(
     deadline = time.monotonic() + seconds
     work = WorkCount()
     for state, inputs in itertools.chain(router_states(given, seed), [("a crowd of tokens", crowd)] if crowd else []):
-        more = _elements(crowd) / _elements(given) if crowd is not None and inputs is crowd else 0
-        if work.seconds * more > _LONGEST_CROWD:
+        more = _count_elements(crowd) / _count_elements(given) if crowd is not None and inputs is crowd else 0
+        if work.seconds * more > _MAX_CROWD_SECONDS:
             check.notes.append(f"{name or 'block'}: {state} not checked, it would take too long")
             continue
         for precision, subject_options, largest in plan:
@@ -122,7 +122,7 @@ def _check_states(
             if check.rows and time.monotonic() > deadline:
                 check.notes.append(f"{name or 'block'}: {case} not checked, {seconds:g} s are over")
                 continue
-            block = with_other_constants(original, seed) if state == UNRELATED else original
+            block = vary_constants(original, seed) if state == UNRELATED else original
             subject = Subject(
                 block,
                 block,
@@ -133,7 +133,7 @@ def _check_states(
             )
             is_counted = crowd is not None and inputs is given and precision == plan[0][0]
             try:
-                options = Options(seed, largest=largest)
+                options = Options(seed, max_gradient_numel=largest)
                 with work if is_counted else contextlib.nullcontext():
                     comparison = CallChain(subject).compare(inputs, options, case, is_brief=precision != plan[0][0])
             except Exception as error:
@@ -146,11 +146,11 @@ def _check_states(
     return check
 
 
-def _elements(inputs: Inputs) -> int:
+def _count_elements(inputs: Inputs) -> int:
     return max(1, sum(t.numel() for _, t in leaves(inputs) if isinstance(t, Tensor)))
 
 
-def _precisions(block: nn.Module, budget: int, notes: list[str]) -> list[tuple[str, dict[str, Any], float]]:
+def _plan_precisions(block: nn.Module, budget: int, notes: list[str]) -> list[tuple[str, dict[str, Any], float]]:
     """(name, arguments of `Subject`, largest parameter to differentiate), the decisive one first."""
     own = "its own precision"
     sizes = sorted(p.numel() for p in block.parameters())
@@ -158,12 +158,12 @@ def _precisions(block: nn.Module, budget: int, notes: list[str]) -> list[tuple[s
     exact = Casts(torch.float64)
     copied = 8 * sum(sizes)
     if copied < budget:
-        largest = _largest(sizes, (budget - copied) // 16)
+        largest = _find_largest_affordable(sizes, (budget - copied) // 16)
         plan = [("float64", {"working": exact, "exact": None, "promote": True, "slack": SLACK}, largest)]
         if all(p.dtype != torch.float64 for p in block.parameters()):
             plan.append((own, {"working": Casts(None), "exact": exact}, largest))
     else:
-        largest = _largest(sizes, max(budget, 0) // (2 * width))
+        largest = _find_largest_affordable(sizes, max(budget, 0) // (2 * width))
         plan = [(own, {"working": Casts(None), "exact": None}, largest)]
         notes.append(f"float64 weights need {copied >> 20} MiB: compared in the block's own precision")
     if not math.isinf(largest):
@@ -172,7 +172,7 @@ def _precisions(block: nn.Module, budget: int, notes: list[str]) -> list[tuple[s
     return plan
 
 
-def _largest(sizes: list[int], budget: int) -> float:
+def _find_largest_affordable(sizes: list[int], budget: int) -> float:
     """The size up to which the gradients of all parameters together have at most `budget` elements."""
     total = 0
     for i, size in enumerate(sizes):

@@ -29,12 +29,12 @@ class NoCopies(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _CASTS:
             return func(*args, **kwargs)
-        if self.own is not None and _named(func, args, kwargs) is self.own and args[0].dtype is torch.float64:
+        if self.own is not None and _find_cast_dtype(func, args, kwargs) is self.own and args[0].dtype is torch.float64:
             return args[0]
         return func(*args, **kwargs)
 
 
-def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype | None:
+def _find_cast_dtype(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype | None:
     """The dtype that a call casts its first argument to, if it does nothing else."""
     if func in _NAMED and len(args) == 1 and not kwargs:
         return _NAMED[func]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput, in_short
 from .casts import NoCopies
-from .decisions import size
+from .decisions import largest_magnitude
 from .policy import Pair, Row, Tolerance, judge, judge_all, tolerance
 from .routing_tape import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
 from .sandbox import (
-    SECOND,
+    SECOND_BACKWARD,
     Call,
     Casts,
     Inputs,
@@ -133,65 +133,65 @@ class CallChain:
             InvalidInput: the original does not run. The chain can go on with other calls.
         """
         with torch.inference_mode(False):  # what a sandbox makes there could not be updated
-            tol = tolerance(*working_precision(self.subject.original, inputs, self.dtype), self.subject.slack)
+            tol = tolerance(*find_working_precision(self.subject.original, inputs, self.dtype), self.subject.slack)
             self.calls.append(_Call(inputs, options, case, tol))
             notes: list[str] = []
-            original = self._original_or_raise(notes)
+            original = self._run_original_or_raise(notes)
             self.call.cotangents = original.cotangents
-            original = self.shared(original, self.dtype)
+            original = self._select_shares(original, self.dtype)
             if is_brief and not tol.is_half:  # in 16 bits two right results are seldom that close
-                compiled = self.compiled()
+                compiled = self._run_compiled()
                 if isinstance(compiled, Run):
-                    rows = self.judge(original, compiled, original)
-                    if self.worst(rows) <= 1:
+                    rows = self._judge_runs(original, compiled, original)
+                    if self._find_worst_ratio(rows) <= 1:
                         return Comparison(rows, self.routing, notes)
                 self._boxes.pop("compiled", None)  # runs again, with what rounding does to the routers measured
-            return self.by_the_rule(original, notes)
+            return self._apply_rule(original, notes)
 
-    def by_the_rule(self, original: Run, notes: list[str]) -> Comparison:
-        truth = self.truth(original)
+    def _apply_rule(self, original: Run, notes: list[str]) -> Comparison:
+        truth = self._run_truth(original)
         if isinstance(truth, str):
             notes.append(
                 f"{self.subject.block or 'the model'}: {NO_TRUTH} ({truth}); "
                 "compared with the original in its own precision and with its own seed"
             )
             truth = original
-        compiled = self.compiled()
+        compiled = self._run_compiled()
         if isinstance(compiled, Row):
             return Comparison([compiled], self.routing, notes)
-        rows = self.judge(original, compiled, truth)
+        rows = self._judge_runs(original, compiled, truth)
         noise: list[Run] = []
-        while (ratio := self.worst(rows)) > 1 and len(noise) < MAX_NOISE_RUNS:
+        while (ratio := self._find_worst_ratio(rows)) > 1 and len(noise) < MAX_NOISE_RUNS:
             if noise and ratio > HOPELESS:
                 break
-            run = self.noise(seed=len(noise))
-            if self.on_any_rank(run is None):
+            run = self._run_noise(seed=len(noise))
+            if self._is_true_on_any_rank(run is None):
                 break
             assert run is not None
-            noise.append(self.shared(run, self.dtype))
-            rows = self.judge(original, compiled, truth, noise)
+            noise.append(self._select_shares(run, self.dtype))
+            rows = self._judge_runs(original, compiled, truth, noise)
         return Comparison(rows, self.routing, notes)
 
     @property
     def routing(self) -> list[RoutingRow]:
         return self._align.rows if self._align is not None else []
 
-    def num_close_choices(self) -> int:
+    def count_close_choices(self) -> int:
         """For how many tokens of the current call rounding may decide which experts they choose."""
         return sum(
-            d.num_close(2 * (self.call.tol.factor * d.noise + self.call.tol.floor * size(d.scores)))
+            d.count_close(2 * (self.call.tol.factor * d.noise + self.call.tol.floor * largest_magnitude(d.scores)))
             for several in self.call.tape.decisions.values()
             for d in several
             if d.scores is not None
         )
 
-    def _original_or_raise(self, notes: list[str]) -> Run:
+    def _run_original_or_raise(self, notes: list[str]) -> Run:
         failed, original = None, None
         try:
-            original = self.original(notes)
+            original = self._run_original(notes)
         except Exception as error:
             failed = error
-        if self.on_any_rank(failed is not None):
+        if self._is_true_on_any_rank(failed is not None):
             case = self.calls.pop().case
             if failed is not None and not isinstance(failed, (RuntimeError, TypeError, ValueError, IndexError)):
                 raise failed
@@ -200,25 +200,25 @@ class CallChain:
         assert original is not None
         return original
 
-    def original(self, notes: list[str]) -> Run:
+    def _run_original(self, notes: list[str]) -> Run:
         """The original in its own precision; without a second backward if its code cannot run one."""
         promote = self.subject.promote
         try:
-            return self.run("original", lambda call: Record(call.tape, self.scope, promote=promote))
+            return self._run_sandbox("original", lambda call: Record(call.tape, self.scope, promote=promote))
         except Exception as error:
-            if not self.call.options.again:
+            if not self.call.options.has_second_backward:
                 raise
             refused = error
-        self.call.options = dataclasses.replace(self.call.options, again=False)
+        self.call.options = dataclasses.replace(self.call.options, has_second_backward=False)
         self.call.tape = Tape()
-        run = self.run("original", lambda call: Record(call.tape, self.scope, promote=promote))
+        run = self._run_sandbox("original", lambda call: Record(call.tape, self.scope, promote=promote))
         notes.append(
             f"{self.subject.block or 'the model'}: no second backward compared, the original raises "
             f"{type(refused).__name__}: {in_short(refused)[:160]}"
         )
         return run
 
-    def compiled(self) -> Run | Row:
+    def _run_compiled(self) -> Run | Row:
         """The compiled program, under the original's routing; a failed row if it raises."""
 
         def align(call: _Call) -> Align | None:
@@ -230,57 +230,59 @@ class CallChain:
 
         error, compiled, shares = None, None, self.subject.shares
         try:
-            compiled = self.run("compiled", align)
+            compiled = self._run_sandbox("compiled", align)
         except Exception as raised:
             error = raised
-        if self.on_any_rank(error is not None):
+        if self._is_true_on_any_rank(error is not None):
             note = f"raised {type(error).__name__}: {error}" if error else "raised an error on another rank"
             row = Row(self.subject.block, "forward and backward", "output", ok=False, case=self.call.case)
             return dataclasses.replace(row, error=math.inf, note=note)
         assert compiled is not None
-        return compiled if shares is None else shares.of_compiled(compiled)
+        return compiled if shares is None else shares.localize_compiled(compiled)
 
-    def truth(self, original: Run) -> Run | str:
+    def _run_truth(self, original: Run) -> Run | str:
         """The original in float64, or why there is none."""
         if self.subject.exact is None or self.subject.promote:
             return original
         run, why = None, "it does not run on another rank"
         try:
-            with _no_autocast():  # which would round: it is part of the original's precision, not of the truth
-                run = self.run("truth", lambda call: Replay(call.tape, self.scope, promote=True), self.subject.exact)
+            with _disable_autocast():  # which would round: it is part of the original's precision, not of the truth
+                run = self._run_sandbox(
+                    "truth", lambda call: Replay(call.tape, self.scope, promote=True), self.subject.exact
+                )
         except Exception as error:  # the user's code: no float64 kernel, a fixed dtype, out of memory, ...
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if self.on_any_rank(run is None):
+        if self._is_true_on_any_rank(run is None):
             return why
         assert run is not None
-        return self.shared(run, torch.float64)
+        return self._select_shares(run, torch.float64)
 
-    def on_any_rank(self, value: bool) -> bool:
+    def _is_true_on_any_rank(self, value: bool) -> bool:
         """What leads to more or fewer collectives is decided together."""
-        return value if self.subject.shares is None else self.subject.shares.any(value)
+        return value if self.subject.shares is None else self.subject.shares.is_true_on_any_rank(value)
 
-    def worst(self, rows: list[Row]) -> float:
+    def _find_worst_ratio(self, rows: list[Row]) -> float:
         ratio = max((row.ratio for row in rows), default=0.0)
-        return ratio if self.subject.shares is None else self.subject.shares.most(ratio)
+        return ratio if self.subject.shares is None else self.subject.shares.max_over_ranks(ratio)
 
-    def noise(self, seed: int) -> Run | None:
+    def _run_noise(self, seed: int) -> Run | None:
         """The original on weights and inputs moved by the rounding that the rule allows; None if its routing cannot be
         made the same."""
-        moved = _Moved(self.subject.working, 2 * self.call.tol.floor, seed)
+        moved = _Perturbation(self.subject.working, 2 * self.call.tol.floor, seed)
         self._boxes.pop("noise", None)
         try:
-            return self.run(
-                "noise", lambda call: Replay(call.tape, self.scope, promote=self.subject.promote), moved, moved.move
+            return self._run_sandbox(
+                "noise", lambda call: Replay(call.tape, self.scope, promote=self.subject.promote), moved, moved.perturb
             )
         except CannotReplay:
             return None
 
-    def shared(self, run: Run, dtype: torch.dtype | None) -> Run:
+    def _select_shares(self, run: Run, dtype: torch.dtype | None) -> Run:
         """What of the reference's results this rank can compare its own with."""
         shares = self.subject.shares
-        return run if shares is None else shares.of_reference(run, self.subject.original, dtype)
+        return run if shares is None else shares.reduce_reference(run, self.subject.original, dtype)
 
-    def run(self, which: str, mode_of: Callable[[_Call], Any], parameters: Parameters | None = None,
+    def _run_sandbox(self, which: str, mode_of: Callable[[_Call], Any], parameters: Parameters | None = None,
             change: Callable[[Tensor], Tensor] = lambda t: t) -> Run:  # fmt: skip
         """Make the current call, in the sandbox that ran those before it. A new sandbox runs them first."""
         dtype = torch.float64 if which == "truth" else self.dtype
@@ -296,7 +298,7 @@ class CallChain:
             mode = mode_of(call)
             with contextlib.ExitStack() as stack:
                 if mode is not None and mode.promote:
-                    stack.enter_context(NoCopies(only_precision(self.subject.original, call.inputs)))
+                    stack.enter_context(NoCopies(find_common_dtype(self.subject.original, call.inputs)))
                 run = execute(
                     box, call.inputs, call.options, mode=mode, cotangents=call.cotangents,
                     call=self.subject.call_compiled if is_compiled else self.subject.call_original,
@@ -306,12 +308,16 @@ class CallChain:
         self._boxes[which] = box, len(self.calls)
         return run
 
-    def judge(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
+    def _judge_runs(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
         rows: list[Row] = []
         pairs: dict[int, Pair] = {}  # to judge together, by their place among the rows
         changed = original.changed | compiled.changed
-        sizes = {key: size(t) for key, t in original.values.items() if key[0].startswith("grad") and t is not None}
-        first = max((n for (_, name), n in sizes.items() if not name.endswith(SECOND)), default=0.0)
+        sizes = {
+            key: largest_magnitude(t)
+            for key, t in original.values.items()
+            if key[0].startswith("grad") and t is not None
+        }
+        first = max((n for (_, name), n in sizes.items() if not name.endswith(SECOND_BACKWARD)), default=0.0)
         largest = max(sizes.values(), default=0.0)
         for key in (*original.values, *(k for k in compiled.values if k not in original.values)):
             kind, name = key
@@ -328,13 +334,13 @@ class CallChain:
                 note = "only in the original" if key in original.values else "only in the compiled model"
                 rows.append(dataclasses.replace(row, error=math.inf, note=note))
                 continue
-            ours, theirs = _present(compiled.values[key], original.values[key])
+            ours, theirs = _fill_missing_gradient(compiled.values[key], original.values[key])
             if ours is None or theirs is None:
                 continue  # no gradient in either
             exact = [run.values.get(key) for run in (truth, *(noise or ()))]
             exact = [torch.zeros_like(theirs) if t is None else t for t in exact]
             exact[0] = exact[0] if exact[0].shape == theirs.shape else theirs
-            unit = (largest if name.endswith(SECOND) else first) if kind.startswith("grad") else 0.0
+            unit = (largest if name.endswith(SECOND_BACKWARD) else first) if kind.startswith("grad") else 0.0
             if noise:
                 row = judge(row, ours, theirs, exact[0], self.call.tol, exact[1:], unit)
             else:
@@ -343,14 +349,6 @@ class CallChain:
         for at, row in zip(pairs, judge_all(list(pairs.values()), self.call.tol), strict=True):
             rows[at] = row
         return [row for row in rows if not (row.ok and row.name.endswith(".requires_grad"))]
-
-
-@contextlib.contextmanager
-def _both(
-    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
-) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 def _is_empty(run: Run, name: str) -> bool:
@@ -365,23 +363,23 @@ def _has_zeros_alone(original: Run, compiled: Run, key: Key) -> bool:
     return ours is not None and theirs is not None and bool(ours) and not bool(theirs)
 
 
-class _Moved:
+class _Perturbation:
     """Parameters and inputs times (1 + amplitude * u), u uniform in [-1, 1]."""
 
     def __init__(self, casts: Casts, amplitude: float, seed: int):
         self.casts, self.amplitude = casts, amplitude
         self.generator = torch.Generator().manual_seed(seed)
 
-    def move(self, t: Tensor) -> Tensor:
+    def perturb(self, t: Tensor) -> Tensor:
         u = torch.rand(t.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
         return (t.detach().double() * (1 + self.amplitude * u.to(t.device))).to(t.dtype)
 
     def __call__(self, p: nn.Parameter) -> nn.Parameter:
         p = self.casts(p)
-        return nn.Parameter(self.move(p), requires_grad=p.requires_grad) if p.is_floating_point() else p
+        return nn.Parameter(self.perturb(p), requires_grad=p.requires_grad) if p.is_floating_point() else p
 
 
-def working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> tuple[torch.dtype, int]:
+def find_working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> tuple[torch.dtype, int]:
     """The lowest floating-point precision that takes part (parameters, inputs, autocast), and the longest
     reduction: over the widest dimension of a parameter or, in weight gradients, over the tokens."""
     given = [t for _, t in leaves(inputs) if isinstance(t, Tensor)]
@@ -395,14 +393,14 @@ def working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype | No
     return max(found or {torch.float32}, key=lambda d: torch.finfo(d).eps), length
 
 
-def only_precision(module: nn.Module, inputs: Inputs) -> torch.dtype | None:
+def find_common_dtype(module: nn.Module, inputs: Inputs) -> torch.dtype | None:
     """The dtype of all floating-point parameters, buffers and inputs, if they have one."""
     every = (*module.parameters(), *module.buffers(), *(t for _, t in leaves(inputs) if isinstance(t, Tensor)))
     found = {t.dtype for t in every if t.is_floating_point()}
     return found.pop() if len(found) == 1 else None
 
 
-def _present(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _fill_missing_gradient(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """A gradient that autograd did not reach is a zero gradient (design: experts that no token hit)."""
     if a is None and b is not None:
         return torch.zeros_like(b), b
@@ -412,7 +410,7 @@ def _present(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor 
 
 
 @contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
+def _disable_autocast() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         accelerator = torch.accelerator.current_accelerator()
         for kind in ("cpu", *([accelerator.type] if accelerator else [])):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 @functools.cache
-def draws(func: Any) -> bool:
+def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-def selects(func: Any, args: Any) -> bool:
+def is_selection(func: Any, args: Any) -> bool:
     """Does this op pick places along a dimension by their floating-point scores?"""
     return _may_select(func) and bool(args) and is_float(args[0]) and args[0].ndim > 0 and args[0].numel() > 0
 
@@ -28,7 +28,7 @@ def _may_select(func: Any) -> bool:
     return pair or schema.name in ("aten::argmax", "aten::argmin")
 
 
-def decides(func: Any, args: Any, out: Any) -> bool:
+def is_decision(func: Any, args: Any, out: Any) -> bool:
     """Does this op turn floating-point values into integers or booleans?"""
     if not _may_decide(func):
         return False
@@ -47,12 +47,12 @@ def is_float(t: Any) -> bool:
     return isinstance(t, Tensor) and t.is_floating_point()
 
 
-def gap(a: Tensor, b: Tensor) -> Tensor:
+def distance(a: Tensor, b: Tensor) -> Tensor:
     """|a - b|, 0 for equal infinities (masked experts score -inf), infinite where only one is."""
     return torch.where(a == b, 0.0, (a.double() - b.double()).abs()).nan_to_num(nan=float("inf"))
 
 
-def size(t: Tensor) -> float:
+def largest_magnitude(t: Tensor) -> float:
     """The largest finite magnitude."""
     t = t[t.isfinite()]
     return float(t.abs().max()) if t.numel() else 0.0
@@ -72,13 +72,13 @@ class Selection:
         self.pair = len(func._schema.returns) == 2
         self.scores = self.input.flatten() if self.dim is None else self.input.movedim(self.dim, -1)
 
-    def ids(self, out: Any) -> Tensor:
+    def read_ids(self, out: Any) -> Tensor:
         ids = out[1] if self.pair else out
         if self.dim is None:
             return ids.reshape(1)
         return (ids if self.keeps else ids.unsqueeze(self.dim)).movedim(self.dim, -1)
 
-    def outputs(self, ids: Tensor) -> Any:
+    def build_outputs(self, ids: Tensor) -> Any:
         if self.dim is None:
             return ids.reshape([1] * self.input.ndim if self.keeps else [])
         ids = ids.movedim(-1, self.dim).contiguous()
@@ -87,7 +87,7 @@ class Selection:
             ids, values = ids.squeeze(self.dim), values.squeeze(self.dim)
         return (values, ids) if self.pair else ids
 
-    def as_set(self, t: Tensor) -> Tensor:
+    def ignore_order(self, t: Tensor) -> Tensor:
         """The order in which topk lists its choices is not part of the decision."""
         return t.sort(-1).values if self.op == "topk" else t
 
@@ -95,4 +95,4 @@ class Selection:
         if k >= self.scores.shape[-1] or self.op not in ("topk", "max", "min", "argmax", "argmin"):
             return float("nan")
         best = self.scores.double().topk(k + 1, dim=-1, largest=self.largest).values
-        return float(gap(best[..., k - 1], best[..., k]).min()) / max(size(best), 1e-300)
+        return float(distance(best[..., k - 1], best[..., k]).min()) / max(largest_magnitude(best), 1e-300)

@@ -42,11 +42,11 @@ def grouped_mm(
 _EQUIVALENTS: dict[Any, Callable[..., Tensor]] = {aten._grouped_mm.default: grouped_mm}
 
 
-def equivalent(func: Any, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
+def find_equivalent(func: Any, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
     """The equivalent of an op that is called with float64 tensors, None if it needs none."""
     found = _EQUIVALENTS.get(func)
     is_float64 = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
     return found if is_float64 else None
 
 
-__all__ = ["equivalent", "grouped_mm"]
+__all__ = ["find_equivalent", "grouped_mm"]

@@ -10,7 +10,7 @@ from torch import Tensor
 Layout = Literal["", "transposed", "rows apart", "every other number"]
 
 
-def laid_out(t: Tensor, layout: Layout) -> Tensor:
+def apply_layout(t: Tensor, layout: Layout) -> Tensor:
     """`t` in another layout, differentiable; itself if it has one number, or for "".
 
     "transposed" has its last two axes the other way round, as `x.transpose(1, 2)` has. "rows apart" has unused memory
@@ -27,4 +27,4 @@ def laid_out(t: Tensor, layout: Layout) -> Tensor:
     return t.repeat_interleave(2, -1)[..., ::2]
 
 
-__all__ = ["Layout", "laid_out"]
+__all__ = ["Layout", "apply_layout"]

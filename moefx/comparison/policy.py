@@ -69,7 +69,7 @@ class Row:
     @property
     def ratio(self) -> float:
         """The error in units of the bound."""
-        return _ratio(self.error, self.bound)
+        return _compute_ratio(self.error, self.bound)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +105,8 @@ class _Scale:
 
     def __init__(self, truth: Tensor, original: Tensor, finite: Tensor, row_floor: float):
         self.finite = finite
-        self.truth = _rows(truth, finite)
-        size = torch.maximum(self.truth.abs(), _rows(original, finite).abs())
+        self.truth = _reshape_rows(truth, finite)
+        size = torch.maximum(self.truth.abs(), _reshape_rows(original, finite).abs())
         largest = size.max()
         self.zero = not bool(largest > 0)
         self.norm2 = 1.0 if self.zero else float(torch.linalg.vector_norm(size))
@@ -115,11 +115,11 @@ class _Scale:
         )
 
     def error(self, value: Tensor, negligible: float = 0.0) -> Error:
-        off = ((_rows(value, self.finite) - self.truth).abs() - negligible).clamp_min(0)
+        off = ((_reshape_rows(value, self.finite) - self.truth).abs() - negligible).clamp_min(0)
         return Error(float(torch.linalg.vector_norm(off)) / self.norm2, float((off.amax(-1) / self.rows).max()))
 
 
-def _rows(t: Tensor, finite: Tensor) -> Tensor:
+def _reshape_rows(t: Tensor, finite: Tensor) -> Tensor:
     t = torch.where(finite, t.detach().double(), 0.0)
     return t.reshape(-1, t.shape[-1]) if t.ndim > 1 else t.reshape(1, -1)
 
@@ -141,7 +141,7 @@ def judge(
     and booleans must be equal.
     """
     if compiled.shape != original.shape or compiled.dtype != original.dtype:
-        return _failed(row, f"{_describe(compiled)} instead of {_describe(original)}")
+        return _make_failed_row(row, f"{_describe(compiled)} instead of {_describe(original)}")
     if original.numel() == 0:
         return dataclasses.replace(row, ok=True)
     compiled, truth, *noise = (t.detach().to(original.device) for t in (compiled, truth, *noise))
@@ -151,23 +151,25 @@ def judge(
         differ = int((compiled != original).sum())
         return dataclasses.replace(row, ok=differ == 0, error=float(differ))
     finite = original.isfinite()
-    if misplaced := int((~_same_kind(compiled, original)).sum()):
-        return _failed(row, f"{misplaced} values are finite in one of original and compiled, not in the other")
+    if misplaced := int((~_match_finiteness(compiled, original)).sum()):
+        return _make_failed_row(row, f"{misplaced} values are finite in one of original and compiled, not in the other")
     if not finite.any():
-        return _failed(row, "nothing to compare: all values are NaN or Inf")
+        return _make_failed_row(row, "nothing to compare: all values are NaN or Inf")
 
     truth = torch.where(truth.isfinite(), truth, original)  # the working precision may take a branch of its own
     scale = _Scale(truth, original, finite, tol.row_floor)
     error = scale.error(compiled, tol.negligible * largest)
     expected = [scale.error(t) for t in (original, *noise) if t.shape == original.shape]
     note = "" if finite.all() else f"{int((~finite).sum())} values are NaN or Inf in both"
-    return _weigh(row, error, expected, 0.0 if scale.zero else tol.floor, tol.factor, note)
+    return _make_verdict(row, error, expected, 0.0 if scale.zero else tol.floor, tol.factor, note)
 
 
-def _weigh(row: Row, error: Error, expected: Sequence[Error], floor: float, factor: float, note: str = "") -> Row:
+def _make_verdict(
+    row: Row, error: Error, expected: Sequence[Error], floor: float, factor: float, note: str = ""
+) -> Row:
     """The verdict on an error, given those of the original and its noise."""
-    bound = Error(*(factor * max(_finite(e)) + floor for e in zip(*expected, strict=True)))
-    ratio, worst = max((_ratio(e, b), i) for i, (e, b) in enumerate(zip(error, bound, strict=True)))
+    bound = Error(*(factor * max(_drop_infinite(e)) + floor for e in zip(*expected, strict=True)))
+    ratio, worst = max((_compute_ratio(e, b), i) for i, (e, b) in enumerate(zip(error, bound, strict=True)))
     return dataclasses.replace(
         row, ok=ratio <= 1, error=error[worst], bound=bound[worst], norm=Error._fields[worst], note=note
     )
@@ -226,26 +228,26 @@ def _judge_stack(pairs: Sequence[Pair], tol: Tolerance) -> list[Row] | None:
 
     own, expected = errors(compiled, negligible), errors(original, torch.zeros_like(negligible))
     return [
-        _weigh(pair.row, error, [other], 0.0 if zero else tol.floor, tol.factor)
+        _make_verdict(pair.row, error, [other], 0.0 if zero else tol.floor, tol.factor)
         for pair, error, other, zero in zip(pairs, own, expected, is_zero.tolist(), strict=True)
     ]
 
 
-def _failed(row: Row, note: str) -> Row:
+def _make_failed_row(row: Row, note: str) -> Row:
     return dataclasses.replace(row, ok=False, error=math.inf, note=note)
 
 
-def _ratio(error: float, bound: float) -> float:
+def _compute_ratio(error: float, bound: float) -> float:
     if math.isnan(error):
         return math.inf
     return error / bound if bound > 0 else (math.inf if error > 0 else 0.0)
 
 
-def _finite(errors: Sequence[float]) -> list[float]:
+def _drop_infinite(errors: Sequence[float]) -> list[float]:
     return [e for e in errors if math.isfinite(e)] or [0.0]
 
 
-def _same_kind(a: Tensor, b: Tensor) -> Tensor:
+def _match_finiteness(a: Tensor, b: Tensor) -> Tensor:
     """Elementwise: both finite, both NaN, or the same infinity."""
     return (a.isfinite() & b.isfinite()) | (a.isnan() & b.isnan()) | (a.isinf() & (a == b))
 

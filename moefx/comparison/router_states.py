@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ..capture.captured import has_values
 from ..util.model_copy import copy_model
-from .sandbox import Inputs, leaves, mapped
+from .sandbox import Inputs, leaves, map_tensors
 
 GIVEN, UNRELATED = "the given inputs", "unrelated inputs"
-_MOST = 1 << 16  # elements of a tensor that is looked at
+_MAX_ELEMENTS = 1 << 16  # elements of a tensor that is looked at
 
 
 def router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
@@ -27,7 +27,7 @@ def router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
 
     def hidden(change: Any) -> Inputs:
         """Change the hidden states: everything shaped like the largest floating-point argument."""
-        return mapped(inputs, lambda _, t: change(t.detach()).to(t) if t.shape == shape else t.detach().clone())
+        return map_tensors(inputs, lambda _, t: change(t.detach()).to(t) if t.shape == shape else t.detach().clone())
 
     def noise(t: Tensor) -> Tensor:
         return torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t.device) * t.float().std().nan_to_num(
@@ -44,13 +44,16 @@ def router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
         yield UNRELATED, hidden(noise)
 
 
-def with_other_constants(block: nn.Module, seed: int) -> nn.Module:
+def vary_constants(block: nn.Module, seed: int) -> nn.Module:
     """A copy in which floats that are all the same have other values, as a bias will after the first step: what hangs
     on them does not show before. Other tensors are shared; the block itself, if there are none."""
     generator = torch.Generator().manual_seed(seed)
     others: dict[int, Tensor] = {}
     for t in (*block.parameters(), *block.buffers()):
-        if not (t.is_floating_point() and 0 < t.numel() <= _MOST and has_values(t)) or (t != t.flatten()[0]).any():
+        if (
+            not (t.is_floating_point() and 0 < t.numel() <= _MAX_ELEMENTS and has_values(t))
+            or (t != t.flatten()[0]).any()
+        ):
             continue
         if t.numel() > 1 or t.item() == 0:  # a single number may have to be of its kind: an epsilon, say
             noise = torch.rand(t.shape, generator=generator, dtype=torch.float32)  # none is negative: a variance is not

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .decisions import Selection, decides, draws, gap, selects, size
-from .float64_ops import equivalent
+from .decisions import Selection, distance, is_decision, is_random, is_selection, largest_magnitude
+from .float64_ops import find_equivalent
 from .policy import Tolerance
 
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,7 +95,7 @@ class _Decision:
     scores: Tensor | None = None  # what a selection chose from, [..., N]
     noise: float = 0.0  # how far rounding moves these scores, measured by the float64 run
 
-    def num_close(self, rounding: float) -> int:
+    def count_close(self, rounding: float) -> int:
         """How many rows have a chosen score that is no further than `rounding` from one that was not chosen."""
         (ids,), scores = self.results, self.scores
         assert scores is not None
@@ -137,13 +137,13 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.promote and _names_dtypes(func):
-            args = tuple(_promoted(func, a) for a in args)
-            kwargs = {name: _promoted(func, a) for name, a in kwargs.items()}
+        if self.promote and _may_name_dtypes(func):
+            args = tuple(_promote_dtypes(func, a) for a in args)
+            kwargs = {name: _promote_dtypes(func, a) for name, a in kwargs.items()}
         return self.run(func, args, kwargs)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = (equivalent(func, args) or func)(*args, **kwargs)
+        out = (find_equivalent(func, args) or func)(*args, **kwargs)
         if self.promote and (func in _LITERALS or _is_factory(func)) and out.dtype in _LOW:
             return out.double()
         return out
@@ -153,7 +153,7 @@ class _Mode(TorchDispatchMode):
 
     def key(self, func: Any, args: Any) -> Any:
         """By what a decision or a draw is found in another run."""
-        return self.scope.names[-1], str(func), _shapes(args)
+        return self.scope.names[-1], str(func), _describe_call(args)
 
     def next(self, entries: dict[Any, list[Any]], key: Any) -> Any | None:
         """The entry for this occurrence of `key`; None when the recording had fewer."""
@@ -167,18 +167,18 @@ class Record(_Mode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self.call(func, args, kwargs)
-        if draws(func):
+        if is_random(func):
             if isinstance(out, Tensor):
                 self.tape.draws[self.key(func, args)].append(out.detach().clone())
             elif func is torch.ops.aten.native_dropout.default:
                 self.tape.draws[self.key(func, args)].append(out[1].clone())
             elif kwargs.get("dropout_p") or any(isinstance(a, float) and 0 < a < 1 for a in args):
                 self.tape.cannot_replay = f"{func} draws random numbers inside its kernel"
-        elif selects(func, args):
+        elif is_selection(func, args):
             selection = Selection(func, args, kwargs)
-            ids, scores = selection.ids(out).clone(), selection.scores.detach().clone()
+            ids, scores = selection.read_ids(out).clone(), selection.scores.detach().clone()
             self.tape.decisions[self.key(func, args)].append(_Decision((ids,), scores))
-        elif decides(func, args, out):
+        elif is_decision(func, args, out):
             outs = (out,) if isinstance(out, Tensor) else out
             self.tape.decisions[self.key(func, args)].append(_Decision(tuple(o.clone() for o in outs)))
         return out
@@ -194,25 +194,25 @@ class Replay(_Mode):
         super().__init__(tape, scope, promote=promote)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if draws(func) and (drawn := self.next(self.tape.draws, self.key(func, args))) is not None:
+        if is_random(func) and (drawn := self.next(self.tape.draws, self.key(func, args))) is not None:
             return self.draw(func, args, drawn)
         out = self.call(func, args, kwargs)
-        selecting = selects(func, args)
-        if not (selecting or decides(func, args, out)):
+        selecting = is_selection(func, args)
+        if not (selecting or is_decision(func, args, out)):
             return out
         decision: _Decision | None = self.next(self.tape.decisions, self.key(func, args))
         if decision is None:
             if selecting:
-                raise CannotReplay(f"{func} was not run on {_shapes(args)} in the original's precision")
+                raise CannotReplay(f"{func} was not run on {_describe_call(args)} in the original's precision")
             return out
         if not selecting:
             imposed = tuple(t.clone() for t in decision.results)
             return imposed[0] if isinstance(out, Tensor) else imposed
         selection = Selection(func, args, kwargs)
         if self.promote and decision.scores is not None:
-            moved = gap(selection.scores, decision.scores.to(selection.scores.dtype))
-            decision.noise = max(decision.noise, size(moved))
-        return selection.outputs(decision.results[0])
+            moved = distance(selection.scores, decision.scores.to(selection.scores.dtype))
+            decision.noise = max(decision.noise, largest_magnitude(moved))
+        return selection.build_outputs(decision.results[0])
 
     def draw(self, func: Any, args: Any, drawn: Tensor) -> Any:
         if func._schema.is_mutable:
@@ -233,22 +233,22 @@ class Align(_Mode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self.call(func, args, kwargs)
-        if not selects(func, args):
+        if not is_selection(func, args):
             return out
         decision: _Decision | None = self.next(self.tape.decisions, self.key(func, args))
         if decision is None:
             return out
         selection, (chosen,) = Selection(func, args, kwargs), decision.results
-        own, scores = selection.ids(out), selection.scores
+        own, scores = selection.read_ids(out), selection.scores
         # The reference's choice is as good as ours if our own scores for it are, to within rounding; but
         # rounding is no excuse where the scores are the same: then the tie was broken differently.
-        ours, theirs = (selection.as_set(scores.gather(-1, ids)) for ids in (own, chosen))
-        rounding = 2 * (self.tol.factor * decision.noise + self.tol.floor * size(scores))
-        alike = gap(ours, theirs).amax(-1) <= rounding
+        ours, theirs = (selection.ignore_order(scores.gather(-1, ids)) for ids in (own, chosen))
+        rounding = 2 * (self.tol.factor * decision.noise + self.tol.floor * largest_magnitude(scores))
+        alike = distance(ours, theirs).amax(-1) <= rounding
         if decision.scores is not None:
             alike &= (scores != decision.scores).any(-1)
         if (block := self.scope.region or self.scope.names[-1]) is not None:
-            differ = (selection.as_set(own) != selection.as_set(chosen)).any(-1)
+            differ = (selection.ignore_order(own) != selection.ignore_order(chosen)).any(-1)
             imposed, beyond = int((differ & alike).sum()), int((differ & ~alike).sum())
             identical = 1 - (imposed + beyond) / differ.numel()
             margin = selection.margin(own.shape[-1])
@@ -257,16 +257,16 @@ class Align(_Mode):
             )
         if torch.equal(own, chosen):
             return out
-        return selection.outputs(torch.where(alike[..., None], chosen, own))
+        return selection.build_outputs(torch.where(alike[..., None], chosen, own))
 
 
-def _shapes(args: Any) -> Any:
+def _describe_call(args: Any) -> Any:
     """Identifies a call up to the values and dtypes of its operands (a Python float may be a measured
     threshold)."""
     if isinstance(args, Tensor):
         return tuple(args.shape)
     if isinstance(args, (list, tuple)):
-        return tuple(_shapes(a) for a in args)
+        return tuple(_describe_call(a) for a in args)
     return args if isinstance(args, (int, str)) else None
 
 
@@ -278,7 +278,7 @@ def _is_factory(func: Any) -> bool:
 
 
 @functools.cache
-def _names_dtypes(func: Any) -> bool:
+def _may_name_dtypes(func: Any) -> bool:
     """Whether among the arguments of an op there may be dtypes, or texts that name some."""
     schema = getattr(func, "_schema", None)
     if schema is None:
@@ -286,7 +286,7 @@ def _names_dtypes(func: Any) -> bool:
     return func not in _NO_CASTS and any("Tensor" not in str(a.type) for a in schema.arguments)
 
 
-def _promoted(func: Any, a: Any) -> Any:
+def _promote_dtypes(func: Any, a: Any) -> Any:
     if isinstance(a, str) and func.namespace == "moefx":  # an expert body names dtypes
         return _LOW_NAMES.sub('"float64"', a)
     return torch.float64 if isinstance(a, torch.dtype) and a in _LOW else a

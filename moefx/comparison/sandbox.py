@@ -28,12 +28,12 @@ from ..capture.effects import python_random
 from ..capture.worker import check_interrupt
 from ..ir.passed_objects import is_passed
 from ..util.model_copy import copy_model
-from .input_layouts import Layout, laid_out
+from .input_layouts import Layout, apply_layout
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Key = tuple[str, str]  # (kind, name)
 Call = Callable[..., Any]  # (module, *args, **kwargs) -> the module's output
-SECOND = " (second backward)"  # ends the names of its gradients
+SECOND_BACKWARD = " (second backward)"  # ends the names of its gradients
 
 
 # ---- trees and copies -------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def leaves(tree: Any, path: str = "", seen: set[int] | None = None) -> Iterator[
         yield from leaves(value, f"{path}.{key}" if path else str(key), seen)
 
 
-def mapped(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+def map_tensors(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     """A copy of `tree` with each tensor replaced; aliases stay aliases."""
     memo: dict[int, Any] = {}
     for name, t in leaves(tree):
@@ -70,8 +70,8 @@ def mapped(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     return copy.deepcopy(tree, memo)
 
 
-def detached(tree: Any) -> Any:
-    return mapped(tree, lambda _, t: t.detach().clone())
+def copy_detached(tree: Any) -> Any:
+    return map_tensors(tree, lambda _, t: t.detach().clone())
 
 
 Parameters = Callable[[nn.Parameter], nn.Parameter]
@@ -98,9 +98,9 @@ def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype |
     state of its own."""
     box, _ = copy_model(module)
     memo: dict[int, Any] = {id(m): m for m in box.modules()}
-    copied = _affordable(box)
+    copied = _find_copied_parameters(box)
     for p in box.parameters():
-        memo[id(p)] = _own(parameters(p), id(p) in copied)
+        memo[id(p)] = _rewrap_parameter(parameters(p), id(p) in copied)
     for b in box.buffers():
         memo[id(b)] = b.detach().to(dtype if b.is_floating_point() else None, copy=True)
     for sub in box.modules():
@@ -121,33 +121,33 @@ def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype |
     return box
 
 
-def _affordable(module: nn.Module) -> set[int]:
+def _find_copied_parameters(module: nn.Module) -> set[int]:
     """Parameters of which each sandbox has a copy, the smallest ones: a forward may change them in place (it normalises
     the rows of its router, say)."""
     found, total = set(), 0
     for p in sorted(module.parameters(), key=torch.Tensor.numel):
         total += p.numel()
-        if total > _MOST_COPIED:
+        if total > _MAX_COPIED:
             break
         found.add(id(p))
     return found
 
 
-def _own(p: nn.Parameter, copied: bool) -> nn.Parameter:
+def _rewrap_parameter(p: nn.Parameter, copied: bool) -> nn.Parameter:
     """A parameter that can be given other `.data`, with values of its own or the shared ones."""
     if type(p) is not nn.Parameter:
         return p
     return nn.Parameter(p.detach().clone() if copied else p.detach(), requires_grad=p.requires_grad)
 
 
-_MOST_COPIED = 1 << 22  # elements
+_MAX_COPIED = 1 << 22  # elements
 
 
 @contextlib.contextmanager
 def random_state(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Seed every generator that a model may draw from, and put all of them back."""
     numpy = sys.modules.get("numpy")
-    accelerators = _accelerators(devices)
+    accelerators = _select_accelerators(devices)
     kind = accelerators[0].type if accelerators else "cuda"
     with python_random(), torch.random.fork_rng(devices=accelerators, device_type=kind):
         torch.default_generator.manual_seed(seed)
@@ -193,8 +193,8 @@ class Options:
     seed: int = 0
     grads: bool = True
     loss: Callable[[Any], Tensor] | None = None
-    largest: float = math.inf
-    again: bool = False
+    max_gradient_numel: float = math.inf
+    has_second_backward: bool = False
     backward: bool = True
     layout: Layout = ""
     training: bool | None = None
@@ -230,7 +230,7 @@ def execute(
         if options.grads and t.is_floating_point():
             sources[name] = t.requires_grad_()
             t = t.clone()  # the code may update its input in place, which a leaf would not allow
-        t = laid_out(t, options.layout)
+        t = apply_layout(t, options.layout)
         given[name] = t, t._version
         return t
 
@@ -244,17 +244,17 @@ def execute(
         # Recomputation inside a backward must see the mode too, so the backward stays on this thread.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         args, kwargs = inputs
-        named = mapped({**dict(enumerate(args)), **kwargs}, fresh)
-        before = _state(module)
+        named = map_tensors({**dict(enumerate(args)), **kwargs}, fresh)
+        before = _read_state(module)
         stack.enter_context(random_state(options.seed, devices))
-        drawn = _generators(devices)
+        drawn = _hash_generators(devices)
         stack.enter_context(mode or contextlib.nullcontext())
         if options.inference:  # which inputs from outside may have version counters, to see who writes to them
             stack.enter_context(torch.inference_mode())
 
         with users_device():
             out = call(module, *(named[i] for i in range(len(args))), **{key: named[key] for key in kwargs})
-        heads = {name: t if isinstance(t, Tensor) else _as_tensor(t) for name, t in leaves(out)}
+        heads = {name: t if isinstance(t, Tensor) else _number_to_tensor(t) for name, t in leaves(out)}
         if options.loss is not None:
             with users_device():
                 heads["loss"] = options.loss(out)
@@ -271,27 +271,27 @@ def execute(
             targets |= {
                 ("grad_param", name): p
                 for name, p in module.named_parameters()
-                if p.requires_grad and p.numel() <= options.largest
+                if p.requires_grad and p.numel() <= options.max_gradient_numel
             }
             if options.backward:
-                cotangents = _gradients(heads, targets, options, cotangents or {}, values)
-        if (now := _generators(devices)) != drawn:
+                cotangents = _add_gradients(heads, targets, options, cotangents or {}, values)
+        if (now := _hash_generators(devices)) != drawn:
             values["state", "random numbers drawn"] = torch.tensor(now)
-    after = _state(module)
-    changed = {key for key, t in after.items() if key not in before or not _same(t, before[key])}
+    after = _read_state(module)
+    changed = {key for key, t in after.items() if key not in before or not _is_equal(t, before[key])}
     changed |= {key for key in values if key[0] == "state"}
     return Run(values | after, changed, cotangents or {})
 
 
-def _as_tensor(number: float) -> Tensor:
+def _number_to_tensor(number: float) -> Tensor:
     """A number that a model returns or keeps, whatever the default dtype is."""
     return torch.tensor(number, dtype=torch.float32 if type(number) is float else None)
 
 
-def _generators(devices: Iterable[torch.device]) -> int:
+def _hash_generators(devices: Iterable[torch.device]) -> int:
     """A digest of the state of all generators: one draw too few changes all that are drawn later."""
     states = [torch.get_rng_state()]
-    states += [torch.get_device_module(d).get_rng_state(d) for d in _accelerators(devices)]
+    states += [torch.get_device_module(d).get_rng_state(d) for d in _select_accelerators(devices)]
     drawn = b"".join(bytes(s.tolist()) for s in states) + repr(random.getstate()).encode()
     if numpy := sys.modules.get("numpy"):
         state = numpy.random.get_state(legacy=False)
@@ -300,11 +300,11 @@ def _generators(devices: Iterable[torch.device]) -> int:
     return zlib.crc32(drawn)
 
 
-def _accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
+def _select_accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
     return sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
 
 
-def _gradients(
+def _add_gradients(
     heads: dict[str, Tensor],
     targets: dict[Key, Tensor],
     options: Options,
@@ -316,29 +316,29 @@ def _gradients(
     cotangents = {}
     for i, (name, t) in enumerate(heads.items()):
         fits = name in known and known[name].shape == t.shape
-        cotangents[name] = known[name] if fits else _cotangent(t, options.seed + i)
+        cotangents[name] = known[name] if fits else _make_cotangent(t, options.seed + i)
     values |= dict.fromkeys(targets)
-    if options.again:
-        values |= dict.fromkeys((kind, name + SECOND) for kind, name in targets)
+    if options.has_second_backward:
+        values |= dict.fromkeys((kind, name + SECOND_BACKWARD) for kind, name in targets)
     if heads and targets:
         weights = [cotangents[name].to(t) for name, t in heads.items()]
         differentiate = functools.partial(
             torch.autograd.grad, list(heads.values()), list(targets.values()), allow_unused=True
         )
-        values |= zip(targets, differentiate(weights, retain_graph=options.again), strict=True)
-        if options.again:
-            second = differentiate([_expanded_cotangent(t) for t in heads.values()])
-            values |= {(kind, name + SECOND): t for (kind, name), t in zip(targets, second, strict=True)}
+        values |= zip(targets, differentiate(weights, retain_graph=options.has_second_backward), strict=True)
+        if options.has_second_backward:
+            second = differentiate([_make_expanded_cotangent(t) for t in heads.values()])
+            values |= {(kind, name + SECOND_BACKWARD): t for (kind, name), t in zip(targets, second, strict=True)}
     return cotangents
 
 
-def _expanded_cotangent(t: Tensor) -> Tensor:
+def _make_expanded_cotangent(t: Tensor) -> Tensor:
     """One number with stride 0 in all dimensions, as `sum` and `mean` make it."""
     num_rows = max(t.numel() // max(t.shape[-1], 1), 1) if t.ndim else 1
     return t.new_full((), 1 / math.sqrt(num_rows)).expand(t.shape)
 
 
-def _cotangent(t: Tensor, seed: int) -> Tensor:
+def _make_cotangent(t: Tensor, seed: int) -> Tensor:
     if t.ndim == 0:
         return torch.ones_like(t)
     generator = torch.Generator().manual_seed(seed)
@@ -346,7 +346,7 @@ def _cotangent(t: Tensor, seed: int) -> Tensor:
     return (torch.randn(t.shape, generator=generator, dtype=torch.float32) / math.sqrt(num_rows)).to(t)
 
 
-def _state(module: nn.Module) -> dict[Key, Tensor]:
+def _read_state(module: nn.Module) -> dict[Key, Tensor]:
     """Buffers, and tensors and numbers that modules keep as plain attributes (a recorded auxiliary loss)."""
     found: dict[Key, Tensor] = {("buffer", n): b.detach().clone() for n, b in module.named_buffers()}
     for prefix, sub in module.named_modules():
@@ -365,10 +365,10 @@ _CONTAINERS = {dict, collections.OrderedDict, set, type(None), str}  # nearly al
 @functools.lru_cache(maxsize=4096, typed=True)
 def _shared_tensor(number: float) -> Tensor:
     """`_as_tensor`, to be read only. Modules of one kind keep the same few numbers."""
-    return _as_tensor(number)
+    return _number_to_tensor(number)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _is_equal(a: Tensor, b: Tensor) -> bool:
     if a is b:
         return True
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -55,18 +55,18 @@ class Shares:
                 'verify: with Plan(sequence_gradients="partial") the gradients of what is around a block are of other '
                 "layers' making: verify the block by itself, compiled with this plan"
             )
-        told = [f"{tuple(t.shape)} {hash_of(t)}" for t in tree_leaves(sets) if isinstance(t, Tensor)]
+        told = [f"{tuple(t.shape)} {hash_tensor(t)}" for t in tree_leaves(sets) if isinstance(t, Tensor)]
         every: list = [None] * self.sequence.size
         dist.all_gather_object(every, told, group=group_of(self.sequence.group))
         differ = not all(theirs == told for theirs in every)
-        if self.any(differ):
+        if self.is_true_on_any_rank(differ):
             where = "here and on others of its ranks" if differ else "elsewhere"
             raise InvalidInput(
                 f"verify: the inputs differ {where}, but the plan says that all ranks of mesh axis "
                 f"{self.sequence.axis!r} (sequence_axis) have the same tokens"
             )
 
-    def of_reference(self, run: Run, reference: nn.Module, dtype: torch.dtype | None) -> Run:
+    def reduce_reference(self, run: Run, reference: nn.Module, dtype: torch.dtype | None) -> Run:
         """Collective: the gradients of experts, added up over the ranks; only those that are here. `dtype`: that the
         run had, None for the reference's own."""
         values = dict(run.values)
@@ -93,11 +93,11 @@ class Shares:
                     dist.all_reduce(total, group=group_of(self.sequence.group))
         return dataclasses.replace(run, values=values)
 
-    def of_compiled(self, run: Run) -> Run:
+    def localize_compiled(self, run: Run) -> Run:
         """The local part of what is a DTensor."""
-        return dataclasses.replace(run, values={key: local(value) for key, value in run.values.items()})
+        return dataclasses.replace(run, values={key: to_local(value) for key, value in run.values.items()})
 
-    def agree(self, asked: str) -> None:
+    def check_agreement(self, asked: str) -> None:
         """Whether all ranks will compare as much, in the same way: else one would wait for the others. Collective, also
         for a rank that cannot go on.
 
@@ -105,32 +105,32 @@ class Shares:
             InvalidInput: they will not.
         """
         ranks: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(self._all(asked)):
+        for rank, theirs in enumerate(self._gather_values(asked)):
             ranks.setdefault(theirs, []).append(rank)
         if len(ranks) > 1:
             told = "; ".join(f"{shown_ranks(of)}: {theirs}" for theirs, of in ranks.items())
             raise InvalidInput(f"verify: the ranks of the expert axis would not compare the same. {told}")
 
-    def most(self, value: float) -> float:
+    def max_over_ranks(self, value: float) -> float:
         """The largest of all ranks' values."""
-        return max(self._all(value))
+        return max(self._gather_values(value))
 
-    def any(self, value: bool) -> bool:
+    def is_true_on_any_rank(self, value: bool) -> bool:
         """Whether it is so on any rank."""
-        return any(self._all(value))
+        return any(self._gather_values(value))
 
-    def _all(self, value: float | bool | str) -> list:
+    def _gather_values(self, value: float | bool | str) -> list:
         found: list = [None] * dist.get_world_size(group_of(self.group))
         dist.all_gather_object(found, value, group=group_of(self.group))
         return found
 
 
-def hash_of(t: Tensor) -> str:
+def hash_tensor(t: Tensor) -> str:
     """Of its bits."""
     held = t.detach().cpu().contiguous()
     return hashlib.sha256(ctypes.string_at(held.data_ptr(), held.nbytes)).hexdigest()
 
 
-def local(value: Tensor | None) -> Tensor | None:
+def to_local(value: Tensor | None) -> Tensor | None:
     to_local = getattr(value, "to_local", None)
     return value if to_local is None else to_local()

@@ -22,7 +22,7 @@ _SWEEPS = 8
 
 
 @dataclasses.dataclass(eq=False)
-class _Place:
+class _Vertex:
     """A box, or the place where a long arrow crosses a layer."""
 
     box: Box | None
@@ -44,7 +44,7 @@ def draw_svg(graph: BlockGraph | Outline, label: str = "") -> str:
     left = min(p.x - p.width / 2 for p in places) - 12
     right = max(p.x + p.width / 2 for p in places) + 12
     bottom = max(p.y + p.height for p in places) + 12
-    parts = [*map(_arrow, links), *map(_box, places)]
+    parts = [*map(_draw_arrow, links), *map(_draw_box, places)]
     width, height = right - left, bottom + 12
     return (
         f'<svg class="moefx-graph" viewBox="{left:.0f} -12 {width:.0f} {height:.0f}" width="{width:.0f}" '
@@ -55,31 +55,31 @@ def draw_svg(graph: BlockGraph | Outline, label: str = "") -> str:
 # -- layout ----------------------------------------------------------------------------------------
 
 
-def _arrange(drawn: Outline) -> tuple[list[_Place], list[list[_Place]]]:
+def _arrange(drawn: Outline) -> tuple[list[_Vertex], list[list[_Vertex]]]:
     """Places of all boxes and crossings, and for each arrow the places that it runs through."""
     order = {box: i for i, box in enumerate(drawn.boxes)}
     # Collapsing experts can make cycles (the sum runs through all of them); such arrows point up.
-    forward = _acyclic(drawn.boxes, sorted(drawn.arrows, key=lambda a: (order[a[0]], order[a[1]])))
-    layer = _layers(drawn.boxes, forward)
-    places = {box: _place(box, layer[box]) for box in drawn.boxes}
+    forward = _drop_cycles(drawn.boxes, sorted(drawn.arrows, key=lambda a: (order[a[0]], order[a[1]])))
+    layer = _assign_layers(drawn.boxes, forward)
+    places = {box: _make_vertex(box, layer[box]) for box in drawn.boxes}
     everything = list(places.values())
-    routes: list[list[_Place]] = []
+    routes: list[list[_Vertex]] = []
     for source, target in forward:
         route = [places[source]]
         for level in range(layer[source] + 1, layer[target]):
-            crossing = _Place(None, level, 2.0, 0.0)
+            crossing = _Vertex(None, level, 2.0, 0.0)
             everything.append(crossing)
             route.append(crossing)
         routes.append([*route, places[target]])
-    rows: dict[int, list[_Place]] = defaultdict(list)
+    rows: dict[int, list[_Vertex]] = defaultdict(list)
     for place in everything:
         rows[place.layer].append(place)
     levels = [rows[i] for i in sorted(rows)]
-    above, below = _neighbours(routes)
+    above, below = _find_neighbours(routes)
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
         for row in levels if down else reversed(levels):
-            _move(row, above if down else below)
+            _order_layer(row, above if down else below)
     y = 0.0
     for row in levels:
         height = max(place.height for place in row)
@@ -91,7 +91,7 @@ def _arrange(drawn: Outline) -> tuple[list[_Place], list[list[_Place]]]:
     return everything, routes
 
 
-def _acyclic(boxes: Sequence[Box], arrows: Iterable[tuple[Box, Box]]) -> list[tuple[Box, Box]]:
+def _drop_cycles(boxes: Sequence[Box], arrows: Iterable[tuple[Box, Box]]) -> list[tuple[Box, Box]]:
     """The arrows without those that close a cycle, in depth-first order."""
     targets: dict[Box, list[Box]] = defaultdict(list)
     for source, target in arrows:
@@ -118,7 +118,7 @@ def _acyclic(boxes: Sequence[Box], arrows: Iterable[tuple[Box, Box]]) -> list[tu
     return result
 
 
-def _layers(boxes: Sequence[Box], arrows: Sequence[tuple[Box, Box]]) -> dict[Box, int]:
+def _assign_layers(boxes: Sequence[Box], arrows: Sequence[tuple[Box, Box]]) -> dict[Box, int]:
     """Longest path from the top; then sources sink to just above what they feed."""
     sources: dict[Box, list[Box]] = defaultdict(list)
     targets: dict[Box, list[Box]] = defaultdict(list)
@@ -140,17 +140,17 @@ def _layers(boxes: Sequence[Box], arrows: Sequence[tuple[Box, Box]]) -> dict[Box
     return layer
 
 
-def _place(box: Box, layer: int) -> _Place:
+def _make_vertex(box: Box, layer: int) -> _Vertex:
     title = box.title + (f"  × {box.count}" if box.count > 1 else "")
     width = max([len(title) * _TITLE, *(len(d) * _DETAIL for d in box.details)]) + 2 * _PADDING
-    return _Place(box, layer, max(width, 60.0), _LINE * (1 + len(box.details)) + 1.2 * _PADDING)
+    return _Vertex(box, layer, max(width, 60.0), _LINE * (1 + len(box.details)) + 1.2 * _PADDING)
 
 
-def _neighbours(
-    routes: Sequence[Sequence[_Place]],
-) -> tuple[dict[_Place, list[_Place]], dict[_Place, list[_Place]]]:
-    above: dict[_Place, list[_Place]] = defaultdict(list)
-    below: dict[_Place, list[_Place]] = defaultdict(list)
+def _find_neighbours(
+    routes: Sequence[Sequence[_Vertex]],
+) -> tuple[dict[_Vertex, list[_Vertex]], dict[_Vertex, list[_Vertex]]]:
+    above: dict[_Vertex, list[_Vertex]] = defaultdict(list)
+    below: dict[_Vertex, list[_Vertex]] = defaultdict(list)
     for route in routes:
         for upper, lower in itertools.pairwise(route):
             above[lower].append(upper)
@@ -158,7 +158,7 @@ def _neighbours(
     return above, below
 
 
-def _move(row: list[_Place], neighbours: dict[_Place, list[_Place]]) -> None:
+def _order_layer(row: list[_Vertex], neighbours: dict[_Vertex, list[_Vertex]]) -> None:
     """Order a layer by the mean position of its neighbours and spread it around those positions without
     overlap."""
     wish = {p: sum(n.x for n in near) / len(near) if (near := neighbours[p]) else p.x for p in row}
@@ -176,7 +176,7 @@ def _move(row: list[_Place], neighbours: dict[_Place, list[_Place]]) -> None:
 # -- drawing ---------------------------------------------------------------------------------------
 
 
-def _box(place: _Place) -> str:
+def _draw_box(place: _Vertex) -> str:
     box = place.box
     if box is None:
         return ""
@@ -193,7 +193,7 @@ def _box(place: _Place) -> str:
     )
 
 
-def _arrow(route: Sequence[_Place]) -> str:
+def _draw_arrow(route: Sequence[_Vertex]) -> str:
     """A smooth curve through the places of a route, with a head at its end."""
     start, end = route[0], route[-1]
     x, y = start.x, start.y + start.height

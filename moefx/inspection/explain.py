@@ -121,8 +121,8 @@ class Explanation:
         refused = sum(r.seen for r in self.refused)
         lines = [f"{self.model}: {blocks} MoE block(s) rewritten, {refused} refused, {self.seconds:.1f} s"]
         for m in self.matched:
-            lines += ["", f"  {_range(m.names)}   {m.kind}"]
-            lines.append(f"    experts     E={m.num_experts}, top-{m.top_k}, each {_steps(m.expert)}")
+            lines += ["", f"  {_format_names(m.names)}   {m.kind}"]
+            lines.append(f"    experts     E={m.num_experts}, top-{m.top_k}, each {_format_expert(m.expert)}")
             if m.drop:
                 lines.append(f"    drops       {m.drop}")
             lines.append(f"    proof       one form under {m.routings} routings; numeric check: {m.validation}")
@@ -160,11 +160,11 @@ class Explanation:
                 "  in this process so far, all models and checks together",
                 "  providers   " + ", ".join(f"{op}: {provider} x{n}" for op, provider, n in self.paths),
             ]
-            lines.append(f"  weights     {self._weights()}")
+            lines.append(f"  weights     {self._format_weights()}")
             lines += [f"  kernel      {line}" for line in self.kernels]
         return "\n".join(lines)
 
-    def _weights(self) -> str:
+    def _format_weights(self) -> str:
         found = dict(self.weights)
         texts = [f"{text} x{found[path]}" for path, text in _WEIGHTS.items() if path in found]
         copies = found.get("cast", 0) + found.get("stacked_copy", 0)
@@ -182,13 +182,13 @@ def merge_refusals(refused: Iterable[Any]) -> list[Any]:
             names = tuple(dict.fromkeys(r.name for r in (first, *more)))
             lines = list(dict.fromkeys(r.source for r in (first, *more) if r.source))
             lines = lines if len(lines) <= 2 else [f"{lines[0]} ... {lines[-1]} ({len(lines)} lines)"]
-            name = names[0] if len(names) == 1 else _range(names)
+            name = names[0] if len(names) == 1 else _format_names(names)
             first = dataclasses.replace(first, name=name, source=", ".join(lines))
         found.append(first)
     return found
 
 
-def _steps(expert: str) -> str:
+def _format_expert(expert: str) -> str:
     """`silu(g)*u | y*w` -> `up -> silu(g)*u -> down = y -> y*w`."""
     if "(" not in expert and " | " not in expert and "*" not in expert:
         return expert
@@ -199,7 +199,7 @@ def _steps(expert: str) -> str:
     return "; ".join(texts)
 
 
-def _range(names: tuple[str, ...]) -> str:
+def _format_names(names: tuple[str, ...]) -> str:
     """`model.layers.1.mlp ... model.layers.47.mlp (47)` for many, all names for few."""
     shown = [n or "(the model itself)" for n in names]
     return ", ".join(shown) if len(shown) <= 2 else f"{shown[0]} ... {shown[-1]} ({len(shown)} blocks)"

@@ -142,7 +142,7 @@ class History:
         Args:
             block: where to take shapes from that the graphs do not know.
         """
-        Path(path).write_text(repro_script.script(self, block))
+        Path(path).write_text(repro_script.build_script(self, block))
 
     def __str__(self) -> str:
         width = max((len(s.pass_name) for s in self.snapshots), default=0)

@@ -59,16 +59,16 @@ def build_fragment(
     parts = [
         '<section class="moefx">',
         f"<h2>{escape(history.name or 'model')}</h2>",
-        _passes(history),
+        _build_pass_table(history),
         "<h3>Before and after</h3>",
         _LEGEND,
         '<div class="pictures">',
-        _picture("captured" if before else f"after {history.passes[0]}", first),
-        _picture(f"after {history.passes[-1]}", history.graph),
+        _build_figure("captured" if before else f"after {history.passes[0]}", first),
+        _build_figure(f"after {history.passes[-1]}", history.graph),
         "</div>",
-        _bars(bytes_per_policy) if bytes_per_policy else "",
+        _build_bars(bytes_per_policy) if bytes_per_policy else "",
         "<h3>Pass by pass</h3>",
-        *(_change(history, i) for i in range(len(history))),
+        *(_build_diff(history, i) for i in range(len(history))),
         "</section>",
     ]
     return "\n".join(filter(None, parts))
@@ -88,7 +88,7 @@ _LEGEND = (
 )
 
 
-def _passes(history: History) -> str:
+def _build_pass_table(history: History) -> str:
     rows = "".join(
         f"<tr><td>{s.index}/{s.total}</td><td>{escape(s.pass_name)}</td><td class=number>{s.ms:.1f} ms</td>"
         f"<td class=number>+{s.added}</td><td class=number>-{s.removed}</td>"
@@ -99,7 +99,7 @@ def _passes(history: History) -> str:
     return f"<table>{header}{rows}</table>"
 
 
-def _picture(caption: str, graph: BlockGraph) -> str:
+def _build_figure(caption: str, graph: BlockGraph) -> str:
     count = sum(n.op.startswith("call") and not is_getitem(n) for n in graph.graph.nodes)
     return (
         f"<figure><figcaption>{escape(caption)} <span class=muted>{count} ops</span></figcaption>"
@@ -107,7 +107,7 @@ def _picture(caption: str, graph: BlockGraph) -> str:
     )
 
 
-def _change(history: History, index: int) -> str:
+def _build_diff(history: History, index: int) -> str:
     """What one pass did: the diff, and behind it the whole graph."""
     snapshot: Snapshot = history.snapshots[index]
     before = print_lines(history.snapshots[index - 1].graph) if index else []
@@ -116,7 +116,7 @@ def _change(history: History, index: int) -> str:
     css = {"+": "added", "-": "removed", " ": "same"} if index else {"+": "same"}
     texts = format_lines([line for _, line in marked])
     code = "".join(
-        f'<span class="{css[mark]}">{mark if index else " "} {_code(text)}</span>'
+        f'<span class="{css[mark]}">{mark if index else " "} {_highlight_comment(text)}</span>'
         for (mark, _), text in zip(marked, texts, strict=True)
     )
     summary = f"<strong>{escape(snapshot.pass_name)}</strong> <span class=muted>{escape(snapshot.header)}</span>"
@@ -125,13 +125,13 @@ def _change(history: History, index: int) -> str:
     return f"<details{opened}><summary>{summary}</summary>{note}<pre>{code}</pre></details>"
 
 
-def _code(text: str) -> str:
+def _highlight_comment(text: str) -> str:
     """A printed line with its comment set off."""
     code, mark, comment = text.partition("  # ")
     return escape(code) + (f"<em>{escape(mark + comment)}</em>" if mark else "")
 
 
-def _bars(values: Mapping[str, float]) -> str:
+def _build_bars(values: Mapping[str, float]) -> str:
     """Bytes that the backward keeps, one bar a save policy."""
     left, scale, height = 150, 520 / (max(values.values()) or 1), 26
     rows = []

@@ -55,8 +55,8 @@ class Outline:
 
 def build_outline(block: BlockGraph) -> Outline:
     """The boxes and arrows of a graph."""
-    shown = [node for node in block.graph.nodes if not _hidden(node)]
-    classes = _repeated_steps(shown)
+    shown = [node for node in block.graph.nodes if not _is_hidden(node)]
+    classes = _label_repeated_steps(shown)
     lines = {line.node: f"{line.name} = {line.code}".removeprefix(" = ") for line in print_lines(block)}
     boxes: dict[Hashable, Box] = {}
     box_of: dict[Node, Box] = {}
@@ -65,32 +65,32 @@ def build_outline(block: BlockGraph) -> Outline:
         step = classes.get(node, node)
         box = boxes.get(step)
         if box is None:
-            box = boxes[step] = Box(*_text(node), lines.get(node, ""))
+            box = boxes[step] = Box(*_describe_node(node), lines.get(node, ""))
             members[box] = []
         box_of[node] = box
         members[box].append(node)
     for box, nodes in members.items():
         box.count = len(nodes)
         if box.count > 1:
-            box.details = [*_parameters(nodes), *filter(None, [value_text(_first_result(nodes[0]))])]
+            box.details = [*_list_parameters(nodes), *filter(None, [value_text(_find_first_result(nodes[0]))])]
             box.tooltip = "\n".join([*(lines.get(node, "") for node in nodes[:3]), "..."])
     arrows = {
         (box_of[source], box_of[node])
         for node in shown
-        for source in map(_producer, node.all_input_nodes)
+        for source in map(_find_producer, node.all_input_nodes)
         if source in box_of and box_of[source] is not box_of[node]
     }
     touched = {box for arrow in arrows for box in arrow}
     return Outline([box for box in boxes.values() if box in touched] or list(boxes.values()), arrows)
 
 
-def _hidden(node: Node) -> bool:
+def _is_hidden(node: Node) -> bool:
     letters = node.meta.get("letters")
     is_size = target_name(node) == "aten::sym_size" or (isinstance(letters, str) and node.op == "call_function")
     return node.op == "get_attr" or is_getitem(node) or is_size or is_dead(node)
 
 
-def _producer(node: Node) -> Node:
+def _find_producer(node: Node) -> Node:
     """The node that makes a value: unpacked results count as the node that is unpacked."""
     while is_getitem(node) and isinstance(node.args[0], Node):
         node = node.args[0]
@@ -100,9 +100,9 @@ def _producer(node: Node) -> Node:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _text(node: Node) -> tuple[str, list[str], str]:
+def _describe_node(node: Node) -> tuple[str, list[str], str]:
     """Title, details and kind of a node on its own."""
-    shape = [value_text(_first_result(node))]
+    shape = [value_text(_find_first_result(node))]
     if node.op == "placeholder":
         return node.name, shape, "input"
     if node.op == "output":
@@ -111,7 +111,7 @@ def _text(node: Node) -> tuple[str, list[str], str]:
         return shown_path(str(node.target)), ["kept as it is", *filter(None, shape)], "kept"
     name = target_name(node)
     short = name.partition("::")[2] or name
-    details = _parameters([node])
+    details = _list_parameters([node])
     if body := node.kwargs.get("body"):
         details.append(body_text(str(body)))
     if node.kwargs.get("reduce"):
@@ -127,12 +127,12 @@ def _text(node: Node) -> tuple[str, list[str], str]:
     )
 
 
-def _first_result(node: Node) -> Node:
+def _find_first_result(node: Node) -> Node:
     results = sorted((u for u in node.users if is_getitem(u)), key=lambda u: str(u.args[1]))
     return results[0] if results else node
 
 
-def _parameters(nodes: Sequence[Node]) -> list[str]:
+def _list_parameters(nodes: Sequence[Node]) -> list[str]:
     """Names of the parameters that nodes read, as ranges."""
     names: list[str] = []
     for node in nodes:
@@ -144,33 +144,33 @@ def _parameters(nodes: Sequence[Node]) -> list[str]:
 # -- repeated steps --------------------------------------------------------------------------------
 
 
-def _repeated_steps(nodes: Sequence[Node]) -> dict[Node, Hashable]:
+def _label_repeated_steps(nodes: Sequence[Node]) -> dict[Node, Hashable]:
     """For each node that is one of many like it, what they have in common."""
-    labels: dict[Node, Hashable] = {node: _own_label(node) for node in nodes if node.op.startswith("call")}
+    labels: dict[Node, Hashable] = {node: _make_label(node) for node in nodes if node.op.startswith("call")}
     for _ in range(_ROUNDS):
-        repeated = _frequent(labels, 2)
-        labels = {node: _refined(node, labels, repeated) for node in labels}
-    common = _frequent(labels, MIN_REPEATS)
+        repeated = _find_frequent(labels, 2)
+        labels = {node: _refine_label(node, labels, repeated) for node in labels}
+    common = _find_frequent(labels, MIN_REPEATS)
     return {node: label for node, label in labels.items() if label in common}
 
 
-def _frequent(labels: dict[Node, Hashable], least: int) -> set[Hashable]:
+def _find_frequent(labels: dict[Node, Hashable], least: int) -> set[Hashable]:
     return {label for label, count in Counter(labels.values()).items() if count >= least}
 
 
-def _own_label(node: Node) -> Hashable:
+def _make_label(node: Node) -> Hashable:
     parameters = tuple(re.sub(r"\d+", "#", attribute_name(n)) for n in node.all_input_nodes if n.op == "get_attr")
     target = re.sub(r"\d+", "#", node.target) if isinstance(node.target, str) else node.target
     return node.op, str(target), parameters, len(node.all_input_nodes)
 
 
-def _refined(node: Node, labels: dict[Node, Hashable], repeated: set[Hashable]) -> Hashable:
+def _refine_label(node: Node, labels: dict[Node, Hashable], repeated: set[Hashable]) -> Hashable:
     """The label and those of repeated neighbours. What only the first or the last expert touches does not
     count, nor does a step of the same kind (the sum that runs through all experts)."""
     own = labels[node]
 
     def among(neighbours: Iterable[Node]) -> list[Hashable]:
-        found = (labels.get(_producer(n)) for n in neighbours)
+        found = (labels.get(_find_producer(n)) for n in neighbours)
         return [label for label in found if label in repeated and label != own]
 
     users = [u for user in node.users for u in (user.users if is_getitem(user) else [user])]

@@ -61,7 +61,7 @@ def tensor(shape, dtype, below=2):
 '''
 
 
-def script(history: History, block: nn.Module | None = None) -> str:
+def build_script(history: History, block: nn.Module | None = None) -> str:
     """The text of the script; see `History.repro`.
 
     Raises:
@@ -74,31 +74,31 @@ def script(history: History, block: nn.Module | None = None) -> str:
         source = snapshot.graph.source()
         name = f"after_{snapshot.index}_{''.join(c if c.isalnum() else '_' for c in snapshot.pass_name)}"
         for alias, value in source.scope.items():
-            line = _global(alias, value)
+            line = _format_global(alias, value)
             if line not in parts:
                 parts.append(line)
         functions.append((name, f"\n# {snapshot.header}\n" + source.text.replace("def forward(", f"def {name}(", 1)))
     parts += [text for _, text in functions]
-    parts += [_STUBS, "block = Node()\n", *_block_lines(history, block), *_call_lines(history, functions)]
+    parts += [_STUBS, "block = Node()\n", *_format_block(history, block), *_format_calls(history, functions)]
     return "".join(parts)
 
 
-def _block_lines(history: History, block: nn.Module | None) -> list[str]:
+def _format_block(history: History, block: nn.Module | None) -> list[str]:
     num_experts = max((n.kwargs.get("num_experts", 0) for s in history for n in s.graph.graph.nodes), default=0) or 2
     lines: dict[str, str] = {}
     for snapshot in history:
         for node in snapshot.graph.graph.nodes:
             if node.op == "get_attr":
-                value = _attribute(block, str(node.target)) if block is not None else node.meta.get("val")
-                lines[str(node.target)] = _tensor(node, value, num_experts)
+                value = _read_attribute(block, str(node.target)) if block is not None else node.meta.get("val")
+                lines[str(node.target)] = _format_value(node, value, num_experts)
             elif node.op == "call_module":
-                lines[str(node.target)] = f"Node({_tensor(node, _result(node), num_experts)})"
+                lines[str(node.target)] = f"Node({_format_value(node, _find_value(node), num_experts)})"
     return [f"put(block, {path!r}, {value})\n" for path, value in sorted(lines.items())]
 
 
-def _call_lines(history: History, functions: list[tuple[str, str]]) -> list[str]:
+def _format_calls(history: History, functions: list[tuple[str, str]]) -> list[str]:
     first = history.snapshots[0].graph
-    inputs = [f"{n.name} = {_tensor(n, n.meta.get('val'), 2)}\n" for n in first.placeholders]
+    inputs = [f"{n.name} = {_format_value(n, n.meta.get('val'), 2)}\n" for n in first.placeholders]
     names = ", ".join(["block", *(n.name for n in first.placeholders)])
     lines = ["\n", *inputs, "\nreference = None\n"]
     for name, _ in functions:
@@ -110,17 +110,17 @@ def _call_lines(history: History, functions: list[tuple[str, str]]) -> list[str]
     return lines
 
 
-def _result(node: Node) -> Any:
+def _find_value(node: Node) -> Any:
     """The value of a node. Of a container whose value is not recorded: the items that are used."""
     if node.meta.get("val") is not None:
         return node.meta["val"]
-    items = {user.args[1]: _result(user) for user in node.users if is_getitem(user)}
+    items = {user.args[1]: _find_value(user) for user in node.users if is_getitem(user)}
     if items and all(type(key) is int and key >= 0 for key in items):
         return tuple(items.get(i) for i in range(max(map(int, items)) + 1))  # type: ignore[arg-type]
     return items or None
 
 
-def _tensor(node: Node, value: Any, below: int) -> str:
+def _format_value(node: Node, value: Any, below: int) -> str:
     """The expression for a value of a node: tensors are random, containers and numbers as they are."""
 
     def literal(part: Any) -> str:
@@ -143,12 +143,12 @@ def _tensor(node: Node, value: Any, below: int) -> str:
     return literal(value)
 
 
-def _attribute(block: nn.Module, path: str) -> Any:
+def _read_attribute(block: nn.Module, path: str) -> Any:
     owner, _, name = path.rpartition(".")
     return getattr(block.get_submodule(owner), name)
 
 
-def _global(alias: str, value: Any) -> str:
+def _format_global(alias: str, value: Any) -> str:
     if value is torch:
         return "" if alias == "torch" else f"{alias} = torch\n"
     if isinstance(value, type(torch.ops.aten)):

@@ -51,7 +51,7 @@ def copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]
 
 def _copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     modules = list(model.modules())
-    memo: dict[int, Any] = {id(t): t for m in modules for t in _shared(m)}
+    memo: dict[int, Any] = {id(t): t for m in modules for t in _iterate_shared(m)}
     plain = [m for m in modules if _copies_by_default(type(m))]
     for module in plain:
         memo[id(module)] = type(module).__new__(type(module))
@@ -59,15 +59,15 @@ def _copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]
     for module in reversed(plain):
         attributes = memo[id(module)].__dict__
         for name, value in module.__getstate__().items():
-            attributes[name] = value if type(value) in _ATOMIC else _copied(value, memo, (model, module, name))
-    duplicate = _copied(model, memo, (model, model, ""))
+            attributes[name] = value if type(value) in _ATOMIC else _copy_value(value, memo, (model, module, name))
+    duplicate = _copy_value(model, memo, (model, model, ""))
     copies = {m: memo[id(m)] for m in modules if id(m) in memo}
     for module in copies.values():
         _rebind_closures(module, memo)
     return duplicate, copies
 
 
-def _shared(module: nn.Module) -> Iterator[Any]:
+def _iterate_shared(module: nn.Module) -> Iterator[Any]:
     """Tensors and process groups that a module holds itself."""
     for registered in (module._parameters, module._buffers):
         yield from (t for t in registered.values() if t is not None)
@@ -101,14 +101,14 @@ def _copies_by_default(cls: type) -> bool:
     )
 
 
-def _copied(value: Any, memo: dict[int, Any], where: tuple[nn.Module, nn.Module, str]) -> Any:
+def _copy_value(value: Any, memo: dict[int, Any], where: tuple[nn.Module, nn.Module, str]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if type(value) is dict:
         result = memo[id(value)] = {}
         for key, item in value.items():
-            new = key if type(key) is str else _copied(key, memo, where)
-            result[new] = item if type(item) in _ATOMIC else _copied(item, memo, where)
+            new = key if type(key) is str else _copy_value(key, memo, where)
+            result[new] = item if type(item) in _ATOMIC else _copy_value(item, memo, where)
         return result
     if type(value) is OrderedDict and not value:
         return memo.setdefault(id(value), OrderedDict())  # most of a module's state: its empty hook registries
@@ -135,20 +135,20 @@ def _rebind_closures(module: nn.Module, memo: dict[int, Any]) -> None:
     for name, value in list(module.__dict__.items()):
         if type(value) is OrderedDict:
             for key, hook in value.items() if name.endswith("hooks") else ():
-                value[key] = _rebound(hook, memo)
+                value[key] = _rebind(hook, memo)
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            module.__dict__[name] = _rebound(value, memo)
+            module.__dict__[name] = _rebind(value, memo)
 
 
-def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+def _rebind(value: Any, memo: dict[int, Any]) -> Any:
     """`value` with every module of the original in it exchanged for its copy; itself when there is none."""
     if not _refers_to_original(value, memo, set()):
         return value
     if isinstance(value, types.MethodType):
-        return types.MethodType(_rebound(value.__func__, memo), _rebound(value.__self__, memo))
+        return types.MethodType(_rebind(value.__func__, memo), _rebind(value.__self__, memo))
     if isinstance(value, functools.partial):
-        keywords = {name: _rebound(v, memo) for name, v in value.keywords.items()}
-        return functools.partial(_rebound(value.func, memo), *(_rebound(v, memo) for v in value.args), **keywords)
+        keywords = {name: _rebind(v, memo) for name, v in value.keywords.items()}
+        return functools.partial(_rebind(value.func, memo), *(_rebind(v, memo) for v in value.args), **keywords)
     if isinstance(value, types.FunctionType) and id(value) not in memo:
         _rebind_function(value, memo)
     return memo[id(value)]
@@ -156,7 +156,7 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
 
 def _rebind_function(function: types.FunctionType, memo: dict[int, Any]) -> None:
     cells = function.__closure__ or ()
-    moving = [_refers_to_original(_content(cell), memo, set()) for cell in cells]
+    moving = [_refers_to_original(_read_cell(cell), memo, set()) for cell in cells]
     # Cells that do not change stay the same objects: functions may share a variable through them.
     closure = tuple(types.CellType() if moves else cell for cell, moves in zip(cells, moving, strict=True))
     result = types.FunctionType(
@@ -167,7 +167,7 @@ def _rebind_function(function: types.FunctionType, memo: dict[int, Any]) -> None
     memo[id(function)] = result  # before the cells are filled: a closure may enclose itself
     for cell, old, moves in zip(closure, cells, moving, strict=True):
         if moves:
-            cell.cell_contents = _rebound(old.cell_contents, memo)
+            cell.cell_contents = _rebind(old.cell_contents, memo)
 
 
 def _refers_to_original(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
@@ -180,11 +180,11 @@ def _refers_to_original(value: Any, memo: dict[int, Any], seen: set[int]) -> boo
         parts = (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.FunctionType) and id(value) not in seen:
         seen.add(id(value))
-        parts = tuple(_content(cell) for cell in value.__closure__ or ())
+        parts = tuple(_read_cell(cell) for cell in value.__closure__ or ())
     return any(_refers_to_original(part, memo, seen) for part in parts)
 
 
-def _content(cell: types.CellType) -> Any:
+def _read_cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # a variable that is not assigned yet

@@ -18,7 +18,7 @@ from ..runtime.module import BlockForward
 from ..runtime.program import Program
 
 
-def callable_of(graph: BlockGraph) -> Call:
+def wrap_graph(graph: BlockGraph) -> Call:
     """`graph` as a function `(block, *args, **kwargs)` with the arguments of the block's own forward."""
     run = graph.compile()
 
@@ -30,7 +30,7 @@ def callable_of(graph: BlockGraph) -> Call:
     return call
 
 
-def program_for(forward: BlockForward, inputs: Inputs, options: Options) -> Program | None:
+def find_program(forward: BlockForward, inputs: Inputs, options: Options) -> Program | None:
     """The program that runs a call; None when the original forward does."""
     args, kwargs = inputs
     leaves = leaves_of(binder(inspect.signature(forward))(*args, **kwargs), forward.objects)
@@ -39,7 +39,7 @@ def program_for(forward: BlockForward, inputs: Inputs, options: Options) -> Prog
     return next((p for p in forward.programs if p.key.admits(call)), None)
 
 
-def first_bad_snapshot(
+def find_first_bad_snapshot(
     original: nn.Module, program: Program, inputs: Inputs, options: Options, working: Casts, exact: Casts
 ) -> Snapshot | None:
     """The first snapshot of a program's history that does not compute what the original block does on `inputs`; None
@@ -51,7 +51,7 @@ def first_bad_snapshot(
         subject = Subject(
             original, original, working, exact,
             block=program.history.name, call_original=call_forward,
-            call_compiled=callable_of(program.runnable(snapshot.graph)),
+            call_compiled=wrap_graph(program.runnable(snapshot.graph)),
         )  # fmt: skip
         if not compare(subject, inputs, options).ok:
             return snapshot

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-LIMITS = {"recompile_limit": 1 << 10, "accumulated_recompile_limit": 1 << 12}
+RECOMPILE_LIMITS = {"recompile_limit": 1 << 10, "accumulated_recompile_limit": 1 << 12}
 # What is compiled here does not count among what the user's calls may compile.
-ALONE = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+ISOLATED = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
 class CompiledPart(NamedTuple):
@@ -43,15 +43,15 @@ def find_compiled_parts(model: nn.Module) -> dict[str, CompiledPart]:
     """The compiled modules by their names in the model, "" for what `torch.compile(model)` returned."""
     parts = {}
     if hasattr(model, "_orig_mod"):
-        parts[""] = _part(getattr(model, "dynamo_ctx", None), is_wrapped=True)
+        parts[""] = _read_part(getattr(model, "dynamo_ctx", None), is_wrapped=True)
     else:
         for name, module in model.named_modules():
             if (call := getattr(module, "_compiled_call_impl", None)) is not None:
-                parts[name] = _part(inspect.getclosurevars(call).nonlocals.get("self"), is_wrapped=False)
+                parts[name] = _read_part(inspect.getclosurevars(call).nonlocals.get("self"), is_wrapped=False)
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def _part(context: Any, is_wrapped: bool) -> CompiledPart | None:
+def _read_part(context: Any, is_wrapped: bool) -> CompiledPart | None:
     """None: another torch keeps something else."""
     try:
         compiler = torch._dynamo.eval_frame.innermost_backend(context.callback)
@@ -74,14 +74,14 @@ class CompiledCopies:
         self._compiled: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 
     def __call__(self, box: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes(), compiling():
+        with _disable_current_modes(), allow_recompiles():
             if box not in self._compiled:
                 self._compiled[box] = self._compile(box)
             return self._compiled[box](*args, **kwargs)
 
     def _compile(self, box: nn.Module) -> nn.Module:
         for name, part in self.parts.items():
-            how: dict[str, Any] = {"backend": part.compiler, "dynamic": part.dynamic, **ALONE}
+            how: dict[str, Any] = {"backend": part.compiler, "dynamic": part.dynamic, **ISOLATED}
             if part.is_wrapped:
                 return torch.compile(box, **how)  # pyright: ignore[reportReturnType]
             box.get_submodule(name).compile(**how)
@@ -89,10 +89,10 @@ class CompiledCopies:
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def allow_recompiles() -> Iterator[None]:
     """Compile as often as needed, and draw the random numbers that eager code draws."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._dynamo.config.patch(LIMITS))
+        stack.enter_context(torch._dynamo.config.patch(RECOMPILE_LIMITS))
         with contextlib.suppress(ImportError):
             from torch._inductor import config
 
@@ -100,4 +100,4 @@ def compiling() -> Iterator[None]:
         yield
 
 
-__all__ = ["ALONE", "LIMITS", "CompiledCopies", "CompiledPart", "compiling", "find_compiled_parts"]
+__all__ = ["ISOLATED", "RECOMPILE_LIMITS", "CompiledCopies", "CompiledPart", "allow_recompiles", "find_compiled_parts"]

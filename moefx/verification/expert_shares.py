@@ -7,7 +7,7 @@ from torch import nn
 from ..comparison.shares import Shares
 
 
-def shares_of(compiled: nn.Module) -> Shares | None:
+def find_shares(compiled: nn.Module) -> Shares | None:
     """This rank's part, None for a model that is not spread."""
     from ..distribution.block_distribution import spread_blocks  # torch.distributed is not in every build
 

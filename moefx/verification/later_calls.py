@@ -21,7 +21,7 @@ from ..capture.collisions import ModelNumbers
 from ..capture.inputs import Arguments, Leaf
 from ..capture.readings import readings
 from ..comparison.input_layouts import Layout
-from ..comparison.sandbox import Inputs, Options, Parameters, detached, execute, leaves, make_sandbox
+from ..comparison.sandbox import Inputs, Options, Parameters, copy_detached, execute, leaves, make_sandbox
 from ..errors import in_short
 
 MODULI = (7, 5, 8, 6, 3, 4, 2)  # as many remainders by these as possible occur, most of all by the first
@@ -29,10 +29,10 @@ NUM_SMALL = 4  # counts of a few tokens, forward alone
 MANY_TOKENS = 1024
 MAX_WORK = 1 << 29  # tokens times parameters, above MANY_TOKENS
 MAX_SECONDS = 20  # of a call above MANY_TOKENS, if it takes as long for each token as the calls before it
-MAX_ON_CPU = 1 << 28  # parameters of a model on an accelerator that is tried on the CPU first
+MAX_CPU_PARAMETERS = 1 << 28  # parameters of a model on an accelerator that is tried on the CPU first
 _MAX_READINGS = 5
-_FEWEST = 3
-_SMALL, _LARGE = range(_FEWEST, _FEWEST + 14), range(MANY_TOKENS + 1, MANY_TOKENS + 200)
+_MIN_TOKENS = 3
+_SMALL, _LARGE = range(_MIN_TOKENS, _MIN_TOKENS + 14), range(MANY_TOKENS + 1, MANY_TOKENS + 200)
 Sizes = dict[str, int]
 
 
@@ -51,7 +51,7 @@ class LaterCall:
     layout: Layout = ""
     backward: bool = True
 
-    def changed(self, options: Options) -> Options:
+    def apply_to(self, options: Options) -> Options:
         """Options for a run of this call."""
         return dataclasses.replace(options, layout=self.layout, backward=self.backward)
 
@@ -101,13 +101,13 @@ class CallPlanner:
         self.plan = CallPlan()
         self._is_on_cpu = _is_on_cpu(original, inputs)
 
-    def planned(self) -> CallPlan:
-        given = next(self._readings(), None)
-        tokens = None if given is None else _num_tokens(given, given.sizes)
-        again = self.inputs if given is None else resized(self.inputs, given, given.sizes, self.generator)
+    def plan_calls(self) -> CallPlan:
+        given = next(self._iterate_readings(), None)
+        tokens = None if given is None else _count_tokens(given, given.sizes)
+        again = self.inputs if given is None else resize_inputs(self.inputs, given, given.sizes, self.generator)
         layout: Layout = "" if self.is_costly else "rows apart"
         second = LaterCall(again, tokens, layout=layout, backward=False)
-        if not self._is_on_cpu and self._refusal(second) is not None:
+        if not self._is_on_cpu and self._find_refusal(second) is not None:
             second = LaterCall(self.inputs, layout=layout, backward=False)
         self.plan.calls.append(second)
         if self.token_counts is None or self.token_counts:
@@ -116,46 +116,46 @@ class CallPlanner:
 
     def _add_other_counts(self) -> None:
         refused = "no axis of tokens is known among the inputs"
-        if not self._is_on_cpu and sum(p.numel() for p in self.original.parameters()) > MAX_ON_CPU:
+        if not self._is_on_cpu and sum(p.numel() for p in self.original.parameters()) > MAX_CPU_PARAMETERS:
             # an index out of range would end the process' use of the accelerator
             refused = "the model is too large to be tried on the CPU first"
             several: Iterable[Arguments] = ()
         else:
-            several = self._readings()
+            several = self._iterate_readings()
         for reading in several:
-            calls = list(self._calls(reading))
+            calls = list(self._iterate_calls(reading))
             # fewest and most tokens: a model that takes these takes what lies between them
             extremes = sorted(calls, key=lambda call: call.num_tokens or 0)[:: max(len(calls) - 1, 1)]
-            error = next(filter(None, map(self._refusal, extremes)), None)
+            error = next(filter(None, map(self._find_refusal, extremes)), None)
             if calls and error is None:
                 self.plan.calls += calls
                 return
             refused = error or refused
         self.plan.reasons.append(f"other token counts than the given: {refused}")
 
-    def _readings(self) -> Iterator[Arguments]:
+    def _iterate_readings(self) -> Iterator[Arguments]:
         """Interpretations with axes that can have other sizes."""
         several = readings(*self.inputs, ModelNumbers())
         return (r for r in itertools.islice(several, _MAX_READINGS) if r.dims and math.prod(r.sizes.values()))
 
-    def _calls(self, reading: Arguments) -> Iterator[LaterCall]:
-        for sizes, backward, layout in self._other_sizes(reading):
-            inputs = resized(self.inputs, reading, sizes, self.generator)
-            yield LaterCall(inputs, _num_tokens(reading, sizes), True, layout, backward)
+    def _iterate_calls(self, reading: Arguments) -> Iterator[LaterCall]:
+        for sizes, backward, layout in self._iterate_sizes(reading):
+            inputs = resize_inputs(self.inputs, reading, sizes, self.generator)
+            yield LaterCall(inputs, _count_tokens(reading, sizes), True, layout, backward)
 
-    def _other_sizes(self, reading: Arguments) -> Iterator[tuple[Sizes, bool, Layout]]:
+    def _iterate_sizes(self, reading: Arguments) -> Iterator[tuple[Sizes, bool, Layout]]:
         """(sizes, whether to run the backward, layout): a count below the given one, one above, and a few small ones;
         or those that were asked for."""
-        given = _num_tokens(reading, reading.sizes)
+        given = _count_tokens(reading, reading.sizes)
         if self.token_counts is not None:
             for number in self.token_counts:
-                yield _sizes(reading, -(-number // reading.each)), True, ""
+                yield _choose_sizes(reading, -(-number // reading.each)), True, ""
             return
         seen = [given]
-        is_many = given <= MANY_TOKENS and _LARGE.stop * _num_parameters(self.original) <= MAX_WORK
+        is_many = given <= MANY_TOKENS and _LARGE.stop * _count_parameters(self.original) <= MAX_WORK
         # inputs of a thousand tokens have thousands of numbers
         above = _LARGE if is_many else range(given + 1, given + max(given // 8, 8))
-        below = range(max(given // 4, _FEWEST), max(given // 2, min(given, _FEWEST + 8)))
+        below = range(max(given // 4, _MIN_TOKENS), max(given // 2, min(given, _MIN_TOKENS + 8)))
         small = range(reading.each, 9 * reading.each, reading.each) if reading.each > 1 else _SMALL
         draws = [
             _Draw(below, range(given), layout="transposed"),
@@ -166,45 +166,47 @@ class CallPlanner:
             del draws[1:]
             self.plan.reasons.append("more token counts: each is compiled anew; token_counts=(...) asks for them")
         for draw in draws:
-            sizes = self._drawn(reading, draw, seen)
+            sizes = self._draw_sizes(reading, draw, seen)
             if sizes is not None:
-                seen.append(_num_tokens(reading, sizes))
+                seen.append(_count_tokens(reading, sizes))
                 yield sizes, draw.backward, draw.layout
         if not is_many and given <= MANY_TOKENS and not self.is_costly:
             self.plan.reasons.append(
-                f"more than {MANY_TOKENS} tokens: {_num_parameters(self.original):,} parameters would take long; "
+                f"more than {MANY_TOKENS} tokens: {_count_parameters(self.original):,} parameters would take long; "
                 f"token_counts=({_LARGE.start},) asks for it"
             )
 
-    def _drawn(self, reading: Arguments, draw: _Draw, seen: Sequence[int]) -> Sizes | None:
+    def _draw_sizes(self, reading: Arguments, draw: _Draw, seen: Sequence[int]) -> Sizes | None:
         """Sizes whose number of tokens adds the most remainders to those seen, at random among equals."""
         order = torch.randperm(len(draw.candidates), generator=self.generator).tolist()
-        several = [_sizes(reading, -(-draw.candidates[i] // reading.each)) for i in order]
-        several = [s for s in several if (n := _num_tokens(reading, s)) in draw.allowed and n not in seen]
+        several = [_choose_sizes(reading, -(-draw.candidates[i] // reading.each)) for i in order]
+        several = [s for s in several if (n := _count_tokens(reading, s)) in draw.allowed and n not in seen]
 
         def is_new(sizes: Sizes) -> list[bool]:
-            tokens = _num_tokens(reading, sizes)
+            tokens = _count_tokens(reading, sizes)
             return [tokens % m not in {n % m for n in seen} for m in MODULI]
 
         return max(several, key=is_new, default=None)
 
-    def _refusal(self, call: LaterCall) -> str | None:
+    def _find_refusal(self, call: LaterCall) -> str | None:
         """Why the original does not take a call. It runs on the CPU: there an index that is too large is an error,
         elsewhere it ends the process."""
         options = dataclasses.replace(self.options, layout=call.layout, backward=False)
         try:
-            box = make_sandbox(self.original, self.parameters if self._is_on_cpu else _to_cpu, self.dtype)
+            box = make_sandbox(
+                self.original, self.parameters if self._is_on_cpu else _copy_parameter_to_cpu, self.dtype
+            )
             inputs = call.inputs
             if not self._is_on_cpu:
-                _move(box)
-                inputs = _on_cpu(inputs)
+                _move_state_to_cpu(box)
+                inputs = _copy_inputs_to_cpu(inputs)
             execute(box, inputs, options, cast=lambda t: t.to(self.dtype) if self.dtype else t)
         except Exception as error:
             return f"on {call} the original raises {in_short(error)[:160]}"
         return None
 
 
-def resized(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: torch.Generator) -> Inputs:
+def resize_inputs(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: torch.Generator) -> Inputs:
     """Inputs with these sizes, cut or repeated from the given ones, and in another order along each token axis."""
     flat, spec = pytree.tree_flatten(inputs)
     order = {}
@@ -234,7 +236,7 @@ def resized(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: torch.G
     return args, kwargs
 
 
-def _sizes(reading: Arguments, units: int) -> Sizes:
+def _choose_sizes(reading: Arguments, units: int) -> Sizes:
     """Sizes with about so many tokens, over those that the model fixes: no axis but the first is longer than given."""
     first, *inner = reading.dims
     num_outer = max(1, -(-units // math.prod(reading.sizes[dim] for dim in inner))) if inner else units
@@ -246,11 +248,11 @@ def _sizes(reading: Arguments, units: int) -> Sizes:
     return sizes
 
 
-def _num_tokens(reading: Arguments, sizes: Sizes) -> int:
+def _count_tokens(reading: Arguments, sizes: Sizes) -> int:
     return reading.each * math.prod(sizes.values())
 
 
-def _num_parameters(model: nn.Module) -> int:
+def _count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
@@ -260,21 +262,21 @@ def _is_on_cpu(model: nn.Module, inputs: Inputs) -> bool:
     return all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers(), *tensors))
 
 
-def _to_cpu(p: nn.Parameter) -> nn.Parameter:
+def _copy_parameter_to_cpu(p: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(p.detach().cpu(), requires_grad=p.requires_grad)
 
 
-def _move(box: nn.Module) -> None:
+def _move_state_to_cpu(box: nn.Module) -> None:
     """Buffers, and tensors that are plain attributes."""
     for module in box.modules():
         module._buffers.update({name: None if b is None else b.cpu() for name, b in module._buffers.items()})
         vars(module).update({name: v.cpu() for name, v in vars(module).items() if type(v) is Tensor})
 
 
-def _on_cpu(inputs: Inputs) -> Inputs:
-    flat, spec = pytree.tree_flatten(detached(inputs))
+def _copy_inputs_to_cpu(inputs: Inputs) -> Inputs:
+    flat, spec = pytree.tree_flatten(copy_detached(inputs))
     args, kwargs = pytree.tree_unflatten([v.cpu() if isinstance(v, Tensor) else v for v in flat], spec)
     return args, kwargs
 
 
-__all__ = ["CallPlan", "CallPlanner", "LaterCall", "resized"]
+__all__ = ["CallPlan", "CallPlanner", "LaterCall", "resize_inputs"]

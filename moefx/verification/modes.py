@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ..comparison.sandbox import Options
 from ..errors import InvalidInput, nearest
 
-NAMES = ("train", "eval", "no_grad", "inference_mode")
+MODE_NAMES = ("train", "eval", "no_grad", "inference_mode")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +25,16 @@ class Mode:
         training = {None: "", True: "train", False: "eval"}[self.training]
         return "+".join(filter(None, [training, self.grads]))
 
-    def changed(self, options: Options) -> Options:
+    def apply_to(self, options: Options) -> Options:
         """Options for runs in this mode."""
         if self.grads is not None:
-            options = dataclasses.replace(options, grads=False, again=False, inference=self.grads == "inference_mode")
+            options = dataclasses.replace(
+                options, grads=False, has_second_backward=False, inference=self.grads == "inference_mode"
+            )
         return dataclasses.replace(options, training=self.training)
 
 
-def modes_of(names: Iterable[str]) -> list[Mode]:
+def parse_modes(names: Iterable[str]) -> list[Mode]:
     """Read names such as "eval", "no_grad" and "eval+inference_mode".
 
     Raises:
@@ -43,14 +45,14 @@ def modes_of(names: Iterable[str]) -> list[Mode]:
     found = []
     for name in names:
         parts = str(name).split("+")
-        training, grads = ([p for p in parts if p in group] for group in (NAMES[:2], NAMES[2:]))
+        training, grads = ([p for p in parts if p in group] for group in (MODE_NAMES[:2], MODE_NAMES[2:]))
         if len(training) > 1 or len(grads) > 1 or len(training) + len(grads) < len(parts):
             raise InvalidInput(
-                f"verify: modes={name!r}: expected {', '.join(NAMES)}, or one of the first two and one of the others "
-                f'as in "eval+no_grad"{nearest(str(name), NAMES)}'
+                f"verify: modes={name!r}: expected {', '.join(MODE_NAMES)}, or a combination of train or eval with "
+                f'no_grad or inference_mode, as in "eval+no_grad"{nearest(str(name), MODE_NAMES)}'
             )
         found.append(Mode(training[0] == "train" if training else None, grads[0] if grads else None))
     return list(dict.fromkeys(found))
 
 
-__all__ = ["Mode", "modes_of"]
+__all__ = ["Mode", "parse_modes"]

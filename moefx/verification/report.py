@@ -21,10 +21,10 @@ from ..comparison.sandbox import Inputs
 from ..errors import InvalidInput, VerificationFailed
 from ..runtime.module import rewritten_blocks
 from .compiled_parts import CompiledPart, find_compiled_parts
-from .expert_shares import shares_of
-from .modes import modes_of
-from .table import text
-from .verifying import Verifying, is_graph, is_region, with_original_regions
+from .expert_shares import find_shares
+from .modes import parse_modes
+from .table import format_report
+from .verifying import ModelVerifier, copy_with_original_regions, is_graph, is_region
 
 if TYPE_CHECKING:
     from .traced import BackendRecipe
@@ -72,10 +72,10 @@ class VerifyReport:
 
     def to_json(self) -> str:
         """The report as JSON. Infinite errors, of values that cannot be compared, are null."""
-        return json.dumps(_finite(dataclasses.asdict(self) | {"ok": self.ok}))
+        return json.dumps(_replace_infinite(dataclasses.asdict(self) | {"ok": self.ok}))
 
     def __str__(self) -> str:
-        return text(self)
+        return format_report(self)
 
 
 @neutral_device()
@@ -131,16 +131,16 @@ def verify(
                 f"verify: got a {type(model).__name__}, which has no parameters to compare; of a function make the "
                 "forward of a torch.nn.Module that holds its weights"
             )
-    further, ways, parts = modes_of(modes), _ways(compiled), find_compiled_parts(compiled)
+    further, ways, parts = parse_modes(modes), _find_recipes(compiled), find_compiled_parts(compiled)
     if rewritten_blocks(reference):
         raise InvalidInput(
             f"verify: the reference, a {type(reference).__name__}, is compiled itself: its block "
             f"{next(iter(rewritten_blocks(reference)))!r} is rewritten. Give what moefx.compile returned first, then "
             "the model that it was given: verify(compiled, model, inputs)"
         )
-    if not ways and _ways(reference) and not rewritten_blocks(compiled):
+    if not ways and _find_recipes(reference) and not rewritten_blocks(compiled):
         raise InvalidInput("verify: the compiled model comes first, then the reference; here it is the other way round")
-    given, compiled, reference = compiled, _unwrapped(compiled), _unwrapped(reference)
+    given, compiled, reference = compiled, _unwrap(compiled), _unwrap(reference)
     if compiled is not given and not parts:
         raise InvalidInput(
             f"verify: cannot tell how torch.compile made the {type(given).__name__} with torch {torch.__version__}; "
@@ -150,17 +150,17 @@ def verify(
         raise InvalidInput("verify: torch.compile was called with another backend than 'moefx': nothing of moefx ran")
     if is_graph(compiled, reference) and any(mode.training is not None for mode in further):
         raise InvalidInput("verify: a graph has the mode that it was captured in; modes can be no_grad, inference_mode")
-    shares = shares_of(compiled)
+    shares = find_shares(compiled)
     try:
-        sets = _checked(compiled, reference, inputs)
+        sets = _check_inputs(compiled, reference, inputs)
     except InvalidInput as error:
         if shares is not None:
-            shares.agree(f"{type(error).__name__}: {error}")
+            shares.check_agreement(f"{type(error).__name__}: {error}")
         raise
     if shares is not None:
         asked = {"sets of inputs": len(sets), "seeds": len(seeds), "dtype": dtype, "grads": grads, "routings": routings,
                  "token_counts": token_counts, "modes": modes}  # fmt: skip
-        shares.agree(", ".join(f"{what}: {value}" for what, value in asked.items()))
+        shares.check_agreement(", ".join(f"{what}: {value}" for what, value in asked.items()))
         shares.check_tokens(sets)
     if ways and not rewritten_blocks(compiled):
         from .traced import verify_traced  # with the backend
@@ -169,11 +169,13 @@ def verify(
             compiled, ways, reference, sets, dtype=dtype, grads=grads, seeds=seeds, loss=loss, routings=routings,
             token_counts=token_counts, modes=further,
         )  # fmt: skip
-        traced.compiled_by_torch(_runnable(parts, ways), sets, traced.options(seeds[0], grads, loss))
-        return _report(traced)
+        traced.compare_compiled_copy(
+            _select_runnable_parts(parts, ways), sets, traced.build_options(seeds[0], grads, loss)
+        )
+        return _build_report(traced)
     rows: list[Row] = []
-    verifying = Verifying(compiled, reference, dtype, shares)
-    if _regions_without_reference(compiled, reference):
+    verifying = ModelVerifier(compiled, reference, dtype, shares)
+    if _find_regions(compiled, reference):
         # A graph's regions have no module in the reference: their own original code is that, once it is the
         # reference's.
         held = {p.dtype for p in compiled.parameters() if p.is_floating_point()}
@@ -182,34 +184,38 @@ def verify(
                 f"verify: the graph was rewritten for {', '.join(sorted(map(str, held)))}, and its regions hold for no "
                 f"other precision; to compare in {dtype}, rewrite the graph of a model in that"
             )
-        plain = with_original_regions(compiled)
-        taken_out = Verifying(plain, reference, dtype, shares)
-        taken_out.models(sets, seeds, grads, loss, routings=False)
+        plain = copy_with_original_regions(compiled)
+        taken_out = ModelVerifier(plain, reference, dtype, shares)
+        taken_out.compare_models(sets, seeds, grads, loss, routings=False)
         rows = [dataclasses.replace(row, block="(graph)") for row in taken_out.rows if row.kind != "path"]
-        verifying = Verifying(compiled, plain, dtype, shares)
-    verifying.models(sets, seeds, grads, loss, routings, token_counts, further)
-    verifying.compiled_by_torch(_runnable(parts, ways), sets, verifying.options(seeds[0], grads, loss))
-    return _report(verifying, rows)
+        verifying = ModelVerifier(compiled, plain, dtype, shares)
+    verifying.compare_models(sets, seeds, grads, loss, routings, token_counts, further)
+    verifying.compare_compiled_copy(
+        _select_runnable_parts(parts, ways), sets, verifying.build_options(seeds[0], grads, loss)
+    )
+    return _build_report(verifying, rows)
 
 
-def _ways(model: nn.Module) -> Mapping[str, BackendRecipe]:
+def _find_recipes(model: nn.Module) -> Mapping[str, BackendRecipe]:
     """Which parts of a model were compiled by `torch.compile(..., backend="moefx")`, and how."""
     backend = sys.modules.get("moefx.frontends.dynamo.backend")  # which Dynamo loads if it is asked for
     return backend.ways_of(model) if backend is not None else {}
 
 
-def _runnable(parts: Mapping[str, CompiledPart], ways: Mapping[str, BackendRecipe]) -> dict[str, CompiledPart]:
+def _select_runnable_parts(
+    parts: Mapping[str, CompiledPart], ways: Mapping[str, BackendRecipe]
+) -> dict[str, CompiledPart]:
     """The parts to compile copies by. What runs graphs as they are is left out: that is compared anyway."""
     found = {n: ways[n].part._replace(compiler=ways[n].compile) if n in ways else part for n, part in parts.items()}
     return {} if all(part.name == "eager" for part in found.values()) else found
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     """The model that `torch.compile` was called on."""
     return getattr(model, "_orig_mod", model)
 
 
-def _report(found: Verifying, rows: Sequence[Row] = ()) -> VerifyReport:
+def _build_report(found: ModelVerifier, rows: Sequence[Row] = ()) -> VerifyReport:
     block, broken = found.first or (None, None)
     notes = tuple(dict.fromkeys(found.notes))
     return VerifyReport(
@@ -218,17 +224,17 @@ def _report(found: Verifying, rows: Sequence[Row] = ()) -> VerifyReport:
     )  # fmt: skip
 
 
-def _regions_without_reference(compiled: nn.Module, reference: nn.Module) -> list[str]:
+def _find_regions(compiled: nn.Module, reference: nn.Module) -> list[str]:
     known = dict(reference.named_modules())
     return [n for n in rewritten_blocks(compiled) if n not in known and is_region(compiled.get_submodule(n))]
 
 
-def _checked(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inputs]:
+def _check_inputs(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inputs]:
     """The sets of inputs, if the models can be compared on them."""
     if any(p.is_meta for m in (compiled, reference) for p in (*m.parameters(), *m.buffers())):
         raise InvalidInput("verify: a model is on the meta device and has no numbers; give it weights with to_empty()")
-    sets = _input_sets(inputs)
-    known = {*dict(reference.named_modules()), *_regions_without_reference(compiled, reference)}
+    sets = _parse_inputs(inputs)
+    known = {*dict(reference.named_modules()), *_find_regions(compiled, reference)}
     missing = [name for name in rewritten_blocks(compiled) if name not in known]
     if missing:
         raise InvalidInput(
@@ -239,11 +245,11 @@ def _checked(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inp
     return sets
 
 
-def _input_sets(inputs: Any) -> list[Inputs]:
+def _parse_inputs(inputs: Any) -> list[Inputs]:
     sets = inputs if isinstance(inputs, list) else [inputs]
     if not sets:
         raise InvalidInput("verify: no inputs; give a tuple, a dict, a tensor, or a list of these")
-    return [_one_call(i) for i in sets]
+    return [_parse_call(i) for i in sets]
 
 
 def _check_binds(reference: nn.Module, sets: Sequence[Inputs]) -> None:
@@ -257,7 +263,7 @@ def _check_binds(reference: nn.Module, sets: Sequence[Inputs]) -> None:
             ) from error
 
 
-def _one_call(inputs: Any) -> Inputs:
+def _parse_call(inputs: Any) -> Inputs:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, tuple):
@@ -280,9 +286,9 @@ def _check_shapes(compiled: nn.Module, reference: nn.Module) -> None:
             )
 
 
-def _finite(value: Any) -> Any:
+def _replace_infinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_infinite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_replace_infinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

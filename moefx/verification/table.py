@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..comparison.compare import NO_TRUTH
 from ..comparison.policy import Row
 from ..comparison.routing_tape import RoutingRow
-from ..comparison.sandbox import SECOND
+from ..comparison.sandbox import SECOND_BACKWARD
 
 if TYPE_CHECKING:
     from .report import VerifyReport
@@ -24,7 +24,7 @@ LEGEND = (
 )
 
 
-def text(report: VerifyReport) -> str:
+def format_report(report: VerifyReport) -> str:
     """One line for each (block, kind) with its worst tensor, the routing of each block, and what failed."""
     rows, failed = report.rows, report.failed
     blocks = list(dict.fromkeys(row.block for row in rows))
@@ -32,38 +32,38 @@ def text(report: VerifyReport) -> str:
     if untrue := sum(NO_TRUTH in note for note in report.notes):
         verdict += f"; {untrue} part(s) without a float64 truth, compared with the original in its own precision"
     lines = [f"moefx.verify: {verdict}"]
-    lines += _columns(
+    lines += _align_columns(
         [("block", "what", "compared", "worst error", "allowed", "norm", "of", "")]
         + [
-            _summary(block, kind, [row for row in rows if (row.block, row.kind) == (block, kind)])
+            _summarize_rows(block, kind, [row for row in rows if (row.block, row.kind) == (block, kind)])
             for block in blocks
             for kind in dict.fromkeys(row.kind for row in rows if row.block == block)
         ]
     )
     lines.append(f"  {LEGEND}")
-    if seconds := sum(row.name.endswith(SECOND) for row in rows):
+    if seconds := sum(row.name.endswith(SECOND_BACKWARD) for row in rows):
         lines.append(f"  {seconds} of the comparisons are of a second backward, with cotangents of stride 0")
     lines += [f"  also compared: {what}" for what in report.covered]
     lines += [f"  not compared: {what}" for what in report.not_covered]
     if report.routing:
         lines += ["", "routing, beside the reference's"]
-        lines += _columns(
+        lines += _align_columns(
             [("block", "op", "tokens", "same experts", "smallest margin", "imposed", "beyond rounding")]
             + [
-                _routing([row for row in report.routing if (row.block, row.op) == key])
+                _summarize_routing([row for row in report.routing if (row.block, row.op) == key])
                 for key in dict.fromkeys((row.block, row.op) for row in report.routing)
             ]
         )
     if failed:
         lines += ["", "failed"]
-        lines += _columns([_failure(row) for row in failed[:MAX_FAILED]])
+        lines += _align_columns([_format_failure(row) for row in failed[:MAX_FAILED]])
         lines += [f"  ... and {len(failed) - MAX_FAILED} more"] if len(failed) > MAX_FAILED else []
-        lines += ["", _first(report)]
+        lines += ["", _format_culprit(report)]
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(lines)
 
 
-def _first(report: VerifyReport) -> str:
+def _format_culprit(report: VerifyReport) -> str:
     if any(row.note == OTHER_VALUES for row in report.rows):
         return "The two models hold other weights or buffers: compare models of equal ones."
     if report.failed and all(row.note == NOTHING_REWRITTEN for row in report.failed):
@@ -77,39 +77,39 @@ def _first(report: VerifyReport) -> str:
             "verify takes the compiled model first, then the reference."
         )
     after = f"; first pass that differs: {report.first_pass}" if report.first_pass else ""
-    return f"First block that differs: {_name(report.first_block)}{after}"
+    return f"First block that differs: {_format_block(report.first_block)}{after}"
 
 
-def _summary(block: str, kind: str, rows: Sequence[Row]) -> tuple[str, ...]:
+def _summarize_rows(block: str, kind: str, rows: Sequence[Row]) -> tuple[str, ...]:
     worst = max(rows, key=lambda r: (not r.ok, r.error / r.bound if r.bound else r.error))
     failed = sum(not row.ok for row in rows)
     return (
-        _name(block), kind, str(len(rows)), f"{worst.error:.2g}", f"{worst.bound:.2g}", worst.norm,
+        _format_block(block), kind, str(len(rows)), f"{worst.error:.2g}", f"{worst.bound:.2g}", worst.norm,
         worst.name, f"FAILED ({failed})" if failed else "ok",
     )  # fmt: skip
 
 
-def _routing(rows: Sequence[RoutingRow]) -> tuple[str, ...]:
+def _summarize_routing(rows: Sequence[RoutingRow]) -> tuple[str, ...]:
     tokens = sum(row.tokens for row in rows)
     identical = sum(row.identical * row.tokens for row in rows) / max(tokens, 1)
     margins = [row.margin for row in rows if not math.isnan(row.margin)]
     return (
-        _name(rows[0].block), rows[0].op, str(tokens), f"{identical:.2%}",
+        _format_block(rows[0].block), rows[0].op, str(tokens), f"{identical:.2%}",
         f"{min(margins):.2g}" if margins else "-",
         str(sum(row.imposed for row in rows)), str(sum(row.beyond for row in rows)),
     )  # fmt: skip
 
 
-def _failure(row: Row) -> tuple[str, ...]:
+def _format_failure(row: Row) -> tuple[str, ...]:
     what = row.note or f"{row.norm} error {row.error:.2g}, allowed {row.bound:.2g}"
-    return _name(row.block), row.kind, row.name, what, row.case
+    return _format_block(row.block), row.kind, row.name, what, row.case
 
 
-def _name(block: str) -> str:
+def _format_block(block: str) -> str:
     return block or "(model)"
 
 
-def _columns(table: Sequence[tuple[str, ...]]) -> list[str]:
+def _align_columns(table: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
     return ["  " + "  ".join(row).rstrip() for row in padded]

@@ -24,14 +24,14 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from .._plan import Plan
 from ..comparison.compare import CallChain
 from ..comparison.routing_tape import Scope
-from ..comparison.sandbox import Inputs, Options, mapped
+from ..comparison.sandbox import Inputs, Options, map_tensors
 from ..compiler.survey import Refusal
 from ..frontends.fx.graph_rewrite import rewritten
 from ..inspection.explain import merge_refusals
 from ..runtime.module import BlockForward, rewritten_blocks
-from .compiled_parts import CompiledCopies, CompiledPart, compiling
+from .compiled_parts import CompiledCopies, CompiledPart, allow_recompiles
 from .modes import Mode
-from .verifying import LATER_CALLS, Verifying, add_calls, paths, with_original_regions
+from .verifying import LATER_CALLS, ModelVerifier, add_calls, build_path_rows, copy_with_original_regions
 
 
 class BackendRecipe(NamedTuple):
@@ -76,23 +76,23 @@ def verify_traced(
     routings: bool,
     token_counts: Sequence[int] | None,
     modes: Sequence[Mode],
-) -> Verifying:
+) -> ModelVerifier:
     """Compare as `verify` does.
 
     Args:
         model: the one that `torch.compile` was called on. ways: how, of it ("") or of modules of it.
     """
-    graphs = _Graphs(ways)
-    whole = Verifying(model, reference, dtype, watch=graphs.watch, call=graphs.run, is_costly=True)
+    graphs = _GraphRunner(ways)
+    whole = ModelVerifier(model, reference, dtype, watch=graphs.watch, call=graphs.run, is_costly=True)
     whole.not_covered.append("a second backward: of graphs of torch.compile it may not be asked")
 
     def both(inputs: Inputs, options: Options, case: str, routings: bool) -> tuple[CallChain, bool]:
         graphs.calls = {}
-        chain, is_right = whole.model(inputs, options, case)
+        chain, is_right = whole.compare_model(inputs, options, case)
         for out, calls in graphs.calls.items():
-            regions = Verifying(out, with_original_regions(out), dtype)
-            regions.blocks(calls, dataclasses.replace(options, loss=None), case, routings)
-            _take(whole, regions)
+            regions = ModelVerifier(out, copy_with_original_regions(out), dtype)
+            regions.compare_blocks(calls, dataclasses.replace(options, loss=None), case, routings)
+            _merge_regions(whole, regions)
         return chain, is_right
 
     for i, inputs in enumerate(sets):
@@ -100,18 +100,18 @@ def verify_traced(
             options, case = Options(seed, grads, loss), f"inputs {i}, seed {seed}"
             chain, is_right = both(inputs, options, case, routings)
             if i == 0 and seed == seeds[0] and is_right:
-                whole.later_calls(chain, inputs, dataclasses.replace(options, loss=None), case, token_counts)
+                whole.compare_later_calls(chain, inputs, dataclasses.replace(options, loss=None), case, token_counts)
             elif i == 0 and seed == seeds[0]:
                 whole.not_covered.append(LATER_CALLS)
         for mode in modes:
-            both(inputs, mode.changed(Options(seeds[0], grads, loss)), f"inputs {i}, seed {seeds[0]}, {mode}", False)
+            both(inputs, mode.apply_to(Options(seeds[0], grads, loss)), f"inputs {i}, seed {seeds[0]}, {mode}", False)
             whole.covered.append(f"mode {mode}")
-    whole.rows += paths(graphs.ran, "no graph of it has a region: nothing of moefx ran")
+    whole.rows += build_path_rows(graphs.ran, "no graph of it has a region: nothing of moefx ran")
     whole.notes += [f"left as it was: {refusal}" for refusal in merge_refusals(graphs.refused.values())]
     return whole
 
 
-def _take(whole: Verifying, regions: Verifying) -> None:
+def _merge_regions(whole: ModelVerifier, regions: ModelVerifier) -> None:
     """By the names that `blocks` has for them."""
     names = {name: forward.name for name, forward in rewritten_blocks(regions.compiled).items()}
     whole.rows += [dataclasses.replace(row, block=names[row.block]) for row in regions.rows]
@@ -122,7 +122,7 @@ def _take(whole: Verifying, regions: Verifying) -> None:
         whole.first = names[name], broken
 
 
-class _Graphs:
+class _GraphRunner:
     """Runs a sandbox as Dynamo and moefx have it.
 
     Attributes:
@@ -145,7 +145,7 @@ class _Graphs:
 
     def run(self, box: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self.modes = _get_current_dispatch_mode_stack()
-        with _disable_current_modes(), compiling():  # Dynamo would compile nothing under modes
+        with _disable_current_modes(), allow_recompiles():  # Dynamo would compile nothing under modes
             if box not in self.copies:
                 parts = {n: way.part._replace(compiler=self._backend(way.plan)) for n, way in self.ways.items()}
                 self.copies[box] = CompiledCopies(parts)
@@ -181,7 +181,7 @@ class _Graphs:
             self.scope.region = forward.name
             if name not in calls:
                 with _disable_current_modes():
-                    own = mapped(args, lambda _, t: t if isinstance(t, nn.Parameter) else t.detach().clone())
+                    own = map_tensors(args, lambda _, t: t if isinstance(t, nn.Parameter) else t.detach().clone())
                 calls[name] = own, {}
 
         def after(*_: Any) -> None:

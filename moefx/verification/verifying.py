@@ -18,12 +18,12 @@ from ..comparison.policy import Row
 from ..comparison.router_states import GIVEN, router_states
 from ..comparison.routing_tape import RoutingRow, Scope
 from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward, call_module
-from ..comparison.shares import Shares, local
+from ..comparison.shares import Shares, to_local
 from ..errors import InvalidInput, in_short
 from ..runtime.module import BlockForward, CallCounts, rewritten_blocks
-from .bisect import first_bad_snapshot, program_for
+from .bisect import find_first_bad_snapshot, find_program
 from .compiled_parts import CompiledCopies, CompiledPart
-from .expert_shares import shares_of
+from .expert_shares import find_shares
 from .later_calls import MANY_TOKENS, MAX_SECONDS, CallPlanner, LaterCall
 from .modes import Mode
 from .table import NOTHING_REWRITTEN, OTHER_VALUES
@@ -32,7 +32,7 @@ from .watching import watch_compiled, watch_original
 LATER_CALLS = "calls after the given one: that one differs already"
 
 
-class Verifying:
+class ModelVerifier:
     """What was compared so far.
 
     Args:
@@ -60,7 +60,7 @@ class Verifying:
         self.working, self.exact = Casts(dtype), Casts(torch.float64)
         self.names = list(rewritten_blocks(compiled))
         self.shares = shares
-        self.rows: list[Row] = _held_alike(compiled, reference, self.shares)
+        self.rows: list[Row] = _compare_initial_state(compiled, reference, self.shares)
         self.routing: list[RoutingRow] = []
         self.notes: list[str] = []
         self.covered: list[str] = []
@@ -71,7 +71,7 @@ class Verifying:
         self.before: dict[str, CallCounts] = {}  # how often these had run when it was made
         self.ran: dict[str, Counter[str]] = {name: Counter() for name in self.names}
 
-    def models(
+    def compare_models(
         self, sets: list[Inputs], seeds: Sequence[int], grads: bool, loss: Any, routings: bool,
         token_counts: Sequence[int] | None = (), modes: Sequence[Mode] = (),
     ) -> None:  # fmt: skip
@@ -80,31 +80,35 @@ class Verifying:
         for i, inputs in enumerate(sets):
             for seed in seeds:
                 case = f"inputs {i}, seed {seed}"
-                options = self.options(seed, grads, loss)
-                chain, is_right = self.model(inputs, options, case)
-                self.blocks(self.calls, dataclasses.replace(options, loss=None), case, routings)
+                options = self.build_options(seed, grads, loss)
+                chain, is_right = self.compare_model(inputs, options, case)
+                self.compare_blocks(self.calls, dataclasses.replace(options, loss=None), case, routings)
                 if i == 0 and seed == seeds[0] and (is_right or self.shares is not None):  # all ranks or none
-                    later = dataclasses.replace(options, loss=None, again=False)
-                    self.later_calls(chain, inputs, later, case, token_counts)
+                    later = dataclasses.replace(options, loss=None, has_second_backward=False)
+                    self.compare_later_calls(chain, inputs, later, case, token_counts)
                 elif i == 0 and seed == seeds[0]:
                     self.not_covered.append(LATER_CALLS)
             for mode in modes:
-                options = mode.changed(self.options(seeds[0], grads, loss))
-                self.model(inputs, options, f"inputs {i}, seed {seeds[0]}, {mode}", is_counted=False)
-                self.cover(f"mode {mode}", self.num_original_calls())
-                self.blocks(self.calls, dataclasses.replace(options, loss=None), f"inputs {i}, {mode}", routings=False)
-        self.rows += paths(self.ran, NOTHING_REWRITTEN)
+                options = mode.apply_to(self.build_options(seeds[0], grads, loss))
+                self.compare_model(inputs, options, f"inputs {i}, seed {seeds[0]}, {mode}", is_counted=False)
+                self.record_coverage(f"mode {mode}", self.count_original_calls())
+                self.compare_blocks(
+                    self.calls, dataclasses.replace(options, loss=None), f"inputs {i}, {mode}", routings=False
+                )
+        self.rows += build_path_rows(self.ran, NOTHING_REWRITTEN)
 
-    def options(self, seed: int, grads: bool, loss: Any) -> Options:
+    def build_options(self, seed: int, grads: bool, loss: Any) -> Options:
         """How to run the models. Over a mesh a second backward would need collectives that the user may not allow."""
-        return Options(seed, grads, loss, again=grads and self.shares is None)
+        return Options(seed, grads, loss, has_second_backward=grads and self.shares is None)
 
-    def blocks(self, calls: Mapping[str, Inputs], options: Options, case: str, routings: bool) -> None:
+    def compare_blocks(self, calls: Mapping[str, Inputs], options: Options, case: str, routings: bool) -> None:
         for name, call in list(calls.items()):
-            for state, inputs in self.states(name, call, options.seed, routings):
-                self.block(name, inputs, options, f"{case}{state}", is_brief=bool(state))
+            for state, inputs in self.iterate_block_inputs(name, call, options.seed, routings):
+                self.compare_block(name, inputs, options, f"{case}{state}", is_brief=bool(state))
 
-    def model(self, inputs: Inputs, options: Options, case: str, is_counted: bool = True) -> tuple[CallChain, bool]:
+    def compare_model(
+        self, inputs: Inputs, options: Options, case: str, is_counted: bool = True
+    ) -> tuple[CallChain, bool]:
         """Compare the two models in one call. Further calls can follow in the chain; whether this one agrees.
 
         Args:
@@ -126,7 +130,7 @@ class Verifying:
                 call_compiled=self.call, prepare=prepare, shares=self.shares,
             )
         )  # fmt: skip
-        comparison = self.taken(chain.compare(inputs, options, case))
+        comparison = self.record(chain.compare(inputs, options, case))
         for name, forward in self.forwards.items() if is_counted else ():
             add_calls(self.ran[name], forward.counts, self.before[name])
         self.bisect_model(comparison, inputs, options)
@@ -136,9 +140,9 @@ class Verifying:
         """Find the pass if the model is the block."""
         if "" in self.forwards and not comparison.ok and self.first is None:
             call = self.calls.get("", inputs)
-            self.first = "", self.bisect(self.forwards[""], self.reference, call, options)
+            self.first = "", self.find_broken_pass(self.forwards[""], self.reference, call, options)
 
-    def later_calls(
+    def compare_later_calls(
         self, chain: CallChain, inputs: Inputs, options: Options, case: str, token_counts: Sequence[int] | None
     ) -> None:
         """Compare calls that follow the given one in the same copies of the models."""
@@ -147,7 +151,7 @@ class Verifying:
             token_counts = ()
         plan = CallPlanner(
             self.reference, inputs, options, self.working, self.working.dtype, token_counts, self.is_costly
-        ).planned()
+        ).plan_calls()
         self.not_covered += plan.reasons
         per_token = math.inf
         for number, later in enumerate(plan.calls, 2):
@@ -155,21 +159,21 @@ class Verifying:
             if token_counts is None and tokens > MANY_TOKENS and MAX_SECONDS < per_token * tokens < math.inf:
                 self.not_covered.append(f"{tokens} tokens: would take long; token_counts=({tokens},) asks for it")
                 continue
-            before, started = self.num_original_calls(), time.process_time()
-            comparison, later = self.later_call(chain, later, options, f"{case}, call {number}")
+            before, started = self.count_original_calls(), time.process_time()
+            comparison, later = self.compare_later_call(chain, later, options, f"{case}, call {number}")
             name = f"call {number}: {later}"
             per_token = min(per_token, (time.process_time() - started) / tokens)
             if comparison is None:
                 continue
-            self.cover(name, self.num_original_calls() - before)
+            self.record_coverage(name, self.count_original_calls() - before)
             if not comparison.ok and self.shares is None:  # ranks need not agree that it failed
-                changed = later.changed(options)
+                changed = later.apply_to(options)
                 self.bisect_model(comparison, later.inputs, changed)
-                self.blocks(self.calls, changed, f"{case}, {name}", routings=False)
-                self.notes.append(f"{name}: {self.cause(chain.subject, later, changed)}")
+                self.compare_blocks(self.calls, changed, f"{case}, {name}", routings=False)
+                self.notes.append(f"{name}: {self.find_cause(chain.subject, later, changed)}")
                 return
 
-    def later_call(
+    def compare_later_call(
         self, chain: CallChain, later: LaterCall, options: Options, case: str
     ) -> tuple[Comparison | None, LaterCall]:
         """Compare one call, in its layout or as the original takes it. None: it takes it in no layout."""
@@ -177,16 +181,16 @@ class Verifying:
             self.calls.clear()
             try:
                 named = f"{case}: {tried}"
-                return self.taken(chain.compare(tried.inputs, tried.changed(options), named, is_brief=True)), tried
+                return self.record(chain.compare(tried.inputs, tried.apply_to(options), named, is_brief=True)), tried
             except InvalidInput as error:
                 self.not_covered.append(in_short(error.__cause__ or error)[:160] + f" on {named}")
         return None, later
 
-    def cover(self, what: str, ran_original: Counter[str]) -> None:
+    def record_coverage(self, what: str, ran_original: Counter[str]) -> None:
         names = ", ".join(name or "(model)" for name, count in ran_original.items() if count)
         self.covered.append(what + (f"; there {names} ran the original" if names else ""))
 
-    def compiled_by_torch(self, parts: Mapping[str, CompiledPart], sets: list[Inputs], options: Options) -> None:
+    def compare_compiled_copy(self, parts: Mapping[str, CompiledPart], sets: list[Inputs], options: Options) -> None:
         """Compare a copy that torch compiles, as a whole: its routing can be neither seen nor imposed. If rounding
         decides which experts a token chooses, a difference in the working precision says nothing: then in float64."""
         if not parts:
@@ -195,7 +199,7 @@ class Verifying:
         if self.shares is not None:
             self.not_covered.append(f"{name}: the model is spread over a mesh")
             return
-        options = dataclasses.replace(options, again=False)
+        options = dataclasses.replace(options, has_second_backward=False)
         for working in (self.working, self.exact):
             subject = Subject(
                 self.reference, self.compiled, working, self.exact, call_compiled=CompiledCopies(parts), is_opaque=True
@@ -205,7 +209,7 @@ class Verifying:
             for i, inputs in enumerate(sets):
                 try:
                     found.append(chain.compare(inputs, options, f"inputs {i}, {name}{precision}"))
-                    num_close += chain.num_close_choices()
+                    num_close += chain.count_close_choices()
                 except InvalidInput as error:
                     self.not_covered.append(f"{name}{precision}: {in_short(error)[:200]}")
             if all(comparison.ok for comparison in found) or not num_close or working.dtype == torch.float64:
@@ -214,18 +218,18 @@ class Verifying:
                 f"{name}: differs, but rounding decides {num_close} choices of experts; compared in float64 instead"
             )
         for comparison in found:
-            self.taken(comparison)
+            self.record(comparison)
         self.covered += [f"{name}{precision}, as a whole"] if found else []
 
-    def num_original_calls(self) -> Counter[str]:
+    def count_original_calls(self) -> Counter[str]:
         """How often each block of the current copy ran its original."""
         return Counter({n: f.counts.original - self.before[n].original for n, f in self.forwards.items()})
 
-    def cause(self, subject: Subject, later: LaterCall, options: Options) -> str:
+    def find_cause(self, subject: Subject, later: LaterCall, options: Options) -> str:
         """Which property of a call that failed makes it fail: each is left out."""
 
         def is_right(options: Options) -> bool:
-            return CallChain(dataclasses.replace(subject, prepare=_leave)).compare(later.inputs, options).ok
+            return CallChain(dataclasses.replace(subject, prepare=_watch_nothing)).compare(later.inputs, options).ok
 
         if is_right(options):
             return "as the first call of fresh copies it is right, so the calls before it left something behind"
@@ -233,7 +237,7 @@ class Verifying:
             return f"it is right for contiguous inputs, and wrong for inputs with layout {options.layout!r}"
         return "it is wrong as the first call of fresh copies, too: for this token count or these values"
 
-    def states(self, name: str, call: Inputs, seed: int, routings: bool) -> Iterator[tuple[str, Inputs]]:
+    def iterate_block_inputs(self, name: str, call: Inputs, seed: int, routings: bool) -> Iterator[tuple[str, Inputs]]:
         """What to compare a block on. Where the model is the block (""), its own call was compared before."""
         for state, inputs in router_states(call, seed):
             if state == GIVEN and name:
@@ -241,7 +245,7 @@ class Verifying:
             elif state != GIVEN and routings:
                 yield f", {state}", inputs
 
-    def block(self, name: str, call: Inputs, options: Options, case: str, is_brief: bool = False) -> None:
+    def compare_block(self, name: str, call: Inputs, options: Options, case: str, is_brief: bool = False) -> None:
         """Both blocks on the inputs that the reference's block got, so that errors before it do not count."""
         forwards: dict[str, BlockForward] = {}
 
@@ -252,23 +256,23 @@ class Verifying:
         original, compiled = (model.get_submodule(name) for model in (self.reference, self.compiled))
         subject = Subject(
             original, compiled, self.working, self.exact, block=name,
-            call_original=call_forward, call_compiled=call_forward, prepare=prepare, shares=shares_of(compiled),
+            call_original=call_forward, call_compiled=call_forward, prepare=prepare, shares=find_shares(compiled),
         )  # fmt: skip
-        comparison = self.taken(CallChain(subject).compare(call, options, case, is_brief=is_brief))
+        comparison = self.record(CallChain(subject).compare(call, options, case, is_brief=is_brief))
         if not comparison.ok and self.first is None:
-            self.first = name, self.bisect(forwards[""], original, call, options)
+            self.first = name, self.find_broken_pass(forwards[""], original, call, options)
 
-    def taken(self, comparison: Comparison) -> Comparison:
+    def record(self, comparison: Comparison) -> Comparison:
         self.rows += comparison.rows
         self.routing += comparison.routing
         self.notes += comparison.notes
         return comparison
 
-    def bisect(self, forward: BlockForward, original: nn.Module, call: Inputs, options: Options) -> str:
-        program = program_for(forward, call, options)
+    def find_broken_pass(self, forward: BlockForward, original: nn.Module, call: Inputs, options: Options) -> str:
+        program = find_program(forward, call, options)
         if program is None:
             return ""
-        snapshot = first_bad_snapshot(original, program, call, options, self.working, self.exact)
+        snapshot = find_first_bad_snapshot(original, program, call, options, self.working, self.exact)
         if snapshot is None:
             return "none: the graphs after all passes are right, so what runs is not the last of them"
         return f"{snapshot.pass_name} ({snapshot.rule})" if snapshot.rule else snapshot.pass_name
@@ -279,7 +283,7 @@ def add_calls(ran: Counter[str], now: CallCounts, before: CallCounts) -> None:
     ran["original"] += now.original - before.original
 
 
-def paths(ran: Mapping[str, Counter[str]], nothing: str) -> list[Row]:
+def build_path_rows(ran: Mapping[str, Counter[str]], nothing: str) -> list[Row]:
     """Did the rewritten code of each block run at all, and only it? `nothing`: what to say where there is no block."""
     if not ran:
         return [Row("", "rewritten blocks", "path", ok=False, error=math.inf, note=nothing)]
@@ -291,7 +295,7 @@ def paths(ran: Mapping[str, Counter[str]], nothing: str) -> list[Row]:
     return rows
 
 
-def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None) -> list[Row]:
+def _compare_initial_state(compiled: nn.Module, reference: nn.Module, shares: Shares | None) -> list[Row]:
     """Failed rows where the two models already differ before they run: other names, weights, buffers or
     modes."""
     rows = []
@@ -306,7 +310,7 @@ def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None
             note = f"only the {'compiled model' if name in ours else 'reference'} has it"
             rows.append(Row("", name, kind, ok=False, error=math.inf, note=note))
         for name in ours.keys() & theirs.keys():
-            a: Any = local(ours[name])
+            a: Any = to_local(ours[name])
             b = theirs[name]
             if name in stacked:
                 b = stacked[name].own_part(b.detach())
@@ -317,7 +321,7 @@ def _held_alike(compiled: nn.Module, reference: nn.Module, shares: Shares | None
         modes = {}  # it has the mode that it was captured in, whatever its flag says
     other = [n for n, m in compiled.named_modules() if n in modes and modes[n].training != m.training]
     for name in [n for n in other if not n or n.rpartition(".")[0] not in other]:  # not what is inside of one
-        ours, theirs = _mode(compiled.get_submodule(name)), _mode(modes[name])
+        ours, theirs = _format_mode(compiled.get_submodule(name)), _format_mode(modes[name])
         note = f"compiled is in {ours} mode, the reference in {theirs} mode"
         rows.append(Row("", f"{name or 'model'}.training", "state", ok=False, error=1.0, note=note))
     return sorted(rows, key=lambda row: row.name)
@@ -328,11 +332,11 @@ def is_graph(compiled: nn.Module, reference: nn.Module) -> bool:
     return isinstance(compiled, fx.GraphModule) and not isinstance(reference, fx.GraphModule)
 
 
-def _leave(box: nn.Module, which: str, scope: Scope) -> None:
+def _watch_nothing(box: nn.Module, which: str, scope: Scope) -> None:
     """Watch nothing."""
 
 
-def _mode(module: nn.Module) -> str:
+def _format_mode(module: nn.Module) -> str:
     return "train" if module.training else "eval"
 
 
@@ -341,7 +345,7 @@ def is_region(block: nn.Module) -> bool:
     return getattr(type(block), "is_region", False)
 
 
-def with_original_regions(compiled: nn.Module) -> nn.Module:
+def copy_with_original_regions(compiled: nn.Module) -> nn.Module:
     """A copy, around the same weights, in which the regions of a graph run what they ran."""
     held = (*compiled.parameters(), *compiled.buffers())
     plain = copy.deepcopy(compiled, {id(t): t for t in held})

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comparison.routing_tape import Scope
-from ..comparison.sandbox import Inputs, detached
+from ..comparison.sandbox import Inputs, copy_detached
 from ..runtime.module import BlockForward, rewritten_blocks
 
 
@@ -21,7 +21,7 @@ def watch_original(box: nn.Module, names: Sequence[str], scope: Scope, calls: di
         @functools.wraps(forward, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
             if calls is not None and name not in calls:
-                calls[name] = detached((args, kwargs))
+                calls[name] = copy_detached((args, kwargs))
             with scope.enter(name):
                 return forward(*args, **kwargs)
 
@@ -39,7 +39,7 @@ def watch_compiled(box: nn.Module, scope: Scope) -> dict[str, BlockForward]:
         forward.__class__ = WatchedForward
         vars(forward).update(scope=scope, watched_as=name)
         if forward.specialise is not None:
-            forward.specialise = _Unseen(forward.specialise)
+            forward.specialise = _UnobservedSpecialise(forward.specialise)
     return forwards
 
 
@@ -55,7 +55,7 @@ class WatchedForward(BlockForward):
             return super().__call__(*args, **kwargs)
 
 
-class _Unseen:
+class _UnobservedSpecialise:
     """A lazy specialisation captures and runs code of its own, which our modes must not take for the
     model's."""
 

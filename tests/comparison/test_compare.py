@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.comparison.compare import Comparison, Subject, compare, working_precision
+from moefx.comparison.compare import Comparison, Subject, compare, find_working_precision
 from moefx.comparison.sandbox import Casts, Options
 from moefx.errors import InvalidInput
 from tests.verification.models import FAULTS, Plain, pair
@@ -153,7 +153,7 @@ def test_under_autocast():
     original, compiled = pair()
     with torch.autocast("cpu", torch.bfloat16):
         assert check(original, compiled, tokens(2, 20)).ok
-        assert working_precision(original, ((tokens(1, 1),), {}), None)[0] is torch.bfloat16
+        assert find_working_precision(original, ((tokens(1, 1),), {}), None)[0] is torch.bfloat16
         original, compiled = pair(fault="swapped experts")
         assert not check(original, compiled, tokens(2, 20)).ok
 

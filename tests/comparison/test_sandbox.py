@@ -60,7 +60,7 @@ def test_a_sandbox_copies_small_parameters_and_shares_large_ones(monkeypatch):
     with torch.no_grad():
         box.a.weight.mul_(2)  # as a forward does that normalises it
     assert not torch.equal(box.a.weight, model.a.weight)
-    monkeypatch.setattr("moefx.comparison.sandbox._MOST_COPIED", 10)
+    monkeypatch.setattr("moefx.comparison.sandbox._MAX_COPIED", 10)
     box = make_sandbox(model, Casts(None))
     assert box.a.weight.data_ptr() == model.a.weight.data_ptr() and box.a.bias.data_ptr() != model.a.bias.data_ptr()
     box.a.weight.data = torch.zeros(4, 4)
