@@ -1,5 +1,4 @@
-"""Which pass broke a block? Every snapshot of its history is an executable graph: the first one that differs
-names it."""
+"""Find the pass that broke a block: run the snapshots of its history until one differs from the original."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from ..runtime.program import Program
 
 
 def wrap_graph(graph: BlockGraph) -> Call:
-    """`graph` as a function `(block, *args, **kwargs)` with the arguments of the block's own forward."""
+    """A function `(block, *args, **kwargs)` that runs `graph` on the arguments of the block's forward."""
     run = graph.compile()
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +30,7 @@ def wrap_graph(graph: BlockGraph) -> Call:
 
 
 def find_program(forward: BlockForward, inputs: Inputs, options: Options) -> Program | None:
-    """The program that runs a call; None when the original forward does."""
+    """The program that runs a call; None if the original forward runs."""
     args, kwargs = inputs
     leaves = leaves_of(binder(inspect.signature(forward))(*args, **kwargs), forward.objects)
     with torch.set_grad_enabled(options.grads):
@@ -42,9 +41,11 @@ def find_program(forward: BlockForward, inputs: Inputs, options: Options) -> Pro
 def find_first_bad_snapshot(
     original: nn.Module, program: Program, inputs: Inputs, options: Options, working: Casts, exact: Casts
 ) -> Snapshot | None:
-    """The first snapshot of a program's history that does not compute what the original block does on `inputs`; None
-    when all graphs are right, so that what runs is not the last graph. One with collectives is not run here, where
-    the whole block is: it is to blame if those before it are right."""
+    """The first snapshot of a program's history that differs from the original block on `inputs`.
+
+    Returns a snapshot with collectives, which cannot run on the whole block, if all earlier ones are correct. Returns
+    None if all are correct: then the block does not run the last graph.
+    """
     for snapshot in program.history:
         if snapshot.graph.find("moefx::exchange_counts"):
             return snapshot

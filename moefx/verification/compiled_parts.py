@@ -1,7 +1,7 @@
-"""What `torch.compile` made of a model or of modules of one, and copies that are compiled in the same way.
+"""Find the modules of a model that `torch.compile` compiled, and compile copies in the same way.
 
-What was compiled cannot be copied. So a copy of the model is compiled again, by what compiled the model, with the same
-options. What torch keeps of that is private (checked on 2.11 to 2.15): `dynamo_ctx`, `_compiled_call_impl`, and
+A compiled model cannot be copied. So a copy of the model is compiled again with the same compiler and options. torch
+stores these in private attributes (checked on 2.11 to 2.15): `dynamo_ctx`, `_compiled_call_impl`, and
 `innermost_backend` of their callback.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 RECOMPILE_LIMITS = {"recompile_limit": 1 << 10, "accumulated_recompile_limit": 1 << 12}
-# What is compiled here does not count among what the user's calls may compile.
+# Compilations of copies do not count towards the recompile limit of the user's calls.
 ISOLATED = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
@@ -26,11 +26,11 @@ class CompiledPart(NamedTuple):
     """How a module was compiled.
 
     Attributes:
-        compiler: what graphs are handed to, with its options.
-        name: of it, for messages.
-        dynamic: `torch.compile`'s.
-        is_wrapped: `torch.compile(module)` did it, not `module.compile()`. Of modules of torch's own, a Sequential say,
-            Dynamo takes the whole in one case and their parts in the other.
+        compiler: the compiler that receives the graphs, with its options.
+        name: name of the compiler, for messages.
+        dynamic: the argument `dynamic` of `torch.compile`.
+        is_wrapped: compiled by `torch.compile(module)`, not by `module.compile()`. For modules of torch such as
+            Sequential, Dynamo traces the whole in the first case and the children in the second.
     """
 
     compiler: Callable[..., Any]
@@ -40,7 +40,7 @@ class CompiledPart(NamedTuple):
 
 
 def find_compiled_parts(model: nn.Module) -> dict[str, CompiledPart]:
-    """The compiled modules by their names in the model, "" for what `torch.compile(model)` returned."""
+    """The compiled modules by their names in the model; "" if `torch.compile(model)` returned it."""
     parts = {}
     if hasattr(model, "_orig_mod"):
         parts[""] = _read_part(getattr(model, "dynamo_ctx", None), is_wrapped=True)
@@ -52,7 +52,7 @@ def find_compiled_parts(model: nn.Module) -> dict[str, CompiledPart]:
 
 
 def _read_part(context: Any, is_wrapped: bool) -> CompiledPart | None:
-    """None: another torch keeps something else."""
+    """Read how a module was compiled; None if this version of torch stores it elsewhere."""
     try:
         compiler = torch._dynamo.eval_frame.innermost_backend(context.callback)
     except Exception:
@@ -63,10 +63,10 @@ def _read_part(context: Any, is_wrapped: bool) -> CompiledPart | None:
 
 
 class CompiledCopies:
-    """Calls copies of a model as `torch.compile` does, each compiled at its first call.
+    """Compiles each copy of a model at its first call.
 
     Args:
-        parts: the modules that are compiled, and how.
+        parts: the modules to compile, by name.
     """
 
     def __init__(self, parts: Mapping[str, CompiledPart]):
@@ -90,7 +90,7 @@ class CompiledCopies:
 
 @contextlib.contextmanager
 def allow_recompiles() -> Iterator[None]:
-    """Compile as often as needed, and draw the random numbers that eager code draws."""
+    """Raise the recompile limits, and draw the same random numbers as eager code."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(RECOMPILE_LIMITS))
         with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""The part of a reference's results that a rank of a spread model is compared with."""
+"""Find the part of a reference's results that a rank of a spread model can compare."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..comparison.shares import Shares
 
 
 def find_shares(compiled: nn.Module) -> Shares | None:
-    """This rank's part, None for a model that is not spread."""
+    """This rank's part; None for a model that is not spread over a mesh."""
     from ..distribution.block_distribution import spread_blocks  # torch.distributed is not in every build
 
     stacked, here, elsewhere, group, sequence = {}, set(), set(), "", None

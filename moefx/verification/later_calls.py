@@ -1,7 +1,7 @@
-"""What a model is called with after the given inputs: tokens in another order, other token counts, other layouts.
+"""Plan the calls after the given one: tokens in another order, other token counts, other layouts.
 
-Which axes are token axes, the arguments say (`capture.readings`); whether the model takes other sizes of them, a run of
-the original. The counts are drawn so that many remainders occur among them: a fault at `T % 7 == 4` meets one.
+`capture.readings` infers the token axes from the arguments, and a run of the original tells whether it accepts other
+sizes. Counts are drawn so that many remainders occur, which exposes a fault at `T % 7 == 4`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..comparison.input_layouts import Layout
 from ..comparison.sandbox import Inputs, Options, Parameters, copy_detached, execute, leaves, make_sandbox
 from ..errors import in_short
 
-MODULI = (7, 5, 8, 6, 3, 4, 2)  # as many remainders by these as possible occur, most of all by the first
-NUM_SMALL = 4  # counts of a few tokens, forward alone
+MODULI = (7, 5, 8, 6, 3, 4, 2)  # token counts cover the remainders by these, in this order of priority
+NUM_SMALL = 4  # calls with few tokens, forward only
 MANY_TOKENS = 1024
-MAX_WORK = 1 << 29  # tokens times parameters, above MANY_TOKENS
-MAX_SECONDS = 20  # of a call above MANY_TOKENS, if it takes as long for each token as the calls before it
-MAX_CPU_PARAMETERS = 1 << 28  # parameters of a model on an accelerator that is tried on the CPU first
+MAX_WORK = 1 << 29  # tokens * parameters of a call above MANY_TOKENS
+MAX_SECONDS = 20  # of a call above MANY_TOKENS, predicted from the time per token of earlier calls
+MAX_CPU_PARAMETERS = 1 << 28  # a larger model on an accelerator is not tried on the CPU first
 _MAX_READINGS = 5
 _MIN_TOKENS = 3
 _SMALL, _LARGE = range(_MIN_TOKENS, _MIN_TOKENS + 14), range(MANY_TOKENS + 1, MANY_TOKENS + 200)
@@ -41,8 +41,8 @@ class LaterCall:
     """One call after the given one.
 
     Attributes:
-        num_tokens: None if no axis of tokens is known.
-        is_resized: it has another token count than the given call.
+        num_tokens: None if the token axes are unknown.
+        is_resized: whether the token count differs from the given call's.
     """
 
     inputs: Inputs
@@ -63,17 +63,19 @@ class LaterCall:
 
 @dataclasses.dataclass
 class CallPlan:
-    """Attributes:
-    calls: in the order in which they are made.
-    reasons: what is not compared, and why.
-    """
+    """The calls in order, and the reasons for omitted ones."""
 
     calls: list[LaterCall] = dataclasses.field(default_factory=list)
     reasons: list[str] = dataclasses.field(default_factory=list)
 
 
 class _Draw(NamedTuple):
-    """A token count to be drawn, and how it is called with. `allowed`: counts that rounding to whole sizes may give."""
+    """A token count to draw, and the options of its call.
+
+    Attributes:
+        candidates: counts to draw from.
+        allowed: counts to accept after rounding to whole sizes.
+    """
 
     candidates: range
     allowed: range
@@ -82,12 +84,12 @@ class _Draw(NamedTuple):
 
 
 class CallPlanner:
-    """Choose calls that the original takes.
+    """Plans calls that the original accepts.
 
     Args:
-        token_counts: as `verify` has them; None: chosen here.
-        parameters: those of the sandboxes, in the precision under test.
-        is_costly: each new size or layout is compiled anew: one of both.
+        parameters: parameters of the sandboxes, in the precision under test.
+        token_counts: see `verify`; None draws them.
+        is_costly: each new size or layout recompiles, so plan only one call with another size.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class CallPlanner:
         self._is_on_cpu = _is_on_cpu(original, inputs)
 
     def plan_calls(self) -> CallPlan:
+        """Plan a call of the given size, then calls of other sizes."""
         given = next(self._iterate_readings(), None)
         tokens = None if given is None else _count_tokens(given, given.sizes)
         again = self.inputs if given is None else resize_inputs(self.inputs, given, given.sizes, self.generator)
@@ -115,26 +118,26 @@ class CallPlanner:
         return self.plan
 
     def _add_other_counts(self) -> None:
-        refused = "no axis of tokens is known among the inputs"
+        refused = "the token axes of the inputs are unknown"
         if not self._is_on_cpu and sum(p.numel() for p in self.original.parameters()) > MAX_CPU_PARAMETERS:
-            # an index out of range would end the process' use of the accelerator
-            refused = "the model is too large to be tried on the CPU first"
+            # An index out of range on an accelerator would break the process.
+            refused = "the model is too large to try it on the CPU first"
             several: Iterable[Arguments] = ()
         else:
             several = self._iterate_readings()
         for reading in several:
             calls = list(self._iterate_calls(reading))
-            # fewest and most tokens: a model that takes these takes what lies between them
+            # If the model accepts the fewest and the most tokens, assume that it accepts the counts in between.
             extremes = sorted(calls, key=lambda call: call.num_tokens or 0)[:: max(len(calls) - 1, 1)]
             error = next(filter(None, map(self._find_refusal, extremes)), None)
             if calls and error is None:
                 self.plan.calls += calls
                 return
             refused = error or refused
-        self.plan.reasons.append(f"other token counts than the given: {refused}")
+        self.plan.reasons.append(f"other token counts: {refused}")
 
     def _iterate_readings(self) -> Iterator[Arguments]:
-        """Interpretations with axes that can have other sizes."""
+        """Interpretations of the inputs with axes that can be resized."""
         several = readings(*self.inputs, ModelNumbers())
         return (r for r in itertools.islice(several, _MAX_READINGS) if r.dims and math.prod(r.sizes.values()))
 
@@ -144,8 +147,10 @@ class CallPlanner:
             yield LaterCall(inputs, _count_tokens(reading, sizes), True, layout, backward)
 
     def _iterate_sizes(self, reading: Arguments) -> Iterator[tuple[Sizes, bool, Layout]]:
-        """(sizes, whether to run the backward, layout): a count below the given one, one above, and a few small ones;
-        or those that were asked for."""
+        """(sizes, whether to run the backward, layout) of each call.
+
+        Yields the requested counts, else one count below the given one, a few small ones, and one above.
+        """
         given = _count_tokens(reading, reading.sizes)
         if self.token_counts is not None:
             for number in self.token_counts:
@@ -153,7 +158,7 @@ class CallPlanner:
             return
         seen = [given]
         is_many = given <= MANY_TOKENS and _LARGE.stop * _count_parameters(self.original) <= MAX_WORK
-        # inputs of a thousand tokens have thousands of numbers
+        # Stay near the given count if MANY_TOKENS would take too long.
         above = _LARGE if is_many else range(given + 1, given + max(given // 8, 8))
         below = range(max(given // 4, _MIN_TOKENS), max(given // 2, min(given, _MIN_TOKENS + 8)))
         small = range(reading.each, 9 * reading.each, reading.each) if reading.each > 1 else _SMALL
@@ -164,7 +169,7 @@ class CallPlanner:
         ]
         if self.is_costly:
             del draws[1:]
-            self.plan.reasons.append("more token counts: each is compiled anew; token_counts=(...) asks for them")
+            self.plan.reasons.append("more token counts: each recompiles; set token_counts=(...) for more")
         for draw in draws:
             sizes = self._draw_sizes(reading, draw, seen)
             if sizes is not None:
@@ -172,12 +177,12 @@ class CallPlanner:
                 yield sizes, draw.backward, draw.layout
         if not is_many and given <= MANY_TOKENS and not self.is_costly:
             self.plan.reasons.append(
-                f"more than {MANY_TOKENS} tokens: {_count_parameters(self.original):,} parameters would take long; "
-                f"token_counts=({_LARGE.start},) asks for it"
+                f"more than {MANY_TOKENS} tokens: too slow with {_count_parameters(self.original):,} parameters; "
+                f"set token_counts=({_LARGE.start},)"
             )
 
     def _draw_sizes(self, reading: Arguments, draw: _Draw, seen: Sequence[int]) -> Sizes | None:
-        """Sizes whose number of tokens adds the most remainders to those seen, at random among equals."""
+        """Sizes whose token count adds the most new remainders; ties are broken at random."""
         order = torch.randperm(len(draw.candidates), generator=self.generator).tolist()
         several = [_choose_sizes(reading, -(-draw.candidates[i] // reading.each)) for i in order]
         several = [s for s in several if (n := _count_tokens(reading, s)) in draw.allowed and n not in seen]
@@ -189,8 +194,7 @@ class CallPlanner:
         return max(several, key=is_new, default=None)
 
     def _find_refusal(self, call: LaterCall) -> str | None:
-        """Why the original does not take a call. It runs on the CPU: there an index that is too large is an error,
-        elsewhere it ends the process."""
+        """The error of the original in a call, or None. Runs on the CPU, where an index out of range is an error."""
         options = dataclasses.replace(self.options, layout=call.layout, backward=False)
         try:
             box = make_sandbox(
@@ -207,7 +211,7 @@ class CallPlanner:
 
 
 def resize_inputs(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: torch.Generator) -> Inputs:
-    """Inputs with these sizes, cut or repeated from the given ones, and in another order along each token axis."""
+    """Inputs of other sizes: cut or repeat the given ones, and shuffle them along each token axis."""
     flat, spec = pytree.tree_flatten(inputs)
     order = {}
     for dim, size in reading.sizes.items():
@@ -215,7 +219,7 @@ def resize_inputs(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: t
         order[dim] = mixed[torch.arange(sizes[dim]) % size]
 
     def index(name: str) -> Tensor:
-        """The places along an axis such as `S`, `B*S` or `B*10`, in the given inputs."""
+        """Indices into the given inputs along an axis such as `S`, `B*S` or `B*10`."""
         places = torch.zeros(1, dtype=torch.int64)
         for part in name.split("*"):
             size = int(part) if part.isdigit() else reading.sizes[part]
@@ -237,7 +241,7 @@ def resize_inputs(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: t
 
 
 def _choose_sizes(reading: Arguments, units: int) -> Sizes:
-    """Sizes with about so many tokens, over those that the model fixes: no axis but the first is longer than given."""
+    """Sizes whose product is about `units`. Only the first axis may be longer than given."""
     first, *inner = reading.dims
     num_outer = max(1, -(-units // math.prod(reading.sizes[dim] for dim in inner))) if inner else units
     num_outer = next((n for n in range(num_outer, 2 * num_outer + 2) if units % n == 0), num_outer)
@@ -267,7 +271,7 @@ def _copy_parameter_to_cpu(p: nn.Parameter) -> nn.Parameter:
 
 
 def _move_state_to_cpu(box: nn.Module) -> None:
-    """Buffers, and tensors that are plain attributes."""
+    """Move buffers, and tensors that are plain attributes, to the CPU."""
     for module in box.modules():
         module._buffers.update({name: None if b is None else b.cpu() for name, b in module._buffers.items()})
         vars(module).update({name: v.cpu() for name, v in vars(module).items() if type(v) is Tensor})

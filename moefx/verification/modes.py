@@ -1,4 +1,4 @@
-"""The modes that `verify` compares in, beside the one that the models are in."""
+"""More modes for `verify` to compare in."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ MODE_NAMES = ("train", "eval", "no_grad", "inference_mode")
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """Attributes:
-    training: train or eval mode for all modules; None leaves them as they are.
-    grads: "no_grad" or "inference_mode"; None computes gradients as the caller of `verify` says.
+    """A mode of a comparison.
+
+    Attributes:
+        training: train or eval mode for all modules; None keeps the models' modes.
+        grads: "no_grad" or "inference_mode"; None follows the argument `grads` of `verify`.
     """
 
     training: bool | None = None
@@ -26,7 +28,7 @@ class Mode:
         return "+".join(filter(None, [training, self.grads]))
 
     def apply_to(self, options: Options) -> Options:
-        """Options for runs in this mode."""
+        """Return options for runs in this mode."""
         if self.grads is not None:
             options = dataclasses.replace(
                 options, grads=False, has_second_backward=False, inference=self.grads == "inference_mode"
@@ -35,10 +37,10 @@ class Mode:
 
 
 def parse_modes(names: Iterable[str]) -> list[Mode]:
-    """Read names such as "eval", "no_grad" and "eval+inference_mode".
+    """Parse names such as "eval", "no_grad" and "eval+inference_mode".
 
     Raises:
-        InvalidInput: one is no mode.
+        InvalidInput: a name is not a mode.
     """
     if isinstance(names, str):
         names = (names,)

@@ -1,5 +1,4 @@
-"""`moefx.verify`: is the compiled model equivalent to the original, and if not, which block and which pass
-broke it?"""
+"""`moefx.verify`: compare a compiled model with the original, and name the block and the pass at fault."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ class VerifyReport:
 
     Attributes:
         rows: every compared tensor, see `Row`. Block "" is the whole model.
-        routing: how each router decided, see `RoutingRow`.
-        first_block: name of the first block, in order of execution, that differs on inputs of its own.
+        routing: the decisions of each router, see `RoutingRow`.
+        first_block: name of the first block, in order of execution, that differs on the reference's inputs.
         first_pass: the first pass whose snapshot of that block differs, with the pass's file and line.
-        notes: checks that the rule asks for and that were not possible, and why.
-        covered: comparisons beside those of the given calls: later calls, modes, a second backward.
-        not_covered: comparisons that were left out, and why.
+        notes: checks of the rule that were not possible, with the reason.
+        covered: comparisons in addition to the given calls: later calls, modes, a second backward.
+        not_covered: comparisons that were left out, with the reason.
     """
 
     rows: tuple[Row, ...]
@@ -61,7 +60,7 @@ class VerifyReport:
         return tuple(row for row in self.rows if not row.ok)
 
     def raise_if_failed(self) -> VerifyReport:
-        """Return the report if all rows are ok.
+        """Return the report, or raise if a row failed.
 
         Raises:
             VerificationFailed: with the report as its message.
@@ -71,7 +70,7 @@ class VerifyReport:
         return self
 
     def to_json(self) -> str:
-        """The report as JSON. Infinite errors, of values that cannot be compared, are null."""
+        """The report as JSON. Infinite errors, which stand for incomparable values, are null."""
         return json.dumps(_replace_infinite(dataclasses.asdict(self) | {"ok": self.ok}))
 
     def __str__(self) -> str:
@@ -92,64 +91,47 @@ def verify(
     token_counts: Sequence[int] | None = None,
     modes: Sequence[str] = (),
 ) -> VerifyReport:
-    """Compare a compiled model with its reference: outputs, gradients of inputs and of every parameter,
-    buffers and other state after the call. `comparison.policy` has the rule: the original in float64 is the truth.
+    """Compare a compiled model with its reference.
 
-    Neither model is touched: `.grad`, buffers, modes, attributes and random numbers stay. Runs in the models' own modes
-    and under the active autocast.
+    Compares outputs, gradients of inputs and of every parameter, buffers, and other state after the call. The original
+    in float64 is the truth; `comparison.policy` states the rule. Runs copies in the models' own modes and under the
+    active autocast. The models keep their `.grad`, buffers, modes and attributes, and the random state is restored.
 
-    Further calls follow in the same copies of the models, on inputs made of the first ones by cutting, repeating and
-    reordering tokens: the given count with gaps between the rows, forward alone; one count below it on transposed
-    inputs and one above, with gradients; four small counts, forward alone. `report.covered` lists them, `not_covered`
-    the calls that the original does not take.
+    More calls follow in the same copies, to expose state that a call leaves behind. Their inputs cut, repeat and
+    reorder the tokens of the first:
+
+    - the given count with gaps between rows, forward only;
+    - one smaller count on transposed inputs, and one larger count, with gradients;
+    - four small counts, forward only.
+
+    `report.covered` lists these calls, and `report.not_covered` the calls that the original rejects.
 
     Args:
         compiled: the result of `compile`, of `rewrite_graph` or of `torch.compile(model, backend="moefx")`. If
-            `torch.compile` or `module.compile` compiled it or modules of it, copies run as torch compiles them, too.
+            `torch.compile` or `module.compile` compiled the model or its modules, copies are compiled in the same way.
         reference: the original, or a copy of it.
         inputs: a tuple of positional or a dict of keyword arguments, one tensor, or a list of these (several
             shapes).
-        dtype: precision to verify in; None: the models' own. Half precision hides errors below its rounding: verify in
-            float64 too.
-        grads: also compare gradients, and without a mesh those of a second backward whose cotangents have stride 0
-            (not of graphs of `torch.compile`); False runs under `torch.no_grad()`.
-        seeds: of the random numbers that the models draw and of the cotangents. One comparison for each seed.
+        dtype: precision to verify in; None for the models' own. Half precision hides errors below its rounding, so
+            verify in float64 too.
+        grads: also compare gradients. Without a mesh and `torch.compile`, this includes a second backward with
+            cotangents of stride 0. False runs under `torch.no_grad()`.
+        seeds: seeds of the models' random numbers and of the cotangents; one comparison per seed.
         loss: `loss(output) -> scalar` to differentiate; by default every output gets a random cotangent.
         routings: also compare each block on hidden states that starve most experts, and on unrelated ones.
-        token_counts: the numbers of tokens of the further calls. None: drawn by the first seed, one of them above 1024
-            if the model is small. (): no further calls.
-        modes: to compare in as well: "train", "eval", "no_grad", "inference_mode", or two as in "eval+no_grad".
+        token_counts: token counts of the later calls. None draws them by the first seed, one of them above 1024 if the
+            model is small. () skips later calls.
+        modes: more modes to compare in: "train", "eval", "no_grad", "inference_mode", or two as in "eval+no_grad".
 
     Raises:
-        InvalidInput: models on the meta device, of different structure, or inputs that the reference does not take;
-            over a mesh, where every rank calls it, ranks that would not compare as often and in the same way, or that
-            share their tokens (`Plan(sequence_axis=...)`) and have other inputs.
+        InvalidInput: a model is on the meta device, the models differ in structure, or the reference rejects the
+            inputs. Over a mesh, every rank must call with the same options, and ranks that share their tokens
+            (`Plan(sequence_axis=...)`) with the same inputs.
     """
-    for model in (compiled, reference):
-        if not isinstance(model, nn.Module):
-            raise InvalidInput(
-                f"verify: got a {type(model).__name__}, which has no parameters to compare; of a function make the "
-                "forward of a torch.nn.Module that holds its weights"
-            )
-    further, ways, parts = parse_modes(modes), _find_recipes(compiled), find_compiled_parts(compiled)
-    if rewritten_blocks(reference):
-        raise InvalidInput(
-            f"verify: the reference, a {type(reference).__name__}, is compiled itself: its block "
-            f"{next(iter(rewritten_blocks(reference)))!r} is rewritten. Give what moefx.compile returned first, then "
-            "the model that it was given: verify(compiled, model, inputs)"
-        )
-    if not ways and _find_recipes(reference) and not rewritten_blocks(compiled):
-        raise InvalidInput("verify: the compiled model comes first, then the reference; here it is the other way round")
-    given, compiled, reference = compiled, _unwrap(compiled), _unwrap(reference)
-    if compiled is not given and not parts:
-        raise InvalidInput(
-            f"verify: cannot tell how torch.compile made the {type(given).__name__} with torch {torch.__version__}; "
-            "give the model that torch.compile was called on"
-        )
-    if parts and not ways and not rewritten_blocks(compiled):
-        raise InvalidInput("verify: torch.compile was called with another backend than 'moefx': nothing of moefx ran")
+    recipes, parts = _check_models(compiled, reference)
+    further, compiled, reference = parse_modes(modes), _unwrap(compiled), _unwrap(reference)
     if is_graph(compiled, reference) and any(mode.training is not None for mode in further):
-        raise InvalidInput("verify: a graph has the mode that it was captured in; modes can be no_grad, inference_mode")
+        raise InvalidInput("verify: a graph keeps its mode of capture; modes can be no_grad or inference_mode only")
     shares = find_shares(compiled)
     try:
         sets = _check_inputs(compiled, reference, inputs)
@@ -162,51 +144,87 @@ def verify(
                  "token_counts": token_counts, "modes": modes}  # fmt: skip
         shares.check_agreement(", ".join(f"{what}: {value}" for what, value in asked.items()))
         shares.check_tokens(sets)
-    if ways and not rewritten_blocks(compiled):
-        from .traced import verify_traced  # with the backend
+    if recipes and not rewritten_blocks(compiled):
+        from .traced import verify_traced  # imports the backend
 
         traced = verify_traced(
-            compiled, ways, reference, sets, dtype=dtype, grads=grads, seeds=seeds, loss=loss, routings=routings,
+            compiled, recipes, reference, sets, dtype=dtype, grads=grads, seeds=seeds, loss=loss, routings=routings,
             token_counts=token_counts, modes=further,
         )  # fmt: skip
         traced.compare_compiled_copy(
-            _select_runnable_parts(parts, ways), sets, traced.build_options(seeds[0], grads, loss)
+            _select_runnable_parts(parts, recipes), sets, traced.build_options(seeds[0], grads, loss)
         )
         return _build_report(traced)
     rows: list[Row] = []
-    verifying = ModelVerifier(compiled, reference, dtype, shares)
+    verifier = ModelVerifier(compiled, reference, dtype, shares)
     if _find_regions(compiled, reference):
-        # A graph's regions have no module in the reference: their own original code is that, once it is the
-        # reference's.
-        held = {p.dtype for p in compiled.parameters() if p.is_floating_point()}
-        if dtype is not None and held and dtype not in held:
+        # The reference has no modules for a graph's regions. First compare the graph with original regions to the
+        # reference, then the rewritten graph to the graph with original regions.
+        own_dtypes = {p.dtype for p in compiled.parameters() if p.is_floating_point()}
+        if dtype is not None and own_dtypes and dtype not in own_dtypes:
             raise InvalidInput(
-                f"verify: the graph was rewritten for {', '.join(sorted(map(str, held)))}, and its regions hold for no "
-                f"other precision; to compare in {dtype}, rewrite the graph of a model in that"
+                f"verify: the graph was rewritten for {', '.join(sorted(map(str, own_dtypes)))} only; to compare in "
+                f"{dtype}, rewrite the graph of a model in {dtype}"
             )
         plain = copy_with_original_regions(compiled)
-        taken_out = ModelVerifier(plain, reference, dtype, shares)
-        taken_out.compare_models(sets, seeds, grads, loss, routings=False)
-        rows = [dataclasses.replace(row, block="(graph)") for row in taken_out.rows if row.kind != "path"]
-        verifying = ModelVerifier(compiled, plain, dtype, shares)
-    verifying.compare_models(sets, seeds, grads, loss, routings, token_counts, further)
-    verifying.compare_compiled_copy(
-        _select_runnable_parts(parts, ways), sets, verifying.build_options(seeds[0], grads, loss)
+        graph_verifier = ModelVerifier(plain, reference, dtype, shares)
+        graph_verifier.compare_models(sets, seeds, grads, loss, routings=False)
+        rows = [dataclasses.replace(row, block="(graph)") for row in graph_verifier.rows if row.kind != "path"]
+        verifier = ModelVerifier(compiled, plain, dtype, shares)
+    verifier.compare_models(sets, seeds, grads, loss, routings, token_counts, further)
+    verifier.compare_compiled_copy(
+        _select_runnable_parts(parts, recipes), sets, verifier.build_options(seeds[0], grads, loss)
     )
-    return _build_report(verifying, rows)
+    return _build_report(verifier, rows)
+
+
+def _check_models(
+    compiled: nn.Module, reference: nn.Module
+) -> tuple[Mapping[str, BackendRecipe], dict[str, CompiledPart]]:
+    """Check the order and the kind of the models.
+
+    Returns:
+        The parts of the compiled model that the backend compiled, and all parts that `torch.compile` compiled.
+    """
+    for model in (compiled, reference):
+        if not isinstance(model, nn.Module):
+            raise InvalidInput(
+                f"verify: got a {type(model).__name__}, which has no parameters to compare; wrap a function in a "
+                "torch.nn.Module that holds its weights"
+            )
+    recipes, parts = _find_recipes(compiled), find_compiled_parts(compiled)
+    if rewritten_blocks(reference):
+        raise InvalidInput(
+            f"verify: the reference, a {type(reference).__name__}, is compiled itself: its block "
+            f"{next(iter(rewritten_blocks(reference)))!r} is rewritten. Pass the result of moefx.compile first, then "
+            "the original model: verify(compiled, model, inputs)"
+        )
+    if not recipes and _find_recipes(reference) and not rewritten_blocks(compiled):
+        raise InvalidInput("verify: the arguments are swapped; pass the compiled model first, then the reference")
+    if _unwrap(compiled) is not compiled and not parts:
+        raise InvalidInput(
+            f"verify: cannot read how torch {torch.__version__} compiled the {type(_unwrap(compiled)).__name__}; pass "
+            "the model that torch.compile was called on"
+        )
+    if parts and not recipes and not rewritten_blocks(_unwrap(compiled)):
+        raise InvalidInput("verify: the backend of torch.compile is not 'moefx', so no block is rewritten")
+    return recipes, parts
 
 
 def _find_recipes(model: nn.Module) -> Mapping[str, BackendRecipe]:
-    """Which parts of a model were compiled by `torch.compile(..., backend="moefx")`, and how."""
-    backend = sys.modules.get("moefx.frontends.dynamo.backend")  # which Dynamo loads if it is asked for
+    """The parts of a model that `torch.compile(..., backend="moefx")` compiled, by name."""
+    backend = sys.modules.get("moefx.frontends.dynamo.backend")  # loaded by Dynamo on first use
     return backend.ways_of(model) if backend is not None else {}
 
 
 def _select_runnable_parts(
-    parts: Mapping[str, CompiledPart], ways: Mapping[str, BackendRecipe]
+    parts: Mapping[str, CompiledPart], recipes: Mapping[str, BackendRecipe]
 ) -> dict[str, CompiledPart]:
-    """The parts to compile copies by. What runs graphs as they are is left out: that is compared anyway."""
-    found = {n: ways[n].part._replace(compiler=ways[n].compile) if n in ways else part for n, part in parts.items()}
+    """The parts to compile copies of. Empty if all run eagerly, because eager graphs are compared anyway."""
+    found = dict(parts)
+    for name, recipe in recipes.items():
+        if name in parts:
+            found[name] = recipe.part._replace(compiler=recipe.compile)
     return {} if all(part.name == "eager" for part in found.values()) else found
 
 
@@ -230,16 +248,14 @@ def _find_regions(compiled: nn.Module, reference: nn.Module) -> list[str]:
 
 
 def _check_inputs(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inputs]:
-    """The sets of inputs, if the models can be compared on them."""
+    """Parse the sets of inputs, and check that the models can be compared on them."""
     if any(p.is_meta for m in (compiled, reference) for p in (*m.parameters(), *m.buffers())):
-        raise InvalidInput("verify: a model is on the meta device and has no numbers; give it weights with to_empty()")
+        raise InvalidInput("verify: a model is on the meta device; give it weights, for example with to_empty()")
     sets = _parse_inputs(inputs)
     known = {*dict(reference.named_modules()), *_find_regions(compiled, reference)}
     missing = [name for name in rewritten_blocks(compiled) if name not in known]
     if missing:
-        raise InvalidInput(
-            f"verify: the reference has no module {missing[0]!r}; it must be the model that was compiled"
-        )
+        raise InvalidInput(f"verify: the reference has no module {missing[0]!r}; pass the model that was compiled")
     _check_shapes(compiled, reference)
     _check_binds(reference, sets)
     return sets
@@ -277,11 +293,11 @@ def _parse_call(inputs: Any) -> Inputs:
 
 
 def _check_shapes(compiled: nn.Module, reference: nn.Module) -> None:
-    held = dict(compiled.named_parameters(remove_duplicate=False))
+    ours = dict(compiled.named_parameters(remove_duplicate=False))
     for name, theirs in reference.named_parameters(remove_duplicate=False):
-        if name in held and held[name].shape != theirs.shape:
+        if name in ours and ours[name].shape != theirs.shape:
             raise InvalidInput(
-                f"verify: {name} has shape {tuple(held[name].shape)} in the compiled model and {tuple(theirs.shape)} "
+                f"verify: {name} has shape {tuple(ours[name].shape)} in the compiled model and {tuple(theirs.shape)} "
                 "in the reference, which must be the model that was compiled, or a copy of it"
             )
 

@@ -1,4 +1,4 @@
-"""A report as text."""
+"""Format a report as text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAX_FAILED = 20
 OTHER_VALUES = "the two models hold different values before they run"
 NOTHING_REWRITTEN = "the compiled model has no rewritten block: nothing of moefx ran"
 LEGEND = (
-    "errors are relative to the original in float64 (in later calls and other routings to the original itself if that "
-    "is as close), less what is below the rounding of the largest gradient; "
-    "norm: row, the worst row, or rel2, all of the tensor"
+    "errors are relative to the original in float64 (in later calls and other routings to the original itself if it is "
+    "close enough), less the rounding of the largest gradient; "
+    "norm: row is the worst row, rel2 the whole tensor"
 )
 
 
 def format_report(report: VerifyReport) -> str:
-    """One line for each (block, kind) with its worst tensor, the routing of each block, and what failed."""
+    """One line for each (block, kind) with its worst tensor, the routing of each block, and the failures."""
     rows, failed = report.rows, report.failed
     blocks = list(dict.fromkeys(row.block for row in rows))
     verdict = "passed" if report.ok else f"FAILED, {len(failed)} of {len(rows)} comparisons"
@@ -65,7 +65,7 @@ def format_report(report: VerifyReport) -> str:
 
 def _format_culprit(report: VerifyReport) -> str:
     if any(row.note == OTHER_VALUES for row in report.rows):
-        return "The two models hold other weights or buffers: compare models of equal ones."
+        return "The two models hold different weights or buffers: compare models with equal weights."
     if report.failed and all(row.note == NOTHING_REWRITTEN for row in report.failed):
         return (
             "The two models agree, but the first one has no rewritten block. Pass what moefx.compile returned first: "
@@ -73,8 +73,8 @@ def _format_culprit(report: VerifyReport) -> str:
         )
     if report.first_block is None:
         return (
-            "No rewritten block differs on the reference's own inputs: the difference lies outside of them. "
-            "verify takes the compiled model first, then the reference."
+            "No rewritten block differs on the reference's own inputs: the difference lies outside the blocks. "
+            "Check that the compiled model is the first argument, and the reference the second."
         )
     after = f"; first pass that differs: {report.first_pass}" if report.first_pass else ""
     return f"First block that differs: {_format_block(report.first_block)}{after}"

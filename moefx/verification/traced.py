@@ -1,8 +1,8 @@
-"""What `torch.compile(model, backend="moefx")` runs, beside the original.
+"""Verify `torch.compile(model, backend="moefx")` against the original.
 
-What it made cannot be copied, nor run in another precision. So a sandbox of the model is compiled again, by the same
-plan, and its graphs run as moefx hands them on: there routing can be followed, and each region be run beside the nodes
-that it stands for.
+A compiled model can neither be copied nor run in another precision. So a sandbox of the model is compiled again with
+the same plan, and the rewritten graphs run eagerly. There the routing can be recorded, and each region can be compared
+with its original nodes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,20 @@ from .verifying import LATER_CALLS, ModelVerifier, add_calls, build_path_rows, c
 
 
 class BackendRecipe(NamedTuple):
-    """How a module was compiled: by which plan, what the graphs are handed to, and what torch knows of that."""
+    """How a module was compiled.
+
+    Attributes:
+        plan: the plan of the backend.
+        inner_compiler: the compiler that receives the rewritten graphs.
+        part: torch's record of the compilation.
+    """
 
     plan: Plan
     inner_compiler: Callable[..., Any]
     part: CompiledPart
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What the backend makes of a graph; nothing is logged or kept for `explain`."""
+        """Compile a graph as the backend does, without logs and without records for `explain`."""
         out, _ = rewritten(gm, list(example_inputs), self.plan)
         with keeping_saved_tensors() if out is not gm else contextlib.nullcontext():
             return self.inner_compiler(out, example_inputs)
@@ -50,22 +56,22 @@ class BackendRecipe(NamedTuple):
 
 @contextlib.contextmanager
 def keeping_saved_tensors() -> Iterator[None]:
-    """Have a backward overwrite none of the tensors that are saved for it.
+    """Compile backwards that do not reuse the memory of saved tensors.
 
-    Inductor finds compiled graphs on disk by what they compute: a backward that was compiled for one use, with
-    `retain_graph` too. What torch raises then is kept with the whole graph, and these have modules in which no cache
-    of whole graphs looks. (`torch._functorch` is private; `donated_buffer` is what torch's own message names.)
+    Inductor may load a backward from its disk cache that was compiled for a single use. With `retain_graph` torch must
+    reject such a backward, but its check is stored with the whole graph, which is not cached here. `torch._functorch`
+    is private; torch's own error message names `donated_buffer`.
     """
     with functorch.patch(donated_buffer=False):
         yield
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []  # none, and not: not known
+        context.fw_metadata.bw_donated_idxs = []  # an empty list means none; None means unknown
 
 
 def verify_traced(
     model: nn.Module,
-    ways: Mapping[str, BackendRecipe],
+    recipes: Mapping[str, BackendRecipe],
     reference: nn.Module,
     sets: Sequence[Inputs],
     *,
@@ -80,60 +86,66 @@ def verify_traced(
     """Compare as `verify` does.
 
     Args:
-        model: the one that `torch.compile` was called on. ways: how, of it ("") or of modules of it.
+        model: the model that `torch.compile` was called on.
+        recipes: the recipes of the compiled modules, by name; "" is the model.
     """
-    graphs = _GraphRunner(ways)
-    whole = ModelVerifier(model, reference, dtype, watch=graphs.watch, call=graphs.run, is_costly=True)
-    whole.not_covered.append("a second backward: of graphs of torch.compile it may not be asked")
+    graphs = _GraphRunner(recipes)
+    verifier = ModelVerifier(model, reference, dtype, watch=graphs.watch, call=graphs.run, is_costly=True)
+    verifier.not_covered.append("a second backward: graphs of torch.compile may not support it")
 
-    def both(inputs: Inputs, options: Options, case: str, routings: bool) -> tuple[CallChain, bool]:
+    def compare_whole_and_regions(
+        inputs: Inputs, options: Options, case: str, routings: bool
+    ) -> tuple[CallChain, bool]:
         graphs.calls = {}
-        chain, is_right = whole.compare_model(inputs, options, case)
+        chain, is_right = verifier.compare_model(inputs, options, case)
         for out, calls in graphs.calls.items():
             regions = ModelVerifier(out, copy_with_original_regions(out), dtype)
             regions.compare_blocks(calls, dataclasses.replace(options, loss=None), case, routings)
-            _merge_regions(whole, regions)
+            _merge_regions(verifier, regions)
         return chain, is_right
 
     for i, inputs in enumerate(sets):
         for seed in seeds:
             options, case = Options(seed, grads, loss), f"inputs {i}, seed {seed}"
-            chain, is_right = both(inputs, options, case, routings)
+            chain, is_right = compare_whole_and_regions(inputs, options, case, routings)
             if i == 0 and seed == seeds[0] and is_right:
-                whole.compare_later_calls(chain, inputs, dataclasses.replace(options, loss=None), case, token_counts)
+                verifier.compare_later_calls(chain, inputs, dataclasses.replace(options, loss=None), case, token_counts)
             elif i == 0 and seed == seeds[0]:
-                whole.not_covered.append(LATER_CALLS)
+                verifier.not_covered.append(LATER_CALLS)
         for mode in modes:
-            both(inputs, mode.apply_to(Options(seeds[0], grads, loss)), f"inputs {i}, seed {seeds[0]}, {mode}", False)
-            whole.covered.append(f"mode {mode}")
-    whole.rows += build_path_rows(graphs.ran, "no graph of it has a region: nothing of moefx ran")
-    whole.notes += [f"left as it was: {refusal}" for refusal in merge_refusals(graphs.refused.values())]
-    return whole
+            compare_whole_and_regions(
+                inputs, mode.apply_to(Options(seeds[0], grads, loss)), f"inputs {i}, seed {seeds[0]}, {mode}", False
+            )
+            verifier.covered.append(f"mode {mode}")
+    verifier.rows += build_path_rows(graphs.ran, "no graph of the model has a region: nothing of moefx ran")
+    verifier.notes += [f"not rewritten: {refusal}" for refusal in merge_refusals(graphs.refused.values())]
+    return verifier
 
 
-def _merge_regions(whole: ModelVerifier, regions: ModelVerifier) -> None:
-    """By the names that `blocks` has for them."""
+def _merge_regions(verifier: ModelVerifier, regions: ModelVerifier) -> None:
+    """Add the results of regions, under the regions' names in the model."""
     names = {name: forward.name for name, forward in rewritten_blocks(regions.compiled).items()}
-    whole.rows += [dataclasses.replace(row, block=names[row.block]) for row in regions.rows]
-    whole.routing += [dataclasses.replace(row, block=names[row.block]) for row in regions.routing]
-    whole.notes += regions.notes
-    if whole.first is None and regions.first is not None:
-        name, broken = regions.first
-        whole.first = names[name], broken
+    verifier.rows += [dataclasses.replace(row, block=names[row.block]) for row in regions.rows]
+    verifier.routing += [dataclasses.replace(row, block=names[row.block]) for row in regions.routing]
+    verifier.notes += regions.notes
+    if verifier.first is None and regions.first is not None:
+        name, pass_at_fault = regions.first
+        verifier.first = names[name], pass_at_fault
 
 
 class _GraphRunner:
-    """Runs a sandbox as Dynamo and moefx have it.
+    """Compiles sandboxes with Dynamo and runs their rewritten graphs.
 
     Attributes:
-        calls: what the regions of each graph were given in the first call of it, by their names in the graph.
-        ran: how many calls of each region ran rewritten, and the original. refused: regions that were left, and why.
+        calls: for each graph, the inputs of its regions in the first call, by their names in the graph.
+        ran: for each region, the numbers of calls that ran rewritten and original.
+        refused: refusals by their text.
     """
 
-    def __init__(self, ways: Mapping[str, BackendRecipe]):
-        self.ways = ways
+    def __init__(self, recipes: Mapping[str, BackendRecipe]):
+        self.recipes = recipes
         self.copies: weakref.WeakKeyDictionary[nn.Module, CompiledCopies] = weakref.WeakKeyDictionary()
-        self.modes: list[Any] = []  # those of the current call
+        self.modes: list[Any] = []  # the dispatch modes of the current call
         self.scope = Scope()
         self.calls: dict[fx.GraphModule, dict[str, Inputs]] = {}
         self.ran: dict[str, Counter[str]] = {}
@@ -145,13 +157,16 @@ class _GraphRunner:
 
     def run(self, box: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self.modes = _get_current_dispatch_mode_stack()
-        with _disable_current_modes(), allow_recompiles():  # Dynamo would compile nothing under modes
+        with _disable_current_modes(), allow_recompiles():  # Dynamo does not compile under modes
             if box not in self.copies:
-                parts = {n: way.part._replace(compiler=self._backend(way.plan)) for n, way in self.ways.items()}
+                parts = {
+                    n: recipe.part._replace(compiler=self._make_backend(recipe.plan))
+                    for n, recipe in self.recipes.items()
+                }
                 self.copies[box] = CompiledCopies(parts)
             return self.copies[box](box, *args, **kwargs)
 
-    def _backend(self, plan: Plan) -> Callable[..., Any]:
+    def _make_backend(self, plan: Plan) -> Callable[..., Any]:
         def compiled(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             out, found = rewritten(gm, example_inputs, plan)
             self.refused |= {str(r): r for f in found.every() for r in f.refused}
@@ -165,7 +180,7 @@ class _GraphRunner:
         calls = self.calls.setdefault(out, {})
         with contextlib.ExitStack() as stack:
             for name, forward in forwards.items():
-                stack.enter_context(self._watched(forward, name, calls))
+                stack.enter_context(self._watch_region(forward, name, calls))
             for mode in self.modes:
                 stack.enter_context(mode)
             result = out(*values)
@@ -174,8 +189,8 @@ class _GraphRunner:
         return result
 
     @contextlib.contextmanager
-    def _watched(self, forward: BlockForward, name: str, calls: dict[str, Inputs]) -> Iterator[None]:
-        """Know when a region runs, and keep what it is given first; its weights are the model's."""
+    def _watch_region(self, forward: BlockForward, name: str, calls: dict[str, Inputs]) -> Iterator[None]:
+        """Record when a region runs, and the inputs of its first call. Parameters among them are not copied."""
 
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
             self.scope.region = forward.name

@@ -1,4 +1,4 @@
-"""The comparison of two models and of their blocks, on one set of inputs after the other."""
+"""Compare two models, and their blocks, on several sets of inputs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from .modes import Mode
 from .table import NOTHING_REWRITTEN, OTHER_VALUES
 from .watching import watch_compiled, watch_original
 
-LATER_CALLS = "calls after the given one: that one differs already"
+LATER_CALLS = "calls after the given one: the given call already differs"
 
 
 class ModelVerifier:
-    """What was compared so far.
+    """Compares two models and collects the results.
 
     Args:
-        watch: told of each sandbox of the compiled model, with its scope; which rewritten blocks it has.
-        call: how to call one.
-        is_costly: calls of another size or layout are compiled anew.
-        shares: what of it this rank has, under expert parallelism.
+        watch: called with each sandbox of the compiled model and its scope; returns the sandbox's rewritten blocks.
+        call: calls a sandbox of the compiled model.
+        is_costly: each new size or layout recompiles.
+        shares: this rank's part of the results, under expert parallelism.
 
     Attributes:
-        first: the first block, in order of execution, that differs on inputs of its own, and the pass that broke it.
+        first: the first block, in order of execution, that differs on the reference's inputs, and the pass at fault.
     """
 
     def __init__(
@@ -60,30 +60,34 @@ class ModelVerifier:
         self.working, self.exact = Casts(dtype), Casts(torch.float64)
         self.names = list(rewritten_blocks(compiled))
         self.shares = shares
-        self.rows: list[Row] = _compare_initial_state(compiled, reference, self.shares)
+        self.rows: list[Row] = _check_initial_state(compiled, reference, self.shares)
         self.routing: list[RoutingRow] = []
         self.notes: list[str] = []
         self.covered: list[str] = []
         self.not_covered: list[str] = []
         self.first: tuple[str, str] | None = None
         self.calls: dict[str, Inputs] = {}  # by block, in order of execution, for the current case
-        self.forwards: dict[str, BlockForward] = {}  # of the compiled model's current copy
-        self.before: dict[str, CallCounts] = {}  # how often these had run when it was made
+        self.forwards: dict[str, BlockForward] = {}  # in the current sandbox of the compiled model
+        self.before: dict[str, CallCounts] = {}  # their counts when the sandbox was made
         self.ran: dict[str, Counter[str]] = {name: Counter() for name in self.names}
 
     def compare_models(
         self, sets: list[Inputs], seeds: Sequence[int], grads: bool, loss: Any, routings: bool,
         token_counts: Sequence[int] | None = (), modes: Sequence[Mode] = (),
     ) -> None:  # fmt: skip
-        """Both models on all inputs, and their blocks on what the reference's are given. The first inputs are followed
-        by other calls, and run in the other modes as well."""
+        """Compare the models on all inputs and in all modes, and their blocks on the inputs of the reference's blocks.
+
+        Later calls follow the first set of inputs.
+        """
         for i, inputs in enumerate(sets):
             for seed in seeds:
                 case = f"inputs {i}, seed {seed}"
                 options = self.build_options(seed, grads, loss)
                 chain, is_right = self.compare_model(inputs, options, case)
                 self.compare_blocks(self.calls, dataclasses.replace(options, loss=None), case, routings)
-                if i == 0 and seed == seeds[0] and (is_right or self.shares is not None):  # all ranks or none
+                if (
+                    i == 0 and seed == seeds[0] and (is_right or self.shares is not None)
+                ):  # with shares, all ranks must go on
                     later = dataclasses.replace(options, loss=None, has_second_backward=False)
                     self.compare_later_calls(chain, inputs, later, case, token_counts)
                 elif i == 0 and seed == seeds[0]:
@@ -98,7 +102,7 @@ class ModelVerifier:
         self.rows += build_path_rows(self.ran, NOTHING_REWRITTEN)
 
     def build_options(self, seed: int, grads: bool, loss: Any) -> Options:
-        """How to run the models. Over a mesh a second backward would need collectives that the user may not allow."""
+        """Options of a run. Leaves out a second backward over a mesh, because it would need more collectives."""
         return Options(seed, grads, loss, has_second_backward=grads and self.shares is None)
 
     def compare_blocks(self, calls: Mapping[str, Inputs], options: Options, case: str, routings: bool) -> None:
@@ -109,10 +113,13 @@ class ModelVerifier:
     def compare_model(
         self, inputs: Inputs, options: Options, case: str, is_counted: bool = True
     ) -> tuple[CallChain, bool]:
-        """Compare the two models in one call. Further calls can follow in the chain; whether this one agrees.
+        """Compare the two models in one call.
 
         Args:
-            is_counted: the call must run rewritten.
+            is_counted: count the call for the check that every block ran rewritten.
+
+        Returns:
+            The chain, which can go on with more calls, and whether this call agrees.
         """
         self.calls.clear()
         self.forwards.clear()
@@ -137,7 +144,7 @@ class ModelVerifier:
         return chain, comparison.ok
 
     def bisect_model(self, comparison: Comparison, inputs: Inputs, options: Options) -> None:
-        """Find the pass if the model is the block."""
+        """Find the pass at fault if the model itself is the block."""
         if "" in self.forwards and not comparison.ok and self.first is None:
             call = self.calls.get("", inputs)
             self.first = "", self.find_broken_pass(self.forwards[""], self.reference, call, options)
@@ -145,9 +152,9 @@ class ModelVerifier:
     def compare_later_calls(
         self, chain: CallChain, inputs: Inputs, options: Options, case: str, token_counts: Sequence[int] | None
     ) -> None:
-        """Compare calls that follow the given one in the same copies of the models."""
+        """Compare calls that follow the given one in the same sandboxes."""
         if self.shares is not None and token_counts is None:
-            self.not_covered.append("other token counts than the given: the model is spread over a mesh")
+            self.not_covered.append("other token counts: the model is spread over a mesh")
             token_counts = ()
         plan = CallPlanner(
             self.reference, inputs, options, self.working, self.working.dtype, token_counts, self.is_costly
@@ -157,7 +164,7 @@ class ModelVerifier:
         for number, later in enumerate(plan.calls, 2):
             tokens = later.num_tokens or 1
             if token_counts is None and tokens > MANY_TOKENS and MAX_SECONDS < per_token * tokens < math.inf:
-                self.not_covered.append(f"{tokens} tokens: would take long; token_counts=({tokens},) asks for it")
+                self.not_covered.append(f"{tokens} tokens: too slow by default; set token_counts=({tokens},)")
                 continue
             before, started = self.count_original_calls(), time.process_time()
             comparison, later = self.compare_later_call(chain, later, options, f"{case}, call {number}")
@@ -166,7 +173,7 @@ class ModelVerifier:
             if comparison is None:
                 continue
             self.record_coverage(name, self.count_original_calls() - before)
-            if not comparison.ok and self.shares is None:  # ranks need not agree that it failed
+            if not comparison.ok and self.shares is None:  # with shares, ranks may disagree that it failed
                 changed = later.apply_to(options)
                 self.bisect_model(comparison, later.inputs, changed)
                 self.compare_blocks(self.calls, changed, f"{case}, {name}", routings=False)
@@ -176,7 +183,7 @@ class ModelVerifier:
     def compare_later_call(
         self, chain: CallChain, later: LaterCall, options: Options, case: str
     ) -> tuple[Comparison | None, LaterCall]:
-        """Compare one call, in its layout or as the original takes it. None: it takes it in no layout."""
+        """Compare one call, in its layout or else contiguous. The comparison is None if the original rejects both."""
         for tried in (later, dataclasses.replace(later, layout="")) if later.layout else (later,):
             self.calls.clear()
             try:
@@ -187,12 +194,16 @@ class ModelVerifier:
         return None, later
 
     def record_coverage(self, what: str, ran_original: Counter[str]) -> None:
+        """Add a comparison to `covered`, with the blocks that ran their original forward."""
         names = ", ".join(name or "(model)" for name, count in ran_original.items() if count)
         self.covered.append(what + (f"; there {names} ran the original" if names else ""))
 
     def compare_compiled_copy(self, parts: Mapping[str, CompiledPart], sets: list[Inputs], options: Options) -> None:
-        """Compare a copy that torch compiles, as a whole: its routing can be neither seen nor imposed. If rounding
-        decides which experts a token chooses, a difference in the working precision says nothing: then in float64."""
+        """Compare a copy that torch compiles, as a whole, because its routing can be neither read nor imposed.
+
+        If rounding decides which experts a token selects, a difference in the working precision proves nothing. Then
+        compares in float64.
+        """
         if not parts:
             return
         name = "compiled by " + ", ".join(sorted({part.name for part in parts.values()}))
@@ -222,23 +233,23 @@ class ModelVerifier:
         self.covered += [f"{name}{precision}, as a whole"] if found else []
 
     def count_original_calls(self) -> Counter[str]:
-        """How often each block of the current copy ran its original."""
+        """The number of calls of each block in the current sandbox that ran the original forward."""
         return Counter({n: f.counts.original - self.before[n].original for n, f in self.forwards.items()})
 
     def find_cause(self, subject: Subject, later: LaterCall, options: Options) -> str:
-        """Which property of a call that failed makes it fail: each is left out."""
+        """Find the property of a failed call that makes it fail, by leaving out one at a time."""
 
         def is_right(options: Options) -> bool:
             return CallChain(dataclasses.replace(subject, prepare=_watch_nothing)).compare(later.inputs, options).ok
 
         if is_right(options):
-            return "as the first call of fresh copies it is right, so the calls before it left something behind"
+            return "correct as the first call of fresh copies, so the calls before it left something behind"
         if options.layout and is_right(dataclasses.replace(options, layout="")):
-            return f"it is right for contiguous inputs, and wrong for inputs with layout {options.layout!r}"
-        return "it is wrong as the first call of fresh copies, too: for this token count or these values"
+            return f"correct for contiguous inputs, wrong for inputs with layout {options.layout!r}"
+        return "also wrong as the first call of fresh copies, so the token count or the values matter"
 
     def iterate_block_inputs(self, name: str, call: Inputs, seed: int, routings: bool) -> Iterator[tuple[str, Inputs]]:
-        """What to compare a block on. Where the model is the block (""), its own call was compared before."""
+        """Inputs for a block, with a suffix for the case. Skips the given call of block "", the model."""
         for state, inputs in router_states(call, seed):
             if state == GIVEN and name:
                 yield "", inputs
@@ -246,12 +257,12 @@ class ModelVerifier:
                 yield f", {state}", inputs
 
     def compare_block(self, name: str, call: Inputs, options: Options, case: str, is_brief: bool = False) -> None:
-        """Both blocks on the inputs that the reference's block got, so that errors before it do not count."""
+        """Compare two blocks on the inputs of the reference's block, so that earlier errors do not count."""
         forwards: dict[str, BlockForward] = {}
 
         def prepare(box: nn.Module, which: str, scope: Scope) -> None:
             if which == "compiled":
-                forwards.update(watch_compiled(box, Scope()))  # nothing to tell apart in one block
+                forwards.update(watch_compiled(box, Scope()))  # a single block needs no scope
 
         original, compiled = (model.get_submodule(name) for model in (self.reference, self.compiled))
         subject = Subject(
@@ -263,28 +274,35 @@ class ModelVerifier:
             self.first = name, self.find_broken_pass(forwards[""], original, call, options)
 
     def record(self, comparison: Comparison) -> Comparison:
+        """Add a comparison to the results, and return it."""
         self.rows += comparison.rows
         self.routing += comparison.routing
         self.notes += comparison.notes
         return comparison
 
     def find_broken_pass(self, forward: BlockForward, original: nn.Module, call: Inputs, options: Options) -> str:
+        """Describe the first pass whose snapshot differs from the original block."""
         program = find_program(forward, call, options)
         if program is None:
             return ""
         snapshot = find_first_bad_snapshot(original, program, call, options, self.working, self.exact)
         if snapshot is None:
-            return "none: the graphs after all passes are right, so what runs is not the last of them"
+            return "none: the graphs after all passes are correct, so the block does not run the last one"
         return f"{snapshot.pass_name} ({snapshot.rule})" if snapshot.rule else snapshot.pass_name
 
 
 def add_calls(ran: Counter[str], now: CallCounts, before: CallCounts) -> None:
+    """Add the calls between two counts to `ran`."""
     ran["rewritten"] += now.rewritten - before.rewritten
     ran["original"] += now.original - before.original
 
 
 def build_path_rows(ran: Mapping[str, Counter[str]], nothing: str) -> list[Row]:
-    """Did the rewritten code of each block run at all, and only it? `nothing`: what to say where there is no block."""
+    """Rows that fail unless each block ran its rewritten code in every call.
+
+    Args:
+        nothing: the note of the failed row if no block is rewritten.
+    """
     if not ran:
         return [Row("", "rewritten blocks", "path", ok=False, error=math.inf, note=nothing)]
     rows = []
@@ -295,16 +313,15 @@ def build_path_rows(ran: Mapping[str, Counter[str]], nothing: str) -> list[Row]:
     return rows
 
 
-def _compare_initial_state(compiled: nn.Module, reference: nn.Module, shares: Shares | None) -> list[Row]:
-    """Failed rows where the two models already differ before they run: other names, weights, buffers or
-    modes."""
+def _check_initial_state(compiled: nn.Module, reference: nn.Module, shares: Shares | None) -> list[Row]:
+    """Failed rows for differences before any run: names, weights, buffers or modes."""
     rows = []
     is_graph_of_it = is_graph(compiled, reference)
     stacked, elsewhere = (shares.stacked, shares.elsewhere) if shares else ({}, frozenset())
     for kind, held in (("grad_param", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers)):
         ours, theirs = (dict(held(model, remove_duplicate=False)) for model in (compiled, reference))
         unlike = ours.keys() ^ theirs.keys() - elsewhere
-        if is_graph_of_it:  # without what it does not use; gradients and changes of these are compared
+        if is_graph_of_it:  # a graph lacks unused parameters
             unlike &= ours.keys()
         for name in unlike:
             note = f"only the {'compiled model' if name in ours else 'reference'} has it"
@@ -318,9 +335,9 @@ def _compare_initial_state(compiled: nn.Module, reference: nn.Module, shares: Sh
                 rows.append(Row("", name, "state", ok=False, error=math.inf, note=OTHER_VALUES))
     modes = dict(reference.named_modules())
     if is_graph_of_it:
-        modes = {}  # it has the mode that it was captured in, whatever its flag says
+        modes = {}  # a graph keeps its mode of capture, whatever its flag says
     other = [n for n, m in compiled.named_modules() if n in modes and modes[n].training != m.training]
-    for name in [n for n in other if not n or n.rpartition(".")[0] not in other]:  # not what is inside of one
+    for name in [n for n in other if not n or n.rpartition(".")[0] not in other]:  # omit descendants
         ours, theirs = _format_mode(compiled.get_submodule(name)), _format_mode(modes[name])
         note = f"compiled is in {ours} mode, the reference in {theirs} mode"
         rows.append(Row("", f"{name or 'model'}.training", "state", ok=False, error=1.0, note=note))
@@ -328,7 +345,7 @@ def _compare_initial_state(compiled: nn.Module, reference: nn.Module, shares: Sh
 
 
 def is_graph(compiled: nn.Module, reference: nn.Module) -> bool:
-    """Whether one is a graph of the other."""
+    """Whether the compiled model is an FX graph of the reference."""
     return isinstance(compiled, fx.GraphModule) and not isinstance(reference, fx.GraphModule)
 
 
@@ -341,14 +358,14 @@ def _format_mode(module: nn.Module) -> str:
 
 
 def is_region(block: nn.Module) -> bool:
-    """Whether a block is called with its weights and was no module of the original's."""
+    """Whether a block is a region of a flat graph: no module of the original, and called with its weights."""
     return getattr(type(block), "is_region", False)
 
 
 def copy_with_original_regions(compiled: nn.Module) -> nn.Module:
-    """A copy, around the same weights, in which the regions of a graph run what they ran."""
-    held = (*compiled.parameters(), *compiled.buffers())
-    plain = copy.deepcopy(compiled, {id(t): t for t in held})
+    """A copy of a graph that shares its weights and whose regions run their original code."""
+    shared = (*compiled.parameters(), *compiled.buffers())
+    plain = copy.deepcopy(compiled, {id(t): t for t in shared})
     for name in rewritten_blocks(plain):
         block = plain.get_submodule(name)
         if is_region(block):

@@ -1,4 +1,4 @@
-"""Sandboxes that tell which block is running, and keep what the reference's blocks are given."""
+"""Instrument sandboxes to tell which block is running, and to record the inputs of the reference's blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..runtime.module import BlockForward, rewritten_blocks
 
 
 def watch_original(box: nn.Module, names: Sequence[str], scope: Scope, calls: dict[str, Inputs] | None = None) -> None:
-    """Watch the named blocks of a sandbox of the reference. The first arguments of each go into `calls`."""
+    """Watch the named blocks of a sandbox of the reference. Record the first inputs of each in `calls`."""
 
     def watched(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward, updated=())
@@ -44,8 +44,10 @@ def watch_compiled(box: nn.Module, scope: Scope) -> dict[str, BlockForward]:
 
 
 class WatchedForward(BlockForward):
-    """A sandbox's block that tells which block is running. Its class changes, because it stays the `forward`
-    that a lazy specialisation expects to find."""
+    """A `BlockForward` that enters its block's scope.
+
+    Replaces the class of an existing object, because lazy specialisation looks for the same object.
+    """
 
     scope: Scope
     watched_as: str
@@ -56,8 +58,7 @@ class WatchedForward(BlockForward):
 
 
 class _UnobservedSpecialise:
-    """A lazy specialisation captures and runs code of its own, which our modes must not take for the
-    model's."""
+    """Runs a lazy specialisation without our dispatch modes, which would record its captures as the model's."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
