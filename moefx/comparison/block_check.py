@@ -1,9 +1,8 @@
-"""Level 2: run one original block and the program that is to replace it on a few tokens, inside `compile`.
+"""The numeric check of `compile`: run an original block and its rewritten program on a few tokens.
 
-The question is whether the algebra is right, on weights and routings that the symbolic proof (Level 1) did
-not choose. So both run in float64 wherever that fits, with every cast that code or graph spells out promoted,
-and the rule with some slack: a wrong term is far above 1e-9, and a rewrite must not be lost to rounding. What
-rounds where (a missing upcast) is asked once more in the block's own precision.
+It checks the algebra on weights and routings that the symbolic proof did not choose. Both run in float64 if memory
+allows, with every explicit cast promoted, and under the rule with slack: a wrong term is far above 1e-9, and rounding
+must not reject a correct rewrite. A run in the block's own precision detects wrong casts, such as a missing upcast.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class BlockCheck:
     """The outcome for one block.
 
     Attributes:
-        rows: what was compared, over all router states.
-        notes: what was left out, and why (memory, time, what the original itself cannot do).
+        rows: the compared tensors, over all router states.
+        notes: omitted comparisons and the reasons: memory, time, or an error of the original.
     """
 
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -45,12 +44,12 @@ class BlockCheck:
 
     @property
     def ok(self) -> bool:
-        """No mismatch. Also true of a check that could not run: look at `rows` and `notes`."""
+        """Whether no row failed. Also True if nothing was compared: see `rows` and `notes`."""
         return all(row.ok for row in self.rows)
 
     @property
     def reason(self) -> str:
-        """One sentence on the worst mismatch, "" if there is none."""
+        """One sentence about the worst mismatch; "" without one."""
         failed = [row for row in self.rows if not row.ok]
         if not failed:
             return ""
@@ -72,19 +71,25 @@ def verify_block(
     max_bytes: int = MAX_BYTES,
     seed: int = 0,
 ) -> BlockCheck:
-    """Compare `program(block, *args, **kwargs)` with `original.forward(*args, **kwargs)`, forward and
-    backward.
+    """Compare `program(block, *args, **kwargs)` with `original.forward(*args, **kwargs)`, forward and backward.
 
-    Router states: the given weights on the given inputs; inputs that send nearly all tokens to the same
-    experts and starve the others; unrelated inputs of the same scale, and other values for parameters and buffers that
-    are all the same; `crowd`, inputs of many tokens. Nothing of
-    `original` is touched (parameters, `.grad`, buffers, random numbers). Runs at least the first state, then as many
-    as `seconds` allow; precision and the parameters whose gradients are compared follow from `max_bytes`.
+    Compares under several router states:
 
-    A block that does not run in float64, because an op has no such kernel, is compared with the original in its own
-    precision.
+    - the given inputs;
+    - inputs that send nearly all tokens to the same experts and starve the others;
+    - unrelated inputs of the same scale, with varied values for constant parameters and buffers;
+    - `crowd`, inputs of many tokens.
 
-    Raises whatever `original` raises on the given inputs.
+    The original's parameters, `.grad`, buffers and random state do not change. A block that does not run in float64,
+    because an op has no float64 kernel, is compared in its own precision.
+
+    Args:
+        seconds: time limit; the first state always runs.
+        max_bytes: memory limit, which determines the precision and the compared gradients.
+
+    Raises:
+        InvalidInput: the original raises a RuntimeError, TypeError, ValueError or IndexError on the given inputs. Other
+            errors propagate.
     """
     notes: list[str] = []
     given = (args, kwargs or {})
@@ -113,14 +118,14 @@ def _check_states(
     for state, inputs in itertools.chain(router_states(given, seed), [("a crowd of tokens", crowd)] if crowd else []):
         more = _count_elements(crowd) / _count_elements(given) if crowd is not None and inputs is crowd else 0
         if work.seconds * more > _MAX_CROWD_SECONDS:
-            check.notes.append(f"{name or 'block'}: {state} not checked, it would take too long")
+            check.notes.append(f"{name or 'block'}: {state} not checked, too slow")
             continue
         for precision, subject_options, largest in plan:
             case = f"{state}, {precision}"
             if precision != plan[0][0] and inputs is not given:
                 continue  # rounding does not depend on the routing
             if check.rows and time.monotonic() > deadline:
-                check.notes.append(f"{name or 'block'}: {case} not checked, {seconds:g} s are over")
+                check.notes.append(f"{name or 'block'}: {case} not checked, the limit of {seconds:g} s is reached")
                 continue
             block = vary_constants(original, seed) if state == UNRELATED else original
             subject = Subject(
@@ -151,7 +156,7 @@ def _count_elements(inputs: Inputs) -> int:
 
 
 def _plan_precisions(block: nn.Module, budget: int, notes: list[str]) -> list[tuple[str, dict[str, Any], float]]:
-    """(name, arguments of `Subject`, largest parameter to differentiate), the decisive one first."""
+    """(name, arguments of `Subject`, largest parameter to differentiate) of each run, the decisive one first."""
     own = "its own precision"
     sizes = sorted(p.numel() for p in block.parameters())
     width = max((p.element_size() for p in block.parameters()), default=4)
@@ -173,7 +178,7 @@ def _plan_precisions(block: nn.Module, budget: int, notes: list[str]) -> list[tu
 
 
 def _find_largest_affordable(sizes: list[int], budget: int) -> float:
-    """The size up to which the gradients of all parameters together have at most `budget` elements."""
+    """The largest parameter size such that all gradients up to it have at most `budget` elements together."""
     total = 0
     for i, size in enumerate(sizes):
         total += size

@@ -1,4 +1,4 @@
-"""Casts that a program spells out, in a run with more precision than its own."""
+"""Explicit casts of a program, in a run at higher precision."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ _CASTS = {*_NAMED, Tensor.to, Tensor.type}
 
 
 class NoCopies(TorchFunctionMode):
-    """A cast to the only dtype of a float32 program returns the tensor itself, as it does in that program. What is then
-    written in place (`h = x.to(torch.float32); h *= noise`) changes both.
+    """Lets a cast to float32 return its argument, as it does in a float32 program.
+
+    In-place updates of the result (`h = x.to(torch.float32); h *= noise`) then change both tensors, as in the program.
 
     Args:
-        own: the dtype of all that the program is given. Programs of 16 bits cast up and down: there it says little.
+        own: the dtype of all parameters and inputs. Only float32 has an effect: programs in 16 bits cast in both
+            directions.
     """
 
     def __init__(self, own: torch.dtype | None):

@@ -1,4 +1,4 @@
-"""Original, its float64 truth and compiled on the same inputs, under the original's routing: what differs?"""
+"""Compare the original, its float64 truth and the compiled program on the same inputs, under the original's routing."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
     from .shares import Shares
 
 MAX_NOISE_RUNS = 8
-HOPELESS = 8.0  # times the bound: more samples of the noise will not explain it
+HOPELESS = 8.0  # an error of this many bounds cannot be rounding: stop sampling the noise
 
 NO_TRUTH = "no float64 truth"
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """One thing to verify: a model, or one of its blocks.
+    """A model or a block to verify.
 
     Attributes:
-        original, compiled: the modules; sandboxes of them are run. `compiled` is the original again where a
-            program other than the module's own forward is under test.
-        working, exact: their parameters in the precision under test, and in float64 for the truth. Without
-            `exact` the original in its own precision is the truth; `policy` says what bounds the error then.
-        promote: run everything in float64, whatever dtypes the code or a captured graph names: a comparison
-            of the algebra only.
+        original, compiled: the modules; only sandboxes run. `compiled` is the original too if `call_compiled` runs another
+            program.
+        working, exact: casts of parameters to the precision under test, and to float64 for the truth. If `exact` is
+            None, the original in its own precision is the truth; see `policy` for the bound.
+        promote: run everything in float64, whatever dtypes the code or a captured graph names. Compares the algebra
+            only.
         slack: see `tolerance`.
         block: name of the block, for the rows.
-        call_original, call_compiled: how to call a sandbox; by default `module(*args, **kwargs)`.
-        is_opaque: what the compiled one runs is no code of torch's dispatcher, so its routing cannot be followed.
+        call_original, call_compiled: functions that call a sandbox; by default `module(*args, **kwargs)`.
+        is_opaque: the compiled program bypasses torch's dispatcher, so its routing cannot be recorded.
         prepare: called on each sandbox before it runs, with "original", "truth", "compiled" or "noise".
-        shares: what of it this rank has, under expert parallelism.
+        shares: this rank's part of the results, under expert parallelism.
     """
 
     original: nn.Module
@@ -75,7 +75,7 @@ class Subject:
 
 @dataclasses.dataclass
 class Comparison:
-    """`notes` say what could not be done as stated."""
+    """The rows of one call. `notes` list deviations from the rule."""
 
     rows: list[Row]
     routing: list[RoutingRow] = dataclasses.field(default_factory=list)
@@ -87,14 +87,17 @@ class Comparison:
 
 
 def compare(subject: Subject, inputs: Inputs, options: Options, case: str = "") -> Comparison:
-    """Apply the rule (see `policy`) to everything that one call produces. An error of the original is raised, as
-    `InvalidInput`; one of the compiled program is a failed row."""
+    """Apply the rule (see `policy`) to all results of one call. An error of the compiled program is a failed row.
+
+    Raises:
+        InvalidInput: the original does not run.
+    """
     return CallChain(subject).compare(inputs, options, case)
 
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a chain, and what its runs share."""
+    """One call of a chain, with the tape and the cotangents that its runs share."""
 
     inputs: Inputs
     options: Options
@@ -105,17 +108,16 @@ class _Call:
 
 
 class CallChain:
-    """Compare one call after the other, each in the sandboxes of those before it: state that a program keeps from call
-    to call shows in the later ones.
+    """Compares consecutive calls in the same sandboxes, to expose state that a program keeps between calls.
 
     Attributes:
-        calls: those so far, the current one last.
+        calls: the calls so far, the current one last.
     """
 
     def __init__(self, subject: Subject):
         self.subject, self.scope, self.dtype = subject, Scope(), subject.working.dtype
         self.calls: list[_Call] = []
-        self._boxes: dict[str, tuple[nn.Module, int]] = {}  # sandboxes, and how many calls they ran
+        self._boxes: dict[str, tuple[nn.Module, int]] = {}  # sandboxes with their numbers of calls
         self._align: Align | None = None
 
     @property
@@ -126,29 +128,32 @@ class CallChain:
         """Compare the next call.
 
         Args:
-            is_brief: do without the float64 truth if the two agree with each other to within the rounding that the
-                rule allows a program that is exact: then they agree by the rule, too.
+            is_brief: skip the float64 truth if original and compiled differ by no more than the rule allows an exact
+                program. This implies the rule.
 
         Raises:
             InvalidInput: the original does not run. The chain can go on with other calls.
         """
-        with torch.inference_mode(False):  # what a sandbox makes there could not be updated
+        with torch.inference_mode(False):  # inference tensors of a sandbox could not be updated
             tol = tolerance(*find_working_precision(self.subject.original, inputs, self.dtype), self.subject.slack)
             self.calls.append(_Call(inputs, options, case, tol))
             notes: list[str] = []
             original = self._run_original_or_raise(notes)
             self.call.cotangents = original.cotangents
             original = self._select_shares(original, self.dtype)
-            if is_brief and not tol.is_half:  # in 16 bits two right results are seldom that close
+            if is_brief and not tol.is_half:  # in 16 bits correct results rarely agree closely enough
                 compiled = self._run_compiled()
                 if isinstance(compiled, Run):
                     rows = self._judge_runs(original, compiled, original)
                     if self._find_worst_ratio(rows) <= 1:
                         return Comparison(rows, self.routing, notes)
-                self._boxes.pop("compiled", None)  # runs again, with what rounding does to the routers measured
+                self._boxes.pop(
+                    "compiled", None
+                )  # run it again after the truth has measured the rounding of the routers
             return self._apply_rule(original, notes)
 
     def _apply_rule(self, original: Run, notes: list[str]) -> Comparison:
+        """Judge the compiled run by the float64 truth, and by noise runs while rows fail."""
         truth = self._run_truth(original)
         if isinstance(truth, str):
             notes.append(
@@ -177,7 +182,7 @@ class CallChain:
         return self._align.rows if self._align is not None else []
 
     def count_close_choices(self) -> int:
-        """For how many tokens of the current call rounding may decide which experts they choose."""
+        """The number of tokens in the current call whose selection of experts may depend on rounding."""
         return sum(
             d.count_close(2 * (self.call.tol.factor * d.noise + self.call.tol.floor * largest_magnitude(d.scores)))
             for several in self.call.tape.decisions.values()
@@ -201,7 +206,7 @@ class CallChain:
         return original
 
     def _run_original(self, notes: list[str]) -> Run:
-        """The original in its own precision; without a second backward if its code cannot run one."""
+        """Run the original in its own precision, without the second backward if it supports none."""
         promote = self.subject.promote
         try:
             return self._run_sandbox("original", lambda call: Record(call.tape, self.scope, promote=promote))
@@ -219,7 +224,7 @@ class CallChain:
         return run
 
     def _run_compiled(self) -> Run | Row:
-        """The compiled program, under the original's routing; a failed row if it raises."""
+        """Run the compiled program under the original's routing. Returns a failed row if it raises."""
 
         def align(call: _Call) -> Align | None:
             self._align = None
@@ -241,12 +246,12 @@ class CallChain:
         return compiled if shares is None else shares.localize_compiled(compiled)
 
     def _run_truth(self, original: Run) -> Run | str:
-        """The original in float64, or why there is none."""
+        """Run the original in float64, or return the reason why it does not run."""
         if self.subject.exact is None or self.subject.promote:
             return original
         run, why = None, "it does not run on another rank"
         try:
-            with _disable_autocast():  # which would round: it is part of the original's precision, not of the truth
+            with _disable_autocast():  # autocast would round the truth
                 run = self._run_sandbox(
                     "truth", lambda call: Replay(call.tape, self.scope, promote=True), self.subject.exact
                 )
@@ -258,7 +263,7 @@ class CallChain:
         return self._select_shares(run, torch.float64)
 
     def _is_true_on_any_rank(self, value: bool) -> bool:
-        """What leads to more or fewer collectives is decided together."""
+        """Decide together with all ranks if the decision changes the number of collectives."""
         return value if self.subject.shares is None else self.subject.shares.is_true_on_any_rank(value)
 
     def _find_worst_ratio(self, rows: list[Row]) -> float:
@@ -266,8 +271,7 @@ class CallChain:
         return ratio if self.subject.shares is None else self.subject.shares.max_over_ranks(ratio)
 
     def _run_noise(self, seed: int) -> Run | None:
-        """The original on weights and inputs moved by the rounding that the rule allows; None if its routing cannot be
-        made the same."""
+        """Run the original on weights and inputs perturbed by the allowed rounding; None if it cannot be replayed."""
         moved = _Perturbation(self.subject.working, 2 * self.call.tol.floor, seed)
         self._boxes.pop("noise", None)
         try:
@@ -278,17 +282,23 @@ class CallChain:
             return None
 
     def _select_shares(self, run: Run, dtype: torch.dtype | None) -> Run:
-        """What of the reference's results this rank can compare its own with."""
+        """Reduce the reference's results to this rank's part."""
         shares = self.subject.shares
         return run if shares is None else shares.reduce_reference(run, self.subject.original, dtype)
 
     def _run_sandbox(self, which: str, mode_of: Callable[[_Call], Any], parameters: Parameters | None = None,
             change: Callable[[Tensor], Tensor] = lambda t: t) -> Run:  # fmt: skip
-        """Make the current call, in the sandbox that ran those before it. A new sandbox runs them first."""
+        """Run the current call in the sandbox of the earlier ones. A new sandbox first runs the earlier calls.
+
+        Args:
+            which: "original", "truth", "compiled" or "noise".
+            mode_of: makes the dispatch mode of a call.
+            change: applied to floating-point inputs.
+        """
         dtype = torch.float64 if which == "truth" else self.dtype
         is_compiled = which == "compiled"
         if which in self._boxes:
-            box, done = self._boxes.pop(which)  # one in which a call raises is not used again
+            box, done = self._boxes.pop(which)  # a sandbox whose call raises is not reused
         else:
             module = self.subject.compiled if is_compiled else self.subject.original
             box, done = make_sandbox(module, parameters or self.subject.working, dtype), 0
@@ -310,7 +320,7 @@ class CallChain:
 
     def _judge_runs(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
         rows: list[Row] = []
-        pairs: dict[int, Pair] = {}  # to judge together, by their place among the rows
+        pairs: dict[int, Pair] = {}  # tensors to judge together, by the index of their row
         changed = original.changed | compiled.changed
         sizes = {
             key: largest_magnitude(t)
@@ -325,11 +335,11 @@ class CallChain:
             if kind in ("buffer", "state") and key not in changed:
                 continue
             if self.subject.shares is not None and name.endswith(".requires_grad") and _is_empty(original, name):
-                continue  # of a rank without tokens, whose backward the others need
+                continue  # a rank without tokens takes part in the backward of the others
             if name.endswith(".requires_grad") and _has_zeros_alone(original, compiled, key):
                 continue
             if key in original.values and original.values[key] is None and key not in compiled.values:
-                continue  # a graph does not have what it does not use
+                continue  # a graph lacks unused parameters
             if key not in original.values or key not in compiled.values:
                 note = "only in the original" if key in original.values else "only in the compiled model"
                 rows.append(dataclasses.replace(row, error=math.inf, note=note))
@@ -357,14 +367,16 @@ def _is_empty(run: Run, name: str) -> bool:
 
 
 def _has_zeros_alone(original: Run, compiled: Run, key: Key) -> bool:
-    """Whether an output has gradients in the compiled model alone, as where the original skips all experts because no
-    token chose any: the gradients themselves say whether they are zeros."""
+    """Whether an output requires grad in the compiled model only, as when the original skips all experts.
+
+    The gradients are compared too, and must be zero.
+    """
     ours, theirs = compiled.values.get(key), original.values.get(key)
     return ours is not None and theirs is not None and bool(ours) and not bool(theirs)
 
 
 class _Perturbation:
-    """Parameters and inputs times (1 + amplitude * u), u uniform in [-1, 1]."""
+    """Multiplies parameters and inputs by (1 + amplitude * u), with u uniform in [-1, 1]."""
 
     def __init__(self, casts: Casts, amplitude: float, seed: int):
         self.casts, self.amplitude = casts, amplitude
@@ -380,13 +392,15 @@ class _Perturbation:
 
 
 def find_working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> tuple[torch.dtype, int]:
-    """The lowest floating-point precision that takes part (parameters, inputs, autocast), and the longest
-    reduction: over the widest dimension of a parameter or, in weight gradients, over the tokens."""
+    """The lowest precision among parameters, inputs and autocast, and the length of the longest reduction.
+
+    Reductions run over the widest dimension of a parameter or, in weight gradients, over the tokens.
+    """
     given = [t for _, t in leaves(inputs) if isinstance(t, Tensor)]
     parameters = list(module.parameters())
     device = next((t.device.type for t in (*parameters, *given)), "cpu")
     found = {t.dtype for t in (*parameters, *given) if t.is_floating_point()} if dtype is None else {dtype}
-    if torch.is_autocast_enabled(device) and found != {torch.float64}:  # which autocast leaves alone
+    if torch.is_autocast_enabled(device) and found != {torch.float64}:  # autocast ignores float64
         found.add(torch.get_autocast_dtype(device))
     num_tokens = [t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim > 1 else 1) for t in given if t.numel()]
     length = max([n for p in parameters for n in p.shape] + num_tokens, default=1)
@@ -394,14 +408,14 @@ def find_working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype
 
 
 def find_common_dtype(module: nn.Module, inputs: Inputs) -> torch.dtype | None:
-    """The dtype of all floating-point parameters, buffers and inputs, if they have one."""
+    """The dtype of all floating-point parameters, buffers and inputs; None if they have several."""
     every = (*module.parameters(), *module.buffers(), *(t for _, t in leaves(inputs) if isinstance(t, Tensor)))
     found = {t.dtype for t in every if t.is_floating_point()}
     return found.pop() if len(found) == 1 else None
 
 
 def _fill_missing_gradient(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """A gradient that autograd did not reach is a zero gradient (design: experts that no token hit)."""
+    """Replace a missing gradient by zeros if the other is there, as for experts without tokens."""
     if a is None and b is not None:
         return torch.zeros_like(b), b
     if b is None and a is not None:

@@ -1,4 +1,4 @@
-"""Which ops turn floating-point values into decisions, and how those are laid out."""
+"""Find ops that turn floating-point values into decisions, and read their results."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 @functools.cache
 def is_random(func: Any) -> bool:
+    """Whether this op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def is_selection(func: Any, args: Any) -> bool:
-    """Does this op pick places along a dimension by their floating-point scores?"""
+    """Whether this op selects indices along a dimension by floating-point scores."""
     return _may_select(func) and bool(args) and is_float(args[0]) and args[0].ndim > 0 and args[0].numel() > 0
 
 
@@ -24,12 +25,12 @@ def _may_select(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable or func.namespace != "aten":
         return False
-    pair = [r.name for r in schema.returns] == ["values", "indices"]
-    return pair or schema.name in ("aten::argmax", "aten::argmin")
+    returns_pair = [r.name for r in schema.returns] == ["values", "indices"]
+    return returns_pair or schema.name in ("aten::argmax", "aten::argmin")
 
 
 def is_decision(func: Any, args: Any, out: Any) -> bool:
-    """Does this op turn floating-point values into integers or booleans?"""
+    """Whether this op turns floating-point values into integers or booleans."""
     if not _may_decide(func):
         return False
     outs = out if isinstance(out, (tuple, list)) else (out,)
@@ -48,7 +49,7 @@ def is_float(t: Any) -> bool:
 
 
 def distance(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b|, 0 for equal infinities (masked experts score -inf), infinite where only one is."""
+    """|a - b| per element: 0 for equal infinities (scores of masked experts), infinite if only one is infinite."""
     return torch.where(a == b, 0.0, (a.double() - b.double()).abs()).nan_to_num(nan=float("inf"))
 
 
@@ -59,39 +60,44 @@ def largest_magnitude(t: Tensor) -> float:
 
 
 class Selection:
-    """A call of an op that picks places along a dimension (topk, sort, max, argmax, ...): scores and ids with
-    that dimension moved last, and the way back to the op's own layout."""
+    """A call of an op that selects indices along a dimension (topk, sort, max, argmax, ...).
+
+    Moves that dimension last for scores and ids, and converts ids back to the op's own layout.
+    """
 
     def __init__(self, func: Any, args: Any, kwargs: Any):
         named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         self.op = func._schema.name.removeprefix("aten::")
         self.input: Tensor = args[0]
         self.dim: int | None = named.get("dim", None if self.op.startswith("arg") else -1)
-        self.keeps = self.op in ("topk", "sort", "cummax", "cummin") or bool(named.get("keepdim", False))
+        self.has_kept_dim = self.op in ("topk", "sort", "cummax", "cummin") or bool(named.get("keepdim", False))
         self.largest = bool(named.get("largest", True)) and not self.op.endswith("min")
-        self.pair = len(func._schema.returns) == 2
+        self.returns_pair = len(func._schema.returns) == 2
         self.scores = self.input.flatten() if self.dim is None else self.input.movedim(self.dim, -1)
 
     def read_ids(self, out: Any) -> Tensor:
-        ids = out[1] if self.pair else out
+        """The selected ids in the result of the op, [..., k]."""
+        ids = out[1] if self.returns_pair else out
         if self.dim is None:
             return ids.reshape(1)
-        return (ids if self.keeps else ids.unsqueeze(self.dim)).movedim(self.dim, -1)
+        return (ids if self.has_kept_dim else ids.unsqueeze(self.dim)).movedim(self.dim, -1)
 
     def build_outputs(self, ids: Tensor) -> Any:
+        """The result of the op for other ids [..., k]."""
         if self.dim is None:
-            return ids.reshape([1] * self.input.ndim if self.keeps else [])
+            return ids.reshape([1] * self.input.ndim if self.has_kept_dim else [])
         ids = ids.movedim(-1, self.dim).contiguous()
         values = self.input.gather(self.dim, ids)
-        if not self.keeps:
+        if not self.has_kept_dim:
             ids, values = ids.squeeze(self.dim), values.squeeze(self.dim)
-        return (values, ids) if self.pair else ids
+        return (values, ids) if self.returns_pair else ids
 
     def ignore_order(self, t: Tensor) -> Tensor:
-        """The order in which topk lists its choices is not part of the decision."""
+        """Sort the values of topk, whose order is not part of the decision."""
         return t.sort(-1).values if self.op == "topk" else t
 
     def margin(self, k: int) -> float:
+        """The smallest gap between the k-th and the next score, relative to the largest; NaN if undefined."""
         if k >= self.scores.shape[-1] or self.op not in ("topk", "max", "min", "argmax", "argmin"):
             return float("nan")
         best = self.scores.double().topk(k + 1, dim=-1, largest=self.largest).values

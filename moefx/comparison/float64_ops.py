@@ -1,4 +1,4 @@
-"""Float64 equivalents of torch's ops that have no float64 kernel, so that programs with them have a truth."""
+"""Float64 equivalents of torch ops without a float64 kernel, for the truth of programs with these ops."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ aten = torch.ops.aten
 def grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`torch.nn.functional.grouped_mm` in float64: one product for each group.
+    """`torch.nn.functional.grouped_mm` in float64: one matrix product per group.
 
     Args:
         a, b: [T,K] and [G,K,N], groups of rows -> [T,N]; [G,M,K] and [K,T], groups of columns -> [M,T];
             [M,T] and [T,N], groups of the reduction -> [G,M,N]; [G,M,K] and [G,K,N] -> [G,M,N].
-        offs: [G], where each group ends. Rows or columns beyond the last group are zero.
+        offs: [G], the end of each group. Rows or columns beyond the last group are zero.
     """
     a, b = a.double(), b.double()
     if offs is None:
@@ -43,7 +43,7 @@ _EQUIVALENTS: dict[Any, Callable[..., Tensor]] = {aten._grouped_mm.default: grou
 
 
 def find_equivalent(func: Any, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
-    """The equivalent of an op that is called with float64 tensors, None if it needs none."""
+    """The equivalent of an op that is called with float64 tensors; None if the op has a float64 kernel."""
     found = _EQUIVALENTS.get(func)
     is_float64 = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
     return found if is_float64 else None

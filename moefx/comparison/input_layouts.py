@@ -1,4 +1,4 @@
-"""Tensors with the same values that lie otherwise in memory."""
+"""Change the memory layout of tensors without changing their values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Layout = Literal["", "transposed", "rows apart", "every other number"]
 
 
 def apply_layout(t: Tensor, layout: Layout) -> Tensor:
-    """`t` in another layout, differentiable; itself if it has one number, or for "".
+    """Copy `t` to another layout, differentiably. Returns `t` if it has one element, or for layout "".
 
-    "transposed" has its last two axes the other way round, as `x.transpose(1, 2)` has. "rows apart" has unused memory
-    behind each row, as a slice of wider rows has. "every other number" has stride 2 in the last axis; the other layouts
-    fall back to it if an axis is missing.
+    "transposed" swaps the strides of the last two axes, as in `x.transpose(1, 2)`. "rows apart" leaves unused memory
+    after each row, as in a slice of wider rows. "every other number" has stride 2 in the last axis; the other layouts
+    fall back to it for tensors without a matrix.
     """
     if not layout or t.numel() < 2 or t.layout != torch.strided:
         return t

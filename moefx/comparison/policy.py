@@ -1,33 +1,30 @@
-"""The float64 rule: when is a compiled result as right as the original's?
+"""The float64 rule: a compiled result must be about as accurate as the original's.
 
-Numeric truth is the original code in float64 (`truth`). The original in its own precision deviates from it by
-rounding; the compiled program, which adds up the same terms in another order, may deviate a small multiple of
-that:
+The truth is the original code in float64 (`truth`). The original in its own precision deviates from it by rounding. The
+compiled program adds the same terms in another order, and may deviate by a small multiple:
 
     err(compiled, truth) <= m * err(original, truth) + tol / 10          m = 2, or 3 in half precision
 
-so the bound follows from how well-conditioned this tensor of this model is, never from a bare rtol.
+So the bound follows from the conditioning of each tensor, never from a fixed rtol.
 
-`err` is taken in two norms, and both must hold:
+`err` is taken in two norms, and both must satisfy the bound:
 
-* `rel2`, `||a - t||_2 / ||t||_2`. Rounding errors are random and average out here, so it is the sensitive
-  norm for what is wrong everywhere by a little: a scale, an activation constant, a routing weight.
-* `row`, the largest `||a_r - t_r||_inf / ||t_r||_inf` over the rows r of the last dimension (a row is one
-  token of an activation, one expert's neuron of a weight gradient). It sees what is wrong in few places: one
-  dropped token, the gradient of one seldom-hit expert, which no norm of the whole tensor would show. Rows
-  below a thousandth of the tensor's largest value (or 8 u, where rounding covers more) are measured against
-  that.
+* `rel2`, `||a - t||_2 / ||t||_2`. Random rounding errors average out, so it detects small errors in all values: a
+  scale, an activation constant, a routing weight.
+* `row`, the largest `||a_r - t_r||_inf / ||t_r||_inf` over the rows r of the last dimension. A row is one token of an
+  activation, or one neuron of an expert's weight gradient. It detects errors in few places, such as one dropped token
+  or the gradient of an expert with few tokens, which a norm of the whole tensor hides. Rows below a thousandth of the
+  tensor's largest value (or 8 u, if larger) are divided by that instead.
 
-`tol / 10 = u + u_sum * sqrt(n)`: one rounding of the stored result (u = the unit roundoff of the working
-precision) plus the random walk of n additions in the accumulator's precision (u_sum: float32's for half
-types, else u; n: the longest reduction in the model). It matters only where the original is exact by luck or
-by being the truth itself.
+`tol / 10 = u + u_sum * sqrt(n)` is one rounding of the stored result plus the random walk of n additions. u is the unit
+roundoff of the working precision. u_sum is float32's for half types, else u. n is the longest reduction in the model.
+This term matters only if the original happens to be exact, or is the truth itself.
 
-A sum of few terms is a poor sample of the rounding noise (one number may be exact by luck; a gradient whose
-terms cancel is nothing but noise). So where a row fails, `compare.py` also measures the original with its
-weights and inputs moved by up to `tol / 5`, and err(original) is the largest seen: whatever a program as good
-as the original on neighbouring data could return is not an error (backward stability). And what is less than
-2 * u_sum of the largest gradient of the run is no difference between two gradients.
+A sum of few terms samples the rounding noise poorly: one number may be exact by chance, and a gradient whose terms
+cancel consists of noise. So if a row fails, `compare.py` also runs the original with weights and inputs perturbed by up
+to `tol / 5`, and err(original) is the largest error of these runs. A result that the original returns on neighbouring
+data is not an error (backward stability). Differences between gradients below 2 * u_sum of the run's largest gradient
+are ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ import torch
 from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
-_MAX_STACKED = 1 << 20  # elements that are judged at once
+_MAX_STACKED = 1 << 20  # elements per stack of tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +49,8 @@ class Row:
         block: FQN of the rewritten block, "" for the whole model.
         name: output path, argument, parameter or buffer FQN.
         kind: output | grad_input | grad_param | buffer | state | path.
-        error, bound: in `norm`: "rel2", "row", or "count" of what differs where nothing is floating point.
-        case: which inputs and seed.
+        error, bound: measured in `norm`: "rel2", "row", or "count" of differing elements without floating point.
+        case: the inputs and the seed.
     """
 
     block: str
@@ -74,8 +71,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """`factor` is m and `floor` is tol / 10 of the rule; `negligible` is relative to the largest gradient,
-    `row_floor` to the tensor's largest value."""
+    """The constants of the rule.
+
+    Attributes:
+        factor: m.
+        floor: tol / 10.
+        negligible: ignored difference, relative to the largest gradient.
+        row_floor: smallest divisor of a row's error, relative to the tensor's largest value.
+        is_half: the working precision has 16 bits.
+    """
 
     factor: float
     floor: float
@@ -85,8 +89,12 @@ class Tolerance:
 
 
 def tolerance(dtype: torch.dtype, length: int, slack: float = 1.0) -> Tolerance:
-    """The rule's constants for a working precision and the longest reduction of `length` terms; `slack`
-    multiplies them, for a check that asks for right algebra rather than for good rounding."""
+    """The rule's constants for a working precision.
+
+    Args:
+        length: number of terms of the longest reduction.
+        slack: factor of the constants. A large one checks the algebra but not the rounding.
+    """
     half = dtype in HALF
     stored = torch.finfo(dtype).eps / 2
     summed = torch.finfo(torch.float32).eps / 2 if half else stored
@@ -100,18 +108,21 @@ class Error(NamedTuple):
 
 
 class _Scale:
-    """What "relative" means for one tensor: the sizes of the truth, or of the original where that is larger
-    (a gradient that is zero in exact arithmetic has no size of its own, only the original's noise)."""
+    """The divisors of relative errors for one tensor.
+
+    Each element counts as the larger of truth and original: a gradient that is exactly zero has only the original's
+    noise as its size.
+    """
 
     def __init__(self, truth: Tensor, original: Tensor, finite: Tensor, row_floor: float):
         self.finite = finite
         self.truth = _reshape_rows(truth, finite)
         size = torch.maximum(self.truth.abs(), _reshape_rows(original, finite).abs())
         largest = size.max()
-        self.zero = not bool(largest > 0)
-        self.norm2 = 1.0 if self.zero else float(torch.linalg.vector_norm(size))
+        self.is_zero = not bool(largest > 0)
+        self.norm2 = 1.0 if self.is_zero else float(torch.linalg.vector_norm(size))
         self.rows = (
-            torch.ones((), dtype=torch.float32) if self.zero else size.amax(-1).clamp_min(float(largest) * row_floor)
+            torch.ones((), dtype=torch.float32) if self.is_zero else size.amax(-1).clamp_min(float(largest) * row_floor)
         )
 
     def error(self, value: Tensor, negligible: float = 0.0) -> Error:
@@ -133,12 +144,16 @@ def judge(
     noise: Sequence[Tensor] = (),
     largest: float = 0.0,
 ) -> Row:
-    """Apply the rule to one tensor; `row` carries the names and comes back with the verdict.
+    """Apply the rule to one tensor.
 
-    `compiled` and `original` are in the working precision, `truth` usually in float64, `noise` are results of
-    the original on neighbouring data (see the module), `largest` is the size of the largest gradient if this
-    is one. Non-finite values never pass unless the original has the same ones at the same places; integers
-    and booleans must be equal.
+    Non-finite values pass only if the original has the same at the same positions. Integers and booleans must be equal.
+
+    Args:
+        row: the names; returned with the verdict.
+        compiled, original: tensors in the working precision.
+        truth: usually in float64.
+        noise: results of the original on neighbouring data, see the module.
+        largest: the magnitude of the largest gradient, if the tensor is a gradient.
     """
     if compiled.shape != original.shape or compiled.dtype != original.dtype:
         return _make_failed_row(row, f"{_describe(compiled)} instead of {_describe(original)}")
@@ -156,18 +171,18 @@ def judge(
     if not finite.any():
         return _make_failed_row(row, "nothing to compare: all values are NaN or Inf")
 
-    truth = torch.where(truth.isfinite(), truth, original)  # the working precision may take a branch of its own
+    truth = torch.where(truth.isfinite(), truth, original)  # the float64 run may take another branch
     scale = _Scale(truth, original, finite, tol.row_floor)
     error = scale.error(compiled, tol.negligible * largest)
     expected = [scale.error(t) for t in (original, *noise) if t.shape == original.shape]
     note = "" if finite.all() else f"{int((~finite).sum())} values are NaN or Inf in both"
-    return _make_verdict(row, error, expected, 0.0 if scale.zero else tol.floor, tol.factor, note)
+    return _make_verdict(row, error, expected, 0.0 if scale.is_zero else tol.floor, tol.factor, note)
 
 
 def _make_verdict(
     row: Row, error: Error, expected: Sequence[Error], floor: float, factor: float, note: str = ""
 ) -> Row:
-    """The verdict on an error, given those of the original and its noise."""
+    """Compare an error with those of the original and its noise."""
     bound = Error(*(factor * max(_drop_infinite(e)) + floor for e in zip(*expected, strict=True)))
     ratio, worst = max((_compute_ratio(e, b), i) for i, (e, b) in enumerate(zip(error, bound, strict=True)))
     return dataclasses.replace(
@@ -176,7 +191,7 @@ def _make_verdict(
 
 
 class Pair(NamedTuple):
-    """What `judge` is given of one tensor."""
+    """The arguments of `judge` for one tensor."""
 
     row: Row
     compiled: Tensor
@@ -186,8 +201,10 @@ class Pair(NamedTuple):
 
 
 def judge_all(pairs: Sequence[Pair], tol: Tolerance) -> list[Row]:
-    """Apply the rule to many tensors, in their order: small ones that are alike, as those of hundreds of experts,
-    together."""
+    """Apply the rule to many tensors, and return their rows in order.
+
+    Stacks small tensors of equal shape and dtype, such as those of hundreds of experts.
+    """
     stacks: dict[Any, list[int]] = {}
     for i, (_, compiled, original, truth, _) in enumerate(pairs):
         if original.is_floating_point() and 0 < original.numel() <= _MAX_STACKED and truth.is_floating_point():
@@ -208,7 +225,7 @@ def judge_all(pairs: Sequence[Pair], tol: Tolerance) -> list[Row]:
 
 
 def _judge_stack(pairs: Sequence[Pair], tol: Tolerance) -> list[Row] | None:
-    """`judge` for tensors of one layout; None unless all of their values are finite."""
+    """Apply `judge` to tensors of equal shape and dtype; None unless all values are finite."""
     values = [torch.stack([t.detach() for t in several]).double() for several in list(zip(*pairs, strict=True))[1:4]]
     if not all(bool(t.isfinite().all()) for t in values):
         return None
@@ -221,15 +238,15 @@ def _judge_stack(pairs: Sequence[Pair], tol: Tolerance) -> list[Row] | None:
     row_sizes = torch.maximum(size.amax(-1), largest[:, None] * tol.row_floor).masked_fill(is_zero[:, None], 1.0)
     negligible = torch.tensor([tol.negligible * p.largest for p in pairs], dtype=torch.float64, device=truth.device)
 
-    def errors(of: Tensor, negligible: Tensor) -> list[Error]:
-        off = ((of - truth).abs() - negligible[:, None, None]).clamp_min(0)
+    def compute_errors(values: Tensor, negligible: Tensor) -> list[Error]:
+        off = ((values - truth).abs() - negligible[:, None, None]).clamp_min(0)
         rel2, row = torch.linalg.vector_norm(off, dim=(1, 2)) / norms, (off.amax(-1) / row_sizes).amax(-1)
         return [Error(*both) for both in zip(rel2.tolist(), row.tolist(), strict=True)]
 
-    own, expected = errors(compiled, negligible), errors(original, torch.zeros_like(negligible))
+    own, expected = compute_errors(compiled, negligible), compute_errors(original, torch.zeros_like(negligible))
     return [
-        _make_verdict(pair.row, error, [other], 0.0 if zero else tol.floor, tol.factor)
-        for pair, error, other, zero in zip(pairs, own, expected, is_zero.tolist(), strict=True)
+        _make_verdict(pair.row, error, [other], 0.0 if is_zero else tol.floor, tol.factor)
+        for pair, error, other, is_zero in zip(pairs, own, expected, is_zero.tolist(), strict=True)
     ]
 
 

@@ -1,20 +1,17 @@
-"""Separate the discrete from the continuous.
+"""Record the routing of one run and impose it on others.
 
-Two correct programs round differently, and where two experts score alike to within that rounding they choose
-differently: from there on their values have nothing to do with each other. So every run is compared **under
-the reference's routing**. A `Tape` records each decision that the original takes on floating-point values;
-that is generically any op with a floating-point input and an integer or boolean result (topk, sort, argmax, a
-comparison with a threshold, nonzero, a cast to int), so it needs to know no router. It also records random
-draws, which differ between float32 and float64 even for one seed.
+Two correct programs round differently. If the scores of two experts differ by less than the rounding, the programs may
+select different experts, and then their values are not comparable. So every run is compared **under the reference's
+routing**. A `Tape` records each decision that the original takes on floating-point values: any op with a floating-point
+input and an integer or boolean result, such as topk, sort, argmax, a comparison with a threshold, nonzero, or a cast to
+int. This works for any router. The tape also records random draws, which differ between float32 and float64.
 
-* `Replay` runs the same code again on other floats (float64, or slightly moved weights) and imposes all of
-  them.
-* `Align` runs the compiled program, whose routers are the user's own: it imposes the reference's choice per
-  token only where the scores of the two choices are equal to within rounding, by the same rule as for values.
-  A wrong choice stays wrong, and is seen in the values. What was imposed is counted in `RoutingRow`s.
+* `Replay` runs the same code on other floats (float64, or perturbed weights) and imposes all decisions and draws.
+* `Align` runs the compiled program, whose routers are the user's own. It imposes the reference's selection for a token
+  only if the scores of both selections are equal to within rounding, by the same rule as for values. A wrong selection
+  stays wrong and shows in the values. `RoutingRow`s count the imposed tokens.
 
-Entries are found by what they are (block, op, shapes, in order), so ops that one of the programs lacks do no
-harm.
+Entries are found by block, op and shapes, in order. So ops that only one of the programs has do not disturb the others.
 """
 
 from __future__ import annotations
@@ -37,21 +34,20 @@ from .policy import Tolerance
 
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 _LOW_NAMES = re.compile('"(float32|bfloat16|float16)"')
-# Numbers that become tensors, `torch.tensor([...])` and `torch.where(mask, 1.1, 0.3)`: rounded wherever the code runs.
+# Ops that turn Python numbers into tensors, as in `torch.tensor([...])` and `torch.where(mask, 1.1, 0.3)`.
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.scalar_tensor.default)
 _NO_CASTS = (torch.ops.aten.view.dtype, torch.ops.aten.scalar_tensor.default)
 
 
 class CannotReplay(Exception):
-    """The original's run cannot be repeated in another precision: it draws random numbers inside a fused
-    kernel, or its code takes another path there."""
+    """The original's run cannot be replayed: a fused kernel draws random numbers, or the code takes another path."""
 
 
 class Scope:
-    """The rewritten block that is running now, innermost; None outside of them.
+    """The innermost rewritten block that is running; None outside.
 
     Attributes:
-        region: of a graph, which is no module of the reference that a decision could be found by.
+        region: the running region of a graph, only for `RoutingRow`s: the reference has no module of that name.
     """
 
     def __init__(self) -> None:
@@ -69,14 +65,14 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True)
 class RoutingRow:
-    """How one router decided in the compiled model, beside the reference.
+    """The decisions of one router in the compiled model, compared with the reference.
 
     Attributes:
-        identical: fraction of the tokens with the identical set of experts.
-        margin: smallest gap between the last chosen and the best refused score, relative to the largest score
-            (NaN where everything is chosen).
-        imposed: tokens where the choices differ by no more than rounding; they were computed with the
-        reference's. beyond: tokens where the choices differ by more: a difference to find, not rounding.
+        identical: fraction of tokens with the same set of experts.
+        margin: smallest gap between the last selected and the best rejected score, relative to the largest score; NaN
+            if all experts are selected.
+        imposed: tokens whose selections differ only by rounding, computed with the reference's selection.
+        beyond: tokens whose selections differ by more than rounding, which is an error.
     """
 
     block: str
@@ -91,12 +87,12 @@ class RoutingRow:
 
 @dataclasses.dataclass
 class _Decision:
-    results: tuple[Tensor, ...]  # integers and booleans; for a selection its ids, [..., k]
-    scores: Tensor | None = None  # what a selection chose from, [..., N]
-    noise: float = 0.0  # how far rounding moves these scores, measured by the float64 run
+    results: tuple[Tensor, ...]  # integers and booleans; the ids of a selection, [..., k]
+    scores: Tensor | None = None  # the scores of a selection, [..., N]
+    noise: float = 0.0  # rounding error of the scores, measured by the float64 run
 
     def count_close(self, rounding: float) -> int:
-        """How many rows have a chosen score that is no further than `rounding` from one that was not chosen."""
+        """The number of rows with a selected and a rejected score that differ by at most `rounding`."""
         (ids,), scores = self.results, self.scores
         assert scores is not None
         if ids.shape[-1] == scores.shape[-1]:
@@ -112,7 +108,7 @@ class _Decision:
 
 
 class Tape:
-    """What the original decided and drew, by (block, op, shapes), in order."""
+    """Decisions and random draws of the original, in order, by (block, op, shapes)."""
 
     def __init__(self) -> None:
         self.decisions: dict[Any, list[_Decision]] = defaultdict(list)
@@ -121,11 +117,11 @@ class Tape:
 
 
 class _Mode(TorchDispatchMode):
-    """What the modes share: the tape, the place on it, and `promote`.
+    """Base of the modes: holds the tape and the positions on it.
 
-    With `promote`, everything is float64: casts that the code spells out (`.float()`,
-    `softmax(dtype=torch.float32)`, dtypes in a captured graph) would round, so they become float64 too, and so do
-    tensors of the default dtype (`torch.zeros(n)`), which other operands would not go with.
+    With `promote`, everything runs in float64. Explicit casts would round (`.float()`, `softmax(dtype=torch.float32)`,
+    dtypes in a captured graph), so they become float64 too. Tensors of the default dtype (`torch.zeros(n)`) do too,
+    because they would not match float64 operands.
     """
 
     supports_higher_order_operators = True
@@ -152,18 +148,18 @@ class _Mode(TorchDispatchMode):
         raise NotImplementedError
 
     def key(self, func: Any, args: Any) -> Any:
-        """By what a decision or a draw is found in another run."""
+        """The key of a decision or draw, equal in all runs."""
         return self.scope.names[-1], str(func), _describe_call(args)
 
     def next(self, entries: dict[Any, list[Any]], key: Any) -> Any | None:
-        """The entry for this occurrence of `key`; None when the recording had fewer."""
+        """The entry for this occurrence of `key`; None if the recording has fewer."""
         found, index = entries.get(key, ()), self._seen[key]
         self._seen[key] += 1
         return found[index] if index < len(found) else None
 
 
 class Record(_Mode):
-    """Run the original; write its decisions and random draws on the tape."""
+    """Runs the original and records its decisions and random draws."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self.call(func, args, kwargs)
@@ -185,8 +181,10 @@ class Record(_Mode):
 
 
 class Replay(_Mode):
-    """Run the original's code again on other floats, with the recorded decisions and draws. With `promote`
-    (the truth) it also measures how far rounding had moved the scores."""
+    """Runs the original on other floats, with the recorded decisions and draws.
+
+    With `promote` (the truth), also measures the rounding error of the recorded scores.
+    """
 
     def __init__(self, tape: Tape, scope: Scope, *, promote: bool):
         if tape.cannot_replay:
@@ -224,7 +222,7 @@ class Replay(_Mode):
 
 
 class Align(_Mode):
-    """Run the compiled program; see the module. Afterwards `rows` holds one row per router decision."""
+    """Runs the compiled program, see the module. Afterwards `rows` holds one row per router decision."""
 
     def __init__(self, tape: Tape, scope: Scope, tol: Tolerance, case: str = "", *, promote: bool = False):
         super().__init__(tape, scope, promote=promote)
@@ -240,8 +238,8 @@ class Align(_Mode):
             return out
         selection, (chosen,) = Selection(func, args, kwargs), decision.results
         own, scores = selection.read_ids(out), selection.scores
-        # The reference's choice is as good as ours if our own scores for it are, to within rounding; but
-        # rounding is no excuse where the scores are the same: then the tie was broken differently.
+        # Impose the reference's selection if our scores for it equal those of our selection to within rounding. Equal
+        # scores in both runs are no rounding: then a tie was broken differently.
         ours, theirs = (selection.ignore_order(scores.gather(-1, ids)) for ids in (own, chosen))
         rounding = 2 * (self.tol.factor * decision.noise + self.tol.floor * largest_magnitude(scores))
         alike = distance(ours, theirs).amax(-1) <= rounding
@@ -261,8 +259,7 @@ class Align(_Mode):
 
 
 def _describe_call(args: Any) -> Any:
-    """Identifies a call up to the values and dtypes of its operands (a Python float may be a measured
-    threshold)."""
+    """Describe a call without values and dtypes. Omits Python floats, which may depend on data."""
     if isinstance(args, Tensor):
         return tuple(args.shape)
     if isinstance(args, (list, tuple)):
@@ -272,14 +269,14 @@ def _describe_call(args: Any) -> Any:
 
 @functools.cache
 def _is_factory(func: Any) -> bool:
-    """Whether an op makes a tensor of no other, as `torch.zeros(4)` does, in the dtype that is the default."""
+    """Whether an op makes a tensor without tensor arguments, as `torch.zeros(4)` does in the default dtype."""
     returns = [str(r.type) for r in func._schema.returns]
     return returns == ["Tensor"] and not any("Tensor" in str(a.type) for a in func._schema.arguments)
 
 
 @functools.cache
 def _may_name_dtypes(func: Any) -> bool:
-    """Whether among the arguments of an op there may be dtypes, or texts that name some."""
+    """Whether the arguments of an op may include dtypes, or strings that name dtypes."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return True
@@ -287,6 +284,6 @@ def _may_name_dtypes(func: Any) -> bool:
 
 
 def _promote_dtypes(func: Any, a: Any) -> Any:
-    if isinstance(a, str) and func.namespace == "moefx":  # an expert body names dtypes
+    if isinstance(a, str) and func.namespace == "moefx":  # the string of an expert body names dtypes
         return _LOW_NAMES.sub('"float64"', a)
     return torch.float64 if isinstance(a, torch.dtype) and a in _LOW else a

@@ -1,9 +1,8 @@
-"""Run a model without leaving a trace, and collect everything that the run produced.
+"""Run a copy of a model without side effects, and collect all results.
 
-A model is never run itself: `sandbox` makes a copy that shares the parameters (or holds them in another
-precision) and owns its buffers and Python state. Gradients come from `torch.autograd.grad`, so `.grad` is not
-touched, with one fixed random cotangent per output (or the user's loss): a sum would not see what cancels,
-such as the gradient of a softmax.
+`make_sandbox` copies a model. The copy shares the parameters, or holds them in another precision, and owns its buffers
+and Python state. Gradients come from `torch.autograd.grad`, so `.grad` does not change. Each output gets a fixed random
+cotangent, or the user's loss is differentiated: with a sum, gradients such as those of a softmax would cancel.
 """
 
 from __future__ import annotations
@@ -33,17 +32,16 @@ from .input_layouts import Layout, apply_layout
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Key = tuple[str, str]  # (kind, name)
 Call = Callable[..., Any]  # (module, *args, **kwargs) -> the module's output
-SECOND_BACKWARD = " (second backward)"  # ends the names of its gradients
+SECOND_BACKWARD = " (second backward)"  # suffix of the names of its gradients
 
 
 # ---- trees and copies -------------------------------------------------------------------------------------
 
 
 def leaves(tree: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """(path, tensor or number) of everything in containers, dataclasses and plain objects such as a key-value
-    cache."""
+    """(path, tensor or number) of each leaf of containers, dataclasses and plain objects such as a key-value cache."""
     seen = set() if seen is None else seen
-    if is_passed(tree):  # it may show the class of a number
+    if is_passed(tree):  # a passed object may imitate the class of a number
         return
     if isinstance(tree, (Tensor, bool, int, float)):
         yield path or "output", tree
@@ -62,7 +60,7 @@ def leaves(tree: Any, path: str = "", seen: set[int] | None = None) -> Iterator[
 
 
 def map_tensors(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """A copy of `tree` with each tensor replaced; aliases stay aliases."""
+    """A copy of `tree` with each tensor replaced by `change(path, tensor)`. Aliases stay aliases."""
     memo: dict[int, Any] = {}
     for name, t in leaves(tree):
         if isinstance(t, Tensor) and id(t) not in memo:
@@ -71,6 +69,7 @@ def map_tensors(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
 
 
 def copy_detached(tree: Any) -> Any:
+    """A copy of `tree` with detached clones of its tensors."""
     return map_tensors(tree, lambda _, t: t.detach().clone())
 
 
@@ -78,8 +77,7 @@ Parameters = Callable[[nn.Parameter], nn.Parameter]
 
 
 class Casts:
-    """Parameters in another precision, made once and shared by all sandboxes. `dtype=None` leaves them as
-    they are."""
+    """Casts parameters to another precision, once for all sandboxes. `dtype=None` keeps their precision."""
 
     def __init__(self, dtype: torch.dtype | None):
         self.dtype = dtype
@@ -94,8 +92,12 @@ class Casts:
 
 
 def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy that may be run freely: `parameters(p)` for each parameter, buffers (in `dtype`) and Python
-    state of its own."""
+    """A copy of a module that can run without side effects on the original.
+
+    Args:
+        parameters: maps each parameter to the copy's parameter.
+        dtype: dtype of floating-point buffers; None for their own.
+    """
     box, _ = copy_model(module)
     memo: dict[int, Any] = {id(m): m for m in box.modules()}
     copied = _find_copied_parameters(box)
@@ -114,7 +116,7 @@ def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype |
                 "_modules",
             ):
                 tensors = [t for _, t in leaves(value) if isinstance(t, Tensor)]
-                for t in tensors:  # deepcopy refuses what autograd made, such as a kept auxiliary loss
+                for t in tensors:  # deepcopy refuses non-leaf tensors, such as a recorded auxiliary loss
                     memo.setdefault(id(t), t.detach().clone())
                 if tensors:
                     vars(sub)[name] = copy.deepcopy(value, memo)
@@ -122,8 +124,10 @@ def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype |
 
 
 def _find_copied_parameters(module: nn.Module) -> set[int]:
-    """Parameters of which each sandbox has a copy, the smallest ones: a forward may change them in place (it normalises
-    the rows of its router, say)."""
+    """The smallest parameters, by `id`, whose values each sandbox copies.
+
+    A forward may change parameters in place, for example normalise the rows of its router.
+    """
     found, total = set(), 0
     for p in sorted(module.parameters(), key=torch.Tensor.numel):
         total += p.numel()
@@ -134,7 +138,7 @@ def _find_copied_parameters(module: nn.Module) -> set[int]:
 
 
 def _rewrap_parameter(p: nn.Parameter, copied: bool) -> nn.Parameter:
-    """A parameter that can be given other `.data`, with values of its own or the shared ones."""
+    """A new parameter with copied or shared values, so that assigning its `.data` does not change the original."""
     if type(p) is not nn.Parameter:
         return p
     return nn.Parameter(p.detach().clone() if copied else p.detach(), requires_grad=p.requires_grad)
@@ -145,13 +149,13 @@ _MAX_COPIED = 1 << 22  # elements
 
 @contextlib.contextmanager
 def random_state(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Seed every generator that a model may draw from, and put all of them back."""
+    """Seed every generator that a model may use, and restore all of them afterwards."""
     numpy = sys.modules.get("numpy")
     accelerators = _select_accelerators(devices)
     kind = accelerators[0].type if accelerators else "cuda"
     with python_random(), torch.random.fork_rng(devices=accelerators, device_type=kind):
         torch.default_generator.manual_seed(seed)
-        for device in accelerators:  # `torch.manual_seed` would seed others, which are not put back
+        for device in accelerators:  # `torch.manual_seed` would also seed devices that are not restored
             module = torch.get_device_module(device)
             with module.device(device):
                 module.manual_seed(seed)
@@ -166,8 +170,7 @@ def random_state(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[No
 
 @dataclasses.dataclass
 class Run:
-    """Everything that one call produced. `values[kind, name]`; None is a gradient that autograd did not
-    reach."""
+    """All results of one call: `values[kind, name]`. A gradient is None if autograd did not reach it."""
 
     values: dict[Key, Tensor | None]
     changed: set[Key]  # buffers and state that the call changed
@@ -176,17 +179,17 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to run.
+    """Options of a run.
 
     Attributes:
-        seed: of the random numbers that the model draws, and of the cotangents.
-        grads: also run the backward.
-        loss: the user's `loss(output) -> scalar`; None: every output is differentiated.
-        largest: no gradient of parameters with more elements (memory).
-        again: also run a second backward, with cotangents of stride 0 such as `out.sum().backward()` makes.
-        backward: False runs the forward alone, in the grad mode that `grads` says.
-        layout: how the inputs lie in memory, see `layouts`.
-        training: train or eval mode for all modules; None leaves them as they are.
+        seed: seed of the model's random numbers and of the cotangents.
+        grads: enable gradients and run the backward.
+        loss: the user's `loss(output) -> scalar`; None differentiates every output.
+        max_gradient_numel: skip gradients of parameters with more elements, to save memory.
+        has_second_backward: also run a second backward with cotangents of stride 0, as `out.sum().backward()` makes.
+        backward: False runs only the forward, still under `grads`.
+        layout: memory layout of the inputs, see `input_layouts`.
+        training: train or eval mode for all modules; None keeps their modes.
         inference: run in `torch.inference_mode`.
     """
 
@@ -206,7 +209,7 @@ def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a block on arguments that were recorded behind its forward pre-hooks: they must not run twice."""
+    """Call a block without its forward pre-hooks, which already ran when its arguments were recorded."""
     return module.forward(*args, **kwargs)
 
 
@@ -220,8 +223,13 @@ def execute(
     cast: Callable[[Tensor], Tensor] = lambda t: t,
     cotangents: dict[str, Tensor] | None = None,
 ) -> Run:
-    """Call a sandbox once, under `mode`. `cast` is applied to floating-point inputs; `cotangents` are those
-    of the first run, so that all runs differentiate the same function."""
+    """Call a sandbox once and collect the results.
+
+    Args:
+        mode: context of the run, such as a dispatch mode.
+        cast: applied to floating-point inputs.
+        cotangents: cotangents of the first run, so that all runs differentiate the same function.
+    """
     sources: dict[str, Tensor] = {}
     given: dict[str, tuple[Tensor, int]] = {}
 
@@ -229,7 +237,7 @@ def execute(
         t = cast(t.detach().clone()) if t.is_floating_point() else t.clone()
         if options.grads and t.is_floating_point():
             sources[name] = t.requires_grad_()
-            t = t.clone()  # the code may update its input in place, which a leaf would not allow
+            t = t.clone()  # the code may update its input in place, which a leaf does not allow
         t = apply_layout(t, options.layout)
         given[name] = t, t._version
         return t
@@ -241,7 +249,7 @@ def execute(
     devices = {t.device for t in everything if isinstance(t, Tensor)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(options.grads))
-        # Recomputation inside a backward must see the mode too, so the backward stays on this thread.
+        # Keep the backward on this thread: a recomputation in it must run under the mode too.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         args, kwargs = inputs
         named = map_tensors({**dict(enumerate(args)), **kwargs}, fresh)
@@ -249,7 +257,7 @@ def execute(
         stack.enter_context(random_state(options.seed, devices))
         drawn = _hash_generators(devices)
         stack.enter_context(mode or contextlib.nullcontext())
-        if options.inference:  # which inputs from outside may have version counters, to see who writes to them
+        if options.inference:  # inputs are made outside, so they have version counters that reveal writes
             stack.enter_context(torch.inference_mode())
 
         with users_device():
@@ -284,12 +292,12 @@ def execute(
 
 
 def _number_to_tensor(number: float) -> Tensor:
-    """A number that a model returns or keeps, whatever the default dtype is."""
+    """A number that a model returns or stores, as a tensor. Independent of the default dtype."""
     return torch.tensor(number, dtype=torch.float32 if type(number) is float else None)
 
 
 def _hash_generators(devices: Iterable[torch.device]) -> int:
-    """A digest of the state of all generators: one draw too few changes all that are drawn later."""
+    """A digest of the states of all generators, to detect a different number of draws."""
     states = [torch.get_rng_state()]
     states += [torch.get_device_module(d).get_rng_state(d) for d in _select_accelerators(devices)]
     drawn = b"".join(bytes(s.tolist()) for s in states) + repr(random.getstate()).encode()
@@ -311,7 +319,7 @@ def _add_gradients(
     known: dict[str, Tensor],
     values: dict[Key, Tensor | None],
 ) -> dict[str, Tensor]:
-    """Add the gradients of `targets` to `values`; returns the cotangents of `heads`."""
+    """Add the gradients of `targets` to `values`, and return the cotangents of `heads`."""
     heads = {name: t for name, t in heads.items() if t.requires_grad}
     cotangents = {}
     for i, (name, t) in enumerate(heads.items()):
@@ -333,7 +341,7 @@ def _add_gradients(
 
 
 def _make_expanded_cotangent(t: Tensor) -> Tensor:
-    """One number with stride 0 in all dimensions, as `sum` and `mean` make it."""
+    """A constant cotangent with stride 0 in all dimensions, as the backward of `sum` makes."""
     num_rows = max(t.numel() // max(t.shape[-1], 1), 1) if t.ndim else 1
     return t.new_full((), 1 / math.sqrt(num_rows)).expand(t.shape)
 
@@ -347,7 +355,7 @@ def _make_cotangent(t: Tensor, seed: int) -> Tensor:
 
 
 def _read_state(module: nn.Module) -> dict[Key, Tensor]:
-    """Buffers, and tensors and numbers that modules keep as plain attributes (a recorded auxiliary loss)."""
+    """Buffers, and tensors and numbers in plain attributes of modules, such as a recorded auxiliary loss."""
     found: dict[Key, Tensor] = {("buffer", n): b.detach().clone() for n, b in module.named_buffers()}
     for prefix, sub in module.named_modules():
         for name, value in vars(sub).items():
@@ -359,12 +367,12 @@ def _read_state(module: nn.Module) -> dict[Key, Tensor]:
     return found
 
 
-_CONTAINERS = {dict, collections.OrderedDict, set, type(None), str}  # nearly all that a module has
+_CONTAINERS = {dict, collections.OrderedDict, set, type(None), str}  # most attributes of a module
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _shared_tensor(number: float) -> Tensor:
-    """`_as_tensor`, to be read only. Modules of one kind keep the same few numbers."""
+    """A cached, read-only `_number_to_tensor`: modules of one kind store the same few numbers."""
     return _number_to_tensor(number)
 
 

@@ -1,9 +1,9 @@
-"""Under expert parallelism: what of a reference's results a rank's compiled model can be compared with.
+"""Reduce a reference's results to a rank's part, under expert parallelism.
 
-Each rank runs the whole reference on its own tokens. Outputs, and gradients of what every rank has, are then the rank's
-own; an expert's gradient is the sum over the ranks, of which the compiled model has that of the rank's own experts.
-Where ranks share their tokens, each token counts once; gradients that are summands on these ranks are added up first.
-Ranks take every decision together that leads to more such sums.
+Each rank runs the whole reference on its own tokens. Outputs and gradients of replicated parameters then compare
+directly. The gradient of an expert is the sum over the ranks, and the compiled model has it for the rank's own experts
+only. If ranks share their tokens, each token counts once, and partial gradients are summed first. Ranks decide together
+whenever a decision leads to more of these sums.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from .sandbox import Key, Run
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Of a model or one of its blocks.
+    """The distribution of a model's or block's expert parameters.
 
     Attributes:
         group: name of the process group of the expert axis.
-        stacked: of parameters that hold all experts, where these live.
-        here, elsewhere: names of parameters of separate experts.
-        sequence: the ranks that have the same tokens. is_block: the model is a block itself.
+        stacked: placement of the experts, for each parameter that stacks all of them.
+        here, elsewhere: names of parameters of separate experts on this rank, and on other ranks.
+        sequence: the ranks that have the same tokens.
+        is_block: the model itself is a block.
     """
 
     group: str
@@ -43,22 +44,22 @@ class Shares:
     is_block: bool = False
 
     def check_tokens(self, sets: Any) -> None:
-        """Whether ranks that share their tokens are given the same ones. Collective.
+        """Check that ranks that share their tokens have the same inputs. Collective.
 
         Raises:
-            InvalidInput: they are not.
+            InvalidInput: the inputs differ.
         """
         if self.sequence is None:
             return
         if self.sequence.gradients == "partial" and not self.is_block:
             raise InvalidInput(
-                'verify: with Plan(sequence_gradients="partial") the gradients of what is around a block are of other '
-                "layers' making: verify the block by itself, compiled with this plan"
+                'verify: with Plan(sequence_gradients="partial") gradients outside a block depend on how other layers '
+                "sum them; verify the block by itself, compiled with this plan"
             )
-        told = [f"{tuple(t.shape)} {hash_tensor(t)}" for t in tree_leaves(sets) if isinstance(t, Tensor)]
+        own = [f"{tuple(t.shape)} {hash_tensor(t)}" for t in tree_leaves(sets) if isinstance(t, Tensor)]
         every: list = [None] * self.sequence.size
-        dist.all_gather_object(every, told, group=group_of(self.sequence.group))
-        differ = not all(theirs == told for theirs in every)
+        dist.all_gather_object(every, own, group=group_of(self.sequence.group))
+        differ = not all(theirs == own for theirs in every)
         if self.is_true_on_any_rank(differ):
             where = "here and on others of its ranks" if differ else "elsewhere"
             raise InvalidInput(
@@ -67,8 +68,11 @@ class Shares:
             )
 
     def reduce_reference(self, run: Run, reference: nn.Module, dtype: torch.dtype | None) -> Run:
-        """Collective: the gradients of experts, added up over the ranks; only those that are here. `dtype`: that the
-        run had, None for the reference's own."""
+        """Sum the gradients of experts over the ranks, and keep those of this rank's experts. Collective.
+
+        Args:
+            dtype: dtype of the run; None for the reference's own.
+        """
         values = dict(run.values)
         for name, parameter in reference.named_parameters():
             key: Key = ("grad_param", name)
@@ -79,13 +83,13 @@ class Shares:
             total = total.contiguous()  # NCCL takes no others
             dist.all_reduce(total, group=group_of(self.group))
             if self.sequence is not None and self.sequence.gradients == "replicated":
-                total /= self.sequence.size  # each of these ranks had the gradients of all their tokens
+                total /= self.sequence.size  # each of these ranks counted all their tokens
             if name in self.stacked:
                 values[key] = self.stacked[name].own_part(total)
             elif name in self.here:
                 values[key] = total
         if self.sequence is not None and self.sequence.gradients == "partial":
-            for key in sorted(values):  # summands of those that the compiled one has, which are whole
+            for key in sorted(values):  # the compiled model has the full sums
                 kind, name = key
                 value, is_expert = values[key], kind == "grad_param" and (name in self.stacked or name in self.here)
                 if kind in ("grad_param", "grad_input") and value is not None and not is_expert:
@@ -94,29 +98,31 @@ class Shares:
         return dataclasses.replace(run, values=values)
 
     def localize_compiled(self, run: Run) -> Run:
-        """The local part of what is a DTensor."""
+        """Replace DTensors by their local parts."""
         return dataclasses.replace(run, values={key: to_local(value) for key, value in run.values.items()})
 
     def check_agreement(self, asked: str) -> None:
-        """Whether all ranks will compare as much, in the same way: else one would wait for the others. Collective, also
-        for a rank that cannot go on.
+        """Check that all ranks compare the same, so that none waits for the others. Collective.
+
+        Args:
+            asked: the options of this rank, or the error that stops it.
 
         Raises:
-            InvalidInput: they will not.
+            InvalidInput: the ranks differ.
         """
         ranks: dict[str, list[int]] = {}
         for rank, theirs in enumerate(self._gather_values(asked)):
             ranks.setdefault(theirs, []).append(rank)
         if len(ranks) > 1:
-            told = "; ".join(f"{shown_ranks(of)}: {theirs}" for theirs, of in ranks.items())
-            raise InvalidInput(f"verify: the ranks of the expert axis would not compare the same. {told}")
+            options = "; ".join(f"{shown_ranks(same)}: {theirs}" for theirs, same in ranks.items())
+            raise InvalidInput(f"verify: the ranks of the expert axis would not compare the same. {options}")
 
     def max_over_ranks(self, value: float) -> float:
         """The largest of all ranks' values."""
         return max(self._gather_values(value))
 
     def is_true_on_any_rank(self, value: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether `value` is true on any rank."""
         return any(self._gather_values(value))
 
     def _gather_values(self, value: float | bool | str) -> list:
@@ -126,9 +132,9 @@ class Shares:
 
 
 def hash_tensor(t: Tensor) -> str:
-    """Of its bits."""
-    held = t.detach().cpu().contiguous()
-    return hashlib.sha256(ctypes.string_at(held.data_ptr(), held.nbytes)).hexdigest()
+    """The SHA-256 of a tensor's bytes."""
+    values = t.detach().cpu().contiguous()
+    return hashlib.sha256(ctypes.string_at(values.data_ptr(), values.nbytes)).hexdigest()
 
 
 def to_local(value: Tensor | None) -> Tensor | None:

@@ -89,8 +89,8 @@ def test_of_a_model_that_has_no_region():
 @pytest.mark.parametrize(
     ("pair", "what"),
     [
-        (lambda m: (m, compiled(m)), "the compiled model comes first"),
-        (lambda m: (torch.compile(m, backend="eager"), m), "another backend"),
+        (lambda m: (m, compiled(m)), "the arguments are swapped"),
+        (lambda m: (torch.compile(m, backend="eager"), m), "backend of torch.compile is not 'moefx'"),
         (lambda m: (torch.compile(lambda x: m(x), backend=backend), m), "got a function, which has no parameters"),
     ],
 )

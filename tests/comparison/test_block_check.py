@@ -141,7 +141,7 @@ def test_memory_budget():
 def test_time_budget():
     result = check(block(), seconds=0)
     assert {row.case for row in result.rows} == {"the given inputs, float64"}
-    assert len(result.notes) == 3 and "0 s are over" in result.notes[0]
+    assert len(result.notes) == 3 and "limit of 0 s is reached" in result.notes[0]
     with within(10):
         check(block())
 

@@ -224,7 +224,7 @@ def test_bad_calls():
         verify(compiled, original, [])
     with pytest.raises(InvalidInput, match="got int"):
         verify(compiled, original, 3)
-    with pytest.raises(InvalidInput, match="the backend of torch.compile is not 'moefx'"):
+    with pytest.raises(InvalidInput, match=r"of torch\.compile is not 'moefx'"):
         verify(torch.compile(original), original, (IDS,))
 
 
