@@ -1,8 +1,7 @@
-"""A small layered graph drawing, as SVG text: no libraries, no scripts, colours from the page's style sheet.
+"""Draw a layered graph as SVG, without libraries or scripts. Colours come from the page's style sheet.
 
-Layers by longest path, crossings reduced by barycentres, long arrows routed through empty places in the
-layers they cross (Sugiyama's method, in its simplest form). Made for the outlines of blocks: some tens of
-boxes.
+Simple form of Sugiyama's method: layers by longest path, fewer crossings by barycentres, and long arrows through empty
+vertices in the layers that they cross. Suits outlines of blocks with tens of boxes.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from html import escape
 from ..ir.block_graph import BlockGraph
 from .outline import Box, Outline, build_outline
 
-_TITLE, _DETAIL = 7.6, 6.4  # width of a character
+_TITLE_WIDTH, _DETAIL_WIDTH = 7.6, 6.4  # of a character
 _LINE, _PADDING, _GAP_X, _GAP_Y = 16, 10, 22, 34
 _SWEEPS = 8
 
 
 @dataclasses.dataclass(eq=False)
 class _Vertex:
-    """A box, or the place where a long arrow crosses a layer."""
+    """A box, or the point at which a long arrow crosses a layer."""
 
     box: Box | None
     layer: int
@@ -34,17 +33,17 @@ class _Vertex:
 
 
 def draw_svg(graph: BlockGraph | Outline, label: str = "") -> str:
-    """A picture of a block's graph, data flowing down; steps that repeat for every expert are one box each.
+    """Draw a block's graph from top to bottom. A step that repeats for every expert is one box.
 
     Args:
-        label: what the picture shows, for screen readers.
+        label: description of the picture for screen readers.
     """
     drawn = graph if isinstance(graph, Outline) else build_outline(graph)
-    places, links = _arrange(drawn)
-    left = min(p.x - p.width / 2 for p in places) - 12
-    right = max(p.x + p.width / 2 for p in places) + 12
-    bottom = max(p.y + p.height for p in places) + 12
-    parts = [*map(_draw_arrow, links), *map(_draw_box, places)]
+    vertices, links = _arrange(drawn)
+    left = min(p.x - p.width / 2 for p in vertices) - 12
+    right = max(p.x + p.width / 2 for p in vertices) + 12
+    bottom = max(p.y + p.height for p in vertices) + 12
+    parts = [*map(_draw_arrow, links), *map(_draw_box, vertices)]
     width, height = right - left, bottom + 12
     return (
         f'<svg class="moefx-graph" viewBox="{left:.0f} -12 {width:.0f} {height:.0f}" width="{width:.0f}" '
@@ -56,24 +55,24 @@ def draw_svg(graph: BlockGraph | Outline, label: str = "") -> str:
 
 
 def _arrange(drawn: Outline) -> tuple[list[_Vertex], list[list[_Vertex]]]:
-    """Places of all boxes and crossings, and for each arrow the places that it runs through."""
+    """The vertices of all boxes and crossings, and the vertices of each arrow's route."""
     order = {box: i for i, box in enumerate(drawn.boxes)}
-    # Collapsing experts can make cycles (the sum runs through all of them); such arrows point up.
+    # Merged experts can form cycles, because the sum runs through all experts. These arrows point up.
     forward = _drop_cycles(drawn.boxes, sorted(drawn.arrows, key=lambda a: (order[a[0]], order[a[1]])))
     layer = _assign_layers(drawn.boxes, forward)
-    places = {box: _make_vertex(box, layer[box]) for box in drawn.boxes}
-    everything = list(places.values())
+    vertices = {box: _make_vertex(box, layer[box]) for box in drawn.boxes}
+    all_vertices = list(vertices.values())
     routes: list[list[_Vertex]] = []
     for source, target in forward:
-        route = [places[source]]
+        route = [vertices[source]]
         for level in range(layer[source] + 1, layer[target]):
             crossing = _Vertex(None, level, 2.0, 0.0)
-            everything.append(crossing)
+            all_vertices.append(crossing)
             route.append(crossing)
-        routes.append([*route, places[target]])
+        routes.append([*route, vertices[target]])
     rows: dict[int, list[_Vertex]] = defaultdict(list)
-    for place in everything:
-        rows[place.layer].append(place)
+    for vertex in all_vertices:
+        rows[vertex.layer].append(vertex)
     levels = [rows[i] for i in sorted(rows)]
     above, below = _find_neighbours(routes)
     for sweep in range(_SWEEPS):
@@ -82,17 +81,17 @@ def _arrange(drawn: Outline) -> tuple[list[_Vertex], list[list[_Vertex]]]:
             _order_layer(row, above if down else below)
     y = 0.0
     for row in levels:
-        height = max(place.height for place in row)
-        for place in row:
-            # An arrow crosses a layer straight, so that it does not cut the corners of the boxes beside it.
-            place.height = place.height or height
-            place.y = y + (height - place.height) / 2
+        height = max(vertex.height for vertex in row)
+        for vertex in row:
+            # A crossing spans its layer, so that the arrow does not cut the corners of boxes beside it.
+            vertex.height = vertex.height or height
+            vertex.y = y + (height - vertex.height) / 2
         y += height + _GAP_Y
-    return everything, routes
+    return all_vertices, routes
 
 
 def _drop_cycles(boxes: Sequence[Box], arrows: Iterable[tuple[Box, Box]]) -> list[tuple[Box, Box]]:
-    """The arrows without those that close a cycle, in depth-first order."""
+    """The arrows in depth-first order, without those that close a cycle."""
     targets: dict[Box, list[Box]] = defaultdict(list)
     for source, target in arrows:
         targets[source].append(target)
@@ -119,7 +118,7 @@ def _drop_cycles(boxes: Sequence[Box], arrows: Iterable[tuple[Box, Box]]) -> lis
 
 
 def _assign_layers(boxes: Sequence[Box], arrows: Sequence[tuple[Box, Box]]) -> dict[Box, int]:
-    """Longest path from the top; then sources sink to just above what they feed."""
+    """Assign layers by the longest path from the top, then move sources down to just above their first target."""
     sources: dict[Box, list[Box]] = defaultdict(list)
     targets: dict[Box, list[Box]] = defaultdict(list)
     for source, target in arrows:
@@ -142,7 +141,7 @@ def _assign_layers(boxes: Sequence[Box], arrows: Sequence[tuple[Box, Box]]) -> d
 
 def _make_vertex(box: Box, layer: int) -> _Vertex:
     title = box.title + (f"  × {box.count}" if box.count > 1 else "")
-    width = max([len(title) * _TITLE, *(len(d) * _DETAIL for d in box.details)]) + 2 * _PADDING
+    width = max([len(title) * _TITLE_WIDTH, *(len(d) * _DETAIL_WIDTH for d in box.details)]) + 2 * _PADDING
     return _Vertex(box, layer, max(width, 60.0), _LINE * (1 + len(box.details)) + 1.2 * _PADDING)
 
 
@@ -159,51 +158,50 @@ def _find_neighbours(
 
 
 def _order_layer(row: list[_Vertex], neighbours: dict[_Vertex, list[_Vertex]]) -> None:
-    """Order a layer by the mean position of its neighbours and spread it around those positions without
-    overlap."""
+    """Order a layer by the mean positions of its vertices' neighbours, and place the vertices there without overlap."""
     wish = {p: sum(n.x for n in near) / len(near) if (near := neighbours[p]) else p.x for p in row}
     row.sort(key=lambda p: wish[p])
     edge = float("-inf")
-    for place in row:
-        place.x = max(wish[place], edge + place.width / 2)
-        edge = place.x + place.width / 2 + _GAP_X
-    # The pass from the left pushed everything to the right: give half of it back.
-    shift = sum(place.x - wish[place] for place in row) / len(row)
-    for place in row:
-        place.x -= shift
+    for vertex in row:
+        vertex.x = max(wish[vertex], edge + vertex.width / 2)
+        edge = vertex.x + vertex.width / 2 + _GAP_X
+    # Avoiding overlap moved vertices to the right only: undo the mean shift.
+    shift = sum(vertex.x - wish[vertex] for vertex in row) / len(row)
+    for vertex in row:
+        vertex.x -= shift
 
 
 # -- drawing ---------------------------------------------------------------------------------------
 
 
-def _draw_box(place: _Vertex) -> str:
-    box = place.box
+def _draw_box(vertex: _Vertex) -> str:
+    box = vertex.box
     if box is None:
         return ""
-    x, y = place.x - place.width / 2, place.y
+    x, y = vertex.x - vertex.width / 2, vertex.y
     count = f'<tspan class="count">  × {box.count}</tspan>' if box.count > 1 else ""
-    lines = [f'<text class="title" x="{place.x:.1f}" y="{y + 18:.1f}">{escape(box.title)}{count}</text>']
+    lines = [f'<text class="title" x="{vertex.x:.1f}" y="{y + 18:.1f}">{escape(box.title)}{count}</text>']
     for i, detail in enumerate(box.details, start=1):
-        lines.append(f'<text class="detail" x="{place.x:.1f}" y="{y + 18 + _LINE * i:.1f}">{escape(detail)}</text>')
+        lines.append(f'<text class="detail" x="{vertex.x:.1f}" y="{y + 18 + _LINE * i:.1f}">{escape(detail)}</text>')
     many = " many" if box.count > 1 else ""
     return (
         f'<g class="box {box.kind}{many}"><title>{escape(box.tooltip)}</title>'
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{place.width:.1f}" height="{place.height:.1f}" rx="6"/>'
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{vertex.width:.1f}" height="{vertex.height:.1f}" rx="6"/>'
         f"{''.join(lines)}</g>"
     )
 
 
 def _draw_arrow(route: Sequence[_Vertex]) -> str:
-    """A smooth curve through the places of a route, with a head at its end."""
+    """Draw a smooth curve through the vertices of a route, with an arrowhead."""
     start, end = route[0], route[-1]
     x, y = start.x, start.y + start.height
     path = [f"M{x:.1f} {y:.1f}"]
-    for place in route[1:]:
-        to = place.y - (5 if place is end else 0)
+    for vertex in route[1:]:
+        to = vertex.y - (5 if vertex is end else 0)
         middle = (y + to) / 2
-        path.append(f"C{x:.1f} {middle:.1f} {place.x:.1f} {middle:.1f} {place.x:.1f} {to:.1f}")
-        if place is not end:
-            path.append(f"V{place.y + place.height:.1f}")
-        x, y = place.x, to if place is end else place.y + place.height
+        path.append(f"C{x:.1f} {middle:.1f} {vertex.x:.1f} {middle:.1f} {vertex.x:.1f} {to:.1f}")
+        if vertex is not end:
+            path.append(f"V{vertex.y + vertex.height:.1f}")
+        x, y = vertex.x, to if vertex is end else vertex.y + vertex.height
     head = f"M{x - 3.5:.1f} {y - 2:.1f}L{x:.1f} {y + 5:.1f}L{x + 3.5:.1f} {y - 2:.1f}Z"
     return f'<path class="arrow" d="{"".join(path)}"/><path class="head" d="{head}"/>'

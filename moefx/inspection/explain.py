@@ -1,5 +1,4 @@
-"""`explain`: what was found in a model, what was rewritten, what was refused and why, bytes before and
-after."""
+"""`explain`: report the rewritten and refused blocks of a model, with reasons and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 from ..ir import op_providers
 from ..lowering import triton
 
-# How the GEMMs read lists of expert weights (`providers.weight_paths`); the last two cost a copy in every call.
+# How the GEMMs read lists of expert weights (`op_providers.weight_paths`). The last two copy in every call.
 _WEIGHTS = {
     "stacked": "one stacked tensor, in place",
     "separate": "one tensor per expert, in place",
@@ -30,20 +29,19 @@ class MatchedBlock:
         names: names of the modules in the model.
         kind: class of the module.
         num_experts, top_k: E and K.
-        expert: what one expert computes between its GEMMs, and behind ` | ` with the result y of the last one
+        expert: the expression between the GEMMs of an expert. After ` | `, the expression of the last GEMM's result y
             and the routing weight w: `silu(g)*u | y*w`.
-        drop: how chosen experts may be dropped, "" if they never are.
-        holds_for: the specialisation the rewrite was proven for.
-        routings: under how many routings the same form was found.
-        validation: what the numeric check said.
+        drop: the drop rule; "" if no slot is dropped.
+        holds_for: the proven specialisation.
+        routings: number of routings with the same canonical form.
+        validation: result of the numeric check.
         seconds: time to prove and rewrite.
-        saved_before, saved_after: bytes kept for the backward per token by the experts, estimated; None where
-            unknown.
-        unfused: why the experts were not fused into one op, "" if they were.
-        guards: conditions on sizes that the rewrite holds for.
-        bodies: of its fused experts, as JSON, with the widths of their up-projections.
-        also_for: the specialisations that were compiled since, when a call of theirs came.
+        saved_before, saved_after: estimated bytes per token that the experts keep for the backward; None if unknown.
+        unfused: reason why the experts are not fused into one op; "" if they are.
+        guards: conditions on sizes under which the rewrite holds.
         calls: calls of these blocks so far (rewritten, original, guard failures).
+        also_for: specialisations that later calls compiled.
+        bodies: expressions of the fused experts as JSON, with the widths of their up-projections.
     """
 
     names: tuple[str, ...]
@@ -71,22 +69,22 @@ class MatchedBlock:
 
     @property
     def no_kernels(self) -> str:
-        """Why the fused GPU kernels do not take these experts; "" if they do."""
+        """The reason why the fused GPU kernels do not support these experts; "" if they do."""
         reasons = [triton.why_not(*body) for body in self.bodies]
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The findings for one model. `print` it, or look at `matched` and `refused`.
+    """The findings for one model. `print` it, or read `matched` and `refused`.
 
     Attributes:
-        seconds: time to look at the whole model.
-        paths: calls so far in this process by (op, provider).
-        weights: how often the weights of a GEMM were read in which way (see `providers.weight_paths`).
-        kernels: how the GPU kernels' GEMMs were cut and why (see `lowering.triton.configurations`).
-        planned: what the planner decided and why (`planner.decision.Decision`), None where it was not asked.
-        gradients: over a mesh, for each group of parameters what makes their gradients those of the mean loss.
+        seconds: time to analyse the whole model.
+        paths: number of calls in this process by (op, provider).
+        weights: number of GEMMs by the way that they read weights (see `op_providers.weight_paths`).
+        kernels: tile configurations of the GPU kernels with their reasons (see `lowering.triton.configurations`).
+        planned: the planner's `planner.decision.Decision`; None without `plan="auto"`.
+        gradients: over a mesh, the reduction of each group of parameters.
     """
 
     model: str
@@ -172,7 +170,7 @@ class Explanation:
 
 
 def merge_refusals(refused: Iterable[Any]) -> list[Any]:
-    """Refusals that say the same as one, with the names and the lines of all."""
+    """Merge refusals with equal reasons to one, with the names and source lines of all."""
     alike: dict[Any, list[Any]] = {}
     for r in refused:
         alike.setdefault((r.reason, r.culprits, r.remedy), []).append(r)

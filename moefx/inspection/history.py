@@ -1,4 +1,4 @@
-"""The history of a block: one executable snapshot after every pass, with where it came from."""
+"""The history of a block: an executable snapshot of the graph after every pass, with its provenance."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Snapshot:
     """The graph after one pass.
 
     Attributes:
-        index, total: which of how many passes, counting from 1.
+        index, total: position of the pass, from 1, and number of passes.
         pass_name: name of the pass.
-        ms: time that the pass took, in milliseconds, checks not included.
-        added, removed: number of nodes that came and went; parameters and unpacked results are not counted.
-        rule: where the pass is written, `"passes/fuse.py:88"`.
-        graph: the graph; its own header holds the same provenance.
+        ms: time of the pass in milliseconds, without checks.
+        added, removed: number of added and removed nodes, without parameters and unpacked results.
+        rule: file and line of the pass, `"passes/fuse.py:88"`.
+        graph: the graph; its header holds the same provenance.
     """
 
     index: int
@@ -52,7 +52,7 @@ class Snapshot:
         return "   ".join(filter(None, parts))
 
     def with_total(self, total: int) -> Snapshot:
-        """The same as one of so many passes."""
+        """A copy with another total number of passes."""
         snapshot = dataclasses.replace(self, total=total)
         return dataclasses.replace(snapshot, graph=self.graph.replace(header=snapshot.header))
 
@@ -62,11 +62,11 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The snapshots of one block, oldest first; a sequence of `Snapshot`.
+    """The snapshots of one block, oldest first. A sequence of `Snapshot`.
 
     Attributes:
         name: the block's name in the model.
-        snapshots: one for each pass.
+        snapshots: one snapshot per pass.
     """
 
     name: str
@@ -74,7 +74,7 @@ class History:
 
     @property
     def graph(self) -> BlockGraph:
-        """The graph that runs: the one after the last pass."""
+        """The graph that runs, after the last pass."""
         return self.snapshots[-1].graph
 
     @property
@@ -85,7 +85,7 @@ class History:
         """The snapshot at a position, or after the named pass.
 
         Raises:
-            NoSuchPass: no pass of that name ran.
+            NoSuchPass: that pass did not run.
         """
         if isinstance(key, int):
             return self.snapshots[key]
@@ -101,15 +101,15 @@ class History:
         return len(self.snapshots)
 
     def renamed(self, name: str) -> History:
-        """The same history for another block of the same structure; the graphs are shared."""
+        """A copy for another block of the same structure, with the same graphs."""
         snapshots = (dataclasses.replace(s, graph=s.graph.replace(name=name)) for s in self.snapshots)
         return History(name, tuple(snapshots))
 
     def diff(self, after: str | None = None) -> str:
-        """What a pass changed, as a diff of the printed graphs; by default of the last pass.
+        """The changes of a pass, by default the last, as a diff of the printed graphs.
 
         Raises:
-            NoSuchPass: no pass of that name ran.
+            NoSuchPass: that pass did not run.
         """
         snapshot = self.snapshots[-1] if after is None else self[after]
         position = self.snapshots.index(snapshot)
@@ -126,21 +126,20 @@ class History:
         before: BlockGraph | None = None,
         bytes_per_policy: Mapping[str, float] | None = None,
     ) -> None:
-        """Write a self-contained page: the graph before and after drawn, and every pass with what it changed.
+        """Write a self-contained HTML page: drawings of the graph before and after, and the changes of every pass.
 
         Args:
-            before: the captured graph, drawn as the left picture; default: the first snapshot.
-            bytes_per_policy: bytes that the backward keeps by save policy, drawn as bars.
+            before: the captured graph, drawn on the left; by default the first snapshot.
+            bytes_per_policy: bytes kept for the backward, by checkpoint policy; drawn as bars.
         """
         body = history_page.build_fragment(self, before=before, bytes_per_policy=bytes_per_policy)
         Path(path).write_text(history_page.build_page(self.name or "model", body))
 
     def repro(self, path: str | PathLike[str], *, block: nn.Module | None = None) -> None:
-        """Write a Python script that runs the graphs after all passes side by side on random weights and
-        inputs.
+        """Write a Python script that runs the graphs after all passes on random weights and inputs, and compares them.
 
         Args:
-            block: where to take shapes from that the graphs do not know.
+            block: the block, if shapes of its parameters are missing in the graphs.
         """
         Path(path).write_text(repro_script.build_script(self, block))
 

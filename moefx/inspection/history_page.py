@@ -1,4 +1,4 @@
-"""The history of a block as HTML: self-contained, no scripts, nothing loaded, readable in light and dark."""
+"""Format the history of a block as HTML: self-contained, without scripts, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STYLE = (
 
 
 def build_page(title: str, body: str) -> str:
-    """A whole page around fragments of this module."""
+    """A whole page around fragments of `build_fragment`."""
     return html_page.build_page(title, body, STYLE)
 
 
@@ -54,7 +54,7 @@ def build_fragment(
     before: BlockGraph | None = None,
     bytes_per_policy: Mapping[str, float] | None = None,
 ) -> str:
-    """A block's history as a piece of a page that has `STYLE` in its head; see `History.html`."""
+    """A block's history as a section of a page with `STYLE`; see `History.html`."""
     first = before or history.snapshots[0].graph
     parts = [
         '<section class="moefx">',
@@ -108,7 +108,7 @@ def _build_figure(caption: str, graph: BlockGraph) -> str:
 
 
 def _build_diff(history: History, index: int) -> str:
-    """What one pass did: the diff, and behind it the whole graph."""
+    """The diff of one pass, with unchanged lines."""
     snapshot: Snapshot = history.snapshots[index]
     before = print_lines(history.snapshots[index - 1].graph) if index else []
     marked = diff_lines(before, print_lines(snapshot.graph))
@@ -126,13 +126,13 @@ def _build_diff(history: History, index: int) -> str:
 
 
 def _highlight_comment(text: str) -> str:
-    """A printed line with its comment set off."""
+    """A printed line with its comment in another colour."""
     code, mark, comment = text.partition("  # ")
     return escape(code) + (f"<em>{escape(mark + comment)}</em>" if mark else "")
 
 
 def _build_bars(values: Mapping[str, float]) -> str:
-    """Bytes that the backward keeps, one bar a save policy."""
+    """Bytes kept for the backward, one bar per checkpoint policy."""
     left, scale, height = 150, 520 / (max(values.values()) or 1), 26
     rows = []
     for i, (name, value) in enumerate(values.items()):

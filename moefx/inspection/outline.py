@@ -1,9 +1,8 @@
-"""The outline of a block's graph, as it is drawn: boxes and arrows, with repeated experts collapsed.
+"""The outline of a block's graph for drawing: boxes and arrows, with repeated experts merged.
 
-A captured graph repeats the same few ops for every expert that was hit. Two nodes are taken for the same step
-of different experts when op, parameters (numbers in their names aside), repeated inputs and repeated users
-agree; a step that occurs often enough becomes one box "× 64". Nothing else depends on this: it only makes
-pictures readable.
+A captured graph repeats a few ops for every expert. Two nodes count as the same step of different experts if they agree
+in op, parameters (up to numbers in names), repeated inputs and repeated users. A frequent step becomes one box "× 64".
+Only drawings use the outline.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..ir.graph_levels import is_dead
 from ..ir.graph_printer import print_lines
 from ..ir.node_values import BUILD_PFT, target_name, value_text
 
-MIN_REPEATS = 4  # fewer like steps are drawn one by one
+MIN_REPEATS = 4  # fewer equal steps are drawn one by one
 _ROUNDS = 2
 
 
@@ -33,9 +32,9 @@ class Box:
     Attributes:
         title: the op.
         details: lines below it: parameters, body, shape.
-        kind: "input", "output", "kept" (the user's own submodule), "dialect" or "op"; decides the colour.
-        tooltip: the printed line, or several.
-        count: how many nodes it stands for.
+        kind: "input", "output", "kept" (the user's own submodule), "dialect" or "op"; determines the colour.
+        tooltip: the printed line or lines.
+        count: number of nodes in the box.
     """
 
     title: str
@@ -91,7 +90,7 @@ def _is_hidden(node: Node) -> bool:
 
 
 def _find_producer(node: Node) -> Node:
-    """The node that makes a value: unpacked results count as the node that is unpacked."""
+    """The node that computes a value; for an unpacked result, the node before `getitem`."""
     while is_getitem(node) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
@@ -133,7 +132,7 @@ def _find_first_result(node: Node) -> Node:
 
 
 def _list_parameters(nodes: Sequence[Node]) -> list[str]:
-    """Names of the parameters that nodes read, as ranges."""
+    """The names of parameters that nodes read, as ranges."""
     names: list[str] = []
     for node in nodes:
         names += [attribute_name(n) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -145,7 +144,7 @@ def _list_parameters(nodes: Sequence[Node]) -> list[str]:
 
 
 def _label_repeated_steps(nodes: Sequence[Node]) -> dict[Node, Hashable]:
-    """For each node that is one of many like it, what they have in common."""
+    """A label for each node of a repeated step, equal for all its nodes."""
     labels: dict[Node, Hashable] = {node: _make_label(node) for node in nodes if node.op.startswith("call")}
     for _ in range(_ROUNDS):
         repeated = _find_frequent(labels, 2)
@@ -165,8 +164,11 @@ def _make_label(node: Node) -> Hashable:
 
 
 def _refine_label(node: Node, labels: dict[Node, Hashable], repeated: set[Hashable]) -> Hashable:
-    """The label and those of repeated neighbours. What only the first or the last expert touches does not
-    count, nor does a step of the same kind (the sum that runs through all experts)."""
+    """Extend a label by those of repeated neighbours.
+
+    Ignores neighbours that only the first or last expert has, and steps of the same kind, such as the running sum over
+    experts.
+    """
     own = labels[node]
 
     def among(neighbours: Iterable[Node]) -> list[Hashable]:

@@ -1,4 +1,4 @@
-"""A Python script that reproduces a block's history outside of its model: for bug reports."""
+"""Write a Python script that reproduces a block's history without its model, for bug reports."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _HEAD = '''\
 """{name}: the graphs after every pass, run side by side.
 
-Kept submodules of the block are stubs that return recorded shapes, filled with random numbers; put the
-real block in their place with `block = ...` where that matters.
+Kept submodules of the block are stubs that return random tensors of recorded shapes. If their values matter,
+replace them by the real block with `block = ...`.
 """
 
 import torch
@@ -65,8 +65,8 @@ def build_script(history: History, block: nn.Module | None = None) -> str:
     """The text of the script; see `History.repro`.
 
     Raises:
-        ValueError: the shape of a parameter is known neither from the graphs nor from `block`, or a kept submodule
-            returns an object of a class of its own.
+        ValueError: neither the graphs nor `block` give the shape of a parameter, or a kept submodule returns an object
+            of a user's class.
     """
     parts = [_HEAD.format(name=history.name or "model")]
     functions = []
@@ -111,7 +111,7 @@ def _format_calls(history: History, functions: list[tuple[str, str]]) -> list[st
 
 
 def _find_value(node: Node) -> Any:
-    """The value of a node. Of a container whose value is not recorded: the items that are used."""
+    """The value of a node; for a container without a recorded value, its items with users."""
     if node.meta.get("val") is not None:
         return node.meta["val"]
     items = {user.args[1]: _find_value(user) for user in node.users if is_getitem(user)}
@@ -121,7 +121,7 @@ def _find_value(node: Node) -> Any:
 
 
 def _format_value(node: Node, value: Any, below: int) -> str:
-    """The expression for a value of a node: tensors are random, containers and numbers as they are."""
+    """A Python expression for a value of a node. Tensors become random, containers and numbers stay."""
 
     def literal(part: Any) -> str:
         if hasattr(part, "shape") and hasattr(part, "dtype"):  # a tensor, or the record of one
@@ -136,10 +136,10 @@ def _format_value(node: Node, value: Any, below: int) -> str:
             return repr((int if isinstance(part, torch.SymInt) else float)(part))
         if part is None or type(part) in (bool, int, float, str):
             return repr(part)
-        raise ValueError(f"{node.target} holds a {type(part).__name__}, which no script can make")
+        raise ValueError(f"{node.target} holds a {type(part).__name__}, which cannot be written as an expression")
 
     if value is None and node.op == "get_attr":
-        raise ValueError(f"shape of {node.target} is not known; pass the block: history.repro(path, block=...)")
+        raise ValueError(f"the shape of {node.target} is unknown; pass the block: history.repro(path, block=...)")
     return literal(value)
 
 

@@ -136,7 +136,7 @@ def test_a_repro_of_modules_that_return_containers(kind, with_block, tmp_path):
 
 
 def test_a_repro_needs_shapes(tmp_path):
-    with pytest.raises(ValueError, match=r"shape of experts\.0\.gate\.weight is not known; pass the block"):
+    with pytest.raises(ValueError, match=r"shape of experts\.0\.gate\.weight is unknown; pass the block"):
         history(4).repro(tmp_path / "repro.py")
 
 
