@@ -45,8 +45,8 @@ class Subject:
     """A model or a block to verify.
 
     Attributes:
-        original, compiled: the modules; only sandboxes run. `compiled` is the original too if `call_compiled` runs another
-            program.
+        original, compiled: the modules; only sandboxes run. `compiled` is the original too if
+            `call_compiled` runs another program.
         working, exact: casts of parameters to the precision under test, and to float64 for the truth. If `exact` is
             None, the original in its own precision is the truth; see `policy` for the bound.
         promote: run everything in float64, whatever dtypes the code or a captured graph names. Compares the algebra

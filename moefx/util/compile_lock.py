@@ -1,5 +1,4 @@
-"""Let one thread at a time compile: a proof forces providers, draws random numbers and watches classes, all of which
-belong to the whole process."""
+"""Let one thread at a time compile: a proof changes providers, random state and classes of the whole process."""
 
 from __future__ import annotations
 
@@ -9,13 +8,13 @@ import threading
 from collections.abc import Iterator
 
 _lock = threading.Lock()
-_is_held_here = contextvars.ContextVar("compile_lock", default=False)  # threads that the holder starts inherit it
-_MAX_WAIT = 600.0  # seconds: a thread that the holder itself waits for must not wait forever
+_is_held_here = contextvars.ContextVar("compile_lock", default=False)  # inherited by threads of the holder
+_MAX_WAIT = 600.0  # seconds; bounds a deadlock with a thread that the holder waits for
 
 
 @contextlib.contextmanager
 def compile_lock() -> Iterator[None]:
-    """Wait until no other thread compiles. The holder may enter it again."""
+    """Wait until no other thread compiles. Reentrant."""
     if holds_compile_lock():
         yield
         return
@@ -30,5 +29,5 @@ def compile_lock() -> Iterator[None]:
 
 
 def holds_compile_lock() -> bool:
-    """Whether this thread compiles, or was started by the one that does."""
+    """Whether this thread, or the thread that started it, compiles."""
     return _is_held_here.get()

@@ -1,4 +1,4 @@
-"""Keep torch's fake kernels from logging the errors that they raise: the user gets them as messages."""
+"""Keep torch's fake kernels from logging the errors that they raise, because moefx reports them itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 def without_fake_tensor_errors() -> Iterator[None]:
     """Disable the logger of fake tensors."""
     before = _FAKE_TENSOR_LOG.disabled
-    _FAKE_TENSOR_LOG.disabled = True  # `setLevel` would empty the caches of all loggers of the process
+    _FAKE_TENSOR_LOG.disabled = True  # `setLevel` would clear the caches of all loggers
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The look of the pages that moefx writes: one file each, no scripts, nothing loaded, readable in light and dark."""
+"""Style and building blocks of HTML pages: one file each, without scripts, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def build_page(title: str, body: str, style: str = STYLE) -> str:
 
 
 def build_table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """A table of texts, which are escaped; the columns behind the first `texts` are numbers, to the right."""
+    """A table of escaped texts. Columns after the first `texts` hold numbers, aligned to the right."""
     kinds = [""] * texts + [" class=number"] * (len(head) - texts)
 
     def row(tag: str, cells: Sequence[str]) -> str:
@@ -76,5 +76,5 @@ def build_table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int =
 
 
 def build_details(summary: str, body: str, is_open: bool = False) -> str:
-    """What a click shows."""
+    """A section that opens on a click."""
     return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{body}</details>"

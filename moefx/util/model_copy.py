@@ -1,10 +1,8 @@
 """`copy_model`: a second module tree around the same parameters and buffers.
 
-`copy.deepcopy` with a memo seeded with the tensors would do, but it costs about 0.1 ms a module: seconds for
-a model with ten thousands of expert modules. Modules that deepcopy would treat in the default way (nearly
-all) are therefore copied
-here: first an empty object for each, then their attributes, with every reference to a module already
-    resolved.
+`copy.deepcopy` with the tensors in its memo takes about 0.1 ms per module: seconds for tens of thousands of expert
+modules. So modules without copying methods of their own, nearly all, are copied here: first an empty object for
+each, then the attributes, with references to modules already resolved.
 """
 
 from __future__ import annotations
@@ -28,18 +26,16 @@ _ATOMIC = frozenset({type(None), bool, int, float, str, type, torch.dtype, torch
 def copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     """A copy of the module tree that shares all parameters and buffers with the original.
 
-    Bound methods, partials, closures, hooks and instance-level forwards that refer to modules of the original
-    refer to their copies. Tensors that are plain attributes of a module, process groups and device meshes are
-    shared too.
+    Bound methods, partials, closures, hooks and instance-level forwards refer to the copied modules. Tensors in plain
+    attributes, process groups and device meshes are shared too.
 
     Returns:
-        The copy, and for every module of the original its copy.
+        The copy, and a map from each module of the original to its copy.
 
     Raises:
-        MoefxError: an attribute of a module cannot be copied; the message names it.
+        MoefxError: an attribute of a module cannot be copied.
     """
-    # The copy makes some twenty containers for each module and none of them is garbage: looking for it would
-    # take longer than the copy.
+    # The copy allocates about twenty containers per module and no garbage: collection would take longer than the copy.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -55,7 +51,7 @@ def _copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]
     plain = [m for m in modules if _copies_by_default(type(m))]
     for module in plain:
         memo[id(module)] = type(module).__new__(type(module))
-    # Children first: a module with a copying method of its own may look into its descendants.
+    # Children first: a module's own copying method may read its descendants.
     for module in reversed(plain):
         attributes = memo[id(module)].__dict__
         for name, value in module.__getstate__().items():
@@ -68,7 +64,7 @@ def _copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]
 
 
 def _iterate_shared(module: nn.Module) -> Iterator[Any]:
-    """Tensors and process groups that a module holds itself."""
+    """Tensors and process groups among a module's own attributes."""
     for registered in (module._parameters, module._buffers):
         yield from (t for t in registered.values() if t is not None)
     for value in module.__dict__.values():
@@ -111,7 +107,7 @@ def _copy_value(value: Any, memo: dict[int, Any], where: tuple[nn.Module, nn.Mod
             result[new] = item if type(item) in _ATOMIC else _copy_value(item, memo, where)
         return result
     if type(value) is OrderedDict and not value:
-        return memo.setdefault(id(value), OrderedDict())  # most of a module's state: its empty hook registries
+        return memo.setdefault(id(value), OrderedDict())  # hook registries, mostly empty
     try:
         return copy.deepcopy(value, memo)
     except MoefxError:
@@ -130,8 +126,7 @@ def _copy_value(value: Any, memo: dict[int, Any], where: tuple[nn.Module, nn.Mod
 
 
 def _rebind_closures(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Point functions that a module carries (an instance-level forward, hooks) at the copies; deepcopy leaves
-    functions as they are, so what they enclose would still be the original."""
+    """Rebind a module's instance-level forward and hooks to the copies: deepcopy does not copy functions."""
     for name, value in list(module.__dict__.items()):
         if type(value) is OrderedDict:
             for key, hook in value.items() if name.endswith("hooks") else ():
@@ -141,7 +136,7 @@ def _rebind_closures(module: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _rebind(value: Any, memo: dict[int, Any]) -> Any:
-    """`value` with every module of the original in it exchanged for its copy; itself when there is none."""
+    """`value` with modules of the original replaced by their copies; `value` itself if it refers to none."""
     if not _refers_to_original(value, memo, set()):
         return value
     if isinstance(value, types.MethodType):
@@ -157,14 +152,14 @@ def _rebind(value: Any, memo: dict[int, Any]) -> Any:
 def _rebind_function(function: types.FunctionType, memo: dict[int, Any]) -> None:
     cells = function.__closure__ or ()
     moving = [_refers_to_original(_read_cell(cell), memo, set()) for cell in cells]
-    # Cells that do not change stay the same objects: functions may share a variable through them.
+    # Keep unchanged cells: functions may share a variable through them.
     closure = tuple(types.CellType() if moves else cell for cell, moves in zip(cells, moving, strict=True))
     result = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
     )
     result.__kwdefaults__ = function.__kwdefaults__
     result.__dict__.update(function.__dict__)
-    memo[id(function)] = result  # before the cells are filled: a closure may enclose itself
+    memo[id(function)] = result  # before the cells are set, because a closure may enclose itself
     for cell, old, moves in zip(closure, cells, moving, strict=True):
         if moves:
             cell.cell_contents = _rebind(old.cell_contents, memo)
@@ -187,5 +182,5 @@ def _refers_to_original(value: Any, memo: dict[int, Any], seen: set[int]) -> boo
 def _read_cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a variable that is not assigned yet
+    except ValueError:  # an unassigned variable
         return None

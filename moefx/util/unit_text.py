@@ -1,4 +1,4 @@
-"""Numbers with their units, for readers."""
+"""Format numbers with units."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    """A number with its unit, to four digits: bytes in units of 2^10, others in thousands."""
+    """A number with its unit, to four digits. Bytes scale by 2^10, seconds to ms or us, other units by 1000."""
     if unit == "B":
         step, names = 1024, _BYTES
     elif unit == "s":
