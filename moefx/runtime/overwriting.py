@@ -100,33 +100,33 @@ class OverwritingWatch:
         self.now = now
         return torch.cat([before, now])
 
-    def hear(self, told: Sequence[Sequence[int]]) -> None:
+    def hear(self, samples: Sequence[Sequence[int]]) -> None:
         """Compare the samples of all ranks.
 
         Raises:
             ExpertsOverwritten: ranks that had different experts now have equal ones.
         """
-        alike = self._find_suspects(told)
+        alike = self._find_suspects(samples)
         if alike and (ranks := self._confirm_overwritten(alike)):
             own = dist.get_process_group_ranks(group_of(self.group))
             seen = f"{shown_ranks([own[i] for i in ranks])} had different experts before and have equal ones now"
             raise ExpertsOverwritten(describe_overwriting(outermost_wrapper(self.block), self.name, seen))
         self.before = self.now
 
-    def _find_suspects(self, told: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _find_suspects(self, samples: Sequence[Sequence[int]]) -> list[list[int]]:
         """Groups of positions whose samples became equal."""
-        if not all(map(any, told)):
+        if not all(map(any, samples)):
             return []  # a rank has no sample
         half, by_sample = NUM_WORDS // 2, dict[tuple[int, ...], list[int]]()
-        for position, words in enumerate(told):
+        for position, words in enumerate(samples):
             by_sample.setdefault(tuple(words[half:]), []).append(position)
-        if len(by_sample) == len(told):
+        if len(by_sample) == len(samples):
             return []
         one_expert = self.placement.num_slots == 1
         return [
             positions
             for words, positions in by_sample.items()
-            if len({tuple(told[p][:half]) for p in positions}) > 1
+            if len({tuple(samples[p][:half]) for p in positions}) > 1
             and len(set(words)) > 1
             and (one_expert or words[:_WORDS_PER_EXPERT] != words[_WORDS_PER_EXPERT:])
         ]

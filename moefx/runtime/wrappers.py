@@ -158,7 +158,7 @@ def describe_overwriting(wrapper: nn.Module | None, block: str, seen: str) -> st
     if wrapper is not None and is_deepspeed(wrapper):
         return f"{_NO_DEEPSPEED}. Seen in {block}: {seen}. {lost}"
     by = "A broadcast of parameters, or an initialisation with the same random numbers on every rank,"
-    leave = "Leave moefx.expert_parameter_names(model) out of it"
+    leave = "Exclude moefx.expert_parameter_names(model) from it"
     if isinstance(wrapper, FSDPModule):
         by, leave = (
             "fully_shard over ranks of the expert axis",
