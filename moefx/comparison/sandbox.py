@@ -230,18 +230,6 @@ def execute(
         cast: applied to floating-point inputs.
         cotangents: cotangents of the first run, so that all runs differentiate the same function.
     """
-    sources: dict[str, Tensor] = {}
-    given: dict[str, tuple[Tensor, int]] = {}
-
-    def fresh(name: str, t: Tensor) -> Tensor:
-        t = cast(t.detach().clone()) if t.is_floating_point() else t.clone()
-        if options.grads and t.is_floating_point():
-            sources[name] = t.requires_grad_()
-            t = t.clone()  # the code may update its input in place, which a leaf does not allow
-        t = apply_layout(t, options.layout)
-        given[name] = t, t._version
-        return t
-
     check_interrupt()
     if options.training is not None:
         module.train(options.training)
@@ -252,7 +240,7 @@ def execute(
         # Keep the backward on this thread: a recomputation in it must run under the mode too.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         args, kwargs = inputs
-        named = map_tensors({**dict(enumerate(args)), **kwargs}, fresh)
+        named, sources, given = _copy_inputs(inputs, options, cast)
         before = _read_state(module)
         stack.enter_context(random_state(options.seed, devices))
         drawn = _hash_generators(devices)
@@ -289,6 +277,31 @@ def execute(
     changed = {key for key, t in after.items() if key not in before or not _is_equal(t, before[key])}
     changed |= {key for key in values if key[0] == "state"}
     return Run(values | after, changed, cotangents or {})
+
+
+def _copy_inputs(
+    inputs: Inputs, options: Options, cast: Callable[[Tensor], Tensor]
+) -> tuple[dict[Any, Any], dict[str, Tensor], dict[str, tuple[Tensor, int]]]:
+    """Copy the inputs of a run.
+
+    Returns:
+        The copies by position or keyword, the leaves to differentiate by name, and the tensors given to the module with
+        their versions.
+    """
+    sources: dict[str, Tensor] = {}
+    given: dict[str, tuple[Tensor, int]] = {}
+
+    def copy_tensor(name: str, t: Tensor) -> Tensor:
+        t = cast(t.detach().clone()) if t.is_floating_point() else t.clone()
+        if options.grads and t.is_floating_point():
+            sources[name] = t.requires_grad_()
+            t = t.clone()  # the code may update its input in place, which a leaf does not allow
+        t = apply_layout(t, options.layout)
+        given[name] = t, t._version
+        return t
+
+    args, kwargs = inputs
+    return map_tensors({**dict(enumerate(args)), **kwargs}, copy_tensor), sources, given
 
 
 def _number_to_tensor(number: float) -> Tensor:
