@@ -86,7 +86,7 @@ class OverwritingWatch:
         if self.calls & (self.calls - 1) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
         with _disable_current_modes():  # a checkpoint's policy must not see these operations
-            own = sample_of(self, self._tensors()[0].device)
+            own = sample_of(self, self._expert_tensors()[0].device)
             told = [torch.empty_like(own) for _ in range(self.placement.num_ranks)]
             dist.all_gather(told, own, group=group_of(self.group))
             self.hear(torch.stack(told).tolist())

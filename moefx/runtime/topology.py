@@ -177,8 +177,8 @@ class ExpertAxis:
         Raises:
             InvalidPlan: this torch has no gloo.
         """
-        if "cpu" in {device.type for device in group_of(self._own_group)._device_types}:
-            return self._own_group
+        if "cpu" in {device.type for device in group_of(self._exchange_group)._device_types}:
+            return self._exchange_group
         if not dist.is_gloo_available():
             raise InvalidPlan(
                 "Plan(dispatch='gather') agrees on the number of tokens between hosts, and this torch has no gloo: use "

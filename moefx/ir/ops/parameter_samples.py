@@ -29,7 +29,7 @@ class Sampler(Protocol):
     def tell(self) -> Tensor | None:
         """This rank's sample, int64 [NUM_WORDS] on the device of the block; None without one."""
 
-    def hear(self, told: Sequence[Sequence[int]]) -> None:
+    def hear(self, samples: Sequence[Sequence[int]]) -> None:
         """Compare the samples of all ranks, in the order of the process group. May raise, on all ranks alike."""
 
 
