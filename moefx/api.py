@@ -19,9 +19,9 @@ from .compiler.pipeline import PASSES, limited
 from .compiler.plan_check import check_effects, check_layout
 from .compiler.rank_agreement import agree_on_proof
 from .compiler.specialization import Specialise, program_of
-from .compiler.survey import Matched, Refusal, Survey
+from .compiler.survey import MatchedBlock, Refusal, Survey
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
-from .inspection.explain import Explanation, MatchedBlock, merge_refusals
+from .inspection.explain import BlockReport, Explanation, merge_refusals
 from .inspection.history import History
 from .ir.argument_binding import Specialisation, leaves_of
 from .ir.block_graph import BlockGraph
@@ -42,7 +42,7 @@ UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDiction
 class Record:
     """The findings of `compile`, kept on the compiled model: names, texts and numbers, no second model."""
 
-    matched: tuple[MatchedBlock, ...]
+    matched: tuple[BlockReport, ...]
     refused: tuple[Refusal, ...]
     seconds: float
     planned: Decision | None = None
@@ -372,12 +372,12 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
     return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, merge_refusals(found.refused)))
 
 
-def _program(matched: Matched, block: nn.Module) -> Program:
+def _program(matched: MatchedBlock, block: nn.Module) -> Program:
     call = matched.call
     return program_of(block, matched.result, call.args, call.kwargs, read=matched.read, tied=ties(block))
 
 
-def _failed_guard(program: Program, matched: Matched, block: nn.Module) -> str:
+def _failed_guard(program: Program, matched: MatchedBlock, block: nn.Module) -> str:
     """The condition that keeps the example's own call from a program, "" if none does."""
     named = signature_binder(block)(*matched.call.args, **matched.call.kwargs)
     index = program.find_failed_guard(block, leaves_of(named, program.objects))

@@ -60,7 +60,7 @@ class Refused(MoefxError):
         super().__init__(f"{reason}{what}{where}" + (f". {remedy}" if remedy else ""))
 
 
-def in_short(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """The type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
 
@@ -68,7 +68,7 @@ def in_short(error: BaseException) -> str:
 def own_fault(error: Exception, source: str) -> Refused:
     """Make a refusal of an error in moefx itself: the user's program need not fail for it."""
     remedy = "please report it, with the model if you can"
-    return Refused(f"moefx itself failed on it ({in_short(error)})", source=source, remedy=remedy)
+    return Refused(f"moefx itself failed on it ({summarize_error(error)})", source=source, remedy=remedy)
 
 
 class AbsorbedModuleChanged(MoefxError, RuntimeError):

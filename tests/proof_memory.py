@@ -20,7 +20,7 @@ import moefx.compiler.model_proof
 import moefx.compiler.survey
 from moefx.capture.find import Found, Seen, signature
 from moefx.compiler.numeric_check import NumericCheck, numeric_check
-from moefx.compiler.pipeline import Result
+from moefx.compiler.pipeline import BlockRewrite
 from moefx.ir.guards.attribute_reads import Where, globals_of, ties, value_at
 from moefx.ir.guards.code_closure import FUNCTIONS
 from moefx.ir.guards.stored_values import HeldKind, is_configuration, same, unchanged
@@ -33,15 +33,15 @@ class _Proof:
     block: nn.Module
     read: set[Where]
     globals: dict[Where, Any]
-    result: Result
+    result: BlockRewrite
 
 
 _rewrite_as_called = moefx.compiler.survey._rewrite_as_called
 _PROOFS: dict[tuple | None, list[_Proof]] = defaultdict(list)
-_CHECKS: list[tuple[weakref.ref[Result], NumericCheck]] = []
+_CHECKS: list[tuple[weakref.ref[BlockRewrite], NumericCheck]] = []
 
 
-def rewrite_once(module: nn.Module, call: Seen, found: Found, plan: moefx.Plan, read: set[Where]) -> Result:
+def rewrite_once(module: nn.Module, call: Seen, found: Found, plan: moefx.Plan, read: set[Where]) -> BlockRewrite:
     """Stand in for `survey._rewrite_as_called`. Two blocks are equal if `survey` would give two modules of a model the
     same program; also their classes' methods, globals and the type of each argument have to be the same."""
     before = frozenset(read)
@@ -64,7 +64,7 @@ def forget() -> None:
     _PROOFS.clear()
 
 
-def check_once(block: nn.Module, result: Result, name: str, seconds: float) -> NumericCheck:
+def check_once(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
     """Stand in for `proof.numeric_check`: a reused proof has been checked."""
     for proof, check in _CHECKS:
         if proof() is result:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidInput, in_short
+from ..errors import InvalidInput, summarize_error
 from .compare import CallChain, Subject
 from .policy import Row
 from .router_states import UNRELATED, router_states, vary_constants
@@ -102,7 +102,7 @@ def verify_block(
         if not own:
             raise
         precision, options, largest = own[0]
-        reason = in_short(error.__cause__ or error)
+        reason = summarize_error(error.__cause__ or error)
         notes.append(f"{name or 'block'}: not in float64 ({reason}), compared in {precision}")
         return check([(precision, options | {"exact": None}, largest)], notes)
 

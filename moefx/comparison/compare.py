@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidInput, in_short
+from ..errors import InvalidInput, summarize_error
 from .casts import NoCopies
 from .decisions import largest_magnitude
 from .policy import Pair, Row, Tolerance, judge, judge_all, tolerance
@@ -219,7 +219,7 @@ class CallChain:
         run = self._run_sandbox("original", lambda call: Record(call.tape, self.scope, promote=promote))
         notes.append(
             f"{self.subject.block or 'the model'}: no second backward compared, the original raises "
-            f"{type(refused).__name__}: {in_short(refused)[:160]}"
+            f"{type(refused).__name__}: {summarize_error(refused)[:160]}"
         )
         return run
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..inspection.explain import MatchedBlock
+from ..inspection.explain import BlockReport
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_body import ExpertBody
 from ..runtime.program import Program
-from .survey import Matched
+from .survey import MatchedBlock
 
 if TYPE_CHECKING:
     from ..distribution.block_distribution import Spread
@@ -21,8 +21,8 @@ _MASK = "by the program's own mask"
 
 
 def report_of(
-    matched: Matched, program: Program, block: nn.Module, verdict: str, spread: Spread | None = None
-) -> MatchedBlock:
+    matched: MatchedBlock, program: Program, block: nn.Module, verdict: str, spread: Spread | None = None
+) -> BlockReport:
     match, graph = matched.result.match, matched.result.graph
     mlps = graph.find(torch.ops.moefx.expert_mlp.default)
     combines = graph.find(torch.ops.moefx.combine.default)
@@ -38,7 +38,7 @@ def report_of(
         rules := {str(n.kwargs.get("drop", "none")) for n in graph.find(torch.ops.moefx.build_pft.default)} - {"none"}
     ):
         drop = "; ".join(filter(None, (drop, f"over the plan's capacity, by {rules.pop()}")))
-    return MatchedBlock(
+    return BlockReport(
         names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots,
         expert=expert,
         drop=drop, holds_for=program.holds_for, routings=len(match.lifted), validation=verdict, seconds=matched.seconds,

@@ -14,11 +14,11 @@ from ..capture.skipped_calls import skipping
 from ..capture.surroundings import unwritten
 from ..capture.worker import run_in_worker
 from ..comparison.block_check import verify_block
-from ..errors import in_short
+from ..errors import summarize_error
 from ..ir.argument_binding import device_of, leaves_of
 from ..passes.match.guarded_sizes import find_sequence
 from ..runtime.module import signature_binder
-from .pipeline import Result
+from .pipeline import BlockRewrite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +34,12 @@ class NumericCheck:
     was_possible: bool = True
 
 
-def numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> NumericCheck:
+def numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
     """Compare a rewrite with the original on a few tokens. `block` runs as the original."""
     return run_in_worker(lambda: _numeric_check(block, result, name, seconds))
 
 
-def _numeric_check(block: nn.Module, result: Result, name: str, seconds: float) -> NumericCheck:
+def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
     args, kwargs = _arguments(block, result)
     crowd = _arguments(block, result, crowd=True) if _is_small(block) else None
     fn, picks = result.graph.compile(), _picker(block, result)
@@ -49,7 +49,7 @@ def _numeric_check(block: nn.Module, result: Result, name: str, seconds: float) 
                 block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, crowd=crowd, seconds=seconds
             )
     except Exception as error:
-        return NumericCheck(True, f"could not run: {in_short(error)[:160]}", was_possible=False)
+        return NumericCheck(True, f"could not run: {summarize_error(error)[:160]}", was_possible=False)
     if not check.ok:
         return NumericCheck(False, f"the rewritten block does not agree with the original: {check.reason}")
     worst = max((row.error for row in check.rows), default=0.0)
@@ -75,7 +75,7 @@ def _is_small(block: nn.Module) -> bool:
     return sum(p.numel() for p in block.parameters()) <= 1 << 24
 
 
-def _arguments(block: nn.Module, result: Result, crowd: bool = False) -> Any:
+def _arguments(block: nn.Module, result: BlockRewrite, crowd: bool = False) -> Any:
     """Real arguments for the numeric check: a few tokens, on the device of the weights. `crowd`: more tokens than
     the proof looked at, most of them alike so that some experts get hundreds; None where the rewrite is not for
     so many."""
@@ -110,7 +110,7 @@ def _alike(x: torch.Tensor) -> torch.Tensor:
     return rows.reshape(x.shape)
 
 
-def _picker(block: nn.Module, result: Result) -> Any:
+def _picker(block: nn.Module, result: BlockRewrite) -> Any:
     """From the arguments of a call to the values of the placeholders."""
     bind, paths = signature_binder(block), result.graph.binding.paths
 

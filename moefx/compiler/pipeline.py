@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass
-class Result:
+class BlockRewrite:
     """One block, rewritten."""
 
     match: Match
@@ -73,7 +73,7 @@ def rewrite_block(
     kwargs: dict[str, Any],
     plan: Plan,
     skipped: Mapping[str, SkippedCall] | None = None,
-) -> Result:
+) -> BlockRewrite:
     """Prove what `block` computes and rewrite it into the PFT dialect.
 
     Args:
@@ -136,7 +136,7 @@ def _rewrite_block(
     kwargs: dict[str, Any],
     plan: Plan,
     skipped: Mapping[str, SkippedCall],
-) -> Result:
+) -> BlockRewrite:
     paths, objects = argument_paths(block, args, kwargs), object_paths(block, args, kwargs)
     for path, stand_in in objects:
         name_object(stand_in, path_name(path))
@@ -154,10 +154,10 @@ def _rewrite_block(
     graph = BlockGraph(name, rewritten.graph, Binding((*paths, *passed), passed), rewritten.out_spec)
     # 4. passes on the graph; every snapshot runs
     history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
-    return Result(match, rewritten, history, skipped)
+    return BlockRewrite(match, rewritten, history, skipped)
 
 
-def with_policy(block: nn.Module, result: Result, plan: Plan) -> Result:
+def with_policy(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     """With the checkpoint policy that was decided since: its pass, the last one, again."""
     *before, last = result.history
     if last.pass_name != pass_name(checkpoint):  # `plan.disable`
@@ -166,7 +166,7 @@ def with_policy(block: nn.Module, result: Result, plan: Plan) -> Result:
     return dataclasses.replace(result, history=PassManager(block).extend(history, (checkpoint,), plan, level="dialect"))
 
 
-def limited(block: nn.Module, result: Result, plan: Plan) -> Result:
+def limited(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     """What a plan wants to be otherwise than proven: a capacity of the experts.
 
     Raises:
@@ -189,12 +189,12 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placehold
     refusal: Refused | None = None
     for arguments in readings(args, kwargs, ModelNumbers.of(block)):
         try:
-            return _lift(block, arguments, names)
+            return _prove_arguments(block, arguments, names)
         except (Refused, CaptureError) as error:
             if first is None:
                 if of_batch := with_batch_of_one(arguments, args, kwargs):
                     with contextlib.suppress(Exception):
-                        return _lift(block, of_batch, names)
+                        return _prove_arguments(block, of_batch, names)
                 raise
             if isinstance(error, Refused) and error.reason.startswith(CONVOLVING):
                 raise  # whatever sizes of images are fixed
@@ -218,7 +218,7 @@ def _of_images(refusal: Refused) -> Refused:
     )
 
 
-def _lift(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, Rewritten]:
+def _prove_arguments(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, Rewritten]:
     """Prove with the most likely reading of the program. If that is refused, try the others, then other sizes."""
     prover = Prover(block, arguments, most_experts(block))
     try:
@@ -355,4 +355,4 @@ def most_experts(block: nn.Module) -> int:
     return min(1024, max([8, *stacks, *lists]))
 
 
-__all__ = ["PASSES", "Result", "argument_paths", "limited", "rewrite_block", "with_policy"]
+__all__ = ["PASSES", "BlockRewrite", "argument_paths", "limited", "rewrite_block", "with_policy"]

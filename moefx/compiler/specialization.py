@@ -21,7 +21,7 @@ from ..capture.inputs import Arguments
 from ..capture.skipped_calls import SkippedCall, Skipping
 from ..capture.source import is_own_mistake
 from ..capture.worker import run_in_worker
-from ..errors import Refused, in_short
+from ..errors import Refused, summarize_error
 from ..ir.argument_binding import (
     Guard,
     Path,
@@ -39,7 +39,7 @@ from ..runtime.module import BlockForward, signature_binder, signature_of
 from ..runtime.program import Program
 from ..runtime.watch import ReadAttributes, absorbed_names
 from .numeric_check import numeric_check
-from .pipeline import Result, limited, rewrite_block, rewrite_passing_on
+from .pipeline import BlockRewrite, limited, rewrite_block, rewrite_passing_on
 
 if TYPE_CHECKING:
     from ..distribution.block_distribution import Spread
@@ -49,7 +49,7 @@ Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # of arguments, see `Specialis
 
 def program_of(
     block: nn.Module,
-    result: Result,
+    result: BlockRewrite,
     args: tuple,
     kwargs: dict[str, Any],
     autocast: torch.dtype | None = None,
@@ -78,7 +78,7 @@ def program_of(
     return Program(key, result.history, absorbed, _guards(result), {**relied, **(tied or {})}, moves)
 
 
-def _called(block: nn.Module, result: Result) -> dict[Where, HeldCode]:
+def _called(block: nn.Module, result: BlockRewrite) -> dict[Where, HeldCode]:
     """The modules that are still called, as the router, and their parts: what they return was looked into."""
     found: dict[Where, HeldCode] = {}
     for n in result.graph.graph.nodes:
@@ -97,7 +97,7 @@ def _on(kind: tuple, device: str) -> tuple:
     return ("tensor", kind[1], device, kind[3]) if kind[0] == "tensor" else kind
 
 
-def _guards(result: Result) -> list[Guard]:
+def _guards(result: BlockRewrite) -> list[Guard]:
     """Comparisons of sizes that capture followed, as conditions on the placeholders; and what it took as fixed."""
     arguments = result.match.arguments
     placeholders = result.graph.placeholders
@@ -136,7 +136,7 @@ def _guards(result: Result) -> list[Guard]:
     return guards
 
 
-def _is_only_passed_on(placeholder: fx.Node, result: Result) -> bool:
+def _is_only_passed_on(placeholder: fx.Node, result: BlockRewrite) -> bool:
     """Whether a tensor, such as a mask, only goes to submodules that were not looked into: it may have any shape."""
     objects = {placeholder_name(path) for path in result.graph.binding.objects}
     return bool(placeholder.users) and all(
@@ -243,7 +243,7 @@ class Specialise:
         except Exception as error:
             if is_own_mistake(error):
                 raise
-            why = Refused(f"it does not run on abstract tensors ({in_short(error)})")
+            why = Refused(f"it does not run on abstract tensors ({summarize_error(error)})")
         else:
             return lambda every: found.skipping(found.calls[""], every)
 
@@ -254,7 +254,7 @@ class Specialise:
 
     def _rewrite(
         self, block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], skipping: Skipping | None
-    ) -> tuple[Result, tuple, dict[str, Any]]:
+    ) -> tuple[BlockRewrite, tuple, dict[str, Any]]:
         """Rewrite a block for a call, of which captures see copies of objects. Returns the arguments, too."""
         if skipping is None:
             return self._rewrite_resized(block, name, *_with_copies(args, kwargs), None)
@@ -268,7 +268,7 @@ class Specialise:
         args: tuple,
         kwargs: dict[str, Any],
         skipped: Mapping[str, SkippedCall] | None,
-    ) -> tuple[Result, tuple, dict[str, Any]]:
+    ) -> tuple[BlockRewrite, tuple, dict[str, Any]]:
         try:
             return rewrite_block(block, name, args, kwargs, self.plan, skipped), args, kwargs
         except Refused as why:
@@ -333,7 +333,7 @@ def _copied(thing: Any) -> Any:
             return thing
         name = type(thing).__name__
         raise Refused(
-            f"it is called with a {name} that holds tensors and cannot be copied ({in_short(error)})",
+            f"it is called with a {name} that holds tensors and cannot be copied ({summarize_error(error)})",
             remedy=f"make copy.deepcopy of a {name} work",
         ) from error
 

@@ -22,7 +22,7 @@ from ..capture.find import Found, Seen, find, signature
 from ..capture.routing import Routing
 from ..capture.skipped_calls import SkippedCall, Skipping
 from ..capture.source import is_own_mistake
-from ..errors import CaptureError, InvalidInput, MoefxError, Refused, in_short, own_fault
+from ..errors import CaptureError, InvalidInput, MoefxError, Refused, own_fault, summarize_error
 from ..ir.guards.attribute_reads import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
 from ..ir.guards.stored_values import same
 from ..passes.match.records import NO_CACHE
@@ -30,7 +30,7 @@ from ..runtime.module import rewritten_blocks
 from ..runtime.watch import absorbed_names, find_hook_kind
 from ..util.model_copy import copy_model
 from ..util.user_code import is_user_file
-from .pipeline import NOT_ROUTED, Result, rewrite_block, rewrite_passing_on
+from .pipeline import NOT_ROUTED, BlockRewrite, rewrite_block, rewrite_passing_on
 
 _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
 
@@ -64,12 +64,12 @@ class Refusal:
 
 
 @dataclasses.dataclass
-class Matched:
+class MatchedBlock:
     """Modules of one kind that were proven and rewritten together."""
 
     names: list[str]
     call: Seen
-    result: Result
+    result: BlockRewrite
     seconds: float
     read: set[Where]  # plain attributes that the result depends on
 
@@ -86,7 +86,7 @@ class Survey:
         unchecked: blocks whose numeric check could not run, and why.
     """
 
-    matched: list[Matched]
+    matched: list[MatchedBlock]
     refused: list[Refusal]
     seconds: float
     attends: bool
@@ -178,7 +178,7 @@ def _not_followed(error: Exception, model: nn.Module) -> Refused:
     if is_own_mistake(error):
         return own_fault(error, _user_line(error) or first_line(model))
     return Refused(
-        f"the model runs, but not on abstract tensors ({in_short(error)})",
+        f"the model runs, but not on abstract tensors ({summarize_error(error)})",
         source=_user_line(error),
         remedy="compile the blocks that are not concerned one by one, each with example_inputs of its own",
     )
@@ -202,7 +202,7 @@ def _originals(model: nn.Module) -> Iterator[None]:
 
 def _try_chains(
     model: nn.Module, found: Found, plan: Plan, tell: Callable[[str], None]
-) -> tuple[list[Matched], list[Refusal]]:
+) -> tuple[list[MatchedBlock], list[Refusal]]:
     """Prove the candidates, those with expert-like parameters and the smaller ones first; of each chain at most two.
     Those that are given a choice come last: the router should be a part of the block."""
     modules = dict(model.named_modules())
@@ -210,7 +210,7 @@ def _try_chains(
     for i, chain in enumerate(found.chains):
         for name in chain:
             chains_of.setdefault(name, []).append(i)
-    matched: list[Matched] = []
+    matched: list[MatchedBlock] = []
     taken: set[str] = set()
     refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(found.chains))}
     for name in sorted(chains_of, key=lambda n: _priority(n, modules, found)):
@@ -237,7 +237,7 @@ def _try_chains(
     return matched, [r for r in refused.values() if not _touches(r.name, taken)]
 
 
-def _without_outside_parts(model: nn.Module, matched: list[Matched]) -> tuple[list[Matched], list[Refusal]]:
+def _without_outside_parts(model: nn.Module, matched: list[MatchedBlock]) -> tuple[list[MatchedBlock], list[Refusal]]:
     """Blocks stay as they are if others have a hand in their experts: hooks would not fire, shards not be gathered."""
     modules, refused = dict(model.named_modules()), []
     for m in matched:
@@ -249,7 +249,7 @@ def _without_outside_parts(model: nn.Module, matched: list[Matched]) -> tuple[li
     return [m for m in matched if m.names], refused
 
 
-def _outside_part(block: nn.Module, result: Result) -> tuple[str, str] | None:
+def _outside_part(block: nn.Module, result: BlockRewrite) -> tuple[str, str] | None:
     for part in absorbed_names(block, result.graph, result.rewritten.repeated):
         if hook := find_hook_kind(block.get_submodule(part)):
             return (
@@ -346,9 +346,9 @@ def _touches(name: str, taken: set[str]) -> bool:
 
 def _prove_all(
     name: str, modules: dict[str, nn.Module], found: Found, plan: Plan, tell: Callable[[str], None]
-) -> list[Matched]:
+) -> list[MatchedBlock]:
     """Prove one module, and give its program to all modules that are the same but for their weights."""
-    made: list[Matched] = []
+    made: list[MatchedBlock] = []
     like = signature(modules[name])
     alike = [n for n, m in modules.items() if signature(m) == like]
     watched, follows = attributes(modules[name]), follows_its_mode(modules[""])
@@ -367,13 +367,13 @@ def _prove_all(
             for n in left
             if n != first and all(same(value_at(modules[n], w), value_at(modules[first], w)) for w in read)
         ]
-        made.append(Matched(equal, call, result, time.perf_counter() - start, read))
+        made.append(MatchedBlock(equal, call, result, time.perf_counter() - start, read))
         left = [n for n in left if n not in equal]
     return made
 
 
-def _rewrite_as_called(module: nn.Module, call: Seen, found: Found, plan: Plan, read: set[Where]) -> Result:
-    def rewrite(skipping: Skipping | None) -> Result:
+def _rewrite_as_called(module: nn.Module, call: Seen, found: Found, plan: Plan, read: set[Where]) -> BlockRewrite:
+    def rewrite(skipping: Skipping | None) -> BlockRewrite:
         if skipping is None:
             return _rewrite(module, call.name, call, plan)
         stood_in = dataclasses.replace(call, args=skipping.args, kwargs=skipping.kwargs)
@@ -384,7 +384,7 @@ def _rewrite_as_called(module: nn.Module, call: Seen, found: Found, plan: Plan, 
 
 def _rewrite(
     module: nn.Module, name: str, call: Seen, plan: Plan, skipped: Mapping[str, SkippedCall] | None = None
-) -> Result:
+) -> BlockRewrite:
     is_graph = isinstance(module, fx.GraphModule)
     try:
         return rewrite_block(module, name, call.args, call.kwargs, plan, skipped)
@@ -403,7 +403,7 @@ def _rewrite(
         where = _user_line(error)
         if (where or is_graph) and not is_own_mistake(error):
             what = "at other sizes than the example's" if _is_followed(module, call) else "on abstract tensors"
-            reason = f"it does not run {what} ({in_short(error)})"
+            reason = f"it does not run {what} ({summarize_error(error)})"
             raise Refused(reason, source=where, remedy=_FLAT if is_graph else "") from error
         raise own_fault(error, where or first_line(module)) from error
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._plan import Plan
 from .._version import __version__
-from ..compiler.pipeline import Result
-from ..compiler.survey import Matched, Refusal, Survey, first_line
+from ..compiler.pipeline import BlockRewrite
+from ..compiler.survey import MatchedBlock, Refusal, Survey, first_line
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
 from ..ir.expert_placement import Placement, SharedTokens, Ways
 from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
@@ -62,7 +62,7 @@ class Spread:
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__, compare=False)
 
     @classmethod
-    def over(cls, axis: ExpertAxis, result: Result, plan: Plan) -> Spread:
+    def over(cls, axis: ExpertAxis, result: BlockRewrite, plan: Plan) -> Spread:
         """Lay out the experts of a rewritten block.
 
         Raises:
@@ -75,7 +75,7 @@ class Spread:
         way = dataclasses.replace(way, chunks=plan.chunks)
         return cls(placement, way, why, sequence, expert_parameters(result), plan)
 
-    def graph(self, block: nn.Module, result: Result) -> Result:
+    def graph(self, block: nn.Module, result: BlockRewrite) -> BlockRewrite:
         """Extend the history of a rewritten block by the graph with collectives. The proof stays as it is."""
         steps: list[Any] = [functools.partial(ssmb, sequence=self.sequence)] if self.sequence else []
         steps.append(
@@ -205,7 +205,7 @@ def _nodes(axis: ExpertAxis) -> str:
         return f"none, {error}"
 
 
-def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
+def ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[Ways, str]:
     """Choose the way in which rows travel. Returns it with the reason."""
     dispatch, why = plan.dispatch, "as planned"
     if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
@@ -223,7 +223,7 @@ def ways(axis: ExpertAxis, plan: Plan, result: Result) -> tuple[Ways, str]:
     return axis.build_ways(by_level=False, dedup=dispatch != "flat"), why
 
 
-def _fastest(axis: ExpertAxis, result: Result, tokens: int) -> tuple[str, str]:
+def _fastest(axis: ExpertAxis, result: BlockRewrite, tokens: int) -> tuple[str, str]:
     """Choose the fastest way by measured bandwidths, for uniform routing. All ranks choose the same."""
     links = axis.links
     if links is None:
@@ -234,7 +234,7 @@ def _fastest(axis: ExpertAxis, result: Result, tokens: int) -> tuple[str, str]:
     return choose_fastest(seconds), f"auto: predicted for {tokens} tokens a rank {shown}"
 
 
-def _row_bytes(result: Result) -> float:
+def _row_bytes(result: BlockRewrite) -> float:
     """Bytes of a token in an exchange: its values, and a weight and a slot for each choice."""
     gathers = Routed.of(result.graph).gathers
     values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
@@ -242,7 +242,7 @@ def _row_bytes(result: Result) -> float:
     return sum(widths) + 6.0 * result.match.slots
 
 
-def expert_parameters(result: Result) -> ExpertParameters:
+def expert_parameters(result: BlockRewrite) -> ExpertParameters:
     """Find the experts' parameters of a block, and how the block stores them."""
     groups = result.match.groups
     if len(groups) > 1:  # see `Routed.of`
@@ -299,7 +299,7 @@ def would_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) 
     that cannot be spread becomes a refused one. Collective, as `Spread.over` is."""
     spreads: dict[int, Spread] = {}
 
-    def refuse(matched: Matched, why: MoefxError) -> None:
+    def refuse(matched: MatchedBlock, why: MoefxError) -> None:
         found.matched.remove(matched)
         told = why if isinstance(why, Refused) else Refused(str(why))
         source = told.source or first_line(model.get_submodule(matched.names[0]))

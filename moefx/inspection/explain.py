@@ -22,7 +22,7 @@ _WEIGHTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class MatchedBlock:
+class BlockReport:
     """A rewritten block, or several of one kind.
 
     Attributes:
@@ -88,7 +88,7 @@ class Explanation:
     """
 
     model: str
-    matched: tuple[MatchedBlock, ...]
+    matched: tuple[BlockReport, ...]
     refused: tuple[Any, ...]
     seconds: float
     paths: tuple[tuple[str, str, int], ...] = ()

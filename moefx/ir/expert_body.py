@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidInput, in_short
+from ..errors import InvalidInput, summarize_error
 from .expression_check import check_dtype, check_expression
 from .pointwise_expression import Expr, pretty, result_dtype, to_dtype, variables
 
@@ -92,7 +92,9 @@ class ExpertBody:
             up, down = tuple(Gemm(**gemm) for gemm in fields.pop("up")), Gemm(**fields.pop("down"))
             body = ExpertBody(up=up, down=down, **fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise InvalidInput(f"the body of expert_mlp is no expert body ({in_short(error)}): {text[:200]}") from None
+            raise InvalidInput(
+                f"the body of expert_mlp is no expert body ({summarize_error(error)}): {text[:200]}"
+            ) from None
         body.check()
         return body
 

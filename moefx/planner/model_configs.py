@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CaptureError, UnknownArchitecture, in_short
+from ..errors import CaptureError, UnknownArchitecture, summarize_error
 from .architecture import Architecture
 from .describe import describe
 
@@ -57,7 +57,7 @@ def describe_config(config: Any, example_inputs: Any = None) -> Architecture:
         sizes, seen = _sizes(config), str(error)
         wrong = list(_wrong(sizes))
         if isinstance(error, CaptureError) and error.__cause__ and example_inputs is None:
-            seen = f"the model that transformers makes of it does not run: {in_short(error.__cause__)}"
+            seen = f"the model that transformers makes of it does not run: {summarize_error(error.__cause__)}"
             shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
             wrong = wrong or [f"some of its sizes do not go together, of {shown} or others"]
         if not wrong:

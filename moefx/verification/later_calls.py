@@ -22,7 +22,7 @@ from ..capture.inputs import Arguments, Leaf
 from ..capture.readings import readings
 from ..comparison.input_layouts import Layout
 from ..comparison.sandbox import Inputs, Options, Parameters, copy_detached, execute, leaves, make_sandbox
-from ..errors import in_short
+from ..errors import summarize_error
 
 MODULI = (7, 5, 8, 6, 3, 4, 2)  # token counts cover the remainders by these, in this order of priority
 NUM_SMALL = 4  # calls with few tokens, forward only
@@ -206,7 +206,7 @@ class CallPlanner:
                 inputs = _copy_inputs_to_cpu(inputs)
             execute(box, inputs, options, cast=lambda t: t.to(self.dtype) if self.dtype else t)
         except Exception as error:
-            return f"on {call} the original raises {in_short(error)[:160]}"
+            return f"on {call} the original raises {summarize_error(error)[:160]}"
         return None
 
 

@@ -214,7 +214,7 @@ def _check_models(
 def _find_recipes(model: nn.Module) -> Mapping[str, BackendRecipe]:
     """The parts of a model that `torch.compile(..., backend="moefx")` compiled, by name."""
     backend = sys.modules.get("moefx.frontends.dynamo.backend")  # loaded by Dynamo on first use
-    return backend.ways_of(model) if backend is not None else {}
+    return backend.find_recipes(model) if backend is not None else {}
 
 
 def _select_runnable_parts(

@@ -26,7 +26,7 @@ from ..comparison.compare import CallChain
 from ..comparison.routing_tape import Scope
 from ..comparison.sandbox import Inputs, Options, map_tensors
 from ..compiler.survey import Refusal
-from ..frontends.fx.graph_rewrite import rewritten
+from ..frontends.fx.graph_rewrite import rewrite_regions
 from ..inspection.explain import merge_refusals
 from ..runtime.module import BlockForward, rewritten_blocks
 from .compiled_parts import CompiledCopies, CompiledPart, allow_recompiles
@@ -49,7 +49,7 @@ class BackendRecipe(NamedTuple):
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph as the backend does, without logs and without records for `explain`."""
-        out, _ = rewritten(gm, list(example_inputs), self.plan)
+        out, _ = rewrite_regions(gm, list(example_inputs), self.plan)
         with keeping_saved_tensors() if out is not gm else contextlib.nullcontext():
             return self.inner_compiler(out, example_inputs)
 
@@ -168,7 +168,7 @@ class _GraphRunner:
 
     def _make_backend(self, plan: Plan) -> Callable[..., Any]:
         def compiled(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            out, found = rewritten(gm, example_inputs, plan)
+            out, found = rewrite_regions(gm, example_inputs, plan)
             self.refused |= {str(r): r for f in found.every() for r in f.refused}
             return lambda *values: self._run_graph(out, values)
 

@@ -19,7 +19,7 @@ from ..comparison.router_states import GIVEN, router_states
 from ..comparison.routing_tape import RoutingRow, Scope
 from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward, call_module
 from ..comparison.shares import Shares, to_local
-from ..errors import InvalidInput, in_short
+from ..errors import InvalidInput, summarize_error
 from ..runtime.module import BlockForward, CallCounts, rewritten_blocks
 from .bisect import find_first_bad_snapshot, find_program
 from .compiled_parts import CompiledCopies, CompiledPart
@@ -190,7 +190,7 @@ class ModelVerifier:
                 named = f"{case}: {tried}"
                 return self.record(chain.compare(tried.inputs, tried.apply_to(options), named, is_brief=True)), tried
             except InvalidInput as error:
-                self.not_covered.append(in_short(error.__cause__ or error)[:160] + f" on {named}")
+                self.not_covered.append(summarize_error(error.__cause__ or error)[:160] + f" on {named}")
         return None, later
 
     def record_coverage(self, what: str, ran_original: Counter[str]) -> None:
@@ -222,7 +222,7 @@ class ModelVerifier:
                     found.append(chain.compare(inputs, options, f"inputs {i}, {name}{precision}"))
                     num_close += chain.count_close_choices()
                 except InvalidInput as error:
-                    self.not_covered.append(f"{name}{precision}: {in_short(error)[:200]}")
+                    self.not_covered.append(f"{name}{precision}: {summarize_error(error)[:200]}")
             if all(comparison.ok for comparison in found) or not num_close or working.dtype == torch.float64:
                 break
             self.notes.append(

@@ -14,5 +14,5 @@ def fresh():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     proof_cache.forget()
-    backend._told.clear()
+    backend._logged.clear()
     registry.forget()

@@ -66,7 +66,7 @@ def run(name: str, experts: str = "eager", with_moefx: bool = True) -> tuple[str
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for kept in (proof_cache._kept, backend._told, registry.KEPT, registry.PLAIN):
+    for kept in (proof_cache._proofs, backend._logged, registry.COMPILED_GRAPHS, registry.GRAPHS_WITHOUT_MOE):
         kept.clear()
     said = Said()
     logging.getLogger("moefx").addHandler(said)

@@ -74,7 +74,7 @@ def test_idiom(idiom, dynamic):
     """Both layers are rewritten by one proof, which holds for the sizes that come later, too."""
     mine = model(idiom)
     reference, call = copy.deepcopy(mine), compiled(mine, dynamic)
-    before = proof_cache.lifts
+    before = proof_cache.num_proofs_tried
     dtype = next(mine.parameters()).dtype
     for shape in ((2, 9), (1, 11)):
         torch.manual_seed(1)
@@ -82,7 +82,7 @@ def test_idiom(idiom, dynamic):
     assert [b.name for b in moefx.blocks(call)] == ["layers.0.moe", "layers.1.moe"]
     assert all(b.graph.find("moefx::expert_mlp") for b in moefx.blocks(call))
     proofs = 2 if idiom == "gshard" and dynamic is None else 1  # its capacity is a number of the graph
-    assert proof_cache.lifts - before <= (3 if proofs == 2 else 2)
+    assert proof_cache.num_proofs_tried - before <= (3 if proofs == 2 else 2)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -184,11 +184,11 @@ def test_inductor_compiles_the_rest():
 
 
 def test_a_second_compile_takes_the_proof():
-    before = proof_cache.lifts
+    before = proof_cache.num_proofs_tried
     for _ in range(2):
         torch._dynamo.reset()
         compiled(model("dense_masked"))(torch.randn(2, 9, D, dtype=torch.float64))
-    assert proof_cache.lifts == before + 1
+    assert proof_cache.num_proofs_tried == before + 1
 
 
 class Layer(nn.Module):
@@ -215,10 +215,10 @@ class OneBias(nn.Module):
 
 
 def test_layers_with_a_weight_of_the_model_have_one_proof():
-    mine, before = OneBias().double(), proof_cache.lifts
+    mine, before = OneBias().double(), proof_cache.num_proofs_tried
     call, x = compiled(mine), torch.randn(2, 9, D, dtype=torch.float64)
     torch.testing.assert_close(call(x), copy.deepcopy(mine)(x))
-    assert len(moefx.blocks(call)) == 3 and proof_cache.lifts == before + 1
+    assert len(moefx.blocks(call)) == 3 and proof_cache.num_proofs_tried == before + 1
 
 
 def test_a_proof_that_is_kept_holds_no_capture():
@@ -333,9 +333,9 @@ def test_a_graph_that_ends_before_the_experts_is_named(caplog):
 def test_rewritten_blocks_are_left_alone(caplog):
     mine, x = nn.Sequential(nn.LayerNorm(D), Loop()), torch.randn(9, D)
     rewritten = moefx.compile(mine, example_inputs=(x,))
-    before = proof_cache.lifts
+    before = proof_cache.num_proofs_tried
     torch.testing.assert_close(compiled(rewritten)(x), mine(x))
-    assert proof_cache.lifts == before and not warnings_of(caplog)
+    assert proof_cache.num_proofs_tried == before and not warnings_of(caplog)
 
 
 @pytest.mark.parametrize(

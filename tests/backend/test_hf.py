@@ -37,4 +37,4 @@ def test_grouped_mm():
             if q.grad is not None:
                 torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-4)
     assert [b.name for b in moefx.blocks(compiled)] == ["model.layers.1.mlp", "model.layers.2.mlp"]
-    assert len(registry.KEPT) == 2 and not moefx.explain(compiled).refused
+    assert len(registry.COMPILED_GRAPHS) == 2 and not moefx.explain(compiled).refused

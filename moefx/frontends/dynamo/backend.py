@@ -15,18 +15,18 @@ from ..._plan import Plan
 from ...api import RECORD, UNCHANGED, Record, checked_passes, explain
 from ...compiler.survey import Refusal
 from ...errors import Refused
-from ...inspection.explain import MatchedBlock, merge_refusals
+from ...inspection.explain import BlockReport, merge_refusals
 from ...runtime.module import BlockForward, rewritten_blocks
 from ...verification.compiled_parts import find_compiled_parts
 from ...verification.traced import BackendRecipe, keeping_saved_tensors
 from ..fx import trace_artifacts
-from ..fx.graph_rewrite import Found, checked_graph, checked_plan, refusal_of, rewritten
+from ..fx.graph_rewrite import Found, checked_graph, checked_plan, refusal_of, rewrite_regions
 from ..fx.normalize import folded, prepared
 from . import registry as kept
 from .compile_options import options_of
 
 _log = logging.getLogger(__name__)
-_told: set[str] = set()
+_logged: set[str] = set()
 _OPEN = "experts are selected, but Dynamo ends its graph before their results come together"
 _RETURNED = "what was selected is returned by the graph, and in it nothing of that comes together"
 
@@ -55,7 +55,7 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     values = checked_graph(gm, example_inputs)
     try:
         ready = prepared(gm, values)
-        out, found = rewritten(ready, values, plan)
+        out, found = rewrite_regions(ready, values, plan)
     except Refused as why:
         _once(logging.WARNING, f"moefx left a graph as it was: {why.reason}")
         UNCHANGED[gm] = Record((), (refusal_of(why, "", ""),), 0.0)
@@ -87,7 +87,7 @@ def backend(
         InvalidPlan: an unknown option, or an invalid plan.
     """
     chosen = options_of(options, mode)
-    out, found = rewritten(gm, list(example_inputs), chosen.plan)
+    out, found = rewrite_regions(gm, list(example_inputs), chosen.plan)
     _tell(gm, found, "it is compiled as it is")
     for skipped in _skipped():
         _once(logging.WARNING, f"moefx: {skipped}. If these are experts: {kept.FIRST}")
@@ -111,8 +111,8 @@ def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
     """In the log, each thing once."""
     every = found.every()
     refused = [r for f in every for r in f.refused]
-    before = [r for one in kept.KEPT for r in one.record.refused]
-    matched = [m for one in kept.KEPT for m in one.record.matched]
+    before = [r for one in kept.COMPILED_GRAPHS for r in one.record.refused]
+    matched = [m for one in kept.COMPILED_GRAPHS for m in one.record.matched]
     others = [r for r in kept.of_few_tokens([*before, *refused], matched) if r in refused]
     for level, those in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
         for refusal in merge_refusals(those):
@@ -154,13 +154,13 @@ def _skipped() -> list[kept.Skipped]:
 
 
 def _once(level: int, text: str, detail: str = "") -> None:
-    if text not in _told:
-        _told.add(text)
+    if text not in _logged:
+        _logged.add(text)
         _log.log(level, "%s%s", text, detail)
 
 
 def _record(gm: fx.GraphModule, found: Found) -> Record:
-    reports: dict[int, MatchedBlock] = {}  # by proof
+    reports: dict[int, BlockReport] = {}  # by proof
     for f in found.every():
         for region, proof in f.matched:
             holds_for = str(region.specialisation(f.facts, proof.program))
@@ -176,7 +176,7 @@ def _record(gm: fx.GraphModule, found: Found) -> Record:
 
 
 # ---------------------------------------------------------------------- what was compiled with the backend
-def ways_of(model: nn.Module) -> dict[str, BackendRecipe]:
+def find_recipes(model: nn.Module) -> dict[str, BackendRecipe]:
     """How `torch.compile` made a model, or modules of one (`module.compile`), with this backend."""
     ways = {}
     for name, part in find_compiled_parts(model).items():
@@ -190,7 +190,7 @@ def ways_of(model: nn.Module) -> dict[str, BackendRecipe]:
 def compiled_for(given: nn.Module | Callable[..., Any]) -> tuple[Record | None, dict[str, BlockForward]]:
     """The regions of the graphs of a model or a function that was compiled with the backend, the latest of each name.
     Of a model that never was, unless it is what `torch.compile` returned, there is no record."""
-    if mine := kept.of(given, kept.KEPT):
+    if mine := kept.of(given, kept.COMPILED_GRAPHS):
         return kept.together(mine)
-    was_compiled = not isinstance(given, nn.Module) or ways_of(given)
+    was_compiled = not isinstance(given, nn.Module) or find_recipes(given)
     return (Record((), (kept.nothing(given, _skipped()),), 0.0) if was_compiled else None), {}

@@ -14,7 +14,7 @@ from torch import fx, nn
 from ...api import Record
 from ...capture.source import Source
 from ...compiler.survey import Refusal
-from ...inspection.explain import MatchedBlock
+from ...inspection.explain import BlockReport
 from ...runtime.module import BlockForward, rewritten_blocks
 from ..fx.graph_rewrite import Found
 from ..fx.node_queries import sources_of
@@ -54,8 +54,8 @@ class Compiled:
     entered: set[tuple[str, int]]
 
 
-KEPT: list[Compiled] = []
-PLAIN: list[Compiled] = []  # graphs in which nothing is that looks like experts
+COMPILED_GRAPHS: list[Compiled] = []
+GRAPHS_WITHOUT_MOE: list[Compiled] = []  # graphs in which nothing is that looks like experts
 
 
 def keep(out: fx.GraphModule, found: Found, record: Record) -> None:
@@ -65,15 +65,15 @@ def keep(out: fx.GraphModule, found: Found, record: Record) -> None:
     held = held or [t for f in every for t in f.facts.weights.values()]
     outermost: set[Source] = {sources_of(n, 0)[-1] for n in found.facts.nodes if n.stack_trace}
     entered = {(source.file, source.line) for source in outermost}
-    mine = KEPT if record.matched or record.refused else PLAIN
+    mine = COMPILED_GRAPHS if record.matched or record.refused else GRAPHS_WITHOUT_MOE
     mine.append(Compiled(record, forwards, [weakref.ref(t) for t in held], entered))
     del mine[:-_MOST]
 
 
 def forget() -> None:
     """`torch.compiler.reset()`: graphs that were compiled before are not run any more."""
-    KEPT.clear()
-    PLAIN.clear()
+    COMPILED_GRAPHS.clear()
+    GRAPHS_WITHOUT_MOE.clear()
 
 
 def of(given: nn.Module | Callable[..., Any], graphs: Sequence[Compiled]) -> list[Compiled]:
@@ -94,7 +94,7 @@ def lines_of(function: Callable[..., Any]) -> set[tuple[str, int]]:
 
 def together(mine: list[Compiled]) -> tuple[Record, dict[str, BlockForward]]:
     """The regions of several graphs, the latest of each name."""
-    matched: dict[tuple[str, ...], MatchedBlock] = {}
+    matched: dict[tuple[str, ...], BlockReport] = {}
     refused: dict[str, Refusal] = {}
     forwards: dict[str, BlockForward] = {}
     for one in mine:
@@ -110,7 +110,7 @@ def together(mine: list[Compiled]) -> tuple[Record, dict[str, BlockForward]]:
     return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards
 
 
-def of_few_tokens(refused: Sequence[Refusal], matched: Iterable[MatchedBlock]) -> list[Refusal]:
+def of_few_tokens(refused: Sequence[Refusal], matched: Iterable[BlockReport]) -> list[Refusal]:
     """Those that are left for having a single token, or none, of which there are graphs of more."""
     few = [r for r in refused if r.reason in (NO_TOKENS, ONE_TOKEN)]
     names = {name for report in matched for name in report.names} | {r.name for r in refused if r not in few}
@@ -123,13 +123,13 @@ def nothing(given: nn.Module | Callable[..., Any], skipped: Sequence[Skipped]) -
     codes = [m.forward for m in given.modules()] if isinstance(given, nn.Module) else [given]
     codes = [code for code in codes if hasattr(inspect.unwrap(code), "__code__")] if skipped else []
     lines = set[tuple[str, int]]().union(*map(lines_of, codes))
-    plain = of(given, PLAIN)
+    plain = of(given, GRAPHS_WITHOUT_MOE)
     if mine := [one for one in skipped if (one.file, one.line) in lines]:
         reason, remedy = f"{mine[0]}", f"if these are experts: {FIRST}"
     elif plain:
         graphs = f"{len(plain)} graphs" if len(plain) > 1 else "one graph"
         reason, remedy = f"Dynamo made {graphs} of it, and in none are experts selected", _ASK
-    elif KEPT or PLAIN:
+    elif COMPILED_GRAPHS or GRAPHS_WITHOUT_MOE:
         reason = (
             "there is no graph of it: it was not called yet, or Dynamo runs those of an equal model from before, "
             "or of parameters that this one had before"

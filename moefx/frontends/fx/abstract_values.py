@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ...errors import InvalidInput, Refused, in_short
+from ...errors import InvalidInput, Refused, summarize_error
 from ...ir.memory_order import inverse
 from ...util.fake_tensor_log import without_fake_tensor_errors
 from .node_queries import SELECT, SWITCHES, hint, is_float_tensor, target_name
@@ -65,7 +65,7 @@ def propagated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Nod
     except DataDependentOutputException as error:
         raise Refused(f"what the graph computes depends on a value that it reads from a tensor ({error})") from error
     except Exception as error:
-        raise InvalidInput(f"the graph does not run on these example_inputs: {in_short(error)}") from error
+        raise InvalidInput(f"the graph does not run on these example_inputs: {summarize_error(error)}") from error
 
 
 def symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
@@ -98,7 +98,7 @@ def symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node,
     except Exception as error:
         propagated(gm, example_inputs)
         raise Refused(
-            f"the graph asks for sizes, and does not run on symbolic ones ({in_short(error)})", remedy=_EXPORT
+            f"the graph asks for sizes, and does not run on symbolic ones ({summarize_error(error)})", remedy=_EXPORT
         ) from error
     for n, value in values.items():
         if isinstance(value, torch.SymBool):

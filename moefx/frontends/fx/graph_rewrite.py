@@ -55,7 +55,7 @@ class Found:
         return [self, *(f for inner in self.inside for f in inner.every())]
 
 
-def rewritten(
+def rewrite_regions(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     plan: Plan,
@@ -71,7 +71,7 @@ def rewritten(
     found = find(gm, example_inputs, plan, origins, names)
     bodies: dict[str, fx.GraphModule] = {}
     for name, values, inner in _bodies(found.facts):
-        body, more = rewritten(getattr(gm, name), values, plan, inner, names)
+        body, more = rewrite_regions(getattr(gm, name), values, plan, inner, names)
         if body is not getattr(gm, name):
             bodies[name] = body
         found.inside.append(more)

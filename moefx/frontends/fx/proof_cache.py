@@ -18,11 +18,11 @@ from ...capture.find import Seen
 from ...capture.sizes import SizeGuard
 from ...compiler.block_report import report_of
 from ...compiler.numeric_check import numeric_check
-from ...compiler.pipeline import Result, limited, rewrite_block
+from ...compiler.pipeline import BlockRewrite, limited, rewrite_block
 from ...compiler.specialization import program_of
-from ...compiler.survey import Matched
-from ...errors import CaptureError, MoefxError, Refused, in_short
-from ...inspection.explain import MatchedBlock
+from ...compiler.survey import MatchedBlock
+from ...errors import CaptureError, MoefxError, Refused, summarize_error
+from ...inspection.explain import BlockReport
 from ...runtime.module import suspend_observers
 from ...runtime.program import Program
 from ...util.compile_lock import compile_lock
@@ -44,7 +44,7 @@ class Proven:
         experts: the names of the experts' weights.
     """
 
-    report: MatchedBlock
+    report: BlockReport
     program: Program
     guards: tuple[SizeGuard, ...]
     experts: frozenset[str]
@@ -54,8 +54,8 @@ class Proven:
 
 
 _Outcome = Proven | Refused
-_kept: OrderedDict[tuple[Any, Plan, str, torch.dtype | None], list[_Outcome]] = OrderedDict()
-lifts = 0  # proofs tried in this process
+_proofs: OrderedDict[tuple[Any, Plan, str, torch.dtype | None], list[_Outcome]] = OrderedDict()
+num_proofs_tried = 0  # proofs tried in this process
 
 
 def match(facts: Facts, region: Extracted, plan: Plan) -> Proven:
@@ -65,10 +65,10 @@ def match(facts: Facts, region: Extracted, plan: Plan) -> Proven:
         Refused: it is not (provably) a token-choice mixture of experts, or not at these sizes.
     """
     key = region.key, plan, region.device, _autocast(region)
-    outcomes = _kept.setdefault(key, [])
-    _kept.move_to_end(key)
-    while len(_kept) > _MOST_KEPT:
-        _kept.popitem(last=False)
+    outcomes = _proofs.setdefault(key, [])
+    _proofs.move_to_end(key)
+    while len(_proofs) > _MOST_KEPT:
+        _proofs.popitem(last=False)
     for outcome in outcomes:
         if isinstance(outcome, Proven) and outcome.holds(region.dims):
             return outcome
@@ -118,8 +118,8 @@ def used_outside(facts: Facts, region: Extracted, plan: Plan) -> Refused | None:
 
 
 def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
-    global lifts
-    lifts += 1
+    global num_proofs_tried
+    num_proofs_tried += 1
     start = time.perf_counter()
     _log.info("moefx: looking at %s (%s), once for all equal ones", region.name, region.source)
     args = region.arguments(facts)
@@ -138,7 +138,7 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
             numbers = "make the graph for dynamic sizes of its token dims: numbers do not show what they were made of"
             is_dynamic = any(isinstance(n, torch.SymInt) for n in facts.value[region.extent.entry].shape)
             raise Refused(
-                f"it does not run at other sizes than the graph's ({in_short(error)})",
+                f"it does not run at other sizes than the graph's ({summarize_error(error)})",
                 source=region.source,
                 remedy="make the first call with other sizes, or compile with dynamic=False" if is_dynamic else numbers,
             ) from error
@@ -150,7 +150,7 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
         result = limited(block, result, plan)
         program = program_of(block, result, args, {}, dtype)
     seconds = time.perf_counter() - start
-    matched = Matched([region.name], Seen(region.name, args, {}), result, seconds, set())
+    matched = MatchedBlock([region.name], Seen(region.name, args, {}), result, seconds, set())
     report = dataclasses.replace(report_of(matched, program, block, verdict), kind="region of a graph")
     tables = [places for group in result.match.groups for places in group.tables]
     fixed = [SizeGuard(dim, "eq", str(n), True) for dim, n in result.match.arguments.fixed.items()]
@@ -168,7 +168,7 @@ def _autocast(region: Extracted) -> torch.dtype | None:
     return torch.get_autocast_dtype(region.device)
 
 
-def _checked(facts: Facts, region: Extracted, result: Result, plan: Plan) -> str:
+def _checked(facts: Facts, region: Extracted, result: BlockRewrite, plan: Plan) -> str:
     """What the numeric check says.
 
     Raises:
@@ -189,4 +189,4 @@ def _checked(facts: Facts, region: Extracted, result: Result, plan: Plan) -> str
 
 def forget() -> None:
     """Drop all proofs."""
-    _kept.clear()
+    _proofs.clear()
