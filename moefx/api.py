@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from ._plan import Plan
-from .compiler.block_report import report_of
-from .compiler.model_proof import shown
-from .compiler.pipeline import PASSES, limited
+from .compiler.block_report import build_report
+from .compiler.model_proof import quote_name
+from .compiler.pipeline import PASSES, apply_capacity
 from .compiler.plan_check import check_effects, check_layout
 from .compiler.rank_agreement import agree_on_proof
-from .compiler.specialization import Specialise, program_of
+from .compiler.specialization import LazySpecializer, build_program
 from .compiler.survey import MatchedBlock, Refusal, Survey
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import BlockReport, Explanation, merge_refusals
@@ -92,7 +92,7 @@ def compile(
     if mesh is not None:
         from .distribution.block_distribution import (  # torch.distributed takes a while
             Spread,
-            check_holders,
+            check_owners,
             spread_blocks,
         )
         from .distribution.training_wiring import describe_reductions, prepare_training, watch_block
@@ -134,16 +134,16 @@ def compile(
         for matched in found.matched:
             spreads[id(matched)] = Spread.over(axis, matched.result, plan)
         holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
-        check_holders(model, holders, list(holders), axis.mesh)
+        check_owners(model, holders, list(holders), axis.mesh)
     for matched in found.matched:
         first, spread = modules[matched.names[0]], spreads.get(id(matched))
-        matched.result = limited(first, matched.result, plan)
+        matched.result = apply_capacity(first, matched.result, plan)
         if spread is not None:
             matched.result = spread.graph(first, matched.result)
             for name in matched.names:
                 spread.take(copies[modules[name]], axis)
         program = _program(matched, first)
-        specialise = Specialise(matched.result.match.arguments, plan, OWN_MODE in matched.read, spread)
+        specialise = LazySpecializer(matched.result.match.arguments, plan, OWN_MODE in matched.read, spread)
         for name in matched.names:
             forward = install_forward(copies[modules[name]], [program.renamed(name)], name=name, specialise=specialise)
             if spread is not None:
@@ -154,7 +154,7 @@ def compile(
                 f"original: {guard}",
                 stacklevel=2,
             )
-        reports.append(report_of(matched, program, first, proven.verdicts[id(matched)], spread))
+        reports.append(build_report(matched, program, first, proven.verdicts[id(matched)], spread))
     gradients: tuple[str, ...] = ()
     if axis is not None:
         prepare_training(compiled, axis, plan)
@@ -189,18 +189,18 @@ def explain(
         proven, spreads, gradients = agree_on_proof(model, example_inputs, _plan(plan, mesh), mesh), {}, ()
         plan, found = proven.plan, proven.found
         for m in found.matched:
-            m.result = limited(model.get_submodule(m.names[0]), m.result, plan)
+            m.result = apply_capacity(model.get_submodule(m.names[0]), m.result, plan)
         if proven.axis is not None:
-            from .distribution.block_distribution import would_spread
+            from .distribution.block_distribution import preview_spread
             from .distribution.training_wiring import describe_reductions
 
-            spreads = would_spread(model, proven.axis, found, plan)
+            spreads = preview_spread(model, proven.axis, found, plan)
             holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
             gradients = describe_reductions(model, holders, proven.axis, plan)
         reports = []
         for m in found.matched:
             block = model.get_submodule(m.names[0])
-            reports.append(report_of(m, _program(m, block), block, proven.verdicts[id(m)], spreads.get(id(m))))
+            reports.append(build_report(m, _program(m, block), block, proven.verdicts[id(m)], spreads.get(id(m))))
         told, more = tuple(found.refused), {"planned": proven.decision, "gradients": gradients}
         return Explanation(type(model).__name__, tuple(reports), told, found.seconds, **more)
     return _told(type(model).__name__, record, _forwards(given))
@@ -301,7 +301,7 @@ def history(compiled: nn.Module, name: str) -> History:
     by_region = {forward.name: forward for forward in forwards.values()}  # as `explain` calls those of a graph
     found = forwards.get(name) or by_region.get(name)
     if found is None:
-        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(shown(n) for n in forwards)}")
+        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(quote_name(n) for n in forwards)}")
     return found.programs[0].history
 
 
@@ -374,7 +374,7 @@ def _nothing_found(model: nn.Module, found: Survey) -> str:
 
 def _program(matched: MatchedBlock, block: nn.Module) -> Program:
     call = matched.call
-    return program_of(block, matched.result, call.args, call.kwargs, read=matched.read, tied=ties(block))
+    return build_program(block, matched.result, call.args, call.kwargs, read=matched.read, tied=ties(block))
 
 
 def _failed_guard(program: Program, matched: MatchedBlock, block: nn.Module) -> str:

@@ -65,7 +65,7 @@ def summarize_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
 
 
-def own_fault(error: Exception, source: str) -> Refused:
+def refuse_own_bug(error: Exception, source: str) -> Refused:
     """Make a refusal of an error in moefx itself: the user's program need not fail for it."""
     remedy = "please report it, with the model if you can"
     return Refused(f"moefx itself failed on it ({summarize_error(error)})", source=source, remedy=remedy)

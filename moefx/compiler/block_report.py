@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MASK = "by the program's own mask"
 
 
-def report_of(
+def build_report(
     matched: MatchedBlock, program: Program, block: nn.Module, verdict: str, spread: Spread | None = None
 ) -> BlockReport:
     match, graph = matched.result.match, matched.result.graph

@@ -13,8 +13,8 @@ from ..capture.defaults import neutral_device
 from ..capture.worker import run_in_worker
 from ..ir.argument_binding import device_of
 from ..util.compile_lock import compile_lock
-from .numeric_check import not_finite, numeric_check
-from .survey import Refusal, Survey, first_line, survey
+from .numeric_check import find_nonfinite, numeric_check
+from .survey import Refusal, Survey, forward_line, survey
 
 
 def survey_and_verify(
@@ -33,13 +33,13 @@ def survey_and_verify(
     def prove() -> tuple[Survey, dict[int, str]]:
         with under(device_of(model).type, None):
             surveyed = found or survey(model, example_inputs, plan)
-            return surveyed, _validate(surveyed, plan)
+            return surveyed, _check_numerically(surveyed, plan)
 
     with compile_lock(), neutral_device():
         return run_in_worker(prove)
 
 
-def _validate(found: Survey, plan: Plan) -> dict[int, str]:
+def _check_numerically(found: Survey, plan: Plan) -> dict[int, str]:
     """The numeric check of each rewrite on a few tokens. What differs is refused."""
     verdicts = {}
     modules = dict(found.twin.named_modules())
@@ -57,26 +57,26 @@ def _validate(found: Survey, plan: Plan) -> dict[int, str]:
             continue
         start = time.perf_counter()
         check = numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
-        cannot_tell = None if check.ok else not_finite(block)
-        if cannot_tell and (finite := _finite(matched.names, modules)):  # a twin with other weights can
+        cannot_tell = None if check.ok else find_nonfinite(block)
+        if cannot_tell and (finite := _first_finite(matched.names, modules)):  # a twin with other weights can
             check, cannot_tell = numeric_check(modules[finite], matched.result, finite, max(left, 1.0)), None
         verdicts[id(matched)] = check.text
         left -= time.perf_counter() - start
         if not check.was_possible:
-            found.unchecked.append(f"{shown(matched.names[0])}: {check.text}")
+            found.unchecked.append(f"{quote_name(matched.names[0])}: {check.text}")
         if not check.ok:
             found.matched.remove(matched)
             reason, remedy = cannot_tell or (check.text, "please report this model")
             found.refused += [
-                Refusal(name, reason, source=first_line(modules[name]), remedy=remedy) for name in matched.names
+                Refusal(name, reason, source=forward_line(modules[name]), remedy=remedy) for name in matched.names
             ]
     return verdicts
 
 
-def _finite(names: list[str], modules: dict[str, nn.Module]) -> str | None:
+def _first_finite(names: list[str], modules: dict[str, nn.Module]) -> str | None:
     """The first block of these whose weights are finite."""
-    return next((name for name in names if not not_finite(modules[name])), None)
+    return next((name for name in names if not find_nonfinite(modules[name])), None)
 
 
-def shown(name: str) -> str:
+def quote_name(name: str) -> str:
     return repr(name) if name else "'' (the model itself)"

@@ -40,9 +40,9 @@ def numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: fl
 
 
 def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
-    args, kwargs = _arguments(block, result)
-    crowd = _arguments(block, result, crowd=True) if _is_small(block) else None
-    fn, picks = result.graph.compile(), _picker(block, result)
+    args, kwargs = _random_arguments(block, result)
+    crowd = _random_arguments(block, result, crowd=True) if _is_small(block) else None
+    fn, picks = result.graph.compile(), _placeholder_binder(block, result)
     try:
         with python_random(), silenced(block), unwritten(block), skipping(block, result.skipped):
             check = verify_block(
@@ -58,7 +58,7 @@ def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: f
     return NumericCheck(True, text, was_possible=bool(check.rows))
 
 
-def not_finite(block: nn.Module) -> tuple[str, str] | None:
+def find_nonfinite(block: nn.Module) -> tuple[str, str] | None:
     """Why the outputs of a block cannot be compared, and what to do, if weights are NaN or infinite."""
     for name, t in (*block.named_parameters(), *block.named_buffers()):
         if t.is_floating_point() and (count := int((~t.detach().isfinite()).sum())):
@@ -75,7 +75,7 @@ def _is_small(block: nn.Module) -> bool:
     return sum(p.numel() for p in block.parameters()) <= 1 << 24
 
 
-def _arguments(block: nn.Module, result: BlockRewrite, crowd: bool = False) -> Any:
+def _random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool = False) -> Any:
     """Real arguments for the numeric check: a few tokens, on the device of the weights. `crowd`: more tokens than
     the proof looked at, most of them alike so that some experts get hundreds; None where the rewrite is not for
     so many."""
@@ -96,13 +96,13 @@ def _arguments(block: nn.Module, result: BlockRewrite, crowd: bool = False) -> A
             return t.to(device)
         value = torch.randn(t.shape, generator=generator, dtype=torch.float32)
         if crowd and t.dim() > arguments.feature:
-            value = _alike(value.movedim(arguments.feature, -1)).movedim(-1, arguments.feature)
+            value = _concentrate_rows(value.movedim(arguments.feature, -1)).movedim(-1, arguments.feature)
         return value.to(device, t.dtype).requires_grad_()
 
     return pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
 
 
-def _alike(x: torch.Tensor) -> torch.Tensor:
+def _concentrate_rows(x: torch.Tensor) -> torch.Tensor:
     """Two thirds of the rows nearly the same: a router sends them to the same experts."""
     rows = x.reshape(-1, x.shape[-1]).clone()
     alike = rows[: 2 * len(rows) // 3]
@@ -110,7 +110,7 @@ def _alike(x: torch.Tensor) -> torch.Tensor:
     return rows.reshape(x.shape)
 
 
-def _picker(block: nn.Module, result: BlockRewrite) -> Any:
+def _placeholder_binder(block: nn.Module, result: BlockRewrite) -> Any:
     """From the arguments of a call to the values of the placeholders."""
     bind, paths = signature_binder(block), result.graph.binding.paths
 
@@ -121,4 +121,4 @@ def _picker(block: nn.Module, result: BlockRewrite) -> Any:
     return pick
 
 
-__all__ = ["NumericCheck", "not_finite", "numeric_check"]
+__all__ = ["NumericCheck", "find_nonfinite", "numeric_check"]

@@ -87,7 +87,7 @@ def rewrite_block(
     return run_in_worker(lambda: _rewrite_block(block, name, args, kwargs, plan, skipped or {}))
 
 
-def rewrite_passing_on(
+def rewrite_with_objects(
     rewrite: Callable[[Skipping | None], T], find_skipping: Callable[[bool], Skipping | None], read: Iterable[Where]
 ) -> T:
     """Rewrite a block. If it passes objects on that submodules write to, such as a key-value cache, these submodules
@@ -146,7 +146,7 @@ def _rewrite_block(
     # 1.-3. prove, explain the drops, rewrite into the dialect
     with silenced(block), skipping(block, skipped) as read:
         names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
-        match, rewritten = lift(block, args, kwargs, names)
+        match, rewritten = prove_and_rewrite(block, args, kwargs, names)
     if read:
         raise read[0]
     ms = (time.perf_counter() - start) * 1e3
@@ -157,7 +157,7 @@ def _rewrite_block(
     return BlockRewrite(match, rewritten, history, skipped)
 
 
-def with_policy(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
+def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     """With the checkpoint policy that was decided since: its pass, the last one, again."""
     *before, last = result.history
     if last.pass_name != pass_name(checkpoint):  # `plan.disable`
@@ -166,7 +166,7 @@ def with_policy(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewr
     return dataclasses.replace(result, history=PassManager(block).extend(history, (checkpoint,), plan, level="dialect"))
 
 
-def limited(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
+def apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     """What a plan wants to be otherwise than proven: a capacity of the experts.
 
     Raises:
@@ -178,7 +178,9 @@ def limited(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     return dataclasses.replace(result, history=history)
 
 
-def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placeholders) -> tuple[Match, Rewritten]:
+def prove_and_rewrite(
+    block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placeholders
+) -> tuple[Match, Rewritten]:
     """Prove and rewrite with the most likely interpretation of the arguments. If the block does not run at other sizes
     with that, try the others. If it is refused, first axes of 1 may be the batch axis of one sequence.
 
@@ -199,14 +201,14 @@ def lift(block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placehold
             if isinstance(error, Refused) and error.reason.startswith(CONVOLVING):
                 raise  # whatever sizes of images are fixed
             if isinstance(error, Refused) and (refusal is None or error.reason == MIXING):
-                refusal = _of_images(error) if arguments.feature < len(arguments.lead) else error
+                refusal = _explain_images(error) if arguments.feature < len(arguments.lead) else error
         except Exception as error:  # the user's code, on sizes it was not made for
             first = first or error
     assert first is not None
     raise refusal or first from None
 
 
-def _of_images(refusal: Refused) -> Refused:
+def _explain_images(refusal: Refused) -> Refused:
     """A refusal of a block whose features are no last axis, in terms of images if it names no other reason."""
     if not refusal.reason.startswith((UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS)):
         return refusal
@@ -220,17 +222,17 @@ def _of_images(refusal: Refused) -> Refused:
 
 def _prove_arguments(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, Rewritten]:
     """Prove with the most likely reading of the program. If that is refused, try the others, then other sizes."""
-    prover = Prover(block, arguments, most_experts(block))
+    prover = Prover(block, arguments, guess_num_experts(block))
     try:
-        return _for_sizes(prover, names)
+        return _prove_sizes(prover, names)
     except Refused as refusal:
         for way in prover.other_ways():
             with contextlib.suppress(Refused):
-                return _for_sizes(Prover(block, arguments, prover.hint, **way), names)
-        raise _with_cause(refusal, prover) from None
+                return _prove_sizes(Prover(block, arguments, prover.hint, **way), names)
+        raise _explain_refusal(refusal, prover) from None
 
 
-def _with_cause(refusal: Refused, prover: Prover) -> Refused:
+def _explain_refusal(refusal: Refused, prover: Prover) -> Refused:
     """A refusal that says what in the program it comes from, if the match merely ended there."""
     if prover.first is None:
         return refusal
@@ -244,7 +246,7 @@ def _with_cause(refusal: Refused, prover: Prover) -> Refused:
     return explain(prover.first, positions) or refusal
 
 
-def _for_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
+def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
     """Prove for all sizes. If that fails, prove for the sizes that take the example's branches, and guard on them.
 
     Raises:
@@ -254,44 +256,44 @@ def _for_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
 
     def only(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
         ways = prover.symbolic, prover.whole, prover.late
-        return _rewritten(Prover(prover.block, arguments, prover.hint, side, *ways), names)
+        return _match_and_rewrite(Prover(prover.block, arguments, prover.hint, side, *ways), names)
 
     try:
-        match, rewritten = _rewritten(prover, names)
+        match, rewritten = _match_and_rewrite(prover, names)
     except Exception as error:  # the user's own too: an assertion on sizes, say
         side = prover.side()
         if not side or not (isinstance(error, Refused) or is_users_own(error)):
             raise
         try:
-            return _for_example(only(side))
+            return _check_example(only(side))
         except Refused as of_side:  # says more than that the program does not run at other sizes
             raise (error if isinstance(error, Refused) else of_side) from None
         except Exception:
             raise error from None
-    failed = _failed_for_example(match)
+    failed = _failed_guards(match)
     if not failed:
         return match, rewritten
     side = tuple(dataclasses.replace(g, value=not g.value) for g in failed)
     with contextlib.suppress(Refused):
-        return _for_example(only(side))
+        return _check_example(only(side))
     with contextlib.suppress(Refused):
         again = Prover(prover.block, arguments.shifted(), prover.hint, (), prover.symbolic, prover.whole)
-        return _for_example(_rewritten(again, names))
-    return _for_example((match, rewritten))
+        return _check_example(_match_and_rewrite(again, names))
+    return _check_example((match, rewritten))
 
 
-def _failed_for_example(match: Match) -> list[SizeGuard]:
+def _failed_guards(match: Match) -> list[SizeGuard]:
     return [g for g in match.guards if not g.holds(match.arguments.sizes)]
 
 
-def _for_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
+def _check_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
     """Return a proof that holds for the example's own sizes.
 
     Raises:
         Refused: it does not: every call like the example's would run the original.
     """
     match = found[0]
-    failed = _failed_for_example(match)
+    failed = _failed_guards(match)
     if failed:
 
         def text(sizes: dict[str, int]) -> str:
@@ -308,7 +310,7 @@ def _for_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
     return found
 
 
-def _rewritten(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
+def _match_and_rewrite(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
     # 1. capture and match: one canonical form that the captures under unlike routings agree on
     match = prover.prove()
     # 2. drops: which slots do not count, by a rule or by the program's own mask
@@ -348,11 +350,11 @@ def object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[
     return list(found.values())
 
 
-def most_experts(block: nn.Module) -> int:
+def guess_num_experts(block: nn.Module) -> int:
     """An upper guess of the number of experts, to choose the token count of a capture by."""
     stacks = [p.shape[0] for p in block.parameters() if p.dim() >= 3]
     lists = [len(m) for m in block.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
     return min(1024, max([8, *stacks, *lists]))
 
 
-__all__ = ["PASSES", "BlockRewrite", "argument_paths", "limited", "rewrite_block", "with_policy"]
+__all__ = ["PASSES", "BlockRewrite", "apply_capacity", "argument_paths", "reapply_checkpoint", "rewrite_block"]

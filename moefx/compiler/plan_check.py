@@ -9,32 +9,32 @@ from typing import Any
 from .._plan import Plan
 from ..errors import InvalidPlan
 
-_OF_A_MESH = (
+_MESH_FIELDS = (
     "expert_axis", "placement", "sequence_axis", "sequence_gradients", "gradients", "dispatch", "pilots", "chunks",
     "max_tokens", "node_size", "topology_levels", "timeout",
 )  # fmt: skip
-_OF_THE_PLANNER = ("memory", "zero")
-_STAGES, _SHARED = "pp", "tp"
+_PLANNER_FIELDS = ("memory", "zero")
+_STAGES, _TENSOR_PARALLEL = "pp", "tp"
 
 
 def check_effects(plan: Plan, mesh: Any) -> None:
     """Raises:
     InvalidPlan: a field has no effect beside the others, or without a mesh.
     """
-    changed = _changed(plan)
+    changed = _changed_fields(plan)
     if plan.expert_storage != "original":
         raise _no_effect(plan, "expert_storage", "compile leaves the storage of experts as it is")
     if "drop" in changed and plan.capacity_factor is None:
         raise _no_effect(plan, "drop", "experts drop nothing without Plan(capacity_factor=...)")
     if mesh is None:
-        for field in _OF_A_MESH:
+        for field in _MESH_FIELDS:
             is_asked = plan.is_undecided and (field == "node_size" or getattr(plan, field) == "auto")
             if field in changed and not is_asked:
                 raise _no_effect(
                     plan, field, "pass moefx.compile(model, mesh=...), or leave the field out", "without a mesh"
                 )
     if not plan.is_undecided:
-        for field in _OF_THE_PLANNER:
+        for field in _PLANNER_FIELDS:
             if field in changed:
                 raise _no_effect(plan, field, "the planner is asked by 'auto' in plan, expert_axis or checkpoint")
     if "sequence_gradients" in changed and not plan.sequence_axis and plan.expert_axis != "auto":
@@ -47,17 +47,17 @@ def check_effects(plan: Plan, mesh: Any) -> None:
         raise _no_effect(plan, "chunks", "dispatch='gather' moves all tokens at once")
 
 
-def check_of_graphs(plan: Plan) -> None:
+def check_graph_plan(plan: Plan) -> None:
     """The same for a flat graph, which no mesh and no planner sees.
 
     Raises:
         InvalidPlan: see above.
     """
-    for field in sorted(_changed(plan)):
-        if field in _OF_A_MESH:
+    for field in sorted(_changed_fields(plan)):
+        if field in _MESH_FIELDS:
             value = getattr(plan, field)
             raise InvalidPlan(f"Plan({field}={value!r}): experts are spread by moefx.compile(mesh=...) only")
-        if field in (*_OF_THE_PLANNER, "tokens", "layout") or getattr(plan, field) == "auto" != _DEFAULTS[field]:
+        if field in (*_PLANNER_FIELDS, "tokens", "layout") or getattr(plan, field) == "auto" != _DEFAULTS[field]:
             raise _no_effect(plan, field, "the planner is asked by moefx.compile only", "for a graph")
     check_effects(plan, None)
 
@@ -80,42 +80,42 @@ def check_layout(plan: Plan, mesh: Any) -> None:
     if mesh is not None and counts.get("ep") == 1:
         raise InvalidPlan(
             "the planner's layout has the experts on every rank (EP = 1), and a mesh spreads them: leave the mesh out, "
-            f"or spread them otherwise than planned: {_without(counts, 'ep')}"
+            f"or spread them otherwise than planned: {_advise_without(counts, 'ep')}"
         )
     if mesh is None and (stages := counts.get(_STAGES, 1)) > 1:
         raise InvalidPlan(
             f"the planner's layout has {stages} pipeline stages, and compile cuts no model into stages: give it the "
-            f"module of this rank's stage and {_without(counts, _STAGES)}"
+            f"module of this rank's stage and {_advise_without(counts, _STAGES)}"
         )
     if mesh is not None:
         axes = plan.expert_axis if isinstance(plan.expert_axis, tuple) else (plan.expert_axis,)
-        found = {_STAGES: sizes.get(_STAGES, 1), _SHARED: sizes.get(_SHARED, 1)}
+        found = {_STAGES: sizes.get(_STAGES, 1), _TENSOR_PARALLEL: sizes.get(_TENSOR_PARALLEL, 1)}
         found["ep"] = math.prod(sizes.get(axis, 1) for axis in axes if axis)
         if wrong := [name for name, there in found.items() if counts.get(name, there) != there]:
             shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
             lacking = ", ".join(f"{name}={counts[name]} ({found[name]} in the mesh)" for name in wrong)
             raise InvalidPlan(
                 f"the planner's layout has {lacking}, where the mesh is {shown}: take init_device_mesh(device_type, "
-                f"**entry.mesh), or {_without(counts, *wrong)}"
+                f"**entry.mesh), or {_advise_without(counts, *wrong)}"
             )
-    if left := _left_to_the_user(counts):
+    if left := _user_duties(counts):
         raise InvalidPlan(
             f"the planner's layout counts on {', '.join(left.values())}, which compile does not do: it rewrites the "
             "blocks and spreads their experts, and memory and time are others without the rest. Do that yourself and "
-            f"{_without(counts, *left)}"
+            f"{_advise_without(counts, *left)}"
         )
 
 
-def _without(counts: dict[str, int], *names: str) -> str:
+def _advise_without(counts: dict[str, int], *names: str) -> str:
     """How to say that some sizes of a layout are the user's to see to."""
     rest = {name: size for name, size in counts.items() if name not in names}
     return f"say so by taking {', '.join(names)} out of the layout: plan.replace(layout={rest or None})"
 
 
-def _left_to_the_user(counts: dict[str, int]) -> dict[str, str]:
-    tp, zero, micro = (counts.get(name, 1) for name in (_SHARED, "zero", "microbatches"))
+def _user_duties(counts: dict[str, int]) -> dict[str, str]:
+    tp, zero, micro = (counts.get(name, 1) for name in (_TENSOR_PARALLEL, "zero", "microbatches"))
     return {
-        **({_SHARED: f"tensor parallelism of the dense matrices over {tp} ranks"} if tp > 1 else {}),
+        **({_TENSOR_PARALLEL: f"tensor parallelism of the dense matrices over {tp} ranks"} if tp > 1 else {}),
         **({"zero": f"ZeRO-{zero} (fully_shard)"} if counts.get("zero", 0) else {}),
         **({"microbatches": f"{micro} micro-batches"} if micro > 1 else {}),
         **({"recompute": "layers that run again (torch.utils.checkpoint)"} if counts.get("recompute", 0) else {}),
@@ -125,7 +125,7 @@ def _left_to_the_user(counts: dict[str, int]) -> dict[str, str]:
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(Plan)}
 
 
-def _changed(plan: Plan) -> set[str]:
+def _changed_fields(plan: Plan) -> set[str]:
     return {name for name, default in _DEFAULTS.items() if getattr(plan, name) != default}
 
 

@@ -17,8 +17,8 @@ from ..capture.defaults import neutral_device
 from ..capture.worker import run_in_worker
 from ..ir.argument_binding import device_of
 from ..util.compile_lock import compile_lock
-from .model_proof import shown, survey_and_verify
-from .pipeline import with_policy
+from .model_proof import quote_name, survey_and_verify
+from .pipeline import reapply_checkpoint
 from .survey import Survey, survey
 
 if TYPE_CHECKING:
@@ -59,52 +59,52 @@ def agree_on_proof(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any 
 
         check_stages(model, mesh)
     if plan.is_undecided:
-        found, decision = _decided(model, example_inputs, plan, mesh)
+        found, decision = _survey_and_decide(model, example_inputs, plan, mesh)
         plan = decision.plan
     if mesh is None:
         return AgreedProof(plan, *survey_and_verify(model, example_inputs, plan, found), None, decision)
-    from ..distribution.block_distribution import agree, planned_axis
+    from ..distribution.block_distribution import check_agreement, planned_axis
 
     axis = planned_axis(mesh, plan)
     try:
         found, verdicts = survey_and_verify(model, example_inputs, plan, found)
     except Exception as error:
-        agree(axis, plan, f"none, {type(error).__name__}: {error}")
+        check_agreement(axis, plan, f"none, {type(error).__name__}: {error}")
         raise
-    agree(axis, plan, _outline(found))
+    check_agreement(axis, plan, _summarize(found))
     return AgreedProof(plan, found, verdicts, axis, decision)
 
 
-def _decided(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tuple[Survey, Decision]:
+def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tuple[Survey, Decision]:
     """The survey, and the planner's decision, which is the same on all ranks of a mesh. Collective over a mesh."""
     from ..planner.auto import decide, facts, platform_of_ranks
 
     if mesh is not None:
-        from ..distribution.block_distribution import everywhere
+        from ..distribution.block_distribution import gather_by_rank
     try:
         with compile_lock(), neutral_device(), under(device_of(model).type, None):
             found = run_in_worker(lambda: survey(model, example_inputs, plan))
         own = facts(model, found, plan, platform_of_ranks(mesh, plan), example_inputs, mesh)
     except Exception as error:
         if mesh is not None:
-            everywhere(mesh, f"{type(error).__name__}: {error}")
+            gather_by_rank(mesh, f"{type(error).__name__}: {error}")
         raise
     if mesh is None:
         decision = decide({0: own}, 0)
     else:
         world = torch.distributed
         is_whole = mesh.size() == world.get_world_size()
-        decision = decide(everywhere(mesh, own), world.get_rank(), mesh, is_whole=is_whole)
+        decision = decide(gather_by_rank(mesh, own), world.get_rank(), mesh, is_whole=is_whole)
     for matched in found.matched:
-        matched.result = with_policy(model.get_submodule(matched.names[0]), matched.result, decision.plan)
+        matched.result = reapply_checkpoint(model.get_submodule(matched.names[0]), matched.result, decision.plan)
     return found, decision
 
 
-def _outline(found: Survey) -> str:
+def _summarize(found: Survey) -> str:
     """The rewrites in one line: ranks that do not agree on them would wait for each other."""
     return (
         "; ".join(
-            f"{', '.join(map(shown, m.names))} ({m.result.match.num_experts} experts, {m.result.match.slots} a token)"
+            f"{', '.join(map(quote_name, m.names))} ({m.result.match.num_experts} experts, {m.result.match.slots} a token)"
             for m in found.matched
         )
         or "none"

@@ -39,7 +39,7 @@ from ..runtime.module import BlockForward, signature_binder, signature_of
 from ..runtime.program import Program
 from ..runtime.watch import ReadAttributes, absorbed_names
 from .numeric_check import numeric_check
-from .pipeline import BlockRewrite, limited, rewrite_block, rewrite_passing_on
+from .pipeline import BlockRewrite, apply_capacity, rewrite_block, rewrite_with_objects
 
 if TYPE_CHECKING:
     from ..distribution.block_distribution import Spread
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # of arguments, see `Specialisation`
 
 
-def program_of(
+def build_program(
     block: nn.Module,
     result: BlockRewrite,
     args: tuple,
@@ -63,22 +63,24 @@ def program_of(
     leaves = leaves_of(signature_binder(block)(*args, **kwargs), objects)
     call = call_specialisation(block, leaves, objects)
     device = device_of(block).type
-    arguments = tuple((path, _on(kind, device)) for path, kind in call.arguments)
+    arguments = tuple((path, _move_kind(kind, device)) for path, kind in call.arguments)
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
     read = set(read)
     training = block.training if OWN_MODE in read else None
     key = Specialisation(training, True if reads_grad else None, autocast, arguments)
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
-    values = {w: value_at(block, w) for w in sorted(read - {OWN_MODE}) if not _is_watched(block, w, absorbed)}
+    values = {
+        w: value_at(block, w) for w in sorted(read - {OWN_MODE}) if not _is_absorbed_parameter(block, w, absorbed)
+    }
     kept = {w: v for w, v in values.items() if is_kept(v) and (w.inner or not isinstance(v, torch.Tensor))}
     relied = {w: HeldKind(v) if is_configuration(v) else unchanged(v) for w, v in {**kept, **globals_of(block)}.items()}
-    relied |= _called(block, result)
+    relied |= _called_modules(block, result)
     # Autocast differs from device to device.
     moves = autocast is None and "autocast" not in result.match.modes_read
-    return Program(key, result.history, absorbed, _guards(result), {**relied, **(tied or {})}, moves)
+    return Program(key, result.history, absorbed, _build_guards(result), {**relied, **(tied or {})}, moves)
 
 
-def _called(block: nn.Module, result: BlockRewrite) -> dict[Where, HeldCode]:
+def _called_modules(block: nn.Module, result: BlockRewrite) -> dict[Where, HeldCode]:
     """The modules that are still called, as the router, and their parts: what they return was looked into."""
     found: dict[Where, HeldCode] = {}
     for n in result.graph.graph.nodes:
@@ -88,16 +90,16 @@ def _called(block: nn.Module, result: BlockRewrite) -> dict[Where, HeldCode]:
     return found
 
 
-def _is_watched(block: nn.Module, where: Where, absorbed: Collection[str]) -> bool:
+def _is_absorbed_parameter(block: nn.Module, where: Where, absorbed: Collection[str]) -> bool:
     """Whether it is a parameter, there or not, of an absorbed module: see `AbsorbedModules`."""
     return where.module in absorbed and where.name in block.get_submodule(where.module)._parameters
 
 
-def _on(kind: tuple, device: str) -> tuple:
+def _move_kind(kind: tuple, device: str) -> tuple:
     return ("tensor", kind[1], device, kind[3]) if kind[0] == "tensor" else kind
 
 
-def _guards(result: BlockRewrite) -> list[Guard]:
+def _build_guards(result: BlockRewrite) -> list[Guard]:
     """Comparisons of sizes that capture followed, as conditions on the placeholders; and what it took as fixed."""
     arguments = result.match.arguments
     placeholders = result.graph.placeholders
@@ -144,7 +146,7 @@ def _is_only_passed_on(placeholder: fx.Node, result: BlockRewrite) -> bool:
     )
 
 
-class Specialise:
+class LazySpecializer:
     """Lifts a block again for a call that no program admits: another mode, dtype, device, or sizes at which the block
     goes another way. What is made for one block the others that are like it take over. Picklable.
 
@@ -156,7 +158,7 @@ class Specialise:
 
     def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool, spread: Spread | None = None):
         self.arguments, self.plan, self.by_mode, self.spread = arguments, plan, by_mode, spread
-        self.made: list[_Made] = []
+        self.made: list[_SharedProgram] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "made": []}
@@ -169,14 +171,14 @@ class Specialise:
         like = signature(block)
         self.made = [made for made in self.made if made.block() is not None]
         for made in self.made:
-            if made.like == like and _takes(block, made, call, args, kwargs):
+            if made.signature == like and _admits_call(block, made, call, args, kwargs):
                 return made.program.renamed(forward.name)
         with neutral_device():
-            program, read = run_in_worker(lambda: self._lifted(block, forward, call, args, kwargs))
-        self.made.append(_Made(weakref.ref(block), like, read, program))
+            program, read = run_in_worker(lambda: self._specialize(block, forward, call, args, kwargs))
+        self.made.append(_SharedProgram(weakref.ref(block), like, read, program))
         return program
 
-    def _lifted(
+    def _specialize(
         self,
         block: nn.Module,
         forward: BlockForward,
@@ -198,37 +200,37 @@ class Specialise:
         abstract = pytree.tree_map_only(
             torch.Tensor,
             lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
-            self._traced(block, call) if args is None else (args, dict(kwargs or {})),
+            self._arguments_from_kinds(block, call) if args is None else (args, dict(kwargs or {})),
         )
         tied = ties(block)
         if self.spread is not None:
-            block = self.spread.whole(block)
+            block = self.spread.copy_whole(block)
             forward = vars(block)["forward"]
         counted = forward.counts.original
         try:
             with forward.running("original"), under(call.device, call.autocast), torch.enable_grad():
                 find_skipping = self._find_skipping(block, *abstract)
                 with reading(block, attributes(block)) as read:
-                    result, call_args, call_kwargs = rewrite_passing_on(
+                    result, call_args, call_kwargs = rewrite_with_objects(
                         lambda skipping: self._rewrite(block, forward.name, *abstract, skipping=skipping),
                         find_skipping,
                         read,
                     )
                 if self.by_mode:
                     read.add(OWN_MODE)
-                proven, result = result, limited(block, result, self.plan)
+                proven, result = result, apply_capacity(block, result, self.plan)
                 if self.spread is not None:
-                    result = self.spread.graph(block, result)
-                program = program_of(block, result, call_args, call_kwargs, call.autocast, read, tied)
+                    result = self.spread.add_collectives(block, result)
+                program = build_program(block, result, call_args, call_kwargs, call.autocast, read, tied)
                 if real:
-                    _check_sizes(block, program, *abstract)
+                    _check_admits(block, program, *abstract)
                 if real and self.plan.validation == "auto" and self.spread is None:
                     check = numeric_check(block, proven, forward.name, self.plan.validation_seconds)
                     if not check.ok:
                         raise Refused(check.text)
         finally:
             forward.counts.original = counted  # the captures were not calls of the user's
-        return program.with_arguments(_with_objects(call.arguments, program)), read
+        return program.with_arguments(_keep_objects(call.arguments, program)), read
 
     def _find_skipping(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -237,7 +239,7 @@ class Specialise:
         if not any(True for _ in objects_in(args, kwargs)):
             return lambda every: None
         try:
-            found = find(block, *_with_copies(args, kwargs))
+            found = find(block, *_copy_objects(args, kwargs))
         except Refused as refused:
             why = refused
         except Exception as error:
@@ -257,7 +259,7 @@ class Specialise:
     ) -> tuple[BlockRewrite, tuple, dict[str, Any]]:
         """Rewrite a block for a call, of which captures see copies of objects. Returns the arguments, too."""
         if skipping is None:
-            return self._rewrite_resized(block, name, *_with_copies(args, kwargs), None)
+            return self._rewrite_resized(block, name, *_copy_objects(args, kwargs), None)
         result, *_ = self._rewrite_resized(block, name, skipping.args, skipping.kwargs, skipping.calls)
         return result, args, kwargs
 
@@ -273,23 +275,25 @@ class Specialise:
             return rewrite_block(block, name, args, kwargs, self.plan, skipped), args, kwargs
         except Refused as why:
             try:  # one token does not tell which axes are of tokens
-                args, kwargs = self._resized(block, args, kwargs)
+                args, kwargs = self._with_recorded_shapes(block, args, kwargs)
                 return rewrite_block(block, name, args, kwargs, self.plan, skipped), args, kwargs
             except Refused:
                 raise why from None
 
-    def _resized(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _with_recorded_shapes(
+        self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         """The arguments of a call with its tensors in the shapes that were recorded; all else is its own."""
         bind = signature_binder(block)
         recorded_args, recorded_kwargs = self.arguments.at(self.arguments.sizes)
         recorded = dict(leaves_of(bind(*recorded_args, **recorded_kwargs)))
         mine = {id(t): (path, kind_of(t)) for path, t in leaves_of(bind(*args, **kwargs))}
-        if not all(_is_like(recorded.get(path), kind) for path, kind in mine.values() if kind[0] == "tensor"):
+        if not all(_has_same_type(recorded.get(path), kind) for path, kind in mine.values() if kind[0] == "tensor"):
             raise Refused("its tensors are not those of the call that was recorded")
         resized = {key: recorded[path].to(kind[1]) for key, (path, kind) in mine.items() if kind[0] == "tensor"}
         return pytree.tree_map_only(torch.Tensor, lambda t: resized.get(id(t), t), (args, kwargs))
 
-    def _traced(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
+    def _arguments_from_kinds(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
         """Arguments for a call that is only being traced, of which there are the kinds: tensors of the shapes that were
         recorded, and its own numbers, names and flags.
 
@@ -303,7 +307,7 @@ class Specialise:
             mine = dict(leaves_of([(name, value)]))
             kinds = {path: kind for path, kind in call.arguments if path[0] == name}
             only = kinds.get((name,), ())
-            if kinds.keys() == mine.keys() and all(_is_like(mine[path], kind) for path, kind in kinds.items()):
+            if kinds.keys() == mine.keys() and all(_has_same_type(mine[path], kind) for path, kind in kinds.items()):
                 cast = {id(t): t.to(kinds[path][1]) for path, t in mine.items() if isinstance(t, torch.Tensor)}
                 bound.arguments[name] = pytree.tree_map_only(torch.Tensor, lambda t, cast=cast: cast[id(t)], value)
             elif len(kinds) == 1 and len(only) == 2 and kind_of(only[1]) == only:
@@ -313,19 +317,19 @@ class Specialise:
         return bound.args, bound.kwargs
 
 
-def _with_objects(arguments: Kinds, program: Program) -> Kinds:
+def _keep_objects(arguments: Kinds, program: Program) -> Kinds:
     """The kinds of a call's arguments, in which what a program passes on as it is counts as one."""
     kinds = dict(arguments)
     return tuple((p, kind if p in program.objects else kinds[p]) for p, kind in program.key.arguments)
 
 
-def _with_copies(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _copy_objects(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Arguments with copies of objects, in which meta tensors stand for floats: a capture may write to these."""
-    copies = {id(o): _copied(o) for o in objects_in(args, kwargs) if type(o) not in (list, dict)}
+    copies = {id(o): _copy_object(o) for o in objects_in(args, kwargs) if type(o) not in (list, dict)}
     return replace_objects((args, kwargs), copies)
 
 
-def _copied(thing: Any) -> Any:
+def _copy_object(thing: Any) -> Any:
     try:
         return copy_abstract(thing)
     except Exception as error:
@@ -338,7 +342,7 @@ def _copied(thing: Any) -> Any:
         ) from error
 
 
-def _check_sizes(block: nn.Module, program: Program, args: tuple, kwargs: dict[str, Any]) -> None:
+def _check_admits(block: nn.Module, program: Program, args: tuple, kwargs: dict[str, Any]) -> None:
     """Check that a program admits the call it was made for. A lift with the recorded shapes may not.
 
     Raises:
@@ -349,24 +353,24 @@ def _check_sizes(block: nn.Module, program: Program, args: tuple, kwargs: dict[s
         raise Refused(f"no proof was found for the sizes of this call, only for {program.guards[index]}")
 
 
-def _is_like(value: Any, kind: tuple) -> bool:
+def _has_same_type(value: Any, kind: tuple) -> bool:
     """Whether it is of a kind, but for the dtype and the device of tensors; of an object the kind does not say it."""
     if isinstance(value, torch.Tensor):
         return kind[0] == "tensor" and kind[3] == value.dim()
     return kind == kind_of(value) and kind[0] != "object"
 
 
-class _Made(NamedTuple):
+class _SharedProgram(NamedTuple):
     """A program that was lifted later: of which block, its signature, and the attributes that were read."""
 
     block: weakref.ref[nn.Module]
-    like: tuple
+    signature: tuple
     read: set[Where]
     program: Program
 
 
-def _takes(
-    block: nn.Module, made: _Made, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
+def _admits_call(
+    block: nn.Module, made: _SharedProgram, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
 ) -> bool:
     """Whether a program that was made for another block is for this call of this one."""
     program, other = made.program, made.block()
@@ -381,4 +385,4 @@ def _takes(
 
 
 def _without_device(key: Specialisation) -> Specialisation:
-    return key._replace(arguments=tuple((path, _on(kind, "any")) for path, kind in key.arguments))
+    return key._replace(arguments=tuple((path, _move_kind(kind, "any")) for path, kind in key.arguments))

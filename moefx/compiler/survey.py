@@ -22,7 +22,7 @@ from ..capture.find import Found, Seen, find, signature
 from ..capture.routing import Routing
 from ..capture.skipped_calls import SkippedCall, Skipping
 from ..capture.source import is_own_mistake
-from ..errors import CaptureError, InvalidInput, MoefxError, Refused, own_fault, summarize_error
+from ..errors import CaptureError, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
 from ..ir.guards.attribute_reads import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
 from ..ir.guards.stored_values import same
 from ..passes.match.records import NO_CACHE
@@ -30,7 +30,7 @@ from ..runtime.module import rewritten_blocks
 from ..runtime.watch import absorbed_names, find_hook_kind
 from ..util.model_copy import copy_model
 from ..util.user_code import is_user_file
-from .pipeline import NOT_ROUTED, BlockRewrite, rewrite_block, rewrite_passing_on
+from .pipeline import NOT_ROUTED, BlockRewrite, rewrite_block, rewrite_with_objects
 
 _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
 
@@ -110,26 +110,26 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
             f"{type(model).__name__} is sharded already, and FSDP modules cannot be copied: "
             "call moefx.compile first, then fully_shard on the compiled model"
         )
-    twin, copies = _copied(model)
-    with _originals(twin), torch.compiler.set_stance("force_eager"):  # parts may be compiled by torch already
+    twin, copies = _try_copy(model)
+    with _run_originals(twin), torch.compiler.set_stance("force_eager"):  # parts may be compiled by torch already
         try:
-            found = _found(twin, example_inputs)
+            found = _run_examples(twin, example_inputs)
         except Refused as why:
             refusal = Refusal("", why.reason, why.source, remedy=why.remedy)
             return Survey([], [refusal], time.perf_counter() - start, False, twin, copies)
         matched, refused = _try_chains(twin, found, plan, tell)
-    matched, others = _without_outside_parts(model, matched)
+    matched, others = _drop_observed_blocks(model, matched)
     return Survey(matched, [*refused, *others], time.perf_counter() - start, found.attends, twin, copies)
 
 
-def _copied(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
+def _try_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     try:
         return copy_model(model)
     except Exception:  # `compile` says so when it needs the copy
         return model, {}
 
 
-def _found(model: nn.Module, example_inputs: Any) -> Found:
+def _run_examples(model: nn.Module, example_inputs: Any) -> Found:
     """What runs in the model, on the first of the examples that it runs on.
 
     Raises:
@@ -138,7 +138,7 @@ def _found(model: nn.Module, example_inputs: Any) -> Found:
     """
     calls, failed = examples(model, example_inputs), []
     for call in calls:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _valued, call)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _with_values, call)
         try:
             return find(model, args, kwargs)
         except InvalidInput:
@@ -157,7 +157,7 @@ def _found(model: nn.Module, example_inputs: Any) -> Found:
             if not (isinstance(error, (CaptureError, Refused)) or is_own_mistake(error)):
                 raised.append(error)
                 continue
-        raise _not_followed(error, model) from error
+        raise _refuse_uncaptured(error, model) from error
     name, advice = type(model).__name__, "Pass example_inputs=(...) or example_inputs={...} that it accepts"
     first = raised[0]
     if len(calls) > 1:
@@ -171,12 +171,12 @@ def _found(model: nn.Module, example_inputs: Any) -> Found:
     ) from first
 
 
-def _not_followed(error: Exception, model: nn.Module) -> Refused:
+def _refuse_uncaptured(error: Exception, model: nn.Module) -> Refused:
     """The refusal of a model that runs, on tensors with values."""
     if isinstance(error, Refused):
         return error
     if is_own_mistake(error):
-        return own_fault(error, _user_line(error) or first_line(model))
+        return refuse_own_bug(error, _user_line(error) or forward_line(model))
     return Refused(
         f"the model runs, but not on abstract tensors ({summarize_error(error)})",
         source=_user_line(error),
@@ -184,7 +184,7 @@ def _not_followed(error: Exception, model: nn.Module) -> Refused:
     )
 
 
-def _valued(t: torch.Tensor) -> torch.Tensor:
+def _with_values(t: torch.Tensor) -> torch.Tensor:
     """Integers and masks are values to capture: those of the meta device become the first token, nothing masked."""
     if not t.is_meta or t.is_floating_point() or t.is_complex():
         return t
@@ -192,7 +192,7 @@ def _valued(t: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _originals(model: nn.Module) -> Iterator[None]:
+def _run_originals(model: nn.Module) -> Iterator[None]:
     """Blocks that were rewritten before show their original code."""
     with contextlib.ExitStack() as stack:
         for forward in rewritten_blocks(model).values():
@@ -214,42 +214,42 @@ def _try_chains(
     taken: set[str] = set()
     refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(found.chains))}
     for name in sorted(chains_of, key=lambda n: _priority(n, modules, found)):
-        open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2 or _is_given_a_choice(name, found)]
-        if not open_chains or _touches(name, taken):
+        open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2 or _receives_expert_index(name, found)]
+        if not open_chains or _overlaps(name, taken):
             continue
         try:
-            made = _prove_all(name, modules, found, plan, tell)
+            made = _prove_equal_modules(name, modules, found, plan, tell)
         except Refused as why:
             refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy)
             if NOT_ROUTED in why.reason:
                 if name not in found.branches:
                     continue
-                refusal = _all_contribute(name, modules, found)
+                refusal = _refuse_dense(name, modules, found)
             for i in open_chains:
                 refusals[i].append(refusal)
         else:
             matched += made
             taken |= {n for m in made for n in m.names}
     for i, chain in enumerate(found.chains):
-        if not refusals[i] and not any(_touches(name, taken) for name in chain):
-            refusals[i].append(_chooses_only(chain, modules, found))
-    refused = {r[0].name: r[0] for r in refusals.values() if r and not _looks_up_tokens(r[0], modules, found)}
-    return matched, [r for r in refused.values() if not _touches(r.name, taken)]
+        if not refusals[i] and not any(_overlaps(name, taken) for name in chain):
+            refusals[i].append(_refuse_unused_choice(chain, modules, found))
+    refused = {r[0].name: r[0] for r in refusals.values() if r and not _is_token_embedding(r[0], modules, found)}
+    return matched, [r for r in refused.values() if not _overlaps(r.name, taken)]
 
 
-def _without_outside_parts(model: nn.Module, matched: list[MatchedBlock]) -> tuple[list[MatchedBlock], list[Refusal]]:
+def _drop_observed_blocks(model: nn.Module, matched: list[MatchedBlock]) -> tuple[list[MatchedBlock], list[Refusal]]:
     """Blocks stay as they are if others have a hand in their experts: hooks would not fire, shards not be gathered."""
     modules, refused = dict(model.named_modules()), []
     for m in matched:
         for name in list(m.names):
             block = modules[name]
-            if why := _outside_part(block, m.result):
+            if why := _find_observer(block, m.result):
                 m.names.remove(name)
-                refused.append(Refusal(name, why[0], first_line(block), remedy=why[1]))
+                refused.append(Refusal(name, why[0], forward_line(block), remedy=why[1]))
     return [m for m in matched if m.names], refused
 
 
-def _outside_part(block: nn.Module, result: BlockRewrite) -> tuple[str, str] | None:
+def _find_observer(block: nn.Module, result: BlockRewrite) -> tuple[str, str] | None:
     for part in absorbed_names(block, result.graph, result.rewritten.repeated):
         if hook := find_hook_kind(block.get_submodule(part)):
             return (
@@ -281,10 +281,10 @@ def _is_fully_sharded(model: nn.Module) -> bool:
 def _priority(name: str, modules: dict[str, nn.Module], found: Found) -> tuple:
     inside = f"{name}." if name else ""
     expert_like = name in found.structural or any(s.startswith(inside) for s in found.structural)
-    return not expert_like, _is_given_a_choice(name, found), sum(p.numel() for p in modules[name].parameters())
+    return not expert_like, _receives_expert_index(name, found), sum(p.numel() for p in modules[name].parameters())
 
 
-def _is_given_a_choice(name: str, found: Found) -> bool:
+def _receives_expert_index(name: str, found: Found) -> bool:
     """Whether a module is called with integers that the model made of scores, rather than with token ids."""
     for node in found.calls[name].inputs if name in found.calls else []:
         val = node.meta.get("val")
@@ -300,7 +300,7 @@ def _is_given_a_choice(name: str, found: Found) -> bool:
     return False
 
 
-def _all_contribute(name: str, modules: dict[str, nn.Module], found: Found) -> Refusal:
+def _refuse_dense(name: str, modules: dict[str, nn.Module], found: Found) -> Refusal:
     nodes = found.calls[name].outputs
     return Refusal(
         name,
@@ -310,7 +310,7 @@ def _all_contribute(name: str, modules: dict[str, nn.Module], found: Found) -> R
     )
 
 
-def _chooses_only(chain: list[str], modules: dict[str, nn.Module], found: Found) -> Refusal:
+def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], found: Found) -> Refusal:
     """Something is chosen by token, and no parameter depends on it."""
     name = chain[min(1, len(chain) - 1)]
     nodes = found.calls[chain[0]].outputs
@@ -325,7 +325,7 @@ def _chooses_only(chain: list[str], modules: dict[str, nn.Module], found: Found)
     )
 
 
-def _looks_up_tokens(refusal: Refusal, modules: dict[str, nn.Module], found: Found) -> bool:
+def _is_token_embedding(refusal: Refusal, modules: dict[str, nn.Module], found: Found) -> bool:
     """Whether what was taken for experts are the embeddings of token ids, which every language model has."""
     parts = [f"{refusal.name}.{culprit}".lstrip(".").rpartition(".")[0] for culprit in refusal.culprits]
     is_likely = refusal.name in found.structural  # it has other parameters that look like those of experts
@@ -333,18 +333,20 @@ def _looks_up_tokens(refusal: Refusal, modules: dict[str, nn.Module], found: Fou
         bool(parts)
         and not is_likely
         and all(
-            isinstance(modules.get(part), nn.Embedding) and part in found.calls and not _is_given_a_choice(part, found)
+            isinstance(modules.get(part), nn.Embedding)
+            and part in found.calls
+            and not _receives_expert_index(part, found)
             for part in parts
         )
     )
 
 
-def _touches(name: str, taken: set[str]) -> bool:
+def _overlaps(name: str, taken: set[str]) -> bool:
     """Whether a module is, contains or is part of one that was rewritten."""
     return any(name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in taken)
 
 
-def _prove_all(
+def _prove_equal_modules(
     name: str, modules: dict[str, nn.Module], found: Found, plan: Plan, tell: Callable[[str], None]
 ) -> list[MatchedBlock]:
     """Prove one module, and give its program to all modules that are the same but for their weights."""
@@ -379,7 +381,7 @@ def _rewrite_as_called(module: nn.Module, call: Seen, found: Found, plan: Plan, 
         stood_in = dataclasses.replace(call, args=skipping.args, kwargs=skipping.kwargs)
         return _rewrite(module, call.name, stood_in, plan, skipping.calls)
 
-    return rewrite_passing_on(rewrite, lambda every: found.skipping(call, every), read)
+    return rewrite_with_objects(rewrite, lambda every: found.skipping(call, every), read)
 
 
 def _rewrite(
@@ -393,33 +395,33 @@ def _rewrite(
             raise Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT) from why
         raise
     except CaptureError as error:
-        if cache := _holder_of_tensors((call.args, call.kwargs)):
+        if cache := _find_cache((call.args, call.kwargs)):
             reason = (
                 f"it is called with a {cache} that holds tensors of this run of the model, as a key-value cache does"
             )
-            raise Refused(reason, source=first_line(module), remedy=NO_CACHE) from error
+            raise Refused(reason, source=forward_line(module), remedy=NO_CACHE) from error
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code, on sizes it was not made for
         where = _user_line(error)
         if (where or is_graph) and not is_own_mistake(error):
-            what = "at other sizes than the example's" if _is_followed(module, call) else "on abstract tensors"
+            what = "at other sizes than the example's" if _is_capturable(module, call) else "on abstract tensors"
             reason = f"it does not run {what} ({summarize_error(error)})"
             raise Refused(reason, source=where, remedy=_FLAT if is_graph else "") from error
-        raise own_fault(error, where or first_line(module)) from error
+        raise refuse_own_bug(error, where or forward_line(module)) from error
 
 
-def _holder_of_tensors(tree: Any, depth: int = 4) -> str:
+def _find_cache(tree: Any, depth: int = 4) -> str:
     """The class of an object among the arguments that has tensors of the abstract run in its attributes, or ""."""
     for leaf in pytree.tree_leaves(tree):
         held = list(getattr(leaf, "__dict__", {}).values())
         if isinstance(leaf, (torch.Tensor, nn.Module, type)) or not held or not depth:
             continue
-        if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves(held)) or _holder_of_tensors(held, depth - 1):
+        if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves(held)) or _find_cache(held, depth - 1):
             return type(leaf).__name__
     return ""
 
 
-def _is_followed(module: nn.Module, call: Seen) -> bool:
+def _is_capturable(module: nn.Module, call: Seen) -> bool:
     """Whether a module runs on abstract tensors of the example's sizes."""
     try:
         capture(module, call.args, call.kwargs, Routing("diverse", 0))
@@ -428,7 +430,7 @@ def _is_followed(module: nn.Module, call: Seen) -> bool:
     return True
 
 
-def first_line(module: nn.Module) -> str:
+def forward_line(module: nn.Module) -> str:
     """Where the forward of a module begins."""
     code = getattr(type(module).forward, "__code__", None)
     return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else ""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._plan import Plan
 from .._version import __version__
 from ..compiler.pipeline import BlockRewrite
-from ..compiler.survey import MatchedBlock, Refusal, Survey, first_line
+from ..compiler.survey import MatchedBlock, Refusal, Survey, forward_line
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
 from ..ir.expert_placement import Placement, SharedTokens, Ways
 from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
@@ -71,11 +71,11 @@ class Spread:
         """
         placement = place_experts_in_order(axis, Routed.of(result.graph).num_experts, result.graph.name)
         sequence = axis.find_shared_tokens(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
-        way, why = ways(axis, plan, result)
+        way, why = choose_ways(axis, plan, result)
         way = dataclasses.replace(way, chunks=plan.chunks)
-        return cls(placement, way, why, sequence, expert_parameters(result), plan)
+        return cls(placement, way, why, sequence, find_expert_parameters(result), plan)
 
-    def graph(self, block: nn.Module, result: BlockRewrite) -> BlockRewrite:
+    def add_collectives(self, block: nn.Module, result: BlockRewrite) -> BlockRewrite:
         """Extend the history of a rewritten block by the graph with collectives. The proof stays as it is."""
         steps: list[Any] = [functools.partial(ssmb, sequence=self.sequence)] if self.sequence else []
         steps.append(
@@ -110,7 +110,7 @@ class Spread:
             f"token travels as {rows}, {way}{parts} ({self.why})"
         )
 
-    def take(self, block: nn.Module, axis: ExpertAxis) -> None:
+    def keep_own_experts(self, block: nn.Module, axis: ExpertAxis) -> None:
         """Reduce a block's parameters to those of this rank's experts."""
         shard_experts(block, self.parameters, self.placement, axis.own, axis.made)
         block.register_load_state_dict_pre_hook(OnLoad(self.parameters, self.placement))
@@ -128,7 +128,7 @@ class Spread:
             "load that into a model that moefx.compile has spread anew"
         )
 
-    def whole(self, block: nn.Module) -> nn.Module:
+    def copy_whole(self, block: nn.Module) -> nn.Module:
         """Copy a block after `take`, for another proof."""
         return copy_with_all_experts(block, self.parameters, self.placement)
 
@@ -158,7 +158,7 @@ def _check_placement(own: DeviceMesh, plan: Plan) -> None:
     )
 
 
-def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
+def check_agreement(axis: ExpertAxis, plan: Plan, found: str) -> None:
     """Check that all ranks of the axis will run the same exchanges: one round of a few bytes. Collective, also for a
     rank that failed.
 
@@ -171,7 +171,7 @@ def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
     own = {
         **{f"Plan({field}=...)": repr(value) for field, value in dataclasses.asdict(plan).items()},
         "the versions of moefx and torch": f"{__version__}, {torch.__version__}",
-        "the nodes of ranks": _nodes(axis),
+        "the nodes of ranks": _describe_nodes(axis),
         "the rewritten blocks": found,
     }
     told: list[Any] = [None] * axis.size
@@ -187,7 +187,7 @@ def agree(axis: ExpertAxis, plan: Plan, found: str) -> None:
         raise InvalidPlan(f"the ranks of mesh axis {axis.name!r} do not agree on " + "; ".join(wrong))
 
 
-def everywhere(mesh: DeviceMesh, own: Any) -> dict[int, Any]:
+def gather_by_rank(mesh: DeviceMesh, own: Any) -> dict[int, Any]:
     """Gather a value from all ranks of a mesh, one axis after the other. Returns values by world rank. Collective."""
     told = {dist.get_rank(): own}
     for dim in range(mesh.ndim):
@@ -197,7 +197,7 @@ def everywhere(mesh: DeviceMesh, own: Any) -> dict[int, Any]:
     return told
 
 
-def _nodes(axis: ExpertAxis) -> str:
+def _describe_nodes(axis: ExpertAxis) -> str:
     """Describe the nodes as this rank sees them: other ranks may have another LOCAL_WORLD_SIZE."""
     try:
         return f"{' x '.join(map(str, axis.topology.sizes))}, in the order {axis.topology.order}"
@@ -205,14 +205,14 @@ def _nodes(axis: ExpertAxis) -> str:
         return f"none, {error}"
 
 
-def ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[Ways, str]:
+def choose_ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[Ways, str]:
     """Choose the way in which rows travel. Returns it with the reason."""
     dispatch, why = plan.dispatch, "as planned"
     if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
         why = f"{dispatch!r} as planned, of one node; say Plan(node_size=...) if there are more"
     if dispatch == "auto":
         parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # a token is sent by one of them
-        dispatch, why = _fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else DEFAULT_TOKENS)
+        dispatch, why = _choose_fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else DEFAULT_TOKENS)
     if dispatch == "gather":
         way = axis.build_ways(by_level=False, dedup=True)
         host_group = "" if plan.max_tokens else axis.host_group
@@ -223,7 +223,7 @@ def ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[Ways, str]
     return axis.build_ways(by_level=False, dedup=dispatch != "flat"), why
 
 
-def _fastest(axis: ExpertAxis, result: BlockRewrite, tokens: int) -> tuple[str, str]:
+def _choose_fastest(axis: ExpertAxis, result: BlockRewrite, tokens: int) -> tuple[str, str]:
     """Choose the fastest way by measured bandwidths, for uniform routing. All ranks choose the same."""
     links = axis.links
     if links is None:
@@ -242,7 +242,7 @@ def _row_bytes(result: BlockRewrite) -> float:
     return sum(widths) + 6.0 * result.match.slots
 
 
-def expert_parameters(result: BlockRewrite) -> ExpertParameters:
+def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
     """Find the experts' parameters of a block, and how the block stores them."""
     groups = result.match.groups
     if len(groups) > 1:  # see `Routed.of`
@@ -255,7 +255,7 @@ def expert_parameters(result: BlockRewrite) -> ExpertParameters:
     for table in group.tables:
         names = [place.fqn for place in table]
         if len(set(names)) == 1:
-            stacked[names[0]] = _length_of_each(table)
+            stacked[names[0]] = _expert_length(table)
         elif len(set(names)) == len(names):
             for own, name in zip(separate, names, strict=True):
                 own.append(name)
@@ -267,13 +267,13 @@ def expert_parameters(result: BlockRewrite) -> ExpertParameters:
     )
 
 
-def _length_of_each(table: Sequence[Place]) -> int:
+def _expert_length(table: Sequence[Place]) -> int:
     """Find the experts' parts of a parameter's first axis, in order of the experts.
 
     Raises:
         Refused: the experts are stored otherwise.
     """
-    parts = [_part_of_first_axis(place) for place in table]
+    parts = [_first_axis_range(place) for place in table]
     each = parts[0][1] - parts[0][0] if parts[0] else 0
     for e, (place, part) in enumerate(zip(table, parts, strict=True)):
         if part != (e * each, (e + 1) * each):
@@ -285,7 +285,7 @@ def _length_of_each(table: Sequence[Place]) -> int:
     return each
 
 
-def _part_of_first_axis(place: Place) -> tuple[int, int] | None:
+def _first_axis_range(place: Place) -> tuple[int, int] | None:
     op, *rest = place.steps[0] if place.steps else ("",)
     if op == "at" and rest[1][0][0] == 0:
         return rest[1][0][1], rest[1][0][1] + 1
@@ -294,7 +294,7 @@ def _part_of_first_axis(place: Place) -> tuple[int, int] | None:
     return None
 
 
-def would_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> dict[int, Spread]:
+def preview_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> dict[int, Spread]:
     """Lay out the blocks of a survey without changing the model: by `id`, with the graphs that they would run. A block
     that cannot be spread becomes a refused one. Collective, as `Spread.over` is."""
     spreads: dict[int, Spread] = {}
@@ -302,7 +302,7 @@ def would_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) 
     def refuse(matched: MatchedBlock, why: MoefxError) -> None:
         found.matched.remove(matched)
         told = why if isinstance(why, Refused) else Refused(str(why))
-        source = told.source or first_line(model.get_submodule(matched.names[0]))
+        source = told.source or forward_line(model.get_submodule(matched.names[0]))
         found.refused += [Refusal(name, told.reason, source, told.culprits, told.remedy) for name in matched.names]
 
     for matched in list(found.matched):
@@ -313,15 +313,15 @@ def would_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) 
     holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
     for matched in list(found.matched):
         try:
-            check_holders(model, holders, matched.names, axis.mesh)
+            check_owners(model, holders, matched.names, axis.mesh)
             block = model.get_submodule(matched.names[0])
-            matched.result = spreads[id(matched)].graph(block, matched.result)
+            matched.result = spreads[id(matched)].add_collectives(block, matched.result)
         except (Refused, InvalidInput) as why:
             refuse(matched, why)
     return spreads
 
 
-def check_holders(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[str], mesh: DeviceMesh) -> None:
+def check_owners(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[str], mesh: DeviceMesh) -> None:
     """Check that the parameters that will be spread are on the mesh's kind of device or on meta, and belong to such
     blocks alone.
 

@@ -29,7 +29,7 @@ def watch_block(block: nn.Module, name: str, spread: Spread) -> OverwritingWatch
     return watch
 
 
-def planned_reductions(axis: ExpertAxis, plan: Plan) -> dict[str, Reduction]:
+def plan_reductions(axis: ExpertAxis, plan: Plan) -> dict[str, Reduction]:
     """What is left to do with gradients, for the experts' parameters and for all others."""
     return build_reductions(axis.mesh, resolve_expert_axes(axis.mesh, plan.expert_axis), plan.sequence_axis)
 
@@ -45,12 +45,12 @@ def describe_reductions(model: nn.Module, spread: dict[str, Spread], axis: Exper
     held = {name for name, p in model.named_parameters() if p.requires_grad} - elsewhere
     counts = {"experts": len(held & of_experts), "others": len(held - of_experts)}
     outside = dist.get_world_size() - axis.mesh.size()
-    return tuple(format_reductions(planned_reductions(axis, plan), counts, outside))
+    return tuple(format_reductions(plan_reductions(axis, plan), counts, outside))
 
 
 def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
     """Tell DistributedDataParallel which parameters differ between ranks, and watch the first step of an optimizer."""
-    found, manual = planned_reductions(axis, plan), plan.gradients == "manual"
+    found, manual = plan_reductions(axis, plan), plan.gradients == "manual"
     left = found["experts"]
     told = (
         "" if manual or left.divisor == 1 else

@@ -20,15 +20,15 @@ from ...runtime.module import BlockForward, rewritten_blocks
 from ...verification.compiled_parts import find_compiled_parts
 from ...verification.traced import BackendRecipe, keeping_saved_tensors
 from ..fx import trace_artifacts
-from ..fx.graph_rewrite import Found, checked_graph, checked_plan, refusal_of, rewrite_regions
-from ..fx.normalize import folded, prepared
+from ..fx.graph_rewrite import GraphRegions, build_refusal, check_inputs, check_plan, rewrite_regions
+from ..fx.normalize import normalize, restore_calls
 from . import registry as kept
-from .compile_options import options_of
+from .compile_options import parse_options
 
 _log = logging.getLogger(__name__)
 _logged: set[str] = set()
-_OPEN = "experts are selected, but Dynamo ends its graph before their results come together"
-_RETURNED = "what was selected is returned by the graph, and in it nothing of that comes together"
+_GRAPH_BREAK = "experts are selected, but Dynamo ends its graph before their results come together"
+_RETURNED_CHOICE = "what was selected is returned by the graph, and in it nothing of that comes together"
 
 
 def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None = None) -> fx.GraphModule:
@@ -51,21 +51,21 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     Raises:
         InvalidInput: no graph, or inputs that it does not take. InvalidPlan: no plan.
     """
-    plan = checked_passes(checked_plan(plan))
-    values = checked_graph(gm, example_inputs)
+    plan = checked_passes(check_plan(plan))
+    values = check_inputs(gm, example_inputs)
     try:
-        ready = prepared(gm, values)
+        ready = normalize(gm, values)
         out, found = rewrite_regions(ready, values, plan)
     except Refused as why:
-        _once(logging.WARNING, f"moefx left a graph as it was: {why.reason}")
-        UNCHANGED[gm] = Record((), (refusal_of(why, "", ""),), 0.0)
+        _log_once(logging.WARNING, f"moefx left a graph as it was: {why.reason}")
+        UNCHANGED[gm] = Record((), (build_refusal(why, "", ""),), 0.0)
         return gm
-    _tell(gm, found, "it is returned as it is")
+    _log_findings(gm, found, "it is returned as it is")
     if out is ready:
-        UNCHANGED[gm] = _record(gm, found)
+        UNCHANGED[gm] = _build_record(gm, found)
         return gm
-    out = folded(out, gm) if ready is not gm else out
-    vars(out)[RECORD] = _record(gm, found)
+    out = restore_calls(out, gm) if ready is not gm else out
+    vars(out)[RECORD] = _build_record(gm, found)
     return out
 
 
@@ -86,16 +86,16 @@ def backend(
     Raises:
         InvalidPlan: an unknown option, or an invalid plan.
     """
-    chosen = options_of(options, mode)
+    chosen = parse_options(options, mode)
     out, found = rewrite_regions(gm, list(example_inputs), chosen.plan)
-    _tell(gm, found, "it is compiled as it is")
-    for skipped in _skipped():
-        _once(logging.WARNING, f"moefx: {skipped}. If these are experts: {kept.FIRST}")
-    record = _record(gm, found)
-    kept.keep(out, found, record)
+    _log_findings(gm, found, "it is compiled as it is")
+    for skipped in _find_skipped_functions():
+        _log_once(logging.WARNING, f"moefx: {skipped}. If these are experts: {kept.COMPILE_FIRST}")
+    record = _build_record(gm, found)
+    kept.register_graph(out, found, record)
     if out is not gm:
         vars(out)[RECORD] = record
-        trace_artifacts.leave(out, lambda: str(explain(out)))
+        trace_artifacts.log_artifacts(out, lambda: str(explain(out)))
         for forward in rewritten_blocks(out).values():
             forward.compiled_by = chosen.compiled_by
         with keeping_saved_tensors():
@@ -107,38 +107,38 @@ backend.reset = kept.forget  # pyright: ignore[reportFunctionMemberAccess]
 
 
 # ---------------------------------------------------------------------- what is said
-def _tell(gm: fx.GraphModule, found: Found, then: str) -> None:
+def _log_findings(gm: fx.GraphModule, found: GraphRegions, then: str) -> None:
     """In the log, each thing once."""
-    every = found.every()
+    every = found.with_inner()
     refused = [r for f in every for r in f.refused]
     before = [r for one in kept.COMPILED_GRAPHS for r in one.record.refused]
     matched = [m for one in kept.COMPILED_GRAPHS for m in one.record.matched]
-    others = [r for r in kept.of_few_tokens([*before, *refused], matched) if r in refused]
+    others = [r for r in kept.find_few_token_refusals([*before, *refused], matched) if r in refused]
     for level, those in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
         for refusal in merge_refusals(those):
-            _once(level, f"moefx left a region of a graph as it was: {refusal}")
-    if found.open and (reason := _break_of(gm)) is not None:
+            _log_once(level, f"moefx left a region of a graph as it was: {refusal}")
+    if found.open and (reason := _find_graph_break(gm)) is not None:
         frames = getattr(reason, "user_stack", None) or []
         where = f" at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
         what = (str(getattr(reason, "reason", "")).splitlines() or [""])[0]
         for line in found.open:
-            _once(
+            _log_once(
                 logging.WARNING,
                 f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their "
-                f"results come together. {kept.FIRST}",
+                f"results come together. {kept.COMPILE_FIRST}",
             )
     if not any(f.matched or f.refused for f in every):
         nodes = len(found.facts.nodes)
-        _once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
+        _log_once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
 
 
-def _break_of(gm: fx.GraphModule) -> Any:
+def _find_graph_break(gm: fx.GraphModule) -> Any:
     """Why Dynamo ended a graph before the end of a function; None, if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason if getattr(reason, "graph_break", False) else None
 
 
-def _skipped() -> list[kept.Skipped]:
+def _find_skipped_functions() -> list[kept.SkippedFunction]:
     """Dynamo never hands them to a backend. They are in counters of its own, which are private."""
     try:
         reasons = list(torch._dynamo.utils.counters["unimplemented"])
@@ -149,29 +149,31 @@ def _skipped() -> list[kept.Skipped]:
         frame = re.search(r"frame skipped: (\S+) \((.+) line (\d+)\)", reason)
         if frame and reason.startswith(("Dynamic shape operator", "Data dependent operator", "Data-dependent")):
             operator = re.search(r"debug context: (\S+)", reason)
-            found.append(kept.Skipped(frame[1], frame[2], int(frame[3]), operator[1] if operator else "a tensor"))
+            found.append(
+                kept.SkippedFunction(frame[1], frame[2], int(frame[3]), operator[1] if operator else "a tensor")
+            )
     return found
 
 
-def _once(level: int, text: str, detail: str = "") -> None:
+def _log_once(level: int, text: str, detail: str = "") -> None:
     if text not in _logged:
         _logged.add(text)
         _log.log(level, "%s%s", text, detail)
 
 
-def _record(gm: fx.GraphModule, found: Found) -> Record:
+def _build_record(gm: fx.GraphModule, found: GraphRegions) -> Record:
     reports: dict[int, BlockReport] = {}  # by proof
-    for f in found.every():
+    for f in found.with_inner():
         for region, proof in f.matched:
             holds_for = str(region.specialisation(f.facts, proof.program))
             known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
             reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
-    every = found.every()
+    every = found.with_inner()
     refused = [r for f in every for r in f.refused]
-    if _break_of(gm) is not None:
-        refused += [Refusal("", _OPEN, line, (), kept.FIRST) for line in found.open]
+    if _find_graph_break(gm) is not None:
+        refused += [Refusal("", _GRAPH_BREAK, line, (), kept.COMPILE_FIRST) for line in found.open]
     elif not reports:  # beside a mixture it is statistics
-        refused += [Refusal("", _RETURNED, line) for line in found.open]
+        refused += [Refusal("", _RETURNED_CHOICE, line) for line in found.open]
     return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in every))
 
 
@@ -182,7 +184,7 @@ def find_recipes(model: nn.Module) -> dict[str, BackendRecipe]:
     for name, part in find_compiled_parts(model).items():
         if getattr(part.compiler, "compiler_fn", part.compiler) is backend:
             given = getattr(part.compiler, "kwargs", {})
-            chosen = options_of(given.get("options"), given.get("mode"))
+            chosen = parse_options(given.get("options"), given.get("mode"))
             ways[name] = BackendRecipe(chosen.plan, chosen.rest, part._replace(name=str(chosen.name)))
     return ways
 
@@ -190,7 +192,7 @@ def find_recipes(model: nn.Module) -> dict[str, BackendRecipe]:
 def compiled_for(given: nn.Module | Callable[..., Any]) -> tuple[Record | None, dict[str, BlockForward]]:
     """The regions of the graphs of a model or a function that was compiled with the backend, the latest of each name.
     Of a model that never was, unless it is what `torch.compile` returned, there is no record."""
-    if mine := kept.of(given, kept.COMPILED_GRAPHS):
-        return kept.together(mine)
+    if mine := kept.find_graphs(given, kept.COMPILED_GRAPHS):
+        return kept.merge_graphs(mine)
     was_compiled = not isinstance(given, nn.Module) or find_recipes(given)
-    return (Record((), (kept.nothing(given, _skipped()),), 0.0) if was_compiled else None), {}
+    return (Record((), (kept.explain_missing(given, _find_skipped_functions()),), 0.0) if was_compiled else None), {}

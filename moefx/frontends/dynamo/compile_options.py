@@ -13,7 +13,7 @@ import torch
 from ..._plan import Plan
 from ...api import checked_passes
 from ...errors import InvalidPlan, nearest
-from ..fx.graph_rewrite import checked_plan
+from ..fx.graph_rewrite import check_plan
 
 _EXAMPLE = "expected a dict of fields of a Plan, such as options={'checkpoint': 'x'}"
 
@@ -33,7 +33,7 @@ class Options(NamedTuple):
         return self.name if isinstance(self.name, str) and not self.name.startswith("eager") else ""
 
 
-def options_of(given: Mapping[str, Any] | None, mode: str | None) -> Options:
+def parse_options(given: Mapping[str, Any] | None, mode: str | None) -> Options:
     """What the user gave.
 
     Raises:
@@ -57,11 +57,11 @@ def options_of(given: Mapping[str, Any] | None, mode: str | None) -> Options:
                 f"options={{{option!r}: ...}}: there is no such option; there is {', '.join(known)}"
                 + nearest(str(option), known)
             )
-    plan = checked_passes(checked_plan(Plan(**left)))
-    return Options(plan, name, _with_options(_compiler(name), name, own, mode))
+    plan = checked_passes(check_plan(Plan(**left)))
+    return Options(plan, name, _with_options(_find_compiler(name), name, own, mode))
 
 
-def _compiler(name: Any) -> Callable[..., Any]:
+def _find_compiler(name: Any) -> Callable[..., Any]:
     if name == "moefx":
         raise InvalidPlan("options={'backend': 'moefx'}: what the rest of the graph is handed to must be another one")
     if callable(name):
@@ -79,31 +79,33 @@ def _compiler(name: Any) -> Callable[..., Any]:
 
 def _with_options(rest: Callable[..., Any], name: Any, own: Any, mode: str | None) -> Callable[..., Any]:
     if own is not None and not isinstance(own, Mapping):
-        raise InvalidPlan(f"options={{'backend_options': {own!r}}}: expected a dict, of options of {_shown(name)}")
+        raise InvalidPlan(
+            f"options={{'backend_options': {own!r}}}: expected a dict, of options of {_quote_compiler(name)}"
+        )
     if name == "inductor":
-        patches = _checked_for_inductor(own or {}) | _of_mode(mode)
+        patches = _check_inductor_options(own or {}) | _mode_options(mode)
         return functools.partial(rest, config_patches=patches) if patches else rest
     if own is None:
         return rest
     try:
         inspect.signature(rest).bind(None, None, options=own)
     except TypeError:
-        raise InvalidPlan(f"options={{'backend_options': ...}}: {_shown(name)} takes no `options`") from None
+        raise InvalidPlan(f"options={{'backend_options': ...}}: {_quote_compiler(name)} takes no `options`") from None
     return functools.partial(rest, options=own)
 
 
-def _of_mode(mode: str | None) -> dict[str, Any]:
+def _mode_options(mode: str | None) -> dict[str, Any]:
     try:
         return torch._inductor.list_mode_options(mode) if mode else {}
     except RuntimeError as error:
         raise InvalidPlan(f"mode={mode!r}: {error}") from None
 
 
-def _shown(name: Any) -> str:
+def _quote_compiler(name: Any) -> str:
     return repr(name) if isinstance(name, str) else f"the function {getattr(name, '__name__', name)}"
 
 
-def _checked_for_inductor(own: Mapping[str, Any]) -> dict[str, Any]:
+def _check_inductor_options(own: Mapping[str, Any]) -> dict[str, Any]:
     """As `torch.compile(options=...)` checks them."""
     from torch._inductor import config, list_options
 

@@ -16,17 +16,17 @@ from ...capture.source import Source
 from ...compiler.survey import Refusal
 from ...inspection.explain import BlockReport
 from ...runtime.module import BlockForward, rewritten_blocks
-from ..fx.graph_rewrite import Found
-from ..fx.node_queries import sources_of
+from ..fx.graph_rewrite import GraphRegions
+from ..fx.node_queries import user_sources
 from ..fx.token_dims import NO_TOKENS, ONE_TOKEN
 
-_MOST = 64
-_FEW = "graphs of a single token, or of none, run as they were"
-FIRST = "moefx.compile(model) takes what depends on data; call it first"
-_ASK = "What moefx.compile finds, moefx.explain says of the model that torch.compile was called on"
+_MAX_GRAPHS = 64
+_FEW_TOKENS_NOTE = "graphs of a single token, or of none, run as they were"
+COMPILE_FIRST = "moefx.compile(model) takes what depends on data; call it first"
+_EXPLAIN_ADVICE = "What moefx.compile finds, moefx.explain says of the model that torch.compile was called on"
 
 
-class Skipped(NamedTuple):
+class SkippedFunction(NamedTuple):
     """A function that Dynamo gave up, because of what depends on data in a loop."""
 
     name: str
@@ -40,7 +40,7 @@ class Skipped(NamedTuple):
 
 
 @dataclasses.dataclass
-class Compiled:
+class CompiledGraph:
     """A graph, and what was found in it.
 
     Attributes:
@@ -54,20 +54,20 @@ class Compiled:
     entered: set[tuple[str, int]]
 
 
-COMPILED_GRAPHS: list[Compiled] = []
-GRAPHS_WITHOUT_MOE: list[Compiled] = []  # graphs in which nothing is that looks like experts
+COMPILED_GRAPHS: list[CompiledGraph] = []
+GRAPHS_WITHOUT_MOE: list[CompiledGraph] = []  # graphs in which nothing is that looks like experts
 
 
-def keep(out: fx.GraphModule, found: Found, record: Record) -> None:
+def register_graph(out: fx.GraphModule, found: GraphRegions, record: Record) -> None:
     forwards = {forward.name: forward for forward in rewritten_blocks(out).values()}
-    every = found.every()
+    every = found.with_inner()
     held = [f.facts.weights[n] for f in every for region, _ in f.matched for n in region.weights]
     held = held or [t for f in every for t in f.facts.weights.values()]
-    outermost: set[Source] = {sources_of(n, 0)[-1] for n in found.facts.nodes if n.stack_trace}
+    outermost: set[Source] = {user_sources(n, 0)[-1] for n in found.facts.nodes if n.stack_trace}
     entered = {(source.file, source.line) for source in outermost}
     mine = COMPILED_GRAPHS if record.matched or record.refused else GRAPHS_WITHOUT_MOE
-    mine.append(Compiled(record, forwards, [weakref.ref(t) for t in held], entered))
-    del mine[:-_MOST]
+    mine.append(CompiledGraph(record, forwards, [weakref.ref(t) for t in held], entered))
+    del mine[:-_MAX_GRAPHS]
 
 
 def forget() -> None:
@@ -76,23 +76,23 @@ def forget() -> None:
     GRAPHS_WITHOUT_MOE.clear()
 
 
-def of(given: nn.Module | Callable[..., Any], graphs: Sequence[Compiled]) -> list[Compiled]:
+def find_graphs(given: nn.Module | Callable[..., Any], graphs: Sequence[CompiledGraph]) -> list[CompiledGraph]:
     """Those of the graphs that are of a model, by its weights, or of what `torch.compile` made of a function: its
     weights may be anywhere, but it is entered at its own lines."""
     if not isinstance(given, nn.Module):
-        lines = lines_of(given)
+        lines = function_lines(given)
         return [one for one in graphs if lines & one.entered]
     mine = {id(t) for t in (*given.parameters(), *given.buffers())}
     alive = [(one, next((t for ref in one.weights if (t := ref()) is not None), None)) for one in graphs]
     return [one for one, weight in alive if weight is not None and id(weight) in mine]
 
 
-def lines_of(function: Callable[..., Any]) -> set[tuple[str, int]]:
+def function_lines(function: Callable[..., Any]) -> set[tuple[str, int]]:
     code = inspect.unwrap(getattr(function, "_torchdynamo_orig_callable", function)).__code__
     return {(code.co_filename, line) for _, _, line in code.co_lines() if line is not None}
 
 
-def together(mine: list[Compiled]) -> tuple[Record, dict[str, BlockForward]]:
+def merge_graphs(mine: list[CompiledGraph]) -> tuple[Record, dict[str, BlockForward]]:
     """The regions of several graphs, the latest of each name."""
     matched: dict[tuple[str, ...], BlockReport] = {}
     refused: dict[str, Refusal] = {}
@@ -101,40 +101,40 @@ def together(mine: list[Compiled]) -> tuple[Record, dict[str, BlockForward]]:
         forwards.update(one.forwards)
         matched.update({report.names: report for report in one.record.matched})
         refused.update({str(r): r for r in one.record.refused})
-    for r in of_few_tokens([*refused.values()], [*matched.values()]):
+    for r in find_few_token_refusals([*refused.values()], [*matched.values()]):
         del refused[str(r)]
         for names, report in matched.items():
-            if r.name in names and _FEW not in report.notes:
-                matched[names] = dataclasses.replace(report, notes=(*report.notes, _FEW))
+            if r.name in names and _FEW_TOKENS_NOTE not in report.notes:
+                matched[names] = dataclasses.replace(report, notes=(*report.notes, _FEW_TOKENS_NOTE))
     seconds = sum(one.record.seconds for one in mine)
     return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards
 
 
-def of_few_tokens(refused: Sequence[Refusal], matched: Iterable[BlockReport]) -> list[Refusal]:
+def find_few_token_refusals(refused: Sequence[Refusal], matched: Iterable[BlockReport]) -> list[Refusal]:
     """Those that are left for having a single token, or none, of which there are graphs of more."""
     few = [r for r in refused if r.reason in (NO_TOKENS, ONE_TOKEN)]
     names = {name for report in matched for name in report.names} | {r.name for r in refused if r not in few}
     return [r for r in few if r.name in names]
 
 
-def nothing(given: nn.Module | Callable[..., Any], skipped: Sequence[Skipped]) -> Refusal:
+def explain_missing(given: nn.Module | Callable[..., Any], skipped: Sequence[SkippedFunction]) -> Refusal:
     """What is said of a model or a function of which no graph has what looks like experts. `skipped`: functions that
     Dynamo gave up."""
     codes = [m.forward for m in given.modules()] if isinstance(given, nn.Module) else [given]
     codes = [code for code in codes if hasattr(inspect.unwrap(code), "__code__")] if skipped else []
-    lines = set[tuple[str, int]]().union(*map(lines_of, codes))
-    plain = of(given, GRAPHS_WITHOUT_MOE)
+    lines = set[tuple[str, int]]().union(*map(function_lines, codes))
+    plain = find_graphs(given, GRAPHS_WITHOUT_MOE)
     if mine := [one for one in skipped if (one.file, one.line) in lines]:
-        reason, remedy = f"{mine[0]}", f"if these are experts: {FIRST}"
+        reason, remedy = f"{mine[0]}", f"if these are experts: {COMPILE_FIRST}"
     elif plain:
         graphs = f"{len(plain)} graphs" if len(plain) > 1 else "one graph"
-        reason, remedy = f"Dynamo made {graphs} of it, and in none are experts selected", _ASK
+        reason, remedy = f"Dynamo made {graphs} of it, and in none are experts selected", _EXPLAIN_ADVICE
     elif COMPILED_GRAPHS or GRAPHS_WITHOUT_MOE:
         reason = (
             "there is no graph of it: it was not called yet, or Dynamo runs those of an equal model from before, "
             "or of parameters that this one had before"
         )
-        remedy = f"call it first; torch.compiler.reset() forgets what was compiled before. {_ASK}"
+        remedy = f"call it first; torch.compiler.reset() forgets what was compiled before. {_EXPLAIN_ADVICE}"
     else:
-        reason, remedy = "there is no graph of it: it was not called yet", f"call it first. {_ASK}"
+        reason, remedy = "there is no graph of it: it was not called yet", f"call it first. {_EXPLAIN_ADVICE}"
     return Refusal("", reason, remedy=remedy, seen=False)

@@ -17,30 +17,30 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from ...errors import InvalidInput, Refused, summarize_error
 from ...ir.memory_order import inverse
 from ...util.fake_tensor_log import without_fake_tensor_errors
-from .node_queries import SELECT, SWITCHES, hint, is_float_tensor, target_name
+from .node_queries import MODE_SWITCHES, SELECTING_OPS, is_float_tensor, size_hint, target_name
 
 _SIZES = {"size", "numel", "sym_size", "sym_numel"}
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137)
-_EXPORT = "make it with torch.export.export(..., dynamic_shapes=...), which says what varies"
+_EXPORT_ADVICE = "make it with torch.export.export(..., dynamic_shapes=...), which says what varies"
 
 
-def said(n: fx.Node) -> Any:
+def traced_value(n: fx.Node) -> Any:
     """What a tracer has left of a value: Dynamo, or `torch.export` and `make_fx`."""
     return n.meta.get("example_value", n.meta.get("val"))
 
 
-def is_said(graph: fx.Graph) -> bool:
+def has_traced_values(graph: fx.Graph) -> bool:
     """Whether it says all values that are of use."""
     return all(
-        said(n) is not None
+        traced_value(n) is not None
         or n.op in ("placeholder", "get_attr", "output")
         or not n.users
-        or (n.op == "call_function" and (n.target is operator.setitem or n.target in SWITCHES))
+        or (n.op == "call_function" and (n.target is operator.setitem or n.target in MODE_SWITCHES))
         for n in graph.nodes
     )
 
 
-def asks_for_sizes(graph: fx.Graph) -> bool:
+def has_symbolic_sizes(graph: fx.Graph) -> bool:
     """Whether it is a graph for all sizes, which it asks for where it needs them, as symbolic tracing has it."""
     return any(
         (n.target is getattr and n.args[1] == "shape") or (n.op.startswith("call") and target_name(n) in _SIZES)
@@ -48,7 +48,7 @@ def asks_for_sizes(graph: fx.Graph) -> bool:
     )
 
 
-def propagated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+def propagate_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
     """The values for these inputs.
 
     Raises:
@@ -61,14 +61,14 @@ def propagated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Nod
         for t in example_inputs
     ]
     try:
-        return _run(gm, mode, inputs)
+        return _interpret(gm, mode, inputs)
     except DataDependentOutputException as error:
         raise Refused(f"what the graph computes depends on a value that it reads from a tensor ({error})") from error
     except Exception as error:
         raise InvalidInput(f"the graph does not run on these example_inputs: {summarize_error(error)}") from error
 
 
-def symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+def propagate_symbolic_sizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
     """The values for inputs of any sizes, of which those of the examples are one case; weights have theirs.
 
     Raises:
@@ -79,35 +79,36 @@ def symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node,
     examples = dict(zip(placeholders, example_inputs, strict=True))
     weights = {n for n, t in examples.items() if isinstance(t, nn.Parameter)}
     if not weights and not any(map(is_float_tensor, gm.parameters())):
-        weights = likely_weights(gm.graph, examples)
+        weights = guess_weights(gm.graph, examples)
     sizes = {n: list(t.shape) for n, t in examples.items() if isinstance(t, torch.Tensor) and n not in weights}
     for axis in range(max(map(len, sizes.values()), default=0)):  # torch makes a number of 1
         longer = {n: [3 if (i, s) == (axis, 1) else s for i, s in enumerate(shape)] for n, shape in sizes.items()}
-        if longer != sizes and _runs(gm, examples, longer):
+        if longer != sizes and _runs_at(gm, examples, longer):
             sizes = longer
     mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
     inputs = dict(examples)
     for n, t in examples.items():
         if isinstance(t, torch.Tensor):
-            t = _resized(t, sizes[n]) if n in sizes else t
+            t = _resize(t, sizes[n]) if n in sizes else t
             kind = DimDynamic.DYNAMIC if n in sizes else DimDynamic.STATIC
             context = StatelessSymbolicContext(dynamic_sizes=[kind] * t.dim())
             inputs[n] = mode.from_tensor(t, symbolic_context=context)
     try:
-        values = _run(gm, mode, list(inputs.values()))
+        values = _interpret(gm, mode, list(inputs.values()))
     except Exception as error:
-        propagated(gm, example_inputs)
+        propagate_values(gm, example_inputs)
         raise Refused(
-            f"the graph asks for sizes, and does not run on symbolic ones ({summarize_error(error)})", remedy=_EXPORT
+            f"the graph asks for sizes, and does not run on symbolic ones ({summarize_error(error)})",
+            remedy=_EXPORT_ADVICE,
         ) from error
     for n, value in values.items():
         if isinstance(value, torch.SymBool):
-            raise Refused(f"the graph compares sizes: {n.name}, {value}", remedy=_EXPORT)
-    _check_numbers(gm, examples, {n: inputs[n].shape for n in sizes})
+            raise Refused(f"the graph compares sizes: {n.name}, {value}", remedy=_EXPORT_ADVICE)
+    _check_fixed_sizes(gm, examples, {n: inputs[n].shape for n in sizes})
     return values
 
 
-def _check_numbers(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes: dict[fx.Node, torch.Size]) -> None:
+def _check_fixed_sizes(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes: dict[fx.Node, torch.Size]) -> None:
     """Sizes of which torch has made numbers must be these, as that of rows which meet weights.
 
     Raises:
@@ -128,36 +129,36 @@ def _check_numbers(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes: dic
     for number, places in found.items():
         for chosen in [places, *([p] for p in places if len(places) > 1)]:
             changed = {n: [s + 1 if (n, i) in chosen else s for i, s in enumerate(shape)] for n, shape in other.items()}
-            if _runs(gm, examples, changed):
+            if _runs_at(gm, examples, changed):
                 n, i = chosen[0]
                 raise Refused(
                     f"the graph asks for sizes, and something in it makes the number {number} of one of {n.name}, "
                     f"which may be another (axis {i})",
-                    remedy=_EXPORT,
+                    remedy=_EXPORT_ADVICE,
                 )
 
 
-def _runs(gm: fx.GraphModule, examples: dict[fx.Node, Any], sizes: dict[fx.Node, list[int]]) -> bool:
+def _runs_at(gm: fx.GraphModule, examples: dict[fx.Node, Any], sizes: dict[fx.Node, list[int]]) -> bool:
     try:
-        propagated(gm, [_resized(t, sizes[n]) if n in sizes else t for n, t in examples.items()])
+        propagate_values(gm, [_resize(t, sizes[n]) if n in sizes else t for n, t in examples.items()])
     except (InvalidInput, Refused):
         return False
     return True
 
 
-def _resized(t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def _resize(t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """With other sizes, its axes in the same order in memory, and without data."""
-    order = sorted(range(t.dim()), key=lambda i: (hint(t.stride(i)), hint(t.shape[i])), reverse=True)
+    order = sorted(range(t.dim()), key=lambda i: (size_hint(t.stride(i)), size_hint(t.shape[i])), reverse=True)
     if t.shape == torch.Size(sizes):
         return t
     return torch.empty([sizes[i] for i in order], dtype=t.dtype, device=t.device).permute(inverse(order))
 
 
-def likely_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.Node]:
+def guess_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.Node]:
     """Where nothing says what is a parameter: all inputs but those that choices are first of all made of."""
     activations = set()
     for n in graph.nodes:
-        if target_name(n) in SELECT and n.op.startswith("call"):
+        if target_name(n) in SELECTING_OPS and n.op.startswith("call"):
             current: Any = n
             while isinstance(current, fx.Node) and current.op != "placeholder":
                 current = _first_operand(current)
@@ -175,7 +176,7 @@ def _first_operand(n: fx.Node) -> Any:
     return found
 
 
-class _Values(fx.Interpreter):
+class _ValueRecorder(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
         super().__init__(gm)
         self.mode, self.found = mode, {}
@@ -195,8 +196,8 @@ class _Values(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _run(gm: fx.GraphModule, mode: FakeTensorMode, inputs: list[Any]) -> dict[fx.Node, Any]:
-    values = _Values(gm, mode)
+def _interpret(gm: fx.GraphModule, mode: FakeTensorMode, inputs: list[Any]) -> dict[fx.Node, Any]:
+    values = _ValueRecorder(gm, mode)
     held: dict[str, torch.Tensor] = {
         name: mode.from_tensor(t, static_shapes=True) for name, t in (*gm.named_parameters(), *gm.named_buffers())
     }

@@ -10,35 +10,35 @@ import torch
 from torch import fx
 
 from ...errors import Refused
-from .graph_analysis import Facts
-from .node_queries import hint, is_hinted, sources_of, target_name
-from .region_bounds import Extent
+from .graph_analysis import GraphAnalysis
+from .node_queries import is_hinted, size_hint, target_name, user_sources
+from .region_bounds import RegionBounds
 
-_CUTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
+_CHUNKING_OPS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 
 
-def cut_into_parts(facts: Facts, extent: Extent) -> Refused | None:
+def explain_chunks(facts: GraphAnalysis, extent: RegionBounds) -> Refused | None:
     """What is said of a region that cuts its rows into parts, and cannot be rewritten."""
     sizes = facts.value[extent.entry].shape[:-1]
     if not all(map(is_hinted, sizes)):
         return None
-    tokens = math.prod(map(hint, sizes))
+    tokens = math.prod(map(size_hint, sizes))
     turns: dict[tuple, list[fx.Node]] = defaultdict(list)
     for n in extent.inside:
         rows = facts.tensor(n.args[0]) if n.args and isinstance(n.args[0], fx.Node) else None
         if rows is None or rows.dim() < 2 or not all(map(is_hinted, rows.shape)):
             continue
-        if math.prod(map(hint, rows.shape[:-1])) != tokens:
+        if math.prod(map(size_hint, rows.shape[:-1])) != tokens:
             continue
-        if target_name(n) in _CUTS and isinstance(parts := facts.value[n], (tuple, list)):
+        if target_name(n) in _CHUNKING_OPS and isinstance(parts := facts.value[n], (tuple, list)):
             if parts[0].shape[-1] == rows.shape[-1]:
-                return _refused(facts, n, len(parts))
+                return _refuse_chunks(facts, n, len(parts))
         elif target_name(n) in ("getitem", "slice") and _is_range(n, rows, facts.tensor(n)):
-            turns[n.args[0], sources_of(n, facts.at[n])].append(n)
+            turns[n.args[0], user_sources(n, facts.at[n])].append(n)
     for found in turns.values():
-        lengths = [hint(facts.value[n].shape[0]) for n in found]
+        lengths = [size_hint(facts.value[n].shape[0]) for n in found]
         if len(found) > 1 and sum(lengths) == tokens and len({*lengths[:-1]}) == 1:
-            return _refused(facts, found[0], len(found))
+            return _refuse_chunks(facts, found[0], len(found))
     return None
 
 
@@ -48,14 +48,14 @@ def _is_range(n: fx.Node, rows: torch.Tensor, part: torch.Tensor | None) -> bool
     first = index[0] if isinstance(index, tuple) and index else index
     if part is None or part.dim() != rows.dim() or not all(map(is_hinted, part.shape)):
         return False
-    (length, *width), (whole, *of) = ([hint(s) for s in t.shape] for t in (part, rows))
+    (length, *width), (whole, *of) = ([size_hint(s) for s in t.shape] for t in (part, rows))
     return width == of and length != whole and (isinstance(first, slice) or target_name(n) == "slice")
 
 
-def _refused(facts: Facts, n: fx.Node, count: int) -> Refused:
+def _refuse_chunks(facts: GraphAnalysis, n: fx.Node, count: int) -> Refused:
     return Refused(
         f"the rows are cut into {count} parts: at other sizes there would be other ones, which are not in the graph",
         culprits=(target_name(n),),
-        source=facts.line(n),
+        source=facts.source_line(n),
         remedy="compute them at once; or call moefx.compile(model), which takes loops over parts",
     )

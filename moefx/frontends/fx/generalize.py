@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
 from ...errors import Refused
-from .graph_analysis import Facts
-from .node_queries import SELECT, hint, plain, selected_axis, target_name
-from .region_bounds import Extent, deciding
-from .region_code import Size, Value, call, map_leaves, modes
-from .token_dims import ONE_TOKEN, Dims
+from .graph_analysis import GraphAnalysis
+from .node_queries import SELECTING_OPS, selected_axis, simplify_size, size_hint, target_name
+from .region_bounds import RegionBounds, find_choices
+from .region_code import SizeExpression, ValueRef, apply_modes, call_target, map_leaves
+from .token_dims import ONE_TOKEN, TokenDims
 
 _FACTORIES = {
     "zeros", "ones", "full", "empty", "arange", "rand", "randn", "eye", "linspace", "randperm", "randint",
@@ -35,10 +35,10 @@ _SHAPED = _FACTORIES | {
     "new_zeros", "new_ones", "new_full", "new_empty", "view", "reshape", "_unsafe_view", "expand", "repeat", "tile",
     "unflatten",
 }  # fmt: skip
-_MOST_TRIED = 4000
+_MAX_TRIALS = 4000
 
 
-class Generalised:
+class GeneralizedRegion:
     """The region at all sizes.
 
     Attributes:
@@ -47,7 +47,7 @@ class Generalised:
         shapes: of each given value, with `Size`s.
     """
 
-    def __init__(self, facts: Facts, extent: Extent, number_of: dict[fx.Node, int]):
+    def __init__(self, facts: GraphAnalysis, extent: RegionBounds, number_of: dict[fx.Node, int]):
         self.facts, self.extent, self.number_of = facts, extent, number_of
         self.node_at = {i: n for n, i in number_of.items()}
         entry = facts.value[extent.entry]
@@ -57,9 +57,9 @@ class Generalised:
         has_autocast |= any(facts.modes[n].autocast for n in extent.inside)
         self.mode = FakeTensorMode() if has_autocast else None
         self.device = entry.device if has_autocast else torch.device("meta")
-        constants = {c for n in extent.inside for c in self._numbers((n.args, n.kwargs))}
-        constants |= {hint(s) for n in extent.inside if (t := facts.tensor(n)) is not None for s in t.shape}
-        self.dims = Dims(facts, [plain(n) for n in entry.shape], constants)
+        constants = {c for n in extent.inside for c in self._numbers_in((n.args, n.kwargs))}
+        constants |= {size_hint(s) for n in extent.inside if (t := facts.tensor(n)) is not None for s in t.shape}
+        self.dims = TokenDims(facts, [simplify_size(n) for n in entry.shape], constants)
         if not self.dims.names:
             raise Refused(ONE_TOKEN, remedy="call it with more: for these Dynamo compiles anew")
         self.arguments: dict[fx.Node, tuple[tuple, dict]] = {}
@@ -71,16 +71,18 @@ class Generalised:
     def _search(self, entry: torch.Tensor) -> None:
         steps = [*self.extent.given, *self.extent.inside]
         names = dict(zip(self.dims.axes, self.dims.names, strict=True))
-        rows = [self.dims.probe[names[i]] if i in names else hint(n) for i, n in enumerate(entry.shape)]
+        rows = [self.dims.probe[names[i]] if i in names else size_hint(n) for i, n in enumerate(entry.shape)]
         self.probed[self.extent.entry] = self._empty(rows, entry.dtype)
         for n, t in self.facts.weights.items():
             if n in self.number_of:
-                self.probed[n] = self._empty([hint(s) for s in t.shape], t.dtype, [hint(s) for s in t.stride()])
+                self.probed[n] = self._empty(
+                    [size_hint(s) for s in t.shape], t.dtype, [size_hint(s) for s in t.stride()]
+                )
         levels: list[Iterator[None]] = []
         tried, furthest = 0, 0
-        while len(levels) < len(steps) or not self._closes():
+        while len(levels) < len(steps) or not self._has_all_tokens():
             if len(levels) < len(steps):
-                levels.append(self._options(steps[len(levels)]))
+                levels.append(self._try_node(steps[len(levels)]))
             while levels:
                 try:
                     next(levels[-1])
@@ -89,8 +91,8 @@ class Generalised:
                     furthest = max(furthest, len(levels) - 1)
                     levels.pop()
             tried += 1
-            if not levels or tried > _MOST_TRIED + len(steps):
-                raise self._unclear(steps[min(furthest, len(steps) - 1)])
+            if not levels or tried > _MAX_TRIALS + len(steps):
+                raise self._refuse_unclear(steps[min(furthest, len(steps) - 1)])
 
     def _check_choices(self) -> None:
         """Without a choice among what is of one number there are no experts: it need not be captured to see that.
@@ -98,23 +100,23 @@ class Generalised:
         Raises:
             Refused: all choices are among tokens.
         """
-        chosen, compared = deciding(self.extent.inside, self.facts)
+        chosen, compared = find_choices(self.extent.inside, self.facts)
         for n in chosen:
             scores, axis = next(filter(self.facts.is_float, n.all_input_nodes)), selected_axis(n)
-            if axis is None or self.probed[scores].shape[axis] == hint(self.facts.value[scores].shape[axis]):
+            if axis is None or self.probed[scores].shape[axis] == size_hint(self.facts.value[scores].shape[axis]):
                 return
         if chosen and not compared:
             raise Refused(
                 f"{target_name(chosen[0])} chooses among tokens, not among experts",
                 culprits=(target_name(chosen[0]),),
-                source=self.facts.line(chosen[0]),
+                source=self.facts.source_line(chosen[0]),
                 remedy="let tokens choose their experts (token choice), not experts their tokens",
             )
 
-    def _unclear(self, n: fx.Node) -> Refused:
+    def _refuse_unclear(self, n: fx.Node) -> Refused:
         """At a node at which the sizes are not clear."""
-        where = self.facts.line(n)
-        if roots := [root for a in n.all_input_nodes if self.facts.is_number(a) for root in self._unknown(a)]:
+        where = self.facts.source_line(n)
+        if roots := [root for a in n.all_input_nodes if self.facts.is_number(a) for root in self._find_unknown(a)]:
             names = [self.facts.source_name(root) or root.name for root in roots]
             between = "what Python computed between two graphs"
             names = ", ".join(dict.fromkeys(between if "___stack" in name else name for name in names))
@@ -131,18 +133,23 @@ class Generalised:
                 remedy=remedy,
             )
         what = "the sizes in the graph do not show which of them are of tokens"
-        return Refused(what, culprits=(target_name(n),), source=where, remedy=self._remedy())
+        return Refused(what, culprits=(target_name(n),), source=where, remedy=self._suggest_sizes())
 
-    def _unknown(self, number: fx.Node) -> list[fx.Node]:
+    def _find_unknown(self, number: fx.Node) -> list[fx.Node]:
         """What a number is made of that does not follow from the token dims."""
-        if self.facts.is_number(number) and self._of_number(self.facts.value[number], node=number):
+        if self.facts.is_number(number) and self._meanings(self.facts.value[number], node=number):
             return []
-        return [root for a in number.all_input_nodes for root in self._unknown(a)] or [number]
+        return [root for a in number.all_input_nodes for root in self._find_unknown(a)] or [number]
 
-    def _remedy(self) -> str:
+    def _suggest_sizes(self) -> str:
         """What would show them."""
-        others = {hint(n) for w in self.facts.weights if w in self.number_of for n in self.facts.weights[w].shape}
-        others |= {n for s in self.extent.inside if target_name(s) in SELECT for n in self._numbers((s.args, s.kwargs))}
+        others = {size_hint(n) for w in self.facts.weights if w in self.number_of for n in self.facts.weights[w].shape}
+        others |= {
+            n
+            for s in self.extent.inside
+            if target_name(s) in SELECTING_OPS
+            for n in self._numbers_in((s.args, s.kwargs))
+        }
         sizes = list(self.dims.sizes.items())
         alike = [f"{name} = {n}" for i, (name, n) in enumerate(sizes) if n in others or n in dict(sizes[:i]).values()]
         way = "dynamic=False" if self.dims.expressions else "dynamic=True, or mark_dynamic the token dims"
@@ -151,11 +158,11 @@ class Generalised:
         rows = f"of rows [{', '.join(self.dims.names)}, ...], {', '.join(alike)} is the length of something else, too"
         return f"{rows}: make the first call with other sizes, or compile with {way}"
 
-    def _closes(self) -> bool:
+    def _has_all_tokens(self) -> bool:
         """Whether what came out has a row for each token, as the graph's has."""
         exit_ = self.extent.exit
         out, was = self.probed[exit_], self.facts.value[exit_]
-        tokens, rows = math.prod(self.dims.sizes.values()), [hint(n) for n in was.shape]
+        tokens, rows = math.prod(self.dims.sizes.values()), [size_hint(n) for n in was.shape]
         if math.prod(rows[:-1]) != tokens:
             return True  # of another kind: the lifter will say
         return math.prod(out.shape[:-1]) == math.prod(self.dims.probe.values()) and out.shape[-1] == rows[-1]
@@ -167,24 +174,28 @@ class Generalised:
             return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
 
     # ------------------------------------------------------------------ one node
-    def _options(self, n: fx.Node) -> Iterator[None]:
+    def _try_node(self, n: fx.Node) -> Iterator[None]:
         if n in self.extent.given:
-            yield from self._given(n)
+            yield from self._try_side_input(n)
             return
         leaves: list[list[Any]] = []
         is_shape, place = target_name(n) in _SHAPED, itertools.count()
-        shape = self._numbers((n.args, n.kwargs))
+        shape = self._numbers_in((n.args, n.kwargs))
 
         def candidates(a: Any) -> None:
             if isinstance(a, fx.Node):
                 if self.facts.is_number(a):
-                    leaves.append(self._of_number(self.facts.value[a], node=a))
+                    leaves.append(self._meanings(self.facts.value[a], node=a))
                     next(place)
             elif type(a) is int:
                 at = next(place)
                 if a > 1:
-                    is_token = self.dims.stands([a], 0) if target_name(n) == "arange" else self.dims.stands(shape, at)
-                    leaves.append(self._of_number(a, first=is_shape and is_token))
+                    is_token = (
+                        self.dims.is_token_position([a], 0)
+                        if target_name(n) == "arange"
+                        else self.dims.is_token_position(shape, at)
+                    )
+                    leaves.append(self._meanings(a, first=is_shape and is_token))
 
         map_aggregate((n.args, n.kwargs), candidates)
         for chosen in itertools.product(*leaves):
@@ -192,61 +203,64 @@ class Generalised:
 
             def leaf(a: Any, rest: Iterator[Any] = rest) -> Any:
                 if isinstance(a, fx.Node):
-                    return next(rest) if self.facts.is_number(a) else Value(self.number_of[a])
+                    return next(rest) if self.facts.is_number(a) else ValueRef(self.number_of[a])
                 return next(rest) if type(a) is int and a > 1 else a
 
             args, kwargs = map_leaves(n.args, leaf), map_leaves(n.kwargs, leaf)
             try:
-                out = self._run(n, args, kwargs)
+                out = self._run_node(n, args, kwargs)
             except Exception:  # torch's, of shapes that do not fit
                 continue
-            if not _alike(out, self.facts.value[n]):
+            if not _has_same_structure(out, self.facts.value[n]):
                 continue
             self.arguments[n], self.probed[n] = (args, kwargs), out
             yield
 
-    def _numbers(self, tree: Any) -> list[int]:
+    def _numbers_in(self, tree: Any) -> list[int]:
         """All numbers among the arguments of a node, as they are in the graph."""
         found: list[int] = []
 
         def number(a: Any) -> None:
             if isinstance(a, fx.Node) and self.facts.is_number(a):
-                found.append(hint(self.facts.value[a]) if isinstance(self.facts.value[a], torch.SymInt) else 0)
+                found.append(size_hint(self.facts.value[a]) if isinstance(self.facts.value[a], torch.SymInt) else 0)
             elif type(a) is int:
                 found.append(a)
 
         map_aggregate(tree, number)
         return found
 
-    def _of_number(self, value: Any, first: bool = False, node: fx.Node | None = None) -> list[Any]:
-        value = plain(value)
+    def _meanings(self, value: Any, first: bool = False, node: fx.Node | None = None) -> list[Any]:
+        value = simplify_size(value)
         if node in self.facts.numbers:
             return []  # another one at each call
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            return self.dims.symbolic(value, node)
+            return self.dims.interpret_symbol(value, node)
         if type(value) is not int:
             return [value]
-        sizes = self.dims.number(value)
+        sizes = self.dims.interpret_number(value)
         return [*sizes, value] if first else [value, *sizes]
 
-    def _given(self, n: fx.Node) -> Iterator[None]:
+    def _try_side_input(self, n: fx.Node) -> Iterator[None]:
         t = self.facts.value[n]
         if not isinstance(t, torch.Tensor):
             return
-        sizes = [plain(s) for s in t.shape]
-        known = [hint(s) for s in sizes]
-        axes = [self._of_number(s, first=type(s) is int and self.dims.stands(known, at)) for at, s in enumerate(sizes)]
+        sizes = [simplify_size(s) for s in t.shape]
+        known = [size_hint(s) for s in sizes]
+        axes = [
+            self._meanings(s, first=type(s) is int and self.dims.is_token_position(known, at))
+            for at, s in enumerate(sizes)
+        ]
         for shape in itertools.product(*axes):
             self.shapes[n] = shape
-            sizes = [s.at(self.dims.probe) if isinstance(s, Size) else s for s in shape]
+            sizes = [s.at(self.dims.probe) if isinstance(s, SizeExpression) else s for s in shape]
             self.probed[n] = self._empty(sizes, t.dtype)
             yield
 
-    def _run(self, n: fx.Node, args: tuple, kwargs: dict) -> Any:
+    def _run_node(self, n: fx.Node, args: tuple, kwargs: dict) -> Any:
         def value(a: Any) -> Any:
-            if isinstance(a, Value):
+            if isinstance(a, ValueRef):
                 return self.probed[self.node_at[a.index]]
-            if isinstance(a, Size):
+            if isinstance(a, SizeExpression):
                 return a.at(self.dims.probe)
             return self.device if isinstance(a, torch.device) else a
 
@@ -258,14 +272,14 @@ class Generalised:
             return args[0].new_empty((*args[0].shape[:-1], args[1].shape[-1]))
         if target_name(n) in _FACTORIES and not any(self.facts.tensor(a) is not None for a in n.all_input_nodes):
             kwargs["device"] = self.device
-        with self.mode or contextlib.nullcontext(), modes(self.facts.modes[n]):
-            return call(n.target, n.op == "call_method", args, kwargs)
+        with self.mode or contextlib.nullcontext(), apply_modes(self.facts.modes[n]):
+            return call_target(n.target, n.op == "call_method", args, kwargs)
 
 
-def _alike(out: Any, was: Any) -> bool:
+def _has_same_structure(out: Any, was: Any) -> bool:
     """Of the same kind, whatever its sizes."""
     if isinstance(was, torch.Tensor):
         return isinstance(out, torch.Tensor) and out.dim() == was.dim() and out.dtype == was.dtype
     if isinstance(was, (tuple, list)):
-        return isinstance(out, (tuple, list)) and len(out) == len(was) and all(map(_alike, out, was))
+        return isinstance(out, (tuple, list)) and len(out) == len(was) and all(map(_has_same_structure, out, was))
     return True

@@ -14,32 +14,32 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from .abstract_values import is_said, likely_weights, propagated, said
-from .memory_aliases import Aliases, storages
-from .node_effects import Effect, differentiates, effect_of, is_switch
+from .abstract_values import guess_weights, has_traced_values, propagate_values, traced_value
+from .memory_aliases import StorageAliases, storage_ids
+from .node_effects import Effect, changes_state, find_effect, reads_autograd_graph
 from .node_queries import (
     ENTER_AUTOCAST,
-    MOVES,
+    LAYOUT_OPS,
+    MODE_SWITCHES,
     SET_GRAD,
-    SWITCHES,
-    attribute,
-    hint,
+    find_attribute,
+    functorch_nesting,
     is_float_tensor,
-    is_held,
-    plain,
-    sources_of,
+    is_module_tensor,
+    simplify_size,
+    size_hint,
     target_name,
-    transform,
+    user_sources,
 )
-from .region_code import Autocast, Modes, call
+from .region_code import Autocast, Modes, call_target
 
-_OF_INTEGERS = MOVES | {
+_INTEGER_OPS = LAYOUT_OPS | {
     "getitem", "select", "slice", "narrow", "flatten", "unflatten", "movedim", "long", "int", "short", "type",
     "mod", "remainder", "floordiv", "floor_divide", "add", "sub", "mul", "clamp",
 }  # fmt: skip
 
 
-class Facts:
+class GraphAnalysis:
     """Args:
     example_inputs: one value for each placeholder; real, fake or on the meta device.
     origins: of a graph inside of another: which nodes of that its placeholders are.
@@ -71,13 +71,13 @@ class Facts:
         self.at = {n: i for i, n in enumerate(self.nodes)}
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         self.examples = dict(zip(placeholders, example_inputs, strict=False))
-        self.value = self._values(list(example_inputs))
-        self.numbers = self._given_numbers()
-        self.floats = self._given_floats()
-        self._memory = self._aliases()
-        self.effects = {n: effect_of(gm, n) for n in self.nodes}
+        self.value = self._collect_values(list(example_inputs))
+        self.numbers = self._find_number_inputs()
+        self.floats = self._find_float_inputs()
+        self._memory = self._find_aliases()
+        self.effects = {n: find_effect(gm, n) for n in self.nodes}
         self.unknown = [n for n in self.nodes if self.effects[n].unknown]
-        self.asking = [n for n in self.nodes if differentiates(n) and n not in self.transforms]
+        self.asking = [n for n in self.nodes if reads_autograd_graph(n) and n not in self.transforms]
         self._drop_dead()
         self.deps: dict[fx.Node, list[fx.Node]] = {}
         self.after: dict[fx.Node, list[fx.Node]] = {}
@@ -88,7 +88,7 @@ class Facts:
         for n in self.nodes:
             for d in self.deps[n]:
                 self.users[d].append(n)
-        self.weights = self._weights()
+        self.weights = self._find_weights()
         self.frozen: set[fx.Node] = set()
         self.live: set[fx.Node] = set()
         self.given: set[fx.Node] = set()
@@ -101,7 +101,7 @@ class Facts:
         open_: list[tuple[fx.Node, Autocast]] = []
         inside: tuple[str, ...] = ()
         for n in self.gm.graph.nodes:
-            if n.op == "call_function" and n.target in SWITCHES:
+            if n.op == "call_function" and n.target in MODE_SWITCHES:
                 if n.target is SET_GRAD:
                     grad = bool(n.args[0])
                 elif n.target is ENTER_AUTOCAST:
@@ -112,24 +112,24 @@ class Facts:
                 continue
             self.nodes.append(n)
             self.modes[n] = Modes(grad, tuple(a for _, a in open_))
-            if (found := transform(n)) is not None:
+            if (found := functorch_nesting(n)) is not None:
                 inside = (*inside, found[0]) if found[1] > 0 else inside[:-1]
             if inside:
                 self.transforms[n] = inside
 
     # ------------------------------------------------------------------ values
-    def _values(self, example_inputs: list[Any]) -> dict[fx.Node, Any]:
-        if not is_said(self.gm.graph):
-            return propagated(self.gm, example_inputs)
+    def _collect_values(self, example_inputs: list[Any]) -> dict[fx.Node, Any]:
+        if not has_traced_values(self.gm.graph):
+            return propagate_values(self.gm, example_inputs)
         value: dict[fx.Node, Any] = {}
         for n in self.nodes:
-            found = said(n)
+            found = traced_value(n)
             if n.op == "output":
                 continue
             if found is None and n.op == "placeholder":
                 found = self.examples.get(n)
             elif found is None and n.op == "get_attr":
-                found = attribute(self.gm, str(n.target))
+                found = find_attribute(self.gm, str(n.target))
             value[n] = found
         for n in self.nodes:
             if n.op == "call_function" and n.target is operator.setitem:
@@ -154,9 +154,9 @@ class Facts:
         found = self.value.get(n)
         return found if isinstance(found, torch.Tensor) else None
 
-    def line(self, n: fx.Node) -> str:
+    def source_line(self, n: fx.Node) -> str:
         """The user's line that made a node; its place in the graph where the graph does not say."""
-        return str(sources_of(n, self.at[n])[0])
+        return str(user_sources(n, self.at[n])[0])
 
     def source_name(self, n: fx.Node) -> str:
         """Where Dynamo found an input: `L['self']._modules['gate']._parameters['weight']`; "" if it does not say."""
@@ -169,24 +169,24 @@ class Facts:
         t = self.tensor(n)
         return t is not None and t.is_floating_point()
 
-    def example(self, n: fx.Node) -> torch.Tensor | None:
+    def example_integers(self, n: fx.Node) -> torch.Tensor | None:
         """Integers of the first call: of an input, or what is moved, cast, or counted with numbers, of one."""
         found = self.examples.get(n)
         if n.op != "placeholder":
             tensors = [d for d in n.all_input_nodes if not self.is_number(d)]
-            is_known = target_name(n) in _OF_INTEGERS and len(tensors) == 1
+            is_known = target_name(n) in _INTEGER_OPS and len(tensors) == 1
             # not of what was written to since
             is_known &= [d for d in self.deps[n] if not self.is_number(d)] == tensors and n not in self.written
-            found = self.example(tensors[0]) if is_known else None
+            found = self.example_integers(tensors[0]) if is_known else None
             if found is not None:
-                of = {d: found if d is tensors[0] else hint(self.value[d]) for d in n.all_input_nodes}
+                of = {d: found if d is tensors[0] else size_hint(self.value[d]) for d in n.all_input_nodes}
                 args, kwargs = map_arg((n.args, n.kwargs), of.__getitem__)
-                found = call(n.target, n.op == "call_method", args, kwargs)
+                found = call_target(n.target, n.op == "call_method", args, kwargs)
         if type(found) is not torch.Tensor or found.is_meta or found.is_floating_point():
             return None
         return found.detach()
 
-    def made_of_weights(self, n: fx.Node) -> torch.Tensor | None:
+    def evaluate_from_weights(self, n: fx.Node) -> torch.Tensor | None:
         """What follows from weights alone, and is none itself: from their numbers, where these are known and nothing is
         written on the way, or drawn."""
         if n in self.weights or n not in self.frozen or not self.is_float(n):
@@ -200,7 +200,7 @@ class Facts:
                 raise ValueError(of)
             if of not in found:
                 args, kwargs = map_arg((of.args, of.kwargs), value)
-                found[of] = call(of.target, of.op == "call_method", args, kwargs)
+                found[of] = call_target(of.target, of.op == "call_method", args, kwargs)
             return found[of]
 
         try:
@@ -209,7 +209,7 @@ class Facts:
         except Exception:  # or some are abstract, others not
             return self.value[n]
 
-    def _given_numbers(self) -> set[fx.Node]:
+    def _find_number_inputs(self) -> set[fx.Node]:
         sizes = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
         found = {n for n in self.nodes if n.op == "placeholder" and not isinstance(self.value.get(n), sizes)}
         for n in self.nodes:
@@ -217,9 +217,9 @@ class Facts:
                 found.add(n)
         return found
 
-    def _given_floats(self) -> set[fx.Node]:
+    def _find_float_inputs(self) -> set[fx.Node]:
         """What reads one of the caller's, where it is known what it is now."""
-        items = [n for n in self.nodes if target_name(n) == "item" and self._is_given_number(n.all_input_nodes[0])]
+        items = [n for n in self.nodes if target_name(n) == "item" and self._is_float_input(n.all_input_nodes[0])]
         return {n for n in items if isinstance(v := self.value.get(n), torch.SymFloat) and v.node.hint is not None}
 
     def is_number(self, n: fx.Node) -> bool:
@@ -251,53 +251,53 @@ class Facts:
             self.deps[n], self.after[n] = list(deps), list(after)
 
     def storages(self, n: fx.Node | None) -> list[int]:
-        return self._memory.of(self.value.get(n) if n is not None else None)
+        return self._memory.storages_of(self.value.get(n) if n is not None else None)
 
     def memory_written(self, n: fx.Node) -> set[int]:
         """The storages that a node writes to."""
         return {s for t in self.written.get(n, ()) for s in self.storages(t)}
 
-    def _aliases(self) -> Aliases:
+    def _find_aliases(self) -> StorageAliases:
         """Also of attributes and inputs that have memory in common, which tracers may take for several."""
         first: dict[int, int] = {}  # by the memory itself
-        found = Aliases()
+        found = StorageAliases()
         for n in self.nodes:
-            held = attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
+            held = find_attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
             if self.tensor(n) is not None and isinstance(held, torch.Tensor):
-                (mine,), (real,) = storages(self.value[n]), storages(held)
+                (mine,), (real,) = storage_ids(self.value[n]), storage_ids(held)
                 found.join(first.setdefault(real, mine), mine)
-        found.follow(self.nodes, self.value)
+        found.join_views(self.nodes, self.value)
         return found
 
-    def stays(self, n: fx.Node) -> bool:
+    def keeps_order(self, n: fx.Node) -> bool:
         """Whether all that stands before a node, and all that stands behind it, is to stay there."""
-        return self.effects[n].unknown or is_switch(n, self.value.get(n))
+        return self.effects[n].unknown or changes_state(n, self.value.get(n))
 
     # ------------------------------------------------------------------ what follows from what
-    def _weights(self) -> dict[fx.Node, torch.Tensor]:
+    def _find_weights(self) -> dict[fx.Node, torch.Tensor]:
         found: dict[fx.Node, torch.Tensor] = {}
         for n in self.nodes:
             if n.op == "get_attr" and isinstance(t := self.value[n], torch.Tensor):
-                held = attribute(self.gm, str(n.target))
+                held = find_attribute(self.gm, str(n.target))
                 found[n] = held if isinstance(held, torch.Tensor) else t
             elif n.op == "placeholder":
                 t = self.examples.get(n, self.value.get(n))
                 is_parameter = isinstance(t, nn.Parameter) or isinstance(self.value.get(n), nn.Parameter)
-                if isinstance(t, torch.Tensor) and (is_parameter or is_held(self.source_name(n))):
+                if isinstance(t, torch.Tensor) and (is_parameter or is_module_tensor(self.source_name(n))):
                     found[n] = t
         if any(n.op == "placeholder" or is_float_tensor(t) for n, t in found.items()):
             return found
         inputs: dict[fx.Node, Any] = {
             n: self.examples.get(n, self.value.get(n)) for n in self.nodes if n.op == "placeholder"
         }
-        return found | {n: inputs[n] for n in likely_weights(self.gm.graph, inputs)}
+        return found | {n: inputs[n] for n in guess_weights(self.gm.graph, inputs)}
 
     def _is_size(self, n: fx.Node) -> bool:
         """Whether a number follows from sizes: it is no value of what it is a size of."""
         value = self.value.get(n)
         return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and value.node.hint is not None
 
-    def _is_given_number(self, n: fx.Node) -> bool:
+    def _is_float_input(self, n: fx.Node) -> bool:
         """A float among the arguments of the program, which Dynamo hands over as a tensor where sizes are dynamic."""
         t = self.tensor(n)
         items = t is not None and not t.dim() and bool(n.users) and all(target_name(u) == "item" for u in n.users)
@@ -305,10 +305,10 @@ class Facts:
 
     def _classify(self) -> None:
         beside: set[fx.Node] = set()  # follow from what is given besides rows, without a weight
-        numbers = self._numbers_of_tokens()
+        numbers = self._find_token_masks()
         for n in self.nodes:
             deps = self.deps[n]
-            if self._is_given_number(n) or self._is_size(n):
+            if self._is_float_input(n) or self._is_size(n):
                 continue
             if n.op == "placeholder" and n not in self.weights and isinstance(self.value.get(n), torch.Tensor):
                 self.live.add(n)
@@ -322,12 +322,14 @@ class Facts:
                     beside.add(n)
         self.given = beside
 
-    def _numbers_of_tokens(self) -> set[fx.Node]:
+    def _find_token_masks(self) -> set[fx.Node]:
         """Float inputs with one number for each token, such as masks, where others have rows for them."""
         inputs = {n: t.shape for n in self.nodes if n.op == "placeholder" and n not in self.weights
                   if (t := self.tensor(n)) is not None and t.is_floating_point()}  # fmt: skip
         tokens = [
-            tuple(map(plain, shape[:-1])) for shape in inputs.values() if len(shape) > 1 and plain(shape[-1]) != 1
+            tuple(map(simplify_size, shape[:-1]))
+            for shape in inputs.values()
+            if len(shape) > 1 and simplify_size(shape[-1]) != 1
         ]
-        sizes = {n: tuple(map(plain, shape)) for n, shape in inputs.items()}
+        sizes = {n: tuple(map(simplify_size, shape)) for n, shape in inputs.items()}
         return {n for n, size in sizes.items() if size and (size in tokens or (size[-1] == 1 and size[:-1] in tokens))}

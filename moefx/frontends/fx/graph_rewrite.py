@@ -13,28 +13,28 @@ import torch
 from torch import fx, nn
 
 from ..._plan import Plan
-from ...compiler.plan_check import check_of_graphs
+from ...compiler.plan_check import check_graph_plan
 from ...compiler.survey import Refusal
-from ...errors import InvalidInput, InvalidPlan, Refused, own_fault
+from ...errors import InvalidInput, InvalidPlan, Refused, refuse_own_bug
 from . import proof_cache
-from .chunking import cut_into_parts
-from .float_inputs import make_constant
-from .graph_analysis import Facts
-from .node_queries import SELECT, target_name
-from .proof_cache import Proven
-from .region_bounds import Extent, Extents
-from .region_isolation import removed
-from .region_module import Extracted, RegionCall, extract
+from .chunking import explain_chunks
+from .float_inputs import record_constant
+from .graph_analysis import GraphAnalysis
+from .node_queries import SELECTING_OPS, target_name
+from .proof_cache import CachedProof
+from .region_bounds import RegionBounds, RegionSearch
+from .region_isolation import find_removable
+from .region_module import ExtractedRegion, RegionCall, extract_region
 from .region_names import region_name
-from .splice import order, splice
+from .splice import order_units, splice
 
 _NOT_ROUTED = "nothing is routed"
-_MOST_TRIED = 4  # extents of one seed
-_CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
+_MAX_BOUNDS = 4  # extents of one seed
+_BODY_CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
 
 
 @dataclasses.dataclass
-class Found:
+class GraphRegions:
     """What there is in a graph.
 
     Attributes:
@@ -43,16 +43,16 @@ class Found:
         inside: what there is in graphs that this one calls.
     """
 
-    facts: Facts
-    matched: list[tuple[Extracted, Proven]]
+    facts: GraphAnalysis
+    matched: list[tuple[ExtractedRegion, CachedProof]]
     refused: list[Refusal]
     open: list[str]
     seconds: float
-    inside: list[Found] = dataclasses.field(default_factory=list)
+    inside: list[GraphRegions] = dataclasses.field(default_factory=list)
 
-    def every(self) -> list[Found]:
+    def with_inner(self) -> list[GraphRegions]:
         """This one, and those of graphs inside."""
-        return [self, *(f for inner in self.inside for f in inner.every())]
+        return [self, *(f for inner in self.inside for f in inner.with_inner())]
 
 
 def rewrite_regions(
@@ -61,39 +61,39 @@ def rewrite_regions(
     plan: Plan,
     origins: dict[fx.Node, fx.Node] | None = None,
     names: set[str] | None = None,
-) -> tuple[fx.GraphModule, Found]:
+) -> tuple[fx.GraphModule, GraphRegions]:
     """The graph with the regions that were found rewritten, also those in bodies that it has for checkpoints.
 
     Args:
         origins, names: of a body, what its inputs are in the graph around it, and the regions that there are already.
     """
     names = set() if names is None else names
-    found = find(gm, example_inputs, plan, origins, names)
+    found = find_regions(gm, example_inputs, plan, origins, names)
     bodies: dict[str, fx.GraphModule] = {}
-    for name, values, inner in _bodies(found.facts):
+    for name, values, inner in _called_bodies(found.facts):
         body, more = rewrite_regions(getattr(gm, name), values, plan, inner, names)
         if body is not getattr(gm, name):
             bodies[name] = body
         found.inside.append(more)
     if not found.matched and not bodies:
         return gm, found
-    calls: list[tuple[Extracted, RegionCall]] = []
+    calls: list[tuple[ExtractedRegion, RegionCall]] = []
     for region, proof in found.matched:
-        calls.append((region, region.call(found.facts, proof.program)))
+        calls.append((region, region.build_call(found.facts, proof.program)))
         for name, number in region.floats:
-            make_constant(name, number)
+            record_constant(name, number)
     out = splice(found.facts, calls)
     for name, body in bodies.items():
         setattr(out, name, body)
     return out, found
 
 
-def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
+def _called_bodies(facts: GraphAnalysis) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
     """Graphs that nodes call with their arguments, by attribute: with values for their inputs, and which nodes of the
     outer graph these are."""
     for n in facts.nodes:
         body: Any = n.args[0] if n.op == "call_function" and n.args else None
-        if target_name(n) not in _CALLS or not isinstance(body, fx.Node) or body.op != "get_attr":
+        if target_name(n) not in _BODY_CALLS or not isinstance(body, fx.Node) or body.op != "get_attr":
             continue
         if n in facts.transforms:  # of which the body says nothing
             continue
@@ -103,33 +103,33 @@ def _bodies(facts: Facts) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Nod
             continue
         inputs = [p for p in gm.graph.nodes if p.op == "placeholder"]
         if len(inputs) == len(given):
-            values = [_value_inside(facts, a) for a in given]
+            values = [_body_input(facts, a) for a in given]
             outer = {p: facts.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
             yield str(body.target), values, outer
 
 
-def _value_inside(facts: Facts, a: fx.Node) -> Any:
+def _body_input(facts: GraphAnalysis, a: fx.Node) -> Any:
     """What a body is given: what follows from weights alone, as `weight.T` that Dynamo leaves outside, is a weight."""
-    if (known := facts.example(a)) is not None:
+    if (known := facts.example_integers(a)) is not None:
         return known
-    if (made := facts.made_of_weights(a)) is not None:
+    if (made := facts.evaluate_from_weights(a)) is not None:
         return nn.Parameter(made, False)
     return facts.weights.get(a, facts.examples.get(a, facts.value.get(a)))
 
 
-def find(
+def find_regions(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     plan: Plan,
     origins: dict[fx.Node, fx.Node] | None,
     names: set[str],
-) -> Found:
+) -> GraphRegions:
     start = time.perf_counter()
-    facts = Facts(gm, example_inputs, origins)
-    extents = Extents(facts)
-    matched: list[tuple[Extracted, Proven]] = []
+    facts = GraphAnalysis(gm, example_inputs, origins)
+    extents = RegionSearch(facts)
+    matched: list[tuple[ExtractedRegion, CachedProof]] = []
     refused: dict[fx.Node, Refusal] = {}  # by what selects
-    taken: dict[fx.Node, Extracted] = {}
+    taken: dict[fx.Node, ExtractedRegion] = {}
     tried: set[tuple[fx.Node, fx.Node]] = set()
     open_: dict[str, None] = {}
     for seed in extents.seeds():
@@ -137,12 +137,12 @@ def find(
             continue
         first: Refusal | None = None
         try:
-            candidates = _candidates(extents, seed)
+            candidates = _candidate_bounds(extents, seed)
         except Exception as error:  # what stands around it is no reason to fail
-            refused[seed] = refusal_of(error, target_name(seed), facts.line(seed))
+            refused[seed] = build_refusal(error, target_name(seed), facts.source_line(seed))
             continue
-        if not candidates and extents.leaves(seed):
-            open_[facts.line(seed)] = None
+        if not candidates and extents.returns_choice(seed):
+            open_[facts.source_line(seed)] = None
         for extent in candidates:
             if (extent.entry, extent.exit) in tried:
                 continue
@@ -152,17 +152,17 @@ def find(
             if any("moefx" in str(n.target) for n in extent.inside):
                 first = None
                 break  # rewritten already
-            region: Extracted | None = None
+            region: ExtractedRegion | None = None
             try:
-                region = _named(extract(facts, extent), names)
-                proof = proof_cache.match(facts, region, plan)
-                mine = dict.fromkeys(removed(extent, facts), region)
-                order(facts, taken | mine)
+                region = _rename_uniquely(extract_region(facts, extent), names)
+                proof = proof_cache.prove_region(facts, region, plan)
+                mine = dict.fromkeys(find_removable(extent, facts), region)
+                order_units(facts, taken | mine)
             except Exception as error:
                 if first is None:
-                    outside = proof_cache.used_outside(facts, region, plan) if region is not None else None
-                    why = outside or cut_into_parts(facts, extent) or error
-                    first = refusal_of(why, region_name(facts, extent), facts.line(seed))
+                    outside = proof_cache.explain_outside_use(facts, region, plan) if region is not None else None
+                    why = outside or explain_chunks(facts, extent) or error
+                    first = build_refusal(why, region_name(facts, extent), facts.source_line(seed))
                 continue
             taken |= mine
             names.add(region.name)
@@ -170,18 +170,18 @@ def find(
             first = None
             break
         if first is not None and _NOT_ROUTED not in first.reason:  # or sampling, a maximum
-            refused[seed] = first if target_name(seed) in SELECT else _with_given(first, candidates, facts)
+            refused[seed] = first if target_name(seed) in SELECTING_OPS else _mention_inputs(first, candidates, facts)
     # not of what a later region took in: the groups of experts that a router selects first, say
     left = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in taken}
-    return Found(facts, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
+    return GraphRegions(facts, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
 
 
-def refusal_of(error: Exception, name: str, where: str) -> Refusal:
-    why = error if isinstance(error, Refused) else own_fault(error, where)
+def build_refusal(error: Exception, name: str, where: str) -> Refusal:
+    why = error if isinstance(error, Refused) else refuse_own_bug(error, where)
     return Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
 
 
-def _named(region: Extracted, names: set[str]) -> Extracted:
+def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegion:
     """By a name of its own: a module that is called twice, or a line of a loop, is one region each time."""
     name = region.name
     for turn in itertools.count(2):
@@ -191,13 +191,13 @@ def _named(region: Extracted, names: set[str]) -> Extracted:
     raise AssertionError
 
 
-def _candidates(extents: Extents, seed: fx.Node) -> list[Extent]:
-    found = list(extents.of(seed))
-    wider = [w for e in found[:1] if (w := extents.wider(e)) is not None]
-    return (found[:1] + wider + found[1:])[:_MOST_TRIED]
+def _candidate_bounds(extents: RegionSearch, seed: fx.Node) -> list[RegionBounds]:
+    found = list(extents.bounds_of(seed))
+    wider = [w for e in found[:1] if (w := extents.widen(e)) is not None]
+    return (found[:1] + wider + found[1:])[:_MAX_BOUNDS]
 
 
-def _with_given(refusal: Refusal, extents: list[Extent], facts: Facts) -> Refusal:
+def _mention_inputs(refusal: Refusal, extents: list[RegionBounds], facts: GraphAnalysis) -> Refusal:
     """What a comparison selects by may be no choice of experts: that may come from integers or masks which the graph is
     given."""
     stack = [n for extent in extents for n in extent.given if n in facts.given]
@@ -218,15 +218,15 @@ def _with_given(refusal: Refusal, extents: list[Extent], facts: Facts) -> Refusa
     )
 
 
-def checked_plan(plan: Plan | None) -> Plan:
+def check_plan(plan: Plan | None) -> Plan:
     if plan is not None and not isinstance(plan, Plan):
         raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan or None")
     plan = plan or Plan()
-    check_of_graphs(plan)
+    check_graph_plan(plan)
     return plan
 
 
-def checked_graph(gm: Any, example_inputs: Any) -> list[Any]:
+def check_inputs(gm: Any, example_inputs: Any) -> list[Any]:
     if not isinstance(gm, fx.GraphModule):
         raise InvalidInput(
             f"expected a torch.fx.GraphModule; got a {type(gm).__name__}. Of an exported program that is .module()"

@@ -9,54 +9,54 @@ from typing import Any
 import torch
 from torch import fx
 
-from .node_queries import argument
+from .node_queries import find_argument
 
 _MAY_COPY = {"reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "type_as", "float", "double", "half"}
 
 
-def storages(value: Any) -> list[int]:
+def storage_ids(value: Any) -> list[int]:
     """The memory of a tensor, or of several."""
     return [
-        _storage(t) for t in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(t, torch.Tensor)
+        _storage_id(t) for t in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(t, torch.Tensor)
     ]
 
 
-def _storage(t: torch.Tensor) -> int:
+def _storage_id(t: torch.Tensor) -> int:
     try:
         return t.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # a subclass without storage
         return id(t)
 
 
-class Aliases:
+class StorageAliases:
     """Storages that are one. A tracer may say of each value what it looked like, without saying that a view is in the
     memory of what it is a view of: graphs of `make_fx`, and exported programs that were saved and loaded."""
 
     def __init__(self) -> None:
         self._like: dict[int, int] = {}
 
-    def of(self, value: Any) -> list[int]:
+    def storages_of(self, value: Any) -> list[int]:
         """The memory of a value, by one storage of those that are the same."""
-        return [self._first(s) for s in storages(value)]
+        return [self._representative(s) for s in storage_ids(value)]
 
     def join(self, one: int, other: int) -> None:
-        one, other = self._first(one), self._first(other)
+        one, other = self._representative(one), self._representative(other)
         if one != other:
             self._like[other] = one
 
-    def _first(self, storage: int) -> int:
+    def _representative(self, storage: int) -> int:
         while storage in self._like:
             storage = self._like[storage]
         return storage
 
-    def follow(self, nodes: Iterable[fx.Node], value: Mapping[fx.Node, Any]) -> None:
+    def join_views(self, nodes: Iterable[fx.Node], value: Mapping[fx.Node, Any]) -> None:
         """What ops say of their results: that they are in an argument's memory. Of those that may copy that holds where
         the values show nothing of the others."""
         copies: list[tuple[int, int]] = []
         says_nothing = False
         for n in nodes:
-            for given, may_copy in _viewed(n, value):
-                for mine, theirs in _pairs(n, storages(value.get(n)), storages(value.get(given))):
+            for given, may_copy in _viewed_arguments(n, value):
+                for mine, theirs in _pairs(n, storage_ids(value.get(n)), storage_ids(value.get(given))):
                     if may_copy:
                         copies.append((theirs, mine))
                     else:
@@ -66,7 +66,7 @@ class Aliases:
             self.join(*pair)
 
 
-def _viewed(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node, bool]]:
+def _viewed_arguments(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node, bool]]:
     """The arguments in whose memory a node's result is, and whether it may be a copy instead."""
     of = n.args[0] if n.target is operator.getitem else None
     if isinstance(of, fx.Node) and isinstance(value.get(of), (tuple, list)):
@@ -76,7 +76,7 @@ def _viewed(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node,
     schema = n.target._schema
     returned = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
     for i, a in enumerate(schema.arguments):
-        found, alias = argument(n, i, a), a.alias_info
+        found, alias = find_argument(n, i, a), a.alias_info
         # of lists, as of `unbind`, the argument alone says it
         if alias is not None and (alias.before_set & returned or "*" in alias.after_set) and isinstance(found, fx.Node):
             yield found, n.target.overloadpacket.__name__ in _MAY_COPY

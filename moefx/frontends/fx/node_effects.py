@@ -12,17 +12,17 @@ import torch
 from torch import fx, nn
 
 from ...runtime.watch import find_hook_kind
-from .abstract_values import said
-from .memory_aliases import Aliases
-from .node_queries import argument, target_name
+from .abstract_values import traced_value
+from .memory_aliases import StorageAliases
+from .node_queries import find_argument, target_name
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
     operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
 }  # fmt: skip
-_KNOWN = {"torch", "_operator", "math", "builtins", "einops"}
+_LIBRARIES = {"torch", "_operator", "math", "builtins", "einops"}
 _FUNCTIONAL = {"aten", "prims", "prim", "moefx"}  # of other namespaces an op may draw: no tag is asked for
-_DRAWING = {"gumbel_softmax", "multi_head_attention_forward"}  # in Python, so there is no op of that name
+_RANDOM_FUNCTIONS = {"gumbel_softmax", "multi_head_attention_forward"}  # in Python, so there is no op of that name
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
@@ -38,25 +38,25 @@ class Effect(NamedTuple):
     unknown: bool = False
 
 
-def effect_of(gm: nn.Module, n: fx.Node) -> Effect:
+def find_effect(gm: nn.Module, n: fx.Node) -> Effect:
     if n.op == "call_module":
-        return _of_module(gm.get_submodule(str(n.target)))
+        return _module_effect(gm.get_submodule(str(n.target)))
     if n.op not in ("call_function", "call_method"):
         return Effect()
     if isinstance(n.target, torch._ops.HigherOrderOperator):
-        return _of_bodies(gm, n)
-    if not is_known(n):
+        return _bodies_effect(gm, n)
+    if not is_library_call(n):
         return Effect(unknown=True)
-    given = _by_name(n)
-    return Effect(tuple(dict.fromkeys(_written(n, given))), _draws(n, given))
+    given = _bind_arguments(n)
+    return Effect(tuple(dict.fromkeys(_written_arguments(n, given))), _draws(n, given))
 
 
-def is_known(n: fx.Node) -> bool:
+def is_library_call(n: fx.Node) -> bool:
     """Whether a call is of one of torch's functions, or Python's: what it does its name says everywhere."""
     if isinstance(n.target, (str, *_OPS)):
         return True
     module = getattr(n.target, "__module__", None) or getattr(getattr(n.target, "__objclass__", None), "__module__", "")
-    return hasattr(n.target, "__name__") and str(module).partition(".")[0] in _KNOWN
+    return hasattr(n.target, "__name__") and str(module).partition(".")[0] in _LIBRARIES
 
 
 def is_plain_module(module: nn.Module) -> bool:
@@ -66,21 +66,21 @@ def is_plain_module(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.") and not is_hooked and "forward" not in vars(module)
 
 
-def is_switch(n: fx.Node, value: Any) -> bool:
+def changes_state(n: fx.Node, value: Any) -> bool:
     """Whether a function is called for what it does to the program around it, on no tensor and for no number."""
     plain = (torch.Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, tuple, list)
     return n.op == "call_function" and not isinstance(value, plain) and not n.all_input_nodes
 
 
-def differentiates(n: fx.Node) -> bool:
+def reads_autograd_graph(n: fx.Node) -> bool:
     """Whether a node asks autograd what its graph is, which calls of the same values are not the same for."""
     return target_name(n) in ("backward", "register_hook") or n.target is torch.autograd.grad
 
 
 # ---------------------------------------------------------------------- modules and graphs
-def _of_module(module: nn.Module) -> Effect:
+def _module_effect(module: nn.Module) -> Effect:
     if isinstance(module, fx.GraphModule):
-        effect = _of_graph(module)
+        effect = _graph_effect(module)
         return Effect((), effect.draws, effect.unknown or bool(effect.writes))
     if not all(is_plain_module(m) for m in module.modules()):
         return Effect(unknown=True)
@@ -90,7 +90,7 @@ def _of_module(module: nn.Module) -> Effect:
     return Effect(draws=bool(drops), unknown=bool(keeps))
 
 
-def _of_bodies(gm: nn.Module, n: fx.Node) -> Effect:
+def _bodies_effect(gm: nn.Module, n: fx.Node) -> Effect:
     """Of a node that calls graphs with its last arguments, as a region without gradients or a checkpoint does."""
     held = [(i, getattr(gm, str(a.target), None)) for i, a in enumerate(n.args)
             if isinstance(a, fx.Node) and a.op == "get_attr"]  # fmt: skip
@@ -98,7 +98,7 @@ def _of_bodies(gm: nn.Module, n: fx.Node) -> Effect:
     if not bodies:
         return Effect(unknown=True)
     writes: list[fx.Node] = []
-    effects = [_of_graph(body) for _, body in bodies]
+    effects = [_graph_effect(body) for _, body in bodies]
     for (i, body), effect in zip(bodies, effects, strict=True):
         if effect.writes:
             inputs, given = [m for m in body.graph.nodes if m.op == "placeholder"], n.args[i + 1 :]
@@ -109,13 +109,13 @@ def _of_bodies(gm: nn.Module, n: fx.Node) -> Effect:
     return Effect(tuple(writes), any(e.draws for e in effects), again or any(e.unknown for e in effects))
 
 
-def _of_graph(gm: fx.GraphModule) -> Effect:
+def _graph_effect(gm: fx.GraphModule) -> Effect:
     """Written to are inputs; unknown, if others are that the graph has not made itself."""
-    effects = {n: effect_of(gm, n) for n in gm.graph.nodes}
-    value = {n: said(n) for n in gm.graph.nodes}
-    aliases = Aliases()
-    aliases.follow(gm.graph.nodes, value)
-    memory = {n: set(aliases.of(v)) for n, v in value.items()}
+    effects = {n: find_effect(gm, n) for n in gm.graph.nodes}
+    value = {n: traced_value(n) for n in gm.graph.nodes}
+    aliases = StorageAliases()
+    aliases.join_views(gm.graph.nodes, value)
+    memory = {n: set(aliases.storages_of(v)) for n, v in value.items()}
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     writes, unknown = [], any(e.unknown for e in effects.values())
     for target in (t for e in effects.values() for t in e.writes):
@@ -126,9 +126,9 @@ def _of_graph(gm: fx.GraphModule) -> Effect:
 
 
 # ---------------------------------------------------------------------- functions
-def _by_name(n: fx.Node) -> dict[str, Any]:
+def _bind_arguments(n: fx.Node) -> dict[str, Any]:
     """The arguments that have names, with defaults where the function says."""
-    if schemas := _schemas(n):
+    if schemas := _find_schemas(n):
         arguments = schemas[0].arguments
         defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
         return defaults | dict(zip([a.name for a in arguments], n.args, strict=False)) | dict(n.kwargs)
@@ -140,7 +140,7 @@ def _by_name(n: fx.Node) -> dict[str, Any]:
     return bound.arguments
 
 
-def _schemas(n: fx.Node) -> list[Any]:
+def _find_schemas(n: fx.Node) -> list[Any]:
     """Of a builtin function or method those of the ops that have its name."""
     target: Any = n.target
     if isinstance(target, torch._ops.OpOverload):
@@ -148,37 +148,37 @@ def _schemas(n: fx.Node) -> list[Any]:
     if not isinstance(target, torch._ops.OpOverloadPacket):
         if inspect.isfunction(target):
             return []
-        target = _packet(target_name(n))
+        target = _find_packet(target_name(n))
     return [] if target is None else [getattr(target, name)._schema for name in target.overloads()]
 
 
 @functools.cache
-def _packet(name: str) -> Any:
+def _find_packet(name: str) -> Any:
     found = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     return found if isinstance(found, torch._ops.OpOverloadPacket) else None  # not what it has itself, as __eq__
 
 
-def _written(n: fx.Node, given: dict[str, Any]) -> Iterator[fx.Node]:
-    yield from _nodes(n.kwargs.get("out"))
+def _written_arguments(n: fx.Node, given: dict[str, Any]) -> Iterator[fx.Node]:
+    yield from _nodes_in(n.kwargs.get("out"))
     name = target_name(n)
     in_place = name.endswith("_") and not name.endswith("__")
     if n.args and (in_place or n.target in _IN_PLACE or given.get("inplace") or name in ("__setitem__", "__iadd__")):
-        yield from _nodes(n.args[0])
+        yield from _nodes_in(n.args[0])
     if isinstance(n.target, _OPS):
-        for schema in _schemas(n):
+        for schema in _find_schemas(n):
             for i, a in enumerate(schema.arguments):
                 if a.alias_info is not None and a.alias_info.is_write:
-                    yield from _nodes(argument(n, i, a))
+                    yield from _nodes_in(find_argument(n, i, a))
     flags = [given[flag] for flag in ("training", "train", "use_input_stats") if flag in given]
     if "functional" not in name and flags[:1] != [False]:
-        yield from (*_nodes(given.get("running_mean")), *_nodes(given.get("running_var")))
+        yield from (*_nodes_in(given.get("running_mean")), *_nodes_in(given.get("running_var")))
     if given.get("max_norm") is not None:
-        yield from _nodes(given.get("weight"))
+        yield from _nodes_in(given.get("weight"))
 
 
-def _nodes(found: Any) -> list[fx.Node]:
+def _nodes_in(found: Any) -> list[fx.Node]:
     if isinstance(found, (tuple, list)):
-        return [n for part in found for n in _nodes(part)]
+        return [n for part in found for n in _nodes_in(part)]
     return [found] if isinstance(found, fx.Node) else []
 
 
@@ -187,7 +187,7 @@ def _draws(n: fx.Node, given: dict[str, Any]) -> bool:
     if is_op and str(n.target).partition(".")[0] not in _FUNCTIONAL:
         return True
     name = target_name(n)
-    if not (name in _DRAWING or "dropout" in name or _is_seeded(name)):
+    if not (name in _RANDOM_FUNCTIONS or "dropout" in name or _is_seeded(name)):
         return False
     off = [given[flag] is False for flag in ("training", "train") if flag in given]
     rates = ("p", "dropout_p") if "dropout" in name else ("dropout_p",)
@@ -197,7 +197,7 @@ def _draws(n: fx.Node, given: dict[str, Any]) -> bool:
 
 @functools.cache
 def _is_seeded(name: str) -> bool:
-    packet = _packet(name)
+    packet = _find_packet(name)
     if packet is None:
         return False
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())

@@ -11,24 +11,24 @@ from ...capture.source import Source
 from ...errors import Refused
 from ...util.user_code import is_user_file
 
-SELECT = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
+SELECTING_OPS = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 SET_GRAD = torch._C._set_grad_enabled
 ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-SWITCHES = {SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST}
-MOVES = {
+MODE_SWITCHES = {SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST}
+LAYOUT_OPS = {
     "t", "T", "mT", "transpose", "permute", "view", "reshape", "_unsafe_view", "to", "_to_copy", "expand", "unsqueeze",
     "squeeze", "detach", "contiguous", "clone", "alias",
 }  # fmt: skip
 
 
-def attribute(gm: nn.Module, path: str) -> Any:
+def find_attribute(gm: nn.Module, path: str) -> Any:
     owner: Any = gm
     for part in path.split("."):
         owner = getattr(owner, part, None)
     return owner
 
 
-def argument(n: fx.Node, i: int, of: torch.Argument) -> Any:
+def find_argument(n: fx.Node, i: int, of: torch.Argument) -> Any:
     """What a node gives for the i-th argument of its op's schema; None where it gives nothing."""
     return n.kwargs.get(of.name, n.args[i] if i < len(n.args) and not of.kwarg_only else None)
 
@@ -42,7 +42,7 @@ def is_hinted(n: Any) -> bool:
     return not isinstance(n, torch.SymInt) or n.node.hint is not None
 
 
-def hint(n: Any) -> int:
+def size_hint(n: Any) -> int:
     if isinstance(n, torch.SymInt):
         found = n.node.hint
         if found is None:
@@ -54,7 +54,7 @@ def hint(n: Any) -> int:
     return int(n)
 
 
-def plain(n: Any) -> Any:
+def simplify_size(n: Any) -> Any:
     """A size; of a symbol that can be one number only, that number: where Dynamo has seen that it must be. It is what
     Python has for it: where floats were rounded, the expression of torch 2.11 may be another one."""
     if isinstance(n, torch.SymInt) and n.node.expr.is_Integer:
@@ -62,7 +62,7 @@ def plain(n: Any) -> Any:
     return n
 
 
-def is_held(name: str) -> bool:
+def is_module_tensor(name: str) -> bool:
     """Whether a source is a parameter or buffer of a module."""
     return "._parameters[" in name or "._buffers[" in name
 
@@ -85,7 +85,7 @@ def selected_axis(n: fx.Node) -> int | None:
     return found if type(found) is int else None
 
 
-def transform(n: fx.Node) -> tuple[str, int] | None:
+def functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
     """Of a node that begins (1) or ends (-1) one of torch.func's transforms, or the like: which."""
     name = target_name(n).strip("_")
     if name in ("enter_inference_mode", "exit_inference_mode"):
@@ -97,7 +97,7 @@ def transform(n: fx.Node) -> tuple[str, int] | None:
     return None
 
 
-def sources_of(n: fx.Node, position: int) -> tuple[Source, ...]:
+def user_sources(n: fx.Node, position: int) -> tuple[Source, ...]:
     """The user's lines that made a node, the innermost first; without a stack trace its place in the graph."""
     found = []
     lines = str(n.stack_trace or "").splitlines()

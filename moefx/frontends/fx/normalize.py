@@ -15,29 +15,29 @@ from torch import fx, nn
 from torch.fx.node import has_side_effect, map_arg
 
 from ...errors import AbsorbedModuleChanged, InvalidInput
-from .abstract_values import asks_for_sizes, is_said, said, symbolic
-from .node_effects import effect_of, is_plain_module
-from .node_queries import ENTER_AUTOCAST, EXIT_AUTOCAST, attribute, is_float_tensor, target_name
+from .abstract_values import has_symbolic_sizes, has_traced_values, propagate_symbolic_sizes, traced_value
+from .node_effects import find_effect, is_plain_module
+from .node_queries import ENTER_AUTOCAST, EXIT_AUTOCAST, find_attribute, is_float_tensor, target_name
 
-_FROM = "moefx_inlined"  # in the meta of a node: the call that it is of, its module, and of how many nodes
-_FOUND = "moefx_found"  # that its value is not the graph's own
+_ORIGIN = "moefx_inlined"  # in the meta of a node: the call that it is of, its module, and of how many nodes
+_ADDED_VALUE = "moefx_found"  # that its value is not the graph's own
 _SIZE = torch.ops.aten.sym_size.int
-_UNDER = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}  # and which argument is the graph
+_MODE_BODY_ARGUMENT = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}  # and which argument is the graph
 
 
-def prepared(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+def normalize(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """A graph of the same parameters, to be `folded` afterwards; `gm` itself where there is nothing to do.
 
     Raises:
         InvalidInput: it does not run on the examples. Refused: it asks for sizes, and does not run on symbolic ones.
     """
-    return _of_inputs(_with_symbols(_inlined(_opened(gm)), example_inputs))
+    return _derive_sizes_from_inputs(_add_symbolic_values(_inline_modules(_inline_mode_bodies(gm)), example_inputs))
 
 
-def _opened(gm: fx.GraphModule) -> fx.GraphModule:
+def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
     """With what `torch.export` has in graphs of their own, because it runs without gradients or under autocast. What is
     without gradients is detached: a switch would stay where it is put when the graph itself runs without."""
-    if not any(_opens(gm, n) for n in gm.graph.nodes):
+    if not any(_is_mode_body(gm, n) for n in gm.graph.nodes):
         return gm
     graph = fx.Graph()
 
@@ -45,19 +45,19 @@ def _opened(gm: fx.GraphModule) -> fx.GraphModule:
         parts: Any = map_arg(n.args, made.__getitem__)
         if n.target is operator.getitem and isinstance(parts[0], tuple):
             return parts[0][parts[1]]
-        if not _opens(owner, n):
+        if not _is_mode_body(owner, n):
             out = graph.node_copy(n, made.__getitem__)
             if n.op in ("get_attr", "call_module"):
                 out.target = f"{prefix}{n.target}"
             return out
-        at = _UNDER[target_name(n)]
+        at = _MODE_BODY_ARGUMENT[target_name(n)]
         name = str(n.args[at].target)  # type: ignore[union-attr]
-        nodes = attribute(owner, name).graph.nodes
+        nodes = find_attribute(owner, name).graph.nodes
         inner = dict(zip((m for m in nodes if m.op == "placeholder"), parts[at + 1 :], strict=True))
         context = graph.call_function(ENTER_AUTOCAST, parts[:at]) if at > 1 else None
         for m in nodes:
             if m.op not in ("placeholder", "output"):
-                inner[m] = put(m, inner, attribute(owner, name), f"{prefix}{name}.")
+                inner[m] = put(m, inner, find_attribute(owner, name), f"{prefix}{name}.")
         results: Any = map_arg(next(iter(reversed(nodes))).args[0], inner.__getitem__)
         if context is not None:
             graph.call_function(EXIT_AUTOCAST, (context,))
@@ -65,10 +65,10 @@ def _opened(gm: fx.GraphModule) -> fx.GraphModule:
         return tuple(detached(r) for r in results)
 
     def detached(n: Any) -> Any:
-        if not isinstance(n, fx.Node) or not is_float_tensor(said(n)):
+        if not isinstance(n, fx.Node) or not is_float_tensor(traced_value(n)):
             return n
         out = graph.call_function(torch.ops.aten.detach.default, (n,))
-        out.meta.update(n.meta, val=said(n).detach())
+        out.meta.update(n.meta, val=traced_value(n).detach())
         return out
 
     made: dict[fx.Node, Any] = {}
@@ -77,38 +77,40 @@ def _opened(gm: fx.GraphModule) -> fx.GraphModule:
     for n in reversed(graph.nodes):
         if n.op == "get_attr" and not n.users:
             graph.erase_node(n)
-    return with_graph(gm, gm, graph)
+    return replace_graph(gm, gm, graph)
 
 
-def _opens(owner: nn.Module, n: fx.Node) -> bool:
+def _is_mode_body(owner: nn.Module, n: fx.Node) -> bool:
     """Whether it calls a graph for the sake of a mode, of which nothing but the results is needed."""
-    if n.op != "call_function" or target_name(n) not in _UNDER or n.args[0] is True:  # with gradients, within none
+    if (
+        n.op != "call_function" or target_name(n) not in _MODE_BODY_ARGUMENT or n.args[0] is True
+    ):  # with gradients, within none
         return False
-    at = n.args[_UNDER[target_name(n)]]
-    body = attribute(owner, str(at.target)) if isinstance(at, fx.Node) else None
-    return isinstance(body, fx.GraphModule) and not any(effect_of(body, m).writes for m in body.graph.nodes)
+    at = n.args[_MODE_BODY_ARGUMENT[target_name(n)]]
+    body = find_attribute(owner, str(at.target)) if isinstance(at, fx.Node) else None
+    return isinstance(body, fx.GraphModule) and not any(find_effect(body, m).writes for m in body.graph.nodes)
 
 
-def _inlined(gm: fx.GraphModule) -> fx.GraphModule:
-    bodies = {n: body for n in gm.graph.nodes if (body := _body(gm, n)) is not None}
+def _inline_modules(gm: fx.GraphModule) -> fx.GraphModule:
+    bodies = {n: body for n in gm.graph.nodes if (body := _trace_module(gm, n)) is not None}
     if not bodies:
         return gm
     graph, made = fx.Graph(), {}
     for n in gm.graph.nodes:
-        made[n] = _inline(graph, n, bodies[n], made) if n in bodies else graph.node_copy(n, made.__getitem__)
-    return with_graph(gm, gm, graph)
+        made[n] = _inline_call(graph, n, bodies[n], made) if n in bodies else graph.node_copy(n, made.__getitem__)
+    return replace_graph(gm, gm, graph)
 
 
-def _with_symbols(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+def _add_symbolic_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """With values for any sizes, where the graph is for any and has none; shapes are in the parts that are sizes."""
-    if is_said(gm.graph) or not asks_for_sizes(gm.graph):
+    if has_traced_values(gm.graph) or not has_symbolic_sizes(gm.graph):
         return gm
-    values = symbolic(gm, example_inputs)
+    values = propagate_symbolic_sizes(gm, example_inputs)
     graph = fx.Graph()
     made: dict[fx.Node, Any] = {}
 
     def put(n: fx.Node, value: Any) -> fx.Node:
-        n.meta["val"], n.meta[_FOUND] = value, True
+        n.meta["val"], n.meta[_ADDED_VALUE] = value, True
         return n
 
     def shape(of: fx.Node) -> tuple[Any, ...]:
@@ -116,7 +118,7 @@ def _with_symbols(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Graph
 
     for n in gm.graph.nodes:
         parts: Any = map_arg(n.args, made.__getitem__)
-        in_parts = _is_shape(values.get(n)) and all(map(_takes_parts, n.users))
+        in_parts = _is_size_tuple(values.get(n)) and all(map(_accepts_size_tuple, n.users))
         if in_parts and n.target in (getattr, "size"):
             made[n] = shape(n.args[0])
         elif n.target == "size" and len(parts) == 2 and type(parts[1]) is int:
@@ -132,14 +134,14 @@ def _with_symbols(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Graph
     for n in reversed(graph.nodes):
         if n.target is _SIZE and not n.users:
             graph.erase_node(n)
-    return with_graph(gm, gm, graph)
+    return replace_graph(gm, gm, graph)
 
 
-def _is_shape(value: Any) -> bool:
+def _is_size_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and bool(value) and all(isinstance(n, (int, torch.SymInt)) for n in value)
 
 
-def _takes_parts(user: fx.Node) -> bool:
+def _accepts_size_tuple(user: fx.Node) -> bool:
     """Whether a tuple of numbers can stand for a shape in its arguments."""
     if user.target is operator.getitem:
         return len(user.all_input_nodes) == 1  # by numbers
@@ -147,7 +149,7 @@ def _takes_parts(user: fx.Node) -> bool:
     return not isinstance(of, fx.Node) or of.target not in (getattr, "size", operator.getitem, operator.add)
 
 
-def _of_inputs(gm: fx.GraphModule) -> fx.GraphModule:
+def _derive_sizes_from_inputs(gm: fx.GraphModule) -> fx.GraphModule:
     """Of sizes of what is computed, as symbolic tracing takes them: made of those of the inputs, where they follow."""
     inputs: dict[Any, tuple[fx.Node, int]] = {}
     sizes: dict[fx.Node, Any] = {}
@@ -159,7 +161,7 @@ def _of_inputs(gm: fx.GraphModule) -> fx.GraphModule:
                     inputs.setdefault(size.node.expr, (n, dim))
         elif n.target is _SIZE and n.all_input_nodes[0].op != "placeholder":
             sizes[n] = sympy.sympify(value.node.expr if isinstance(value, torch.SymInt) else value)
-    sizes = {n: e for n, e in sizes.items() if e.free_symbols <= {*inputs} and _is_simple(e)}
+    sizes = {n: e for n, e in sizes.items() if e.free_symbols <= {*inputs} and _is_sum_or_product(e)}
     if not sizes:
         return gm
     graph = fx.Graph()
@@ -183,27 +185,29 @@ def _of_inputs(gm: fx.GraphModule) -> fx.GraphModule:
 
     for n in gm.graph.nodes:
         made[n] = measured(sizes[n], n) if n in sizes else graph.node_copy(n, made.__getitem__)
-    return with_graph(gm, gm, graph)
+    return replace_graph(gm, gm, graph)
 
 
-def _is_simple(expr: Any) -> bool:
-    return expr.is_Symbol or expr.is_Integer or ((expr.is_Add or expr.is_Mul) and all(map(_is_simple, expr.args)))
+def _is_sum_or_product(expr: Any) -> bool:
+    return (
+        expr.is_Symbol or expr.is_Integer or ((expr.is_Add or expr.is_Mul) and all(map(_is_sum_or_product, expr.args)))
+    )
 
 
-def folded(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
+def restore_calls(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
     """What was made of a prepared graph; calls of modules of which no region has a part are calls again."""
     inputs = [n for n in made.graph.nodes if n.op == "placeholder"]
     for n in inputs[::-1]:
-        if _FOUND in n.meta and isinstance(value := n.meta["val"], torch.Tensor):
+        if _ADDED_VALUE in n.meta and isinstance(value := n.meta["val"], torch.Tensor):
             with made.graph.inserting_after(inputs[-1]):
                 made.graph.call_function(expect_rank, (n, value.dim(), str(n.target)))
     for n in made.graph.nodes:
-        if n.meta.pop(_FOUND, False):
+        if n.meta.pop(_ADDED_VALUE, False):
             del n.meta["val"]
     calls = {n.name: n for n in gm.graph.nodes}
     groups: dict[Any, list[fx.Node]] = {}
     for n in made.graph.nodes:
-        if (of := n.meta.pop(_FROM, None)) is not None:
+        if (of := n.meta.pop(_ORIGIN, None)) is not None:
             groups.setdefault(of, []).append(n)
     for (name, target, number), nodes in groups.items():
         mine, last = set(nodes), nodes[-1]
@@ -220,7 +224,7 @@ def folded(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
     called, here = ({str(n.target) for n in g.graph.nodes if n.op == "call_module"} for g in (gm, made))
     for target in sorted(called - here):
         with contextlib.suppress(AttributeError):  # it has no parameters
-            made.add_submodule(target, Absorbed(target, made.get_submodule(target)))
+            made.add_submodule(target, AbsorbedModule(target, made.get_submodule(target)))
     made.recompile()
     return made
 
@@ -239,7 +243,7 @@ def expect_rank(x: torch.Tensor, rank: int, name: str) -> None:
         )
 
 
-class Absorbed(nn.Module):
+class AbsorbedModule(nn.Module):
     """What is left of a module whose call has become part of a region: its parameters."""
 
     def __init__(self, name: str, holder: nn.Module):
@@ -257,7 +261,7 @@ class Absorbed(nn.Module):
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
 
 
-def _body(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:
+def _trace_module(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:
     """What a call of one of torch's modules does with its one argument, where that can be said: without hooks, and the
     same in training."""
     if n.op != "call_module" or len(n.args) != 1 or n.kwargs or not isinstance(n.args[0], fx.Node):
@@ -269,7 +273,7 @@ def _body(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:
     try:
         for training in (True, False):
             module.training = training
-            graphs.append(_Through().trace(module))
+            graphs.append(_FullTracer().trace(module))
     except Exception:  # a module that asks for values
         return None
     finally:
@@ -291,12 +295,12 @@ def _drop_dropout(graph: fx.Graph) -> None:
             graph.erase_node(n)
 
 
-class _Through(fx.Tracer):
+class _FullTracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return False
 
 
-def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, made: dict[fx.Node, fx.Node]) -> fx.Node:
+def _inline_call(graph: fx.Graph, call: fx.Node, body: fx.Graph, made: dict[fx.Node, fx.Node]) -> fx.Node:
     inner: dict[fx.Node, fx.Node] = {}
     number = sum(n.op not in ("placeholder", "output") for n in body.nodes)
     for n in body.nodes:
@@ -310,12 +314,12 @@ def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, made: dict[fx.Node, 
                 inner[n].target = f"{call.target}.{n.target}"
             # Where the module was called, that is.
             stack = list(call.meta.get("nn_module_stack", {}).items())[:-1]
-            inner[n].meta = {"nn_module_stack": dict(stack), _FROM: (call.name, call.target, number)}
+            inner[n].meta = {"nn_module_stack": dict(stack), _ORIGIN: (call.name, call.target, number)}
             inner[n].stack_trace = call.stack_trace
     raise AssertionError("a graph has an output")
 
 
-def with_graph(gm: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+def replace_graph(gm: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """`gm` with another graph. Args: root: what it finds its attributes in."""
     graph.set_codegen(gm.graph._codegen)
     out = fx.GraphModule(root, graph, class_name=type(gm).__name__)

@@ -16,26 +16,26 @@ from ...capture.autocast import under
 from ...capture.defaults import neutral_device
 from ...capture.find import Seen
 from ...capture.sizes import SizeGuard
-from ...compiler.block_report import report_of
+from ...compiler.block_report import build_report
 from ...compiler.numeric_check import numeric_check
-from ...compiler.pipeline import BlockRewrite, limited, rewrite_block
-from ...compiler.specialization import program_of
+from ...compiler.pipeline import BlockRewrite, apply_capacity, rewrite_block
+from ...compiler.specialization import build_program
 from ...compiler.survey import MatchedBlock
 from ...errors import CaptureError, MoefxError, Refused, summarize_error
 from ...inspection.explain import BlockReport
 from ...runtime.module import suspend_observers
 from ...runtime.program import Program
 from ...util.compile_lock import compile_lock
-from .graph_analysis import Facts
+from .graph_analysis import GraphAnalysis
 from .node_queries import target_name
-from .region_module import Extracted
+from .region_module import ExtractedRegion
 
 _log = logging.getLogger(__name__)
-_MOST_KEPT = 256
+_MAX_KEYS = 256
 
 
 @dataclasses.dataclass
-class Proven:
+class CachedProof:
     """A region that was proven and rewritten: no more than is needed of it later, as it is kept.
 
     Attributes:
@@ -53,29 +53,29 @@ class Proven:
         return all(g.holds(dims) for g in self.guards)
 
 
-_Outcome = Proven | Refused
+_Outcome = CachedProof | Refused
 _proofs: OrderedDict[tuple[Any, Plan, str, torch.dtype | None], list[_Outcome]] = OrderedDict()
 num_proofs_tried = 0  # proofs tried in this process
 
 
-def match(facts: Facts, region: Extracted, plan: Plan) -> Proven:
+def prove_region(facts: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> CachedProof:
     """The proof of a region, an earlier one if there is.
 
     Raises:
         Refused: it is not (provably) a token-choice mixture of experts, or not at these sizes.
     """
-    key = region.key, plan, region.device, _autocast(region)
+    key = region.key, plan, region.device, _autocast_dtype(region)
     outcomes = _proofs.setdefault(key, [])
     _proofs.move_to_end(key)
-    while len(_proofs) > _MOST_KEPT:
+    while len(_proofs) > _MAX_KEYS:
         _proofs.popitem(last=False)
     for outcome in outcomes:
-        if isinstance(outcome, Proven) and outcome.holds(region.dims):
+        if isinstance(outcome, CachedProof) and outcome.holds(region.dims):
             return outcome
         if isinstance(outcome, Refused):
             raise outcome
     try:
-        outcome = _proven(facts, region, plan)
+        outcome = _prove(facts, region, plan)
         if not outcome.holds(region.dims):
             failed = next(g for g in outcome.guards if not g.holds(region.dims))
             raise Refused(f"it is proven for other sizes than the graph's only: {failed}")
@@ -86,7 +86,7 @@ def match(facts: Facts, region: Extracted, plan: Plan) -> Proven:
     return outcome
 
 
-def used_outside(facts: Facts, region: Extracted, plan: Plan) -> Refused | None:
+def explain_outside_use(facts: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Refused | None:
     """Why a region is refused that would not be if all of its results but the exit were its own: by name, what of the
     experts is used outside of it."""
     exit_ = region.extent.exit
@@ -95,7 +95,7 @@ def used_outside(facts: Facts, region: Extracted, plan: Plan) -> Refused | None:
     alone = dataclasses.replace(region.code, outputs=(region.code.outputs[region.outputs.index(exit_)],))
     try:
         key = f"{alone.outputs} of {region.key[0]}", region.key[1]
-        proof = match(facts, dataclasses.replace(region, outputs=(exit_,), code=alone, key=key), plan)
+        proof = prove_region(facts, dataclasses.replace(region, outputs=(exit_,), code=alone, key=key), plan)
     except Refused:
         return None
     weights = {n for n, name in zip(region.weights, region.names, strict=True) if name in proof.experts}
@@ -111,20 +111,20 @@ def used_outside(facts: Facts, region: Extracted, plan: Plan) -> Refused | None:
                 f"{n.name}, which the experts compute, is used outside of the mixture, by {by}: it would be there only "
                 "for the tokens that chose an expert",
                 culprits=(target_name(n),),
-                source=facts.line(at),
+                source=facts.source_line(at),
                 remedy="use, or check, what goes into the mixture or comes out of it",
             )
     return None
 
 
-def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
+def _prove(facts: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> CachedProof:
     global num_proofs_tried
     num_proofs_tried += 1
     start = time.perf_counter()
     _log.info("moefx: looking at %s (%s), once for all equal ones", region.name, region.source)
-    args = region.arguments(facts)
-    block = region.block(facts)
-    dtype = _autocast(region)
+    args = region.example_arguments(facts)
+    block = region.build_module(facts)
+    dtype = _autocast_dtype(region)
     with compile_lock(), neutral_device(), suspend_observers(), torch.enable_grad(), under(region.device, dtype):
         try:
             result = rewrite_block(block, region.name, args, {}, plan)
@@ -146,19 +146,19 @@ def _proven(facts: Facts, region: Extracted, plan: Plan) -> Proven:
             # Whatever explains when one alone is used may do so by chance.
             what = "it is the part of one expert, and the others do not close to a mixture with it"
             raise Refused(what, source=region.source)
-        verdict = _checked(facts, region, result, plan)
-        result = limited(block, result, plan)
-        program = program_of(block, result, args, {}, dtype)
+        verdict = _check_numerically(facts, region, result, plan)
+        result = apply_capacity(block, result, plan)
+        program = build_program(block, result, args, {}, dtype)
     seconds = time.perf_counter() - start
     matched = MatchedBlock([region.name], Seen(region.name, args, {}), result, seconds, set())
-    report = dataclasses.replace(report_of(matched, program, block, verdict), kind="region of a graph")
+    report = dataclasses.replace(build_report(matched, program, block, verdict), kind="region of a graph")
     tables = [places for group in result.match.groups for places in group.tables]
     fixed = [SizeGuard(dim, "eq", str(n), True) for dim, n in result.match.arguments.fixed.items()]
     guards = (*result.match.guards, *fixed)
-    return Proven(report, program, guards, frozenset(p.fqn for places in tables for p in places))
+    return CachedProof(report, program, guards, frozenset(p.fqn for places in tables for p in places))
 
 
-def _autocast(region: Extracted) -> torch.dtype | None:
+def _autocast_dtype(region: ExtractedRegion) -> torch.dtype | None:
     """What autocast casts to around the region."""
     for one in reversed(region.autocast):
         if one.device == region.device:
@@ -168,7 +168,7 @@ def _autocast(region: Extracted) -> torch.dtype | None:
     return torch.get_autocast_dtype(region.device)
 
 
-def _checked(facts: Facts, region: Extracted, result: BlockRewrite, plan: Plan) -> str:
+def _check_numerically(facts: GraphAnalysis, region: ExtractedRegion, result: BlockRewrite, plan: Plan) -> str:
     """What the numeric check says.
 
     Raises:
@@ -179,7 +179,7 @@ def _checked(facts: Facts, region: Extracted, result: BlockRewrite, plan: Plan) 
     tensors = [facts.weights[n] for n in region.weights]
     if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
         return "skipped, the weights are on the meta device or abstract"
-    check = numeric_check(region.block(facts, real=True), result, region.name, max(plan.validation_seconds, 1.0))
+    check = numeric_check(region.build_module(facts, real=True), result, region.name, max(plan.validation_seconds, 1.0))
     if not check.ok:
         raise Refused(check.text, source=region.source, remedy="please report this model")
     if not check.was_possible:

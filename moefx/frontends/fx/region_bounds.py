@@ -19,20 +19,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph_analysis import Facts
-from .node_queries import SELECT, hint, is_hinted, target_name
+from .graph_analysis import GraphAnalysis
+from .node_queries import SELECTING_OPS, is_hinted, size_hint, target_name
 
-_COMPARE = {"gt": 1, "ge": 1, "lt": 1, "le": 1, "eq": 2, "ne": 2}  # of how many floats: not what is equal to a number
-_CONTRACT = {
+_COMPARING_OPS = {
+    "gt": 1,
+    "ge": 1,
+    "lt": 1,
+    "le": 1,
+    "eq": 2,
+    "ne": 2,
+}  # of how many floats: not what is equal to a number
+_PRODUCT_OPS = {
     "linear", "mm", "bmm", "matmul", "einsum", "addmm", "baddbmm", "addbmm", "_grouped_mm", "grouped_mm", "__matmul__",
     "mv", "tensordot",
 }  # fmt: skip
 _FIRST_WINDOW, _BACK = 512, 400
-_MOST_EXITS = 3
+_MAX_EXITS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Extent:
+class RegionBounds:
     """Attributes:
     seed: what selects.
     entry: the rows.
@@ -48,17 +55,17 @@ class Extent:
     given: tuple[fx.Node, ...]
 
 
-class Extents:
-    def __init__(self, facts: Facts):
+class RegionSearch:
+    def __init__(self, facts: GraphAnalysis):
         self.facts = facts
         self.dominator = _dominators(facts)
 
     def seeds(self) -> list[fx.Node]:
         """What selects: choices first, then comparisons of floats."""
-        chosen, compared = deciding(self.facts.nodes, self.facts)
+        chosen, compared = find_choices(self.facts.nodes, self.facts)
         return chosen + compared
 
-    def of(self, seed: fx.Node) -> Iterator[Extent]:
+    def bounds_of(self, seed: fx.Node) -> Iterator[RegionBounds]:
         """The likeliest first."""
         seen: set[tuple[fx.Node, fx.Node]] = set()
         for exit_ in self._exits(seed):
@@ -66,40 +73,40 @@ class Extents:
             entry = self.dominator.get(exit_)
             while entry is not None and (entry in below or not self._is_rows(entry)):
                 entry = self.dominator.get(entry)
-            if entry is None or (entry, exit_) in seen or self._tokens(entry) != self._tokens(exit_):
+            if entry is None or (entry, exit_) in seen or self._num_tokens(entry) != self._num_tokens(exit_):
                 continue
             seen.add((entry, exit_))
-            extent = self._between(seed, entry, exit_)
+            extent = self._bounds_between(seed, entry, exit_)
             if extent is not None:
                 yield extent
-            if len(seen) == _MOST_EXITS:
+            if len(seen) == _MAX_EXITS:
                 return
 
-    def leaves(self, seed: fx.Node) -> bool:
+    def returns_choice(self, seed: fx.Node) -> bool:
         """Whether which were chosen is something that the graph returns, as where Dynamo has cut it there."""
         facts = self.facts
-        if target_name(seed) not in SELECT:
+        if target_name(seed) not in SELECTING_OPS:
             return False
         return any(
             facts.tensor(n) is not None and not facts.is_float(n) and any(u.op == "output" for u in facts.users[n])
-            for n in _following(seed, facts, _FIRST_WINDOW)[0]
+            for n in _nodes_after(seed, facts, _FIRST_WINDOW)[0]
         )
 
-    def wider(self, extent: Extent) -> Extent | None:
+    def widen(self, extent: RegionBounds) -> RegionBounds | None:
         """The same from the next rows above."""
         entry = self.dominator.get(extent.entry)
         while entry is not None and not self._is_rows(entry):
             entry = self.dominator.get(entry)
-        return None if entry is None else self._between(extent.seed, entry, extent.exit)
+        return None if entry is None else self._bounds_between(extent.seed, entry, extent.exit)
 
     def _is_rows(self, n: fx.Node) -> bool:
         t = self.facts.tensor(n)
         return t is not None and t.is_floating_point() and t.dim() >= 2
 
-    def _tokens(self, n: fx.Node) -> Any:
+    def _num_tokens(self, n: fx.Node) -> Any:
         """How many; by name where that follows from data."""
         sizes = self.facts.value[n].shape[:-1]
-        return math.prod(map(hint, sizes)) if all(map(is_hinted, sizes)) else "*".join(map(str, sizes))
+        return math.prod(map(size_hint, sizes)) if all(map(is_hinted, sizes)) else "*".join(map(str, sizes))
 
     # ------------------------------------------------------------------ exits
     def _exits(self, seed: fx.Node) -> Iterator[fx.Node]:
@@ -113,9 +120,9 @@ class Extents:
 
     def _exits_within(self, seed: fx.Node, window: int) -> Iterator[fx.Node]:
         facts = self.facts
-        following, self._is_cut_off = _following(seed, facts, window)
+        following, self._is_cut_off = _nodes_after(seed, facts, window)
         self._following = set(following)
-        multiplied = self._multiplied(seed, following)
+        multiplied = self._products_after(seed, following)
         left = {n: sum(u in self._following for u in facts.users[n]) for n in following}
         idle: set[fx.Node] = set()
         open_: set[fx.Node] = set()
@@ -129,17 +136,17 @@ class Extents:
             if left[n]:
                 open_.add(n)
             is_result = n in multiplied and self._is_rows(n) and n.op.startswith("call")
-            if is_result and not any(self._leads(u, n, multiplied, idle) for u in open_ if u is not n):
+            if is_result and not any(self._reaches_results(u, n, multiplied, idle) for u in open_ if u is not n):
                 yield n
                 exits += 1
-                if exits == 4 * _MOST_EXITS:
+                if exits == 4 * _MAX_EXITS:
                     return
 
-    def _multiplied(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
+    def _products_after(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
         """Of what follows, what a product has a part in: of a weight and rows that were chosen, or of all rows beside
         the choice."""
         facts, found, beside = self.facts, set(), set()
-        before = _preceding(seed, facts)
+        before = _nodes_before(seed, facts)
         first, last = max(0, facts.at[seed] - _BACK), facts.at[following[-1]]
         for n in facts.nodes[first:last]:
             are_rows = self._is_rows(n) or isinstance(facts.value.get(n), (tuple, list))
@@ -156,7 +163,7 @@ class Extents:
                 found.add(n)
         return found
 
-    def _leads(self, n: fx.Node, now: fx.Node, multiplied: set[fx.Node], idle: set[fx.Node]) -> bool:
+    def _reaches_results(self, n: fx.Node, now: fx.Node, multiplied: set[fx.Node], idle: set[fx.Node]) -> bool:
         """Whether a value still gets to the experts' results, other than as a number. `idle`: those that do not."""
         facts, stack, seen = self.facts, [n], set()
         while stack:
@@ -173,26 +180,28 @@ class Extents:
         return False
 
     # ------------------------------------------------------------------ what is between
-    def _between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> Extent | None:
-        extent = self._extent(seed, entry, exit_, set())
-        writes = self._writes_to_what_was_there(extent) if extent is not None else set()
-        without = self._extent(seed, entry, exit_, writes) if writes else None
+    def _bounds_between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> RegionBounds | None:
+        extent = self._collect_bounds(seed, entry, exit_, set())
+        writes = self._external_writes(extent) if extent is not None else set()
+        without = self._collect_bounds(seed, entry, exit_, writes) if writes else None
         return extent if without is None or self._reads_before(without, writes) else without
 
-    def _writes_to_what_was_there(self, extent: Extent) -> set[fx.Node]:
+    def _external_writes(self, extent: RegionBounds) -> set[fx.Node]:
         facts = self.facts
         there = {s for n in (*facts.weights, extent.entry, *extent.given) for s in facts.storages(n)}
         return {n for n in extent.inside if there & facts.memory_written(n)}
 
-    def _reads_before(self, extent: Extent, writes: set[fx.Node]) -> bool:
+    def _reads_before(self, extent: RegionBounds, writes: set[fx.Node]) -> bool:
         """Whether something inside reads what is written to, before the last of these writes. If not, they stay in
         front of the region."""
         facts, last = self.facts, max(self.facts.at[n] for n in writes)
         written = set().union(*map(facts.memory_written, writes))
         early = (a for n in extent.inside if facts.at[n] < last for a in n.all_input_nodes)
-        return bool(self._writes_to_what_was_there(extent)) or any(written & {*facts.storages(a)} for a in early)
+        return bool(self._external_writes(extent)) or any(written & {*facts.storages(a)} for a in early)
 
-    def _extent(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node, outside: set[fx.Node]) -> Extent | None:
+    def _collect_bounds(
+        self, seed: fx.Node, entry: fx.Node, exit_: fx.Node, outside: set[fx.Node]
+    ) -> RegionBounds | None:
         """`outside`: what is not to be inside."""
         facts = self.facts
         inside: set[fx.Node] = set()
@@ -215,7 +224,7 @@ class Extents:
         parts = [u for n in inside if isinstance(facts.value.get(n), (tuple, list)) for u in n.users]
         inside |= {u for u in parts if u.target is operator.getitem and u in facts.at}
         order = facts.at.__getitem__
-        return Extent(seed, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(given, key=order)))
+        return RegionBounds(seed, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(given, key=order)))
 
     def _is_below(self, n: fx.Node, entry: fx.Node) -> bool:
         """Whether the entry dominates it."""
@@ -226,19 +235,19 @@ class Extents:
         return current is entry
 
 
-def deciding(nodes: Sequence[fx.Node], facts: Facts) -> tuple[list[fx.Node], list[fx.Node]]:
+def find_choices(nodes: Sequence[fx.Node], facts: GraphAnalysis) -> tuple[list[fx.Node], list[fx.Node]]:
     """Among these, what chooses among floats, and what compares them."""
     live = [n for n in nodes if n in facts.live and n not in facts.given and n.op.startswith("call")]
-    chosen = [n for n in live if target_name(n) in SELECT and _selects(n, facts)]
+    chosen = [n for n in live if target_name(n) in SELECTING_OPS and _uses_indices(n, facts)]
     compared = [
         n for n in live
-        if (least := _COMPARE.get(target_name(n)))
+        if (least := _COMPARING_OPS.get(target_name(n)))
         and sum(facts.is_float(a) and a in facts.live for a in n.all_input_nodes) >= least
     ]  # fmt: skip
     return chosen, compared
 
 
-def _dominators(facts: Facts) -> dict[fx.Node, fx.Node | None]:
+def _dominators(facts: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
     """Immediate dominators among what follows from activations; what is given besides does not count as a way in."""
     found: dict[fx.Node, fx.Node | None] = {}
     depth: dict[fx.Node | None, int] = {None: 0}
@@ -261,10 +270,10 @@ def _dominators(facts: Facts) -> dict[fx.Node, fx.Node | None]:
 
 def _is_product(n: fx.Node) -> bool:
     name = target_name(n)
-    return name in _CONTRACT or name.startswith("grouped_mm")
+    return name in _PRODUCT_OPS or name.startswith("grouped_mm")
 
 
-def _selects(n: fx.Node, facts: Facts) -> bool:
+def _uses_indices(n: fx.Node, facts: GraphAnalysis) -> bool:
     """Whether the integers of a choice are used; the values of `topk` may be a threshold."""
     if not any(facts.is_float(a) and a in facts.live for a in n.all_input_nodes):
         return False
@@ -275,7 +284,7 @@ def _selects(n: fx.Node, facts: Facts) -> bool:
     return any(u.args[1] in wanted and u.users for u in parts)
 
 
-def _following(seed: fx.Node, facts: Facts, most: int) -> tuple[list[fx.Node], bool]:
+def _nodes_after(seed: fx.Node, facts: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
     """What follows from a node, in program order, itself included; and whether there is more than so much."""
     found, seen, heap = [], {seed}, [(facts.at[seed], seed)]
     while heap:
@@ -292,7 +301,7 @@ def _following(seed: fx.Node, facts: Facts, most: int) -> tuple[list[fx.Node], b
     return found, False
 
 
-def _preceding(seed: fx.Node, facts: Facts) -> set[fx.Node]:
+def _nodes_before(seed: fx.Node, facts: GraphAnalysis) -> set[fx.Node]:
     """What a node follows from, not too far back."""
     seen: set[fx.Node] = set()
     stack: list[Any] = [seed]

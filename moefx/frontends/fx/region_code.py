@@ -14,13 +14,13 @@ from ...capture.sizes import FOLLOWED
 from ...capture.source import Source, said
 
 
-class Value(NamedTuple):
+class ValueRef(NamedTuple):
     """An argument: the inputs come first, then the weights, then the results of the steps."""
 
     index: int
 
 
-class Size(NamedTuple):
+class SizeExpression(NamedTuple):
     """An argument: a number that follows from the token dims of the first input, such as `B*S` or `2*S`."""
 
     text: str
@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Code:
+class RegionCode:
     """What a region computes.
 
     Attributes:
@@ -76,21 +76,21 @@ class Code:
         values = [*inputs, *weights]
 
         def value(a: Any) -> Any:
-            return values[a.index] if isinstance(a, Value) else a.at(dims) if isinstance(a, Size) else a
+            return values[a.index] if isinstance(a, ValueRef) else a.at(dims) if isinstance(a, SizeExpression) else a
 
         for step in self.steps:
             args, kwargs = map_leaves(step.args, value), map_leaves(step.kwargs, value)
-            with said(step.sources), modes(step.modes):
-                values.append(call(step.target, step.method, args, kwargs))
+            with said(step.sources), apply_modes(step.modes):
+                values.append(call_target(step.target, step.method, args, kwargs))
         return tuple(values[i] for i in self.outputs)
 
 
-def call(target: Any, method: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_target(target: Any, method: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if method and target == "histc":
         return _histc(*args, **kwargs)
     if method:
         return getattr(args[0], target)(*args[1:], **kwargs)
-    function: Any = _WHOLE.get(target, target)
+    function: Any = _COMPOSITE_FUNCTIONS.get(target, target)
     return function(*args, **kwargs)
 
 
@@ -102,7 +102,7 @@ def _histc(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 # The overloads that `torch.export` keeps dissolve when they are called, the functions that they are of do not.
-_WHOLE: dict[Any, Callable[..., Any]] = {
+_COMPOSITE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.histc: _histc,
     torch.ops.aten.histc.default: _histc,
     torch.ops.aten.linear.default: F.linear,
@@ -112,7 +112,7 @@ _WHOLE: dict[Any, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def modes(those: Modes) -> Iterator[None]:
+def apply_modes(those: Modes) -> Iterator[None]:
     """As the program has them at a step."""
     with contextlib.ExitStack() as stack:
         if those.grad is not None:
@@ -124,7 +124,7 @@ def modes(those: Modes) -> Iterator[None]:
 
 def map_leaves(tree: Any, fn: Callable[[Any], Any]) -> Any:
     """`fn` of all that is no container, in the containers that arguments are made of; plain ones come out."""
-    if isinstance(tree, (Value, Size)):
+    if isinstance(tree, (ValueRef, SizeExpression)):
         return fn(tree)
     if isinstance(tree, torch.Size):
         return torch.Size([map_leaves(x, fn) for x in tree])

@@ -8,18 +8,18 @@ import torch
 from torch import fx
 
 from ...errors import Refused
-from .graph_analysis import Facts
+from .graph_analysis import GraphAnalysis
 from .node_queries import target_name
-from .region_bounds import Extent
+from .region_bounds import RegionBounds
 
 
-def check(facts: Facts, extent: Extent) -> None:
+def check_isolation(facts: GraphAnalysis, extent: RegionBounds) -> None:
     inside = set(extent.inside)
     last = max(facts.at[n] for n in extent.inside)
     first = min(facts.at[n] for n in extent.inside if n in facts.live)
     there = {s for n in (extent.entry, *extent.given, *facts.weights) for s in facts.storages(n)}
     for n in extent.inside:
-        where = facts.line(n)
+        where = facts.source_line(n)
         if n.op not in ("call_function", "call_method"):
             _refuse_call(n, where)
         if there & facts.memory_written(n):
@@ -28,7 +28,7 @@ def check(facts: Facts, extent: Extent) -> None:
         if n in facts.transforms:
             raise Refused(
                 f"the region, or a part of it, is inside of {facts.transforms[n][-1]}, which is not followed in graphs",
-                source=facts.line(n),
+                source=facts.source_line(n),
                 remedy="moefx.compile(model) takes it where a module has all of it",
             )
     for n in extent.given:
@@ -41,20 +41,20 @@ def check(facts: Facts, extent: Extent) -> None:
             if facts.effects[n].draws or facts.effects[n].unknown:
                 raise Refused(
                     "random numbers are drawn inside of the region and beside it: their order would change",
-                    source=facts.line(n),
+                    source=facts.source_line(n),
                 )
     for n in beside:
         if facts.effects[n].unknown and facts.at[n] > first:
             raise Refused(
                 f"{target_name(n)}, of which nothing says what else it does, is called between two parts of the region",
-                culprits=(target_name(n),), source=facts.line(n),
+                culprits=(target_name(n),), source=facts.source_line(n),
             )  # fmt: skip
-    _check_kept(facts, extent, inside, first)
+    _check_saved_tensors(facts, extent, inside, first)
 
 
-def _check_kept(facts: Facts, extent: Extent, inside: set[fx.Node], first: int) -> None:
+def _check_saved_tensors(facts: GraphAnalysis, extent: RegionBounds, inside: set[fx.Node], first: int) -> None:
     """What the call saves for its backward must not change, and what is computed from weights is the same again."""
-    mine = removed(extent, facts)
+    mine = find_removable(extent, facts)
     read = dict.fromkeys(a for n in extent.inside for a in n.all_input_nodes)
     for n in extent.inside:
         leaves = [u for u in n.users if u in facts.at and u not in inside and (u.op == "output" or u in facts.asking)]
@@ -62,14 +62,14 @@ def _check_kept(facts: Facts, extent: Extent, inside: set[fx.Node], first: int) 
             raise Refused(
                 f"{n.name}, which is computed from weights, is what the graph returns, too: for the region it is "
                 "computed again, and gradients are of one of the two",
-                culprits=(n.name,), source=facts.line(n),
+                culprits=(n.name,), source=facts.source_line(n),
             )  # fmt: skip
     storages = {s for n in read if n in facts.weights for s in facts.storages(n)}
     for w in facts.unknown:
         if any(s in storages for a in w.all_input_nodes for s in facts.storages(a)):
             raise Refused(
                 f"{target_name(w)}, of which nothing says what else it does, is given a weight or buffer of the region",
-                culprits=(target_name(w),), source=facts.line(w),
+                culprits=(target_name(w),), source=facts.source_line(w),
             )  # fmt: skip
     if facts.modes[extent.exit].grad is False or not any(_has_gradient(facts, n) for n in read):
         return
@@ -80,11 +80,11 @@ def _check_kept(facts: Facts, extent: Extent, inside: set[fx.Node], first: int) 
             if w not in inside and facts.at[w] > first:
                 raise Refused(
                     f"{n.name}, which the region reads, is written to afterwards, in place: its backward may need it",
-                    source=facts.line(w), remedy="write to a copy",
+                    source=facts.source_line(w), remedy="write to a copy",
                 )  # fmt: skip
 
 
-def _has_gradient(facts: Facts, n: fx.Node) -> bool:
+def _has_gradient(facts: GraphAnalysis, n: fx.Node) -> bool:
     t = facts.weights.get(n, facts.value.get(n))
     return isinstance(t, torch.Tensor) and t.requires_grad
 
@@ -111,7 +111,7 @@ def _refuse_call(n: fx.Node, where: str) -> None:
     raise Refused(f"the region calls a graph of the graph{by}", source=where)
 
 
-def is_used(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
+def is_used_outside(n: fx.Node, inside: set[fx.Node], facts: GraphAnalysis) -> bool:
     """Whether the value of a node that the region alone computes is read outside of it."""
     users = [u for u in n.users if u not in inside and u in facts.at]
     if not users:
@@ -126,12 +126,14 @@ def is_used(n: fx.Node, inside: set[fx.Node], facts: Facts) -> bool:
         if later:
             raise Refused(
                 f"{n.name} is used outside of the region before the region is done with it", culprits=(n.name,),
-                source=facts.line(n),
+                source=facts.source_line(n),
             )  # fmt: skip
     return True
 
 
-def check_shared(facts: Facts, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...], inside: set[fx.Node]) -> None:
+def check_shared_memory(
+    facts: GraphAnalysis, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...], inside: set[fx.Node]
+) -> None:
     """What comes out may be memory of its own: it must not matter whether two values are one."""
     start = min(facts.at[n] for n in inside if n in facts.live)
     values = [set(facts.storages(n)) for n in (*inputs, *outputs)]
@@ -140,11 +142,11 @@ def check_shared(facts: Facts, inputs: tuple[fx.Node, ...], outputs: tuple[fx.No
         if later and sum(storage in mine for mine in values) > 1:
             raise Refused(
                 "a tensor that the region shares memory with is written to, in place, outside of it",
-                source=facts.line(later[0]),
+                source=facts.source_line(later[0]),
             )
 
 
-def removed(extent: Extent, facts: Facts) -> dict[fx.Node, None]:
+def find_removable(extent: RegionBounds, facts: GraphAnalysis) -> dict[fx.Node, None]:
     """The nodes that a region alone computes, in order. What follows from weights or from nothing, is not random and is
     not written to, may be computed twice; not what is made of random numbers of the region."""
     written = set[int]().union(*map(facts.memory_written, extent.inside))

@@ -13,16 +13,16 @@ from ...errors import Refused
 from ...ir.argument_binding import Path, Specialisation, kind_of
 from ...runtime.module import install_forward
 from ...runtime.program import Program
-from .generalize import Generalised
-from .graph_analysis import Facts
-from .node_effects import is_known
-from .node_queries import hint, plain, sources_of
-from .region_bounds import Extent
-from .region_code import Autocast, Code, Modes, Size, Step, Value
-from .region_isolation import check, check_shared, is_used, removed
+from .generalize import GeneralizedRegion
+from .graph_analysis import GraphAnalysis
+from .node_effects import is_library_call
+from .node_queries import simplify_size, size_hint, user_sources
+from .region_bounds import RegionBounds
+from .region_code import Autocast, Modes, RegionCode, SizeExpression, Step, ValueRef
+from .region_isolation import check_isolation, check_shared_memory, find_removable, is_used_outside
 from .region_names import region_name, weight_names
 
-_MOST_NUMBERS = 1 << 16
+_MAX_NUMBERS = 1 << 16
 
 
 class Region(nn.Module):
@@ -32,19 +32,19 @@ class Region(nn.Module):
         names: of the weights; dots make parts of parts.
     """
 
-    def __init__(self, code: Code, names: tuple[str, ...], weights: list[torch.Tensor]):
+    def __init__(self, code: RegionCode, names: tuple[str, ...], weights: list[torch.Tensor]):
         super().__init__()
         self.code, self.names = code, names
         for name, t in zip(names, weights, strict=True):
             owner, _, own = name.rpartition(".")
-            place = _made(self, owner)
+            place = _make_submodule(self, owner)
             if isinstance(t, nn.Parameter):
                 place.register_parameter(own, t)
             else:
                 place.register_buffer(own, t)
 
     def forward(self, x: torch.Tensor, *args: torch.Tensor) -> tuple[Any, ...]:
-        return self.code.run((x, *args), [_found(self, name) for name in self.names])
+        return self.code.run((x, *args), [_find_tensor(self, name) for name in self.names])
 
 
 class RegionCall(nn.Module):
@@ -55,7 +55,7 @@ class RegionCall(nn.Module):
 
     is_region = True  # `verify` finds no such module in the reference
 
-    def __init__(self, code: Code, num_inputs: int):
+    def __init__(self, code: RegionCode, num_inputs: int):
         super().__init__()
         self.code, self.num_inputs = code, num_inputs
 
@@ -65,7 +65,7 @@ class RegionCall(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Extracted:
+class ExtractedRegion:
     """A region, and what it is in the graph.
 
     Attributes:
@@ -81,8 +81,8 @@ class Extracted:
 
     name: str
     source: str
-    extent: Extent
-    code: Code
+    extent: RegionBounds
+    code: RegionCode
     inputs: tuple[fx.Node, ...]
     weights: tuple[fx.Node, ...]
     names: tuple[str, ...]
@@ -95,11 +95,11 @@ class Extracted:
     autocast: tuple[Autocast, ...]
     floats: tuple[tuple[str, torch.SymFloat], ...] = ()
 
-    def block(self, facts: Facts, real: bool = False) -> Region:
+    def build_module(self, facts: GraphAnalysis, real: bool = False) -> Region:
         """The module to prove; `real`: with the numbers of the weights."""
-        return Region(self.code, self.names, [_weight(facts, n, real) for n in self.weights])
+        return Region(self.code, self.names, [_module_weight(facts, n, real) for n in self.weights])
 
-    def arguments(self, facts: Facts) -> tuple[torch.Tensor, ...]:
+    def example_arguments(self, facts: GraphAnalysis) -> tuple[torch.Tensor, ...]:
         """Of one call: meta tensors for floats.
 
         Raises:
@@ -108,19 +108,21 @@ class Extracted:
         found, dims = [], self._example_dims()
         for n, shape in zip(self.inputs, self.shapes, strict=True):
             t = facts.value[n]
-            known, sizes = ([s.at(d) if isinstance(s, Size) else int(s) for s in shape] for d in (self.dims, dims))
+            known, sizes = (
+                [s.at(d) if isinstance(s, SizeExpression) else int(s) for s in shape] for d in (self.dims, dims)
+            )
             if t.is_floating_point():
                 found.append(torch.empty(sizes, dtype=t.dtype, device="meta"))
                 continue
-            example = facts.example(n)
+            example = facts.example_integers(n)
             if example is not None and list(example.shape) == known:
-                found.append(_repeated(example.cpu(), sizes))
+                found.append(_repeat_to(example.cpu(), sizes))
             elif t.dtype == torch.bool:
                 found.append(torch.zeros(sizes, dtype=t.dtype))
             else:
                 raise Refused(
                     f"it is given integers that the graph computes ({n.name}), of which nothing says what they may be",
-                    source=facts.line(n),
+                    source=facts.source_line(n),
                 )
         return tuple(found)
 
@@ -134,7 +136,7 @@ class Extracted:
             dims[name] = n
         return dims
 
-    def specialisation(self, facts: Facts, program: Program, taken: tuple[fx.Node, ...] = ()) -> Specialisation:
+    def specialisation(self, facts: GraphAnalysis, program: Program, taken: tuple[fx.Node, ...] = ()) -> Specialisation:
         """What the program of the block holds for in the graph, where it takes these values; by default the inputs."""
         kinds = [kind_of(facts.value[n]) for n in taken or self.inputs]
         if self.units:
@@ -142,7 +144,7 @@ class Extracted:
         paths: list[Path] = [("x",), *(("args", i) for i in range(len(kinds) - 1))]
         return program.key._replace(arguments=tuple(zip(paths, kinds, strict=True)))
 
-    def call(self, facts: Facts, program: Program) -> RegionCall:
+    def build_call(self, facts: GraphAnalysis, program: Program) -> RegionCall:
         """The module for the graph, which runs the program of the block, with the weights as arguments."""
         key = self.specialisation(facts, program, (*self.inputs, *self.weights))
         where = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
@@ -152,13 +154,13 @@ class Extracted:
         return made
 
 
-def extract(facts: Facts, extent: Extent) -> Extracted:
+def extract_region(facts: GraphAnalysis, extent: RegionBounds) -> ExtractedRegion:
     """Raises:
     Refused: the region cannot be taken out of the graph; the message says why.
     """
     entry = facts.value[extent.entry]
-    units = tuple(i for i, n in enumerate(map(plain, entry.shape[:-1])) if type(n) is int and n == 1)
-    check(facts, extent)
+    units = tuple(i for i, n in enumerate(map(simplify_size, entry.shape[:-1])) if type(n) is int and n == 1)
+    check_isolation(facts, extent)
     inside = set(extent.inside)
     used = dict.fromkeys(a for n in extent.inside for a in n.all_input_nodes)
     weights = tuple(n for n in used if n in facts.weights)
@@ -170,58 +172,60 @@ def extract(facts: Facts, extent: Extent) -> Extracted:
         number_of[extent.entry] = first
     for n in extent.inside:
         number_of[n] = first + bool(units) + len(number_of) - len(inputs) - len(weights)
-    general = Generalised(facts, extent, number_of)
+    general = GeneralizedRegion(facts, extent, number_of)
     dims = general.dims
-    whole = tuple(Size(dims.names[dims.axes.index(i)]) if i in dims.axes else hint(n)
+    whole = tuple(SizeExpression(dims.names[dims.axes.index(i)]) if i in dims.axes else size_hint(n)
                   for i, n in enumerate(entry.shape))  # fmt: skip
     if units:
-        steps.append(Step(torch.reshape, (Value(0), list(whole)), {}, (), Modes()))
+        steps.append(Step(torch.reshape, (ValueRef(0), list(whole)), {}, (), Modes()))
     outside = facts.modes[extent.exit]
     for n in extent.inside:
         args, kwargs = general.arguments[n]
         steps.append(
-            Step(n.target, args, kwargs, sources_of(n, facts.at[n]), _inner(facts.modes[n], outside),
+            Step(n.target, args, kwargs, user_sources(n, facts.at[n]), _relative_modes(facts.modes[n], outside),
                  n.op == "call_method")
         )  # fmt: skip
-    outputs = tuple(n for n in removed(extent, facts) if is_used(n, inside, facts))
-    check_shared(facts, inputs, outputs, inside)
+    outputs = tuple(n for n in find_removable(extent, facts) if is_used_outside(n, inside, facts))
+    check_shared_memory(facts, inputs, outputs, inside)
     shapes = tuple(
         tuple(s for i, s in enumerate(whole) if i not in units) if n is extent.entry else general.shapes[n]
         for n in inputs
     )
     axes = [i for i in range(dims.rank) if i not in units]
-    code = Code(
+    code = RegionCode(
         tuple((name, axes.index(axis)) for name, axis in zip(dims.names, dims.axes, strict=True)),
         tuple(steps),
         tuple(number_of[n] for n in outputs),
     )
     names = weight_names(facts, extent, weights)
-    forms = [(names[i], _form(facts, n)) for i, n in enumerate(weights)]
+    forms = [(names[i], _weight_key(facts, n)) for i, n in enumerate(weights)]
     given = [(facts.value[n].dtype, s) for n, s in zip(inputs, shapes, strict=True)]
-    calls = [(_target(s.target), s.args, s.kwargs, s.sources, s.modes, s.method) for s in steps]
+    calls = [(_target_text(s.target), s.args, s.kwargs, s.sources, s.modes, s.method) for s in steps]
     # Functions of the user's may have one name and be two.
-    functions = tuple(n.target for n in extent.inside if not is_known(n))
+    functions = tuple(n.target for n in extent.inside if not is_library_call(n))
     key = repr((code.dims, code.outputs, forms, given, calls, outside.autocast)), functions
-    source = facts.line(extent.seed)
-    return Extracted(
+    source = facts.source_line(extent.seed)
+    return ExtractedRegion(
         region_name(facts, extent), source, extent, code, inputs, weights, names, outputs, units, shapes,
         dims.sizes, key, entry.device.type, outside.autocast, tuple(dims.floats.items()),
     )  # fmt: skip
 
 
-def _inner(here: Modes, outside: Modes) -> Modes:
+def _relative_modes(here: Modes, outside: Modes) -> Modes:
     """What a step has on, other than where the region ends."""
     grad = here.grad if here.grad != outside.grad else None
     if here.grad is None and outside.grad is not None:
         grad = True
-    return Modes(grad, () if here.autocast == outside.autocast else here.autocast or _without(outside.autocast))
+    return Modes(
+        grad, () if here.autocast == outside.autocast else here.autocast or _disable_autocast(outside.autocast)
+    )
 
 
-def _without(autocast: tuple[Autocast, ...]) -> tuple[Autocast, ...]:
+def _disable_autocast(autocast: tuple[Autocast, ...]) -> tuple[Autocast, ...]:
     return tuple(Autocast(a.device, a.dtype, False) for a in autocast)
 
 
-def _weight(facts: Facts, n: fx.Node, real: bool) -> torch.Tensor:
+def _module_weight(facts: GraphAnalysis, n: fx.Node, real: bool) -> torch.Tensor:
     t = facts.weights[n]
     is_parameter = t.is_floating_point() and "._buffers[" not in facts.source_name(n) and (
         isinstance(t, nn.Parameter) or isinstance(facts.value[n], nn.Parameter) or n.op == "placeholder"
@@ -233,28 +237,28 @@ def _weight(facts: Facts, n: fx.Node, real: bool) -> torch.Tensor:
     return nn.Parameter(held, requires_grad=t.requires_grad) if is_parameter else held
 
 
-def _form(facts: Facts, n: fx.Node) -> tuple[Any, ...]:
+def _weight_key(facts: GraphAnalysis, n: fx.Node) -> tuple[Any, ...]:
     """What a proof is of, of a weight; of integers the numbers, too."""
     t = facts.weights[n]
     numbers: Any = None
     if not t.is_floating_point() and type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta:
-        numbers = tuple(t.detach().cpu().flatten().tolist()) if t.numel() <= _MOST_NUMBERS else id(t)
+        numbers = tuple(t.detach().cpu().flatten().tolist()) if t.numel() <= _MAX_NUMBERS else id(t)
     return tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, numbers, isinstance(t, nn.Parameter)
 
 
-def _repeated(t: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+def _repeat_to(t: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     for axis, n in enumerate(sizes):
         t = t.index_select(axis, torch.arange(n) % max(1, t.shape[axis]))
     return t
 
 
-def _target(target: Any) -> str:
+def _target_text(target: Any) -> str:
     if isinstance(target, (str, torch._ops.OpOverload)):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
 
 
-def _made(root: nn.Module, path: str) -> nn.Module:
+def _make_submodule(root: nn.Module, path: str) -> nn.Module:
     for part in path.split(".") if path else ():
         if part not in root._modules:
             root.add_module(part, nn.Module())
@@ -262,6 +266,6 @@ def _made(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-def _found(root: nn.Module, path: str) -> torch.Tensor:
+def _find_tensor(root: nn.Module, path: str) -> torch.Tensor:
     owner, _, name = path.rpartition(".")
     return getattr(root.get_submodule(owner), name)

@@ -9,37 +9,37 @@ from typing import Any
 
 from torch import fx, nn
 
-from .graph_analysis import Facts
-from .node_queries import MOVES, is_held, target_name
-from .region_bounds import Extent
+from .graph_analysis import GraphAnalysis
+from .node_queries import LAYOUT_OPS, is_module_tensor, target_name
+from .region_bounds import RegionBounds
 
 
-def weight_names(facts: Facts, extent: Extent, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
+def weight_names(facts: GraphAnalysis, extent: RegionBounds, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
     """Of the weights: as their modules have them, without what all have in common that are the region's own module's,
     so that equal regions have equal names where the model has weights for all of them; else by number."""
     full = [_full_name(facts, n) for n in weights]
     parts = [name.split(".") for name in full]
-    if all(full) and len(set(full)) == len(full) and all(_is_named(facts, n) for n in weights):
-        module = _module(facts, extent)
+    if all(full) and len(set(full)) == len(full) and all(_has_own_name(facts, n) for n in weights):
+        module = _innermost_module(facts, extent)
         own = [p for p in parts if p[: len(module)] == module] or parts
-        common = _common([p[:-1] for p in own])
+        common = _common_prefix([p[:-1] for p in own])
         short = [".".join(p[len(common) :] if p in own else p) for p in parts]
-        prefixes = {s for name in short for s in _owners(name)}
+        prefixes = {s for name in short for s in _prefixes(name)}
         if (
             len(set(short)) == len(short)
             and not prefixes & set(short)
             and not any(hasattr(nn.Module, p) for s in short for p in s.split("."))
         ):
             return tuple(short)
-    return _roles(facts, weights)
+    return _names_by_role(facts, weights)
 
 
-def _is_named(facts: Facts, n: fx.Node) -> bool:
+def _has_own_name(facts: GraphAnalysis, n: fx.Node) -> bool:
     """Whether a weight has the name that its module gave it, rather than one that a tracer has counted."""
-    return not str(n.target).startswith("_") if n.op == "get_attr" else is_held(facts.source_name(n))
+    return not str(n.target).startswith("_") if n.op == "get_attr" else is_module_tensor(facts.source_name(n))
 
 
-def _roles(facts: Facts, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
+def _names_by_role(facts: GraphAnalysis, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
     """Weights that the same is done with are one list, in order: the experts of one that has no names."""
     families: dict[Any, list[fx.Node]] = {}
     for n in sorted(weights, key=lambda n: min(facts.at[u] for u in facts.users[n])):
@@ -59,7 +59,7 @@ def _role(n: fx.Node, depth: int) -> list[Any]:
     """What is computed with a value: the next ops that do more than move it, and as which argument they have it."""
     found = []
     for u in n.users:
-        if target_name(u) in MOVES:
+        if target_name(u) in LAYOUT_OPS:
             found += _role(u, depth)
         elif depth:
             at = next((i for i, a in enumerate(u.args) if a is n), -1)
@@ -67,27 +67,27 @@ def _role(n: fx.Node, depth: int) -> list[Any]:
     return sorted(set(found), key=repr)
 
 
-def _full_name(facts: Facts, n: fx.Node) -> str:
+def _full_name(facts: GraphAnalysis, n: fx.Node) -> str:
     if n.op == "get_attr":
         return str(n.target)
     name = facts.source_name(n)
-    if not is_held(name):
+    if not is_module_tensor(name):
         return re.sub(r"\W", "_", str(n.target))
     return ".".join(re.findall(r"\['?([^'\]]+)'?\]", name)[1:])
 
 
-def _owners(name: str) -> list[str]:
+def _prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def region_name(facts: Facts, extent: Extent) -> str:
+def region_name(facts: GraphAnalysis, extent: RegionBounds) -> str:
     """The innermost module that all of the region was computed in; the line that selects, where the graph does not say
     or it is the whole model."""
-    return ".".join(_module(facts, extent)) or re.sub(r"\W", "_", facts.line(extent.seed))
+    return ".".join(_innermost_module(facts, extent)) or re.sub(r"\W", "_", facts.source_line(extent.seed))
 
 
-def _module(facts: Facts, extent: Extent) -> list[str]:
+def _innermost_module(facts: GraphAnalysis, extent: RegionBounds) -> list[str]:
     """The path of the innermost module that all of the region was computed in; empty of the model."""
     paths = []
     has_lines = any(n.stack_trace for n in extent.inside)
@@ -97,10 +97,10 @@ def _module(facts: Facts, extent: Extent) -> list[str]:
         if n in facts.live and (stack or n.stack_trace or not has_lines):
             path = str(next(reversed(stack.values()))[0]) if stack else ""
             paths.append(re.sub(r"\['?([^'\]]+)'?\]", r".\1", re.sub(r"^L\['\w+'\]", "", path)).strip(".").split("."))
-    return [part for part in _common(paths) if part not in ("_modules", "")]
+    return [part for part in _common_prefix(paths) if part not in ("_modules", "")]
 
 
-def _common(paths: list[list[str]]) -> list[str]:
+def _common_prefix(paths: list[list[str]]) -> list[str]:
     """The parts that all paths begin with."""
     every = list(zip(*paths, strict=False))
     return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, every)]

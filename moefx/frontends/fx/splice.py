@@ -14,18 +14,18 @@ from torch import fx
 
 from ...errors import Refused
 from ...ir.memory_order import inverse, memory_order
-from .graph_analysis import Facts
-from .node_queries import hint
-from .normalize import with_graph
+from .graph_analysis import GraphAnalysis
+from .node_queries import size_hint
+from .normalize import replace_graph
 from .region_code import Modes
-from .region_isolation import removed
-from .region_module import Extracted, RegionCall
+from .region_isolation import find_removable
+from .region_module import ExtractedRegion, RegionCall
 
-_Unit = fx.Node | Extracted
+_Unit = fx.Node | ExtractedRegion
 HOLDER = "moefx"  # the submodule of the graph that has the calls
 
 
-def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.GraphModule:
+def splice(facts: GraphAnalysis, regions: list[tuple[ExtractedRegion, RegionCall]]) -> fx.GraphModule:
     """Raises:
     Refused: something outside of a region stands between two parts of it.
     """
@@ -37,7 +37,7 @@ def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.Grap
     while hasattr(gm, held):  # the user's
         held += "_"
     holder = root._modules[held] = torch.nn.Module()
-    unit_of = {n: r for r, _ in regions for n in removed(r.extent, facts)}
+    unit_of = {n: r for r, _ in regions for n in find_removable(r.extent, facts)}
     calls: dict[int, tuple[str, RegionCall]] = {}
     for region, call in regions:
         name = base = region.name.replace(".", "_") or "model"
@@ -50,27 +50,27 @@ def splice(facts: Facts, regions: list[tuple[Extracted, RegionCall]]) -> fx.Grap
     new = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     current: list[Any] = [facts.modes[facts.nodes[0]], []]
-    for unit in order(facts, unit_of):
-        if isinstance(unit, Extracted):
-            _switch(new, current, facts.modes[unit.extent.exit])
+    for unit in order_units(facts, unit_of):
+        if isinstance(unit, ExtractedRegion):
+            _switch_modes(new, current, facts.modes[unit.extent.exit])
             _emit_call(new, made, facts, unit, calls[id(unit)][0])
             continue
         if unit.op not in ("placeholder", "get_attr"):
-            _switch(new, current, facts.modes[unit])
+            _switch_modes(new, current, facts.modes[unit])
         made[unit] = new.node_copy(unit, made.__getitem__)
     _drop_unused(new, facts, made, regions)
-    out = with_graph(gm, root, new)
+    out = replace_graph(gm, root, new)
     holder.train(gm.training)
     out.graph.lint()
     return out
 
 
-def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Extracted]:
+def order_units(facts: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> list[fx.Node | ExtractedRegion]:
     """Program order, with each region as one."""
-    units: dict[int, fx.Node | Extracted] = {}
+    units: dict[int, fx.Node | ExtractedRegion] = {}
     first: dict[int, int] = {}
 
-    def of(n: fx.Node) -> fx.Node | Extracted:
+    def of(n: fx.Node) -> fx.Node | ExtractedRegion:
         return unit_of.get(n, n)
 
     needs: dict[int, set[int]] = defaultdict(set)
@@ -94,17 +94,17 @@ def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Ext
         for d in (*region.inputs, *region.weights):
             if d not in inside:
                 put(id(of(d)), me)
-        for before, after in _writes_beside(facts, region, inside):
+        for before, after in _outside_writes(facts, region, inside):
             for w in before:
                 put(id(of(w)), me)
             for w in after:
                 put(me, id(of(w)))
-    for earlier, later in itertools.chain(_around_switches(facts, unit_of), _draws(facts, unit_of)):
+    for earlier, later in itertools.chain(_around_switches(facts, unit_of), _random_pairs(facts, unit_of)):
         put(id(earlier), id(later))
     last = {id(of(n)): facts.at[n] for n in facts.nodes}
     ready = [(first[u], last[u], u) for u in units if not needs[u]]
     heapq.heapify(ready)
-    out: list[fx.Node | Extracted] = []
+    out: list[fx.Node | ExtractedRegion] = []
     while ready:
         *_, u = heapq.heappop(ready)
         out.append(units[u])
@@ -117,7 +117,7 @@ def order(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> list[fx.Node | Ext
     return out
 
 
-def _around_switches(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> Iterator[tuple[_Unit, _Unit]]:
+def _around_switches(facts: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
     """What is called for its effect on the program, as the beginning of a transform, stays where it is among all else;
     a region is where its last node is."""
     last = {id(r): n for n, r in unit_of.items()}  # in program order
@@ -129,19 +129,21 @@ def _around_switches(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> Iterato
             continue
         if switch is not None:
             yield switch, me
-        if n not in unit_of and facts.stays(n):
+        if n not in unit_of and facts.keeps_order(n):
             yield from ((earlier, me) for earlier in since)
             switch, since = n, []
         else:
             since.append(me)
 
 
-def _draws(facts: Facts, unit_of: dict[fx.Node, Extracted]) -> Iterator[tuple[_Unit, _Unit]]:
+def _random_pairs(facts: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
     """Random numbers are drawn in the order of the program."""
     return itertools.pairwise(unit_of.get(n, n) for n in facts.nodes if facts.effects[n].draws)
 
 
-def _writes_beside(facts: Facts, region: Extracted, inside: set[fx.Node]) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+def _outside_writes(
+    facts: GraphAnalysis, region: ExtractedRegion, inside: set[fx.Node]
+) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     """Of each tensor that the region reads: what writes to it outside of the region, before the last time that the
     region reads it, and after the first. The call reads all at once, so what does both is a cycle."""
     found = []
@@ -156,7 +158,7 @@ def _writes_beside(facts: Facts, region: Extracted, inside: set[fx.Node]) -> lis
 
 
 def _emit_call(
-    new: fx.Graph, made: dict[fx.Node, fx.Node], facts: Facts, region: Extracted, target: str
+    new: fx.Graph, made: dict[fx.Node, fx.Node], facts: GraphAnalysis, region: ExtractedRegion, target: str
 ) -> None:  # fmt: skip
     args = [made[n] for n in (*region.inputs, *region.weights)]
     meta = {k: v for k, v in region.extent.exit.meta.items() if k in ("nn_module_stack", "stack_trace")}
@@ -166,18 +168,18 @@ def _emit_call(
     node = new.call_module(target, tuple(args))
     node.meta.update(meta)
     for i, n in enumerate(region.outputs):
-        made[n] = _in_memory_as(new.call_function(operator.getitem, (node, i)), n, facts, region)
+        made[n] = _restore_strides(new.call_function(operator.getitem, (node, i)), n, facts, region)
         made[n].meta.update(n.meta)
 
 
-def _in_memory_as(made: fx.Node, n: fx.Node, facts: Facts, region: Extracted) -> fx.Node:
+def _restore_strides(made: fx.Node, n: fx.Node, facts: GraphAnalysis, region: ExtractedRegion) -> fx.Node:
     """A result of a region with its axes in memory as those of the original, which the graph behind it may rely on.
     They can be otherwise where what the region is given is not contiguous, as it was when it was proven."""
     given = [t for a in region.inputs if (t := facts.tensor(a)) is not None]
     t, new = facts.tensor(n), made.graph
-    if t is None or all(_order(g) == tuple(range(g.dim())) for g in given):
+    if t is None or all(_axis_order(g) == tuple(range(g.dim())) for g in given):
         return made
-    order = _order(t)
+    order = _axis_order(t)
     if order is None:
         return made
     if list(order) == sorted(order):
@@ -187,11 +189,11 @@ def _in_memory_as(made: fx.Node, n: fx.Node, facts: Facts, region: Extracted) ->
     return new.call_function(torch.ops.aten.permute.default, (turned, inverse(order)))
 
 
-def _order(t: torch.Tensor) -> tuple[int, ...] | None:
-    return memory_order([hint(n) for n in t.shape], [hint(n) for n in t.stride()])
+def _axis_order(t: torch.Tensor) -> tuple[int, ...] | None:
+    return memory_order([size_hint(n) for n in t.shape], [size_hint(n) for n in t.stride()])
 
 
-def _switch(new: fx.Graph, current: list[Any], wanted: Modes) -> None:
+def _switch_modes(new: fx.Graph, current: list[Any], wanted: Modes) -> None:
     """Nodes that make the modes what they are to be."""
     was, contexts = current
     common = 0
@@ -208,7 +210,7 @@ def _switch(new: fx.Graph, current: list[Any], wanted: Modes) -> None:
 
 
 def _drop_unused(
-    new: fx.Graph, facts: Facts, made: dict[fx.Node, fx.Node], regions: list[tuple[Extracted, RegionCall]]
+    new: fx.Graph, facts: GraphAnalysis, made: dict[fx.Node, fx.Node], regions: list[tuple[ExtractedRegion, RegionCall]]
 ) -> None:  # fmt: skip
     """What was there for the regions alone."""
     inside = {n for r, _ in regions for n in r.extent.inside}
@@ -217,4 +219,4 @@ def _drop_unused(
             new.erase_node(made[n])
 
 
-__all__ = ["HOLDER", "order", "splice"]
+__all__ = ["HOLDER", "order_units", "splice"]

@@ -17,21 +17,21 @@ from ...capture.inputs import NAMES
 from ...capture.sizes import FOLLOWED
 from ...errors import Refused
 from ...ir.graph_codegen import INFIX
-from .float_inputs import seldom_changes
-from .graph_analysis import Facts
-from .node_queries import hint, plain, target_name
-from .region_code import Size
+from .float_inputs import may_be_constant
+from .graph_analysis import GraphAnalysis
+from .node_queries import simplify_size, size_hint, target_name
+from .region_code import SizeExpression
 
 NO_TOKENS = "there are no tokens in the graph's inputs: sizes do not show what is of tokens"
 ONE_TOKEN = "there is one token only: sizes do not show what is of tokens"
 _PROBES = (101, 103, 107, 109, 113)
-_MOST_TIMES = 4096
+_MAX_FACTOR = 4096
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _CALLED = {"sym_int": "trunc", "sym_sqrt": "sqrt", "sym_log2": "log2", "sym_max": "max", "sym_min": "min"}
 _PREFIX = {"sym_float": "1.0*", "neg": "-"}  # times one is exact
 
 
-class Dims:
+class TokenDims:
     """The token dims of an entry: its axes but the last, without those of size one.
 
     Attributes:
@@ -39,14 +39,14 @@ class Dims:
         probe: sizes that look like nothing else. floats: of the caller's by name, which are taken for constants.
     """
 
-    def __init__(self, facts: Facts, shape: Sequence[Any], constants: set[int]):
+    def __init__(self, facts: GraphAnalysis, shape: Sequence[Any], constants: set[int]):
         self.facts, self.rank = facts, len(shape)
         self.axes = [i for i, n in enumerate(shape[:-1]) if not (type(n) is int and n == 1)]
         names: tuple[str, ...] = NAMES[: len(self.axes)] if len(self.axes) > 1 else ("S",) * len(self.axes)
         self.names = names
         self.symbols = [sympy.Symbol(name, integer=True, positive=True) for name in names]
         self.given = [shape[i] for i in self.axes]
-        self.sizes = {name: hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
+        self.sizes = {name: size_hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
         if 0 in self.sizes.values():
             raise Refused(NO_TOKENS)
         # A symbolic size is symbolic everywhere: a number that equals it here is a constant.
@@ -59,20 +59,20 @@ class Dims:
         self.probe: dict[str, int] = dict(zip(names, free, strict=False))
         self.floats: dict[str, torch.SymFloat] = {}
 
-    def number(self, n: int) -> list[Size]:
+    def interpret_number(self, n: int) -> list[SizeExpression]:
         """What a number may be: of the sizes that are numbers in the graph."""
         found = []
         for count in range(len(self.fixed), 0, -1):
             for chosen in itertools.combinations(self.fixed, count):
                 whole = math.prod(self.sizes[self.names[i]] for i in chosen)
                 times, rest = divmod(n, whole)
-                if rest or not 1 <= times <= _MOST_TIMES or (times > 1 and count < len(self.names) and chosen[-1] == 0):
+                if rest or not 1 <= times <= _MAX_FACTOR or (times > 1 and count < len(self.names) and chosen[-1] == 0):
                     continue
                 product = sympy.Mul(times, *(self.symbols[i] for i in chosen))
-                found.append((times, Size(_text(product))))
+                found.append((times, SizeExpression(_text(product))))
         return [size for _, size in sorted(found, key=lambda f: f[0])]
 
-    def stands(self, shape: Sequence[int], place: int) -> bool:
+    def is_token_position(self, shape: Sequence[int], place: int) -> bool:
         """Whether the number at this place of a shape is likely one of tokens: where the entry has it, whose axes of
         size one may be missing, or in front."""
         units = [i for i in range(self.rank - 1) if i not in self.axes]
@@ -81,7 +81,7 @@ class Dims:
         at = dict(zip(self.axes if has_units else range(len(sizes)), sizes, strict=True))
         return at.get(place) == n or (place == 0 and n % math.prod(sizes) == 0)
 
-    def symbolic(self, value: Any, node: fx.Node | None = None) -> list[Size | int | float]:
+    def interpret_symbol(self, value: Any, node: fx.Node | None = None) -> list[SizeExpression | int | float]:
         """What a symbolic number of the graph may be, the likeliest first; none, if it does not follow from the token
         dims by what is known. `node`: that computes it.
 
@@ -90,40 +90,40 @@ class Dims:
         """
         expr = value.node.expr
         is_exact = all(getattr(e, "is_integer", False) for e in sympy.preorder_traversal(expr))
-        if is_exact and (found := self._integers(value)):
+        if is_exact and (found := self._integer_meanings(value)):
             return [*found]
         node = node if node is not None and node.op.startswith("call") else self.computed.get(expr)
         if node in self.facts.floats:
             name = self.facts.source_name(node.all_input_nodes[0])
-            if not seldom_changes(name, value.node.hint):
+            if not may_be_constant(name, value.node.hint):
                 return []
             self.floats[name] = value
             return [value.node.hint]
-        form = None if node is None else _form(node)
+        form = None if node is None else _format_of(node)
         if node is None or form is None:
             return []
         operands = [a for a in node.args if a is not None]
-        texts = [self._texts(a) for a in operands]
-        return [Size(form.format(*chosen)) for chosen in itertools.product(*texts)]
+        texts = [self._operand_texts(a) for a in operands]
+        return [SizeExpression(form.format(*chosen)) for chosen in itertools.product(*texts)]
 
-    def _texts(self, operand: Any) -> list[str]:
-        value = plain(self.facts.value[operand]) if isinstance(operand, fx.Node) else operand
-        found = self.symbolic(value, operand) if isinstance(value, _SYMBOLIC) else [value]
-        return [f"({s.text if isinstance(s, Size) else repr(s)})" for s in found]
+    def _operand_texts(self, operand: Any) -> list[str]:
+        value = simplify_size(self.facts.value[operand]) if isinstance(operand, fx.Node) else operand
+        found = self.interpret_symbol(value, operand) if isinstance(value, _SYMBOLIC) else [value]
+        return [f"({s.text if isinstance(s, SizeExpression) else repr(s)})" for s in found]
 
-    def _integers(self, n: torch.SymInt) -> list[Size | int]:
-        if not isinstance(number := plain(n), torch.SymInt):
+    def _integer_meanings(self, n: torch.SymInt) -> list[SizeExpression | int]:
+        if not isinstance(number := simplify_size(n), torch.SymInt):
             return [number]
         expr = n.node.expr
         for known, symbol in sorted(self.expressions.items(), key=lambda e: -len(e[0].free_symbols)):
-            expr = _over(expr, known, symbol)
+            expr = _substitute(expr, known, symbol)
         if expr.free_symbols - set(self.symbols):
-            return self._known_equal(n)
+            return self._find_equal_product(n)
         if expr.is_Integer:
             return [int(expr)]
-        return [Size(_text(e)) for e in (*self._times_fixed(expr), expr)]
+        return [SizeExpression(_text(e)) for e in (*self._scale_by_fixed(expr), expr)]
 
-    def _times_fixed(self, expr: sympy.Expr) -> Iterator[sympy.Expr]:
+    def _scale_by_fixed(self, expr: sympy.Expr) -> Iterator[sympy.Expr]:
         """With axes of the entry whose sizes are numbers for the factors that are as large: `3*S` may be `B*S`."""
         for count in range(len(self.fixed), 0, -1):
             for chosen in itertools.combinations(self.fixed, count):
@@ -137,16 +137,16 @@ class Dims:
                     made: Any = expr.replace(has_factor, lambda e, times=times: e * times)
                     yield made
 
-    def _known_equal(self, n: torch.SymInt) -> list[Size | int]:
+    def _find_equal_product(self, n: torch.SymInt) -> list[SizeExpression | int]:
         """Symbols of another input, where the graph has seen that they must make as many."""
         for count in range(len(self.names), 0, -1):
             for chosen in itertools.combinations(range(len(self.names)), count):
                 if statically_known_true(n == math.prod(self.given[i] for i in chosen)):
-                    return [Size("*".join(self.names[i] for i in chosen))]
+                    return [SizeExpression("*".join(self.names[i] for i in chosen))]
         return []
 
 
-def _over(expr: Any, size: sympy.Expr, symbol: sympy.Symbol) -> Any:
+def _substitute(expr: Any, size: sympy.Expr, symbol: sympy.Symbol) -> Any:
     """`expr` with `symbol` for a size of the graph: `2*S + 2` for `2*s0` where S is `s0 - 1`, as of all tokens but the
     last."""
     if not expr.free_symbols & size.free_symbols:
@@ -154,18 +154,18 @@ def _over(expr: Any, size: sympy.Expr, symbol: sympy.Symbol) -> Any:
     if not size.is_polynomial(*size.free_symbols):  # a chunk's: `(s0 + 1)//2`
         return expr.subs(size, symbol)
     if not expr.is_polynomial(*expr.free_symbols):
-        return expr.func(*(_over(a, size, symbol) for a in expr.args))
+        return expr.func(*(_substitute(a, size, symbol) for a in expr.args))
     times, rest = sympy.div(expr, size, *sorted(size.free_symbols, key=str))
     if times == 0 or any(not n.is_Integer for n in (times + rest).atoms(sympy.Rational)):
         return expr
-    return _over(times, size, symbol) * symbol + rest
+    return _substitute(times, size, symbol) * symbol + rest
 
 
 def _text(expr: sympy.Expr) -> str:
     return PythonPrinter().doprint(expr)
 
 
-def _form(n: fx.Node) -> str | None:
+def _format_of(n: fx.Node) -> str | None:
     """How a node that computes a number from numbers is written; None: in no way that is known."""
     count = sum(a is not None for a in n.args)
     if n.target in INFIX and count == 2:

@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 Text = Callable[[], str]  # made only for those who read it
 
 
-def leave(out: fx.GraphModule, explained: Text) -> None:
+def log_artifacts(out: fx.GraphModule, explained: Text) -> None:
     """Log the graph with its regions, and add it to torch's trace of this compilation.
 
     Args:
