@@ -17,7 +17,7 @@ from .compiler.block_report import build_report
 from .compiler.model_proof import quote_name
 from .compiler.pipeline import PASSES, apply_capacity
 from .compiler.plan_check import check_effects, check_layout
-from .compiler.rank_agreement import agree_on_proof
+from .compiler.rank_agreement import AgreedProof, agree_on_proof
 from .compiler.specialization import LazySpecializer, build_program
 from .compiler.survey import MatchedBlock, Refusal, Survey
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
@@ -32,15 +32,17 @@ from .util.model_copy import copy_model
 from .verification.report import VerifyReport, verify
 
 if TYPE_CHECKING:
+    from .distribution.block_distribution import Spread
     from .planner.decision import Decision
+    from .runtime.topology import ExpertAxis
 
 RECORD = "_moefx_record"
-UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # what was given back as it is
+UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # models returned as they are
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The findings of `compile`, kept on the compiled model: names, texts and numbers, no second model."""
+    """The findings of `compile`, stored on the compiled model: names, texts and numbers, no second model."""
 
     matched: tuple[BlockReport, ...]
     refused: tuple[Refusal, ...]
@@ -60,7 +62,7 @@ def compile(
     example_inputs: Any = None,
     strict: bool = True,
 ) -> nn.Module:
-    """Find the MoE blocks of a plain PyTorch model, prove what they compute, rewrite them into padding-free ops.
+    """Find the MoE blocks of a plain PyTorch model, prove the function of each, and rewrite them into padding-free ops.
 
     Args:
         model: any `nn.Module`, also on the meta device. It stays as it is and serves as the reference.
@@ -85,41 +87,26 @@ def compile(
         InvalidPlan: a plan field has an invalid value, does not fit the mesh, or names an unknown pass; or the ranks of
             the mesh have different plans or models.
         Refused: with a mesh, a block whose experts cannot be spread over ranks.
-        UnknownPlatform: the planner is asked, and MOEFX_PLATFORM names no platform.
+        UnknownPlatform: the plan is `"auto"`, and MOEFX_PLATFORM names no platform.
     """
-    plan = _plan(plan, mesh)
-    model = _checked(model)
+    plan = _check_plan(plan, mesh)
+    model = _unwrap_model(model)
     if mesh is not None:
-        from .distribution.block_distribution import (  # torch.distributed takes a while
-            Spread,
-            check_owners,
-            spread_blocks,
-        )
-        from .distribution.training_wiring import describe_reductions, prepare_training, watch_block
+        from .distribution.block_distribution import spread_blocks  # torch.distributed takes a while
 
         if spread_blocks(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
     proven = agree_on_proof(model, example_inputs, plan, mesh)
-    plan, found, axis = proven.plan, proven.found, proven.axis
+    plan, found = proven.plan, proven.found
     if proven.decision and proven.decision.warning:
         warnings.warn(f"moefx: {proven.decision.warning}", stacklevel=2)
     if not found.matched:
         if strict:
-            raise NoMoEBlockFound(_nothing_found(model, found))
+            raise NoMoEBlockFound(_describe_refusals(model, found))
         UNCHANGED[model] = Record((), tuple(found.refused), found.seconds)
         return model
-    if strict and any(r.likely for r in found.refused):
-        warnings.warn(
-            "moefx left these blocks as they were:\n  "
-            + "\n  ".join(str(r) for r in merge_refusals(r for r in found.refused if r.likely)),
-            stacklevel=2,
-        )
-    if found.unchecked:
-        warnings.warn(
-            "moefx rewrote these blocks without a numeric check, on the strength of the symbolic proof alone; "
-            "moefx.verify(compiled, model, inputs) compares the whole model:\n  " + "\n  ".join(found.unchecked),
-            stacklevel=2,
-        )
+    for warning in _list_warnings(found, strict):
+        warnings.warn(warning, stacklevel=2)
     try:
         compiled, copies = (found.twin, found.copies) if found.copies else copy_model(model)
     except MoefxError as error:
@@ -127,28 +114,13 @@ def compile(
             raise
         UNCHANGED[model] = Record((), (*found.refused, Refusal("", str(error))), found.seconds)
         return model
-    modules = dict(model.named_modules())
+    spreads = _lay_out_experts(model, proven)
     reports = []
-    spreads = {}
-    if axis is not None:
-        for matched in found.matched:
-            spreads[id(matched)] = Spread.over(axis, matched.result, plan)
-        holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
-        check_owners(model, holders, list(holders), axis.mesh)
     for matched in found.matched:
-        first, spread = modules[matched.names[0]], spreads.get(id(matched))
-        matched.result = apply_capacity(first, matched.result, plan)
-        if spread is not None:
-            matched.result = spread.graph(first, matched.result)
-            for name in matched.names:
-                spread.take(copies[modules[name]], axis)
-        program = _program(matched, first)
-        specialise = LazySpecializer(matched.result.match.arguments, plan, OWN_MODE in matched.read, spread)
-        for name in matched.names:
-            forward = install_forward(copies[modules[name]], [program.renamed(name)], name=name, specialise=specialise)
-            if spread is not None:
-                forward.watch = watch_block(copies[modules[name]], name, spread)
-        if strict and (guard := _failed_guard(program, matched, first)):
+        spread = spreads.get(id(matched))
+        program = _install_program(model, copies, matched, plan, spread, proven.axis)
+        first = model.get_submodule(matched.names[0])
+        if strict and (guard := _find_failed_guard(program, matched, first)):
             warnings.warn(
                 f"moefx rewrote {matched.names[0] or 'the model'}, but not for calls like the example's, which run the "
                 f"original: {guard}",
@@ -156,79 +128,147 @@ def compile(
             )
         reports.append(build_report(matched, program, first, proven.verdicts[id(matched)], spread))
     gradients: tuple[str, ...] = ()
-    if axis is not None:
-        prepare_training(compiled, axis, plan)
-        gradients = describe_reductions(compiled, holders, axis, plan)
+    if proven.axis is not None:
+        from .distribution.training_wiring import describe_reductions, prepare_training
+
+        prepare_training(compiled, proven.axis, plan)
+        gradients = describe_reductions(compiled, _spread_by_name(found, spreads), proven.axis, plan)
     vars(compiled)[RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds, proven.decision, gradients)
     return compiled
+
+
+def _list_warnings(found: Survey, strict: bool) -> list[str]:
+    """The warnings about blocks that were refused, or rewritten without a numeric check."""
+    texts = []
+    likely = [r for r in found.refused if r.likely]
+    if strict and likely:
+        texts.append("moefx left these blocks as they were:\n  " + "\n  ".join(map(str, merge_refusals(likely))))
+    if found.unchecked:
+        texts.append(
+            "moefx rewrote these blocks without a numeric check, on the strength of the symbolic proof alone; "
+            "moefx.verify(compiled, model, inputs) compares the whole model:\n  " + "\n  ".join(found.unchecked)
+        )
+    return texts
+
+
+def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> dict[int, Spread]:
+    """Lay out the experts of each match over the mesh, by `id` of the match. Empty without a mesh.
+
+    Raises:
+        InvalidPlan, InvalidInput, Refused: the experts of a block cannot be spread.
+    """
+    if proven.axis is None:
+        return {}
+    from .distribution.block_distribution import Spread, check_owners
+
+    spreads = {id(m): Spread.over(proven.axis, m.result, proven.plan) for m in proven.found.matched}
+    by_name = _spread_by_name(proven.found, spreads)
+    check_owners(model, by_name, list(by_name), proven.axis.mesh)
+    return spreads
+
+
+def _spread_by_name(found: Survey, spreads: dict[int, Spread]) -> dict[str, Spread]:
+    return {name: spreads[id(m)] for m in found.matched for name in m.names}
+
+
+def _install_program(
+    model: nn.Module,
+    copies: dict[nn.Module, nn.Module],
+    matched: MatchedBlock,
+    plan: Plan,
+    spread: Spread | None,
+    axis: ExpertAxis | None,
+) -> Program:
+    """Finish the graph of a match, and install its program on the copies of the matched modules."""
+    modules = dict(model.named_modules())
+    first = modules[matched.names[0]]
+    matched.result = apply_capacity(first, matched.result, plan)
+    if spread is not None and axis is not None:
+        matched.result = spread.add_collectives(first, matched.result)
+        for name in matched.names:
+            spread.keep_own_experts(copies[modules[name]], axis)
+    program = _build_program(matched, first)
+    specialise = LazySpecializer(matched.result.match.arguments, plan, OWN_MODE in matched.read, spread)
+    for name in matched.names:
+        block = copies[modules[name]]
+        forward = install_forward(block, [program.renamed(name)], name=name, specialise=specialise)
+        if spread is not None:
+            from .distribution.training_wiring import watch_block
+
+            forward.watch = watch_block(block, name, spread)
+    return program
 
 
 def explain(
     model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None
 ) -> Explanation:
-    """Print the blocks that `compile` finds in a model, or found in a compiled one, the numeric check included.
+    """Explain which blocks `compile` rewrites in a model, or rewrote in a compiled one, with the numeric check.
 
     Args:
-        mesh: says how `compile(mesh=mesh)` would spread the experts, and lists the blocks for which it would raise as
+        mesh: show how `compile(mesh=mesh)` would spread the experts. Blocks for which it would raise are listed as
             refused. The model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree
             on the blocks, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; collective over the
             whole mesh if the planner decides. A compiled model says how it was spread, without communication.
 
     Raises:
-        InvalidPlan: as `compile`. CaptureError, InvalidInput: the model does not run on the example.
+        InvalidPlan: as in `compile`. CaptureError, InvalidInput: the model does not run on the example.
     """
     given: Any = model
     if _is_compiled_function(given):
-        record, forwards = _regions(given)
-        return _told(given.__name__, record or Record((), (), 0.0), forwards)
-    model = _checked(given)
+        record, forwards = _find_graph_regions(given)
+        return _explain_record(given.__name__, record or Record((), (), 0.0), forwards)
+    model = _unwrap_model(given)
     record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
-        record = UNCHANGED.get(model) or _regions(given)[0]
-    if record is None:
-        proven, spreads, gradients = agree_on_proof(model, example_inputs, _plan(plan, mesh), mesh), {}, ()
-        plan, found = proven.plan, proven.found
-        for m in found.matched:
-            m.result = apply_capacity(model.get_submodule(m.names[0]), m.result, plan)
-        if proven.axis is not None:
-            from .distribution.block_distribution import preview_spread
-            from .distribution.training_wiring import describe_reductions
+        record = UNCHANGED.get(model) or _find_graph_regions(given)[0]
+    if record is not None:
+        return _explain_record(type(model).__name__, record, _find_forwards(given))
+    proven = agree_on_proof(model, example_inputs, _check_plan(plan, mesh), mesh)
+    plan, found = proven.plan, proven.found
+    spreads, gradients = {}, ()
+    for m in found.matched:
+        m.result = apply_capacity(model.get_submodule(m.names[0]), m.result, plan)
+    if proven.axis is not None:
+        from .distribution.block_distribution import preview_spread
+        from .distribution.training_wiring import describe_reductions
 
-            spreads = preview_spread(model, proven.axis, found, plan)
-            holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
-            gradients = describe_reductions(model, holders, proven.axis, plan)
-        reports = []
-        for m in found.matched:
-            block = model.get_submodule(m.names[0])
-            reports.append(build_report(m, _program(m, block), block, proven.verdicts[id(m)], spreads.get(id(m))))
-        told, more = tuple(found.refused), {"planned": proven.decision, "gradients": gradients}
-        return Explanation(type(model).__name__, tuple(reports), told, found.seconds, **more)
-    return _told(type(model).__name__, record, _forwards(given))
+        spreads = preview_spread(model, proven.axis, found, plan)
+        gradients = describe_reductions(model, _spread_by_name(found, spreads), proven.axis, plan)
+    reports = []
+    for m in found.matched:
+        block = model.get_submodule(m.names[0])
+        verdict = proven.verdicts[id(m)]
+        reports.append(build_report(m, _build_program(m, block), block, verdict, spreads.get(id(m))))
+    return Explanation(
+        type(model).__name__,
+        tuple(reports),
+        tuple(found.refused),
+        found.seconds,
+        planned=proven.decision,
+        gradients=gradients,
+    )
 
 
-def _told(name: str, record: Record, forwards: dict[str, BlockForward]) -> Explanation:
-    """What was found, and what became of it since."""
+def _explain_record(name: str, record: Record, forwards: dict[str, BlockForward]) -> Explanation:
+    """The explanation of a compiled model: its record, with the calls and the later programs of its blocks."""
     reports = []
     for report in record.matched:
-        counts = [forwards[n].counts for n in report.names if n in forwards]
+        own = [forwards[n] for n in report.names if n in forwards]
+        counts = [forward.counts for forward in own]
         calls = (
             sum(c.rewritten for c in counts),
             sum(c.original for c in counts),
             sum(c.guard_failures for c in counts),
         )
-        notes = {
-            f"{reason}" for n in report.names if n in forwards for reason in forwards[n].refusals.values() if reason
-        }
+        notes = {f"{reason}" for forward in own for reason in forward.refusals.values() if reason}
         notes |= {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
         also = dict.fromkeys(
-            p.describe_difference(programs[0])
-            for programs in (forwards[n].programs for n in report.names if n in forwards)
-            for p in programs[1:]
+            p.describe_difference(forward.programs[0]) for forward in own for p in forward.programs[1:]
         )
         notes = (*report.notes, *sorted(notes))
         reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))
     more = {"planned": record.planned, "gradients": record.gradients}
-    return Explanation(name, tuple(reports), record.refused, record.seconds, _paths(), **more)
+    return Explanation(name, tuple(reports), record.refused, record.seconds, _count_providers(), **more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +280,7 @@ class Block:
 
     @property
     def spec(self) -> Specialisation:
-        """The specialisation that the (first) rewritten graph holds for."""
+        """The specialisation of the first rewritten graph."""
         return self.forward.programs[0].key
 
     @property
@@ -257,7 +297,7 @@ class Block:
         return self.forward.counts.original
 
     def record_load(self, on: bool = True) -> None:
-        """Switch routing statistics on (they are off by default). Warns if a compiled graph keeps none."""
+        """Turn routing statistics on or off; off is the default. Warns if the compiler of the graph keeps none."""
         if on and (other := self.forward.compiled_by):
             warnings.warn(
                 f"moefx: there will be no routing statistics: the code that {other!r} makes of a graph keeps none. "
@@ -276,12 +316,12 @@ class Block:
 
 
 def blocks(compiled: nn.Module) -> list[Block]:
-    """The rewritten blocks of a compiled model, in module order."""
-    return [Block(name, forward) for name, forward in _forwards(compiled).items()]
+    """List the rewritten blocks of a compiled model, in module order."""
+    return [Block(name, forward) for name, forward in _find_forwards(compiled).items()]
 
 
 def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockGraph:
-    """The rewritten graph of a block, or its graph after a named pass. `print` it.
+    """Return the rewritten graph of a block, or its graph after a named pass. `print` it.
 
     Raises:
         MoefxError: no block of that name was rewritten. NoSuchPass: no such pass ran on it.
@@ -291,14 +331,18 @@ def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockG
 
 
 def history(compiled: nn.Module, name: str) -> History:
-    """All graphs of a block, pass by pass."""
-    forwards = _forwards(compiled)
+    """Return all graphs of a block, pass by pass.
+
+    Raises:
+        MoefxError: no block of that name was rewritten.
+    """
+    forwards = _find_forwards(compiled)
     if not forwards:
         raise MoefxError(
-            "no block of this model is rewritten; pass what moefx.compile returned, or what torch.compile with "
-            "backend='moefx' did, once it was called"
+            "no block of this model is rewritten; pass the result of moefx.compile, or of torch.compile with "
+            "backend='moefx' after its first call"
         )
-    by_region = {forward.name: forward for forward in forwards.values()}  # as `explain` calls those of a graph
+    by_region = {forward.name: forward for forward in forwards.values()}  # `explain` names the regions of a graph so
     found = forwards.get(name) or by_region.get(name)
     if found is None:
         raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(quote_name(n) for n in forwards)}")
@@ -306,7 +350,12 @@ def history(compiled: nn.Module, name: str) -> History:
 
 
 # ---------------------------------------------------------------------- pieces of compile
-def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
+def _check_plan(plan: Plan | str | None, mesh: Any) -> Plan:
+    """Return the plan to compile with.
+
+    Raises:
+        InvalidPlan: not a plan, not a mesh, or a plan that does not fit the mesh.
+    """
     if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
         raise InvalidPlan(f"mesh is a {type(mesh).__name__}; expected a torch.distributed.DeviceMesh or None")
     if plan is None:
@@ -319,72 +368,79 @@ def _plan(plan: Plan | str | None, mesh: Any) -> Plan:
         raise InvalidPlan(f"plan is {what}; expected a moefx.Plan, 'auto' or None{advice}")
     check_effects(plan, mesh)
     check_layout(plan, mesh)
-    return checked_passes(plan)
+    return check_passes(plan)
 
 
-def checked_passes(plan: Plan) -> Plan:
-    """Return the plan.
+def check_passes(plan: Plan) -> Plan:
+    """Return the plan if it disables known passes only.
 
     Raises:
-        InvalidPlan: it disables an unknown pass.
+        InvalidPlan: the plan disables an unknown pass.
     """
-    names = [*(made.__name__ for made in PASSES), "overlap"]  # without `collectives` there is no expert parallelism
+    names = [*(one.__name__ for one in PASSES), "overlap"]  # `collectives` cannot be disabled
     for name in plan.disable:
         if name not in names:
             raise InvalidPlan(f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(names)}")
     return plan
 
 
-def _forwards(given: nn.Module) -> dict[str, BlockForward]:
-    """The rewritten blocks of a model; with the regions of its graphs if it was compiled with `backend="moefx"`."""
+def _find_forwards(given: nn.Module) -> dict[str, BlockForward]:
+    """The rewritten blocks of a model. If it was compiled with `backend="moefx"`, also the regions of its graphs."""
     if _is_compiled_function(given):
-        return _regions(given)[1]
-    own = rewritten_blocks(model := _checked(given))
-    # The model that `moefx.compile` was called on shares its weights, and may have been compiled for itself.
-    return own if own and given is model else {**_regions(given)[1], **own}
+        return _find_graph_regions(given)[1]
+    own = rewritten_blocks(model := _unwrap_model(given))
+    # A result of `moefx.compile` shares weights with its original, which torch may have compiled, too.
+    return own if own and given is model else {**_find_graph_regions(given)[1], **own}
 
 
 def _is_compiled_function(given: Any) -> bool:
-    """Whether it is what `torch.compile` made of a function."""
+    """Whether `torch.compile` returned this for a function."""
     return inspect.isfunction(given) and hasattr(given, "_torchdynamo_orig_callable")
 
 
-def _regions(given: Any) -> tuple[Record | None, dict[str, BlockForward]]:
-    backend = sys.modules.get("moefx.frontends.dynamo.backend")  # which Dynamo loads if it is asked for
+def _find_graph_regions(given: Any) -> tuple[Record | None, dict[str, BlockForward]]:
+    """The record and the regions of a model or function that was compiled with `backend="moefx"`."""
+    backend = sys.modules.get("moefx.frontends.dynamo.backend")  # Dynamo loads it on first use
     return backend.compiled_for(given) if backend is not None else (None, {})
 
 
-def _checked(model: Any) -> nn.Module:
-    """The model, also inside of what `torch.compile` made of it."""
+def _unwrap_model(model: Any) -> nn.Module:
+    """Return the model, also if `torch.compile` has wrapped it.
+
+    Raises:
+        InvalidInput: not a module.
+    """
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise InvalidInput(f"expected a model, an instance of nn.Module; got {what}")
     return getattr(model, "_orig_mod", model)
 
 
-def _nothing_found(model: nn.Module, found: Survey) -> str:
+def _describe_refusals(model: nn.Module, found: Survey) -> str:
+    """The message of `NoMoEBlockFound`."""
     head = f"no MoE block was found in {type(model).__name__}"
     if not found.refused:
         return (
-            f"{head}: it has no part in which several submodules of one kind, or the slices of a stacked parameter, "
-            "could each be for some tokens only"
+            f"{head}: no submodules of one kind, and no slices of a stacked parameter, could each be for some "
+            "tokens only"
         )
     return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, merge_refusals(found.refused)))
 
 
-def _program(matched: MatchedBlock, block: nn.Module) -> Program:
+def _build_program(matched: MatchedBlock, block: nn.Module) -> Program:
     call = matched.call
     return build_program(block, matched.result, call.args, call.kwargs, read=matched.read, tied=ties(block))
 
 
-def _failed_guard(program: Program, matched: MatchedBlock, block: nn.Module) -> str:
-    """The condition that keeps the example's own call from a program, "" if none does."""
+def _find_failed_guard(program: Program, matched: MatchedBlock, block: nn.Module) -> str:
+    """The first guard of a program that the example's own call fails, or ""."""
     named = signature_binder(block)(*matched.call.args, **matched.call.kwargs)
     index = program.find_failed_guard(block, leaves_of(named, program.objects))
     return "" if index < 0 else str(program.guards[index])
 
 
-def _paths() -> tuple[tuple[str, str, int], ...]:
+def _count_providers() -> tuple[tuple[str, str, int], ...]:
+    """Each (op, provider) that ran in this process, with the number of its calls."""
     from .ir import op_providers
 
     return tuple((op, provider, n) for (op, provider), n in sorted(op_providers.counters().items()))

@@ -102,10 +102,8 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
 
 def _summarize(found: Survey) -> str:
     """The rewrites in one line: ranks that do not agree on them would wait for each other."""
-    return (
-        "; ".join(
-            f"{', '.join(map(quote_name, m.names))} ({m.result.match.num_experts} experts, {m.result.match.slots} a token)"
-            for m in found.matched
-        )
-        or "none"
-    )
+    lines = []
+    for matched in found.matched:
+        match, names = matched.result.match, ", ".join(map(quote_name, matched.names))
+        lines.append(f"{names} ({match.num_experts} experts, {match.slots} a token)")
+    return "; ".join(lines) or "none"

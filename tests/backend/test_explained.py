@@ -53,7 +53,7 @@ def test_after_a_reset_of_dynamo():
     torch._dynamo.reset()
     assert not moefx.blocks(call) and "not called yet" in str(moefx.explain(call))
     for ask in (moefx.graph, moefx.history):
-        with pytest.raises(MoefxError, match="once it was called"):
+        with pytest.raises(MoefxError, match="after its first call"):
             ask(call, "layers.0.moe")
     call(x)
     assert moefx.graph(call, "layers.0.moe")

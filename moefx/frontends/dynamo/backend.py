@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ..._plan import Plan
-from ...api import RECORD, UNCHANGED, Record, checked_passes, explain
+from ...api import RECORD, UNCHANGED, Record, check_passes, explain
 from ...compiler.survey import Refusal
 from ...errors import Refused
 from ...inspection.explain import BlockReport, merge_refusals
@@ -51,7 +51,7 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     Raises:
         InvalidInput: no graph, or inputs that it does not take. InvalidPlan: no plan.
     """
-    plan = checked_passes(check_plan(plan))
+    plan = check_passes(check_plan(plan))
     values = check_inputs(gm, example_inputs)
     try:
         ready = normalize(gm, values)
@@ -128,7 +128,7 @@ def _log_findings(gm: fx.GraphModule, found: GraphRegions, then: str) -> None:
                 f"results come together. {kept.COMPILE_FIRST}",
             )
     if not any(f.matched or f.refused for f in every):
-        nodes = len(found.facts.nodes)
+        nodes = len(found.analysis.nodes)
         _log_once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
 
 
@@ -165,7 +165,7 @@ def _build_record(gm: fx.GraphModule, found: GraphRegions) -> Record:
     reports: dict[int, BlockReport] = {}  # by proof
     for f in found.with_inner():
         for region, proof in f.matched:
-            holds_for = str(region.specialisation(f.facts, proof.program))
+            holds_for = str(region.specialisation(f.analysis, proof.program))
             known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
             reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
     every = found.with_inner()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast, get_origin
 import torch
 
 from ..._plan import Plan
-from ...api import checked_passes
+from ...api import check_passes
 from ...errors import InvalidPlan, nearest
 from ..fx.graph_rewrite import check_plan
 
@@ -57,7 +57,7 @@ def parse_options(given: Mapping[str, Any] | None, mode: str | None) -> Options:
                 f"options={{{option!r}: ...}}: there is no such option; there is {', '.join(known)}"
                 + nearest(str(option), known)
             )
-    plan = checked_passes(check_plan(Plan(**left)))
+    plan = check_passes(check_plan(Plan(**left)))
     return Options(plan, name, _with_options(_find_compiler(name), name, own, mode))
 
 

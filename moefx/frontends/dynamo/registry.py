@@ -61,9 +61,9 @@ GRAPHS_WITHOUT_MOE: list[CompiledGraph] = []  # graphs in which nothing is that 
 def register_graph(out: fx.GraphModule, found: GraphRegions, record: Record) -> None:
     forwards = {forward.name: forward for forward in rewritten_blocks(out).values()}
     every = found.with_inner()
-    held = [f.facts.weights[n] for f in every for region, _ in f.matched for n in region.weights]
-    held = held or [t for f in every for t in f.facts.weights.values()]
-    outermost: set[Source] = {user_sources(n, 0)[-1] for n in found.facts.nodes if n.stack_trace}
+    held = [f.analysis.weights[n] for f in every for region, _ in f.matched for n in region.weights]
+    held = held or [t for f in every for t in f.analysis.weights.values()]
+    outermost: set[Source] = {user_sources(n, 0)[-1] for n in found.analysis.nodes if n.stack_trace}
     entered = {(source.file, source.line) for source in outermost}
     mine = COMPILED_GRAPHS if record.matched or record.refused else GRAPHS_WITHOUT_MOE
     mine.append(CompiledGraph(record, forwards, [weakref.ref(t) for t in held], entered))

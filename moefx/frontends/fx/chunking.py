@@ -17,28 +17,28 @@ from .region_bounds import RegionBounds
 _CHUNKING_OPS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 
 
-def explain_chunks(facts: GraphAnalysis, extent: RegionBounds) -> Refused | None:
+def explain_chunks(analysis: GraphAnalysis, bounds: RegionBounds) -> Refused | None:
     """What is said of a region that cuts its rows into parts, and cannot be rewritten."""
-    sizes = facts.value[extent.entry].shape[:-1]
+    sizes = analysis.value[bounds.entry].shape[:-1]
     if not all(map(is_hinted, sizes)):
         return None
     tokens = math.prod(map(size_hint, sizes))
     turns: dict[tuple, list[fx.Node]] = defaultdict(list)
-    for n in extent.inside:
-        rows = facts.tensor(n.args[0]) if n.args and isinstance(n.args[0], fx.Node) else None
+    for n in bounds.inside:
+        rows = analysis.tensor(n.args[0]) if n.args and isinstance(n.args[0], fx.Node) else None
         if rows is None or rows.dim() < 2 or not all(map(is_hinted, rows.shape)):
             continue
         if math.prod(map(size_hint, rows.shape[:-1])) != tokens:
             continue
-        if target_name(n) in _CHUNKING_OPS and isinstance(parts := facts.value[n], (tuple, list)):
+        if target_name(n) in _CHUNKING_OPS and isinstance(parts := analysis.value[n], (tuple, list)):
             if parts[0].shape[-1] == rows.shape[-1]:
-                return _refuse_chunks(facts, n, len(parts))
-        elif target_name(n) in ("getitem", "slice") and _is_range(n, rows, facts.tensor(n)):
-            turns[n.args[0], user_sources(n, facts.at[n])].append(n)
+                return _refuse_chunks(analysis, n, len(parts))
+        elif target_name(n) in ("getitem", "slice") and _is_range(n, rows, analysis.tensor(n)):
+            turns[n.args[0], user_sources(n, analysis.position[n])].append(n)
     for found in turns.values():
-        lengths = [size_hint(facts.value[n].shape[0]) for n in found]
+        lengths = [size_hint(analysis.value[n].shape[0]) for n in found]
         if len(found) > 1 and sum(lengths) == tokens and len({*lengths[:-1]}) == 1:
-            return _refuse_chunks(facts, found[0], len(found))
+            return _refuse_chunks(analysis, found[0], len(found))
     return None
 
 
@@ -52,10 +52,10 @@ def _is_range(n: fx.Node, rows: torch.Tensor, part: torch.Tensor | None) -> bool
     return width == of and length != whole and (isinstance(first, slice) or target_name(n) == "slice")
 
 
-def _refuse_chunks(facts: GraphAnalysis, n: fx.Node, count: int) -> Refused:
+def _refuse_chunks(analysis: GraphAnalysis, n: fx.Node, count: int) -> Refused:
     return Refused(
         f"the rows are cut into {count} parts: at other sizes there would be other ones, which are not in the graph",
         culprits=(target_name(n),),
-        source=facts.source_line(n),
+        source=analysis.source_line(n),
         remedy="compute them at once; or call moefx.compile(model), which takes loops over parts",
     )

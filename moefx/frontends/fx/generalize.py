@@ -47,19 +47,19 @@ class GeneralizedRegion:
         shapes: of each given value, with `Size`s.
     """
 
-    def __init__(self, facts: GraphAnalysis, extent: RegionBounds, number_of: dict[fx.Node, int]):
-        self.facts, self.extent, self.number_of = facts, extent, number_of
+    def __init__(self, analysis: GraphAnalysis, bounds: RegionBounds, number_of: dict[fx.Node, int]):
+        self.analysis, self.bounds, self.number_of = analysis, bounds, number_of
         self.node_at = {i: n for n, i in number_of.items()}
-        entry = facts.value[extent.entry]
+        entry = analysis.value[bounds.entry]
         # The meta device has no autocast, and is faster where there is none.
         device = entry.device.type
         has_autocast = device != "meta" and torch.is_autocast_enabled(device)
-        has_autocast |= any(facts.modes[n].autocast for n in extent.inside)
+        has_autocast |= any(analysis.modes[n].autocast for n in bounds.inside)
         self.mode = FakeTensorMode() if has_autocast else None
         self.device = entry.device if has_autocast else torch.device("meta")
-        constants = {c for n in extent.inside for c in self._numbers_in((n.args, n.kwargs))}
-        constants |= {size_hint(s) for n in extent.inside if (t := facts.tensor(n)) is not None for s in t.shape}
-        self.dims = TokenDims(facts, [simplify_size(n) for n in entry.shape], constants)
+        constants = {c for n in bounds.inside for c in self._numbers_in((n.args, n.kwargs))}
+        constants |= {size_hint(s) for n in bounds.inside if (t := analysis.tensor(n)) is not None for s in t.shape}
+        self.dims = TokenDims(analysis, [simplify_size(n) for n in entry.shape], constants)
         if not self.dims.names:
             raise Refused(ONE_TOKEN, remedy="call it with more: for these Dynamo compiles anew")
         self.arguments: dict[fx.Node, tuple[tuple, dict]] = {}
@@ -69,11 +69,11 @@ class GeneralizedRegion:
         self._check_choices()
 
     def _search(self, entry: torch.Tensor) -> None:
-        steps = [*self.extent.given, *self.extent.inside]
+        steps = [*self.bounds.side_inputs, *self.bounds.inside]
         names = dict(zip(self.dims.axes, self.dims.names, strict=True))
         rows = [self.dims.probe[names[i]] if i in names else size_hint(n) for i, n in enumerate(entry.shape)]
-        self.probed[self.extent.entry] = self._empty(rows, entry.dtype)
-        for n, t in self.facts.weights.items():
+        self.probed[self.bounds.entry] = self._empty(rows, entry.dtype)
+        for n, t in self.analysis.weights.items():
             if n in self.number_of:
                 self.probed[n] = self._empty(
                     [size_hint(s) for s in t.shape], t.dtype, [size_hint(s) for s in t.stride()]
@@ -100,30 +100,30 @@ class GeneralizedRegion:
         Raises:
             Refused: all choices are among tokens.
         """
-        chosen, compared = find_choices(self.extent.inside, self.facts)
+        chosen, compared = find_choices(self.bounds.inside, self.analysis)
         for n in chosen:
-            scores, axis = next(filter(self.facts.is_float, n.all_input_nodes)), selected_axis(n)
-            if axis is None or self.probed[scores].shape[axis] == size_hint(self.facts.value[scores].shape[axis]):
+            scores, axis = next(filter(self.analysis.is_float, n.all_input_nodes)), selected_axis(n)
+            if axis is None or self.probed[scores].shape[axis] == size_hint(self.analysis.value[scores].shape[axis]):
                 return
         if chosen and not compared:
             raise Refused(
                 f"{target_name(chosen[0])} chooses among tokens, not among experts",
                 culprits=(target_name(chosen[0]),),
-                source=self.facts.source_line(chosen[0]),
+                source=self.analysis.source_line(chosen[0]),
                 remedy="let tokens choose their experts (token choice), not experts their tokens",
             )
 
     def _refuse_unclear(self, n: fx.Node) -> Refused:
         """At a node at which the sizes are not clear."""
-        where = self.facts.source_line(n)
-        if roots := [root for a in n.all_input_nodes if self.facts.is_number(a) for root in self._find_unknown(a)]:
-            names = [self.facts.source_name(root) or root.name for root in roots]
+        where = self.analysis.source_line(n)
+        if roots := [root for a in n.all_input_nodes if self.analysis.is_number(a) for root in self._find_unknown(a)]:
+            names = [self.analysis.source_name(root) or root.name for root in roots]
             between = "what Python computed between two graphs"
             names = ", ".join(dict.fromkeys(between if "___stack" in name else name for name in names))
             remedy = "let it be a constant of the graph (under torch.compile: dynamic=False)"
-            if not self.facts.numbers.isdisjoint(roots):
+            if not self.analysis.number_inputs.isdisjoint(roots):
                 remedy = "make it a constant when the graph is made, or a tensor"
-            elif any(self.facts.floats.intersection(root.users) for root in roots):
+            elif any(self.analysis.float_inputs.intersection(root.users) for root in roots):
                 remedy = "it had other values before, for each of which a graph was compiled: make it a buffer"
             return Refused(
                 f"a number does not follow from the sizes [{', '.join(self.dims.names)}] of the region's rows in a way "
@@ -137,16 +137,18 @@ class GeneralizedRegion:
 
     def _find_unknown(self, number: fx.Node) -> list[fx.Node]:
         """What a number is made of that does not follow from the token dims."""
-        if self.facts.is_number(number) and self._meanings(self.facts.value[number], node=number):
+        if self.analysis.is_number(number) and self._meanings(self.analysis.value[number], node=number):
             return []
         return [root for a in number.all_input_nodes for root in self._find_unknown(a)] or [number]
 
     def _suggest_sizes(self) -> str:
         """What would show them."""
-        others = {size_hint(n) for w in self.facts.weights if w in self.number_of for n in self.facts.weights[w].shape}
+        others = {
+            size_hint(n) for w in self.analysis.weights if w in self.number_of for n in self.analysis.weights[w].shape
+        }
         others |= {
             n
-            for s in self.extent.inside
+            for s in self.bounds.inside
             if target_name(s) in SELECTING_OPS
             for n in self._numbers_in((s.args, s.kwargs))
         }
@@ -160,8 +162,8 @@ class GeneralizedRegion:
 
     def _has_all_tokens(self) -> bool:
         """Whether what came out has a row for each token, as the graph's has."""
-        exit_ = self.extent.exit
-        out, was = self.probed[exit_], self.facts.value[exit_]
+        exit_ = self.bounds.exit
+        out, was = self.probed[exit_], self.analysis.value[exit_]
         tokens, rows = math.prod(self.dims.sizes.values()), [size_hint(n) for n in was.shape]
         if math.prod(rows[:-1]) != tokens:
             return True  # of another kind: the lifter will say
@@ -175,7 +177,7 @@ class GeneralizedRegion:
 
     # ------------------------------------------------------------------ one node
     def _try_node(self, n: fx.Node) -> Iterator[None]:
-        if n in self.extent.given:
+        if n in self.bounds.side_inputs:
             yield from self._try_side_input(n)
             return
         leaves: list[list[Any]] = []
@@ -184,8 +186,8 @@ class GeneralizedRegion:
 
         def candidates(a: Any) -> None:
             if isinstance(a, fx.Node):
-                if self.facts.is_number(a):
-                    leaves.append(self._meanings(self.facts.value[a], node=a))
+                if self.analysis.is_number(a):
+                    leaves.append(self._meanings(self.analysis.value[a], node=a))
                     next(place)
             elif type(a) is int:
                 at = next(place)
@@ -203,7 +205,7 @@ class GeneralizedRegion:
 
             def leaf(a: Any, rest: Iterator[Any] = rest) -> Any:
                 if isinstance(a, fx.Node):
-                    return next(rest) if self.facts.is_number(a) else ValueRef(self.number_of[a])
+                    return next(rest) if self.analysis.is_number(a) else ValueRef(self.number_of[a])
                 return next(rest) if type(a) is int and a > 1 else a
 
             args, kwargs = map_leaves(n.args, leaf), map_leaves(n.kwargs, leaf)
@@ -211,7 +213,7 @@ class GeneralizedRegion:
                 out = self._run_node(n, args, kwargs)
             except Exception:  # torch's, of shapes that do not fit
                 continue
-            if not _has_same_structure(out, self.facts.value[n]):
+            if not _has_same_structure(out, self.analysis.value[n]):
                 continue
             self.arguments[n], self.probed[n] = (args, kwargs), out
             yield
@@ -221,8 +223,10 @@ class GeneralizedRegion:
         found: list[int] = []
 
         def number(a: Any) -> None:
-            if isinstance(a, fx.Node) and self.facts.is_number(a):
-                found.append(size_hint(self.facts.value[a]) if isinstance(self.facts.value[a], torch.SymInt) else 0)
+            if isinstance(a, fx.Node) and self.analysis.is_number(a):
+                found.append(
+                    size_hint(self.analysis.value[a]) if isinstance(self.analysis.value[a], torch.SymInt) else 0
+                )
             elif type(a) is int:
                 found.append(a)
 
@@ -231,7 +235,7 @@ class GeneralizedRegion:
 
     def _meanings(self, value: Any, first: bool = False, node: fx.Node | None = None) -> list[Any]:
         value = simplify_size(value)
-        if node in self.facts.numbers:
+        if node in self.analysis.number_inputs:
             return []  # another one at each call
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self.dims.interpret_symbol(value, node)
@@ -241,7 +245,7 @@ class GeneralizedRegion:
         return [*sizes, value] if first else [value, *sizes]
 
     def _try_side_input(self, n: fx.Node) -> Iterator[None]:
-        t = self.facts.value[n]
+        t = self.analysis.value[n]
         if not isinstance(t, torch.Tensor):
             return
         sizes = [simplify_size(s) for s in t.shape]
@@ -270,9 +274,9 @@ class GeneralizedRegion:
             return args[0]
         if "grouped_mm" in target_name(n):
             return args[0].new_empty((*args[0].shape[:-1], args[1].shape[-1]))
-        if target_name(n) in _FACTORIES and not any(self.facts.tensor(a) is not None for a in n.all_input_nodes):
+        if target_name(n) in _FACTORIES and not any(self.analysis.tensor(a) is not None for a in n.all_input_nodes):
             kwargs["device"] = self.device
-        with self.mode or contextlib.nullcontext(), apply_modes(self.facts.modes[n]):
+        with self.mode or contextlib.nullcontext(), apply_modes(self.analysis.modes[n]):
             return call_target(n.target, n.op == "call_method", args, kwargs)
 
 

@@ -68,20 +68,20 @@ class GraphAnalysis:
         self.modes: dict[fx.Node, Modes] = {}
         self.transforms: dict[fx.Node, tuple[str, ...]] = {}
         self._read_modes()
-        self.at = {n: i for i, n in enumerate(self.nodes)}
+        self.position = {n: i for i, n in enumerate(self.nodes)}
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         self.examples = dict(zip(placeholders, example_inputs, strict=False))
         self.value = self._collect_values(list(example_inputs))
-        self.numbers = self._find_number_inputs()
-        self.floats = self._find_float_inputs()
+        self.number_inputs = self._find_number_inputs()
+        self.float_inputs = self._find_float_inputs()
         self._memory = self._find_aliases()
         self.effects = {n: find_effect(gm, n) for n in self.nodes}
-        self.unknown = [n for n in self.nodes if self.effects[n].unknown]
-        self.asking = [n for n in self.nodes if reads_autograd_graph(n) and n not in self.transforms]
+        self.unknown_effects = [n for n in self.nodes if self.effects[n].unknown]
+        self.autograd_readers = [n for n in self.nodes if reads_autograd_graph(n) and n not in self.transforms]
         self._drop_dead()
         self.deps: dict[fx.Node, list[fx.Node]] = {}
-        self.after: dict[fx.Node, list[fx.Node]] = {}
-        self.written: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.order_deps: dict[fx.Node, list[fx.Node]] = {}
+        self.written_tensors: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.writers: dict[int, list[fx.Node]] = defaultdict(list)  # by storage
         self._follow_memory()
         self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -89,9 +89,9 @@ class GraphAnalysis:
             for d in self.deps[n]:
                 self.users[d].append(n)
         self.weights = self._find_weights()
-        self.frozen: set[fx.Node] = set()
-        self.live: set[fx.Node] = set()
-        self.given: set[fx.Node] = set()
+        self.weight_only: set[fx.Node] = set()
+        self.active: set[fx.Node] = set()
+        self.side_inputs: set[fx.Node] = set()
         self._classify()
 
     # ------------------------------------------------------------------ modes
@@ -148,7 +148,7 @@ class GraphAnalysis:
             if is_pure and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
                 dead.add(n)
         self.nodes = [n for n in self.nodes if n not in dead]
-        self.at = {n: i for i, n in enumerate(self.nodes)}
+        self.position = {n: i for i, n in enumerate(self.nodes)}
 
     def tensor(self, n: fx.Node) -> torch.Tensor | None:
         found = self.value.get(n)
@@ -156,7 +156,7 @@ class GraphAnalysis:
 
     def source_line(self, n: fx.Node) -> str:
         """The user's line that made a node; its place in the graph where the graph does not say."""
-        return str(user_sources(n, self.at[n])[0])
+        return str(user_sources(n, self.position[n])[0])
 
     def source_name(self, n: fx.Node) -> str:
         """Where Dynamo found an input: `L['self']._modules['gate']._parameters['weight']`; "" if it does not say."""
@@ -176,7 +176,7 @@ class GraphAnalysis:
             tensors = [d for d in n.all_input_nodes if not self.is_number(d)]
             is_known = target_name(n) in _INTEGER_OPS and len(tensors) == 1
             # not of what was written to since
-            is_known &= [d for d in self.deps[n] if not self.is_number(d)] == tensors and n not in self.written
+            is_known &= [d for d in self.deps[n] if not self.is_number(d)] == tensors and n not in self.written_tensors
             found = self.example_integers(tensors[0]) if is_known else None
             if found is not None:
                 of = {d: found if d is tensors[0] else size_hint(self.value[d]) for d in n.all_input_nodes}
@@ -189,7 +189,7 @@ class GraphAnalysis:
     def evaluate_from_weights(self, n: fx.Node) -> torch.Tensor | None:
         """What follows from weights alone, and is none itself: from their numbers, where these are known and nothing is
         written on the way, or drawn."""
-        if n in self.weights or n not in self.frozen or not self.is_float(n):
+        if n in self.weights or n not in self.weight_only or not self.is_float(n):
             return None
         found: dict[fx.Node, Any] = {}
 
@@ -231,10 +231,10 @@ class GraphAnalysis:
         last: dict[int, fx.Node] = {}
         readers: dict[int, list[fx.Node]] = defaultdict(list)
         for n in self.nodes:
-            inputs = [a for a in n.all_input_nodes if a in self.at]
+            inputs = [a for a in n.all_input_nodes if a in self.position]
             deps, after = dict.fromkeys(inputs), {}
             touched = {s for a in inputs for s in self.storages(a)}
-            targets = tuple(t for t in self.effects[n].writes if t in self.at)
+            targets = tuple(t for t in self.effects[n].writes if t in self.position)
             mine = {s for t in targets for s in self.storages(t)}
             for s in sorted(touched):
                 if s in last:
@@ -247,15 +247,15 @@ class GraphAnalysis:
                 last[s], readers[s] = n, []
                 self.writers[s].append(n)
             if mine:
-                self.written[n] = targets
-            self.deps[n], self.after[n] = list(deps), list(after)
+                self.written_tensors[n] = targets
+            self.deps[n], self.order_deps[n] = list(deps), list(after)
 
     def storages(self, n: fx.Node | None) -> list[int]:
         return self._memory.storages_of(self.value.get(n) if n is not None else None)
 
     def memory_written(self, n: fx.Node) -> set[int]:
         """The storages that a node writes to."""
-        return {s for t in self.written.get(n, ()) for s in self.storages(t)}
+        return {s for t in self.written_tensors.get(n, ()) for s in self.storages(t)}
 
     def _find_aliases(self) -> StorageAliases:
         """Also of attributes and inputs that have memory in common, which tracers may take for several."""
@@ -311,16 +311,16 @@ class GraphAnalysis:
             if self._is_float_input(n) or self._is_size(n):
                 continue
             if n.op == "placeholder" and n not in self.weights and isinstance(self.value.get(n), torch.Tensor):
-                self.live.add(n)
+                self.active.add(n)
                 if not self.is_float(n) or n in numbers:
                     beside.add(n)
-            elif n in self.weights or (deps and all(d in self.frozen for d in deps)):
-                self.frozen.add(n)
-            elif any(d in self.live for d in deps):
-                self.live.add(n)
-                if all(d in beside or (d not in self.live and d not in self.frozen) for d in deps):
+            elif n in self.weights or (deps and all(d in self.weight_only for d in deps)):
+                self.weight_only.add(n)
+            elif any(d in self.active for d in deps):
+                self.active.add(n)
+                if all(d in beside or (d not in self.active and d not in self.weight_only) for d in deps):
                     beside.add(n)
-        self.given = beside
+        self.side_inputs = beside
 
     def _find_token_masks(self) -> set[fx.Node]:
         """Float inputs with one number for each token, such as masks, where others have rows for them."""

@@ -29,7 +29,7 @@ from .region_names import region_name
 from .splice import order_units, splice
 
 _NOT_ROUTED = "nothing is routed"
-_MAX_BOUNDS = 4  # extents of one seed
+_MAX_BOUNDS = 4  # search of one seed
 _BODY_CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
 
 
@@ -43,7 +43,7 @@ class GraphRegions:
         inside: what there is in graphs that this one calls.
     """
 
-    facts: GraphAnalysis
+    analysis: GraphAnalysis
     matched: list[tuple[ExtractedRegion, CachedProof]]
     refused: list[Refusal]
     open: list[str]
@@ -70,7 +70,7 @@ def rewrite_regions(
     names = set() if names is None else names
     found = find_regions(gm, example_inputs, plan, origins, names)
     bodies: dict[str, fx.GraphModule] = {}
-    for name, values, inner in _called_bodies(found.facts):
+    for name, values, inner in _called_bodies(found.analysis):
         body, more = rewrite_regions(getattr(gm, name), values, plan, inner, names)
         if body is not getattr(gm, name):
             bodies[name] = body
@@ -79,42 +79,42 @@ def rewrite_regions(
         return gm, found
     calls: list[tuple[ExtractedRegion, RegionCall]] = []
     for region, proof in found.matched:
-        calls.append((region, region.build_call(found.facts, proof.program)))
+        calls.append((region, region.build_call(found.analysis, proof.program)))
         for name, number in region.floats:
             record_constant(name, number)
-    out = splice(found.facts, calls)
+    out = splice(found.analysis, calls)
     for name, body in bodies.items():
         setattr(out, name, body)
     return out, found
 
 
-def _called_bodies(facts: GraphAnalysis) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
+def _called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
     """Graphs that nodes call with their arguments, by attribute: with values for their inputs, and which nodes of the
     outer graph these are."""
-    for n in facts.nodes:
+    for n in analysis.nodes:
         body: Any = n.args[0] if n.op == "call_function" and n.args else None
         if target_name(n) not in _BODY_CALLS or not isinstance(body, fx.Node) or body.op != "get_attr":
             continue
-        if n in facts.transforms:  # of which the body says nothing
+        if n in analysis.transforms:  # of which the body says nothing
             continue
-        gm = getattr(facts.gm, str(body.target), None)
+        gm = getattr(analysis.gm, str(body.target), None)
         given = [a for a in n.args[1:] if isinstance(a, fx.Node)]
         if not isinstance(gm, fx.GraphModule) or len(given) != len(n.args) - 1:
             continue
         inputs = [p for p in gm.graph.nodes if p.op == "placeholder"]
         if len(inputs) == len(given):
-            values = [_body_input(facts, a) for a in given]
-            outer = {p: facts.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
+            values = [_body_input(analysis, a) for a in given]
+            outer = {p: analysis.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
             yield str(body.target), values, outer
 
 
-def _body_input(facts: GraphAnalysis, a: fx.Node) -> Any:
+def _body_input(analysis: GraphAnalysis, a: fx.Node) -> Any:
     """What a body is given: what follows from weights alone, as `weight.T` that Dynamo leaves outside, is a weight."""
-    if (known := facts.example_integers(a)) is not None:
+    if (known := analysis.example_integers(a)) is not None:
         return known
-    if (made := facts.evaluate_from_weights(a)) is not None:
+    if (made := analysis.evaluate_from_weights(a)) is not None:
         return nn.Parameter(made, False)
-    return facts.weights.get(a, facts.examples.get(a, facts.value.get(a)))
+    return analysis.weights.get(a, analysis.examples.get(a, analysis.value.get(a)))
 
 
 def find_regions(
@@ -125,44 +125,44 @@ def find_regions(
     names: set[str],
 ) -> GraphRegions:
     start = time.perf_counter()
-    facts = GraphAnalysis(gm, example_inputs, origins)
-    extents = RegionSearch(facts)
+    analysis = GraphAnalysis(gm, example_inputs, origins)
+    search = RegionSearch(analysis)
     matched: list[tuple[ExtractedRegion, CachedProof]] = []
     refused: dict[fx.Node, Refusal] = {}  # by what selects
     taken: dict[fx.Node, ExtractedRegion] = {}
     tried: set[tuple[fx.Node, fx.Node]] = set()
     open_: dict[str, None] = {}
-    for seed in extents.seeds():
+    for seed in search.seeds():
         if seed in taken:
             continue
         first: Refusal | None = None
         try:
-            candidates = _candidate_bounds(extents, seed)
+            candidates = _candidate_bounds(search, seed)
         except Exception as error:  # what stands around it is no reason to fail
-            refused[seed] = build_refusal(error, target_name(seed), facts.source_line(seed))
+            refused[seed] = build_refusal(error, target_name(seed), analysis.source_line(seed))
             continue
-        if not candidates and extents.returns_choice(seed):
-            open_[facts.source_line(seed)] = None
-        for extent in candidates:
-            if (extent.entry, extent.exit) in tried:
+        if not candidates and search.returns_choice(seed):
+            open_[analysis.source_line(seed)] = None
+        for bounds in candidates:
+            if (bounds.entry, bounds.exit) in tried:
                 continue
-            tried.add((extent.entry, extent.exit))
-            if any(n in taken for n in extent.inside if n in facts.live):
+            tried.add((bounds.entry, bounds.exit))
+            if any(n in taken for n in bounds.inside if n in analysis.active):
                 continue
-            if any("moefx" in str(n.target) for n in extent.inside):
+            if any("moefx" in str(n.target) for n in bounds.inside):
                 first = None
                 break  # rewritten already
             region: ExtractedRegion | None = None
             try:
-                region = _rename_uniquely(extract_region(facts, extent), names)
-                proof = proof_cache.prove_region(facts, region, plan)
-                mine = dict.fromkeys(find_removable(extent, facts), region)
-                order_units(facts, taken | mine)
+                region = _rename_uniquely(extract_region(analysis, bounds), names)
+                proof = proof_cache.prove_region(analysis, region, plan)
+                mine = dict.fromkeys(find_removable(bounds, analysis), region)
+                order_units(analysis, taken | mine)
             except Exception as error:
                 if first is None:
-                    outside = proof_cache.explain_outside_use(facts, region, plan) if region is not None else None
-                    why = outside or explain_chunks(facts, extent) or error
-                    first = build_refusal(why, region_name(facts, extent), facts.source_line(seed))
+                    outside = proof_cache.explain_outside_use(analysis, region, plan) if region is not None else None
+                    why = outside or explain_chunks(analysis, bounds) or error
+                    first = build_refusal(why, region_name(analysis, bounds), analysis.source_line(seed))
                 continue
             taken |= mine
             names.add(region.name)
@@ -170,10 +170,12 @@ def find_regions(
             first = None
             break
         if first is not None and _NOT_ROUTED not in first.reason:  # or sampling, a maximum
-            refused[seed] = first if target_name(seed) in SELECTING_OPS else _mention_inputs(first, candidates, facts)
+            refused[seed] = (
+                first if target_name(seed) in SELECTING_OPS else _mention_inputs(first, candidates, analysis)
+            )
     # not of what a later region took in: the groups of experts that a router selects first, say
     left = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in taken}
-    return GraphRegions(facts, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
+    return GraphRegions(analysis, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
 
 
 def build_refusal(error: Exception, name: str, where: str) -> Refusal:
@@ -191,23 +193,23 @@ def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegio
     raise AssertionError
 
 
-def _candidate_bounds(extents: RegionSearch, seed: fx.Node) -> list[RegionBounds]:
-    found = list(extents.bounds_of(seed))
-    wider = [w for e in found[:1] if (w := extents.widen(e)) is not None]
+def _candidate_bounds(search: RegionSearch, seed: fx.Node) -> list[RegionBounds]:
+    found = list(search.bounds_of(seed))
+    wider = [w for e in found[:1] if (w := search.widen(e)) is not None]
     return (found[:1] + wider + found[1:])[:_MAX_BOUNDS]
 
 
-def _mention_inputs(refusal: Refusal, extents: list[RegionBounds], facts: GraphAnalysis) -> Refusal:
+def _mention_inputs(refusal: Refusal, search: list[RegionBounds], analysis: GraphAnalysis) -> Refusal:
     """What a comparison selects by may be no choice of experts: that may come from integers or masks which the graph is
     given."""
-    stack = [n for extent in extents for n in extent.given if n in facts.given]
+    stack = [n for bounds in search for n in bounds.side_inputs if n in analysis.side_inputs]
     seen: dict[fx.Node, None] = {}
     while stack:
         n = stack.pop()
         if n not in seen:
             seen[n] = None
-            stack += facts.deps[n]
-    inputs = [facts.source_name(n) or n.name for n in seen if n.op == "placeholder" and n not in facts.weights]
+            stack += analysis.deps[n]
+    inputs = [analysis.source_name(n) or n.name for n in seen if n.op == "placeholder" and n not in analysis.weights]
     names = ", ".join(dict.fromkeys(re.findall(r"\w+", name)[-1] for name in inputs))
     if not names:
         return refusal

@@ -58,7 +58,7 @@ _proofs: OrderedDict[tuple[Any, Plan, str, torch.dtype | None], list[_Outcome]] 
 num_proofs_tried = 0  # proofs tried in this process
 
 
-def prove_region(facts: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> CachedProof:
+def prove_region(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> CachedProof:
     """The proof of a region, an earlier one if there is.
 
     Raises:
@@ -75,7 +75,7 @@ def prove_region(facts: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> C
         if isinstance(outcome, Refused):
             raise outcome
     try:
-        outcome = _prove(facts, region, plan)
+        outcome = _prove(analysis, region, plan)
         if not outcome.holds(region.dims):
             failed = next(g for g in outcome.guards if not g.holds(region.dims))
             raise Refused(f"it is proven for other sizes than the graph's only: {failed}")
@@ -86,44 +86,44 @@ def prove_region(facts: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> C
     return outcome
 
 
-def explain_outside_use(facts: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Refused | None:
+def explain_outside_use(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Refused | None:
     """Why a region is refused that would not be if all of its results but the exit were its own: by name, what of the
     experts is used outside of it."""
-    exit_ = region.extent.exit
+    exit_ = region.bounds.exit
     if len(region.outputs) == 1 or exit_ not in region.outputs:
         return None
     alone = dataclasses.replace(region.code, outputs=(region.code.outputs[region.outputs.index(exit_)],))
     try:
         key = f"{alone.outputs} of {region.key[0]}", region.key[1]
-        proof = prove_region(facts, dataclasses.replace(region, outputs=(exit_,), code=alone, key=key), plan)
+        proof = prove_region(analysis, dataclasses.replace(region, outputs=(exit_,), code=alone, key=key), plan)
     except Refused:
         return None
     weights = {n for n, name in zip(region.weights, region.names, strict=True) if name in proof.experts}
     follows = set(weights)
-    for n in region.extent.inside:
-        if follows.intersection(facts.deps[n]):
+    for n in region.bounds.inside:
+        if follows.intersection(analysis.deps[n]):
             follows.add(n)
     for n in region.outputs:
         if n is not exit_ and n in follows:
-            user = next(u for u in facts.users[n] if u not in region.extent.inside)
+            user = next(u for u in analysis.users[n] if u not in region.bounds.inside)
             by, at = (target_name(user), user) if user.op != "output" else ("what the graph returns", n)
             return Refused(
                 f"{n.name}, which the experts compute, is used outside of the mixture, by {by}: it would be there only "
                 "for the tokens that chose an expert",
                 culprits=(target_name(n),),
-                source=facts.source_line(at),
+                source=analysis.source_line(at),
                 remedy="use, or check, what goes into the mixture or comes out of it",
             )
     return None
 
 
-def _prove(facts: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> CachedProof:
+def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> CachedProof:
     global num_proofs_tried
     num_proofs_tried += 1
     start = time.perf_counter()
     _log.info("moefx: looking at %s (%s), once for all equal ones", region.name, region.source)
-    args = region.example_arguments(facts)
-    block = region.build_module(facts)
+    args = region.example_arguments(analysis)
+    block = region.build_module(analysis)
     dtype = _autocast_dtype(region)
     with compile_lock(), neutral_device(), suspend_observers(), torch.enable_grad(), under(region.device, dtype):
         try:
@@ -136,7 +136,7 @@ def _prove(facts: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> CachedP
             raise Refused(f"it does not run on abstract tensors: {error}", source=region.source) from None
         except Exception as error:  # torch's, at sizes that the graph was not made for
             numbers = "make the graph for dynamic sizes of its token dims: numbers do not show what they were made of"
-            is_dynamic = any(isinstance(n, torch.SymInt) for n in facts.value[region.extent.entry].shape)
+            is_dynamic = any(isinstance(n, torch.SymInt) for n in analysis.value[region.bounds.entry].shape)
             raise Refused(
                 f"it does not run at other sizes than the graph's ({summarize_error(error)})",
                 source=region.source,
@@ -146,7 +146,7 @@ def _prove(facts: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> CachedP
             # Whatever explains when one alone is used may do so by chance.
             what = "it is the part of one expert, and the others do not close to a mixture with it"
             raise Refused(what, source=region.source)
-        verdict = _check_numerically(facts, region, result, plan)
+        verdict = _check_numerically(analysis, region, result, plan)
         result = apply_capacity(block, result, plan)
         program = build_program(block, result, args, {}, dtype)
     seconds = time.perf_counter() - start
@@ -168,7 +168,7 @@ def _autocast_dtype(region: ExtractedRegion) -> torch.dtype | None:
     return torch.get_autocast_dtype(region.device)
 
 
-def _check_numerically(facts: GraphAnalysis, region: ExtractedRegion, result: BlockRewrite, plan: Plan) -> str:
+def _check_numerically(analysis: GraphAnalysis, region: ExtractedRegion, result: BlockRewrite, plan: Plan) -> str:
     """What the numeric check says.
 
     Raises:
@@ -176,10 +176,12 @@ def _check_numerically(facts: GraphAnalysis, region: ExtractedRegion, result: Bl
     """
     if plan.validation == "symbolic":
         return "off (plan.validation)"
-    tensors = [facts.weights[n] for n in region.weights]
+    tensors = [analysis.weights[n] for n in region.weights]
     if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
         return "skipped, the weights are on the meta device or abstract"
-    check = numeric_check(region.build_module(facts, real=True), result, region.name, max(plan.validation_seconds, 1.0))
+    check = numeric_check(
+        region.build_module(analysis, real=True), result, region.name, max(plan.validation_seconds, 1.0)
+    )
     if not check.ok:
         raise Refused(check.text, source=region.source, remedy="please report this model")
     if not check.was_possible:

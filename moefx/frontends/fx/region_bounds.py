@@ -52,17 +52,17 @@ class RegionBounds:
     entry: fx.Node
     exit: fx.Node
     inside: tuple[fx.Node, ...]
-    given: tuple[fx.Node, ...]
+    side_inputs: tuple[fx.Node, ...]
 
 
 class RegionSearch:
-    def __init__(self, facts: GraphAnalysis):
-        self.facts = facts
-        self.dominator = _dominators(facts)
+    def __init__(self, analysis: GraphAnalysis):
+        self.analysis = analysis
+        self.dominator = _dominators(analysis)
 
     def seeds(self) -> list[fx.Node]:
         """What selects: choices first, then comparisons of floats."""
-        chosen, compared = find_choices(self.facts.nodes, self.facts)
+        chosen, compared = find_choices(self.analysis.nodes, self.analysis)
         return chosen + compared
 
     def bounds_of(self, seed: fx.Node) -> Iterator[RegionBounds]:
@@ -76,36 +76,38 @@ class RegionSearch:
             if entry is None or (entry, exit_) in seen or self._num_tokens(entry) != self._num_tokens(exit_):
                 continue
             seen.add((entry, exit_))
-            extent = self._bounds_between(seed, entry, exit_)
-            if extent is not None:
-                yield extent
+            bounds = self._bounds_between(seed, entry, exit_)
+            if bounds is not None:
+                yield bounds
             if len(seen) == _MAX_EXITS:
                 return
 
     def returns_choice(self, seed: fx.Node) -> bool:
         """Whether which were chosen is something that the graph returns, as where Dynamo has cut it there."""
-        facts = self.facts
+        analysis = self.analysis
         if target_name(seed) not in SELECTING_OPS:
             return False
         return any(
-            facts.tensor(n) is not None and not facts.is_float(n) and any(u.op == "output" for u in facts.users[n])
-            for n in _nodes_after(seed, facts, _FIRST_WINDOW)[0]
+            analysis.tensor(n) is not None
+            and not analysis.is_float(n)
+            and any(u.op == "output" for u in analysis.users[n])
+            for n in _nodes_after(seed, analysis, _FIRST_WINDOW)[0]
         )
 
-    def widen(self, extent: RegionBounds) -> RegionBounds | None:
+    def widen(self, bounds: RegionBounds) -> RegionBounds | None:
         """The same from the next rows above."""
-        entry = self.dominator.get(extent.entry)
+        entry = self.dominator.get(bounds.entry)
         while entry is not None and not self._is_rows(entry):
             entry = self.dominator.get(entry)
-        return None if entry is None else self._bounds_between(extent.seed, entry, extent.exit)
+        return None if entry is None else self._bounds_between(bounds.seed, entry, bounds.exit)
 
     def _is_rows(self, n: fx.Node) -> bool:
-        t = self.facts.tensor(n)
+        t = self.analysis.tensor(n)
         return t is not None and t.is_floating_point() and t.dim() >= 2
 
     def _num_tokens(self, n: fx.Node) -> Any:
         """How many; by name where that follows from data."""
-        sizes = self.facts.value[n].shape[:-1]
+        sizes = self.analysis.value[n].shape[:-1]
         return math.prod(map(size_hint, sizes)) if all(map(is_hinted, sizes)) else "*".join(map(str, sizes))
 
     # ------------------------------------------------------------------ exits
@@ -119,16 +121,16 @@ class RegionSearch:
             window *= 4
 
     def _exits_within(self, seed: fx.Node, window: int) -> Iterator[fx.Node]:
-        facts = self.facts
-        following, self._is_cut_off = _nodes_after(seed, facts, window)
+        analysis = self.analysis
+        following, self._is_cut_off = _nodes_after(seed, analysis, window)
         self._following = set(following)
         multiplied = self._products_after(seed, following)
-        left = {n: sum(u in self._following for u in facts.users[n]) for n in following}
+        left = {n: sum(u in self._following for u in analysis.users[n]) for n in following}
         idle: set[fx.Node] = set()
         open_: set[fx.Node] = set()
         exits = 0
         for n in following:
-            for d in facts.deps[n]:
+            for d in analysis.deps[n]:
                 if d in left:
                     left[d] -= 1
                     if not left[d]:
@@ -145,27 +147,27 @@ class RegionSearch:
     def _products_after(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
         """Of what follows, what a product has a part in: of a weight and rows that were chosen, or of all rows beside
         the choice."""
-        facts, found, beside = self.facts, set(), set()
-        before = _nodes_before(seed, facts)
-        first, last = max(0, facts.at[seed] - _BACK), facts.at[following[-1]]
-        for n in facts.nodes[first:last]:
-            are_rows = self._is_rows(n) or isinstance(facts.value.get(n), (tuple, list))
-            if n not in facts.live or n in before or n in self._following or not are_rows:
+        analysis, found, beside = self.analysis, set(), set()
+        before = _nodes_before(seed, analysis)
+        first, last = max(0, analysis.position[seed] - _BACK), analysis.position[following[-1]]
+        for n in analysis.nodes[first:last]:
+            are_rows = self._is_rows(n) or isinstance(analysis.value.get(n), (tuple, list))
+            if n not in analysis.active or n in before or n in self._following or not are_rows:
                 continue
-            if _is_product(n) or any(d in beside for d in facts.deps[n]):
+            if _is_product(n) or any(d in beside for d in analysis.deps[n]):
                 beside.add(n)
         weighed: set[fx.Node] = set()  # not the product of a choice and the scores that it was made of
         for n in following:
-            if any(d in facts.frozen or d in weighed for d in facts.deps[n]):
+            if any(d in analysis.weight_only or d in weighed for d in analysis.deps[n]):
                 weighed.add(n)
             is_product = n in weighed and _is_product(n) and self._is_rows(n)
-            if is_product or any(d in found or d in beside for d in facts.deps[n]):
+            if is_product or any(d in found or d in beside for d in analysis.deps[n]):
                 found.add(n)
         return found
 
     def _reaches_results(self, n: fx.Node, now: fx.Node, multiplied: set[fx.Node], idle: set[fx.Node]) -> bool:
         """Whether a value still gets to the experts' results, other than as a number. `idle`: those that do not."""
-        facts, stack, seen = self.facts, [n], set()
+        analysis, stack, seen = self.analysis, [n], set()
         while stack:
             m = stack.pop()
             if m in seen or m in idle:
@@ -173,88 +175,101 @@ class RegionSearch:
             seen.add(m)
             if m in multiplied and (m is not n or self._is_rows(m)):
                 return True
-            t = facts.tensor(m)
+            t = analysis.tensor(m)
             if m is n or t is None or t.dim():
-                stack += [u for u in facts.users[m] if u in self._following and facts.at[u] > facts.at[now]]
+                stack += [
+                    u
+                    for u in analysis.users[m]
+                    if u in self._following and analysis.position[u] > analysis.position[now]
+                ]
         idle |= seen
         return False
 
     # ------------------------------------------------------------------ what is between
     def _bounds_between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> RegionBounds | None:
-        extent = self._collect_bounds(seed, entry, exit_, set())
-        writes = self._external_writes(extent) if extent is not None else set()
+        bounds = self._collect_bounds(seed, entry, exit_, set())
+        writes = self._external_writes(bounds) if bounds is not None else set()
         without = self._collect_bounds(seed, entry, exit_, writes) if writes else None
-        return extent if without is None or self._reads_before(without, writes) else without
+        return bounds if without is None or self._reads_before(without, writes) else without
 
-    def _external_writes(self, extent: RegionBounds) -> set[fx.Node]:
-        facts = self.facts
-        there = {s for n in (*facts.weights, extent.entry, *extent.given) for s in facts.storages(n)}
-        return {n for n in extent.inside if there & facts.memory_written(n)}
+    def _external_writes(self, bounds: RegionBounds) -> set[fx.Node]:
+        analysis = self.analysis
+        there = {s for n in (*analysis.weights, bounds.entry, *bounds.side_inputs) for s in analysis.storages(n)}
+        return {n for n in bounds.inside if there & analysis.memory_written(n)}
 
-    def _reads_before(self, extent: RegionBounds, writes: set[fx.Node]) -> bool:
+    def _reads_before(self, bounds: RegionBounds, writes: set[fx.Node]) -> bool:
         """Whether something inside reads what is written to, before the last of these writes. If not, they stay in
         front of the region."""
-        facts, last = self.facts, max(self.facts.at[n] for n in writes)
-        written = set().union(*map(facts.memory_written, writes))
-        early = (a for n in extent.inside if facts.at[n] < last for a in n.all_input_nodes)
-        return bool(self._external_writes(extent)) or any(written & {*facts.storages(a)} for a in early)
+        analysis, last = self.analysis, max(self.analysis.position[n] for n in writes)
+        written = set().union(*map(analysis.memory_written, writes))
+        early = (a for n in bounds.inside if analysis.position[n] < last for a in n.all_input_nodes)
+        return bool(self._external_writes(bounds)) or any(written & {*analysis.storages(a)} for a in early)
 
     def _collect_bounds(
         self, seed: fx.Node, entry: fx.Node, exit_: fx.Node, outside: set[fx.Node]
     ) -> RegionBounds | None:
         """`outside`: what is not to be inside."""
-        facts = self.facts
+        analysis = self.analysis
         inside: set[fx.Node] = set()
         given: set[fx.Node] = set()
         stack = [exit_]
         while stack:
             n = stack.pop()
-            if n in inside or n in given or n is entry or n in facts.weights or facts.is_number(n) or n in outside:
+            if (
+                n in inside
+                or n in given
+                or n is entry
+                or n in analysis.weights
+                or analysis.is_number(n)
+                or n in outside
+            ):
                 continue
-            is_outside = n in facts.live and (n in facts.given or not self._is_below(n, entry))
+            is_outside = n in analysis.active and (n in analysis.side_inputs or not self._is_below(n, entry))
             if is_outside or n.op == "placeholder":
                 given.add(n)
                 continue
             inside.add(n)
-            stack += facts.deps[n]
-            stack += [d for d in facts.after[n] if d in facts.live and self._is_below(d, entry)]
+            stack += analysis.deps[n]
+            stack += [d for d in analysis.order_deps[n] if d in analysis.active and self._is_below(d, entry)]
         if seed not in inside:
             return None
         given |= {n for n in outside if not inside.isdisjoint(n.users)}
-        parts = [u for n in inside if isinstance(facts.value.get(n), (tuple, list)) for u in n.users]
-        inside |= {u for u in parts if u.target is operator.getitem and u in facts.at}
-        order = facts.at.__getitem__
+        parts = [u for n in inside if isinstance(analysis.value.get(n), (tuple, list)) for u in n.users]
+        inside |= {u for u in parts if u.target is operator.getitem and u in analysis.position}
+        order = analysis.position.__getitem__
         return RegionBounds(seed, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(given, key=order)))
 
     def _is_below(self, n: fx.Node, entry: fx.Node) -> bool:
         """Whether the entry dominates it."""
-        at = self.facts.at
+        at = self.analysis.position
         current: fx.Node | None = n
         while current is not None and at[current] > at[entry]:
             current = self.dominator.get(current)
         return current is entry
 
 
-def find_choices(nodes: Sequence[fx.Node], facts: GraphAnalysis) -> tuple[list[fx.Node], list[fx.Node]]:
+def find_choices(nodes: Sequence[fx.Node], analysis: GraphAnalysis) -> tuple[list[fx.Node], list[fx.Node]]:
     """Among these, what chooses among floats, and what compares them."""
-    live = [n for n in nodes if n in facts.live and n not in facts.given and n.op.startswith("call")]
-    chosen = [n for n in live if target_name(n) in SELECTING_OPS and _uses_indices(n, facts)]
+    live = [n for n in nodes if n in analysis.active and n not in analysis.side_inputs and n.op.startswith("call")]
+    chosen = [n for n in live if target_name(n) in SELECTING_OPS and _uses_indices(n, analysis)]
     compared = [
         n for n in live
         if (least := _COMPARING_OPS.get(target_name(n)))
-        and sum(facts.is_float(a) and a in facts.live for a in n.all_input_nodes) >= least
+        and sum(analysis.is_float(a) and a in analysis.active for a in n.all_input_nodes) >= least
     ]  # fmt: skip
     return chosen, compared
 
 
-def _dominators(facts: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
+def _dominators(analysis: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
     """Immediate dominators among what follows from activations; what is given besides does not count as a way in."""
     found: dict[fx.Node, fx.Node | None] = {}
     depth: dict[fx.Node | None, int] = {None: 0}
-    for n in facts.nodes:
-        if n not in facts.live:
+    for n in analysis.nodes:
+        if n not in analysis.active:
             continue
-        ways = [d for d in facts.deps[n] if d in found and (d not in facts.given or n in facts.given)]
+        ways = [
+            d for d in analysis.deps[n] if d in found and (d not in analysis.side_inputs or n in analysis.side_inputs)
+        ]
         common: fx.Node | None = ways[0] if ways else None
         for d in ways[1:]:
             other: fx.Node | None = d
@@ -273,20 +288,20 @@ def _is_product(n: fx.Node) -> bool:
     return name in _PRODUCT_OPS or name.startswith("grouped_mm")
 
 
-def _uses_indices(n: fx.Node, facts: GraphAnalysis) -> bool:
+def _uses_indices(n: fx.Node, analysis: GraphAnalysis) -> bool:
     """Whether the integers of a choice are used; the values of `topk` may be a threshold."""
-    if not any(facts.is_float(a) and a in facts.live for a in n.all_input_nodes):
+    if not any(analysis.is_float(a) and a in analysis.active for a in n.all_input_nodes):
         return False
-    if isinstance(facts.value.get(n), torch.Tensor):
-        return not facts.is_float(n)
+    if isinstance(analysis.value.get(n), torch.Tensor):
+        return not analysis.is_float(n)
     parts = [u for u in n.users if u.target is operator.getitem]
     wanted = (0, 1) if target_name(n) in ("topk", "kthvalue", "sort") else (1,)
     return any(u.args[1] in wanted and u.users for u in parts)
 
 
-def _nodes_after(seed: fx.Node, facts: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
+def _nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
     """What follows from a node, in program order, itself included; and whether there is more than so much."""
-    found, seen, heap = [], {seed}, [(facts.at[seed], seed)]
+    found, seen, heap = [], {seed}, [(analysis.position[seed], seed)]
     while heap:
         _, n = heapq.heappop(heap)
         if n.op == "output":
@@ -294,20 +309,20 @@ def _nodes_after(seed: fx.Node, facts: GraphAnalysis, most: int) -> tuple[list[f
         if len(found) == most:
             return found, True
         found.append(n)
-        for u in facts.users[n]:
+        for u in analysis.users[n]:
             if u not in seen:
                 seen.add(u)
-                heapq.heappush(heap, (facts.at[u], u))
+                heapq.heappush(heap, (analysis.position[u], u))
     return found, False
 
 
-def _nodes_before(seed: fx.Node, facts: GraphAnalysis) -> set[fx.Node]:
+def _nodes_before(seed: fx.Node, analysis: GraphAnalysis) -> set[fx.Node]:
     """What a node follows from, not too far back."""
     seen: set[fx.Node] = set()
     stack: list[Any] = [seed]
     while stack:
         n = stack.pop()
-        if n not in seen and facts.at[n] >= facts.at[seed] - _BACK:
+        if n not in seen and analysis.position[n] >= analysis.position[seed] - _BACK:
             seen.add(n)
-            stack += facts.deps[n]
+            stack += analysis.deps[n]
     return seen

@@ -81,7 +81,7 @@ class ExtractedRegion:
 
     name: str
     source: str
-    extent: RegionBounds
+    bounds: RegionBounds
     code: RegionCode
     inputs: tuple[fx.Node, ...]
     weights: tuple[fx.Node, ...]
@@ -95,11 +95,11 @@ class ExtractedRegion:
     autocast: tuple[Autocast, ...]
     floats: tuple[tuple[str, torch.SymFloat], ...] = ()
 
-    def build_module(self, facts: GraphAnalysis, real: bool = False) -> Region:
+    def build_module(self, analysis: GraphAnalysis, real: bool = False) -> Region:
         """The module to prove; `real`: with the numbers of the weights."""
-        return Region(self.code, self.names, [_module_weight(facts, n, real) for n in self.weights])
+        return Region(self.code, self.names, [_module_weight(analysis, n, real) for n in self.weights])
 
-    def example_arguments(self, facts: GraphAnalysis) -> tuple[torch.Tensor, ...]:
+    def example_arguments(self, analysis: GraphAnalysis) -> tuple[torch.Tensor, ...]:
         """Of one call: meta tensors for floats.
 
         Raises:
@@ -107,14 +107,14 @@ class ExtractedRegion:
         """
         found, dims = [], self._example_dims()
         for n, shape in zip(self.inputs, self.shapes, strict=True):
-            t = facts.value[n]
+            t = analysis.value[n]
             known, sizes = (
                 [s.at(d) if isinstance(s, SizeExpression) else int(s) for s in shape] for d in (self.dims, dims)
             )
             if t.is_floating_point():
                 found.append(torch.empty(sizes, dtype=t.dtype, device="meta"))
                 continue
-            example = facts.example_integers(n)
+            example = analysis.example_integers(n)
             if example is not None and list(example.shape) == known:
                 found.append(_repeat_to(example.cpu(), sizes))
             elif t.dtype == torch.bool:
@@ -122,7 +122,7 @@ class ExtractedRegion:
             else:
                 raise Refused(
                     f"it is given integers that the graph computes ({n.name}), of which nothing says what they may be",
-                    source=facts.source_line(n),
+                    source=analysis.source_line(n),
                 )
         return tuple(found)
 
@@ -136,17 +136,19 @@ class ExtractedRegion:
             dims[name] = n
         return dims
 
-    def specialisation(self, facts: GraphAnalysis, program: Program, taken: tuple[fx.Node, ...] = ()) -> Specialisation:
+    def specialisation(
+        self, analysis: GraphAnalysis, program: Program, taken: tuple[fx.Node, ...] = ()
+    ) -> Specialisation:
         """What the program of the block holds for in the graph, where it takes these values; by default the inputs."""
-        kinds = [kind_of(facts.value[n]) for n in taken or self.inputs]
+        kinds = [kind_of(analysis.value[n]) for n in taken or self.inputs]
         if self.units:
             kinds[0] = (*kinds[0][:3], kinds[0][3] - len(self.units))
         paths: list[Path] = [("x",), *(("args", i) for i in range(len(kinds) - 1))]
         return program.key._replace(arguments=tuple(zip(paths, kinds, strict=True)))
 
-    def build_call(self, facts: GraphAnalysis, program: Program) -> RegionCall:
+    def build_call(self, analysis: GraphAnalysis, program: Program) -> RegionCall:
         """The module for the graph, which runs the program of the block, with the weights as arguments."""
-        key = self.specialisation(facts, program, (*self.inputs, *self.weights))
+        key = self.specialisation(analysis, program, (*self.inputs, *self.weights))
         where = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
         made = RegionCall(self.code, len(self.inputs))
         history = program.history.renamed(self.name)
@@ -154,41 +156,41 @@ class ExtractedRegion:
         return made
 
 
-def extract_region(facts: GraphAnalysis, extent: RegionBounds) -> ExtractedRegion:
+def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRegion:
     """Raises:
     Refused: the region cannot be taken out of the graph; the message says why.
     """
-    entry = facts.value[extent.entry]
+    entry = analysis.value[bounds.entry]
     units = tuple(i for i, n in enumerate(map(simplify_size, entry.shape[:-1])) if type(n) is int and n == 1)
-    check_isolation(facts, extent)
-    inside = set(extent.inside)
-    used = dict.fromkeys(a for n in extent.inside for a in n.all_input_nodes)
-    weights = tuple(n for n in used if n in facts.weights)
-    inputs = (extent.entry, *extent.given)
+    check_isolation(analysis, bounds)
+    inside = set(bounds.inside)
+    used = dict.fromkeys(a for n in bounds.inside for a in n.all_input_nodes)
+    weights = tuple(n for n in used if n in analysis.weights)
+    inputs = (bounds.entry, *bounds.side_inputs)
     number_of = {n: i for i, n in enumerate((*inputs, *weights))}
     first = len(number_of)
     steps: list[Step] = []
     if units:
-        number_of[extent.entry] = first
-    for n in extent.inside:
+        number_of[bounds.entry] = first
+    for n in bounds.inside:
         number_of[n] = first + bool(units) + len(number_of) - len(inputs) - len(weights)
-    general = GeneralizedRegion(facts, extent, number_of)
+    general = GeneralizedRegion(analysis, bounds, number_of)
     dims = general.dims
     whole = tuple(SizeExpression(dims.names[dims.axes.index(i)]) if i in dims.axes else size_hint(n)
                   for i, n in enumerate(entry.shape))  # fmt: skip
     if units:
         steps.append(Step(torch.reshape, (ValueRef(0), list(whole)), {}, (), Modes()))
-    outside = facts.modes[extent.exit]
-    for n in extent.inside:
+    outside = analysis.modes[bounds.exit]
+    for n in bounds.inside:
         args, kwargs = general.arguments[n]
         steps.append(
-            Step(n.target, args, kwargs, user_sources(n, facts.at[n]), _relative_modes(facts.modes[n], outside),
+            Step(n.target, args, kwargs, user_sources(n, analysis.position[n]), _relative_modes(analysis.modes[n], outside),
                  n.op == "call_method")
         )  # fmt: skip
-    outputs = tuple(n for n in find_removable(extent, facts) if is_used_outside(n, inside, facts))
-    check_shared_memory(facts, inputs, outputs, inside)
+    outputs = tuple(n for n in find_removable(bounds, analysis) if is_used_outside(n, inside, analysis))
+    check_shared_memory(analysis, inputs, outputs, inside)
     shapes = tuple(
-        tuple(s for i, s in enumerate(whole) if i not in units) if n is extent.entry else general.shapes[n]
+        tuple(s for i, s in enumerate(whole) if i not in units) if n is bounds.entry else general.shapes[n]
         for n in inputs
     )
     axes = [i for i in range(dims.rank) if i not in units]
@@ -197,16 +199,16 @@ def extract_region(facts: GraphAnalysis, extent: RegionBounds) -> ExtractedRegio
         tuple(steps),
         tuple(number_of[n] for n in outputs),
     )
-    names = weight_names(facts, extent, weights)
-    forms = [(names[i], _weight_key(facts, n)) for i, n in enumerate(weights)]
-    given = [(facts.value[n].dtype, s) for n, s in zip(inputs, shapes, strict=True)]
+    names = weight_names(analysis, bounds, weights)
+    forms = [(names[i], _weight_key(analysis, n)) for i, n in enumerate(weights)]
+    given = [(analysis.value[n].dtype, s) for n, s in zip(inputs, shapes, strict=True)]
     calls = [(_target_text(s.target), s.args, s.kwargs, s.sources, s.modes, s.method) for s in steps]
     # Functions of the user's may have one name and be two.
-    functions = tuple(n.target for n in extent.inside if not is_library_call(n))
+    functions = tuple(n.target for n in bounds.inside if not is_library_call(n))
     key = repr((code.dims, code.outputs, forms, given, calls, outside.autocast)), functions
-    source = facts.source_line(extent.seed)
+    source = analysis.source_line(bounds.seed)
     return ExtractedRegion(
-        region_name(facts, extent), source, extent, code, inputs, weights, names, outputs, units, shapes,
+        region_name(analysis, bounds), source, bounds, code, inputs, weights, names, outputs, units, shapes,
         dims.sizes, key, entry.device.type, outside.autocast, tuple(dims.floats.items()),
     )  # fmt: skip
 
@@ -225,10 +227,10 @@ def _disable_autocast(autocast: tuple[Autocast, ...]) -> tuple[Autocast, ...]:
     return tuple(Autocast(a.device, a.dtype, False) for a in autocast)
 
 
-def _module_weight(facts: GraphAnalysis, n: fx.Node, real: bool) -> torch.Tensor:
-    t = facts.weights[n]
-    is_parameter = t.is_floating_point() and "._buffers[" not in facts.source_name(n) and (
-        isinstance(t, nn.Parameter) or isinstance(facts.value[n], nn.Parameter) or n.op == "placeholder"
+def _module_weight(analysis: GraphAnalysis, n: fx.Node, real: bool) -> torch.Tensor:
+    t = analysis.weights[n]
+    is_parameter = t.is_floating_point() and "._buffers[" not in analysis.source_name(n) and (
+        isinstance(t, nn.Parameter) or isinstance(analysis.value[n], nn.Parameter) or n.op == "placeholder"
     )  # fmt: skip
     if real or not t.is_floating_point():
         held = t.detach()
@@ -237,9 +239,9 @@ def _module_weight(facts: GraphAnalysis, n: fx.Node, real: bool) -> torch.Tensor
     return nn.Parameter(held, requires_grad=t.requires_grad) if is_parameter else held
 
 
-def _weight_key(facts: GraphAnalysis, n: fx.Node) -> tuple[Any, ...]:
+def _weight_key(analysis: GraphAnalysis, n: fx.Node) -> tuple[Any, ...]:
     """What a proof is of, of a weight; of integers the numbers, too."""
-    t = facts.weights[n]
+    t = analysis.weights[n]
     numbers: Any = None
     if not t.is_floating_point() and type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta:
         numbers = tuple(t.detach().cpu().flatten().tolist()) if t.numel() <= _MAX_NUMBERS else id(t)

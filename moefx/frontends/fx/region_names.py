@@ -14,13 +14,13 @@ from .node_queries import LAYOUT_OPS, is_module_tensor, target_name
 from .region_bounds import RegionBounds
 
 
-def weight_names(facts: GraphAnalysis, extent: RegionBounds, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
+def weight_names(analysis: GraphAnalysis, bounds: RegionBounds, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
     """Of the weights: as their modules have them, without what all have in common that are the region's own module's,
     so that equal regions have equal names where the model has weights for all of them; else by number."""
-    full = [_full_name(facts, n) for n in weights]
+    full = [_full_name(analysis, n) for n in weights]
     parts = [name.split(".") for name in full]
-    if all(full) and len(set(full)) == len(full) and all(_has_own_name(facts, n) for n in weights):
-        module = _innermost_module(facts, extent)
+    if all(full) and len(set(full)) == len(full) and all(_has_own_name(analysis, n) for n in weights):
+        module = _innermost_module(analysis, bounds)
         own = [p for p in parts if p[: len(module)] == module] or parts
         common = _common_prefix([p[:-1] for p in own])
         short = [".".join(p[len(common) :] if p in own else p) for p in parts]
@@ -31,19 +31,19 @@ def weight_names(facts: GraphAnalysis, extent: RegionBounds, weights: tuple[fx.N
             and not any(hasattr(nn.Module, p) for s in short for p in s.split("."))
         ):
             return tuple(short)
-    return _names_by_role(facts, weights)
+    return _names_by_role(analysis, weights)
 
 
-def _has_own_name(facts: GraphAnalysis, n: fx.Node) -> bool:
+def _has_own_name(analysis: GraphAnalysis, n: fx.Node) -> bool:
     """Whether a weight has the name that its module gave it, rather than one that a tracer has counted."""
-    return not str(n.target).startswith("_") if n.op == "get_attr" else is_module_tensor(facts.source_name(n))
+    return not str(n.target).startswith("_") if n.op == "get_attr" else is_module_tensor(analysis.source_name(n))
 
 
-def _names_by_role(facts: GraphAnalysis, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
+def _names_by_role(analysis: GraphAnalysis, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
     """Weights that the same is done with are one list, in order: the experts of one that has no names."""
     families: dict[Any, list[fx.Node]] = {}
-    for n in sorted(weights, key=lambda n: min(facts.at[u] for u in facts.users[n])):
-        families.setdefault((tuple(facts.weights[n].shape), tuple(_role(n, 2))), []).append(n)
+    for n in sorted(weights, key=lambda n: min(analysis.position[u] for u in analysis.users[n])):
+        families.setdefault((tuple(analysis.weights[n].shape), tuple(_role(n, 2))), []).append(n)
     names = {}
     for i, family in enumerate(families.values()):
         name = f"weight_{_letters(i)}"  # numbers would make one list of them
@@ -67,10 +67,10 @@ def _role(n: fx.Node, depth: int) -> list[Any]:
     return sorted(set(found), key=repr)
 
 
-def _full_name(facts: GraphAnalysis, n: fx.Node) -> str:
+def _full_name(analysis: GraphAnalysis, n: fx.Node) -> str:
     if n.op == "get_attr":
         return str(n.target)
-    name = facts.source_name(n)
+    name = analysis.source_name(n)
     if not is_module_tensor(name):
         return re.sub(r"\W", "_", str(n.target))
     return ".".join(re.findall(r"\['?([^'\]]+)'?\]", name)[1:])
@@ -81,20 +81,20 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def region_name(facts: GraphAnalysis, extent: RegionBounds) -> str:
+def region_name(analysis: GraphAnalysis, bounds: RegionBounds) -> str:
     """The innermost module that all of the region was computed in; the line that selects, where the graph does not say
     or it is the whole model."""
-    return ".".join(_innermost_module(facts, extent)) or re.sub(r"\W", "_", facts.source_line(extent.seed))
+    return ".".join(_innermost_module(analysis, bounds)) or re.sub(r"\W", "_", analysis.source_line(bounds.seed))
 
 
-def _innermost_module(facts: GraphAnalysis, extent: RegionBounds) -> list[str]:
+def _innermost_module(analysis: GraphAnalysis, bounds: RegionBounds) -> list[str]:
     """The path of the innermost module that all of the region was computed in; empty of the model."""
     paths = []
-    has_lines = any(n.stack_trace for n in extent.inside)
-    for n in extent.inside:
+    has_lines = any(n.stack_trace for n in bounds.inside)
+    for n in bounds.inside:
         stack = n.meta.get("nn_module_stack")
         # A line of the model itself has no modules above it.
-        if n in facts.live and (stack or n.stack_trace or not has_lines):
+        if n in analysis.active and (stack or n.stack_trace or not has_lines):
             path = str(next(reversed(stack.values()))[0]) if stack else ""
             paths.append(re.sub(r"\['?([^'\]]+)'?\]", r".\1", re.sub(r"^L\['\w+'\]", "", path)).strip(".").split("."))
     return [part for part in _common_prefix(paths) if part not in ("_modules", "")]

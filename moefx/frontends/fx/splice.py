@@ -25,11 +25,11 @@ _Unit = fx.Node | ExtractedRegion
 HOLDER = "moefx"  # the submodule of the graph that has the calls
 
 
-def splice(facts: GraphAnalysis, regions: list[tuple[ExtractedRegion, RegionCall]]) -> fx.GraphModule:
+def splice(analysis: GraphAnalysis, regions: list[tuple[ExtractedRegion, RegionCall]]) -> fx.GraphModule:
     """Raises:
     Refused: something outside of a region stands between two parts of it.
     """
-    gm = facts.gm
+    gm = analysis.gm
     root = torch.nn.Module()
     root.__dict__.update({k: v for k, v in gm.__dict__.items() if k not in ("_graph", "_code")})
     root._modules = dict(gm._modules)
@@ -37,7 +37,7 @@ def splice(facts: GraphAnalysis, regions: list[tuple[ExtractedRegion, RegionCall
     while hasattr(gm, held):  # the user's
         held += "_"
     holder = root._modules[held] = torch.nn.Module()
-    unit_of = {n: r for r, _ in regions for n in find_removable(r.extent, facts)}
+    unit_of = {n: r for r, _ in regions for n in find_removable(r.bounds, analysis)}
     calls: dict[int, tuple[str, RegionCall]] = {}
     for region, call in regions:
         name = base = region.name.replace(".", "_") or "model"
@@ -49,23 +49,23 @@ def splice(facts: GraphAnalysis, regions: list[tuple[ExtractedRegion, RegionCall
         calls[id(region)] = f"{held}.{name}", call
     new = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
-    current: list[Any] = [facts.modes[facts.nodes[0]], []]
-    for unit in order_units(facts, unit_of):
+    current: list[Any] = [analysis.modes[analysis.nodes[0]], []]
+    for unit in order_units(analysis, unit_of):
         if isinstance(unit, ExtractedRegion):
-            _switch_modes(new, current, facts.modes[unit.extent.exit])
-            _emit_call(new, made, facts, unit, calls[id(unit)][0])
+            _switch_modes(new, current, analysis.modes[unit.bounds.exit])
+            _emit_call(new, made, analysis, unit, calls[id(unit)][0])
             continue
         if unit.op not in ("placeholder", "get_attr"):
-            _switch_modes(new, current, facts.modes[unit])
+            _switch_modes(new, current, analysis.modes[unit])
         made[unit] = new.node_copy(unit, made.__getitem__)
-    _drop_unused(new, facts, made, regions)
+    _drop_unused(new, analysis, made, regions)
     out = replace_graph(gm, root, new)
     holder.train(gm.training)
     out.graph.lint()
     return out
 
 
-def order_units(facts: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> list[fx.Node | ExtractedRegion]:
+def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> list[fx.Node | ExtractedRegion]:
     """Program order, with each region as one."""
     units: dict[int, fx.Node | ExtractedRegion] = {}
     first: dict[int, int] = {}
@@ -81,27 +81,27 @@ def order_units(facts: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -
             needs[later].add(earlier)
             feeds[earlier].add(later)
 
-    for n in facts.nodes:
+    for n in analysis.nodes:
         unit = of(n)
         me = id(unit)
         units.setdefault(me, unit)
-        first.setdefault(me, facts.at[n])
-        for d in (*facts.deps[n], *facts.after[n]):
+        first.setdefault(me, analysis.position[n])
+        for d in (*analysis.deps[n], *analysis.order_deps[n]):
             put(id(of(d)), me)
     for region in {id(r): r for r in unit_of.values()}.values():  # copies of what is computed from weights
         me, inside = id(region), {n for n, r in unit_of.items() if r is region}
-        first[me] = max(facts.at[d] for d in region.inputs)
+        first[me] = max(analysis.position[d] for d in region.inputs)
         for d in (*region.inputs, *region.weights):
             if d not in inside:
                 put(id(of(d)), me)
-        for before, after in _outside_writes(facts, region, inside):
+        for before, after in _outside_writes(analysis, region, inside):
             for w in before:
                 put(id(of(w)), me)
             for w in after:
                 put(me, id(of(w)))
-    for earlier, later in itertools.chain(_around_switches(facts, unit_of), _random_pairs(facts, unit_of)):
+    for earlier, later in itertools.chain(_around_switches(analysis, unit_of), _random_pairs(analysis, unit_of)):
         put(id(earlier), id(later))
-    last = {id(of(n)): facts.at[n] for n in facts.nodes}
+    last = {id(of(n)): analysis.position[n] for n in analysis.nodes}
     ready = [(first[u], last[u], u) for u in units if not needs[u]]
     heapq.heapify(ready)
     out: list[fx.Node | ExtractedRegion] = []
@@ -117,66 +117,71 @@ def order_units(facts: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -
     return out
 
 
-def _around_switches(facts: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
+def _around_switches(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
     """What is called for its effect on the program, as the beginning of a transform, stays where it is among all else;
     a region is where its last node is."""
     last = {id(r): n for n, r in unit_of.items()}  # in program order
     switch: fx.Node | None = None
     since: list[_Unit] = []
-    for n in facts.nodes:
+    for n in analysis.nodes:
         me = unit_of.get(n, n)
         if n in unit_of and last[id(me)] is not n:
             continue
         if switch is not None:
             yield switch, me
-        if n not in unit_of and facts.keeps_order(n):
+        if n not in unit_of and analysis.keeps_order(n):
             yield from ((earlier, me) for earlier in since)
             switch, since = n, []
         else:
             since.append(me)
 
 
-def _random_pairs(facts: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
+def _random_pairs(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
     """Random numbers are drawn in the order of the program."""
-    return itertools.pairwise(unit_of.get(n, n) for n in facts.nodes if facts.effects[n].draws)
+    return itertools.pairwise(unit_of.get(n, n) for n in analysis.nodes if analysis.effects[n].draws)
 
 
 def _outside_writes(
-    facts: GraphAnalysis, region: ExtractedRegion, inside: set[fx.Node]
+    analysis: GraphAnalysis, region: ExtractedRegion, inside: set[fx.Node]
 ) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     """Of each tensor that the region reads: what writes to it outside of the region, before the last time that the
     region reads it, and after the first. The call reads all at once, so what does both is a cycle."""
     found = []
     for d in (*region.inputs, *region.weights):
-        for s in facts.storages(d):
-            writers = [w for w in facts.writers[s] if w not in inside]
-            reads = [facts.at[n] for n in region.extent.inside for a in n.all_input_nodes if s in facts.storages(a)]
+        for s in analysis.storages(d):
+            writers = [w for w in analysis.writers[s] if w not in inside]
+            reads = [
+                analysis.position[n]
+                for n in region.bounds.inside
+                for a in n.all_input_nodes
+                if s in analysis.storages(a)
+            ]
             if writers and reads:
-                before = [w for w in writers if facts.at[w] < max(reads)]
-                found.append((before, [w for w in writers if facts.at[w] > min(reads)]))
+                before = [w for w in writers if analysis.position[w] < max(reads)]
+                found.append((before, [w for w in writers if analysis.position[w] > min(reads)]))
     return found
 
 
 def _emit_call(
-    new: fx.Graph, made: dict[fx.Node, fx.Node], facts: GraphAnalysis, region: ExtractedRegion, target: str
+    new: fx.Graph, made: dict[fx.Node, fx.Node], analysis: GraphAnalysis, region: ExtractedRegion, target: str
 ) -> None:  # fmt: skip
     args = [made[n] for n in (*region.inputs, *region.weights)]
-    meta = {k: v for k, v in region.extent.exit.meta.items() if k in ("nn_module_stack", "stack_trace")}
+    meta = {k: v for k, v in region.bounds.exit.meta.items() if k in ("nn_module_stack", "stack_trace")}
     if region.units:
         args[0] = new.call_function(torch.ops.aten.squeeze.dims, (args[0], list(region.units)))
         args[0].meta.update(meta)
     node = new.call_module(target, tuple(args))
     node.meta.update(meta)
     for i, n in enumerate(region.outputs):
-        made[n] = _restore_strides(new.call_function(operator.getitem, (node, i)), n, facts, region)
+        made[n] = _restore_strides(new.call_function(operator.getitem, (node, i)), n, analysis, region)
         made[n].meta.update(n.meta)
 
 
-def _restore_strides(made: fx.Node, n: fx.Node, facts: GraphAnalysis, region: ExtractedRegion) -> fx.Node:
+def _restore_strides(made: fx.Node, n: fx.Node, analysis: GraphAnalysis, region: ExtractedRegion) -> fx.Node:
     """A result of a region with its axes in memory as those of the original, which the graph behind it may rely on.
     They can be otherwise where what the region is given is not contiguous, as it was when it was proven."""
-    given = [t for a in region.inputs if (t := facts.tensor(a)) is not None]
-    t, new = facts.tensor(n), made.graph
+    given = [t for a in region.inputs if (t := analysis.tensor(a)) is not None]
+    t, new = analysis.tensor(n), made.graph
     if t is None or all(_axis_order(g) == tuple(range(g.dim())) for g in given):
         return made
     order = _axis_order(t)
@@ -210,11 +215,11 @@ def _switch_modes(new: fx.Graph, current: list[Any], wanted: Modes) -> None:
 
 
 def _drop_unused(
-    new: fx.Graph, facts: GraphAnalysis, made: dict[fx.Node, fx.Node], regions: list[tuple[ExtractedRegion, RegionCall]]
+    new: fx.Graph, analysis: GraphAnalysis, made: dict[fx.Node, fx.Node], regions: list[tuple[ExtractedRegion, RegionCall]]
 ) -> None:  # fmt: skip
     """What was there for the regions alone."""
-    inside = {n for r, _ in regions for n in r.extent.inside}
-    for n in reversed(facts.nodes):
+    inside = {n for r, _ in regions for n in r.bounds.inside}
+    for n in reversed(analysis.nodes):
         if n in inside and n in made and not made[n].users and made[n].op != "placeholder":
             new.erase_node(made[n])
 

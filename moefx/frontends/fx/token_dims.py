@@ -39,8 +39,8 @@ class TokenDims:
         probe: sizes that look like nothing else. floats: of the caller's by name, which are taken for constants.
     """
 
-    def __init__(self, facts: GraphAnalysis, shape: Sequence[Any], constants: set[int]):
-        self.facts, self.rank = facts, len(shape)
+    def __init__(self, analysis: GraphAnalysis, shape: Sequence[Any], constants: set[int]):
+        self.analysis, self.rank = analysis, len(shape)
         self.axes = [i for i, n in enumerate(shape[:-1]) if not (type(n) is int and n == 1)]
         names: tuple[str, ...] = NAMES[: len(self.axes)] if len(self.axes) > 1 else ("S",) * len(self.axes)
         self.names = names
@@ -53,8 +53,10 @@ class TokenDims:
         self.fixed = [at for at, i in enumerate(self.axes) if type(shape[i]) is int]
         self.expressions = {n.node.expr: s for n, s in zip(self.given, self.symbols, strict=True)
                             if isinstance(n, torch.SymInt)}  # fmt: skip
-        numbers = [n for n in facts.nodes if n.op == "call_function" and isinstance(facts.value.get(n), _SYMBOLIC)]
-        self.computed = {facts.value[n].node.expr: n for n in reversed(numbers)}
+        numbers = [
+            n for n in analysis.nodes if n.op == "call_function" and isinstance(analysis.value.get(n), _SYMBOLIC)
+        ]
+        self.computed = {analysis.value[n].node.expr: n for n in reversed(numbers)}
         free = itertools.filterfalse(constants.__contains__, _PROBES)
         self.probe: dict[str, int] = dict(zip(names, free, strict=False))
         self.floats: dict[str, torch.SymFloat] = {}
@@ -93,8 +95,8 @@ class TokenDims:
         if is_exact and (found := self._integer_meanings(value)):
             return [*found]
         node = node if node is not None and node.op.startswith("call") else self.computed.get(expr)
-        if node in self.facts.floats:
-            name = self.facts.source_name(node.all_input_nodes[0])
+        if node in self.analysis.float_inputs:
+            name = self.analysis.source_name(node.all_input_nodes[0])
             if not may_be_constant(name, value.node.hint):
                 return []
             self.floats[name] = value
@@ -107,7 +109,7 @@ class TokenDims:
         return [SizeExpression(form.format(*chosen)) for chosen in itertools.product(*texts)]
 
     def _operand_texts(self, operand: Any) -> list[str]:
-        value = simplify_size(self.facts.value[operand]) if isinstance(operand, fx.Node) else operand
+        value = simplify_size(self.analysis.value[operand]) if isinstance(operand, fx.Node) else operand
         found = self.interpret_symbol(value, operand) if isinstance(value, _SYMBOLIC) else [value]
         return [f"({s.text if isinstance(s, SizeExpression) else repr(s)})" for s in found]
 
