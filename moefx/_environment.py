@@ -1,4 +1,4 @@
-"""What a bug report needs: versions, devices, and which implementation of the ops this machine gets."""
+"""The facts for a bug report: versions, devices, and the implementation of each op on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._version import __version__
 
 
 def environment() -> dict[str, dict[str, str]]:
-    """Sections "versions", "devices", "providers" and "kernels" of plain strings."""
+    """Return the sections "versions", "devices", "providers" and "kernels", each with plain strings."""
     return {"versions": versions(), "devices": devices(), "providers": providers(), "kernels": kernels()}
 
 
@@ -42,7 +42,7 @@ def devices() -> dict[str, str]:
 
 
 def providers() -> dict[str, str]:
-    """The provider of each op for every device type and dtype, found by running a tiny block."""
+    """Find the provider of each op for each device type and dtype, by running a tiny block."""
     found = {}
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -54,7 +54,7 @@ def providers() -> dict[str, str]:
 
 
 def run_tiny_block(device: str, dtype: torch.dtype) -> list[tuple[str, str]]:
-    """The (op, provider) pairs of two experts on four tokens."""
+    """Run two experts on four tokens. Returns the (op, provider) pairs."""
     from .ir import op_providers
     from .ir.expert_body import ExpertBody, Gemm
     from .ir.ops.dialect import build_pft, combine, expert_mlp
@@ -75,7 +75,7 @@ def run_tiny_block(device: str, dtype: torch.dtype) -> list[tuple[str, str]]:
 
 
 def kernels() -> dict[str, str]:
-    """How a GPU's kernels are cut for a layer of middle size, and why."""
+    """Describe the tile configuration of each GPU kernel for a layer of medium size, and its origin."""
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return {"triton": "not used: no GPU, or no Triton"}
     from .lowering.triton import autotune, tile_configs, tuning
@@ -89,6 +89,6 @@ def kernels() -> dict[str, str]:
 
 
 def _without_home(place: Path | None) -> str:
-    """A path as it may be shown to others: whose machine it is does not matter."""
+    """Replace the home directory by `~`, so that the report does not name the user."""
     home = Path(os.path.expanduser("~"))
     return f"~/{place.relative_to(home)}" if place and home.name and home in place.parents else str(place)

@@ -1,4 +1,4 @@
-"""`Plan`: every decision that `compile` takes, in one frozen, printable, JSON-serialisable value."""
+"""`Plan`: the options of `compile`, in one frozen, printable, JSON-serialisable value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Plan:
             the up-projection H, the activation is recomputed; `"x"`: X only; `"all"`: the activation too; `"auto"`:
             the fastest policy that fits the memory, by the planner's formulas (docs/planner.md).
         expert_storage: `"original"` keeps the storage of experts in a ModuleList; `"contiguous"` lays it out as E
-            equally spaced views (they stay the E original Parameters).
+            equally spaced views (the E original Parameters stay).
         expert_axis: the mesh axis over which the experts are spread, or several that become one, `("dp", "tp")`. None:
             `"ep"` if the mesh has an axis of that name, else its only axis. `"auto"`: the fastest layout that fits the
             memory by the planner's formulas, `sequence_axis` included; it has no effect without a mesh.
@@ -157,7 +157,7 @@ class Plan:
             raise InvalidPlan(f"Plan(topology_levels={levels!r}): expected numbers of ranks, (32, 512) for example")
         object.__setattr__(self, "topology_levels", tuple(levels))
         if self.layout is not None:
-            object.__setattr__(self, "layout", _layout(self.layout))
+            object.__setattr__(self, "layout", _parse_layout(self.layout))
         if isinstance(self.disable, str):
             raise InvalidPlan(
                 f"Plan(disable={self.disable!r}): expected names of passes in a tuple, ({self.disable!r},)"
@@ -171,10 +171,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote.
+        """Read the plan that `to_json` wrote.
 
         Raises:
-            InvalidPlan: no JSON object, or one with other fields.
+            InvalidPlan: no JSON object, or an object with unknown fields.
         """
         try:
             fields: dict[str, Any] = json.loads(text)
@@ -188,14 +188,14 @@ class Plan:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the planner is asked."""
+        """Whether the planner decides a field."""
         return "auto" in (self.checkpoint, self.expert_axis)
 
     def replace(self, **changes: Any) -> Plan:
         return dataclasses.replace(self, **changes)
 
 
-def _layout(given: Any) -> tuple[tuple[str, int], ...]:
+def _parse_layout(given: Any) -> tuple[tuple[str, int], ...]:
     try:
         pairs = tuple((name, size) for name, size in (given.items() if isinstance(given, dict) else given))
     except (TypeError, ValueError):

@@ -43,7 +43,7 @@ BENCHMARKS = {
 
 
 class UsageError(Exception):
-    """The command line names something that cannot be used. Printed without a traceback; exit status 2."""
+    """The command line names something unusable. Printed without a traceback; exit status 2."""
 
 
 class Target(NamedTuple):
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows "?" instead of failing
             stream.reconfigure(errors="replace")
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; nothing here needs it
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; moefx does not need NumPy
     from .errors import MoefxError
 
     try:
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("report.html"), help="the report (default: report.html)")
     demo.set_defaults(run=run_demo)
 
-    explain = commands.add_parser("explain", help="what would be rewritten in a model, what not, and why")
+    explain = commands.add_parser("explain", help="list the blocks of a model that compile rewrites, those that it refuses, and why")
     explain.add_argument("target", help=TARGET_HELP)
     explain.add_argument("--meta", action="store_true", help="build the model on the meta device: no memory, any size")
     explain.add_argument("--json", action="store_true", help="print JSON")
@@ -100,24 +100,24 @@ def parser() -> argparse.ArgumentParser:
     add_plan(verify)
     verify.set_defaults(run=run_verify)
 
-    plan = commands.add_parser("plan", help="which parallelisation of a model fits a platform and is fastest, and why")
+    plan = commands.add_parser("plan", help="rank the parallelisations of a model that fit a platform, and explain the order")
     plan.add_argument(
         "model",
         help="a name such as deepseek-v3 (a wrong one lists all), a transformers config on disk, or "
         "package.module:factory, which is called on the meta device (see explain)",
     )
     plan.add_argument("--platform", default="dgx-h100", help="a name, or a platform file (default: dgx-h100)")
-    plan.add_argument("--gpus", type=positive, required=True, help="how many, in all: the world_size of moefx.plan")
-    plan.add_argument("--batch", type=positive, default=1024, help="sequences of a step, of all ranks (default: 1024)")
-    plan.add_argument("--tokens", type=positive, default=4096, help="of a sequence (default: 4096)")
+    plan.add_argument("--gpus", type=positive, required=True, help="number of GPUs: the world_size of moefx.plan")
+    plan.add_argument("--batch", type=positive, default=1024, help="sequences per step over all ranks (default: 1024)")
+    plan.add_argument("--tokens", type=positive, default=4096, help="tokens per sequence (default: 4096)")
     names = "gpipe, 1f1b, interleaved, zb-h1, zb-h2"
-    plan.add_argument("--schedules", default="1f1b", metavar="LIST", help=f"of pipelines, of {names} (default: 1f1b)")
+    plan.add_argument("--schedules", default="1f1b", metavar="LIST", help=f"pipeline schedules, from {names} (default: 1f1b)")
     plan.add_argument("--top", type=positive, default=10, help="lines of the table (default: 10)")
     plan.add_argument(
         "--explain",
         type=positive,
         metavar="N",
-        help="formulas and numbers of line N of the table; no page but with --page",
+        help="print the formulas and numbers of line N of the table; writes a page only with --page",
     )
     pages = plan.add_mutually_exclusive_group()
     pages.add_argument("--page", type=Path, help="the page (default: plan-MODEL-PLATFORM-GPUS.html)")
@@ -126,9 +126,9 @@ def parser() -> argparse.ArgumentParser:
         "--simulate",
         type=positive,
         metavar="N",
-        help="a step of line N as events, beside the formulas; no page but with --page",
+        help="simulate a step of line N, beside the formulas; writes a page only with --page",
     )
-    plan.add_argument("--skew", type=float, default=0.0, help="of --simulate: Zipf's exponent of routing (default: 0)")
+    plan.add_argument("--skew", type=float, default=0.0, help="for --simulate: the Zipf exponent of the routing (default: 0)")
     plan.set_defaults(run=run_plan)
 
     bench = commands.add_parser("bench", help="measure on this machine")
@@ -137,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help lists them")
     bench.set_defaults(run=run_bench)
 
-    env = commands.add_parser("env", help="versions, devices and the lowering providers that would be used")
+    env = commands.add_parser("env", help="print versions, devices and the provider of each op")
     env.add_argument("--json", action="store_true", help="print JSON")
     env.set_defaults(run=run_env)
     return top
@@ -163,10 +163,10 @@ def read_plan(text: str | None) -> Plan | str | None:
     try:
         return Plan.from_json(text)
     except (
-        ValueError,
+        ValueError,  # InvalidPlan and JSONDecodeError
         TypeError,
         AttributeError,
-    ) as error:  # InvalidPlan and JSONDecodeError are ValueErrors
+    ) as error:
         raise UsageError(f"--plan {text}: {error}") from None
 
 
@@ -174,7 +174,7 @@ def load(spec: str, device: str | None = None) -> Target:
     """Build the model that `package.module:factory` names; the current directory is importable.
 
     Raises:
-        UsageError: saying which part of `spec` is wrong, or where the factory failed.
+        UsageError: names the wrong part of `spec`, or the line where the factory failed.
     """
     import torch
     from torch import nn
@@ -225,7 +225,7 @@ def load(spec: str, device: str | None = None) -> Target:
 
 
 def failed(what: str, error: BaseException) -> NoReturn:
-    """One line: the last place in the user's code says more than a traceback through importlib and torch."""
+    """Raise a `UsageError` of one line: the error, with the last line of the user's code in its traceback."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -254,7 +254,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
     kind = arguments.device.partition(":")[0]
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {arguments.device}: torch sees no GPU here")
+        raise UsageError(f"--device {arguments.device}: torch finds no GPU")
     result = run(
         steps=arguments.steps,
         repeats=arguments.repeats,
@@ -296,7 +296,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def guessed_inputs(model: nn.Module) -> tuple | dict:
-    """The inputs that `compile` would make up, with random numbers for those that have a shape only."""
+    """Choose inputs as `compile` does, with random numbers for tensors that have only a shape."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -319,7 +319,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         import torch
 
         if not torch.cuda.is_available():
-            raise UsageError("this measures GPU kernels, and torch sees no GPU here")
+            raise UsageError("this measures GPU kernels, and torch finds no GPU")
     importlib.import_module(f"moefx.bench.{arguments.what}").main(arguments.rest)
     return 0
 
@@ -329,7 +329,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from .planner.ranking import plan
 
     if arguments.skew and arguments.simulate is None:
-        raise UsageError("--skew is of a simulation: --simulate N says of which line")
+        raise UsageError("--skew needs a simulation: pass --simulate N, too")
     model: Any = arguments.model
     more: dict[str, Any] = dict(
         batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.replace(" ", "").split(",")
@@ -343,7 +343,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     ranking = plan(model, arguments.platform, arguments.gpus, **more)
     is_page = arguments.page is not None or not (arguments.no_page or arguments.explain or arguments.simulate)
     if not len(ranking):
-        arguments.explain = arguments.simulate = None  # the reasons are shown instead
+        arguments.explain = arguments.simulate = None  # `shown` prints the reasons instead
     if arguments.explain is not None:
         if arguments.explain > len(ranking):
             raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")

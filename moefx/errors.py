@@ -1,4 +1,4 @@
-"""The error catalogue. Every message says what was seen, where in the user's source, and what to do."""
+"""The error catalogue. Every message gives the reason, the user's source line, and the next step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 
 class MoefxError(Exception):
-    """Base of everything that moefx raises on purpose."""
+    """The base of all exceptions that moefx raises on purpose."""
 
 
 class NoMoEBlockFound(MoefxError):
-    """`moefx.compile(strict=True)` rewrote nothing. The message lists what looks like a block and why not."""
+    """`moefx.compile(strict=True)` rewrote nothing. The message lists the refused blocks with reasons."""
 
 
 class InvalidPlan(MoefxError, ValueError):
@@ -18,21 +18,21 @@ class InvalidPlan(MoefxError, ValueError):
 
 
 class NoSuchPass(MoefxError, KeyError):
-    """The named pass did not run on the block, so there is no graph after it."""
+    """The named pass did not run on the block, so no graph stands after it."""
 
     __str__ = Exception.__str__  # a KeyError shows its text in quotes
 
 
 class UnknownArchitecture(MoefxError, ValueError):
-    """The planner has no model of that name, or cannot find a module's sizes."""
+    """The planner does not know the model's name, or cannot find the sizes of a module."""
 
 
 class UnknownPlatform(MoefxError, ValueError):
-    """The planner has no platform of that name, or cannot read the platform file."""
+    """The planner does not know the platform's name, or cannot read the platform file."""
 
 
 class NothingFits(MoefxError, IndexError):
-    """No layout fits, so a ranking has no entries. Names the layout that lacks the fewest bytes, and a change."""
+    """No layout fits, so a ranking has no entries. The message names the layout closest to fitting, and a change."""
 
 
 class InvalidInput(MoefxError, ValueError):
@@ -40,14 +40,14 @@ class InvalidInput(MoefxError, ValueError):
 
 
 class CaptureError(MoefxError):
-    """A block could not be run on abstract tensors. Carries the user's source line."""
+    """A block does not run on abstract tensors. Carries the user's source line."""
 
 
 class Refused(MoefxError):
     """A block is not (provably) a token-choice mixture of experts.
 
     Attributes:
-        reason: one sentence that says what was seen.
+        reason: one sentence with the cause.
         culprits: names of the operations or parameters that prevent the rewrite.
         source: `file.py:line` of the user's code, or "".
         remedy: the change after which the block matches, or "".
@@ -61,38 +61,38 @@ class Refused(MoefxError):
 
 
 def summarize_error(error: BaseException) -> str:
-    """The type of an exception and the first line of its message."""
+    """Return the type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
 
 
 def refuse_own_bug(error: Exception, source: str) -> Refused:
-    """Make a refusal of an error in moefx itself: the user's program need not fail for it."""
+    """Turn an error in moefx into a refusal: the user's program runs on without the rewrite."""
     remedy = "please report it, with the model if you can"
     return Refused(f"moefx itself failed on it ({summarize_error(error)})", source=source, remedy=remedy)
 
 
 class AbsorbedModuleChanged(MoefxError, RuntimeError):
-    """A submodule whose computation was absorbed into the rewritten block was replaced, hooked or parametrized."""
+    """A submodule that is part of the rewritten block was replaced, hooked, parametrized or called."""
 
 
 class NotRewritten(MoefxError, RuntimeError):
-    """The rewrite does not hold for this call, and the block is spread over a mesh: no original is left to run."""
+    """The rewrite does not hold for this call, and the block is spread over a mesh, so it has no original to run."""
 
 
 class RanksLost(MoefxError, RuntimeError):
-    """The ranks of a mesh cannot go on together: one has died or stalled, or runs another program."""
+    """The ranks of a mesh cannot continue together: one died, stalled, or runs another program."""
 
 
 class ExpertsOverwritten(MoefxError, RuntimeError):
-    """A wrapper or a broadcast gave the experts of one rank to another rank of a model that is spread over a mesh."""
+    """A wrapper or a broadcast copied the experts of one rank to another rank of a model that is spread over a mesh."""
 
 
 class DoubleBackward(MoefxError, RuntimeError):
-    """The fused expert ops are once differentiable."""
+    """A second derivative of the fused expert ops was requested; they have only the first."""
 
 
 class RecomputedChoice(MoefxError, RuntimeError):
-    """A recomputation for the backward chose other experts than the forward did. Also torch's `CheckpointError`."""
+    """A recomputation for the backward selected other experts than the forward. Also torch's `CheckpointError`."""
 
 
 class VerificationFailed(MoefxError, AssertionError):
@@ -100,7 +100,7 @@ class VerificationFailed(MoefxError, AssertionError):
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """`"; did you mean a or b?"`, or "" if no name is near (see `difflib.get_close_matches`)."""
+    """Return `"; did you mean a or b?"`, or "" if no name is close (see `difflib.get_close_matches`)."""
     import difflib  # not with every `import moefx`
 
     near = difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)

@@ -79,7 +79,7 @@ class TestErrors:
             moefx.graph(compiled, "mo")
         with pytest.raises(NoSuchPass, match="no pass 'nothing' ran on moe; there is rewrite_block"):
             moefx.graph(compiled, "moe", after="nothing")
-        with pytest.raises(MoefxError, match=r"pass what moefx\.compile returned"):
+        with pytest.raises(MoefxError, match=r"pass the result of moefx\.compile"):
             moefx.history(Mlp(), "moe")
 
     @pytest.mark.parametrize("model", [Mlp, len, "moe"], ids=["class", "function", "text"])
