@@ -86,7 +86,9 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("report.html"), help="the report (default: report.html)")
     demo.set_defaults(run=run_demo)
 
-    explain = commands.add_parser("explain", help="list the blocks of a model that compile rewrites, those that it refuses, and why")
+    explain = commands.add_parser(
+        "explain", help="list the blocks of a model that compile rewrites, those that it refuses, and why"
+    )
     explain.add_argument("target", help=TARGET_HELP)
     explain.add_argument("--meta", action="store_true", help="build the model on the meta device: no memory, any size")
     explain.add_argument("--json", action="store_true", help="print JSON")
@@ -100,7 +102,9 @@ def parser() -> argparse.ArgumentParser:
     add_plan(verify)
     verify.set_defaults(run=run_verify)
 
-    plan = commands.add_parser("plan", help="rank the parallelisations of a model that fit a platform, and explain the order")
+    plan = commands.add_parser(
+        "plan", help="rank the parallelisations of a model that fit a platform, and explain the order"
+    )
     plan.add_argument(
         "model",
         help="a name such as deepseek-v3 (a wrong one lists all), a transformers config on disk, or "
@@ -111,7 +115,9 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--batch", type=positive, default=1024, help="sequences per step over all ranks (default: 1024)")
     plan.add_argument("--tokens", type=positive, default=4096, help="tokens per sequence (default: 4096)")
     names = "gpipe, 1f1b, interleaved, zb-h1, zb-h2"
-    plan.add_argument("--schedules", default="1f1b", metavar="LIST", help=f"pipeline schedules, from {names} (default: 1f1b)")
+    plan.add_argument(
+        "--schedules", default="1f1b", metavar="LIST", help=f"pipeline schedules, from {names} (default: 1f1b)"
+    )
     plan.add_argument("--top", type=positive, default=10, help="lines of the table (default: 10)")
     plan.add_argument(
         "--explain",
@@ -128,7 +134,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="simulate a step of line N, beside the formulas; writes a page only with --page",
     )
-    plan.add_argument("--skew", type=float, default=0.0, help="for --simulate: the Zipf exponent of the routing (default: 0)")
+    plan.add_argument(
+        "--skew", type=float, default=0.0, help="for --simulate: the Zipf exponent of the routing (default: 0)"
+    )
     plan.set_defaults(run=run_plan)
 
     bench = commands.add_parser("bench", help="measure on this machine")

@@ -120,7 +120,7 @@ def test_a_layout_is_a_field():
     ("changes", "mesh", "text"),
     [
         (dict(ep=1), mesh_of(dp=4), "experts on every rank"),
-        (dict(ep=1), None, "2 pipeline stages, and compile cuts no model"),
+        (dict(ep=1), None, "2 pipeline stages, and compile does not split a model"),
         (dict(), mesh_of(ep=4, tp=2), r"pp=2 \(1 in the mesh\)"),
         (dict(), mesh_of(pp=2, ep=4), r"tp=2 \(1 in the mesh\)"),
         (dict(), mesh_of(pp=4, ep=4, tp=2), r"pp=2 \(4 in the mesh\)"),
@@ -184,7 +184,7 @@ def test_entries_say_what_they_count_on():
         if here is not None:
             check_effects(plan, here)
         if asked or (here is None and x.pp > 1):
-            with pytest.raises(InvalidPlan, match=r"does not do|cuts no model"):
+            with pytest.raises(InvalidPlan, match=r"does not do|does not split a model"):
                 check_layout(plan, here)
         check_layout(followed(plan, here), here)
         assert entry.plan(layout=None).layout is None

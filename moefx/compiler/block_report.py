@@ -1,4 +1,4 @@
-"""What `explain` says of a block that was rewritten."""
+"""Build the report of a rewritten block, which `explain` prints."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ _MASK = "by the program's own mask"
 def build_report(
     matched: MatchedBlock, program: Program, block: nn.Module, verdict: str, spread: Spread | None = None
 ) -> BlockReport:
+    """Build the report of a rewritten block.
+
+    Args:
+        verdict: the result of the numeric check, in words.
+        spread: the layout of the experts over a mesh, None without one.
+    """
     match, graph = matched.result.match, matched.result.graph
     mlps = graph.find(torch.ops.moefx.expert_mlp.default)
     combines = graph.find(torch.ops.moefx.combine.default)
@@ -43,18 +49,18 @@ def build_report(
         expert=expert,
         drop=drop, holds_for=program.holds_for, routings=len(match.lifted), validation=verdict, seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
-        bodies=tuple(_body(n) for n in mlps), notes=() if spread is None else (str(spread),),
+        bodies=tuple(_read_body(n) for n in mlps), notes=() if spread is None else (str(spread),),
     )  # fmt: skip
 
 
-def _body(node: torch.fx.Node) -> tuple[str, tuple[int, ...]]:
-    """The body of an `expert_mlp`, as JSON, and the widths of its up-projections."""
+def _read_body(node: torch.fx.Node) -> tuple[str, tuple[int, ...]]:
+    """The body of an `expert_mlp` as JSON, and the widths of its up-projections."""
     text, up = str(node.kwargs["body"]), node.args[5]
     return text, ExpertBody.from_json(text).up_widths([w.meta["val"] for w in up])  # type: ignore[union-attr]
 
 
 def _kept_bytes(graph: BlockGraph) -> int | None:
-    """Bytes a token that the fused experts keep: X once, and K rows of what the policy keeps."""
+    """Bytes per token that the fused experts keep for the backward: X once, and K rows of the policy's values."""
     total = 0
     for node in graph.find(torch.ops.moefx.expert_mlp.default):
         x, value = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Prove the blocks of a model on one process, and check each rewrite on numbers."""
+"""Prove the blocks of a model in one process, and check each rewrite numerically."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .survey import Refusal, Survey, forward_line, survey
 def survey_and_verify(
     model: nn.Module, example_inputs: Any, plan: Plan, found: Survey | None = None
 ) -> tuple[Survey, dict[int, str]]:
-    """Prove the blocks of a model and check each rewrite on numbers. Autocast is off: calls under autocast are proven
-    when they come.
+    """Prove the blocks of a model and check each rewrite numerically. Autocast is off: calls under autocast are proven
+    when they occur.
 
     Args:
-        found: the survey, if it was made before.
+        found: the survey, if it exists already.
 
     Returns:
-        The survey without the rewrites that the check refuses, and by `id` of each match what the check says.
+        The survey without the rewrites that the check refuses, and the verdict of the check by `id` of each match.
     """
 
     def prove() -> tuple[Survey, dict[int, str]]:
@@ -40,7 +40,7 @@ def survey_and_verify(
 
 
 def _check_numerically(found: Survey, plan: Plan) -> dict[int, str]:
-    """The numeric check of each rewrite on a few tokens. What differs is refused."""
+    """Run the numeric check of each rewrite on a few tokens, and refuse rewrites that differ."""
     verdicts = {}
     modules = dict(found.twin.named_modules())
     left = plan.validation_seconds
@@ -58,7 +58,9 @@ def _check_numerically(found: Survey, plan: Plan) -> dict[int, str]:
         start = time.perf_counter()
         check = numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
         cannot_tell = None if check.ok else find_nonfinite(block)
-        if cannot_tell and (finite := _first_finite(matched.names, modules)):  # a twin with other weights can
+        if cannot_tell and (
+            finite := _first_finite(matched.names, modules)
+        ):  # an equal block with finite weights decides
             check, cannot_tell = numeric_check(modules[finite], matched.result, finite, max(left, 1.0)), None
         verdicts[id(matched)] = check.text
         left -= time.perf_counter() - start
@@ -74,9 +76,10 @@ def _check_numerically(found: Survey, plan: Plan) -> dict[int, str]:
 
 
 def _first_finite(names: list[str], modules: dict[str, nn.Module]) -> str | None:
-    """The first block of these whose weights are finite."""
+    """The name of the first block with finite weights, or None."""
     return next((name for name in names if not find_nonfinite(modules[name])), None)
 
 
 def quote_name(name: str) -> str:
+    """Quote the name of a module for a message."""
     return repr(name) if name else "'' (the model itself)"

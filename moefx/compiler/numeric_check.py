@@ -1,4 +1,4 @@
-"""The numeric check of one rewrite: real arguments for it, of a few tokens and of many."""
+"""Check one rewrite numerically, on random arguments of a few tokens and of many."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from .pipeline import BlockRewrite
 
 @dataclasses.dataclass(frozen=True)
 class NumericCheck:
-    """Attributes:
-    ok: nothing that was compared differs. Also true of a check that could not run.
-    text: what was seen, for `explain`.
-    was_possible: something was compared.
+    """The result of a numeric check.
+
+    Attributes:
+        ok: no compared value differs. Also true if the check could not run.
+        text: the result in words, for `explain`.
+        was_possible: at least one value was compared.
     """
 
     ok: bool
@@ -59,7 +61,7 @@ def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: f
 
 
 def find_nonfinite(block: nn.Module) -> tuple[str, str] | None:
-    """Why the outputs of a block cannot be compared, and what to do, if weights are NaN or infinite."""
+    """The reason and the remedy if a block cannot be compared because weights are NaN or infinite, else None."""
     for name, t in (*block.named_parameters(), *block.named_buffers()):
         if t.is_floating_point() and (count := int((~t.detach().isfinite()).sum())):
             return (
@@ -71,14 +73,17 @@ def find_nonfinite(block: nn.Module) -> tuple[str, str] | None:
 
 
 def _is_small(block: nn.Module) -> bool:
-    """Whether a block can be run on hundreds of tokens without a wait."""
+    """Whether a block runs on hundreds of tokens quickly."""
     return sum(p.numel() for p in block.parameters()) <= 1 << 24
 
 
 def _random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool = False) -> Any:
-    """Real arguments for the numeric check: a few tokens, on the device of the weights. `crowd`: more tokens than
-    the proof looked at, most of them alike so that some experts get hundreds; None where the rewrite is not for
-    so many."""
+    """Random arguments for the numeric check: a few tokens, on the device of the weights.
+
+    Args:
+        crowd: make more tokens than the proof used, and most of them similar, so that some experts get hundreds.
+            Returns None if the rewrite does not hold for that number of tokens.
+    """
     arguments, guards = result.match.arguments, result.match.guards
     device = device_of(block)
     if crowd:
@@ -103,7 +108,7 @@ def _random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool = Fals
 
 
 def _concentrate_rows(x: torch.Tensor) -> torch.Tensor:
-    """Two thirds of the rows nearly the same: a router sends them to the same experts."""
+    """Make two thirds of the rows nearly equal, so that a router sends them to the same experts."""
     rows = x.reshape(-1, x.shape[-1]).clone()
     alike = rows[: 2 * len(rows) // 3]
     alike.mul_(0.05).add_(rows[-1])
@@ -111,7 +116,7 @@ def _concentrate_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _placeholder_binder(block: nn.Module, result: BlockRewrite) -> Any:
-    """From the arguments of a call to the values of the placeholders."""
+    """Return a function from the arguments of a call to the values of the placeholders."""
     bind, paths = signature_binder(block), result.graph.binding.paths
 
     def pick(*args: Any, **kwargs: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The whole compiler on one page: from one block of the user's model to its rewritten graph.
+"""Compile one block: from the user's module to its rewritten graph.
 
 capture -> match -> rewrite -> fuse -> checkpoint
 """
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class BlockRewrite:
-    """One block, rewritten."""
+    """A rewritten block: its proof and the history of its graphs."""
 
     match: Match
     rewritten: Rewritten
@@ -74,14 +74,15 @@ def rewrite_block(
     plan: Plan,
     skipped: Mapping[str, SkippedCall] | None = None,
 ) -> BlockRewrite:
-    """Prove what `block` computes and rewrite it into the PFT dialect.
+    """Prove the function of `block` and rewrite it into the PFT dialect.
 
     Args:
-        args, kwargs: the arguments of one call of it; values of floats do not matter.
-        skipped: submodules that are not run, with what they return. `args` and `kwargs` then hold stand-ins.
+        args, kwargs: the arguments of one call; the values of floats do not matter.
+        skipped: submodules that do not run, with their results. `args` and `kwargs` then hold stand-ins.
 
     Raises:
-        Refused: the block is not (provably) a token-choice mixture of experts; the message says why and where.
+        Refused: the block is not (provably) a token-choice mixture of experts; the message gives reason and source
+            line.
         CaptureError: the block does not run on abstract tensors.
     """
     return run_in_worker(lambda: _rewrite_block(block, name, args, kwargs, plan, skipped or {}))
@@ -90,13 +91,14 @@ def rewrite_block(
 def rewrite_with_objects(
     rewrite: Callable[[Skipping | None], T], find_skipping: Callable[[bool], Skipping | None], read: Iterable[Where]
 ) -> T:
-    """Rewrite a block. If it passes objects on that submodules write to, such as a key-value cache, these submodules
-    are not looked into.
+    """Rewrite a block that may pass objects, such as a key-value cache, to submodules that write to them. Such
+    submodules are not captured.
 
     Args:
         rewrite: rewrites the block with stand-ins for objects, or without.
-        find_skipping: finds the stand-ins, for objects that hold tensors or for all; None if the block passes none on.
-        read: attributes of the block that captures have read, filled by `rewrite`.
+        find_skipping: finds the stand-ins, for objects that hold tensors or for all; None if the block passes no
+            objects.
+        read: attributes of the block that captures read, filled by `rewrite`.
 
     Raises:
         Refused: neither way was proven.
@@ -118,13 +120,13 @@ def rewrite_with_objects(
     try:
         return rewrite(None)
     except Refused as refused:
-        if why is None and ARGUMENT in refused.culprits:  # an object that holds none, a container of an equal module
+        if why is None and ARGUMENT in refused.culprits:  # the object may hold no tensors
             try:
                 if (result := attempt(True)) is not None:
                     return result
             except Refused as other:
                 why = other
-        if why is None or NOT_ROUTED in why.reason:  # the experts themselves are given the object, say
+        if why is None or NOT_ROUTED in why.reason:  # the experts themselves may receive the object
             raise
         raise why from None
 
@@ -143,7 +145,7 @@ def _rewrite_block(
     if objects:
         refuse_identity_questions(block)
     start = time.perf_counter()
-    # 1.-3. prove, explain the drops, rewrite into the dialect
+    # 1.-3. match, explain dropped slots, rewrite into the dialect
     with silenced(block), skipping(block, skipped) as read:
         names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
         match, rewritten = prove_and_rewrite(block, args, kwargs, names)
@@ -158,7 +160,7 @@ def _rewrite_block(
 
 
 def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
-    """With the checkpoint policy that was decided since: its pass, the last one, again."""
+    """Run the checkpoint pass again, with the policy that the planner has decided."""
     *before, last = result.history
     if last.pass_name != pass_name(checkpoint):  # `plan.disable`
         return result
@@ -167,10 +169,10 @@ def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> Bl
 
 
 def apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
-    """What a plan wants to be otherwise than proven: a capacity of the experts.
+    """Add the capacity limit of `Plan(capacity_factor=...)`, if the plan has one.
 
     Raises:
-        InvalidPlan: the block has one, or nothing to choose by.
+        InvalidPlan: the block has a capacity of its own, or no routing weights to rank slots by.
     """
     if plan.capacity_factor is None:
         return result
@@ -182,10 +184,10 @@ def prove_and_rewrite(
     block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placeholders
 ) -> tuple[Match, Rewritten]:
     """Prove and rewrite with the most likely interpretation of the arguments. If the block does not run at other sizes
-    with that, try the others. If it is refused, first axes of 1 may be the batch axis of one sequence.
+    with that, try the other interpretations. If it is refused, try first axes of 1 as the batch axis of one sequence.
 
     Raises:
-        Refused: no interpretation was proven; the first refusal is raised, else the error of the first one.
+        Refused: no interpretation was proven; the first refusal is raised, else the error of the first interpretation.
     """
     first: Exception | None = None
     refusal: Refused | None = None
@@ -194,26 +196,27 @@ def prove_and_rewrite(
             return _prove_arguments(block, arguments, names)
         except (Refused, CaptureError) as error:
             if first is None:
-                if of_batch := with_batch_of_one(arguments, args, kwargs):
+                if as_batch := with_batch_of_one(arguments, args, kwargs):
                     with contextlib.suppress(Exception):
-                        return _prove_arguments(block, of_batch, names)
+                        return _prove_arguments(block, as_batch, names)
                 raise
             if isinstance(error, Refused) and error.reason.startswith(CONVOLVING):
-                raise  # whatever sizes of images are fixed
+                raise  # fixing the sizes of images cannot help
             if isinstance(error, Refused) and (refusal is None or error.reason == MIXING):
                 refusal = _explain_images(error) if arguments.feature < len(arguments.lead) else error
-        except Exception as error:  # the user's code, on sizes it was not made for
+        except Exception as error:  # the user's code at unsupported sizes
             first = first or error
     assert first is not None
     raise refusal or first from None
 
 
 def _explain_images(refusal: Refused) -> Refused:
-    """A refusal of a block whose features are no last axis, in terms of images if it names no other reason."""
+    """Explain the refusal of a block whose features are not the last axis, if the refusal names no specific reason."""
     if not refusal.reason.startswith((UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS)):
         return refusal
     return Refused(
-        "experts are given whole images or series, with channels in the second axis, and only rows are followed",
+        "experts receive whole images or series with channels in the second axis, but only experts on rows can be "
+        "matched",
         source=refusal.source,
         remedy="make rows of the pixels, x.movedim(1, -1).flatten(0, -2), and give each expert its rows: to nn.Conv1d "
         "as rows[t][:, :, None], to nn.Conv2d as rows[t][:, :, None, None]",
@@ -221,7 +224,8 @@ def _explain_images(refusal: Refused) -> Refused:
 
 
 def _prove_arguments(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, Rewritten]:
-    """Prove with the most likely reading of the program. If that is refused, try the others, then other sizes."""
+    """Prove with the most likely reading of the program. If that is refused, try the other readings, then other
+    sizes."""
     prover = Prover(block, arguments, guess_num_experts(block))
     try:
         return _prove_sizes(prover, names)
@@ -233,7 +237,7 @@ def _prove_arguments(block: nn.Module, arguments: Arguments, names: Placeholders
 
 
 def _explain_refusal(refusal: Refused, prover: Prover) -> Refused:
-    """A refusal that says what in the program it comes from, if the match merely ended there."""
+    """Return a refusal that names the cause in the program, if the match only reports where it stopped."""
     if prover.first is None:
         return refusal
     if NOT_TOGETHER in refusal.reason:
@@ -254,20 +258,20 @@ def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]
     """
     arguments = prover.arguments
 
-    def only(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
+    def prove_side(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
         ways = prover.symbolic, prover.whole, prover.late
         return _match_and_rewrite(Prover(prover.block, arguments, prover.hint, side, *ways), names)
 
     try:
         match, rewritten = _match_and_rewrite(prover, names)
-    except Exception as error:  # the user's own too: an assertion on sizes, say
+    except Exception as error:  # also the user's own, such as an assertion on sizes
         side = prover.side()
         if not side or not (isinstance(error, Refused) or is_users_own(error)):
             raise
         try:
-            return _check_example(only(side))
-        except Refused as of_side:  # says more than that the program does not run at other sizes
-            raise (error if isinstance(error, Refused) else of_side) from None
+            return _check_example(prove_side(side))
+        except Refused as side_refusal:  # more specific than an error at other sizes
+            raise (error if isinstance(error, Refused) else side_refusal) from None
         except Exception:
             raise error from None
     failed = _failed_guards(match)
@@ -275,7 +279,7 @@ def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]
         return match, rewritten
     side = tuple(dataclasses.replace(g, value=not g.value) for g in failed)
     with contextlib.suppress(Refused):
-        return _check_example(only(side))
+        return _check_example(prove_side(side))
     with contextlib.suppress(Refused):
         again = Prover(prover.block, arguments.shifted(), prover.hint, (), prover.symbolic, prover.whole)
         return _check_example(_match_and_rewrite(again, names))
@@ -283,14 +287,15 @@ def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]
 
 
 def _failed_guards(match: Match) -> list[SizeGuard]:
+    """The size guards of a match that its own example fails."""
     return [g for g in match.guards if not g.holds(match.arguments.sizes)]
 
 
 def _check_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
-    """Return a proof that holds for the example's own sizes.
+    """Return a proof if it holds for the example's own sizes.
 
     Raises:
-        Refused: it does not: every call like the example's would run the original.
+        Refused: it does not, so every call like the example's would run the original.
     """
     match = found[0]
     failed = _failed_guards(match)
@@ -302,7 +307,7 @@ def _check_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
         own, guards = text(match.arguments.sizes), match.guards
         others = [f", such as {text(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
         raise Refused(
-            f"the proof does not hold for the example's own sizes ({own}): it needs {failed[0]}",
+            f"the proof does not hold for the example's own sizes ({own}): it requires {failed[0]}",
             source=failed[0].source or str(match.lifted[0].cut.meta["source"]),
             remedy=f"pass example_inputs of sizes for which it holds{(*others, '')[0]}; "
             "calls like this one then run the original",
@@ -311,16 +316,17 @@ def _check_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
 
 
 def _match_and_rewrite(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
-    # 1. capture and match: one canonical form that the captures under unlike routings agree on
+    """Capture and match, explain dropped slots, and rewrite into the dialect."""
+    # 1. capture and match: captures under different routings agree on one canonical form
     match = prover.prove()
-    # 2. drops: which slots do not count, by a rule or by the program's own mask
+    # 2. drops: the slots that a rule or the program's own mask removes
     explain_drops(match)
-    # 3. the dialect, the user's own parts around it
+    # 3. the dialect, with the user's own modules around it
     return match, rewrite(match, names)
 
 
 def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:
-    """Where each tensor argument of a call stands, in the terms of the block's own signature."""
+    """Find the path of each tensor argument of a call in the block's own signature."""
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     named = signature_binder(block)(*args, **kwargs)
     by_id: dict[int, list[Path]] = {}
@@ -331,17 +337,17 @@ def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> lis
 
 
 def object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[Path, PassedObject]]:
-    """Where each stand-in for an object stands among the arguments of a call.
+    """Find the path of each stand-in for an object among the arguments of a call.
 
     Raises:
-        Refused: one of them is given twice.
+        Refused: the same object is passed twice.
     """
     named = signature_binder(block)(*args, **kwargs)
     found: dict[int, tuple[Path, PassedObject]] = {}
     for path, value in leaves_of(named):
         if is_passed(value) and id(value) in found:
             raise Refused(
-                f"{path_name(found[id(value)][0])} and {path_name(path)} are the same object, and need not be at "
+                f"{path_name(found[id(value)][0])} and {path_name(path)} are the same object, and may differ at "
                 "other calls",
                 remedy="pass it once",
             )
@@ -351,7 +357,7 @@ def object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[
 
 
 def guess_num_experts(block: nn.Module) -> int:
-    """An upper guess of the number of experts, to choose the token count of a capture by."""
+    """Guess an upper bound on the number of experts. It determines the token count of captures."""
     stacks = [p.shape[0] for p in block.parameters() if p.dim() >= 3]
     lists = [len(m) for m in block.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
     return min(1024, max([8, *stacks, *lists]))

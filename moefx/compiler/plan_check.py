@@ -1,4 +1,4 @@
-"""Refuses plans that ask for what will not be done: fields without effect, and layouts that a mesh does not have."""
+"""Refuse plans that have no effect in part, and layouts that the mesh does not have."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _STAGES, _TENSOR_PARALLEL = "pp", "tp"
 
 
 def check_effects(plan: Plan, mesh: Any) -> None:
-    """Raises:
-    InvalidPlan: a field has no effect beside the others, or without a mesh.
+    """Check that each changed field of a plan has an effect.
+
+    Raises:
+        InvalidPlan: a field has no effect together with the others, or without a mesh.
     """
     changed = _changed_fields(plan)
     if plan.expert_storage != "original":
@@ -28,15 +30,15 @@ def check_effects(plan: Plan, mesh: Any) -> None:
         raise _no_effect(plan, "drop", "experts drop nothing without Plan(capacity_factor=...)")
     if mesh is None:
         for field in _MESH_FIELDS:
-            is_asked = plan.is_undecided and (field == "node_size" or getattr(plan, field) == "auto")
-            if field in changed and not is_asked:
+            is_planned = plan.is_undecided and (field == "node_size" or getattr(plan, field) == "auto")
+            if field in changed and not is_planned:
                 raise _no_effect(
                     plan, field, "pass moefx.compile(model, mesh=...), or leave the field out", "without a mesh"
                 )
     if not plan.is_undecided:
         for field in _PLANNER_FIELDS:
             if field in changed:
-                raise _no_effect(plan, field, "the planner is asked by 'auto' in plan, expert_axis or checkpoint")
+                raise _no_effect(plan, field, "the planner runs only with 'auto' in plan, expert_axis or checkpoint")
     if "sequence_gradients" in changed and not plan.sequence_axis and plan.expert_axis != "auto":
         raise _no_effect(plan, "sequence_gradients", "say which ranks share tokens: Plan(sequence_axis=...)")
     if not plan.pilots and plan.dispatch not in ("halo", "auto"):
@@ -48,28 +50,28 @@ def check_effects(plan: Plan, mesh: Any) -> None:
 
 
 def check_graph_plan(plan: Plan) -> None:
-    """The same for a flat graph, which no mesh and no planner sees.
+    """Check the plan of a flat graph, which has neither mesh nor planner.
 
     Raises:
-        InvalidPlan: see above.
+        InvalidPlan: a field has no effect on a graph.
     """
     for field in sorted(_changed_fields(plan)):
         if field in _MESH_FIELDS:
             value = getattr(plan, field)
-            raise InvalidPlan(f"Plan({field}={value!r}): experts are spread by moefx.compile(mesh=...) only")
+            raise InvalidPlan(f"Plan({field}={value!r}): only moefx.compile(mesh=...) spreads experts")
         if field in (*_PLANNER_FIELDS, "tokens", "layout") or getattr(plan, field) == "auto" != _DEFAULTS[field]:
-            raise _no_effect(plan, field, "the planner is asked by moefx.compile only", "for a graph")
+            raise _no_effect(plan, field, "only moefx.compile asks the planner", "for a graph")
     check_effects(plan, None)
 
 
 def check_layout(plan: Plan, mesh: Any) -> None:
-    """Refuse a layout of the planner that counts on more than `compile` does.
-
-    Sizes that the user has taken out of `plan.layout` are neither checked nor asked for.
+    """Check that `compile` can do all that a layout of the planner counts on. Sizes that the user removed from
+    `plan.layout` are not checked.
 
     Raises:
-        InvalidPlan: the mesh is not that of the layout, the layout has pipeline stages and there is no mesh, or it
-            counts on tensor parallelism, ZeRO, micro-batches or recomputed layers.
+        InvalidPlan: the mesh has other sizes than the layout; the layout has pipeline stages without a mesh; or it
+            counts
+            on tensor parallelism, ZeRO, micro-batches or recomputed layers.
     """
     if plan.layout is None:
         return
@@ -84,8 +86,8 @@ def check_layout(plan: Plan, mesh: Any) -> None:
         )
     if mesh is None and (stages := counts.get(_STAGES, 1)) > 1:
         raise InvalidPlan(
-            f"the planner's layout has {stages} pipeline stages, and compile cuts no model into stages: give it the "
-            f"module of this rank's stage and {_advise_without(counts, _STAGES)}"
+            f"the planner's layout has {stages} pipeline stages, and compile does not split a model: give it "
+            f"the module of this rank's stage and {_advise_without(counts, _STAGES)}"
         )
     if mesh is not None:
         axes = plan.expert_axis if isinstance(plan.expert_axis, tuple) else (plan.expert_axis,)
@@ -95,24 +97,25 @@ def check_layout(plan: Plan, mesh: Any) -> None:
             shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
             lacking = ", ".join(f"{name}={counts[name]} ({found[name]} in the mesh)" for name in wrong)
             raise InvalidPlan(
-                f"the planner's layout has {lacking}, where the mesh is {shown}: take init_device_mesh(device_type, "
+                f"the planner's layout has {lacking}, but the mesh is {shown}: take init_device_mesh(device_type, "
                 f"**entry.mesh), or {_advise_without(counts, *wrong)}"
             )
     if left := _user_duties(counts):
         raise InvalidPlan(
             f"the planner's layout counts on {', '.join(left.values())}, which compile does not do: it rewrites the "
-            "blocks and spreads their experts, and memory and time are others without the rest. Do that yourself and "
+            "blocks and spreads their experts, and the planner's memory and time assume the rest. Do that yourself and "
             f"{_advise_without(counts, *left)}"
         )
 
 
 def _advise_without(counts: dict[str, int], *names: str) -> str:
-    """How to say that some sizes of a layout are the user's to see to."""
+    """Tell the user how to take responsibility for some sizes of a layout."""
     rest = {name: size for name, size in counts.items() if name not in names}
     return f"say so by taking {', '.join(names)} out of the layout: plan.replace(layout={rest or None})"
 
 
 def _user_duties(counts: dict[str, int]) -> dict[str, str]:
+    """The parts of a layout that the user must set up, by name, in words."""
     tp, zero, micro = (counts.get(name, 1) for name in (_TENSOR_PARALLEL, "zero", "microbatches"))
     return {
         **({_TENSOR_PARALLEL: f"tensor parallelism of the dense matrices over {tp} ranks"} if tp > 1 else {}),

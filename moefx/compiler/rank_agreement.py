@@ -1,6 +1,6 @@
 """Agree on the proof of a model: with the planner's decision, and with the other ranks of a mesh.
 
-torch.distributed and the planner are imported when a call needs them: they take a while.
+torch.distributed and the planner are imported on first use because they load slowly.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class AgreedProof:
     Attributes:
         plan: the plan, with the planner's decision in it.
         found: the survey.
-        verdicts: by `id` of each match what the numeric check says.
+        verdicts: the verdict of the numeric check, by `id` of each match.
         axis: the mesh axis of the experts, None without a mesh.
-        decision: the planner's, None if the plan asked nothing of it.
+        decision: the planner's decision, None if the plan leaves nothing to it.
     """
 
     plan: Plan
@@ -46,12 +46,12 @@ class AgreedProof:
 
 
 def agree_on_proof(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = None) -> AgreedProof:
-    """Prove the blocks of a model, with the planner's decision. Over a mesh all ranks of the expert axis find the same,
-    or all raise; if the planner is asked, all ranks of the mesh. Collective over a mesh.
+    """Prove the blocks of a model, with the planner's decision. Over a mesh all ranks of the expert axis find the same
+    blocks, or all raise; if the planner decides, all ranks of the mesh. Collective over a mesh.
 
     Raises:
         InvalidPlan: the mesh has no such axis, its ranks do not agree, or its pipeline has no stages.
-        UnknownPlatform: see `planner.here`.
+        UnknownPlatform: see `planner.local_platform`.
     """
     found, decision, axis = None, None, None
     if mesh is not None:
@@ -76,7 +76,7 @@ def agree_on_proof(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any 
 
 
 def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tuple[Survey, Decision]:
-    """The survey, and the planner's decision, which is the same on all ranks of a mesh. Collective over a mesh."""
+    """Survey a model and let the planner decide; all ranks of a mesh get the same decision. Collective over a mesh."""
     from ..planner.auto import decide, facts, platform_of_ranks
 
     if mesh is not None:
@@ -101,7 +101,7 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
 
 
 def _summarize(found: Survey) -> str:
-    """The rewrites in one line: ranks that do not agree on them would wait for each other."""
+    """List the rewrites in one line. Ranks that do not agree on them would wait for each other."""
     lines = []
     for matched in found.matched:
         match, names = matched.result.match, ", ".join(map(quote_name, matched.names))

@@ -1,4 +1,4 @@
-"""The program of a rewritten block, and programs for calls that come later and are of another kind."""
+"""Build the program of a rewritten block, and further programs for calls of another kind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .pipeline import BlockRewrite, apply_capacity, rewrite_block, rewrite_with_
 if TYPE_CHECKING:
     from ..distribution.block_distribution import Spread
 
-Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # of arguments, see `Specialisation`
+Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # paths and kinds of arguments, see `Specialisation`
 
 
 def build_program(
@@ -56,9 +56,16 @@ def build_program(
     read: Iterable[Where] = (),
     tied: Mapping[Where, Where] | None = None,
 ) -> Program:
-    """The program of a rewritten block, with the specialisation and the guards that it holds for; `read`: the
-    attributes of the block that its captures read; `tied`: its `ties`. It is for both modes if its own one is not among
-    them."""
+    """Build the program of a rewritten block, with its specialisation and its guards. The program holds in training
+    and
+    evaluation if no capture read the block's own mode.
+
+    Args:
+        args, kwargs: the arguments of the call that was captured.
+        autocast: the dtype of autocast around the call, None if it is off.
+        read: the attributes of the block that captures read.
+        tied: the `ties` of the block.
+    """
     objects = result.graph.binding.objects
     leaves = leaves_of(signature_binder(block)(*args, **kwargs), objects)
     call = call_specialisation(block, leaves, objects)
@@ -75,13 +82,13 @@ def build_program(
     kept = {w: v for w, v in values.items() if is_kept(v) and (w.inner or not isinstance(v, torch.Tensor))}
     relied = {w: HeldKind(v) if is_configuration(v) else unchanged(v) for w, v in {**kept, **globals_of(block)}.items()}
     relied |= _called_modules(block, result)
-    # Autocast differs from device to device.
+    # Autocast rules depend on the device.
     moves = autocast is None and "autocast" not in result.match.modes_read
     return Program(key, result.history, absorbed, _build_guards(result), {**relied, **(tied or {})}, moves)
 
 
 def _called_modules(block: nn.Module, result: BlockRewrite) -> dict[Where, HeldCode]:
-    """The modules that are still called, as the router, and their parts: what they return was looked into."""
+    """Guards on the code of the modules that the program still calls, such as the router, and of their submodules."""
     found: dict[Where, HeldCode] = {}
     for n in result.graph.graph.nodes:
         for path, module in block.get_submodule(str(n.target)).named_modules() if n.op == "call_module" else ():
@@ -91,19 +98,20 @@ def _called_modules(block: nn.Module, result: BlockRewrite) -> dict[Where, HeldC
 
 
 def _is_absorbed_parameter(block: nn.Module, where: Where, absorbed: Collection[str]) -> bool:
-    """Whether it is a parameter, there or not, of an absorbed module: see `AbsorbedModules`."""
+    """Whether an attribute is a parameter of an absorbed module, which `AbsorbedModules` watches."""
     return where.module in absorbed and where.name in block.get_submodule(where.module)._parameters
 
 
 def _move_kind(kind: tuple, device: str) -> tuple:
+    """The kind of an argument on another device."""
     return ("tensor", kind[1], device, kind[3]) if kind[0] == "tensor" else kind
 
 
 def _build_guards(result: BlockRewrite) -> list[Guard]:
-    """Comparisons of sizes that capture followed, as conditions on the placeholders; and what it took as fixed."""
+    """Turn the size comparisons of captures, and the axes that captures took as fixed, into guards on placeholders."""
     arguments = result.match.arguments
     placeholders = result.graph.placeholders
-    tensors = list(zip(placeholders, arguments.tensors, strict=False))  # objects come behind them
+    tensors = list(zip(placeholders, arguments.tensors, strict=False))  # objects follow them
     names = {n.name: leaf for n, leaf in tensors}
     followed = {n.name: leaf for n, leaf in tensors if not _is_only_passed_on(n, result)}
     where = {}
@@ -129,17 +137,17 @@ def _build_guards(result: BlockRewrite) -> list[Guard]:
         for axis, n in enumerate(leaf.shape):
             own, there = f"{name}.shape[{axis}]", size(str(n))
             if there != own:
-                fixed = "taken for the features, or as fixed"
-                why = f"this axis was {fixed if isinstance(n, int) else 'one of tokens'}"
+                fixed = "features, or fixed"
+                why = f"the proof takes this axis as {fixed if isinstance(n, int) else 'tokens'}"
                 guards.append(Guard(f"{own} == {there}", why, one_way=True))
     objects = [placeholder_name(path) for path in result.graph.binding.objects]
-    for a, b in itertools.combinations(objects, 2):  # the block may have compared them
+    for a, b in itertools.combinations(objects, 2):  # the block may have compared identities
         guards.append(Guard(f"{a} is None or {a} is not {b}", "they were different objects"))
     return guards
 
 
 def _is_only_passed_on(placeholder: fx.Node, result: BlockRewrite) -> bool:
-    """Whether a tensor, such as a mask, only goes to submodules that were not looked into: it may have any shape."""
+    """Whether a tensor, such as a mask, is only passed to submodules that were not captured. Its shape is then free."""
     objects = {placeholder_name(path) for path in result.graph.binding.objects}
     return bool(placeholder.users) and all(
         user.op == "call_module" and any(n.name in objects for n in user.all_input_nodes) for user in placeholder.users
@@ -147,13 +155,13 @@ def _is_only_passed_on(placeholder: fx.Node, result: BlockRewrite) -> bool:
 
 
 class LazySpecializer:
-    """Lifts a block again for a call that no program admits: another mode, dtype, device, or sizes at which the block
-    goes another way. What is made for one block the others that are like it take over. Picklable.
+    """Specialises a block for a call that no program admits: another mode, dtype or device, or sizes that take another
+    branch. Blocks of one proof share their programs. Picklable.
 
     Args:
-        arguments: of the call that the block was compiled with.
-        by_mode: a program is for one mode only, whether or not the block asks for it (see `follows_its_mode`).
-        spread: how its experts are spread over a mesh, if they are: a block has a part of its parameters then.
+        arguments: the arguments of the call that the block was compiled with.
+        by_mode: a program holds for one mode only, whether or not the block reads its mode (see `follows_its_mode`).
+        spread: the layout of the experts over a mesh, None without one. A spread block has its own experts only.
     """
 
     def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool, spread: Spread | None = None):
@@ -168,14 +176,14 @@ class LazySpecializer:
     ) -> Program | None:
         forward = vars(block).get("forward")
         assert isinstance(forward, BlockForward)
-        like = signature(block)
+        block_signature = signature(block)
         self.made = [made for made in self.made if made.block() is not None]
         for made in self.made:
-            if made.signature == like and _admits_call(block, made, call, args, kwargs):
+            if made.signature == block_signature and _admits_call(block, made, call, args, kwargs):
                 return made.program.renamed(forward.name)
         with neutral_device():
             program, read = run_in_worker(lambda: self._specialize(block, forward, call, args, kwargs))
-        self.made.append(_SharedProgram(weakref.ref(block), like, read, program))
+        self.made.append(_SharedProgram(weakref.ref(block), block_signature, read, program))
         return program
 
     def _specialize(
@@ -188,7 +196,7 @@ class LazySpecializer:
     ) -> tuple[Program, set[Where]]:
         programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
         admitting = [p for p in programs if p.key.admits(call)]
-        # The same but for the device, which capture does not look at where nothing switches autocast.
+        # Only the device differs, and captures do not depend on it without autocast.
         for program in () if admitting else programs:
             alike = call._replace(
                 grad=program.key.grad, training=None if program.key.training is None else call.training
@@ -196,7 +204,7 @@ class LazySpecializer:
             if program.moves and _without_device(program.key) == _without_device(alike):
                 read = {w for w, value in program.attributes.items() if not isinstance(value, (Where, HeldCode))}
                 return program.with_arguments(call.arguments), read
-        real = args is not None  # not only being traced
+        real = args is not None  # otherwise the call is only being traced
         abstract = pytree.tree_map_only(
             torch.Tensor,
             lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
@@ -229,13 +237,15 @@ class LazySpecializer:
                     if not check.ok:
                         raise Refused(check.text)
         finally:
-            forward.counts.original = counted  # the captures were not calls of the user's
+            forward.counts.original = counted  # captures are no calls of the user
         return program.with_arguments(_keep_objects(call.arguments, program)), read
 
     def _find_skipping(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> Callable[[bool], Skipping | None]:
-        """Run a block that is given objects once, on abstract tensors and copies of these, to see what it passes on."""
+        """Run a block with objects once, on abstract tensors and copies of the objects, to find the submodules that
+        receive them.
+        """
         if not any(True for _ in objects_in(args, kwargs)):
             return lambda every: None
         try:
@@ -257,7 +267,7 @@ class LazySpecializer:
     def _rewrite(
         self, block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], skipping: Skipping | None
     ) -> tuple[BlockRewrite, tuple, dict[str, Any]]:
-        """Rewrite a block for a call, of which captures see copies of objects. Returns the arguments, too."""
+        """Rewrite a block for a call. Captures see copies of objects. Returns the arguments, too."""
         if skipping is None:
             return self._rewrite_resized(block, name, *_copy_objects(args, kwargs), None)
         result, *_ = self._rewrite_resized(block, name, skipping.args, skipping.kwargs, skipping.calls)
@@ -271,10 +281,13 @@ class LazySpecializer:
         kwargs: dict[str, Any],
         skipped: Mapping[str, SkippedCall] | None,
     ) -> tuple[BlockRewrite, tuple, dict[str, Any]]:
+        """Rewrite a block for a call. If that is refused, try again with the recorded shapes: a single token does not
+        show which axes hold tokens.
+        """
         try:
             return rewrite_block(block, name, args, kwargs, self.plan, skipped), args, kwargs
         except Refused as why:
-            try:  # one token does not tell which axes are of tokens
+            try:
                 args, kwargs = self._with_recorded_shapes(block, args, kwargs)
                 return rewrite_block(block, name, args, kwargs, self.plan, skipped), args, kwargs
             except Refused:
@@ -283,22 +296,26 @@ class LazySpecializer:
     def _with_recorded_shapes(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of a call with its tensors in the shapes that were recorded; all else is its own."""
+        """The arguments of a call, with its tensors replaced by tensors of the recorded shapes.
+
+        Raises:
+            Refused: the tensors do not correspond to the recorded ones.
+        """
         bind = signature_binder(block)
         recorded_args, recorded_kwargs = self.arguments.at(self.arguments.sizes)
         recorded = dict(leaves_of(bind(*recorded_args, **recorded_kwargs)))
         mine = {id(t): (path, kind_of(t)) for path, t in leaves_of(bind(*args, **kwargs))}
         if not all(_has_same_type(recorded.get(path), kind) for path, kind in mine.values() if kind[0] == "tensor"):
-            raise Refused("its tensors are not those of the call that was recorded")
+            raise Refused("its tensors do not correspond to those of the recorded call")
         resized = {key: recorded[path].to(kind[1]) for key, (path, kind) in mine.items() if kind[0] == "tensor"}
         return pytree.tree_map_only(torch.Tensor, lambda t: resized.get(id(t), t), (args, kwargs))
 
     def _arguments_from_kinds(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
-        """Arguments for a call that is only being traced, of which there are the kinds: tensors of the shapes that were
-        recorded, and its own numbers, names and flags.
+        """Make arguments for a call that is only being traced: tensors of the recorded shapes, and the call's own
+        numbers, names and flags.
 
         Raises:
-            Refused: its kinds do not say what they are.
+            Refused: the kinds of the arguments do not determine them.
         """
         args, kwargs = self.arguments.at(self.arguments.sizes)
         bound = signature_of(block).bind(*args, **kwargs)
@@ -318,22 +335,27 @@ class LazySpecializer:
 
 
 def _keep_objects(arguments: Kinds, program: Program) -> Kinds:
-    """The kinds of a call's arguments, in which what a program passes on as it is counts as one."""
+    """The kinds of a call's arguments, where each object that the program passes on counts as one."""
     kinds = dict(arguments)
     return tuple((p, kind if p in program.objects else kinds[p]) for p, kind in program.key.arguments)
 
 
 def _copy_objects(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Arguments with copies of objects, in which meta tensors stand for floats: a capture may write to these."""
+    """Copy the objects among arguments, with meta tensors for their floats, because captures may write to them."""
     copies = {id(o): _copy_object(o) for o in objects_in(args, kwargs) if type(o) not in (list, dict)}
     return replace_objects((args, kwargs), copies)
 
 
 def _copy_object(thing: Any) -> Any:
+    """Copy an object. One without tensors may stay: changes by a capture are undone.
+
+    Raises:
+        Refused: it holds tensors and cannot be copied.
+    """
     try:
         return copy_abstract(thing)
     except Exception as error:
-        if not any(True for _ in tensors_within(thing)):  # what a capture changes in it is put back
+        if not any(True for _ in tensors_within(thing)):
             return thing
         name = type(thing).__name__
         raise Refused(
@@ -343,7 +365,7 @@ def _copy_object(thing: Any) -> Any:
 
 
 def _check_admits(block: nn.Module, program: Program, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Check that a program admits the call it was made for. A lift with the recorded shapes may not.
+    """Check that a program admits the call that it was made for, as one with the recorded shapes may not.
 
     Raises:
         Refused: a guard of the program excludes the call's sizes.
@@ -354,14 +376,14 @@ def _check_admits(block: nn.Module, program: Program, args: tuple, kwargs: dict[
 
 
 def _has_same_type(value: Any, kind: tuple) -> bool:
-    """Whether it is of a kind, but for the dtype and the device of tensors; of an object the kind does not say it."""
+    """Whether a value has the given kind, apart from the dtype and device of tensors. False for objects."""
     if isinstance(value, torch.Tensor):
         return kind[0] == "tensor" and kind[3] == value.dim()
     return kind == kind_of(value) and kind[0] != "object"
 
 
 class _SharedProgram(NamedTuple):
-    """A program that was lifted later: of which block, its signature, and the attributes that were read."""
+    """A later program, with its block, the block's signature, and the attributes that captures read."""
 
     block: weakref.ref[nn.Module]
     signature: tuple
@@ -372,7 +394,7 @@ class _SharedProgram(NamedTuple):
 def _admits_call(
     block: nn.Module, made: _SharedProgram, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
 ) -> bool:
-    """Whether a program that was made for another block is for this call of this one."""
+    """Whether a program that was made for another block admits a call of this block."""
     program, other = made.program, made.block()
     if other is None or not all(same(value_at(block, w), value_at(other, w)) for w in made.read):
         return False

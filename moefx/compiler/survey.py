@@ -1,4 +1,4 @@
-"""Look through a model: which modules are MoE blocks, what they compute, which look like it and are not, and why."""
+"""Survey a model: find its MoE blocks, prove each, and refuse modules that look like one."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
 
 @dataclasses.dataclass
 class Refusal:
-    """A module that looks like an MoE block and was left as it is.
+    """A module that looks like an MoE block and was left unchanged.
 
     Attributes:
-        name: its name in the model.
-        reason: what was seen.
+        name: the module's name in the model.
+        reason: the cause, in one sentence.
         source: the user's `file.py:line`, or "".
-        culprits: operations or parameters that stand in the way.
-        remedy: what would make it match, or "".
-        likely: it holds expert-like parameters; otherwise it merely chooses something (sparse attention does, too).
-        seen: something was; otherwise the reason says why there is nothing to see.
+        culprits: operations or parameters that prevent the rewrite.
+        remedy: the change after which it would match, or "".
+        likely: it holds expert-like parameters; otherwise it only selects something, as sparse attention does.
+        seen: the reason describes the module; otherwise it says why nothing was seen.
     """
 
     name: str
@@ -71,19 +71,20 @@ class MatchedBlock:
     call: Seen
     result: BlockRewrite
     seconds: float
-    read: set[Where]  # plain attributes that the result depends on
+    read: set[Where]  # attributes that the proof depends on
 
 
 @dataclasses.dataclass
 class Survey:
-    """What was found in a model.
+    """The blocks of a model.
 
     Attributes:
-        attends: whether there is attention in it.
-        twin: the copy of the model that was looked through: captures swap parameters, and others may use the model
-            meanwhile. It has the model's parameters and buffers. The model itself if it cannot be copied.
-        copies: the module of the twin for each module of the model; empty if it cannot be copied.
-        unchecked: blocks whose numeric check could not run, and why.
+        attends: whether the model has attention.
+        twin: the copy of the model that was surveyed, with the model's parameters and buffers. Captures swap
+            parameters
+            while others may use the model. The model itself if it cannot be copied.
+        copies: maps each module of the model to its module in the twin; empty if the model cannot be copied.
+        unchecked: blocks whose numeric check could not run, with the reasons.
     """
 
     matched: list[MatchedBlock]
@@ -96,7 +97,7 @@ class Survey:
 
 
 def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None) -> Survey:
-    """Find, prove and rewrite the MoE blocks of a model, which stays as it is.
+    """Find, prove and rewrite the MoE blocks of a model. The model itself does not change.
 
     Raises:
         InvalidInput: the example inputs do not fit.
@@ -111,7 +112,7 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
             "call moefx.compile first, then fully_shard on the compiled model"
         )
     twin, copies = _try_copy(model)
-    with _run_originals(twin), torch.compiler.set_stance("force_eager"):  # parts may be compiled by torch already
+    with _run_originals(twin), torch.compiler.set_stance("force_eager"):  # torch may have compiled some modules
         try:
             found = _run_examples(twin, example_inputs)
         except Refused as why:
@@ -123,6 +124,7 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
 
 
 def _try_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
+    """Copy a model. If that fails, return the model itself and no copies."""
     try:
         return copy_model(model)
     except Exception:  # `compile` says so when it needs the copy
@@ -130,11 +132,11 @@ def _try_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
 
 
 def _run_examples(model: nn.Module, example_inputs: Any) -> Found:
-    """What runs in the model, on the first of the examples that it runs on.
+    """Run the model on the first of the examples that it accepts, and record the calls of its modules.
 
     Raises:
-        CaptureError: the model does not run on any of them.
-        Refused: it does, but not on abstract tensors.
+        CaptureError: the model runs on no example.
+        Refused: it runs, but not on abstract tensors.
     """
     calls, failed = examples(model, example_inputs), []
     for call in calls:
@@ -149,11 +151,11 @@ def _run_examples(model: nn.Module, example_inputs: Any) -> Found:
     for args, kwargs, error in failed:
         try:
             run_copy(model, args, kwargs)
-        except Exception as of_itself:
+        except Exception as own_error:
             if all(map(has_values, (*model.parameters(), *model.buffers()))):
-                raised.append(of_itself)
+                raised.append(own_error)
                 continue
-            # it may fail for lack of values only: then the abstract run decides
+            # Without values a real run may fail. Then the error of the abstract run decides.
             if not (isinstance(error, (CaptureError, Refused)) or is_own_mistake(error)):
                 raised.append(error)
                 continue
@@ -163,8 +165,7 @@ def _run_examples(model: nn.Module, example_inputs: Any) -> Found:
     if len(calls) > 1:
         tried = ", ".join(str(list(args[0].shape)) for args, _ in calls)
         raise CaptureError(
-            f"no example_inputs were given, and {name} does not run on hidden states of any of the shapes {tried}. "
-            + advice
+            f"no example_inputs were given, and {name} runs on hidden states of none of the shapes {tried}. " + advice
         ) from first
     raise CaptureError(
         f"{name} does not run on the example inputs: {type(first).__name__}: {first}. {advice}"
@@ -172,7 +173,7 @@ def _run_examples(model: nn.Module, example_inputs: Any) -> Found:
 
 
 def _refuse_uncaptured(error: Exception, model: nn.Module) -> Refused:
-    """The refusal of a model that runs, on tensors with values."""
+    """The refusal of a model that runs on real tensors only."""
     if isinstance(error, Refused):
         return error
     if is_own_mistake(error):
@@ -180,12 +181,12 @@ def _refuse_uncaptured(error: Exception, model: nn.Module) -> Refused:
     return Refused(
         f"the model runs, but not on abstract tensors ({summarize_error(error)})",
         source=_user_line(error),
-        remedy="compile the blocks that are not concerned one by one, each with example_inputs of its own",
+        remedy="compile the other blocks one by one, each with its own example_inputs",
     )
 
 
 def _with_values(t: torch.Tensor) -> torch.Tensor:
-    """Integers and masks are values to capture: those of the meta device become the first token, nothing masked."""
+    """Give integers and masks on the meta device values, which captures need: the first token, nothing masked."""
     if not t.is_meta or t.is_floating_point() or t.is_complex():
         return t
     return torch.full(t.shape, t.dtype is torch.bool, dtype=t.dtype, device="cpu")
@@ -193,7 +194,7 @@ def _with_values(t: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _run_originals(model: nn.Module) -> Iterator[None]:
-    """Blocks that were rewritten before show their original code."""
+    """Run the original code of blocks that were rewritten before."""
     with contextlib.ExitStack() as stack:
         for forward in rewritten_blocks(model).values():
             stack.enter_context(forward.running("original"))
@@ -203,8 +204,10 @@ def _run_originals(model: nn.Module) -> Iterator[None]:
 def _try_chains(
     model: nn.Module, found: Found, plan: Plan, tell: Callable[[str], None]
 ) -> tuple[list[MatchedBlock], list[Refusal]]:
-    """Prove the candidates, those with expert-like parameters and the smaller ones first; of each chain at most two.
-    Those that are given a choice come last: the router should be a part of the block."""
+    """Prove the candidates of each chain: those with expert-like parameters and the smaller ones first, at most two
+    per
+    chain. Modules that receive an expert index come last, because a block should contain its router.
+    """
     modules = dict(model.named_modules())
     chains_of: dict[str, list[int]] = {}
     for i, chain in enumerate(found.chains):
@@ -238,7 +241,7 @@ def _try_chains(
 
 
 def _drop_observed_blocks(model: nn.Module, matched: list[MatchedBlock]) -> tuple[list[MatchedBlock], list[Refusal]]:
-    """Blocks stay as they are if others have a hand in their experts: hooks would not fire, shards not be gathered."""
+    """Refuse blocks whose experts have hooks, which would not fire, or shards, which would not be gathered."""
     modules, refused = dict(model.named_modules()), []
     for m in matched:
         for name in list(m.names):
@@ -250,6 +253,7 @@ def _drop_observed_blocks(model: nn.Module, matched: list[MatchedBlock]) -> tupl
 
 
 def _find_observer(block: nn.Module, result: BlockRewrite) -> tuple[str, str] | None:
+    """The first hook on an absorbed module, or sharded parameter, of a block: reason and remedy."""
     for part in absorbed_names(block, result.graph, result.rewritten.repeated):
         if hook := find_hook_kind(block.get_submodule(part)):
             return (
@@ -279,13 +283,14 @@ def _is_fully_sharded(model: nn.Module) -> bool:
 
 
 def _priority(name: str, modules: dict[str, nn.Module], found: Found) -> tuple:
+    """Sort key of candidates: expert-like parameters first, then own routers, then few parameters."""
     inside = f"{name}." if name else ""
     expert_like = name in found.structural or any(s.startswith(inside) for s in found.structural)
     return not expert_like, _receives_expert_index(name, found), sum(p.numel() for p in modules[name].parameters())
 
 
 def _receives_expert_index(name: str, found: Found) -> bool:
-    """Whether a module is called with integers that the model made of scores, rather than with token ids."""
+    """Whether a module is called with integers that the model computed from scores, not with token ids."""
     for node in found.calls[name].inputs if name in found.calls else []:
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor) and not val.is_floating_point() and val.dtype != torch.bool:
@@ -301,34 +306,34 @@ def _receives_expert_index(name: str, found: Found) -> bool:
 
 
 def _refuse_dense(name: str, modules: dict[str, nn.Module], found: Found) -> Refusal:
+    """The refusal of a block whose experts all contribute to each token."""
     nodes = found.calls[name].outputs
     return Refusal(
         name,
-        "all its branches contribute to every token (dense gates, soft slots): there is nothing to skip",
+        "all its branches contribute to every token (dense gates, soft slots), so nothing can be skipped",
         source=str(nodes[0].meta["source"]) if nodes else "",
         remedy="select experts per token, for example with topk",
     )
 
 
 def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], found: Found) -> Refusal:
-    """Something is chosen by token, and no parameter depends on it."""
+    """The refusal of a chain that selects something per token, while no parameter depends on the selection."""
     name = chain[min(1, len(chain) - 1)]
     nodes = found.calls[chain[0]].outputs
     return Refusal(
         name,
-        "something is chosen here, but no parameter is used for some tokens only in a way that could be followed "
-        "to an output",
+        "something is selected here, but no parameter was found that contributes to the outputs of some tokens only",
         source=str(nodes[0].meta["source"]) if nodes else "",
-        remedy="if experts are chosen, they must treat their rows one by one, in ops that torch differentiates itself: "
-        "without batch norm in training, attention among the rows, or an autograd.Function",
+        remedy="if these are experts, they must compute each row by itself, in ops that torch differentiates: no batch "
+        "norm in training, no attention among the rows, no autograd.Function",
         likely=not _priority(name, modules, found)[0],
     )
 
 
 def _is_token_embedding(refusal: Refusal, modules: dict[str, nn.Module], found: Found) -> bool:
-    """Whether what was taken for experts are the embeddings of token ids, which every language model has."""
+    """Whether the supposed experts are the embedding of token ids, which every language model has."""
     parts = [f"{refusal.name}.{culprit}".lstrip(".").rpartition(".")[0] for culprit in refusal.culprits]
-    is_likely = refusal.name in found.structural  # it has other parameters that look like those of experts
+    is_likely = refusal.name in found.structural  # it has other expert-like parameters
     return (
         bool(parts)
         and not is_likely
@@ -342,14 +347,14 @@ def _is_token_embedding(refusal: Refusal, modules: dict[str, nn.Module], found: 
 
 
 def _overlaps(name: str, taken: set[str]) -> bool:
-    """Whether a module is, contains or is part of one that was rewritten."""
+    """Whether a module is, contains or is part of a module in `taken`."""
     return any(name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in taken)
 
 
 def _prove_equal_modules(
     name: str, modules: dict[str, nn.Module], found: Found, plan: Plan, tell: Callable[[str], None]
 ) -> list[MatchedBlock]:
-    """Prove one module, and give its program to all modules that are the same but for their weights."""
+    """Prove one module, and reuse its program for all modules that differ only in their weights."""
     made: list[MatchedBlock] = []
     like = signature(modules[name])
     alike = [n for n, m in modules.items() if signature(m) == like]
@@ -375,6 +380,8 @@ def _prove_equal_modules(
 
 
 def _rewrite_as_called(module: nn.Module, call: Seen, found: Found, plan: Plan, read: set[Where]) -> BlockRewrite:
+    """Rewrite a module for its recorded call, with stand-ins for objects if it passes any."""
+
     def rewrite(skipping: Skipping | None) -> BlockRewrite:
         if skipping is None:
             return _rewrite(module, call.name, call, plan)
@@ -387,6 +394,11 @@ def _rewrite_as_called(module: nn.Module, call: Seen, found: Found, plan: Plan, 
 def _rewrite(
     module: nn.Module, name: str, call: Seen, plan: Plan, skipped: Mapping[str, SkippedCall] | None = None
 ) -> BlockRewrite:
+    """Rewrite a module, and turn errors into refusals with a source line.
+
+    Raises:
+        Refused: see `rewrite_block`; also if the module does not run on abstract tensors, or at other sizes.
+    """
     is_graph = isinstance(module, fx.GraphModule)
     try:
         return rewrite_block(module, name, call.args, call.kwargs, plan, skipped)
@@ -396,12 +408,10 @@ def _rewrite(
         raise
     except CaptureError as error:
         if cache := _find_cache((call.args, call.kwargs)):
-            reason = (
-                f"it is called with a {cache} that holds tensors of this run of the model, as a key-value cache does"
-            )
+            reason = f"its argument of class {cache} holds tensors of this run of the model, as a key-value cache does"
             raise Refused(reason, source=forward_line(module), remedy=NO_CACHE) from error
         raise Refused(f"it does not run on abstract tensors: {error}") from error
-    except Exception as error:  # the user's code, on sizes it was not made for
+    except Exception as error:  # the user's code at unsupported sizes
         where = _user_line(error)
         if (where or is_graph) and not is_own_mistake(error):
             what = "at other sizes than the example's" if _is_capturable(module, call) else "on abstract tensors"
@@ -411,7 +421,7 @@ def _rewrite(
 
 
 def _find_cache(tree: Any, depth: int = 4) -> str:
-    """The class of an object among the arguments that has tensors of the abstract run in its attributes, or ""."""
+    """The class of an argument that holds tensors of the abstract run in its attributes, or ""."""
     for leaf in pytree.tree_leaves(tree):
         held = list(getattr(leaf, "__dict__", {}).values())
         if isinstance(leaf, (torch.Tensor, nn.Module, type)) or not held or not depth:
@@ -431,13 +441,13 @@ def _is_capturable(module: nn.Module, call: Seen) -> bool:
 
 
 def forward_line(module: nn.Module) -> str:
-    """Where the forward of a module begins."""
+    """Return the `file.py:line` at which the forward of a module begins."""
     code = getattr(type(module).forward, "__code__", None)
     return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else ""
 
 
 def _user_line(error: BaseException) -> str:
-    """The innermost line of a traceback that is the user's."""
+    """The user's innermost line in a traceback, or ""."""
     trace, where = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Spread proven blocks over a mesh: the home of each expert, the graph with its collectives, and calls for training."""
+"""Spread proven blocks over a mesh: assign experts to ranks, add collectives to graphs, and support training."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from ..runtime.topology import ExpertAxis
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """The layout of blocks with one proof over the expert axis of a mesh.
+    """The layout, over the expert axis of a mesh, of blocks that share a proof.
 
     Attributes:
-        why: the reason for the way in which rows travel.
+        why: the reason for `ways`, which says how rows travel.
         number: identifies the blocks that share this layout, see `ir.parameter_samples`.
     """
 
@@ -121,7 +121,7 @@ class Spread:
         return self  # a value
 
     def __reduce__(self) -> Any:
-        # In another process the names of process groups mean none, or others.
+        # In another process the names of process groups are unknown, or mean other groups.
         raise MoefxError(
             "a model that is spread over a mesh cannot be pickled: its programs run in process groups of these "
             "processes. Save moefx.full_state_dict(model), or its state dict with torch.distributed.checkpoint, and "
@@ -129,7 +129,7 @@ class Spread:
         )
 
     def copy_whole(self, block: nn.Module) -> nn.Module:
-        """Copy a block after `take`, for another proof."""
+        """Copy a block after `keep_own_experts`, for another proof."""
         return copy_with_all_experts(block, self.parameters, self.placement)
 
 
@@ -153,8 +153,8 @@ def _check_placement(own: DeviceMesh, plan: Plan) -> None:
         return
     raise InvalidPlan(
         f"Plan(placement={plan.placement!r}): an expert group of the mesh has the {shown_ranks(ranks)}, which are "
-        f"{'neighbours' if neighbours else 'no neighbours'}: the expert axis comes "
-        f"{'before' if neighbours else 'after'} the data-parallel one in a mesh that is as planned"
+        f"{'neighbours' if neighbours else 'no neighbours'}: put the expert axis "
+        f"{'before' if neighbours else 'after'} the data-parallel axis of the mesh"
     )
 
 
@@ -174,11 +174,11 @@ def check_agreement(axis: ExpertAxis, plan: Plan, found: str) -> None:
         "the nodes of ranks": _describe_nodes(axis),
         "the rewritten blocks": found,
     }
-    told: list[Any] = [None] * axis.size
-    dist.all_gather_object(told, own, group=group_of(axis.group))
+    gathered: list[Any] = [None] * axis.size
+    dist.all_gather_object(gathered, own, group=group_of(axis.group))
     wrong = []
     for what, mine in own.items():
-        others = {number: each.get(what) for number, each in enumerate(told) if each.get(what) != mine}
+        others = {number: each.get(what) for number, each in enumerate(gathered) if each.get(what) != mine}
         if others:
             number, theirs = next(iter(others.items()))
             several = f" ({len(others)} of {axis.size} differ)" if len(others) > 1 else ""
@@ -189,12 +189,12 @@ def check_agreement(axis: ExpertAxis, plan: Plan, found: str) -> None:
 
 def gather_by_rank(mesh: DeviceMesh, own: Any) -> dict[int, Any]:
     """Gather a value from all ranks of a mesh, one axis after the other. Returns values by world rank. Collective."""
-    told = {dist.get_rank(): own}
+    gathered = {dist.get_rank(): own}
     for dim in range(mesh.ndim):
         beside: list[Any] = [None] * mesh.size(dim)
-        dist.all_gather_object(beside, told, group=mesh.get_group(dim))
-        told = {rank: said for each in beside for rank, said in each.items()}
-    return told
+        dist.all_gather_object(beside, gathered, group=mesh.get_group(dim))
+        gathered = {rank: value for each in beside for rank, value in each.items()}
+    return gathered
 
 
 def _describe_nodes(axis: ExpertAxis) -> str:
@@ -211,7 +211,7 @@ def choose_ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[Way
     if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
         why = f"{dispatch!r} as planned, of one node; say Plan(node_size=...) if there are more"
     if dispatch == "auto":
-        parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # a token is sent by one of them
+        parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # one of them sends a token
         dispatch, why = _choose_fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else DEFAULT_TOKENS)
     if dispatch == "gather":
         way = axis.build_ways(by_level=False, dedup=True)
@@ -227,7 +227,7 @@ def _choose_fastest(axis: ExpertAxis, result: BlockRewrite, tokens: int) -> tupl
     """Choose the fastest way by measured bandwidths, for uniform routing. All ranks choose the same."""
     links = axis.links
     if links is None:
-        return "dedup", "auto: one level, where no row travels that need not"
+        return "dedup", "auto: one level, and 'dedup' sends the fewest rows"
     match = result.match
     seconds = predict_seconds(links, axis.topology.sizes, match.num_experts, match.slots, _row_bytes(result), tokens)
     shown = ", ".join(f"{way} {1e3 * s:.2f} ms" for way, s in seconds.items())
@@ -248,7 +248,9 @@ def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
     if len(groups) > 1:  # see `Routed.of`
         groups = [g for g in groups if len(g.ids) > 1 and has_matrices(g.body)]
     if len(groups) != 1 or len(groups[0].ids) != Routed.of(result.graph).num_experts:
-        raise Refused("several kinds of experts in one block, of which none or several could be spread over a mesh")
+        raise Refused(
+            "several kinds of experts in one block: none of them, or more than one, could be spread over a mesh"
+        )
     (group,) = groups
     stacked: dict[str, int] = {}
     separate: list[list[str]] = [[] for _ in group.ids]
@@ -278,9 +280,9 @@ def _expert_length(table: Sequence[Place]) -> int:
     for e, (place, part) in enumerate(zip(table, parts, strict=True)):
         if part != (e * each, (e + 1) * each):
             raise Refused(
-                f"the experts' parameter {place.fqn} is not kept expert by expert along its first axis",
+                f"the experts' parameter {place.fqn} does not store expert after expert along its first axis",
                 culprits=(place.fqn,),
-                remedy="keep it as [experts, ...]",
+                remedy="store it as [experts, ...]",
             )
     return each
 
@@ -301,9 +303,11 @@ def preview_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan
 
     def refuse(matched: MatchedBlock, why: MoefxError) -> None:
         found.matched.remove(matched)
-        told = why if isinstance(why, Refused) else Refused(str(why))
-        source = told.source or forward_line(model.get_submodule(matched.names[0]))
-        found.refused += [Refusal(name, told.reason, source, told.culprits, told.remedy) for name in matched.names]
+        refusal = why if isinstance(why, Refused) else Refused(str(why))
+        source = refusal.source or forward_line(model.get_submodule(matched.names[0]))
+        found.refused += [
+            Refusal(name, refusal.reason, source, refusal.culprits, refusal.remedy) for name in matched.names
+        ]
 
     for matched in list(found.matched):
         try:

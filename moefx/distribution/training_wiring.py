@@ -1,4 +1,4 @@
-"""What training needs of a spread model: the reductions of its gradients, and what wrappers are told."""
+"""Prepare a spread model for training: reductions of gradients, and settings for wrappers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .block_distribution import Spread, expert_parameter_names
 
 
 def watch_block(block: nn.Module, name: str, spread: Spread) -> OverwritingWatch:
-    """Notice that the experts of a block that was spread are overwritten; DeepSpeed's engine is refused before it does.
+    """Detect that the experts of a spread block are overwritten. DeepSpeed's engine, which would do so, is refused.
 
     Args:
         name: the block's name in the model.
@@ -30,12 +30,12 @@ def watch_block(block: nn.Module, name: str, spread: Spread) -> OverwritingWatch
 
 
 def plan_reductions(axis: ExpertAxis, plan: Plan) -> dict[str, Reduction]:
-    """What is left to do with gradients, for the experts' parameters and for all others."""
+    """The reductions that gradients still need, for the experts' parameters and for all others."""
     return build_reductions(axis.mesh, resolve_expert_axes(axis.mesh, plan.expert_axis), plan.sequence_axis)
 
 
 def describe_reductions(model: nn.Module, spread: dict[str, Spread], axis: ExpertAxis, plan: Plan) -> tuple[str, ...]:
-    """The same in lines, for `explain`. The model may not have been spread yet."""
+    """Describe the reductions in lines, for `explain`. The model need not be spread yet."""
     of_experts, elsewhere = set[str](), set[str]()
     for block, each in spread.items():
         own = each.parameters.of_experts(each.placement.own)
@@ -52,10 +52,10 @@ def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
     """Tell DistributedDataParallel which parameters differ between ranks, and watch the first step of an optimizer."""
     found, manual = plan_reductions(axis, plan), plan.gradients == "manual"
     left = found["experts"]
-    told = (
+    advice = (
         "" if manual or left.divisor == 1 else
-        "DistributedDataParallel leaves the gradients of this model's experts to you, which differ from rank to rank: "
+        "DistributedDataParallel leaves the gradients of this model's experts, which differ by rank, to you: "
         f"{left}. Plan(gradients='manual') says that you do it"
     )  # fmt: skip
-    vars(compiled)[DDP_IGNORED] = IgnoredByDDP(compiled, getattr(compiled, DDP_IGNORED, ()), told)
+    vars(compiled)[DDP_IGNORED] = IgnoredByDDP(compiled, getattr(compiled, DDP_IGNORED, ()), advice)
     vars(compiled)[GRADIENT_WATCH] = GradientWatch(compiled, expert_parameter_names(compiled), found, manual)

@@ -193,6 +193,8 @@ class Capped(Listed):
 
 def test_a_proof_that_excludes_the_example_is_refused():
     model = Capped(4, 1, 16, 12)
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"not hold for the example's own sizes \(S = 2048\): it needs S"):
+    with pytest.raises(
+        moefx.NoMoEBlockFound, match=r"not hold for the example's own sizes \(S = 2048\): it requires S"
+    ):
         moefx.compile(model, example_inputs=(torch.randn(2048, 16),))
     assert moefx.blocks(moefx.compile(model, example_inputs=(torch.randn(64, 16),)))  # the remedy works

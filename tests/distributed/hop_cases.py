@@ -154,7 +154,7 @@ def case_one_node() -> None:
     plan = moefx.Plan(node_size=world, validation="symbolic")
     with mock.patch.object(moefx.runtime.topology, "measure_link", side_effect=AssertionError):
         (line,) = experts_over(compiled_beside(Model("stacked", layers=1, num_experts=world), mesh, plan))
-    assert "auto: one level, where no row travels that need not" in line, line
+    assert "auto: one level, and 'dedup' sends the fewest rows" in line, line
 
 
 def experts_over(compiled: nn.Module) -> list[str]:
