@@ -60,8 +60,8 @@ def test_transforms(name, rest):
 def test_what_is_refused_inside_of_a_transform(caplog):
     m = Dense()
     torch.compile(lambda x: jvp(m, (x,), (x,))[1], backend=backend, options={"backend": "eager"})(torch.randn(9, D))
-    assert "is inside of torch.func.jvp, which is not followed in graphs" in caplog.text
-    assert "moefx.compile(model) takes it where a module has all of it" in caplog.text
+    assert "is inside torch.func.jvp, which is not supported in graphs" in caplog.text
+    assert "moefx.compile(model) supports it if one module contains all of it" in caplog.text
 
 
 class Keeps(Dense):

@@ -32,7 +32,7 @@ def test_a_graph_of_one_token_is_a_note(shapes, caplog):
         call(tokens(*shape))
     explained = moefx.explain(call)
     assert len(explained.matched) == 1 and not explained.refused
-    assert "note        graphs of a single token, or of none, run as they were" in str(explained)
+    assert "note        graphs of a single token, or of none, run unchanged" in str(explained)
     warned = [r for r in caplog.records if "one token only" in r.getMessage() and r.levelname == "WARNING"]
     assert len(warned) == (shapes[0] == (1, 1))  # before any other it is news
 
@@ -41,7 +41,7 @@ def test_of_one_token_alone():
     call = compiled(model("weight_gather"))
     call(tokens(1, 1))
     text = str(moefx.explain(call))
-    assert "refused: layers.0.moe, layers.1.moe" in text and "there is one token only" in text
+    assert "refused: layers.0.moe, layers.1.moe" in text and "a single token, so sizes do not identify" in text
     assert "call it with more" in text
 
 
@@ -96,11 +96,11 @@ def test_what_is_said_where_nothing_is_found():
         return explained.refused[0].reason
 
     x = torch.randn(5, D)
-    assert of(torch.nn.Linear(D, D)) == "there is no graph of it: it was not called yet"
+    assert of(torch.nn.Linear(D, D)) == "it has no graph: it was not called yet"
     dense = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.ReLU())
-    assert of(dense, x) == "Dynamo made one graph of it, and in none are experts selected"
+    assert of(dense, x) == "Dynamo made one graph of it, and none selects experts"
     assert of(dense, x[:3], x[:2]).startswith("Dynamo made 2 graphs of it")
-    assert of(torch.nn.Linear(D, 3)).startswith("there is no graph of it: it was not called yet, or")
+    assert of(torch.nn.Linear(D, 3)).startswith("it has no graph: it was not called yet, or")
     looped = torch.nn.Sequential(torch.nn.Linear(D, D), Looped())
     assert "Dynamo does not compile forward (test_explained.py:" in of(looped, x)
     assert "Dynamo made 2 graphs of it" in of(dense)

@@ -118,8 +118,8 @@ def test_a_function_with_a_backward_of_its_own_is_named():
 def test_experts_that_are_given():
     """Comparisons inside of the experts are no choice."""
     (refusal,) = refused(Given(), torch.randn(3, 9, D), torch.randint(0, E, (3, 9)))
-    assert refusal.reason.startswith("no choice of experts is computed here, and it is given ids: ")
-    assert "moefx.compile(model) takes them" in refusal.remedy
+    assert refusal.reason.startswith("the graph does not select experts here, and receives ids: ")
+    assert "moefx.compile(model) supports them" in refusal.remedy
 
 
 class Layers(nn.Module):
@@ -147,8 +147,10 @@ def test_a_reason_is_said_once(caplog):
 @pytest.mark.parametrize(("kind", "by"), [(HiddenChecked, "isfinite"), (HiddenReturned, "square")])
 def test_what_experts_compute_is_used_outside(kind, by):
     (refusal,) = refused(kind(), torch.randn(20, D))
-    assert f"h, which the experts compute, is used outside of the mixture, by {by}" in refusal.reason
-    assert refusal.source.startswith("test_refusals.py:") and "goes into the mixture or comes out" in refusal.remedy
+    assert f"h, which the experts compute, is used outside the mixture, by {by}" in refusal.reason
+    assert (
+        refusal.source.startswith("test_refusals.py:") and "the inputs or the outputs of the mixture" in refusal.remedy
+    )
 
 
 def test_checks_of_what_stays_stay():
@@ -169,7 +171,7 @@ def _slices(t):
 def test_rows_that_are_cut_into_parts(cut):
     """By a loop of which the graph has the turns that its size takes."""
     (refusal,) = refused(Dense(cut), torch.randn(40, D))
-    assert refusal.reason.startswith("the rows are cut into 3 parts") and "loops over parts" in refusal.remedy
+    assert refusal.reason.startswith("the rows are split into 3 chunks") and "loops over chunks" in refusal.remedy
     assert refusal.source.startswith("test_refusals.py:")
 
 

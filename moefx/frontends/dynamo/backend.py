@@ -1,4 +1,4 @@
-"""Flat graphs: `moefx.rewrite_graph`, and `torch.compile(model, backend="moefx")`."""
+"""Rewrite flat graphs: `moefx.rewrite_graph`, and `torch.compile(model, backend="moefx")`."""
 
 from __future__ import annotations
 
@@ -22,34 +22,37 @@ from ...verification.traced import BackendRecipe, keeping_saved_tensors
 from ..fx import trace_artifacts
 from ..fx.graph_rewrite import GraphRegions, build_refusal, check_inputs, check_plan, rewrite_regions
 from ..fx.normalize import normalize, restore_calls
-from . import registry as kept
+from . import registry
 from .compile_options import parse_options
 
 _log = logging.getLogger(__name__)
 _logged: set[str] = set()
 _GRAPH_BREAK = "experts are selected, but Dynamo ends its graph before their results come together"
-_RETURNED_CHOICE = "what was selected is returned by the graph, and in it nothing of that comes together"
+_RETURNED_CHOICE = "the graph returns the selected indices, and their results do not come together in it"
 
 
 def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None = None) -> fx.GraphModule:
-    """Find the MoE regions of a flat graph, prove what they compute, and put PFT graphs in their place.
+    """Find the MoE regions of a flat graph, prove each, and replace them by PFT graphs.
 
-    The graph may come from `torch.export` (`.module()`), from `make_fx`, from Dynamo, or from `symbolic_trace`. Sizes
-    in it may be symbolic, or asked for where they are needed; where they are numbers, the result is for these sizes as
-    the graph was. Parameters may be attributes of the graph or inputs; buffers are attributes. Inputs that are numbers
-    may differ from call to call: a region that needs one is left as it is.
+    The graph may come from `torch.export` (`.module()`), `make_fx`, Dynamo, or `symbolic_trace`. Sizes in it may be
+    symbolic, or read where they are used. If they are numbers, the result holds for these sizes, as the graph did.
+    Parameters may be attributes of the graph or inputs; buffers are attributes. Inputs that are numbers may differ
+    from
+    call to call: a region that depends on one is left unchanged.
 
     Args:
-        example_inputs: one value for each input of the graph; real, fake or on the meta device. Where the nodes have
-            values in their meta, only parameters are looked at.
+        example_inputs: one value for each input of the graph; real, fake or on the meta device. If the nodes have
+            values
+            in their meta, only parameters among them are used.
 
     Returns:
-        A new `GraphModule` in which one module call stands for each region, and all else is as it was: `moefx.blocks`,
-        `graph`, `history` and `explain` take it. Without a region: the graph that was given,
-        said once in the log; `explain` has why.
+        A new `GraphModule` with one module call in place of each region; all else is unchanged. `moefx.blocks`,
+        `graph`,
+        `history` and `explain` accept it. Without a region: the given graph; the log says so once, and `explain` says
+        why.
 
     Raises:
-        InvalidInput: no graph, or inputs that it does not take. InvalidPlan: no plan.
+        InvalidInput: not a graph, or inputs that do not fit it. InvalidPlan: not a plan.
     """
     plan = check_passes(check_plan(plan))
     values = check_inputs(gm, example_inputs)
@@ -79,9 +82,10 @@ def backend(
     """The Dynamo backend: `torch.compile(model, backend="moefx", options={...})`.
 
     Args:
-        options: fields of a `Plan`; "backend": what compiles the graph afterwards, a name or a function, "inductor" by
-            default; "backend_options": its own options.
-        mode: Inductor's.
+        options: fields of a `Plan`; "backend": the compiler of the resulting graph, a name or a function, "inductor"
+            by
+            default; "backend_options": the options of that compiler.
+        mode: a mode of Inductor.
 
     Raises:
         InvalidPlan: an unknown option, or an invalid plan.
@@ -90,9 +94,9 @@ def backend(
     out, found = rewrite_regions(gm, list(example_inputs), chosen.plan)
     _log_findings(gm, found, "it is compiled as it is")
     for skipped in _find_skipped_functions():
-        _log_once(logging.WARNING, f"moefx: {skipped}. If these are experts: {kept.COMPILE_FIRST}")
+        _log_once(logging.WARNING, f"moefx: {skipped}. If these are experts: {registry.COMPILE_FIRST}")
     record = _build_record(gm, found)
-    kept.register_graph(out, found, record)
+    registry.register_graph(out, found, record)
     if out is not gm:
         vars(out)[RECORD] = record
         trace_artifacts.log_artifacts(out, lambda: str(explain(out)))
@@ -103,17 +107,19 @@ def backend(
     return chosen.rest(out, example_inputs)
 
 
-backend.reset = kept.forget  # pyright: ignore[reportFunctionMemberAccess]
+backend.reset = registry.forget  # pyright: ignore[reportFunctionMemberAccess]
 
 
-# ---------------------------------------------------------------------- what is said
-def _log_findings(gm: fx.GraphModule, found: GraphRegions, then: str) -> None:
-    """In the log, each thing once."""
+# ---------------------------------------------------------------------- log and record
+def _log_findings(gm: fx.GraphModule, found: GraphRegions, action: str) -> None:
+    """Log the refusals of a graph, and its graph break if one separates a selection from its results. Each text is
+    logged once.
+    """
     every = found.with_inner()
     refused = [r for f in every for r in f.refused]
-    before = [r for one in kept.COMPILED_GRAPHS for r in one.record.refused]
-    matched = [m for one in kept.COMPILED_GRAPHS for m in one.record.matched]
-    others = [r for r in kept.find_few_token_refusals([*before, *refused], matched) if r in refused]
+    before = [r for one in registry.COMPILED_GRAPHS for r in one.record.refused]
+    matched = [m for one in registry.COMPILED_GRAPHS for m in one.record.matched]
+    others = [r for r in registry.find_few_token_refusals([*before, *refused], matched) if r in refused]
     for level, those in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
         for refusal in merge_refusals(those):
             _log_once(level, f"moefx left a region of a graph as it was: {refusal}")
@@ -125,24 +131,24 @@ def _log_findings(gm: fx.GraphModule, found: GraphRegions, then: str) -> None:
             _log_once(
                 logging.WARNING,
                 f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their "
-                f"results come together. {kept.COMPILE_FIRST}",
+                f"results come together. {registry.COMPILE_FIRST}",
             )
     if not any(f.matched or f.refused for f in every):
         nodes = len(found.analysis.nodes)
-        _log_once(logging.INFO, "moefx found no MoE region in a graph; " + then, f" ({nodes} nodes)")
+        _log_once(logging.INFO, "moefx found no MoE region in a graph; " + action, f" ({nodes} nodes)")
 
 
 def _find_graph_break(gm: fx.GraphModule) -> Any:
-    """Why Dynamo ended a graph before the end of a function; None, if it did not."""
+    """Dynamo's reason for ending a graph before the end of a function, or None."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason if getattr(reason, "graph_break", False) else None
 
 
-def _find_skipped_functions() -> list[kept.SkippedFunction]:
-    """Dynamo never hands them to a backend. They are in counters of its own, which are private."""
+def _find_skipped_functions() -> list[registry.SkippedFunction]:
+    """The functions that Dynamo gave up. It never passes them to a backend, but counts them in a private counter."""
     try:
         reasons = list(torch._dynamo.utils.counters["unimplemented"])
-    except Exception:  # another torch
+    except Exception:  # another version of torch
         return []
     found = []
     for reason in reasons:
@@ -150,18 +156,20 @@ def _find_skipped_functions() -> list[kept.SkippedFunction]:
         if frame and reason.startswith(("Dynamic shape operator", "Data dependent operator", "Data-dependent")):
             operator = re.search(r"debug context: (\S+)", reason)
             found.append(
-                kept.SkippedFunction(frame[1], frame[2], int(frame[3]), operator[1] if operator else "a tensor")
+                registry.SkippedFunction(frame[1], frame[2], int(frame[3]), operator[1] if operator else "a tensor")
             )
     return found
 
 
 def _log_once(level: int, text: str, detail: str = "") -> None:
+    """Log a text unless it was logged before. `detail` may differ from call to call."""
     if text not in _logged:
         _logged.add(text)
         _log.log(level, "%s%s", text, detail)
 
 
 def _build_record(gm: fx.GraphModule, found: GraphRegions) -> Record:
+    """Build the record of a graph, which `explain` reads."""
     reports: dict[int, BlockReport] = {}  # by proof
     for f in found.with_inner():
         for region, proof in f.matched:
@@ -171,15 +179,15 @@ def _build_record(gm: fx.GraphModule, found: GraphRegions) -> Record:
     every = found.with_inner()
     refused = [r for f in every for r in f.refused]
     if _find_graph_break(gm) is not None:
-        refused += [Refusal("", _GRAPH_BREAK, line, (), kept.COMPILE_FIRST) for line in found.open]
-    elif not reports:  # beside a mixture it is statistics
+        refused += [Refusal("", _GRAPH_BREAK, line, (), registry.COMPILE_FIRST) for line in found.open]
+    elif not reports:  # beside a mixture such a selection is statistics
         refused += [Refusal("", _RETURNED_CHOICE, line) for line in found.open]
     return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in every))
 
 
-# ---------------------------------------------------------------------- what was compiled with the backend
+# ---------------------------------------------------------------------- queries
 def find_recipes(model: nn.Module) -> dict[str, BackendRecipe]:
-    """How `torch.compile` made a model, or modules of one (`module.compile`), with this backend."""
+    """Find how this backend compiled a model (`torch.compile`) or parts of it (`module.compile`), by name."""
     ways = {}
     for name, part in find_compiled_parts(model).items():
         if getattr(part.compiler, "compiler_fn", part.compiler) is backend:
@@ -190,9 +198,12 @@ def find_recipes(model: nn.Module) -> dict[str, BackendRecipe]:
 
 
 def compiled_for(given: nn.Module | Callable[..., Any]) -> tuple[Record | None, dict[str, BlockForward]]:
-    """The regions of the graphs of a model or a function that was compiled with the backend, the latest of each name.
-    Of a model that never was, unless it is what `torch.compile` returned, there is no record."""
-    if mine := kept.find_graphs(given, kept.COMPILED_GRAPHS):
-        return kept.merge_graphs(mine)
+    """Return the record and the regions of all graphs of a model or function, the latest for each name. The record is
+    None for a model that was never compiled with this backend.
+    """
+    if mine := registry.find_graphs(given, registry.COMPILED_GRAPHS):
+        return registry.merge_graphs(mine)
     was_compiled = not isinstance(given, nn.Module) or find_recipes(given)
-    return (Record((), (kept.explain_missing(given, _find_skipped_functions()),), 0.0) if was_compiled else None), {}
+    return (
+        Record((), (registry.explain_missing(given, _find_skipped_functions()),), 0.0) if was_compiled else None
+    ), {}

@@ -1,4 +1,4 @@
-"""The options of `torch.compile(model, backend="moefx")`: a plan, and what compiles graphs afterwards."""
+"""Parse the options of `torch.compile(model, backend="moefx")`: a plan, and the compiler of the resulting graphs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ _EXAMPLE = "expected a dict of fields of a Plan, such as options={'checkpoint': 
 
 
 class Options(NamedTuple):
-    """Attributes:
-    name: of what compiles graphs afterwards, or the function. rest: it, with its own options.
+    """The parsed options.
+
+    Attributes:
+        plan: the plan.
+        name: the name of the compiler of the resulting graphs, or the function.
+        rest: that compiler, with its own options.
     """
 
     plan: Plan
@@ -29,18 +33,18 @@ class Options(NamedTuple):
 
     @property
     def compiled_by(self) -> str:
-        """The name of what compiles graphs afterwards; "" where they may run as they are."""
+        """The name of the compiler of the resulting graphs; "" if they may run eagerly."""
         return self.name if isinstance(self.name, str) and not self.name.startswith("eager") else ""
 
 
 def parse_options(given: Mapping[str, Any] | None, mode: str | None) -> Options:
-    """What the user gave.
+    """Parse the options of the backend.
 
     Raises:
         InvalidPlan: an unknown or invalid option.
     """
     if not isinstance(given, Mapping | None):
-        what = "; of a Plan that is dataclasses.asdict(plan)" if isinstance(given, Plan) else ""
+        what = "; for a Plan use dataclasses.asdict(plan)" if isinstance(given, Plan) else ""
         raise InvalidPlan(f"options is a {type(given).__name__}; {_EXAMPLE}{what}")
     left = dict(given or {})
     name, own = left.pop("backend", "inductor"), left.pop("backend_options", None)
@@ -50,11 +54,11 @@ def parse_options(given: Mapping[str, Any] | None, mode: str | None) -> Options:
             if name == "inductor" and option in torch._inductor.list_options():
                 raise InvalidPlan(
                     f"options={{{option!r}: ...}}: that is an option of Inductor; "
-                    f"options={{'backend_options': {{{option!r}: ...}}}} hands it on"
+                    f"options={{'backend_options': {{{option!r}: ...}}}} passes it on"
                 )
             known = sorted(fields | {"backend", "backend_options"})
             raise InvalidPlan(
-                f"options={{{option!r}: ...}}: there is no such option; there is {', '.join(known)}"
+                f"options={{{option!r}: ...}}: unknown option; expected one of {', '.join(known)}"
                 + nearest(str(option), known)
             )
     plan = check_passes(check_plan(Plan(**left)))
@@ -62,8 +66,13 @@ def parse_options(given: Mapping[str, Any] | None, mode: str | None) -> Options:
 
 
 def _find_compiler(name: Any) -> Callable[..., Any]:
+    """Find the compiler of the resulting graphs.
+
+    Raises:
+        InvalidPlan: it is unknown, or moefx itself.
+    """
     if name == "moefx":
-        raise InvalidPlan("options={'backend': 'moefx'}: what the rest of the graph is handed to must be another one")
+        raise InvalidPlan("options={'backend': 'moefx'}: the compiler of the resulting graph must be another one")
     if callable(name):
         return name
     if not isinstance(name, str):
@@ -71,16 +80,17 @@ def _find_compiler(name: Any) -> Callable[..., Any]:
     known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         raise InvalidPlan(
-            f"options={{'backend': {name!r}}}: torch has no backend of that name; there is {', '.join(known)}"
+            f"options={{'backend': {name!r}}}: torch has no backend of that name; expected one of {', '.join(known)}"
             + nearest(name, known)
         )
     return torch._dynamo.lookup_backend(name)
 
 
 def _with_options(rest: Callable[..., Any], name: Any, own: Any, mode: str | None) -> Callable[..., Any]:
+    """Bind a compiler to its own options and Inductor's mode."""
     if own is not None and not isinstance(own, Mapping):
         raise InvalidPlan(
-            f"options={{'backend_options': {own!r}}}: expected a dict, of options of {_quote_compiler(name)}"
+            f"options={{'backend_options': {own!r}}}: expected a dict with options of {_quote_compiler(name)}"
         )
     if name == "inductor":
         patches = _check_inductor_options(own or {}) | _mode_options(mode)
@@ -106,7 +116,7 @@ def _quote_compiler(name: Any) -> str:
 
 
 def _check_inductor_options(own: Mapping[str, Any]) -> dict[str, Any]:
-    """As `torch.compile(options=...)` checks them."""
+    """Check options as `torch.compile(options=...)` does. Returns them under Inductor's names."""
     from torch._inductor import config, list_options
 
     known, kind_of = list_options(), cast(Any, config).get_type

@@ -1,4 +1,4 @@
-"""What became of the graphs that were compiled with the backend, for those who ask about the model or the function."""
+"""Record the graphs that the backend has compiled, for `explain` and `blocks`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..fx.node_queries import user_sources
 from ..fx.token_dims import NO_TOKENS, ONE_TOKEN
 
 _MAX_GRAPHS = 64
-_FEW_TOKENS_NOTE = "graphs of a single token, or of none, run as they were"
-COMPILE_FIRST = "moefx.compile(model) takes what depends on data; call it first"
-_EXPLAIN_ADVICE = "What moefx.compile finds, moefx.explain says of the model that torch.compile was called on"
+_FEW_TOKENS_NOTE = "graphs of a single token, or of none, run unchanged"
+COMPILE_FIRST = "moefx.compile(model) supports code that depends on data; call it first"
+_EXPLAIN_ADVICE = "To see what moefx.compile finds, call moefx.explain on the model before torch.compile"
 
 
 class SkippedFunction(NamedTuple):
-    """A function that Dynamo gave up, because of what depends on data in a loop."""
+    """A function that Dynamo does not compile, because an op in one of its loops depends on data."""
 
     name: str
     file: str
@@ -36,16 +36,18 @@ class SkippedFunction(NamedTuple):
 
     def __str__(self) -> str:
         where = f"{self.name} ({self.file.rpartition('/')[2]}:{self.line})"
-        return f"Dynamo does not compile {where}, in a loop of which rows depend on data ({self.operator})"
+        return f"Dynamo does not compile {where}, because the rows in a loop depend on data ({self.operator})"
 
 
 @dataclasses.dataclass
 class CompiledGraph:
-    """A graph, and what was found in it.
+    """A compiled graph and its findings.
 
     Attributes:
-        weights: that its regions take, or it, weakly.
-        entered: the lines of the function that Dynamo compiled from which the graph's ops come.
+        record: the findings.
+        forwards: the regions by name.
+        weights: weak references to the weights of its regions, or of the graph if it has no regions.
+        entered: the lines of the compiled function that the graph's ops come from.
     """
 
     record: Record
@@ -55,30 +57,31 @@ class CompiledGraph:
 
 
 COMPILED_GRAPHS: list[CompiledGraph] = []
-GRAPHS_WITHOUT_MOE: list[CompiledGraph] = []  # graphs in which nothing is that looks like experts
+GRAPHS_WITHOUT_MOE: list[CompiledGraph] = []  # nothing in them looks like experts
 
 
 def register_graph(out: fx.GraphModule, found: GraphRegions, record: Record) -> None:
+    """Record a compiled graph with its findings. Old graphs are dropped beyond `_MAX_GRAPHS`."""
     forwards = {forward.name: forward for forward in rewritten_blocks(out).values()}
     every = found.with_inner()
-    held = [f.analysis.weights[n] for f in every for region, _ in f.matched for n in region.weights]
-    held = held or [t for f in every for t in f.analysis.weights.values()]
+    weights = [f.analysis.weights[n] for f in every for region, _ in f.matched for n in region.weights]
+    weights = weights or [t for f in every for t in f.analysis.weights.values()]
     outermost: set[Source] = {user_sources(n, 0)[-1] for n in found.analysis.nodes if n.stack_trace}
     entered = {(source.file, source.line) for source in outermost}
     mine = COMPILED_GRAPHS if record.matched or record.refused else GRAPHS_WITHOUT_MOE
-    mine.append(CompiledGraph(record, forwards, [weakref.ref(t) for t in held], entered))
+    mine.append(CompiledGraph(record, forwards, [weakref.ref(t) for t in weights], entered))
     del mine[:-_MAX_GRAPHS]
 
 
 def forget() -> None:
-    """`torch.compiler.reset()`: graphs that were compiled before are not run any more."""
+    """Drop all graphs. `torch.compiler.reset()` calls it, because earlier graphs do not run any more."""
     COMPILED_GRAPHS.clear()
     GRAPHS_WITHOUT_MOE.clear()
 
 
 def find_graphs(given: nn.Module | Callable[..., Any], graphs: Sequence[CompiledGraph]) -> list[CompiledGraph]:
-    """Those of the graphs that are of a model, by its weights, or of what `torch.compile` made of a function: its
-    weights may be anywhere, but it is entered at its own lines."""
+    """Select the graphs of a model, by its weights, or of a compiled function, by its lines: its weights may be
+    anywhere."""
     if not isinstance(given, nn.Module):
         lines = function_lines(given)
         return [one for one in graphs if lines & one.entered]
@@ -88,12 +91,13 @@ def find_graphs(given: nn.Module | Callable[..., Any], graphs: Sequence[Compiled
 
 
 def function_lines(function: Callable[..., Any]) -> set[tuple[str, int]]:
+    """The (file, line) pairs of a function's code."""
     code = inspect.unwrap(getattr(function, "_torchdynamo_orig_callable", function)).__code__
     return {(code.co_filename, line) for _, _, line in code.co_lines() if line is not None}
 
 
 def merge_graphs(mine: list[CompiledGraph]) -> tuple[Record, dict[str, BlockForward]]:
-    """The regions of several graphs, the latest of each name."""
+    """Merge the records and regions of several graphs. The latest region of each name wins."""
     matched: dict[tuple[str, ...], BlockReport] = {}
     refused: dict[str, Refusal] = {}
     forwards: dict[str, BlockForward] = {}
@@ -111,30 +115,33 @@ def merge_graphs(mine: list[CompiledGraph]) -> tuple[Record, dict[str, BlockForw
 
 
 def find_few_token_refusals(refused: Sequence[Refusal], matched: Iterable[BlockReport]) -> list[Refusal]:
-    """Those that are left for having a single token, or none, of which there are graphs of more."""
+    """Select refusals for a single token, or none, of regions that also occur with more tokens."""
     few = [r for r in refused if r.reason in (NO_TOKENS, ONE_TOKEN)]
     names = {name for report in matched for name in report.names} | {r.name for r in refused if r not in few}
     return [r for r in few if r.name in names]
 
 
 def explain_missing(given: nn.Module | Callable[..., Any], skipped: Sequence[SkippedFunction]) -> Refusal:
-    """What is said of a model or a function of which no graph has what looks like experts. `skipped`: functions that
-    Dynamo gave up."""
+    """Explain why no graph of a model or function contains anything like experts.
+
+    Args:
+        skipped: functions that Dynamo gave up.
+    """
     codes = [m.forward for m in given.modules()] if isinstance(given, nn.Module) else [given]
     codes = [code for code in codes if hasattr(inspect.unwrap(code), "__code__")] if skipped else []
     lines = set[tuple[str, int]]().union(*map(function_lines, codes))
     plain = find_graphs(given, GRAPHS_WITHOUT_MOE)
-    if mine := [one for one in skipped if (one.file, one.line) in lines]:
-        reason, remedy = f"{mine[0]}", f"if these are experts: {COMPILE_FIRST}"
+    if own_skipped := [one for one in skipped if (one.file, one.line) in lines]:
+        reason, remedy = f"{own_skipped[0]}", f"if these are experts: {COMPILE_FIRST}"
     elif plain:
         graphs = f"{len(plain)} graphs" if len(plain) > 1 else "one graph"
-        reason, remedy = f"Dynamo made {graphs} of it, and in none are experts selected", _EXPLAIN_ADVICE
+        reason, remedy = f"Dynamo made {graphs} of it, and none selects experts", _EXPLAIN_ADVICE
     elif COMPILED_GRAPHS or GRAPHS_WITHOUT_MOE:
         reason = (
-            "there is no graph of it: it was not called yet, or Dynamo runs those of an equal model from before, "
-            "or of parameters that this one had before"
+            "it has no graph: it was not called yet, or Dynamo reuses graphs of an equal model, or of earlier "
+            "parameters of this one"
         )
-        remedy = f"call it first; torch.compiler.reset() forgets what was compiled before. {_EXPLAIN_ADVICE}"
+        remedy = f"call it first; torch.compiler.reset() drops earlier graphs. {_EXPLAIN_ADVICE}"
     else:
-        reason, remedy = "there is no graph of it: it was not called yet", f"call it first. {_EXPLAIN_ADVICE}"
+        reason, remedy = "it has no graph: it was not called yet", f"call it first. {_EXPLAIN_ADVICE}"
     return Refusal("", reason, remedy=remedy, seen=False)

@@ -1,10 +1,10 @@
-"""The frontend for flat FX graphs: of Dynamo, of `torch.export`, of `make_fx`, or written by hand.
+"""The frontend for flat FX graphs from Dynamo, `torch.export`, `make_fx`, or written by hand.
 
 A graph has no modules. Its counterpart of a module is a *region*: the nodes between a tensor of rows, the *entry*, and
 the tensor that sums the routed results, the *exit*. A region becomes a module, which takes the same steps as a block:
-the same capture, the same matcher, the same passes. Files import those above them only.
+capture, matcher, passes. Each file imports only files above it in this list.
 
-    node_queries      what a single node is and does
+    node_queries      op, arguments and source lines of a single node
     abstract_values   shapes and dtypes of nodes, if the graph does not give them
     graph_analysis    facts about each node in its graph: value, dependencies (through memory, too), grad mode, autocast
     region_bounds     from a node that selects (`topk`, `sort`, a comparison) to entry and exit, by dominance alone

@@ -1,4 +1,4 @@
-"""What the nodes of a graph give, abstractly, where the graph does not say."""
+"""Compute abstract values of nodes, if the graph does not carry them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .node_queries import MODE_SWITCHES, SELECTING_OPS, is_float_tensor, size_hi
 
 _SIZES = {"size", "numel", "sym_size", "sym_numel"}
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137)
-_EXPORT_ADVICE = "make it with torch.export.export(..., dynamic_shapes=...), which says what varies"
+_EXPORT_ADVICE = "make it with torch.export.export(..., dynamic_shapes=...), which declares the sizes that vary"
 
 
 def traced_value(n: fx.Node) -> Any:
-    """What a tracer has left of a value: Dynamo, or `torch.export` and `make_fx`."""
+    """The value that Dynamo, `torch.export` or `make_fx` recorded for a node, or None."""
     return n.meta.get("example_value", n.meta.get("val"))
 
 
 def has_traced_values(graph: fx.Graph) -> bool:
-    """Whether it says all values that are of use."""
+    """Whether each node that is used has a recorded value."""
     return all(
         traced_value(n) is not None
         or n.op in ("placeholder", "get_attr", "output")
@@ -41,7 +41,7 @@ def has_traced_values(graph: fx.Graph) -> bool:
 
 
 def has_symbolic_sizes(graph: fx.Graph) -> bool:
-    """Whether it is a graph for all sizes, which it asks for where it needs them, as symbolic tracing has it."""
+    """Whether the graph reads sizes at run time, as graphs of symbolic tracing do, and so holds for all sizes."""
     return any(
         (n.target is getattr and n.args[1] == "shape") or (n.op.startswith("call") and target_name(n) in _SIZES)
         for n in graph.nodes
@@ -49,10 +49,10 @@ def has_symbolic_sizes(graph: fx.Graph) -> bool:
 
 
 def propagate_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-    """The values for these inputs.
+    """Run a graph on fake tensors of the given inputs. Returns the value of each node.
 
     Raises:
-        InvalidInput: it does not run on them. Refused: what it computes hangs on numbers in tensors.
+        InvalidInput: the graph does not run on them. Refused: a value depends on numbers in tensors.
     """
     fakes = [t for t in example_inputs if isinstance(t, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
@@ -63,17 +63,17 @@ def propagate_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[
     try:
         return _interpret(gm, mode, inputs)
     except DataDependentOutputException as error:
-        raise Refused(f"what the graph computes depends on a value that it reads from a tensor ({error})") from error
+        raise Refused(f"the graph depends on a value that it reads from a tensor ({error})") from error
     except Exception as error:
         raise InvalidInput(f"the graph does not run on these example_inputs: {summarize_error(error)}") from error
 
 
 def propagate_symbolic_sizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-    """The values for inputs of any sizes, of which those of the examples are one case; weights have theirs.
+    """Run a graph on inputs of symbolic sizes; weights keep theirs. Returns the value of each node.
 
     Raises:
-        InvalidInput: it does not run on the examples. Refused: it does, but not on symbolic sizes, or these say of
-            some that they are numbers where others would do.
+        InvalidInput: the graph does not run on the examples.
+        Refused: it runs on the examples but not on symbolic sizes, or torch fixes a size that could vary.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     examples = dict(zip(placeholders, example_inputs, strict=True))
@@ -81,7 +81,7 @@ def propagate_symbolic_sizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) 
     if not weights and not any(map(is_float_tensor, gm.parameters())):
         weights = guess_weights(gm.graph, examples)
     sizes = {n: list(t.shape) for n, t in examples.items() if isinstance(t, torch.Tensor) and n not in weights}
-    for axis in range(max(map(len, sizes.values()), default=0)):  # torch makes a number of 1
+    for axis in range(max(map(len, sizes.values()), default=0)):  # torch fixes sizes of 1
         longer = {n: [3 if (i, s) == (axis, 1) else s for i, s in enumerate(shape)] for n, shape in sizes.items()}
         if longer != sizes and _runs_at(gm, examples, longer):
             sizes = longer
@@ -98,7 +98,7 @@ def propagate_symbolic_sizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) 
     except Exception as error:
         propagate_values(gm, example_inputs)
         raise Refused(
-            f"the graph asks for sizes, and does not run on symbolic ones ({summarize_error(error)})",
+            f"the graph reads sizes, and does not run on symbolic ones ({summarize_error(error)})",
             remedy=_EXPORT_ADVICE,
         ) from error
     for n, value in values.items():
@@ -109,10 +109,10 @@ def propagate_symbolic_sizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) 
 
 
 def _check_fixed_sizes(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes: dict[fx.Node, torch.Size]) -> None:
-    """Sizes of which torch has made numbers must be these, as that of rows which meet weights.
+    """Check that the sizes that torch has fixed, such as the width of rows that meet weights, cannot vary.
 
     Raises:
-        Refused: the graph runs with others.
+        Refused: the graph also runs with another size.
     """
     found: dict[int, list[tuple[fx.Node, int]]] = defaultdict(list)
     symbols: dict[Any, int] = {}
@@ -122,7 +122,7 @@ def _check_fixed_sizes(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes:
         for i, size in enumerate(shape):
             expr = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
             for symbol in sorted(expr.free_symbols, key=str):
-                symbols.setdefault(symbol, _PRIMES[len(symbols) % len(_PRIMES)])  # divisible by nothing
+                symbols.setdefault(symbol, _PRIMES[len(symbols) % len(_PRIMES)])  # divisible by no other size
             other[n].append(int(expr.subs(symbols)))
             if expr.is_Integer:
                 found[int(expr)].append((n, i))
@@ -132,13 +132,14 @@ def _check_fixed_sizes(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes:
             if _runs_at(gm, examples, changed):
                 n, i = chosen[0]
                 raise Refused(
-                    f"the graph asks for sizes, and something in it makes the number {number} of one of {n.name}, "
-                    f"which may be another (axis {i})",
+                    f"the graph reads sizes, and fixes axis {i} of {n.name} to {number}, although it runs with another "
+                    "size",
                     remedy=_EXPORT_ADVICE,
                 )
 
 
 def _runs_at(gm: fx.GraphModule, examples: dict[fx.Node, Any], sizes: dict[fx.Node, list[int]]) -> bool:
+    """Whether the graph runs on examples of these sizes."""
     try:
         propagate_values(gm, [_resize(t, sizes[n]) if n in sizes else t for n, t in examples.items()])
     except (InvalidInput, Refused):
@@ -147,7 +148,7 @@ def _runs_at(gm: fx.GraphModule, examples: dict[fx.Node, Any], sizes: dict[fx.No
 
 
 def _resize(t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """With other sizes, its axes in the same order in memory, and without data."""
+    """An empty tensor of other sizes, whose axes have the same order in memory."""
     order = sorted(range(t.dim()), key=lambda i: (size_hint(t.stride(i)), size_hint(t.shape[i])), reverse=True)
     if t.shape == torch.Size(sizes):
         return t
@@ -155,7 +156,9 @@ def _resize(t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def guess_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.Node]:
-    """Where nothing says what is a parameter: all inputs but those that choices are first of all made of."""
+    """Guess the weights among inputs that are not marked: all float inputs except the operands that selections derive
+    from.
+    """
     activations = set()
     for n in graph.nodes:
         if target_name(n) in SELECTING_OPS and n.op.startswith("call"):
@@ -167,7 +170,7 @@ def guess_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.No
 
 
 def _first_operand(n: fx.Node) -> Any:
-    """What an op is an op on, as `x` of `addmm(bias, x, w)`."""
+    """The main operand of an op, such as `x` of `addmm(bias, x, w)`."""
     name = target_name(n)
     at = 1 if name in ("addmm", "addmv", "einsum", "embedding") and len(n.args) > 1 else 0
     found: Any = n.args[at] if n.args else next(iter(n.all_input_nodes), None)
@@ -177,6 +180,8 @@ def _first_operand(n: fx.Node) -> Any:
 
 
 class _ValueRecorder(fx.Interpreter):
+    """Runs a graph on fake tensors and records the value of each node."""
+
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
         super().__init__(gm)
         self.mode, self.found = mode, {}
@@ -189,7 +194,7 @@ class _ValueRecorder(fx.Interpreter):
         return out
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is F.one_hot:  # which makes numbers of symbols
+        if target is F.one_hot:  # it would fix symbols
             t, classes = args[0], args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
             if isinstance(classes, torch.SymInt):
                 return t.new_empty((*t.shape, classes))
@@ -197,10 +202,15 @@ class _ValueRecorder(fx.Interpreter):
 
 
 def _interpret(gm: fx.GraphModule, mode: FakeTensorMode, inputs: list[Any]) -> dict[fx.Node, Any]:
+    """Run a graph under a fake mode. Returns the value of each node."""
     values = _ValueRecorder(gm, mode)
-    held: dict[str, torch.Tensor] = {
+    tensors: dict[str, torch.Tensor] = {
         name: mode.from_tensor(t, static_shapes=True) for name, t in (*gm.named_parameters(), *gm.named_buffers())
     }
-    with mode, without_fake_tensor_errors(), torch.nn.utils.stateless._reparametrize_module(gm, held, tie_weights=True):
+    with (
+        mode,
+        without_fake_tensor_errors(),
+        torch.nn.utils.stateless._reparametrize_module(gm, tensors, tie_weights=True),
+    ):
         values.run(*inputs)
     return values.found

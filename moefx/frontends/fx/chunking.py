@@ -1,4 +1,4 @@
-"""Rows that a loop of the program cuts into parts: a graph has as many turns as its own size takes, and no others."""
+"""Explain regions that a loop splits into chunks of rows. A graph holds the iterations of its own size only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNKING_OPS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 
 
 def explain_chunks(analysis: GraphAnalysis, bounds: RegionBounds) -> Refused | None:
-    """What is said of a region that cuts its rows into parts, and cannot be rewritten."""
+    """The refusal of a region that splits its rows into chunks, or None if it does not."""
     sizes = analysis.value[bounds.entry].shape[:-1]
     if not all(map(is_hinted, sizes)):
         return None
@@ -43,7 +43,7 @@ def explain_chunks(analysis: GraphAnalysis, bounds: RegionBounds) -> Refused | N
 
 
 def _is_range(n: fx.Node, rows: torch.Tensor, part: torch.Tensor | None) -> bool:
-    """Whether a node takes some rows that are next to each other."""
+    """Whether a node takes a contiguous range of rows."""
     index = n.args[1] if n.target is operator.getitem else None
     first = index[0] if isinstance(index, tuple) and index else index
     if part is None or part.dim() != rows.dim() or not all(map(is_hinted, part.shape)):
@@ -54,8 +54,8 @@ def _is_range(n: fx.Node, rows: torch.Tensor, part: torch.Tensor | None) -> bool
 
 def _refuse_chunks(analysis: GraphAnalysis, n: fx.Node, count: int) -> Refused:
     return Refused(
-        f"the rows are cut into {count} parts: at other sizes there would be other ones, which are not in the graph",
+        f"the rows are split into {count} chunks, and the graph does not hold the chunks of other sizes",
         culprits=(target_name(n),),
         source=analysis.source_line(n),
-        remedy="compute them at once; or call moefx.compile(model), which takes loops over parts",
+        remedy="compute them at once; or call moefx.compile(model), which supports loops over chunks",
     )

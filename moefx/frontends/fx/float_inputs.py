@@ -1,6 +1,7 @@
-"""Floats of the caller's, such as a scale of a configuration, that a dynamic graph takes for constants.
+"""Track floats of the caller, such as a scale in a configuration, that a dynamic graph treats as constants.
 
-Dynamo compiles another graph for another value then: what seldom changes may be one, what changes at each step may not.
+Dynamo compiles a new graph for each value of a constant. A float may be one if it rarely changes, not if it changes
+at each step.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from torch._guards import CompileContext
 _MAX_VALUES = 3
 _values_by_frame: dict[
     Any, tuple[int, dict[str, set[float]]]
-] = {}  # by Dynamo's frame: its last graph, values of floats by name
+] = {}  # by Dynamo's frame: number of its last graph, values by name
 
 
 def may_be_constant(name: str, now: float) -> bool:
-    """Whether a float had few values in the graphs of this frame in which it was a constant."""
-    met = _current_values().get(name, set())
-    return now in met or len(met) < _MAX_VALUES
+    """Whether a float has had few values as a constant in the graphs of this frame."""
+    values = _current_values().get(name, set())
+    return now in values or len(values) < _MAX_VALUES
 
 
 def record_constant(name: str, number: torch.SymFloat) -> None:
-    """A guard of the graph that is being compiled."""
+    """Make a float a constant of the graph that is being compiled. `float()` adds the guard."""
     _current_values().setdefault(name, set()).add(float(number))
 
 
 def _current_values() -> dict[str, set[float]]:
-    """Values by name, of the frame that is being compiled."""
+    """The values of constants by name, for the frame that is being compiled."""
     graph = CompileContext.current_compile_id()
     frame, count = (None, 0) if graph is None else (graph.frame_id, graph.frame_compile_id or 0)
     last, values = _values_by_frame.get(frame, (0, {}))

@@ -1,9 +1,10 @@
-"""The numbers of a region as expressions over its token dims.
+"""Interpret the numbers of a region as expressions over its token dims.
 
-Dynamo writes the sizes of its example into a graph as numbers, unless it was told that they vary. Here the region is
-run without data at other sizes: where it runs only if a number is `B*S`, it is. Where both would run, it is
-taken for a token dim where it stands in a shape as in that of the entry, and else for what it is; what turns out wrong
-later is taken back.
+Dynamo writes the example's sizes into a graph as numbers, unless sizes are dynamic. Here the region runs without data
+at
+other sizes. A number that must change for that is an expression, such as `B*S`. If both readings run, a number in a
+shape is a token dim if the entry has it at the same place; other numbers are constants. Choices that fail later are
+undone.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ _MAX_TRIALS = 4000
 
 
 class GeneralizedRegion:
-    """The region at all sizes.
+    """A region for all sizes.
 
     Attributes:
         dims: the token dims.
-        arguments: of each node inside, (args, kwargs) with `Value`s and `Size`s.
-        shapes: of each given value, with `Size`s.
+        arguments: (args, kwargs) of each node inside, with `ValueRef`s and `SizeExpression`s.
+        shapes: the shape of each side input, with `SizeExpression`s.
+        probed: the values of all nodes at the probe sizes.
     """
 
     def __init__(self, analysis: GraphAnalysis, bounds: RegionBounds, number_of: dict[fx.Node, int]):
         self.analysis, self.bounds, self.number_of = analysis, bounds, number_of
         self.node_at = {i: n for n, i in number_of.items()}
         entry = analysis.value[bounds.entry]
-        # The meta device has no autocast, and is faster where there is none.
+        # The meta device is faster, but has no autocast.
         device = entry.device.type
         has_autocast = device != "meta" and torch.is_autocast_enabled(device)
         has_autocast |= any(analysis.modes[n].autocast for n in bounds.inside)
@@ -61,7 +63,7 @@ class GeneralizedRegion:
         constants |= {size_hint(s) for n in bounds.inside if (t := analysis.tensor(n)) is not None for s in t.shape}
         self.dims = TokenDims(analysis, [simplify_size(n) for n in entry.shape], constants)
         if not self.dims.names:
-            raise Refused(ONE_TOKEN, remedy="call it with more: for these Dynamo compiles anew")
+            raise Refused(ONE_TOKEN, remedy="call it with more tokens, for which Dynamo compiles another graph")
         self.arguments: dict[fx.Node, tuple[tuple, dict]] = {}
         self.shapes: dict[fx.Node, tuple] = {}
         self.probed: dict[fx.Node, Any] = {}
@@ -69,6 +71,11 @@ class GeneralizedRegion:
         self._check_choices()
 
     def _search(self, entry: torch.Tensor) -> None:
+        """Find meanings for all numbers, node by node with backtracking, at which the region runs at the probe sizes.
+
+        Raises:
+            Refused: no combination runs, or too many were tried.
+        """
         steps = [*self.bounds.side_inputs, *self.bounds.inside]
         names = dict(zip(self.dims.axes, self.dims.names, strict=True))
         rows = [self.dims.probe[names[i]] if i in names else size_hint(n) for i, n in enumerate(entry.shape)]
@@ -95,10 +102,10 @@ class GeneralizedRegion:
                 raise self._refuse_unclear(steps[min(furthest, len(steps) - 1)])
 
     def _check_choices(self) -> None:
-        """Without a choice among what is of one number there are no experts: it need not be captured to see that.
+        """Check that some selection is among a fixed number of candidates; this avoids a needless capture.
 
         Raises:
-            Refused: all choices are among tokens.
+            Refused: all selections are among tokens.
         """
         chosen, compared = find_choices(self.bounds.inside, self.analysis)
         for n in chosen:
@@ -114,35 +121,35 @@ class GeneralizedRegion:
             )
 
     def _refuse_unclear(self, n: fx.Node) -> Refused:
-        """At a node at which the sizes are not clear."""
+        """Build the refusal at the node beyond which no meanings were found."""
         where = self.analysis.source_line(n)
         if roots := [root for a in n.all_input_nodes if self.analysis.is_number(a) for root in self._find_unknown(a)]:
             names = [self.analysis.source_name(root) or root.name for root in roots]
-            between = "what Python computed between two graphs"
+            between = "a result of Python code between two graphs"
             names = ", ".join(dict.fromkeys(between if "___stack" in name else name for name in names))
             remedy = "let it be a constant of the graph (under torch.compile: dynamic=False)"
             if not self.analysis.number_inputs.isdisjoint(roots):
                 remedy = "make it a constant when the graph is made, or a tensor"
             elif any(self.analysis.float_inputs.intersection(root.users) for root in roots):
-                remedy = "it had other values before, for each of which a graph was compiled: make it a buffer"
+                remedy = "it changes, and Dynamo compiles a graph for each value: make it a buffer"
             return Refused(
-                f"a number does not follow from the sizes [{', '.join(self.dims.names)}] of the region's rows in a way "
-                f"that is known: it is made of {names}",
+                f"a number does not follow from the sizes [{', '.join(self.dims.names)}] of the region's rows by "
+                f"known ops: it depends on {names}",
                 culprits=(target_name(n),),
                 source=where,
                 remedy=remedy,
             )
-        what = "the sizes in the graph do not show which of them are of tokens"
+        what = "the sizes in the graph do not show which of them are token dims"
         return Refused(what, culprits=(target_name(n),), source=where, remedy=self._suggest_sizes())
 
     def _find_unknown(self, number: fx.Node) -> list[fx.Node]:
-        """What a number is made of that does not follow from the token dims."""
+        """The operands of a number that do not follow from the token dims."""
         if self.analysis.is_number(number) and self._meanings(self.analysis.value[number], node=number):
             return []
         return [root for a in number.all_input_nodes for root in self._find_unknown(a)] or [number]
 
     def _suggest_sizes(self) -> str:
-        """What would show them."""
+        """Suggest how to call or compile so that sizes identify the token dims."""
         others = {
             size_hint(n) for w in self.analysis.weights if w in self.number_of for n in self.analysis.weights[w].shape
         }
@@ -157,19 +164,20 @@ class GeneralizedRegion:
         way = "dynamic=False" if self.dims.expressions else "dynamic=True, or mark_dynamic the token dims"
         if not alike:
             return f"compile with {way}"
-        rows = f"of rows [{', '.join(self.dims.names)}, ...], {', '.join(alike)} is the length of something else, too"
+        rows = f"of rows [{', '.join(self.dims.names)}, ...], {', '.join(alike)} is also the length of another axis"
         return f"{rows}: make the first call with other sizes, or compile with {way}"
 
     def _has_all_tokens(self) -> bool:
-        """Whether what came out has a row for each token, as the graph's has."""
+        """Whether the exit has a row per token at the probe sizes, as it does in the graph."""
         exit_ = self.bounds.exit
-        out, was = self.probed[exit_], self.analysis.value[exit_]
-        tokens, rows = math.prod(self.dims.sizes.values()), [size_hint(n) for n in was.shape]
+        out, original = self.probed[exit_], self.analysis.value[exit_]
+        tokens, rows = math.prod(self.dims.sizes.values()), [size_hint(n) for n in original.shape]
         if math.prod(rows[:-1]) != tokens:
-            return True  # of another kind: the lifter will say
+            return True  # another kind of exit; the matcher decides
         return math.prod(out.shape[:-1]) == math.prod(self.dims.probe.values()) and out.shape[-1] == rows[-1]
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> torch.Tensor:
+        """An empty tensor on the device of the probe run."""
         with self.mode or contextlib.nullcontext():
             if strides is None:
                 return torch.empty(shape, dtype=dtype, device=self.device)
@@ -177,6 +185,7 @@ class GeneralizedRegion:
 
     # ------------------------------------------------------------------ one node
     def _try_node(self, n: fx.Node) -> Iterator[None]:
+        """Yield once for each combination of meanings with which the node runs; sets its arguments and value."""
         if n in self.bounds.side_inputs:
             yield from self._try_side_input(n)
             return
@@ -211,7 +220,7 @@ class GeneralizedRegion:
             args, kwargs = map_leaves(n.args, leaf), map_leaves(n.kwargs, leaf)
             try:
                 out = self._run_node(n, args, kwargs)
-            except Exception:  # torch's, of shapes that do not fit
+            except Exception:  # torch's error for shapes that do not fit
                 continue
             if not _has_same_structure(out, self.analysis.value[n]):
                 continue
@@ -219,7 +228,7 @@ class GeneralizedRegion:
             yield
 
     def _numbers_in(self, tree: Any) -> list[int]:
-        """All numbers among the arguments of a node, as they are in the graph."""
+        """All numbers among the arguments of a node, with their values in the graph."""
         found: list[int] = []
 
         def number(a: Any) -> None:
@@ -234,9 +243,10 @@ class GeneralizedRegion:
         return found
 
     def _meanings(self, value: Any, first: bool = False, node: fx.Node | None = None) -> list[Any]:
+        """The meanings of a number, most likely first. `first`: prefer token dims to a constant."""
         value = simplify_size(value)
         if node in self.analysis.number_inputs:
-            return []  # another one at each call
+            return []  # it differs from call to call
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self.dims.interpret_symbol(value, node)
         if type(value) is not int:
@@ -245,6 +255,7 @@ class GeneralizedRegion:
         return [*sizes, value] if first else [value, *sizes]
 
     def _try_side_input(self, n: fx.Node) -> Iterator[None]:
+        """Yield once for each shape that a side input may have; sets its shape and value."""
         t = self.analysis.value[n]
         if not isinstance(t, torch.Tensor):
             return
@@ -261,6 +272,8 @@ class GeneralizedRegion:
             yield
 
     def _run_node(self, n: fx.Node, args: tuple, kwargs: dict) -> Any:
+        """Run a node on the values at the probe sizes."""
+
         def value(a: Any) -> Any:
             if isinstance(a, ValueRef):
                 return self.probed[self.node_at[a.index]]
@@ -281,7 +294,7 @@ class GeneralizedRegion:
 
 
 def _has_same_structure(out: Any, was: Any) -> bool:
-    """Of the same kind, whatever its sizes."""
+    """Whether a value has the same type, rank and dtype as in the graph. Sizes may differ."""
     if isinstance(was, torch.Tensor):
         return isinstance(out, torch.Tensor) and out.dim() == was.dim() and out.dtype == was.dtype
     if isinstance(was, (tuple, list)):

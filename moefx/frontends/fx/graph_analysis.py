@@ -1,6 +1,6 @@
-"""What is known of the nodes of a flat graph.
+"""Analyse the nodes of a flat graph: values, dependencies, modes and weights.
 
-Dependences go through memory, too: Dynamo's graphs have in-place ops, whose results their readers do not name.
+Dependencies include memory: Dynamo's graphs have in-place ops, and readers of a written tensor do not name the write.
 """
 
 from __future__ import annotations
@@ -40,23 +40,30 @@ _INTEGER_OPS = LAYOUT_OPS | {
 
 
 class GraphAnalysis:
-    """Args:
-    example_inputs: one value for each placeholder; real, fake or on the meta device.
-    origins: of a graph inside of another: which nodes of that its placeholders are.
+    """The facts about each node of a graph.
+
+    Args:
+        example_inputs: one value for each placeholder; real, fake or on the meta device.
+        origins: for a graph inside another, the outer node of each placeholder.
 
     Attributes:
-        nodes: in program order, with their positions in `at`; without those that switch modes.
-        value: what a node gives, abstractly; of an item assignment the tensor that was written to.
-        effects: what a node does besides; unknown: those that may do anything; asking: those that differentiate.
-        written: what stands for the tensors that it has written to.
-        deps: what a node's value follows from; with `after`, what it must not be moved before.
-        weights: parameters and buffers, by node, with the tensor where it is known.
-        frozen: nodes that follow from weights alone.
-        live: nodes that follow from activations.
-        given: live ones that follow from integers, masks, numbers of tokens and the like alone: no rows.
-        numbers: the ones among the inputs, also in containers there, that are no sizes; and what is made of them.
-        modes: what is switched on around a node.
-        transforms: those of torch.func that a node is inside of, the outermost first, where there are.
+        nodes: in program order, without those that switch modes.
+        position: the index of each node in `nodes`.
+        value: the abstract value of a node; for an item assignment, the tensor that it writes to.
+        effects: the side effects of a node.
+        unknown_effects: nodes that may do anything.
+        autograd_readers: nodes that read the autograd graph.
+        written_tensors: the nodes whose tensors a node writes to.
+        deps: the nodes that a node's value depends on.
+        order_deps: nodes that must stay before a node although its value does not depend on them.
+        weights: the nodes of parameters and buffers, with the tensor if it is known.
+        weight_only: nodes that depend on weights alone.
+        active: nodes that depend on activations.
+        side_inputs: active nodes that depend only on integers, masks or token counts, so they hold no rows.
+        number_inputs: inputs that are numbers but no sizes, also in containers, and numbers computed from them.
+        float_inputs: reads of the caller's floats whose value is known in this call.
+        modes: the modes that are on at a node.
+        transforms: the torch.func transforms around a node, outermost first, if any.
     """
 
     def __init__(
@@ -137,13 +144,15 @@ class GraphAnalysis:
         return value
 
     def _drop_dead(self) -> None:
-        """Tensors that nobody reads: tracers leave what autograd has made."""
+        """Drop nodes without effects whose tensors nobody reads, such as autograd's leftovers in traces."""
         dead: set[fx.Node] = set()
         for n in reversed(self.nodes):
-            if n.target is torch.ops.aten._assert_tensor_metadata.default:  # it holds for what the graph was made for
+            if n.target is torch.ops.aten._assert_tensor_metadata.default:  # holds for the inputs of the trace
                 dead.add(n)
                 continue
-            is_op = n.target is operator.getitem or isinstance(n.target, torch._ops.OpOverload)  # what torch drops, too
+            is_op = n.target is operator.getitem or isinstance(
+                n.target, torch._ops.OpOverload
+            )  # torch drops these, too
             is_pure = is_op and self.effects[n] == Effect()
             if is_pure and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
                 dead.add(n)
@@ -155,11 +164,11 @@ class GraphAnalysis:
         return found if isinstance(found, torch.Tensor) else None
 
     def source_line(self, n: fx.Node) -> str:
-        """The user's line that made a node; its place in the graph where the graph does not say."""
+        """The user's line that made a node, or its position if the graph has no stack traces."""
         return str(user_sources(n, self.position[n])[0])
 
     def source_name(self, n: fx.Node) -> str:
-        """Where Dynamo found an input: `L['self']._modules['gate']._parameters['weight']`; "" if it does not say."""
+        """Dynamo's source of an input, such as `L['self']._modules['gate']._parameters['weight']`, or ""."""
         n = self.origins.get(n, n)
         source = getattr(n.meta.get("grapharg"), "source", None) or getattr(n, "_dynamo_source", None)
         name = getattr(source, "name", "")
@@ -170,12 +179,15 @@ class GraphAnalysis:
         return t is not None and t.is_floating_point()
 
     def example_integers(self, n: fx.Node) -> torch.Tensor | None:
-        """Integers of the first call: of an input, or what is moved, cast, or counted with numbers, of one."""
+        """The integers of the first call in an input, or in a value moved, cast or computed from one input and
+        numbers.
+        None if they are unknown.
+        """
         found = self.examples.get(n)
         if n.op != "placeholder":
             tensors = [d for d in n.all_input_nodes if not self.is_number(d)]
             is_known = target_name(n) in _INTEGER_OPS and len(tensors) == 1
-            # not of what was written to since
+            # a value that was written to has other numbers
             is_known &= [d for d in self.deps[n] if not self.is_number(d)] == tensors and n not in self.written_tensors
             found = self.example_integers(tensors[0]) if is_known else None
             if found is not None:
@@ -187,8 +199,10 @@ class GraphAnalysis:
         return found.detach()
 
     def evaluate_from_weights(self, n: fx.Node) -> torch.Tensor | None:
-        """What follows from weights alone, and is none itself: from their numbers, where these are known and nothing is
-        written on the way, or drawn."""
+        """Compute a node that depends on weights alone, from their values. Returns the abstract value if some weights
+        are
+        abstract or a node on the way has effects; None if the node is a weight or depends on other inputs.
+        """
         if n in self.weights or n not in self.weight_only or not self.is_float(n):
             return None
         found: dict[fx.Node, Any] = {}
@@ -206,10 +220,11 @@ class GraphAnalysis:
         try:
             with torch.no_grad():
                 return value(n)
-        except Exception:  # or some are abstract, others not
+        except Exception:  # also if only some weights are abstract
             return self.value[n]
 
     def _find_number_inputs(self) -> set[fx.Node]:
+        """Inputs that are numbers but no sizes, and numbers computed from them."""
         sizes = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
         found = {n for n in self.nodes if n.op == "placeholder" and not isinstance(self.value.get(n), sizes)}
         for n in self.nodes:
@@ -218,16 +233,17 @@ class GraphAnalysis:
         return found
 
     def _find_float_inputs(self) -> set[fx.Node]:
-        """What reads one of the caller's, where it is known what it is now."""
+        """Nodes that read a float of the caller whose value is known in this call."""
         items = [n for n in self.nodes if target_name(n) == "item" and self._is_float_input(n.all_input_nodes[0])]
         return {n for n in items if isinstance(v := self.value.get(n), torch.SymFloat) and v.node.hint is not None}
 
     def is_number(self, n: fx.Node) -> bool:
-        """A size, or something computed from sizes."""
+        """Whether a node is a size, or computed from sizes."""
         return isinstance(self.value.get(n), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
 
     # ------------------------------------------------------------------ memory
     def _follow_memory(self) -> None:
+        """Add dependencies through memory: a read depends on the last write, and a write stays behind earlier reads."""
         last: dict[int, fx.Node] = {}
         readers: dict[int, list[fx.Node]] = defaultdict(list)
         for n in self.nodes:
@@ -251,6 +267,7 @@ class GraphAnalysis:
             self.deps[n], self.order_deps[n] = list(deps), list(after)
 
     def storages(self, n: fx.Node | None) -> list[int]:
+        """The storages of a node's tensors; aliases have one representative."""
         return self._memory.storages_of(self.value.get(n) if n is not None else None)
 
     def memory_written(self, n: fx.Node) -> set[int]:
@@ -258,8 +275,8 @@ class GraphAnalysis:
         return {s for t in self.written_tensors.get(n, ()) for s in self.storages(t)}
 
     def _find_aliases(self) -> StorageAliases:
-        """Also of attributes and inputs that have memory in common, which tracers may take for several."""
-        first: dict[int, int] = {}  # by the memory itself
+        """Join storages that are the same memory, also of attributes and inputs that tracers treat as distinct."""
+        first: dict[int, int] = {}  # by real storage
         found = StorageAliases()
         for n in self.nodes:
             held = find_attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
@@ -270,11 +287,12 @@ class GraphAnalysis:
         return found
 
     def keeps_order(self, n: fx.Node) -> bool:
-        """Whether all that stands before a node, and all that stands behind it, is to stay there."""
+        """Whether no node may move across this one."""
         return self.effects[n].unknown or changes_state(n, self.value.get(n))
 
     # ------------------------------------------------------------------ what follows from what
     def _find_weights(self) -> dict[fx.Node, torch.Tensor]:
+        """Parameters and buffers by node. If the graph marks none, inputs that are likely weights."""
         found: dict[fx.Node, torch.Tensor] = {}
         for n in self.nodes:
             if n.op == "get_attr" and isinstance(t := self.value[n], torch.Tensor):
@@ -293,18 +311,19 @@ class GraphAnalysis:
         return found | {n: inputs[n] for n in guess_weights(self.gm.graph, inputs)}
 
     def _is_size(self, n: fx.Node) -> bool:
-        """Whether a number follows from sizes: it is no value of what it is a size of."""
+        """Whether a number depends on sizes only; it then does not depend on the values of the sized tensor."""
         value = self.value.get(n)
         return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and value.node.hint is not None
 
     def _is_float_input(self, n: fx.Node) -> bool:
-        """A float among the arguments of the program, which Dynamo hands over as a tensor where sizes are dynamic."""
+        """Whether a node is a float of the caller. Dynamo passes it as a 0-d tensor if sizes are dynamic."""
         t = self.tensor(n)
         items = t is not None and not t.dim() and bool(n.users) and all(target_name(u) == "item" for u in n.users)
         return items and n.op == "placeholder"
 
     def _classify(self) -> None:
-        beside: set[fx.Node] = set()  # follow from what is given besides rows, without a weight
+        """Find the nodes that depend on weights alone, on activations, and on side inputs alone."""
+        side_inputs: set[fx.Node] = set()  # without rows and weights
         numbers = self._find_token_masks()
         for n in self.nodes:
             deps = self.deps[n]
@@ -313,17 +332,17 @@ class GraphAnalysis:
             if n.op == "placeholder" and n not in self.weights and isinstance(self.value.get(n), torch.Tensor):
                 self.active.add(n)
                 if not self.is_float(n) or n in numbers:
-                    beside.add(n)
+                    side_inputs.add(n)
             elif n in self.weights or (deps and all(d in self.weight_only for d in deps)):
                 self.weight_only.add(n)
             elif any(d in self.active for d in deps):
                 self.active.add(n)
-                if all(d in beside or (d not in self.active and d not in self.weight_only) for d in deps):
-                    beside.add(n)
-        self.side_inputs = beside
+                if all(d in side_inputs or (d not in self.active and d not in self.weight_only) for d in deps):
+                    side_inputs.add(n)
+        self.side_inputs = side_inputs
 
     def _find_token_masks(self) -> set[fx.Node]:
-        """Float inputs with one number for each token, such as masks, where others have rows for them."""
+        """Float inputs with one number per token, such as masks, if another input has a row per token."""
         inputs = {n: t.shape for n in self.nodes if n.op == "placeholder" and n not in self.weights
                   if (t := self.tensor(n)) is not None and t.is_floating_point()}  # fmt: skip
         tokens = [

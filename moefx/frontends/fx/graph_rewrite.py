@@ -1,4 +1,4 @@
-"""`rewrite_graph`: find the MoE regions of a flat graph, prove them, put the rewritten ones in their place."""
+"""Find the MoE regions of a flat graph, prove them, and replace them by rewritten ones."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ from .region_names import region_name
 from .splice import order_units, splice
 
 _NOT_ROUTED = "nothing is routed"
-_MAX_BOUNDS = 4  # search of one seed
+_MAX_BOUNDS = 4  # per seed
 _BODY_CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
 
 
 @dataclasses.dataclass
 class GraphRegions:
-    """What there is in a graph.
+    """The regions of a graph.
 
     Attributes:
-        matched: regions with their proofs. refused: what looks like one and is none.
-        open: the user's lines that select something, of which nothing comes together in this graph.
-        inside: what there is in graphs that this one calls.
+        matched: regions with their proofs.
+        refused: regions that look like a mixture and are none, or are not supported.
+        open: the user's lines that select something whose results do not come together in this graph.
+        seconds: time spent.
+        inside: the regions of graphs that this one calls.
     """
 
     analysis: GraphAnalysis
@@ -51,7 +53,7 @@ class GraphRegions:
     inside: list[GraphRegions] = dataclasses.field(default_factory=list)
 
     def with_inner(self) -> list[GraphRegions]:
-        """This one, and those of graphs inside."""
+        """This record, and those of the graphs inside."""
         return [self, *(f for inner in self.inside for f in inner.with_inner())]
 
 
@@ -62,10 +64,12 @@ def rewrite_regions(
     origins: dict[fx.Node, fx.Node] | None = None,
     names: set[str] | None = None,
 ) -> tuple[fx.GraphModule, GraphRegions]:
-    """The graph with the regions that were found rewritten, also those in bodies that it has for checkpoints.
+    """Rewrite the regions of a graph, and of the bodies that it holds for checkpoints. Returns `gm` if nothing was
+    found.
 
     Args:
-        origins, names: of a body, what its inputs are in the graph around it, and the regions that there are already.
+        origins: for a body, the outer node of each input.
+        names: for a body, the names of regions that exist already.
     """
     names = set() if names is None else names
     found = find_regions(gm, example_inputs, plan, origins, names)
@@ -89,13 +93,15 @@ def rewrite_regions(
 
 
 def _called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
-    """Graphs that nodes call with their arguments, by attribute: with values for their inputs, and which nodes of the
-    outer graph these are."""
+    """Yield the graphs that nodes call with their arguments: the attribute, values for the inputs, and the outer node
+    of
+    each input.
+    """
     for n in analysis.nodes:
         body: Any = n.args[0] if n.op == "call_function" and n.args else None
         if target_name(n) not in _BODY_CALLS or not isinstance(body, fx.Node) or body.op != "get_attr":
             continue
-        if n in analysis.transforms:  # of which the body says nothing
+        if n in analysis.transforms:  # the body does not record them
             continue
         gm = getattr(analysis.gm, str(body.target), None)
         given = [a for a in n.args[1:] if isinstance(a, fx.Node)]
@@ -109,7 +115,8 @@ def _called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[Any], di
 
 
 def _body_input(analysis: GraphAnalysis, a: fx.Node) -> Any:
-    """What a body is given: what follows from weights alone, as `weight.T` that Dynamo leaves outside, is a weight."""
+    """The value of a body's input. A node computed from weights alone, such as `weight.T` outside the body, is a
+    weight."""
     if (known := analysis.example_integers(a)) is not None:
         return known
     if (made := analysis.evaluate_from_weights(a)) is not None:
@@ -124,67 +131,71 @@ def find_regions(
     origins: dict[fx.Node, fx.Node] | None,
     names: set[str],
 ) -> GraphRegions:
+    """Find and prove the regions of a graph. Raises nothing: failures are refusals."""
     start = time.perf_counter()
     analysis = GraphAnalysis(gm, example_inputs, origins)
     search = RegionSearch(analysis)
     matched: list[tuple[ExtractedRegion, CachedProof]] = []
-    refused: dict[fx.Node, Refusal] = {}  # by what selects
-    taken: dict[fx.Node, ExtractedRegion] = {}
+    refused: dict[fx.Node, Refusal] = {}  # by seed
+    owner: dict[fx.Node, ExtractedRegion] = {}
     tried: set[tuple[fx.Node, fx.Node]] = set()
-    open_: dict[str, None] = {}
+    open_lines: dict[str, None] = {}
     for seed in search.seeds():
-        if seed in taken:
+        if seed in owner:
             continue
         first: Refusal | None = None
         try:
             candidates = _candidate_bounds(search, seed)
-        except Exception as error:  # what stands around it is no reason to fail
+        except Exception as error:  # the surrounding graph must not fail for it
             refused[seed] = build_refusal(error, target_name(seed), analysis.source_line(seed))
             continue
         if not candidates and search.returns_choice(seed):
-            open_[analysis.source_line(seed)] = None
+            open_lines[analysis.source_line(seed)] = None
         for bounds in candidates:
             if (bounds.entry, bounds.exit) in tried:
                 continue
             tried.add((bounds.entry, bounds.exit))
-            if any(n in taken for n in bounds.inside if n in analysis.active):
+            if any(n in owner for n in bounds.inside if n in analysis.active):
                 continue
             if any("moefx" in str(n.target) for n in bounds.inside):
                 first = None
-                break  # rewritten already
+                break  # it is rewritten already
             region: ExtractedRegion | None = None
             try:
                 region = _rename_uniquely(extract_region(analysis, bounds), names)
                 proof = proof_cache.prove_region(analysis, region, plan)
                 mine = dict.fromkeys(find_removable(bounds, analysis), region)
-                order_units(analysis, taken | mine)
+                order_units(analysis, owner | mine)
             except Exception as error:
                 if first is None:
                     outside = proof_cache.explain_outside_use(analysis, region, plan) if region is not None else None
                     why = outside or explain_chunks(analysis, bounds) or error
                     first = build_refusal(why, region_name(analysis, bounds), analysis.source_line(seed))
                 continue
-            taken |= mine
+            owner |= mine
             names.add(region.name)
             matched.append((region, proof))
             first = None
             break
-        if first is not None and _NOT_ROUTED not in first.reason:  # or sampling, a maximum
+        if first is not None and _NOT_ROUTED not in first.reason:  # otherwise it is sampling or a maximum
             refused[seed] = (
                 first if target_name(seed) in SELECTING_OPS else _mention_inputs(first, candidates, analysis)
             )
-    # not of what a later region took in: the groups of experts that a router selects first, say
-    left = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in taken}
-    return GraphRegions(analysis, matched, list(left.values())[::-1], list(open_), time.perf_counter() - start)
+    # Drop refusals of seeds inside a later region, such as the groups that a router selects first.
+    remaining = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in owner}
+    return GraphRegions(
+        analysis, matched, list(remaining.values())[::-1], list(open_lines), time.perf_counter() - start
+    )
 
 
 def build_refusal(error: Exception, name: str, where: str) -> Refusal:
+    """Turn an exception into the refusal of a region."""
     why = error if isinstance(error, Refused) else refuse_own_bug(error, where)
     return Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
 
 
 def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegion:
-    """By a name of its own: a module that is called twice, or a line of a loop, is one region each time."""
+    """Give a region an unused name: a module that is called twice, or a line in a loop, makes a region each time."""
     name = region.name
     for turn in itertools.count(2):
         if name not in names:
@@ -194,14 +205,15 @@ def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegio
 
 
 def _candidate_bounds(search: RegionSearch, seed: fx.Node) -> list[RegionBounds]:
+    """The bounds to try for a seed, most likely first."""
     found = list(search.bounds_of(seed))
     wider = [w for e in found[:1] if (w := search.widen(e)) is not None]
     return (found[:1] + wider + found[1:])[:_MAX_BOUNDS]
 
 
 def _mention_inputs(refusal: Refusal, search: list[RegionBounds], analysis: GraphAnalysis) -> Refusal:
-    """What a comparison selects by may be no choice of experts: that may come from integers or masks which the graph is
-    given."""
+    """Extend the refusal of a comparison: it may not select experts if the graph receives integers or masks for
+    that."""
     stack = [n for bounds in search for n in bounds.side_inputs if n in analysis.side_inputs]
     seen: dict[fx.Node, None] = {}
     while stack:
@@ -215,12 +227,18 @@ def _mention_inputs(refusal: Refusal, search: list[RegionBounds], analysis: Grap
         return refusal
     return dataclasses.replace(
         refusal,
-        reason=f"no choice of experts is computed here, and it is given {names}: {refusal.reason}",
-        remedy="experts that are given are not followed in graphs: moefx.compile(model) takes them where a module does",
+        reason=f"the graph does not select experts here, and receives {names}: {refusal.reason}",
+        remedy="expert indices as inputs are not supported in graphs; moefx.compile(model) supports them as inputs "
+        "of a module",
     )
 
 
 def check_plan(plan: Plan | None) -> Plan:
+    """Return the plan, or the default one.
+
+    Raises:
+        InvalidPlan: not a plan, or one that has no effect on a graph.
+    """
     if plan is not None and not isinstance(plan, Plan):
         raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan or None")
     plan = plan or Plan()
@@ -229,9 +247,14 @@ def check_plan(plan: Plan | None) -> Plan:
 
 
 def check_inputs(gm: Any, example_inputs: Any) -> list[Any]:
+    """Return one value for each input of a graph; defaults fill missing ones.
+
+    Raises:
+        InvalidInput: not a graph, or the inputs do not fit it.
+    """
     if not isinstance(gm, fx.GraphModule):
         raise InvalidInput(
-            f"expected a torch.fx.GraphModule; got a {type(gm).__name__}. Of an exported program that is .module()"
+            f"expected a torch.fx.GraphModule; got a {type(gm).__name__}. An exported program has it as .module()"
         )
     if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, Sequence):
         raise InvalidInput(
@@ -239,7 +262,7 @@ def check_inputs(gm: Any, example_inputs: Any) -> list[Any]:
             "graph"
         )
     wanted = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    given = [*example_inputs, *(n.args[0] for n in wanted[len(example_inputs) :] if n.args)]  # its default
+    given = [*example_inputs, *(n.args[0] for n in wanted[len(example_inputs) :] if n.args)]  # defaults
     if len(given) != len(wanted):
         raise InvalidInput(f"the graph has {len(wanted)} inputs; {len(example_inputs)} example_inputs were given")
     return given

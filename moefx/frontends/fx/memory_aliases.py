@@ -1,4 +1,4 @@
-"""Which values of a graph are in the same memory: a write to one is a write to all."""
+"""Find values of a graph that share memory: a write to one is a write to all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAY_COPY = {"reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "t
 
 
 def storage_ids(value: Any) -> list[int]:
-    """The memory of a tensor, or of several."""
+    """Identify the storage of a tensor, or of each tensor in a tuple or list."""
     return [
         _storage_id(t) for t in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(t, torch.Tensor)
     ]
@@ -29,45 +29,49 @@ def _storage_id(t: torch.Tensor) -> int:
 
 
 class StorageAliases:
-    """Storages that are one. A tracer may say of each value what it looked like, without saying that a view is in the
-    memory of what it is a view of: graphs of `make_fx`, and exported programs that were saved and loaded."""
+    """Storages that are the same memory. Graphs of `make_fx`, and exported programs after loading, record values
+    without
+    the fact that a view shares its base's memory.
+    """
 
     def __init__(self) -> None:
-        self._like: dict[int, int] = {}
+        self._joined: dict[int, int] = {}
 
     def storages_of(self, value: Any) -> list[int]:
-        """The memory of a value, by one storage of those that are the same."""
+        """The storages of a value; aliases have one representative."""
         return [self._representative(s) for s in storage_ids(value)]
 
     def join(self, one: int, other: int) -> None:
         one, other = self._representative(one), self._representative(other)
         if one != other:
-            self._like[other] = one
+            self._joined[other] = one
 
     def _representative(self, storage: int) -> int:
-        while storage in self._like:
-            storage = self._like[storage]
+        while storage in self._joined:
+            storage = self._joined[storage]
         return storage
 
     def join_views(self, nodes: Iterable[fx.Node], value: Mapping[fx.Node, Any]) -> None:
-        """What ops say of their results: that they are in an argument's memory. Of those that may copy that holds where
-        the values show nothing of the others."""
+        """Join the storages of views with those of their bases, as ops declare them. Ops that may copy count as views
+        only
+        if the recorded values show no views at all.
+        """
         copies: list[tuple[int, int]] = []
-        says_nothing = False
+        has_lost_views = False
         for n in nodes:
-            for given, may_copy in _viewed_arguments(n, value):
-                for mine, theirs in _pairs(n, storage_ids(value.get(n)), storage_ids(value.get(given))):
+            for base, may_copy in _viewed_arguments(n, value):
+                for mine, theirs in _pairs(n, storage_ids(value.get(n)), storage_ids(value.get(base))):
                     if may_copy:
                         copies.append((theirs, mine))
                     else:
-                        says_nothing |= mine != theirs
+                        has_lost_views |= mine != theirs
                         self.join(theirs, mine)
-        for pair in copies if says_nothing else ():
+        for pair in copies if has_lost_views else ():
             self.join(*pair)
 
 
 def _viewed_arguments(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node, bool]]:
-    """The arguments in whose memory a node's result is, and whether it may be a copy instead."""
+    """The arguments whose memory a node's result shares, and whether the result may be a copy instead."""
     of = n.args[0] if n.target is operator.getitem else None
     if isinstance(of, fx.Node) and isinstance(value.get(of), (tuple, list)):
         yield of, False
@@ -77,13 +81,13 @@ def _viewed_arguments(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tupl
     returned = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
     for i, a in enumerate(schema.arguments):
         found, alias = find_argument(n, i, a), a.alias_info
-        # of lists, as of `unbind`, the argument alone says it
+        # for lists, such as the result of `unbind`, only the argument declares it
         if alias is not None and (alias.before_set & returned or "*" in alias.after_set) and isinstance(found, fx.Node):
             yield found, n.target.overloadpacket.__name__ in _MAY_COPY
 
 
 def _pairs(n: fx.Node, mine: list[int], theirs: list[int]) -> Iterator[tuple[int, int]]:
-    """Of one of several results its own; a part of a list is in the memory of the whole."""
+    """Pair the storages of a result with those of its base; an item of a list is paired with its own element."""
     if n.target is operator.getitem and len(theirs) > 1 and isinstance(i := n.args[1], int) and len(mine) == 1:
         theirs = theirs[i : i + 1 or None]
     yield from ((m, t) for m in mine for t in theirs)

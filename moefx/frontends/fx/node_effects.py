@@ -1,4 +1,4 @@
-"""What a node does besides giving its value. Of functions of the user's nothing is known: they may do anything."""
+"""Find the side effects of a node. Functions of the user may do anything."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ _IN_PLACE = {
     operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
 }  # fmt: skip
 _LIBRARIES = {"torch", "_operator", "math", "builtins", "einops"}
-_FUNCTIONAL = {"aten", "prims", "prim", "moefx"}  # of other namespaces an op may draw: no tag is asked for
-_RANDOM_FUNCTIONS = {"gumbel_softmax", "multi_head_attention_forward"}  # in Python, so there is no op of that name
+_FUNCTIONAL = {"aten", "prims", "prim", "moefx"}  # ops of other namespaces may draw random numbers without a tag
+_RANDOM_FUNCTIONS = {
+    "gumbel_softmax",
+    "multi_head_attention_forward",
+}  # Python functions without an op of the same name
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 class Effect(NamedTuple):
-    """Attributes:
-    writes: the arguments that are written to, in place.
-    draws: random numbers are drawn.
-    unknown: it may write to anything, or do anything else.
+    """The side effects of a node.
+
+    Attributes:
+        writes: the arguments that are written to, in place.
+        draws: it draws random numbers.
+        unknown: it may write to anything, or do anything else.
     """
 
     writes: tuple[fx.Node, ...] = ()
@@ -39,6 +44,7 @@ class Effect(NamedTuple):
 
 
 def find_effect(gm: nn.Module, n: fx.Node) -> Effect:
+    """Find the side effects of a node."""
     if n.op == "call_module":
         return _module_effect(gm.get_submodule(str(n.target)))
     if n.op not in ("call_function", "call_method"):
@@ -52,7 +58,7 @@ def find_effect(gm: nn.Module, n: fx.Node) -> Effect:
 
 
 def is_library_call(n: fx.Node) -> bool:
-    """Whether a call is of one of torch's functions, or Python's: what it does its name says everywhere."""
+    """Whether a call is of a function of torch or Python, whose name determines its effects."""
     if isinstance(n.target, (str, *_OPS)):
         return True
     module = getattr(n.target, "__module__", None) or getattr(getattr(n.target, "__objclass__", None), "__module__", "")
@@ -60,25 +66,26 @@ def is_library_call(n: fx.Node) -> bool:
 
 
 def is_plain_module(module: nn.Module) -> bool:
-    """Whether a call of a module does what the class says that torch has for it."""
+    """Whether a module is torch's own, without hooks or another forward."""
     every = [getattr(nn.modules.module, name, None) for name in dir(nn.modules.module) if name.startswith("_global_")]
     is_hooked = bool(find_hook_kind(module)) or any(isinstance(h, dict) and h for h in every)
     return type(module).__module__.startswith("torch.nn.modules.") and not is_hooked and "forward" not in vars(module)
 
 
 def changes_state(n: fx.Node, value: Any) -> bool:
-    """Whether a function is called for what it does to the program around it, on no tensor and for no number."""
+    """Whether a function has neither tensors nor numbers as arguments and result, so it is called for global state."""
     plain = (torch.Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, tuple, list)
     return n.op == "call_function" and not isinstance(value, plain) and not n.all_input_nodes
 
 
 def reads_autograd_graph(n: fx.Node) -> bool:
-    """Whether a node asks autograd what its graph is, which calls of the same values are not the same for."""
+    """Whether a node reads the autograd graph of its arguments, which equal values need not share."""
     return target_name(n) in ("backward", "register_hook") or n.target is torch.autograd.grad
 
 
 # ---------------------------------------------------------------------- modules and graphs
 def _module_effect(module: nn.Module) -> Effect:
+    """The effects of a module call."""
     if isinstance(module, fx.GraphModule):
         effect = _graph_effect(module)
         return Effect((), effect.draws, effect.unknown or bool(effect.writes))
@@ -91,7 +98,7 @@ def _module_effect(module: nn.Module) -> Effect:
 
 
 def _bodies_effect(gm: nn.Module, n: fx.Node) -> Effect:
-    """Of a node that calls graphs with its last arguments, as a region without gradients or a checkpoint does."""
+    """The effects of a node that calls graphs with its last arguments, such as a checkpoint."""
     held = [(i, getattr(gm, str(a.target), None)) for i, a in enumerate(n.args)
             if isinstance(a, fx.Node) and a.op == "get_attr"]  # fmt: skip
     bodies = [(i, body) for i, body in held if isinstance(body, fx.GraphModule)]
@@ -105,12 +112,12 @@ def _bodies_effect(gm: nn.Module, n: fx.Node) -> Effect:
             if len(inputs) != len(given) or not all(isinstance(a, fx.Node) for a in given) or len(bodies) > 1:
                 return Effect(unknown=True)
             writes += [given[inputs.index(w)] for w in effect.writes]  # type: ignore[misc]
-    again = bool(writes) and "checkpoint" in target_name(n)  # in the backward pass
-    return Effect(tuple(writes), any(e.draws for e in effects), again or any(e.unknown for e in effects))
+    runs_again = bool(writes) and "checkpoint" in target_name(n)  # in the backward pass
+    return Effect(tuple(writes), any(e.draws for e in effects), runs_again or any(e.unknown for e in effects))
 
 
 def _graph_effect(gm: fx.GraphModule) -> Effect:
-    """Written to are inputs; unknown, if others are that the graph has not made itself."""
+    """The effects of a graph on its inputs; unknown if it writes to tensors that are neither inputs nor its own."""
     effects = {n: find_effect(gm, n) for n in gm.graph.nodes}
     value = {n: traced_value(n) for n in gm.graph.nodes}
     aliases = StorageAliases()
@@ -127,7 +134,7 @@ def _graph_effect(gm: fx.GraphModule) -> Effect:
 
 # ---------------------------------------------------------------------- functions
 def _bind_arguments(n: fx.Node) -> dict[str, Any]:
-    """The arguments that have names, with defaults where the function says."""
+    """The arguments by name, with defaults if the function declares them."""
     if schemas := _find_schemas(n):
         arguments = schemas[0].arguments
         defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
@@ -141,7 +148,7 @@ def _bind_arguments(n: fx.Node) -> dict[str, Any]:
 
 
 def _find_schemas(n: fx.Node) -> list[Any]:
-    """Of a builtin function or method those of the ops that have its name."""
+    """The schemas of a target; for a builtin function or method, those of the ops with its name."""
     target: Any = n.target
     if isinstance(target, torch._ops.OpOverload):
         return [target._schema]
@@ -155,10 +162,13 @@ def _find_schemas(n: fx.Node) -> list[Any]:
 @functools.cache
 def _find_packet(name: str) -> Any:
     found = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    return found if isinstance(found, torch._ops.OpOverloadPacket) else None  # not what it has itself, as __eq__
+    return (
+        found if isinstance(found, torch._ops.OpOverloadPacket) else None
+    )  # not its Python attributes, such as __eq__
 
 
 def _written_arguments(n: fx.Node, given: dict[str, Any]) -> Iterator[fx.Node]:
+    """The arguments that a call writes to."""
     yield from _nodes_in(n.kwargs.get("out"))
     name = target_name(n)
     in_place = name.endswith("_") and not name.endswith("__")
@@ -177,12 +187,14 @@ def _written_arguments(n: fx.Node, given: dict[str, Any]) -> Iterator[fx.Node]:
 
 
 def _nodes_in(found: Any) -> list[fx.Node]:
+    """The nodes in an argument, also in nested lists."""
     if isinstance(found, (tuple, list)):
         return [n for part in found for n in _nodes_in(part)]
     return [found] if isinstance(found, fx.Node) else []
 
 
 def _draws(n: fx.Node, given: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers."""
     is_op = isinstance(n.target, _OPS)
     if is_op and str(n.target).partition(".")[0] not in _FUNCTIONAL:
         return True
@@ -197,6 +209,7 @@ def _draws(n: fx.Node, given: dict[str, Any]) -> bool:
 
 @functools.cache
 def _is_seeded(name: str) -> bool:
+    """Whether an op of that name is tagged as random."""
     packet = _find_packet(name)
     if packet is None:
         return False

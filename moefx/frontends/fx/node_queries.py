@@ -1,4 +1,4 @@
-"""What a single node says: its op, what it writes to, whether it is random, and the user's line that it is from."""
+"""Query a single node: its op, its arguments, its sizes, and the user's lines."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ LAYOUT_OPS = {
 
 
 def find_attribute(gm: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path, or None."""
     owner: Any = gm
     for part in path.split("."):
         owner = getattr(owner, part, None)
@@ -29,7 +30,7 @@ def find_attribute(gm: nn.Module, path: str) -> Any:
 
 
 def find_argument(n: fx.Node, i: int, of: torch.Argument) -> Any:
-    """What a node gives for the i-th argument of its op's schema; None where it gives nothing."""
+    """The i-th argument of a node by its op's schema; None if the node leaves it out."""
     return n.kwargs.get(of.name, n.args[i] if i < len(n.args) and not of.kwarg_only else None)
 
 
@@ -38,37 +39,44 @@ def is_float_tensor(t: Any) -> bool:
 
 
 def is_hinted(n: Any) -> bool:
-    """Whether a size has a number in the example: one that follows from data has none."""
+    """Whether a size has a value in the example. A size that depends on data has none."""
     return not isinstance(n, torch.SymInt) or n.node.hint is not None
 
 
 def size_hint(n: Any) -> int:
+    """The value of a size in the example.
+
+    Raises:
+        Refused: the size depends on data.
+    """
     if isinstance(n, torch.SymInt):
         found = n.node.hint
         if found is None:
             raise Refused(
-                "how many rows there are follows from data: sizes like that are not followed in graphs",
-                remedy="moefx.compile(model) takes what follows from a choice of experts",
+                "the number of rows depends on data, which is not supported in graphs",
+                remedy="moefx.compile(model) supports sizes that depend on the selected experts",
             )
         return int(found)
     return int(n)
 
 
 def simplify_size(n: Any) -> Any:
-    """A size; of a symbol that can be one number only, that number: where Dynamo has seen that it must be. It is what
-    Python has for it: where floats were rounded, the expression of torch 2.11 may be another one."""
+    """Replace a symbolic size by its value if Dynamo has found that it can have no other. The hint is preferred: torch
+    2.11
+    may have another number in the expression if floats were rounded.
+    """
     if isinstance(n, torch.SymInt) and n.node.expr.is_Integer:
         return int(n.node.expr) if n.node.hint is None else int(n.node.hint)
     return n
 
 
 def is_module_tensor(name: str) -> bool:
-    """Whether a source is a parameter or buffer of a module."""
+    """Whether a source name is a parameter or buffer of a module."""
     return "._parameters[" in name or "._buffers[" in name
 
 
 def target_name(n: fx.Node) -> str:
-    """`topk` of `aten.topk.default`, `torch.topk` and `x.topk`."""
+    """The name of an op: `topk` for `aten.topk.default`, `torch.topk` and `x.topk`."""
     if n.op == "call_method":
         return str(n.target)
     if isinstance(n.target, torch._ops.OpOverload):
@@ -77,7 +85,7 @@ def target_name(n: fx.Node) -> str:
 
 
 def selected_axis(n: fx.Node) -> int | None:
-    """The axis along which an op of `SELECT` chooses; None where it is among all elements, or two tensors."""
+    """The axis along which an op of `SELECTING_OPS` selects; None if it selects among all elements or two tensors."""
     name = target_name(n)
     at = 2 if name in ("topk", "kthvalue") else 1
     last = name not in ("max", "min", "argmax", "argmin")  # without an axis
@@ -86,7 +94,7 @@ def selected_axis(n: fx.Node) -> int | None:
 
 
 def functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
-    """Of a node that begins (1) or ends (-1) one of torch.func's transforms, or the like: which."""
+    """The transform that a node begins (1) or ends (-1): of torch.func, or inference mode. None for other nodes."""
     name = target_name(n).strip("_")
     if name in ("enter_inference_mode", "exit_inference_mode"):
         return "torch.inference_mode", 1 if name.startswith("enter") else -1
@@ -98,7 +106,7 @@ def functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
 
 
 def user_sources(n: fx.Node, position: int) -> tuple[Source, ...]:
-    """The user's lines that made a node, the innermost first; without a stack trace its place in the graph."""
+    """The user's lines that made a node, innermost first; its position if it has no stack trace."""
     found = []
     lines = str(n.stack_trace or "").splitlines()
     for i, text in enumerate(lines):

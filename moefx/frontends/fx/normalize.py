@@ -1,5 +1,6 @@
-"""Graphs of tracers as the search takes them: with the functions that torch's own modules call in the place of their
-calls, with symbols for the sizes that they ask for, and with sizes taken of the inputs."""
+"""Normalise graphs of tracers for the search: inline modules of torch, replace reads of sizes by symbols, and express
+sizes of computed values by sizes of inputs.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +20,32 @@ from .abstract_values import has_symbolic_sizes, has_traced_values, propagate_sy
 from .node_effects import find_effect, is_plain_module
 from .node_queries import ENTER_AUTOCAST, EXIT_AUTOCAST, find_attribute, is_float_tensor, target_name
 
-_ORIGIN = "moefx_inlined"  # in the meta of a node: the call that it is of, its module, and of how many nodes
-_ADDED_VALUE = "moefx_found"  # that its value is not the graph's own
+_ORIGIN = "moefx_inlined"  # in a node's meta: its call, the module, and the number of nodes of the call
+_ADDED_VALUE = "moefx_found"  # in a node's meta: its value was added
 _SIZE = torch.ops.aten.sym_size.int
-_MODE_BODY_ARGUMENT = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}  # and which argument is the graph
+_MODE_BODY_ARGUMENT = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}  # op, and which argument is the graph
 
 
 def normalize(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """A graph of the same parameters, to be `folded` afterwards; `gm` itself where there is nothing to do.
+    """Return a graph with the same parameters that the search understands, or `gm` itself if nothing changes. Call
+    `restore_calls` on the result of the rewrite.
 
     Raises:
-        InvalidInput: it does not run on the examples. Refused: it asks for sizes, and does not run on symbolic ones.
+        InvalidInput: it does not run on the examples. Refused: it reads sizes, and does not run on symbolic ones.
     """
     return _derive_sizes_from_inputs(_add_symbolic_values(_inline_modules(_inline_mode_bodies(gm)), example_inputs))
 
 
 def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
-    """With what `torch.export` has in graphs of their own, because it runs without gradients or under autocast. What is
-    without gradients is detached: a switch would stay where it is put when the graph itself runs without."""
+    """Inline the graphs that `torch.export` makes for regions without gradients or under autocast. Results of a region
+    without gradients are detached: a mode switch would restore the wrong mode if the graph itself runs without
+    gradients.
+    """
     if not any(_is_mode_body(gm, n) for n in gm.graph.nodes):
         return gm
     graph = fx.Graph()
 
-    def put(n: fx.Node, made: dict[fx.Node, Any], owner: nn.Module, prefix: str) -> Any:
+    def copy_node(n: fx.Node, made: dict[fx.Node, Any], owner: nn.Module, prefix: str) -> Any:
         parts: Any = map_arg(n.args, made.__getitem__)
         if n.target is operator.getitem and isinstance(parts[0], tuple):
             return parts[0][parts[1]]
@@ -57,14 +61,14 @@ def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
         context = graph.call_function(ENTER_AUTOCAST, parts[:at]) if at > 1 else None
         for m in nodes:
             if m.op not in ("placeholder", "output"):
-                inner[m] = put(m, inner, find_attribute(owner, name), f"{prefix}{name}.")
+                inner[m] = copy_node(m, inner, find_attribute(owner, name), f"{prefix}{name}.")
         results: Any = map_arg(next(iter(reversed(nodes))).args[0], inner.__getitem__)
         if context is not None:
             graph.call_function(EXIT_AUTOCAST, (context,))
             return tuple(results)
-        return tuple(detached(r) for r in results)
+        return tuple(detach(r) for r in results)
 
-    def detached(n: Any) -> Any:
+    def detach(n: Any) -> Any:
         if not isinstance(n, fx.Node) or not is_float_tensor(traced_value(n)):
             return n
         out = graph.call_function(torch.ops.aten.detach.default, (n,))
@@ -73,7 +77,7 @@ def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
 
     made: dict[fx.Node, Any] = {}
     for n in gm.graph.nodes:
-        made[n] = put(n, made, gm, "")
+        made[n] = copy_node(n, made, gm, "")
     for n in reversed(graph.nodes):
         if n.op == "get_attr" and not n.users:
             graph.erase_node(n)
@@ -81,10 +85,10 @@ def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_mode_body(owner: nn.Module, n: fx.Node) -> bool:
-    """Whether it calls a graph for the sake of a mode, of which nothing but the results is needed."""
+    """Whether a node calls a graph only to set a mode, and the graph writes to nothing."""
     if (
         n.op != "call_function" or target_name(n) not in _MODE_BODY_ARGUMENT or n.args[0] is True
-    ):  # with gradients, within none
+    ):  # it turns gradients on
         return False
     at = n.args[_MODE_BODY_ARGUMENT[target_name(n)]]
     body = find_attribute(owner, str(at.target)) if isinstance(at, fx.Node) else None
@@ -92,6 +96,7 @@ def _is_mode_body(owner: nn.Module, n: fx.Node) -> bool:
 
 
 def _inline_modules(gm: fx.GraphModule) -> fx.GraphModule:
+    """Inline calls of torch's own modules."""
     bodies = {n: body for n in gm.graph.nodes if (body := _trace_module(gm, n)) is not None}
     if not bodies:
         return gm
@@ -102,19 +107,22 @@ def _inline_modules(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _add_symbolic_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """With values for any sizes, where the graph is for any and has none; shapes are in the parts that are sizes."""
+    """Add values of symbolic sizes to a graph that holds for all sizes and has no values. Shapes become tuples of
+    sizes."""
     if has_traced_values(gm.graph) or not has_symbolic_sizes(gm.graph):
         return gm
     values = propagate_symbolic_sizes(gm, example_inputs)
     graph = fx.Graph()
     made: dict[fx.Node, Any] = {}
 
-    def put(n: fx.Node, value: Any) -> fx.Node:
+    def add_value(n: fx.Node, value: Any) -> fx.Node:
         n.meta["val"], n.meta[_ADDED_VALUE] = value, True
         return n
 
     def shape(of: fx.Node) -> tuple[Any, ...]:
-        return tuple(put(graph.call_function(_SIZE, (made[of], i)), size) for i, size in enumerate(values[of].shape))
+        return tuple(
+            add_value(graph.call_function(_SIZE, (made[of], i)), size) for i, size in enumerate(values[of].shape)
+        )
 
     for n in gm.graph.nodes:
         parts: Any = map_arg(n.args, made.__getitem__)
@@ -130,7 +138,7 @@ def _add_symbolic_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> f
         else:
             made[n] = graph.node_copy(n, made.__getitem__)
             if n.op != "output":
-                put(made[n], values[n])
+                add_value(made[n], values[n])
     for n in reversed(graph.nodes):
         if n.target is _SIZE and not n.users:
             graph.erase_node(n)
@@ -138,19 +146,20 @@ def _add_symbolic_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> f
 
 
 def _is_size_tuple(value: Any) -> bool:
+    """Whether a value is a non-empty tuple of sizes."""
     return isinstance(value, tuple) and bool(value) and all(isinstance(n, (int, torch.SymInt)) for n in value)
 
 
 def _accepts_size_tuple(user: fx.Node) -> bool:
-    """Whether a tuple of numbers can stand for a shape in its arguments."""
+    """Whether a tuple of numbers can replace a shape among a node's arguments."""
     if user.target is operator.getitem:
-        return len(user.all_input_nodes) == 1  # by numbers
-    of = user.args[0] if user.op == "call_method" else None  # its own methods, as `numel`
+        return len(user.all_input_nodes) == 1  # the index is a number
+    of = user.args[0] if user.op == "call_method" else None  # a method of the shape, such as `numel`
     return not isinstance(of, fx.Node) or of.target not in (getattr, "size", operator.getitem, operator.add)
 
 
 def _derive_sizes_from_inputs(gm: fx.GraphModule) -> fx.GraphModule:
-    """Of sizes of what is computed, as symbolic tracing takes them: made of those of the inputs, where they follow."""
+    """Replace sizes of computed values, which symbolic tracing reads, by expressions over sizes of inputs."""
     inputs: dict[Any, tuple[fx.Node, int]] = {}
     sizes: dict[fx.Node, Any] = {}
     for n in gm.graph.nodes:
@@ -165,9 +174,9 @@ def _derive_sizes_from_inputs(gm: fx.GraphModule) -> fx.GraphModule:
     if not sizes:
         return gm
     graph = fx.Graph()
-    made: dict[Any, Any] = {}  # also by expression
+    made: dict[Any, Any] = {}  # by node and by expression
 
-    def measured(expr: Any, like: fx.Node) -> Any:
+    def emit_size(expr: Any, template: fx.Node) -> Any:
         if expr.is_Integer:
             return int(expr)
         if expr not in made:
@@ -177,25 +186,26 @@ def _derive_sizes_from_inputs(gm: fx.GraphModule) -> fx.GraphModule:
             else:
                 fn = operator.mul if expr.is_Mul else operator.add
                 first, *rest = expr.args
-                parts = measured(first, like), measured(expr.func(*rest), like)
+                parts = emit_size(first, template), emit_size(expr.func(*rest), template)
                 made[expr] = graph.call_function(fn, parts)
                 value = fn(*(p if isinstance(p, int) else p.meta["val"] for p in parts))
-            made[expr].meta.update(like.meta, val=value)
+            made[expr].meta.update(template.meta, val=value)
         return made[expr]
 
     for n in gm.graph.nodes:
-        made[n] = measured(sizes[n], n) if n in sizes else graph.node_copy(n, made.__getitem__)
+        made[n] = emit_size(sizes[n], n) if n in sizes else graph.node_copy(n, made.__getitem__)
     return replace_graph(gm, gm, graph)
 
 
 def _is_sum_or_product(expr: Any) -> bool:
+    """Whether an expression consists of symbols, integers, sums and products."""
     return (
         expr.is_Symbol or expr.is_Integer or ((expr.is_Add or expr.is_Mul) and all(map(_is_sum_or_product, expr.args)))
     )
 
 
 def restore_calls(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
-    """What was made of a prepared graph; calls of modules of which no region has a part are calls again."""
+    """Undo the normalisation of a rewritten graph: modules that no region contains are called again."""
     inputs = [n for n in made.graph.nodes if n.op == "placeholder"]
     for n in inputs[::-1]:
         if _ADDED_VALUE in n.meta and isinstance(value := n.meta["val"], torch.Tensor):
@@ -223,18 +233,18 @@ def restore_calls(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
             made.graph.erase_node(n)
     called, here = ({str(n.target) for n in g.graph.nodes if n.op == "call_module"} for g in (gm, made))
     for target in sorted(called - here):
-        with contextlib.suppress(AttributeError):  # it has no parameters
+        with contextlib.suppress(AttributeError):  # it may have no parameters
             made.add_submodule(target, AbsorbedModule(target, made.get_submodule(target)))
     made.recompile()
     return made
 
 
-@has_side_effect  # or it is dead code
+@has_side_effect  # otherwise it is dead code
 def expect_rank(x: torch.Tensor, rank: int, name: str) -> None:
-    """Of a graph that takes any rank, as symbolic tracing makes them, one is rewritten.
+    """Check the rank of an input: the graph was for all ranks, but its rewrite holds for one.
 
     Raises:
-        InvalidInput: `x` has another.
+        InvalidInput: `x` has another rank.
     """
     if x.dim() != rank:
         raise InvalidInput(
@@ -244,7 +254,7 @@ def expect_rank(x: torch.Tensor, rank: int, name: str) -> None:
 
 
 class AbsorbedModule(nn.Module):
-    """What is left of a module whose call has become part of a region: its parameters."""
+    """Holds the parameters of a module whose call has become part of a region."""
 
     def __init__(self, name: str, holder: nn.Module):
         super().__init__()
@@ -253,8 +263,8 @@ class AbsorbedModule(nn.Module):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise AbsorbedModuleChanged(
-            f"{self.name} is not called any more: what it computed is part of a region that was rewritten. "
-            "Hooks that are there before moefx.rewrite_graph keep the region as it is"
+            f"{self.name} is not called any more: its computation is part of a rewritten region. "
+            "Add hooks before moefx.rewrite_graph: the region then stays unchanged"
         )
 
     forward = register_forward_hook = register_forward_pre_hook = _refuse
@@ -262,8 +272,10 @@ class AbsorbedModule(nn.Module):
 
 
 def _trace_module(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:
-    """What a call of one of torch's modules does with its one argument, where that can be said: without hooks, and the
-    same in training."""
+    """The graph of a call of torch's own modules with one argument, or None. The module must have no hooks, and the
+    same code
+    in training and evaluation.
+    """
     if n.op != "call_module" or len(n.args) != 1 or n.kwargs or not isinstance(n.args[0], fx.Node):
         return None
     module = gm.get_submodule(str(n.target))
@@ -274,7 +286,7 @@ def _trace_module(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:
         for training in (True, False):
             module.training = training
             graphs.append(_FullTracer().trace(module))
-    except Exception:  # a module that asks for values
+    except Exception:  # the module depends on values
         return None
     finally:
         module.training = before
@@ -288,7 +300,7 @@ def _trace_module(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:
 
 
 def _drop_dropout(graph: fx.Graph) -> None:
-    """Where it drops nothing."""
+    """Remove dropouts with rate 0."""
     for n in graph.nodes:
         if n.target is F.dropout and n.kwargs.get("p") == 0.0:
             n.replace_all_uses_with(n.args[0])
@@ -296,11 +308,14 @@ def _drop_dropout(graph: fx.Graph) -> None:
 
 
 class _FullTracer(fx.Tracer):
+    """Traces into all modules."""
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return False
 
 
 def _inline_call(graph: fx.Graph, call: fx.Node, body: fx.Graph, made: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Copy the graph of a module in place of its call. Returns the result's node."""
     inner: dict[fx.Node, fx.Node] = {}
     number = sum(n.op not in ("placeholder", "output") for n in body.nodes)
     for n in body.nodes:
@@ -312,7 +327,7 @@ def _inline_call(graph: fx.Graph, call: fx.Node, body: fx.Graph, made: dict[fx.N
             inner[n] = graph.node_copy(n, inner.__getitem__)
             if n.op == "get_attr":
                 inner[n].target = f"{call.target}.{n.target}"
-            # Where the module was called, that is.
+            # The stack of the call, without the module itself.
             stack = list(call.meta.get("nn_module_stack", {}).items())[:-1]
             inner[n].meta = {"nn_module_stack": dict(stack), _ORIGIN: (call.name, call.target, number)}
             inner[n].stack_trace = call.stack_trace
@@ -320,7 +335,11 @@ def _inline_call(graph: fx.Graph, call: fx.Node, body: fx.Graph, made: dict[fx.N
 
 
 def replace_graph(gm: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """`gm` with another graph. Args: root: what it finds its attributes in."""
+    """Return `gm` with another graph.
+
+    Args:
+        root: the module that holds the attributes of the graph.
+    """
     graph.set_codegen(gm.graph._codegen)
     out = fx.GraphModule(root, graph, class_name=type(gm).__name__)
     out.meta.update(gm.meta)

@@ -1,4 +1,4 @@
-"""One proof for all equal regions, kept for the process: the same graph, also at other sizes, is not lifted again."""
+"""Cache proofs of regions for the process: equal regions, also at other sizes, are proven once."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ _MAX_KEYS = 256
 
 @dataclasses.dataclass
 class CachedProof:
-    """A region that was proven and rewritten: no more than is needed of it later, as it is kept.
+    """The proof of a region, reduced to its reusable parts.
 
     Attributes:
-        report: of a region by the name of the first one; others may have this proof, too.
-        guards: comparisons of its token dims that must come out so.
+        report: the report, with the name of the first region that has this proof.
+        program: the rewritten program.
+        guards: conditions on the token dims.
         experts: the names of the experts' weights.
     """
 
@@ -50,16 +51,17 @@ class CachedProof:
     experts: frozenset[str]
 
     def holds(self, dims: dict[str, int]) -> bool:
+        """Whether the proof holds for these sizes of the token dims."""
         return all(g.holds(dims) for g in self.guards)
 
 
 _Outcome = CachedProof | Refused
 _proofs: OrderedDict[tuple[Any, Plan, str, torch.dtype | None], list[_Outcome]] = OrderedDict()
-num_proofs_tried = 0  # proofs tried in this process
+num_proofs_tried = 0  # in this process
 
 
 def prove_region(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> CachedProof:
-    """The proof of a region, an earlier one if there is.
+    """Return the proof of a region, from the cache if possible.
 
     Raises:
         Refused: it is not (provably) a token-choice mixture of experts, or not at these sizes.
@@ -78,7 +80,7 @@ def prove_region(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -
         outcome = _prove(analysis, region, plan)
         if not outcome.holds(region.dims):
             failed = next(g for g in outcome.guards if not g.holds(region.dims))
-            raise Refused(f"it is proven for other sizes than the graph's only: {failed}")
+            raise Refused(f"the proof does not hold for the graph's own sizes: it requires {failed}")
     except Refused as refusal:
         outcomes.append(refusal.with_traceback(None))
         raise
@@ -87,8 +89,8 @@ def prove_region(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -
 
 
 def explain_outside_use(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Refused | None:
-    """Why a region is refused that would not be if all of its results but the exit were its own: by name, what of the
-    experts is used outside of it."""
+    """The refusal of a region that matches if its exit is its only result: names the expert value that is used
+    outside."""
     exit_ = region.bounds.exit
     if len(region.outputs) == 1 or exit_ not in region.outputs:
         return None
@@ -106,22 +108,27 @@ def explain_outside_use(analysis: GraphAnalysis, region: ExtractedRegion, plan: 
     for n in region.outputs:
         if n is not exit_ and n in follows:
             user = next(u for u in analysis.users[n] if u not in region.bounds.inside)
-            by, at = (target_name(user), user) if user.op != "output" else ("what the graph returns", n)
+            by, at = (target_name(user), user) if user.op != "output" else ("the graph's output", n)
             return Refused(
-                f"{n.name}, which the experts compute, is used outside of the mixture, by {by}: it would be there only "
-                "for the tokens that chose an expert",
+                f"{n.name}, which the experts compute, is used outside the mixture, by {by}: it would exist only for "
+                "the tokens that selected an expert",
                 culprits=(target_name(n),),
                 source=analysis.source_line(at),
-                remedy="use, or check, what goes into the mixture or comes out of it",
+                remedy="use or check the inputs or the outputs of the mixture instead",
             )
     return None
 
 
 def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> CachedProof:
+    """Prove and rewrite a region, and check the rewrite numerically.
+
+    Raises:
+        Refused: as `prove_region`.
+    """
     global num_proofs_tried
     num_proofs_tried += 1
     start = time.perf_counter()
-    _log.info("moefx: looking at %s (%s), once for all equal ones", region.name, region.source)
+    _log.info("moefx: proving %s (%s), once for all equal regions", region.name, region.source)
     args = region.example_arguments(analysis)
     block = region.build_module(analysis)
     dtype = _autocast_dtype(region)
@@ -134,8 +141,8 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
             ) from None
         except (CaptureError, MoefxError) as error:
             raise Refused(f"it does not run on abstract tensors: {error}", source=region.source) from None
-        except Exception as error:  # torch's, at sizes that the graph was not made for
-            numbers = "make the graph for dynamic sizes of its token dims: numbers do not show what they were made of"
+        except Exception as error:  # torch's error, at sizes that the graph does not support
+            numbers = "make the graph with dynamic token dims: constant sizes do not show how they were computed"
             is_dynamic = any(isinstance(n, torch.SymInt) for n in analysis.value[region.bounds.entry].shape)
             raise Refused(
                 f"it does not run at other sizes than the graph's ({summarize_error(error)})",
@@ -143,8 +150,8 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
                 remedy="make the first call with other sizes, or compile with dynamic=False" if is_dynamic else numbers,
             ) from error
         if len({e for group in result.match.groups for e in group.ids}) == 1:
-            # Whatever explains when one alone is used may do so by chance.
-            what = "it is the part of one expert, and the others do not close to a mixture with it"
+            # The condition for using a single expert may match by chance.
+            what = "it contains one expert only, and does not form a mixture with the others"
             raise Refused(what, source=region.source)
         verdict = _check_numerically(analysis, region, result, plan)
         result = apply_capacity(block, result, plan)
@@ -159,7 +166,7 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
 
 
 def _autocast_dtype(region: ExtractedRegion) -> torch.dtype | None:
-    """What autocast casts to around the region."""
+    """The dtype of autocast around the region, None if it is off."""
     for one in reversed(region.autocast):
         if one.device == region.device:
             return (one.dtype or torch.get_autocast_dtype(one.device)) if one.enabled else None
@@ -169,10 +176,10 @@ def _autocast_dtype(region: ExtractedRegion) -> torch.dtype | None:
 
 
 def _check_numerically(analysis: GraphAnalysis, region: ExtractedRegion, result: BlockRewrite, plan: Plan) -> str:
-    """What the numeric check says.
+    """Run the numeric check. Returns the verdict.
 
     Raises:
-        Refused: it found a difference.
+        Refused: the rewrite differs from the region.
     """
     if plan.validation == "symbolic":
         return "off (plan.validation)"

@@ -1,10 +1,14 @@
-"""Where regions are: from a node that selects, down to where all that follows from it has come together, and up to the
-rows that all of this is computed from.
+"""Find the bounds of regions: from a node that selects down to where all results have come together, and up to the
+rows
+that they are computed from.
 
-Dominance says both. The *exit* is the first tensor of rows through which everything goes that follows from the choice
-and has been multiplied by something: statistics of the choice (counts, an auxiliary loss) go their own ways. The
-*entry* is the nearest tensor of rows through which everything goes that leads to the exit. What is between may be too
-much or too little: the lifter is the judge, and further exits and entries are tried.
+Dominance determines both. The *exit* is the first tensor of rows that every path from the selection passes, if the
+path
+contains a product; statistics of the selection (counts, an auxiliary loss) may leave on other paths. The *entry* is
+the
+nearest tensor of rows that every path to the exit passes. The region between them may be too large or too small, so
+the
+matcher decides, and further exits and entries are tried.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ _COMPARING_OPS = {
     "le": 1,
     "eq": 2,
     "ne": 2,
-}  # of how many floats: not what is equal to a number
+}  # minimum number of float operands: equality with a number selects nothing
 _PRODUCT_OPS = {
     "linear", "mm", "bmm", "matmul", "einsum", "addmm", "baddbmm", "addbmm", "_grouped_mm", "grouped_mm", "__matmul__",
     "mv", "tensordot",
@@ -40,12 +44,14 @@ _MAX_EXITS = 3
 
 @dataclasses.dataclass(frozen=True)
 class RegionBounds:
-    """Attributes:
-    seed: what selects.
-    entry: the rows.
-    exit: the node after which the results have come together.
-    inside: what is computed between, in program order: without the entry, weights, and what is given.
-    given: other values that it takes, such as masks.
+    """The bounds of a region.
+
+    Attributes:
+        seed: the node that selects.
+        entry: the rows.
+        exit: the node after which the results have come together.
+        inside: the nodes between, in program order, without the entry, weights and side inputs.
+        side_inputs: other values that the region reads, such as masks.
     """
 
     seed: fx.Node
@@ -56,20 +62,22 @@ class RegionBounds:
 
 
 class RegionSearch:
+    """Searches the bounds of regions in a graph."""
+
     def __init__(self, analysis: GraphAnalysis):
         self.analysis = analysis
         self.dominator = _dominators(analysis)
 
     def seeds(self) -> list[fx.Node]:
-        """What selects: choices first, then comparisons of floats."""
+        """The nodes that select: choices first, then comparisons of floats."""
         chosen, compared = find_choices(self.analysis.nodes, self.analysis)
         return chosen + compared
 
     def bounds_of(self, seed: fx.Node) -> Iterator[RegionBounds]:
-        """The likeliest first."""
+        """Yield the bounds of a seed's region, the most likely first."""
         seen: set[tuple[fx.Node, fx.Node]] = set()
         for exit_ in self._exits(seed):
-            below = {n for n in self._following}
+            below = {n for n in self._after_seed}
             entry = self.dominator.get(exit_)
             while entry is not None and (entry in below or not self._is_rows(entry)):
                 entry = self.dominator.get(entry)
@@ -83,7 +91,7 @@ class RegionSearch:
                 return
 
     def returns_choice(self, seed: fx.Node) -> bool:
-        """Whether which were chosen is something that the graph returns, as where Dynamo has cut it there."""
+        """Whether the graph returns the selected indices, as it does if Dynamo ends the graph there."""
         analysis = self.analysis
         if target_name(seed) not in SELECTING_OPS:
             return False
@@ -95,23 +103,25 @@ class RegionSearch:
         )
 
     def widen(self, bounds: RegionBounds) -> RegionBounds | None:
-        """The same from the next rows above."""
+        """The bounds with the next rows above as the entry, or None."""
         entry = self.dominator.get(bounds.entry)
         while entry is not None and not self._is_rows(entry):
             entry = self.dominator.get(entry)
         return None if entry is None else self._bounds_between(bounds.seed, entry, bounds.exit)
 
     def _is_rows(self, n: fx.Node) -> bool:
+        """Whether a node's value is a float tensor of two or more axes."""
         t = self.analysis.tensor(n)
         return t is not None and t.is_floating_point() and t.dim() >= 2
 
     def _num_tokens(self, n: fx.Node) -> Any:
-        """How many; by name where that follows from data."""
+        """The number of tokens of a tensor of rows; its symbols if it depends on data."""
         sizes = self.analysis.value[n].shape[:-1]
         return math.prod(map(size_hint, sizes)) if all(map(is_hinted, sizes)) else "*".join(map(str, sizes))
 
     # ------------------------------------------------------------------ exits
     def _exits(self, seed: fx.Node) -> Iterator[fx.Node]:
+        """Yield possible exits. The window grows until one is found or nothing is left."""
         window = _FIRST_WINDOW
         while True:
             found = list(self._exits_within(seed, window))
@@ -121,42 +131,45 @@ class RegionSearch:
             window *= 4
 
     def _exits_within(self, seed: fx.Node, window: int) -> Iterator[fx.Node]:
+        """Yield possible exits among the first nodes after a seed."""
         analysis = self.analysis
         following, self._is_cut_off = _nodes_after(seed, analysis, window)
-        self._following = set(following)
+        self._after_seed = set(following)
         multiplied = self._products_after(seed, following)
-        left = {n: sum(u in self._following for u in analysis.users[n]) for n in following}
+        left = {n: sum(u in self._after_seed for u in analysis.users[n]) for n in following}
         idle: set[fx.Node] = set()
-        open_: set[fx.Node] = set()
+        unfinished: set[fx.Node] = set()
         exits = 0
         for n in following:
             for d in analysis.deps[n]:
                 if d in left:
                     left[d] -= 1
                     if not left[d]:
-                        open_.discard(d)
+                        unfinished.discard(d)
             if left[n]:
-                open_.add(n)
+                unfinished.add(n)
             is_result = n in multiplied and self._is_rows(n) and n.op.startswith("call")
-            if is_result and not any(self._reaches_results(u, n, multiplied, idle) for u in open_ if u is not n):
+            if is_result and not any(self._reaches_results(u, n, multiplied, idle) for u in unfinished if u is not n):
                 yield n
                 exits += 1
                 if exits == 4 * _MAX_EXITS:
                     return
 
     def _products_after(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
-        """Of what follows, what a product has a part in: of a weight and rows that were chosen, or of all rows beside
-        the choice."""
+        """The nodes after a selection that contain a product: of a weight and selected rows, or of a weight and all
+        rows,
+        computed beside the selection.
+        """
         analysis, found, beside = self.analysis, set(), set()
         before = _nodes_before(seed, analysis)
         first, last = max(0, analysis.position[seed] - _BACK), analysis.position[following[-1]]
         for n in analysis.nodes[first:last]:
             are_rows = self._is_rows(n) or isinstance(analysis.value.get(n), (tuple, list))
-            if n not in analysis.active or n in before or n in self._following or not are_rows:
+            if n not in analysis.active or n in before or n in self._after_seed or not are_rows:
                 continue
             if _is_product(n) or any(d in beside for d in analysis.deps[n]):
                 beside.add(n)
-        weighed: set[fx.Node] = set()  # not the product of a choice and the scores that it was made of
+        weighed: set[fx.Node] = set()  # excludes products of a selection and its own scores
         for n in following:
             if any(d in analysis.weight_only or d in weighed for d in analysis.deps[n]):
                 weighed.add(n)
@@ -166,7 +179,11 @@ class RegionSearch:
         return found
 
     def _reaches_results(self, n: fx.Node, now: fx.Node, multiplied: set[fx.Node], idle: set[fx.Node]) -> bool:
-        """Whether a value still gets to the experts' results, other than as a number. `idle`: those that do not."""
+        """Whether a value still reaches the experts' results, other than as a number.
+
+        Args:
+            idle: collects nodes that do not reach them.
+        """
         analysis, stack, seen = self.analysis, [n], set()
         while stack:
             m = stack.pop()
@@ -180,26 +197,32 @@ class RegionSearch:
                 stack += [
                     u
                     for u in analysis.users[m]
-                    if u in self._following and analysis.position[u] > analysis.position[now]
+                    if u in self._after_seed and analysis.position[u] > analysis.position[now]
                 ]
         idle |= seen
         return False
 
     # ------------------------------------------------------------------ what is between
     def _bounds_between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> RegionBounds | None:
+        """The bounds for an entry and an exit. Writes to tensors from before the region stay in front of it if nothing
+        inside reads them earlier.
+        """
         bounds = self._collect_bounds(seed, entry, exit_, set())
         writes = self._external_writes(bounds) if bounds is not None else set()
         without = self._collect_bounds(seed, entry, exit_, writes) if writes else None
         return bounds if without is None or self._reads_before(without, writes) else without
 
     def _external_writes(self, bounds: RegionBounds) -> set[fx.Node]:
+        """The nodes inside that write to tensors from before the region."""
         analysis = self.analysis
         there = {s for n in (*analysis.weights, bounds.entry, *bounds.side_inputs) for s in analysis.storages(n)}
         return {n for n in bounds.inside if there & analysis.memory_written(n)}
 
     def _reads_before(self, bounds: RegionBounds, writes: set[fx.Node]) -> bool:
-        """Whether something inside reads what is written to, before the last of these writes. If not, they stay in
-        front of the region."""
+        """Whether a node inside reads a tensor that `writes` write to, before the last of these writes. If none does,
+        the
+        writes stay in front of the region.
+        """
         analysis, last = self.analysis, max(self.analysis.position[n] for n in writes)
         written = set().union(*map(analysis.memory_written, writes))
         early = (a for n in bounds.inside if analysis.position[n] < last for a in n.all_input_nodes)
@@ -208,7 +231,11 @@ class RegionSearch:
     def _collect_bounds(
         self, seed: fx.Node, entry: fx.Node, exit_: fx.Node, outside: set[fx.Node]
     ) -> RegionBounds | None:
-        """`outside`: what is not to be inside."""
+        """Collect the nodes between an entry and an exit. None if the seed is not among them.
+
+        Args:
+            outside: nodes that must stay outside.
+        """
         analysis = self.analysis
         inside: set[fx.Node] = set()
         given: set[fx.Node] = set()
@@ -240,7 +267,7 @@ class RegionSearch:
         return RegionBounds(seed, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(given, key=order)))
 
     def _is_below(self, n: fx.Node, entry: fx.Node) -> bool:
-        """Whether the entry dominates it."""
+        """Whether the entry dominates a node."""
         at = self.analysis.position
         current: fx.Node | None = n
         while current is not None and at[current] > at[entry]:
@@ -249,7 +276,7 @@ class RegionSearch:
 
 
 def find_choices(nodes: Sequence[fx.Node], analysis: GraphAnalysis) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Among these, what chooses among floats, and what compares them."""
+    """Find the nodes that select among floats, and those that compare floats."""
     live = [n for n in nodes if n in analysis.active and n not in analysis.side_inputs and n.op.startswith("call")]
     chosen = [n for n in live if target_name(n) in SELECTING_OPS and _uses_indices(n, analysis)]
     compared = [
@@ -261,7 +288,7 @@ def find_choices(nodes: Sequence[fx.Node], analysis: GraphAnalysis) -> tuple[lis
 
 
 def _dominators(analysis: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
-    """Immediate dominators among what follows from activations; what is given besides does not count as a way in."""
+    """Immediate dominators among active nodes. Side inputs do not count as paths into a region."""
     found: dict[fx.Node, fx.Node | None] = {}
     depth: dict[fx.Node | None, int] = {None: 0}
     for n in analysis.nodes:
@@ -284,12 +311,13 @@ def _dominators(analysis: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
 
 
 def _is_product(n: fx.Node) -> bool:
+    """Whether a node is a matrix product."""
     name = target_name(n)
     return name in _PRODUCT_OPS or name.startswith("grouped_mm")
 
 
 def _uses_indices(n: fx.Node, analysis: GraphAnalysis) -> bool:
-    """Whether the integers of a choice are used; the values of `topk` may be a threshold."""
+    """Whether the integers of a selection are used. The values of `topk` alone may be a threshold."""
     if not any(analysis.is_float(a) and a in analysis.active for a in n.all_input_nodes):
         return False
     if isinstance(analysis.value.get(n), torch.Tensor):
@@ -300,7 +328,7 @@ def _uses_indices(n: fx.Node, analysis: GraphAnalysis) -> bool:
 
 
 def _nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
-    """What follows from a node, in program order, itself included; and whether there is more than so much."""
+    """The nodes that depend on a node, itself included, in program order; and whether there are more than `most`."""
     found, seen, heap = [], {seed}, [(analysis.position[seed], seed)]
     while heap:
         _, n = heapq.heappop(heap)
@@ -317,7 +345,7 @@ def _nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[lis
 
 
 def _nodes_before(seed: fx.Node, analysis: GraphAnalysis) -> set[fx.Node]:
-    """What a node follows from, not too far back."""
+    """The nodes that a node depends on, at most `_BACK` positions back."""
     seen: set[fx.Node] = set()
     stack: list[Any] = [seed]
     while stack:

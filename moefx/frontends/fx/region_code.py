@@ -1,4 +1,4 @@
-"""A region's computation as straight-line code: calls of what the graph called, on numbered values."""
+"""The computation of a region as straight-line code: calls on numbered values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...capture.source import Source, said
 
 
 class ValueRef(NamedTuple):
-    """An argument: the inputs come first, then the weights, then the results of the steps."""
+    """An argument: the number of a value. Inputs come first, then weights, then the results of the steps."""
 
     index: int
 
@@ -36,11 +36,11 @@ class Autocast(NamedTuple):
 
 
 class Modes(NamedTuple):
-    """What a program has switched on around an op.
+    """The modes that a program has switched on around an op.
 
     Attributes:
         grad: grad mode; None: as outside.
-        autocast: the contexts that are open, the outermost first.
+        autocast: the open contexts, outermost first.
     """
 
     grad: bool | None = None
@@ -48,7 +48,7 @@ class Modes(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One call. `method`: of the first argument, by the name that is the target."""
+    """One call. With `method`, the target is the name of a method of the first argument."""
 
     target: Any
     args: tuple[Any, ...]
@@ -60,11 +60,12 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RegionCode:
-    """What a region computes.
+    """The computation of a region.
 
     Attributes:
-        dims: the token dims, outermost first, and which axis of the first input has each.
-        outputs: numbers of the values that are returned, as they are when all steps are done.
+        dims: the token dims, outermost first, with the axis of the first input that has each.
+        steps: the calls, in order.
+        outputs: numbers of the values to return, read after the last step.
     """
 
     dims: tuple[tuple[str, int], ...]
@@ -86,6 +87,7 @@ class RegionCode:
 
 
 def call_target(target: Any, method: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function, an op or a method."""
     if method and target == "histc":
         return _histc(*args, **kwargs)
     if method:
@@ -95,13 +97,13 @@ def call_target(target: Any, method: bool, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _histc(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Of integers, which only some devices have it for."""
+    """`torch.histc`, also for integers on devices that lack it."""
     if t.is_floating_point():
         return torch.histc(t, *args, **kwargs)
     return torch.histc(t.double(), *args, **kwargs).to(t.dtype)
 
 
-# The overloads that `torch.export` keeps dissolve when they are called, the functions that they are of do not.
+# Composite ops that `torch.export` keeps would be decomposed if called as overloads; these functions are not.
 _COMPOSITE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.histc: _histc,
     torch.ops.aten.histc.default: _histc,
@@ -112,18 +114,18 @@ _COMPOSITE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def apply_modes(those: Modes) -> Iterator[None]:
-    """As the program has them at a step."""
+def apply_modes(selected: Modes) -> Iterator[None]:
+    """Enter the modes of a step."""
     with contextlib.ExitStack() as stack:
-        if those.grad is not None:
-            stack.enter_context(torch.set_grad_enabled(those.grad))
-        for one in those.autocast:
+        if selected.grad is not None:
+            stack.enter_context(torch.set_grad_enabled(selected.grad))
+        for one in selected.autocast:
             stack.enter_context(torch.autocast(one.device, dtype=one.dtype, enabled=one.enabled))
         yield
 
 
 def map_leaves(tree: Any, fn: Callable[[Any], Any]) -> Any:
-    """`fn` of all that is no container, in the containers that arguments are made of; plain ones come out."""
+    """Apply `fn` to all leaves of nested arguments. Containers become plain ones."""
     if isinstance(tree, (ValueRef, SizeExpression)):
         return fn(tree)
     if isinstance(tree, torch.Size):

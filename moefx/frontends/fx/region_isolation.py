@@ -1,4 +1,4 @@
-"""Whether a region can be taken out of its graph: what it writes to, shares memory with, draws, and hands on."""
+"""Check that a region can be taken out of its graph: its writes, shared memory, random numbers, and results."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from .region_bounds import RegionBounds
 
 
 def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
+    """Check that a call can replace the region.
+
+    Raises:
+        Refused: the region, or a node beside it, has effects that the replacement would reorder or lose.
+    """
     inside = set(bounds.inside)
     last = max(analysis.position[n] for n in bounds.inside)
     first = min(analysis.position[n] for n in bounds.inside if n in analysis.active)
@@ -23,37 +28,44 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
         if n.op not in ("call_function", "call_method"):
             _refuse_call(n, where)
         if there & analysis.memory_written(n):
-            raise Refused("the region writes to a tensor that was there before it", source=where)
+            raise Refused("the region writes to a tensor that existed before it", source=where)
     for n in (*analysis.nodes[first:last], *bounds.inside):
         if n in analysis.transforms:
             raise Refused(
-                f"the region, or a part of it, is inside of {analysis.transforms[n][-1]}, which is not followed in graphs",
+                f"the region, or a part of it, is inside {analysis.transforms[n][-1]}, which is not supported in "
+                "graphs",
                 source=analysis.source_line(n),
-                remedy="moefx.compile(model) takes it where a module has all of it",
+                remedy="moefx.compile(model) supports it if one module contains all of it",
             )
     for n in bounds.side_inputs:
         if analysis.tensor(n) is None:
-            raise Refused(f"the region takes {n.name}, which is no tensor", culprits=(n.name,))
+            raise Refused(f"the region reads {n.name}, which is not a tensor", culprits=(n.name,))
     begin = min(analysis.position[n] for n in bounds.inside)
     beside = [n for n in analysis.nodes[begin:last] if n not in inside]
     if any(analysis.effects[n].draws for n in bounds.inside):
         for n in beside:
             if analysis.effects[n].draws or analysis.effects[n].unknown:
                 raise Refused(
-                    "random numbers are drawn inside of the region and beside it: their order would change",
+                    "random numbers are drawn inside the region and beside it: their order would change",
                     source=analysis.source_line(n),
                 )
     for n in beside:
         if analysis.effects[n].unknown and analysis.position[n] > first:
             raise Refused(
-                f"{target_name(n)}, of which nothing says what else it does, is called between two parts of the region",
+                f"{target_name(n)}, whose side effects are unknown, is called between two parts of the region",
                 culprits=(target_name(n),), source=analysis.source_line(n),
             )  # fmt: skip
     _check_saved_tensors(analysis, bounds, inside, first)
 
 
 def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: set[fx.Node], first: int) -> None:
-    """What the call saves for its backward must not change, and what is computed from weights is the same again."""
+    """Check that tensors that the call saves for its backward do not change, and that nodes computed from weights may
+    be
+    computed twice.
+
+    Raises:
+        Refused: a saved tensor changes, or a duplicate would split gradients.
+    """
     mine = find_removable(bounds, analysis)
     read = dict.fromkeys(a for n in bounds.inside for a in n.all_input_nodes)
     for n in bounds.inside:
@@ -64,20 +76,20 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
         ]
         if n not in mine and leaves and _has_gradient(analysis, n):
             raise Refused(
-                f"{n.name}, which is computed from weights, is what the graph returns, too: for the region it is "
-                "computed again, and gradients are of one of the two",
+                f"the graph also returns {n.name}, which is computed from weights: the region computes it again, and "
+                "gradients would reach one of the two only",
                 culprits=(n.name,), source=analysis.source_line(n),
             )  # fmt: skip
     storages = {s for n in read if n in analysis.weights for s in analysis.storages(n)}
     for w in analysis.unknown_effects:
         if any(s in storages for a in w.all_input_nodes for s in analysis.storages(a)):
             raise Refused(
-                f"{target_name(w)}, of which nothing says what else it does, is given a weight or buffer of the region",
+                f"{target_name(w)}, whose side effects are unknown, receives a weight or buffer of the region",
                 culprits=(target_name(w),), source=analysis.source_line(w),
             )  # fmt: skip
     if analysis.modes[bounds.exit].grad is False or not any(_has_gradient(analysis, n) for n in read):
         return
-    # Rows, which eager code keeps only where a weight has a gradient.
+    # Eager code saves rows only if a weight requires a gradient.
     rows = [
         n
         for n in read
@@ -87,32 +99,33 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
         for w in (w for s in analysis.storages(n) for w in analysis.writers[s]):
             if w not in inside and analysis.position[w] > first:
                 raise Refused(
-                    f"{n.name}, which the region reads, is written to afterwards, in place: its backward may need it",
+                    f"{n.name}, which the region reads, is written to in place afterwards: the backward may need it",
                     source=analysis.source_line(w), remedy="write to a copy",
                 )  # fmt: skip
 
 
 def _has_gradient(analysis: GraphAnalysis, n: fx.Node) -> bool:
+    """Whether a node's tensor requires a gradient."""
     t = analysis.weights.get(n, analysis.value.get(n))
     return isinstance(t, torch.Tensor) and t.requires_grad
 
 
 def _refuse_call(n: fx.Node, where: str) -> None:
-    """Of a module or a graph that is called: by the user's name for it."""
+    """Refuse a region that calls a module or a graph, by the user's name for it."""
     if any(target_name(u) == "autograd_function_apply" for u in n.users):
-        # Dynamo keeps the bodies of a torch.autograd.Function and not its name, which the line has.
+        # Dynamo keeps the bodies of a torch.autograd.Function; its name is in the source line only.
         named = re.findall(r"([\w.]+)\.apply\(", str(n.stack_trace or "").rpartition('File "')[2])
         name = f" {named[0]}" if len(set(named)) == 1 else ""
         raise Refused(
-            f"the region calls the torch.autograd.Function{name}, whose backward is code of its own", source=where,
-            remedy="what torch can differentiate itself is followed",
+            f"the region calls the torch.autograd.Function{name}, which has a backward of its own", source=where,
+            remedy="use ops that torch differentiates",
         )  # fmt: skip
     if n.op == "call_module":
         raise Refused(
             f"the region calls a module, {n.target}, whose code is not in the graph", culprits=(str(n.target),),
             source=where,
-            remedy="torch's own are looked into if they have no hooks and do the same in training and evaluation; a "
-            "torch.fx.Tracer whose is_leaf_module returns False looks into all",
+            remedy="modules of torch are traced if they have no hooks and the same code in training and evaluation; a "
+            "torch.fx.Tracer whose is_leaf_module returns False traces all modules",
         )  # fmt: skip
     through = next((target_name(u) for u in n.users if u.op == "call_function"), "")
     by = f", by {through}" if through else ""
@@ -120,20 +133,24 @@ def _refuse_call(n: fx.Node, where: str) -> None:
 
 
 def is_used_outside(n: fx.Node, inside: set[fx.Node], analysis: GraphAnalysis) -> bool:
-    """Whether the value of a node that the region alone computes is read outside of it."""
+    """Whether a value that only the region computes is read outside of it.
+
+    Raises:
+        Refused: it is read before the region has finished writing to it, or it is a tuple that the graph returns.
+    """
     users = [u for u in n.users if u not in inside and u in analysis.position]
     if not users:
         return False
     if analysis.tensor(n) is None:
         if any(u.target is not n.target and u.op == "output" for u in users):
-            raise Refused(f"{n.name}, several tensors at once, is used outside of the region", culprits=(n.name,))
+            raise Refused(f"{n.name}, a tuple of tensors, is used outside the region", culprits=(n.name,))
         return True
     first = min(analysis.position[u] for u in users)
     for s in analysis.storages(n):
         later = [w for w in analysis.writers[s] if w in inside and analysis.position[w] > first]
         if later:
             raise Refused(
-                f"{n.name} is used outside of the region before the region is done with it", culprits=(n.name,),
+                f"{n.name} is used outside the region before the region has finished writing to it", culprits=(n.name,),
                 source=analysis.source_line(n),
             )  # fmt: skip
     return True
@@ -142,21 +159,27 @@ def is_used_outside(n: fx.Node, inside: set[fx.Node], analysis: GraphAnalysis) -
 def check_shared_memory(
     analysis: GraphAnalysis, inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...], inside: set[fx.Node]
 ) -> None:
-    """What comes out may be memory of its own: it must not matter whether two values are one."""
+    """Check that no write outside the region reaches memory that a result shares, because the call may return copies.
+
+    Raises:
+        Refused: such a write exists.
+    """
     start = min(analysis.position[n] for n in inside if n in analysis.active)
     values = [set(analysis.storages(n)) for n in (*inputs, *outputs)]
     for storage in set().union(*values[len(inputs) :]):
         later = [w for w in analysis.writers[storage] if w not in inside and analysis.position[w] > start]
         if later and sum(storage in mine for mine in values) > 1:
             raise Refused(
-                "a tensor that the region shares memory with is written to, in place, outside of it",
+                "a tensor that shares memory with a result of the region is written to in place outside of it",
                 source=analysis.source_line(later[0]),
             )
 
 
 def find_removable(bounds: RegionBounds, analysis: GraphAnalysis) -> dict[fx.Node, None]:
-    """The nodes that a region alone computes, in order. What follows from weights or from nothing, is not random and is
-    not written to, may be computed twice; not what is made of random numbers of the region."""
+    """The nodes that only the region computes, in order. Nodes that depend on weights or on nothing may be computed
+    twice,
+    unless they are random, written to, or depend on random numbers of the region.
+    """
     written = set[int]().union(*map(analysis.memory_written, bounds.inside))
     found: dict[fx.Node, None] = {}
     for n in bounds.inside:

@@ -1,4 +1,4 @@
-"""A region as a module: with the weights as its parameters, to be proven; or called with them, in the graph."""
+"""Turn a region into a module: with its weights as parameters, for the proof, or as a call in the graph."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MAX_NUMBERS = 1 << 16
 
 
 class Region(nn.Module):
-    """What is proven. Its weights are on the meta device, or the graph's own for the numeric check.
+    """The module to prove. Its weights are on the meta device, or the graph's own for the numeric check.
 
     Args:
-        names: of the weights; dots make parts of parts.
+        names: the names of the weights; dots make submodules.
     """
 
     def __init__(self, code: RegionCode, names: tuple[str, ...], weights: list[torch.Tensor]):
@@ -48,9 +48,9 @@ class Region(nn.Module):
 
 
 class RegionCall(nn.Module):
-    """What stands in the graph in the place of a region: called with what the region takes, and the weights behind it.
+    """The module that replaces a region in its graph. It is called with the region's inputs, then its weights.
 
-    Its own forward runs what the graph ran; a `BlockForward` runs the rewritten program in its place (see `install`).
+    Its own forward runs the graph's code; a `BlockForward` runs the rewritten program instead (see `install`).
     """
 
     is_region = True  # `verify` finds no such module in the reference
@@ -66,17 +66,20 @@ class RegionCall(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ExtractedRegion:
-    """A region, and what it is in the graph.
+    """A region with its place in the graph.
 
     Attributes:
-        name: of the module that it was part of, else of the line that selects.
+        name: the user's module, or the line that selects.
         source: the user's line that selects.
-        inputs: the entry, and what is given.
-        weights: nodes of parameters and buffers, by position; names: theirs in the module.
+        inputs: the entry, then the side inputs.
+        weights: nodes of parameters and buffers.
+        names: the names of the weights in the module.
         outputs: nodes whose values are used outside.
-        units: axes of size one that the region's first input comes without.
-        key: what two regions must agree in to be one for the proof.
-        floats: of the caller's by name, which it takes for constants.
+        units: axes of size one that the region's first input lacks.
+        shapes: the shape of each input, with `SizeExpression`s.
+        dims: the graph's own sizes of the token dims.
+        key: equal keys mean that one proof serves both regions.
+        floats: floats of the caller that the region takes as constants, by name.
     """
 
     name: str
@@ -96,14 +99,14 @@ class ExtractedRegion:
     floats: tuple[tuple[str, torch.SymFloat], ...] = ()
 
     def build_module(self, analysis: GraphAnalysis, real: bool = False) -> Region:
-        """The module to prove; `real`: with the numbers of the weights."""
+        """Build the module to prove. `real`: with the values of the weights."""
         return Region(self.code, self.names, [_module_weight(analysis, n, real) for n in self.weights])
 
     def example_arguments(self, analysis: GraphAnalysis) -> tuple[torch.Tensor, ...]:
-        """Of one call: meta tensors for floats.
+        """Make the arguments of one call, with meta tensors for floats.
 
         Raises:
-            Refused: of integers that are given nothing is known.
+            Refused: the region reads integers with unknown values.
         """
         found, dims = [], self._example_dims()
         for n, shape in zip(self.inputs, self.shapes, strict=True):
@@ -121,13 +124,13 @@ class ExtractedRegion:
                 found.append(torch.zeros(sizes, dtype=t.dtype))
             else:
                 raise Refused(
-                    f"it is given integers that the graph computes ({n.name}), of which nothing says what they may be",
+                    f"it receives integers that the graph computes ({n.name}), and their possible values are unknown",
                     source=analysis.source_line(n),
                 )
         return tuple(found)
 
     def _example_dims(self) -> dict[str, int]:
-        """The graph's sizes, or the next ones that nothing else is as long as: what is of tokens is told by them."""
+        """The graph's sizes, each increased until no other size equals it, so that sizes identify the token dims."""
         numbers = {s for shape in self.shapes for s in shape if type(s) is int}
         dims: dict[str, int] = {}
         for name, n in self.dims.items():
@@ -137,17 +140,21 @@ class ExtractedRegion:
         return dims
 
     def specialisation(
-        self, analysis: GraphAnalysis, program: Program, taken: tuple[fx.Node, ...] = ()
+        self, analysis: GraphAnalysis, program: Program, passed: tuple[fx.Node, ...] = ()
     ) -> Specialisation:
-        """What the program of the block holds for in the graph, where it takes these values; by default the inputs."""
-        kinds = [kind_of(analysis.value[n]) for n in taken or self.inputs]
+        """The specialisation of the program in this graph.
+
+        Args:
+            passed: the nodes that are passed as arguments; by default the inputs.
+        """
+        kinds = [kind_of(analysis.value[n]) for n in passed or self.inputs]
         if self.units:
             kinds[0] = (*kinds[0][:3], kinds[0][3] - len(self.units))
         paths: list[Path] = [("x",), *(("args", i) for i in range(len(kinds) - 1))]
         return program.key._replace(arguments=tuple(zip(paths, kinds, strict=True)))
 
     def build_call(self, analysis: GraphAnalysis, program: Program) -> RegionCall:
-        """The module for the graph, which runs the program of the block, with the weights as arguments."""
+        """Build the module for the graph, which runs the program with the weights as arguments."""
         key = self.specialisation(analysis, program, (*self.inputs, *self.weights))
         where = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
         made = RegionCall(self.code, len(self.inputs))
@@ -157,8 +164,10 @@ class ExtractedRegion:
 
 
 def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRegion:
-    """Raises:
-    Refused: the region cannot be taken out of the graph; the message says why.
+    """Extract a region from its graph.
+
+    Raises:
+        Refused: the region cannot be passed out of the graph; the message gives the reason.
     """
     entry = analysis.value[bounds.entry]
     units = tuple(i for i, n in enumerate(map(simplify_size, entry.shape[:-1])) if type(n) is int and n == 1)
@@ -174,23 +183,29 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
         number_of[bounds.entry] = first
     for n in bounds.inside:
         number_of[n] = first + bool(units) + len(number_of) - len(inputs) - len(weights)
-    general = GeneralizedRegion(analysis, bounds, number_of)
-    dims = general.dims
+    generalized = GeneralizedRegion(analysis, bounds, number_of)
+    dims = generalized.dims
     whole = tuple(SizeExpression(dims.names[dims.axes.index(i)]) if i in dims.axes else size_hint(n)
                   for i, n in enumerate(entry.shape))  # fmt: skip
     if units:
         steps.append(Step(torch.reshape, (ValueRef(0), list(whole)), {}, (), Modes()))
     outside = analysis.modes[bounds.exit]
     for n in bounds.inside:
-        args, kwargs = general.arguments[n]
+        args, kwargs = generalized.arguments[n]
         steps.append(
-            Step(n.target, args, kwargs, user_sources(n, analysis.position[n]), _relative_modes(analysis.modes[n], outside),
-                 n.op == "call_method")
-        )  # fmt: skip
+            Step(
+                n.target,
+                args,
+                kwargs,
+                user_sources(n, analysis.position[n]),
+                _relative_modes(analysis.modes[n], outside),
+                n.op == "call_method",
+            )
+        )
     outputs = tuple(n for n in find_removable(bounds, analysis) if is_used_outside(n, inside, analysis))
     check_shared_memory(analysis, inputs, outputs, inside)
     shapes = tuple(
-        tuple(s for i, s in enumerate(whole) if i not in units) if n is bounds.entry else general.shapes[n]
+        tuple(s for i, s in enumerate(whole) if i not in units) if n is bounds.entry else generalized.shapes[n]
         for n in inputs
     )
     axes = [i for i in range(dims.rank) if i not in units]
@@ -203,7 +218,7 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
     forms = [(names[i], _weight_key(analysis, n)) for i, n in enumerate(weights)]
     given = [(analysis.value[n].dtype, s) for n, s in zip(inputs, shapes, strict=True)]
     calls = [(_target_text(s.target), s.args, s.kwargs, s.sources, s.modes, s.method) for s in steps]
-    # Functions of the user's may have one name and be two.
+    # Two functions of the user may share a name.
     functions = tuple(n.target for n in bounds.inside if not is_library_call(n))
     key = repr((code.dims, code.outputs, forms, given, calls, outside.autocast)), functions
     source = analysis.source_line(bounds.seed)
@@ -214,7 +229,7 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
 
 
 def _relative_modes(here: Modes, outside: Modes) -> Modes:
-    """What a step has on, other than where the region ends."""
+    """The modes of a step that differ from those at the region's exit."""
     grad = here.grad if here.grad != outside.grad else None
     if here.grad is None and outside.grad is not None:
         grad = True
@@ -228,19 +243,20 @@ def _disable_autocast(autocast: tuple[Autocast, ...]) -> tuple[Autocast, ...]:
 
 
 def _module_weight(analysis: GraphAnalysis, n: fx.Node, real: bool) -> torch.Tensor:
+    """The tensor or parameter for a weight of the module. `real`: with its values."""
     t = analysis.weights[n]
     is_parameter = t.is_floating_point() and "._buffers[" not in analysis.source_name(n) and (
         isinstance(t, nn.Parameter) or isinstance(analysis.value[n], nn.Parameter) or n.op == "placeholder"
     )  # fmt: skip
     if real or not t.is_floating_point():
-        held = t.detach()
+        tensor = t.detach()
     else:
-        held = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    return nn.Parameter(held, requires_grad=t.requires_grad) if is_parameter else held
+        tensor = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return nn.Parameter(tensor, requires_grad=t.requires_grad) if is_parameter else tensor
 
 
 def _weight_key(analysis: GraphAnalysis, n: fx.Node) -> tuple[Any, ...]:
-    """What a proof is of, of a weight; of integers the numbers, too."""
+    """The properties of a weight that a proof depends on: shape, strides, dtype, and the values of integers."""
     t = analysis.weights[n]
     numbers: Any = None
     if not t.is_floating_point() and type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta:
@@ -261,6 +277,7 @@ def _target_text(target: Any) -> str:
 
 
 def _make_submodule(root: nn.Module, path: str) -> nn.Module:
+    """Return the submodule at a path, and create it if it does not exist."""
     for part in path.split(".") if path else ():
         if part not in root._modules:
             root.add_module(part, nn.Module())

@@ -1,4 +1,4 @@
-"""What a region and its weights are called: as the user's modules call them, else by the line and by role."""
+"""Name regions and their weights: after the user's modules, else after the line and the role."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from .region_bounds import RegionBounds
 
 
 def weight_names(analysis: GraphAnalysis, bounds: RegionBounds, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
-    """Of the weights: as their modules have them, without what all have in common that are the region's own module's,
-    so that equal regions have equal names where the model has weights for all of them; else by number."""
+    """Name the weights as their modules do, without the prefix of the region's own module, so that equal regions have
+    equal
+    names. If the graph does not name all weights, number them by role.
+    """
     full = [_full_name(analysis, n) for n in weights]
     parts = [name.split(".") for name in full]
     if all(full) and len(set(full)) == len(full) and all(_has_own_name(analysis, n) for n in weights):
@@ -35,12 +37,12 @@ def weight_names(analysis: GraphAnalysis, bounds: RegionBounds, weights: tuple[f
 
 
 def _has_own_name(analysis: GraphAnalysis, n: fx.Node) -> bool:
-    """Whether a weight has the name that its module gave it, rather than one that a tracer has counted."""
+    """Whether a module has named the weight, not a tracer's counter."""
     return not str(n.target).startswith("_") if n.op == "get_attr" else is_module_tensor(analysis.source_name(n))
 
 
 def _names_by_role(analysis: GraphAnalysis, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
-    """Weights that the same is done with are one list, in order: the experts of one that has no names."""
+    """Name weights by role: weights with the same uses form one list, in order, like unnamed experts."""
     families: dict[Any, list[fx.Node]] = {}
     for n in sorted(weights, key=lambda n: min(analysis.position[u] for u in analysis.users[n])):
         families.setdefault((tuple(analysis.weights[n].shape), tuple(_role(n, 2))), []).append(n)
@@ -52,11 +54,12 @@ def _names_by_role(analysis: GraphAnalysis, weights: tuple[fx.Node, ...]) -> tup
 
 
 def _letters(i: int) -> str:
+    """The i-th name of a, b, ..., z, aa, ab, ..."""
     return (_letters(i // 26 - 1) if i >= 26 else "") + string.ascii_lowercase[i % 26]
 
 
 def _role(n: fx.Node, depth: int) -> list[Any]:
-    """What is computed with a value: the next ops that do more than move it, and as which argument they have it."""
+    """The next ops, apart from changes of layout, that use a value, with the argument position of the value."""
     found = []
     for u in n.users:
         if target_name(u) in LAYOUT_OPS:
@@ -68,6 +71,7 @@ def _role(n: fx.Node, depth: int) -> list[Any]:
 
 
 def _full_name(analysis: GraphAnalysis, n: fx.Node) -> str:
+    """The full name of a weight in the graph's modules."""
     if n.op == "get_attr":
         return str(n.target)
     name = analysis.source_name(n)
@@ -77,18 +81,21 @@ def _full_name(analysis: GraphAnalysis, n: fx.Node) -> str:
 
 
 def _prefixes(name: str) -> list[str]:
+    """The names of all modules that contain a weight."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def region_name(analysis: GraphAnalysis, bounds: RegionBounds) -> str:
-    """The innermost module that all of the region was computed in; the line that selects, where the graph does not say
-    or it is the whole model."""
+    """The path of the innermost module that contains the whole region; the line that selects, if the graph has no
+    modules
+    or that module is the model.
+    """
     return ".".join(_innermost_module(analysis, bounds)) or re.sub(r"\W", "_", analysis.source_line(bounds.seed))
 
 
 def _innermost_module(analysis: GraphAnalysis, bounds: RegionBounds) -> list[str]:
-    """The path of the innermost module that all of the region was computed in; empty of the model."""
+    """The path of the innermost module that contains the whole region; empty for the model."""
     paths = []
     has_lines = any(n.stack_trace for n in bounds.inside)
     for n in bounds.inside:

@@ -1,4 +1,4 @@
-"""A graph with calls in the place of its regions; all else as it was, in the same order as far as that can be."""
+"""Replace regions of a graph by calls. All other nodes stay, in the same order if possible."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from .region_isolation import find_removable
 from .region_module import ExtractedRegion, RegionCall
 
 _Unit = fx.Node | ExtractedRegion
-HOLDER = "moefx"  # the submodule of the graph that has the calls
+HOLDER = "moefx"  # the submodule that holds the calls
 
 
 def splice(analysis: GraphAnalysis, regions: list[tuple[ExtractedRegion, RegionCall]]) -> fx.GraphModule:
-    """Raises:
-    Refused: something outside of a region stands between two parts of it.
+    """Replace regions of a graph by calls of modules.
+
+    Raises:
+        Refused: a node outside a region must run between two parts of it.
     """
     gm = analysis.gm
     root = torch.nn.Module()
     root.__dict__.update({k: v for k, v in gm.__dict__.items() if k not in ("_graph", "_code")})
     root._modules = dict(gm._modules)
-    held = HOLDER
-    while hasattr(gm, held):  # the user's
-        held += "_"
-    holder = root._modules[held] = torch.nn.Module()
+    holder_name = HOLDER
+    while hasattr(gm, holder_name):  # the user's own attribute
+        holder_name += "_"
+    holder = root._modules[holder_name] = torch.nn.Module()
     unit_of = {n: r for r, _ in regions for n in find_removable(r.bounds, analysis)}
     calls: dict[int, tuple[str, RegionCall]] = {}
     for region, call in regions:
@@ -46,7 +48,7 @@ def splice(analysis: GraphAnalysis, regions: list[tuple[ExtractedRegion, RegionC
             number += 1
             name = f"{base}_{number}"
         holder.add_module(name, call)
-        calls[id(region)] = f"{held}.{name}", call
+        calls[id(region)] = f"{holder_name}.{name}", call
     new = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     current: list[Any] = [analysis.modes[analysis.nodes[0]], []]
@@ -66,11 +68,15 @@ def splice(analysis: GraphAnalysis, regions: list[tuple[ExtractedRegion, RegionC
 
 
 def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> list[fx.Node | ExtractedRegion]:
-    """Program order, with each region as one."""
+    """Order all nodes as in the program, with each region as one unit.
+
+    Raises:
+        Refused: a node outside a region must run between two parts of it.
+    """
     units: dict[int, fx.Node | ExtractedRegion] = {}
     first: dict[int, int] = {}
 
-    def of(n: fx.Node) -> fx.Node | ExtractedRegion:
+    def unit_at(n: fx.Node) -> fx.Node | ExtractedRegion:
         return unit_of.get(n, n)
 
     needs: dict[int, set[int]] = defaultdict(set)
@@ -82,26 +88,26 @@ def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]
             feeds[earlier].add(later)
 
     for n in analysis.nodes:
-        unit = of(n)
-        me = id(unit)
-        units.setdefault(me, unit)
-        first.setdefault(me, analysis.position[n])
+        unit = unit_at(n)
+        own = id(unit)
+        units.setdefault(own, unit)
+        first.setdefault(own, analysis.position[n])
         for d in (*analysis.deps[n], *analysis.order_deps[n]):
-            put(id(of(d)), me)
-    for region in {id(r): r for r in unit_of.values()}.values():  # copies of what is computed from weights
-        me, inside = id(region), {n for n, r in unit_of.items() if r is region}
-        first[me] = max(analysis.position[d] for d in region.inputs)
+            put(id(unit_at(d)), own)
+    for region in {id(r): r for r in unit_of.values()}.values():  # with copies of nodes computed from weights
+        own, inside = id(region), {n for n, r in unit_of.items() if r is region}
+        first[own] = max(analysis.position[d] for d in region.inputs)
         for d in (*region.inputs, *region.weights):
             if d not in inside:
-                put(id(of(d)), me)
+                put(id(unit_at(d)), own)
         for before, after in _outside_writes(analysis, region, inside):
             for w in before:
-                put(id(of(w)), me)
+                put(id(unit_at(w)), own)
             for w in after:
-                put(me, id(of(w)))
+                put(own, id(unit_at(w)))
     for earlier, later in itertools.chain(_around_switches(analysis, unit_of), _random_pairs(analysis, unit_of)):
         put(id(earlier), id(later))
-    last = {id(of(n)): analysis.position[n] for n in analysis.nodes}
+    last = {id(unit_at(n)): analysis.position[n] for n in analysis.nodes}
     ready = [(first[u], last[u], u) for u in units if not needs[u]]
     heapq.heapify(ready)
     out: list[fx.Node | ExtractedRegion] = []
@@ -113,39 +119,41 @@ def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]
             if not needs[v]:
                 heapq.heappush(ready, (first[v], last[v], v))
     if len(out) < len(units):
-        raise Refused("something outside of the region is computed between two parts of it")
+        raise Refused("a node outside the region must run between two parts of the region")
     return out
 
 
 def _around_switches(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
-    """What is called for its effect on the program, as the beginning of a transform, stays where it is among all else;
-    a region is where its last node is."""
+    """Yield pairs (earlier, later) that keep the order around nodes that change global state, such as the begin of a
+    transform. A region has the position of its last node.
+    """
     last = {id(r): n for n, r in unit_of.items()}  # in program order
     switch: fx.Node | None = None
     since: list[_Unit] = []
     for n in analysis.nodes:
-        me = unit_of.get(n, n)
-        if n in unit_of and last[id(me)] is not n:
+        own = unit_of.get(n, n)
+        if n in unit_of and last[id(own)] is not n:
             continue
         if switch is not None:
-            yield switch, me
+            yield switch, own
         if n not in unit_of and analysis.keeps_order(n):
-            yield from ((earlier, me) for earlier in since)
+            yield from ((earlier, own) for earlier in since)
             switch, since = n, []
         else:
-            since.append(me)
+            since.append(own)
 
 
 def _random_pairs(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
-    """Random numbers are drawn in the order of the program."""
+    """Yield consecutive random nodes: random numbers stay in the order of the program."""
     return itertools.pairwise(unit_of.get(n, n) for n in analysis.nodes if analysis.effects[n].draws)
 
 
 def _outside_writes(
     analysis: GraphAnalysis, region: ExtractedRegion, inside: set[fx.Node]
 ) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """Of each tensor that the region reads: what writes to it outside of the region, before the last time that the
-    region reads it, and after the first. The call reads all at once, so what does both is a cycle."""
+    """For each storage that the region reads: the outside writes before its last read, and those after its first read.
+    The call reads all inputs at once, so a write in both lists makes a cycle.
+    """
     found = []
     for d in (*region.inputs, *region.weights):
         for s in analysis.storages(d):
@@ -165,6 +173,7 @@ def _outside_writes(
 def _emit_call(
     new: fx.Graph, made: dict[fx.Node, fx.Node], analysis: GraphAnalysis, region: ExtractedRegion, target: str
 ) -> None:  # fmt: skip
+    """Add the call of a region to the new graph, with one node for each of its outputs."""
     args = [made[n] for n in (*region.inputs, *region.weights)]
     meta = {k: v for k, v in region.bounds.exit.meta.items() if k in ("nn_module_stack", "stack_trace")}
     if region.units:
@@ -178,8 +187,9 @@ def _emit_call(
 
 
 def _restore_strides(made: fx.Node, n: fx.Node, analysis: GraphAnalysis, region: ExtractedRegion) -> fx.Node:
-    """A result of a region with its axes in memory as those of the original, which the graph behind it may rely on.
-    They can be otherwise where what the region is given is not contiguous, as it was when it was proven."""
+    """Give a result of a region the original's order of axes in memory, which later nodes may rely on. The orders may
+    differ if an input is not contiguous, because the proof used contiguous inputs.
+    """
     given = [t for a in region.inputs if (t := analysis.tensor(a)) is not None]
     t, new = analysis.tensor(n), made.graph
     if t is None or all(_axis_order(g) == tuple(range(g.dim())) for g in given):
@@ -189,17 +199,18 @@ def _restore_strides(made: fx.Node, n: fx.Node, analysis: GraphAnalysis, region:
         return made
     if list(order) == sorted(order):
         return new.call_function(torch.ops.aten.contiguous.default, (made,))
-    turned = new.call_function(torch.ops.aten.permute.default, (made, list(order)))
-    turned = new.call_function(torch.ops.aten.contiguous.default, (turned,))
-    return new.call_function(torch.ops.aten.permute.default, (turned, inverse(order)))
+    permuted = new.call_function(torch.ops.aten.permute.default, (made, list(order)))
+    permuted = new.call_function(torch.ops.aten.contiguous.default, (permuted,))
+    return new.call_function(torch.ops.aten.permute.default, (permuted, inverse(order)))
 
 
 def _axis_order(t: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of a tensor's axes in memory, or None if it is not dense."""
     return memory_order([size_hint(n) for n in t.shape], [size_hint(n) for n in t.stride()])
 
 
 def _switch_modes(new: fx.Graph, current: list[Any], wanted: Modes) -> None:
-    """Nodes that make the modes what they are to be."""
+    """Add nodes that change the current modes to the wanted ones."""
     was, contexts = current
     common = 0
     while common < min(len(was.autocast), len(wanted.autocast)) and was.autocast[common] == wanted.autocast[common]:
@@ -215,9 +226,12 @@ def _switch_modes(new: fx.Graph, current: list[Any], wanted: Modes) -> None:
 
 
 def _drop_unused(
-    new: fx.Graph, analysis: GraphAnalysis, made: dict[fx.Node, fx.Node], regions: list[tuple[ExtractedRegion, RegionCall]]
-) -> None:  # fmt: skip
-    """What was there for the regions alone."""
+    new: fx.Graph,
+    analysis: GraphAnalysis,
+    made: dict[fx.Node, fx.Node],
+    regions: list[tuple[ExtractedRegion, RegionCall]],
+) -> None:
+    """Remove nodes that only the regions used."""
     inside = {n for r, _ in regions for n in r.bounds.inside}
     for n in reversed(analysis.nodes):
         if n in inside and n in made and not made[n].users and made[n].op != "placeholder":

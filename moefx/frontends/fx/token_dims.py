@@ -1,4 +1,4 @@
-"""The token dims of a region, and what a number of the graph is over them."""
+"""Find the token dims of a region, and interpret numbers of the graph over them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,25 @@ from .graph_analysis import GraphAnalysis
 from .node_queries import simplify_size, size_hint, target_name
 from .region_code import SizeExpression
 
-NO_TOKENS = "there are no tokens in the graph's inputs: sizes do not show what is of tokens"
-ONE_TOKEN = "there is one token only: sizes do not show what is of tokens"
+NO_TOKENS = "the graph's inputs have no tokens, so sizes do not identify the token dims"
+ONE_TOKEN = "the graph's inputs have a single token, so sizes do not identify the token dims"
 _PROBES = (101, 103, 107, 109, 113)
 _MAX_FACTOR = 4096
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _CALLED = {"sym_int": "trunc", "sym_sqrt": "sqrt", "sym_log2": "log2", "sym_max": "max", "sym_min": "min"}
-_PREFIX = {"sym_float": "1.0*", "neg": "-"}  # times one is exact
+_PREFIX = {"sym_float": "1.0*", "neg": "-"}  # multiplication by one is exact
 
 
 class TokenDims:
-    """The token dims of an entry: its axes but the last, without those of size one.
+    """The token dims of an entry: its axes except the last one and axes of size one.
 
     Attributes:
-        names: outermost first. axes: of the entry. given: as it has them. sizes: what they are in the graph, by name.
-        probe: sizes that look like nothing else. floats: of the caller's by name, which are taken for constants.
+        names: outermost first.
+        axes: the axis of the entry for each name.
+        given: the size of each axis as the graph has it, a number or a symbol.
+        sizes: the size in the example, by name.
+        probe: other sizes, which equal no constant of the region, by name.
+        floats: floats of the caller that are taken as constants, by name.
     """
 
     def __init__(self, analysis: GraphAnalysis, shape: Sequence[Any], constants: set[int]):
@@ -49,7 +53,7 @@ class TokenDims:
         self.sizes = {name: size_hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
         if 0 in self.sizes.values():
             raise Refused(NO_TOKENS)
-        # A symbolic size is symbolic everywhere: a number that equals it here is a constant.
+        # A symbolic size is never a number in the graph, so equal numbers are constants.
         self.fixed = [at for at, i in enumerate(self.axes) if type(shape[i]) is int]
         self.expressions = {n.node.expr: s for n, s in zip(self.given, self.symbols, strict=True)
                             if isinstance(n, torch.SymInt)}  # fmt: skip
@@ -62,7 +66,7 @@ class TokenDims:
         self.floats: dict[str, torch.SymFloat] = {}
 
     def interpret_number(self, n: int) -> list[SizeExpression]:
-        """What a number may be: of the sizes that are numbers in the graph."""
+        """List the products of token dims that a number may be. Dims with symbolic sizes are excluded."""
         found = []
         for count in range(len(self.fixed), 0, -1):
             for chosen in itertools.combinations(self.fixed, count):
@@ -75,8 +79,10 @@ class TokenDims:
         return [size for _, size in sorted(found, key=lambda f: f[0])]
 
     def is_token_position(self, shape: Sequence[int], place: int) -> bool:
-        """Whether the number at this place of a shape is likely one of tokens: where the entry has it, whose axes of
-        size one may be missing, or in front."""
+        """Whether the number at `place` of a shape is probably a token dim: the entry has it at the same place, with
+        or
+        without axes of size one, or it is a multiple of all tokens and leads the shape.
+        """
         units = [i for i in range(self.rank - 1) if i not in self.axes]
         has_units = all(shape[i : i + 1] == [1] for i in units)
         sizes, n = list(self.sizes.values()), shape[place]
@@ -84,11 +90,15 @@ class TokenDims:
         return at.get(place) == n or (place == 0 and n % math.prod(sizes) == 0)
 
     def interpret_symbol(self, value: Any, node: fx.Node | None = None) -> list[SizeExpression | int | float]:
-        """What a symbolic number of the graph may be, the likeliest first; none, if it does not follow from the token
-        dims by what is known. `node`: that computes it.
+        """List the meanings of a symbolic number over the token dims, the most likely first. Empty if it does not
+        follow
+        from them.
 
-        Integers are what their expression says, where that is one of the sizes of the rows. Floats, and what is made of
-        them, are followed node by node: SymPy takes factors together, which rounds otherwise.
+        Integers are read from their expression. Floats, and integers computed from floats, are followed node by node,
+        because SymPy combines factors and so rounds differently.
+
+        Args:
+            node: the node that computes it, if known.
         """
         expr = value.node.expr
         is_exact = all(getattr(e, "is_integer", False) for e in sympy.preorder_traversal(expr))
@@ -109,11 +119,13 @@ class TokenDims:
         return [SizeExpression(form.format(*chosen)) for chosen in itertools.product(*texts)]
 
     def _operand_texts(self, operand: Any) -> list[str]:
+        """The meanings of an operand as Python expressions."""
         value = simplify_size(self.analysis.value[operand]) if isinstance(operand, fx.Node) else operand
         found = self.interpret_symbol(value, operand) if isinstance(value, _SYMBOLIC) else [value]
         return [f"({s.text if isinstance(s, SizeExpression) else repr(s)})" for s in found]
 
     def _integer_meanings(self, n: torch.SymInt) -> list[SizeExpression | int]:
+        """The meanings of a symbolic integer by its expression."""
         if not isinstance(number := simplify_size(n), torch.SymInt):
             return [number]
         expr = n.node.expr
@@ -126,7 +138,7 @@ class TokenDims:
         return [SizeExpression(_text(e)) for e in (*self._scale_by_fixed(expr), expr)]
 
     def _scale_by_fixed(self, expr: sympy.Expr) -> Iterator[sympy.Expr]:
-        """With axes of the entry whose sizes are numbers for the factors that are as large: `3*S` may be `B*S`."""
+        """Yield `expr` with fixed token dims in place of factors of equal size: `3*S` may be `B*S`."""
         for count in range(len(self.fixed), 0, -1):
             for chosen in itertools.combinations(self.fixed, count):
                 whole = math.prod(self.sizes[self.names[i]] for i in chosen)
@@ -140,7 +152,7 @@ class TokenDims:
                     yield made
 
     def _find_equal_product(self, n: torch.SymInt) -> list[SizeExpression | int]:
-        """Symbols of another input, where the graph has seen that they must make as many."""
+        """The product of token dims that the graph knows to equal a symbol of another input."""
         for count in range(len(self.names), 0, -1):
             for chosen in itertools.combinations(range(len(self.names)), count):
                 if statically_known_true(n == math.prod(self.given[i] for i in chosen)):
@@ -149,11 +161,13 @@ class TokenDims:
 
 
 def _substitute(expr: Any, size: sympy.Expr, symbol: sympy.Symbol) -> Any:
-    """`expr` with `symbol` for a size of the graph: `2*S + 2` for `2*s0` where S is `s0 - 1`, as of all tokens but the
-    last."""
+    """Rewrite `expr` in terms of `symbol`, which stands for `size`: `2*s0` becomes `2*S + 2` if S is `s0 - 1`, the
+    number of
+    tokens without the last one.
+    """
     if not expr.free_symbols & size.free_symbols:
         return expr
-    if not size.is_polynomial(*size.free_symbols):  # a chunk's: `(s0 + 1)//2`
+    if not size.is_polynomial(*size.free_symbols):  # as in chunks: `(s0 + 1)//2`
         return expr.subs(size, symbol)
     if not expr.is_polynomial(*expr.free_symbols):
         return expr.func(*(_substitute(a, size, symbol) for a in expr.args))
@@ -168,7 +182,7 @@ def _text(expr: sympy.Expr) -> str:
 
 
 def _format_of(n: fx.Node) -> str | None:
-    """How a node that computes a number from numbers is written; None: in no way that is known."""
+    """The Python expression of a node that computes a number from numbers, with `{}` for operands. None if unknown."""
     count = sum(a is not None for a in n.args)
     if n.target in INFIX and count == 2:
         return f"({{}} {INFIX[n.target]} {{}})"

@@ -1,4 +1,4 @@
-"""What users of `TORCH_LOGS="+moefx"` and of tlparse (`TORCH_TRACE=directory`) see of a graph that was rewritten."""
+"""Show rewritten graphs to users of `TORCH_LOGS="+moefx"` and of tlparse (`TORCH_TRACE=directory`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import fx
 from ...runtime.module import rewritten_blocks
 
 _log = logging.getLogger(__name__)
-Text = Callable[[], str]  # made only for those who read it
+Text = Callable[[], str]  # computed only if it is read
 
 
 def log_artifacts(out: fx.GraphModule, explained: Text) -> None:
     """Log the graph with its regions, and add it to torch's trace of this compilation.
 
     Args:
-        explained: what was found, for readers.
+        explained: makes the text of `explain`.
     """
     for name, text in _texts(out, explained):
         if _log.isEnabledFor(logging.DEBUG):
@@ -33,7 +33,7 @@ def _texts(out: fx.GraphModule, explained: Text) -> Iterator[tuple[str, Text]]:
 
 
 def _trace(name: str, text: Text) -> None:
-    try:  # private in torch: one without it traces nothing of this
+    try:  # private in torch; a torch without it traces nothing
         from torch._logging._internal import trace_structured
 
         trace_structured(
