@@ -102,6 +102,21 @@ def parser() -> argparse.ArgumentParser:
     add_plan(verify)
     verify.set_defaults(run=run_verify)
 
+    _add_plan_command(commands)
+
+    bench = commands.add_parser("bench", help="measure on this machine")
+    kinds = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
+    bench.add_argument("what", choices=BENCHMARKS, help=kinds)
+    bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help lists them")
+    bench.set_defaults(run=run_bench)
+
+    env = commands.add_parser("env", help="print versions, devices and the provider of each op")
+    env.add_argument("--json", action="store_true", help="print JSON")
+    env.set_defaults(run=run_env)
+    return top
+
+
+def _add_plan_command(commands: Any) -> None:
     plan = commands.add_parser(
         "plan", help="rank the parallelisations of a model that fit a platform, and explain the order"
     )
@@ -138,17 +153,6 @@ def parser() -> argparse.ArgumentParser:
         "--skew", type=float, default=0.0, help="for --simulate: the Zipf exponent of the routing (default: 0)"
     )
     plan.set_defaults(run=run_plan)
-
-    bench = commands.add_parser("bench", help="measure on this machine")
-    kinds = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
-    bench.add_argument("what", choices=BENCHMARKS, help=kinds)
-    bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help lists them")
-    bench.set_defaults(run=run_bench)
-
-    env = commands.add_parser("env", help="print versions, devices and the provider of each op")
-    env.add_argument("--json", action="store_true", help="print JSON")
-    env.set_defaults(run=run_env)
-    return top
 
 
 def positive(text: str) -> int:

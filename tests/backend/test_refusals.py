@@ -138,7 +138,7 @@ def test_a_reason_is_said_once(caplog):
     call = torch.compile(module, backend=backend, options={"backend": "eager", "validation": "symbolic"})
     call(*args)
     report = moefx.explain(call)
-    assert len(report.refused) == 3 and str(report).count("no choice of experts") == 1
+    assert len(report.refused) == 3 and str(report).count("does not select experts") == 1
     assert "refused: layers.0 ... layers.2 (3 blocks)   test_refusals.py:" in str(report)
     (text,) = {r.getMessage() for r in caplog.records if "left a region" in r.getMessage()}
     assert "layers.0 ... layers.2 (3 blocks)" in text

@@ -12,9 +12,8 @@ import torch
 from torch._guards import CompileContext
 
 _MAX_VALUES = 3
-_values_by_frame: dict[
-    Any, tuple[int, dict[str, set[float]]]
-] = {}  # by Dynamo's frame: number of its last graph, values by name
+# By Dynamo's frame: the number of its last graph, and the values of each constant.
+_values_by_frame: dict[Any, tuple[int, dict[str, set[float]]]] = {}
 
 
 def may_be_constant(name: str, now: float) -> bool:

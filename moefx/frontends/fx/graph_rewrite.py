@@ -143,7 +143,6 @@ def find_regions(
     for seed in search.seeds():
         if seed in owner:
             continue
-        first: Refusal | None = None
         try:
             candidates = _candidate_bounds(search, seed)
         except Exception as error:  # the surrounding graph must not fail for it
@@ -151,41 +150,61 @@ def find_regions(
             continue
         if not candidates and search.returns_choice(seed):
             open_lines[analysis.source_line(seed)] = None
-        for bounds in candidates:
-            if (bounds.entry, bounds.exit) in tried:
-                continue
-            tried.add((bounds.entry, bounds.exit))
-            if any(n in owner for n in bounds.inside if n in analysis.active):
-                continue
-            if any("moefx" in str(n.target) for n in bounds.inside):
-                first = None
-                break  # it is rewritten already
-            region: ExtractedRegion | None = None
-            try:
-                region = _rename_uniquely(extract_region(analysis, bounds), names)
-                proof = proof_cache.prove_region(analysis, region, plan)
-                mine = dict.fromkeys(find_removable(bounds, analysis), region)
-                order_units(analysis, owner | mine)
-            except Exception as error:
-                if first is None:
-                    outside = proof_cache.explain_outside_use(analysis, region, plan) if region is not None else None
-                    why = outside or explain_chunks(analysis, bounds) or error
-                    first = build_refusal(why, region_name(analysis, bounds), analysis.source_line(seed))
-                continue
-            owner |= mine
-            names.add(region.name)
-            matched.append((region, proof))
-            first = None
-            break
-        if first is not None and _NOT_ROUTED not in first.reason:  # otherwise it is sampling or a maximum
-            refused[seed] = (
-                first if target_name(seed) in SELECTING_OPS else _mention_inputs(first, candidates, analysis)
-            )
+        proven, refusal = _prove_candidates(analysis, candidates, plan, names, owner, tried)
+        if proven is not None:
+            matched.append(proven)
+        elif refusal is not None and _NOT_ROUTED not in refusal.reason:  # otherwise it is sampling or a maximum
+            is_choice = target_name(seed) in SELECTING_OPS
+            refused[seed] = refusal if is_choice else _mention_inputs(refusal, candidates, analysis)
     # Drop refusals of seeds inside a later region, such as the groups that a router selects first.
     remaining = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in owner}
     return GraphRegions(
         analysis, matched, list(remaining.values())[::-1], list(open_lines), time.perf_counter() - start
     )
+
+
+def _prove_candidates(
+    analysis: GraphAnalysis,
+    candidates: list[RegionBounds],
+    plan: Plan,
+    names: set[str],
+    owner: dict[fx.Node, ExtractedRegion],
+    tried: set[tuple[fx.Node, fx.Node]],
+) -> tuple[tuple[ExtractedRegion, CachedProof] | None, Refusal | None]:
+    """Prove the first of several bounds that matches, and add it to `names` and `owner`.
+
+    Args:
+        owner: the region of each node that a matched region has taken.
+        tried: entries and exits that were tried before.
+
+    Returns:
+        The region with its proof, or the refusal of the first bounds. Neither if the region is rewritten already.
+    """
+    refusal: Refusal | None = None
+    for bounds in candidates:
+        if (bounds.entry, bounds.exit) in tried:
+            continue
+        tried.add((bounds.entry, bounds.exit))
+        if any(n in owner for n in bounds.inside if n in analysis.active):
+            continue
+        if any("moefx" in str(n.target) for n in bounds.inside):
+            return None, None
+        region: ExtractedRegion | None = None
+        try:
+            region = _rename_uniquely(extract_region(analysis, bounds), names)
+            proof = proof_cache.prove_region(analysis, region, plan)
+            own = dict.fromkeys(find_removable(bounds, analysis), region)
+            order_units(analysis, owner | own)
+        except Exception as error:
+            if refusal is None:
+                outside = proof_cache.explain_outside_use(analysis, region, plan) if region is not None else None
+                why = outside or explain_chunks(analysis, bounds) or error
+                refusal = build_refusal(why, region_name(analysis, bounds), analysis.source_line(bounds.seed))
+            continue
+        owner.update(own)
+        names.add(region.name)
+        return (region, proof), None
+    return None, refusal
 
 
 def build_refusal(error: Exception, name: str, where: str) -> Refusal:

@@ -209,7 +209,7 @@ def _draws(n: fx.Node, given: dict[str, Any]) -> bool:
 
 @functools.cache
 def _is_seeded(name: str) -> bool:
-    """Whether an op of that name is tagged as random."""
+    """Whether torch tags the op with this name as random."""
     packet = _find_packet(name)
     if packet is None:
         return False

@@ -202,10 +202,10 @@ class RegionSearch:
         idle |= seen
         return False
 
-    # ------------------------------------------------------------------ what is between
+    # ------------------------------------------------------------------ between entry and exit
     def _bounds_between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> RegionBounds | None:
-        """The bounds for an entry and an exit. Writes to tensors from before the region stay in front of it if nothing
-        inside reads them earlier.
+        """The bounds for an entry and an exit. Writes to tensors from before the region stay in front of
+        the region if nothing inside reads them earlier.
         """
         bounds = self._collect_bounds(seed, entry, exit_, set())
         writes = self._external_writes(bounds) if bounds is not None else set()

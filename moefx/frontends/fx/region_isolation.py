@@ -133,7 +133,7 @@ def _refuse_call(n: fx.Node, where: str) -> None:
 
 
 def is_used_outside(n: fx.Node, inside: set[fx.Node], analysis: GraphAnalysis) -> bool:
-    """Whether a value that only the region computes is read outside of it.
+    """Whether a value that only the region computes is read by other nodes, too.
 
     Raises:
         Refused: it is read before the region has finished writing to it, or it is a tuple that the graph returns.

@@ -167,7 +167,7 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
     """Extract a region from its graph.
 
     Raises:
-        Refused: the region cannot be passed out of the graph; the message gives the reason.
+        Refused: the region cannot be taken out of the graph; the message gives the reason.
     """
     entry = analysis.value[bounds.entry]
     units = tuple(i for i, n in enumerate(map(simplify_size, entry.shape[:-1])) if type(n) is int and n == 1)
@@ -178,7 +178,6 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
     inputs = (bounds.entry, *bounds.side_inputs)
     number_of = {n: i for i, n in enumerate((*inputs, *weights))}
     first = len(number_of)
-    steps: list[Step] = []
     if units:
         number_of[bounds.entry] = first
     for n in bounds.inside:
@@ -187,21 +186,10 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
     dims = generalized.dims
     whole = tuple(SizeExpression(dims.names[dims.axes.index(i)]) if i in dims.axes else size_hint(n)
                   for i, n in enumerate(entry.shape))  # fmt: skip
+    steps = _build_steps(generalized)
     if units:
-        steps.append(Step(torch.reshape, (ValueRef(0), list(whole)), {}, (), Modes()))
+        steps.insert(0, Step(torch.reshape, (ValueRef(0), list(whole)), {}, (), Modes()))
     outside = analysis.modes[bounds.exit]
-    for n in bounds.inside:
-        args, kwargs = generalized.arguments[n]
-        steps.append(
-            Step(
-                n.target,
-                args,
-                kwargs,
-                user_sources(n, analysis.position[n]),
-                _relative_modes(analysis.modes[n], outside),
-                n.op == "call_method",
-            )
-        )
     outputs = tuple(n for n in find_removable(bounds, analysis) if is_used_outside(n, inside, analysis))
     check_shared_memory(analysis, inputs, outputs, inside)
     shapes = tuple(
@@ -216,16 +204,28 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
     )
     names = weight_names(analysis, bounds, weights)
     forms = [(names[i], _weight_key(analysis, n)) for i, n in enumerate(weights)]
-    given = [(analysis.value[n].dtype, s) for n, s in zip(inputs, shapes, strict=True)]
+    dtypes = [(analysis.value[n].dtype, s) for n, s in zip(inputs, shapes, strict=True)]
     calls = [(_target_text(s.target), s.args, s.kwargs, s.sources, s.modes, s.method) for s in steps]
     # Two functions of the user may share a name.
     functions = tuple(n.target for n in bounds.inside if not is_library_call(n))
-    key = repr((code.dims, code.outputs, forms, given, calls, outside.autocast)), functions
+    key = repr((code.dims, code.outputs, forms, dtypes, calls, outside.autocast)), functions
     source = analysis.source_line(bounds.seed)
     return ExtractedRegion(
         region_name(analysis, bounds), source, bounds, code, inputs, weights, names, outputs, units, shapes,
         dims.sizes, key, entry.device.type, outside.autocast, tuple(dims.floats.items()),
     )  # fmt: skip
+
+
+def _build_steps(region: GeneralizedRegion) -> list[Step]:
+    """Build the step of each node inside a region."""
+    analysis, bounds = region.analysis, region.bounds
+    steps = []
+    for n in bounds.inside:
+        args, kwargs = region.arguments[n]
+        sources = user_sources(n, analysis.position[n])
+        step_modes = _relative_modes(analysis.modes[n], analysis.modes[bounds.exit])
+        steps.append(Step(n.target, args, kwargs, sources, step_modes, n.op == "call_method"))
+    return steps
 
 
 def _relative_modes(here: Modes, outside: Modes) -> Modes:

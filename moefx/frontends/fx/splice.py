@@ -29,7 +29,7 @@ def splice(analysis: GraphAnalysis, regions: list[tuple[ExtractedRegion, RegionC
     """Replace regions of a graph by calls of modules.
 
     Raises:
-        Refused: a node outside a region must run between two parts of it.
+        Refused: a node outside a region must run between two of its parts.
     """
     gm = analysis.gm
     root = torch.nn.Module()
@@ -71,7 +71,7 @@ def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]
     """Order all nodes as in the program, with each region as one unit.
 
     Raises:
-        Refused: a node outside a region must run between two parts of it.
+        Refused: a node outside a region must run between two of its parts.
     """
     units: dict[int, fx.Node | ExtractedRegion] = {}
     first: dict[int, int] = {}
