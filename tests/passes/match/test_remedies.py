@@ -164,7 +164,7 @@ PAIRS = {
         lambda: Block(add_rows_up),
     ),
     r"compute with the numbers themselves": (lambda: Block(divide_by_a_tensor), lambda: Block(divide_by_a_number)),
-    r"rows one by one.*without batch norm": (
+    r"each row by itself.*no batch norm": (
         lambda: Block(Block.moe, BatchNormed),
         lambda: Block(Block.moe, LayerNormed),
     ),
