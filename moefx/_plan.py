@@ -29,7 +29,7 @@ class Plan:
         expert_storage: `"original"` keeps the storage of experts in a ModuleList; `"contiguous"` lays it out as E
             equally spaced views (the E original Parameters stay).
         expert_axis: the mesh axis over which the experts are spread, or several that become one, `("dp", "tp")`. None:
-            `"ep"` if the mesh has an axis of that name, else its only axis. `"auto"`: the fastest layout that fits the
+            `"ep"` if the mesh has such an axis, else its only axis. `"auto"`: the fastest layout that fits the
             memory by the planner's formulas, `sequence_axis` included; it has no effect without a mesh.
         placement: the order of ranks that the mesh is checked for. `"ep_first"`: the ranks of an expert group are
             neighbours, so that exchanges stay near; `"dp_first"`: the ranks of a data-parallel group are (X-MoE
@@ -37,7 +37,7 @@ class Plan:
         sequence_axis: a tensor-parallel mesh axis whose ranks all have the same tokens. Each rank routes a part of
             them, and the sums are gathered (X-MoE section 4.3, SSMB). Its ranks are among those of `expert_axis`.
         sequence_gradients: the gradient of the block's output that each rank of `sequence_axis` receives:
-            `"replicated"`, the whole gradient; `"partial"`, one summand of it.
+            `"replicated"`, the whole gradient; `"partial"`, one of its summands.
         gradients: `"manual"`: you reduce gradients between backward and the optimizer's step (`explain` says how). A
             reduction by hand leaves no trace: without this field, the first step on gradients that neither
             `fully_shard` nor DistributedDataParallel reduces warns.

@@ -324,7 +324,7 @@ def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockG
     """Return the rewritten graph of a block, or its graph after a named pass. `print` it.
 
     Raises:
-        MoefxError: no block of that name was rewritten. NoSuchPass: no such pass ran on it.
+        MoefxError: no rewritten block has this name. NoSuchPass: no such pass ran on it.
     """
     found = history(compiled, name)
     return found.graph if after is None else found[after].graph
@@ -334,7 +334,7 @@ def history(compiled: nn.Module, name: str) -> History:
     """Return all graphs of a block, pass by pass.
 
     Raises:
-        MoefxError: no block of that name was rewritten.
+        MoefxError: no rewritten block has this name.
     """
     forwards = _find_forwards(compiled)
     if not forwards:
