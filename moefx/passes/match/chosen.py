@@ -250,3 +250,10 @@ def every_expert_for_every_token(owners: Owners, summands: list[list[Term]]) -> 
     keys = [{owners.key(p) for p in parts} for parts in summands]
     every = set().union(*keys)
     return all(row == every for row in keys)
+
+
+def is_taken_or_left(owners: Owners, summands: list[list[Term]]) -> bool:
+    """Whether some tokens use all experts and the others none."""
+    keys = [{owners.key(p) for p in parts} for parts in summands]
+    every = set().union(*keys)
+    return bool(every) and not all(keys) and all(row in (set(), every) for row in keys)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.captured import Capture, decided_by_floats
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
-from .chosen import Choice, choice, every_expert_for_every_token
+from .chosen import Choice, choice, every_expert_for_every_token, is_taken_or_left
 from .form import Group, Lifted, count_sequences, has_matrices
 from .given import is_given, is_of_call
 from .lookup import Lookup
@@ -49,6 +49,7 @@ from .worth import NotTwice, Sums, repeated
 Late = Literal["", "write", "any"]
 UNEXPLAINED = "no integer tensor with one entry per token and slot explains which experts were used"
 SINGLE_ELEMENTS = "the experts move or pick single elements of a row"
+ONE_EXPERT = "there is one expert only that computes anything, which tokens take or leave: of several none is chosen"
 NOT_TOGETHER = "the experts' results do not come together in one tensor"
 _MOST_CUTS = 12
 _MOST_SETS = 2  # of parameters that may be the experts'
@@ -125,6 +126,7 @@ class Lifter:
                 "experts make each a module with its sum, which holds the same list of experts",
             )
         first: Refused | None = None
+        of_some: Refused | None = None  # of a candidate with the rows of some tokens only: inside of one expert, say
         by_tokens: Refused | None = None
         for numbering, cut in itertools.product(self._numberings(), candidates[:_MOST_CUTS]):
             if (numbers := numbering(cut)) is None:
@@ -140,10 +142,20 @@ class Lifter:
                         source=str(cut.meta["source"]),
                         remedy=refusal.remedy,
                     )
+                if math.prod(cut.meta["val"].shape[:-1]) < self.capture.sizes.tokens:
+                    of_some = of_some or refusal
+                    continue
+                if self.reach.T.overwrites and _is_overwritten([self.reach.rows(cut)]):
+                    refusal = _overwritten(cut)
                 first = first or refusal
                 by_tokens = by_tokens or (refusal if numbers not in ({}, self.reach.nested) else None)
-        assert first is not None
-        raise self._random(candidates[0]) or (by_tokens if not self._are_listed() else None) or first
+        raise (
+            self._random(candidates[0])
+            or (by_tokens if not self._are_listed() else None)
+            or first
+            or of_some
+            or AssertionError
+        )
 
     def _are_listed(self) -> bool:
         """Whether some experts are in a list or dictionary of modules."""
@@ -301,11 +313,7 @@ class Lifter:
             routed.append([p for p in parts if p in mine])
             rest.append([p for p in parts if p not in mine])
         if self.reach.T.overwrites and _is_overwritten(routed):
-            raise Refused(
-                "one row is written several times at once: which one stays torch does not say, and gradients reach all",
-                source=str(cut.meta["source"]),
-                remedy="add them up: out.index_add_(0, rows, y), or out.index_put_((rows,), y, accumulate=True)",
-            )
+            raise _overwritten(cut)
         if not any(routed):
             raise NothingRouted(str(cut.meta["source"]), any(map(is_of_call, self.capture.nodes)))
         return routed, rest
@@ -318,6 +326,8 @@ class Lifter:
         found = choice(self.owners, tokens, routed, nodes, self.inside, self.like)
         if found is not None:
             return found
+        if is_taken_or_left(self.owners, routed):
+            raise Refused(ONE_EXPERT, source=str(cut.meta["source"]))
         if every_expert_for_every_token(self.owners, routed):
             raise Refused(
                 "every expert is applied to every token: gates without a selection leave nothing to skip",
@@ -447,6 +457,14 @@ def _is_overwritten(rows: list[list[Term]]) -> bool:
             seen.add(t)
             stack += t.terms
     return False
+
+
+def _overwritten(cut: fx.Node) -> Refused:
+    return Refused(
+        "one row is written several times at once: which one stays torch does not say, and gradients reach all",
+        source=str(cut.meta["source"]),
+        remedy="add them up: out.index_add_(0, rows, y), or out.index_put_((rows,), y, accumulate=True)",
+    )
 
 
 def _first_source(nodes: list[fx.Node]) -> str:

@@ -23,7 +23,7 @@ from .agree import same_form
 from .different import are_different
 from .form import Lifted, with_all_experts
 from .guarded_sizes import find_sequence, find_sizes
-from .lift import Late, Lifter, NothingRouted
+from .lift import ONE_EXPERT, Late, Lifter, NothingRouted
 from .matched import Expert, Match
 from .nodes import Line, line
 from .paths import Place, sibling_names
@@ -33,6 +33,7 @@ from .semantics import conditions
 from .turns import counting, with_turns
 from .worth import NotTwice
 
+NO_SIZES = "no sizes were found at which all that is compared with them comes out as for the example"
 _MOST_EXTRA = 8
 _LENGTHS = (1, 2, 3, 7, 29, 131, 517)  # of single sequences
 _Places = tuple[tuple[Any, ...] | None, ...]  # of the choice, and by the kinds of experts
@@ -132,7 +133,7 @@ class Prover:
             sizes = self.arguments.choose(n, variant)
             if self.is_within(sizes):
                 return sizes
-        raise Refused("no sizes were found at which all that is compared with them comes out as for the example")
+        raise Refused(NO_SIZES)
 
     def sequence(self, tokens: int) -> dict[str, int]:
         """Sizes of one sequence with so many tokens; where the program goes the example's way only elsewhere, or for
@@ -317,12 +318,8 @@ class Prover:
         few.more_slots(self)
         cover.every_expert(self)
         if self.num_experts < 2:
-            if any(len(lifted.ids.unique()) > 1 for lifted in self.lifted):
-                raise Refused(
-                    "there is one expert only that computes anything, which tokens take or leave: of several none is "
-                    "chosen",
-                    source=str(self.lifted[0].cut.meta["source"]),
-                )
+            if any(_has_others(lifted) for lifted in self.lifted):
+                raise Refused(ONE_EXPERT, source=str(self.lifted[0].cut.meta["source"]))
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
         self._agree()
         self._merged()  # raises early
@@ -458,6 +455,11 @@ class Prover:
 
     def seen_guards(self) -> list[SizeGuard]:
         return [g for lifted in self.lifted for g in lifted.capture.sizes.guards]
+
+
+def _has_others(lifted: Lifted) -> bool:
+    """Whether some tokens have another choice than the expert, or are none of the rows that it is given."""
+    return len(lifted.ids.unique()) > 1 or len(lifted.ids) < lifted.capture.sizes.tokens
 
 
 def _places(lifted: Lifted) -> _Places:
