@@ -35,11 +35,11 @@ from ..ir.passed_objects import PassedObject, is_passed, name_object
 from ..passes.capacity_limit import limit
 from ..passes.checkpoint import checkpoint
 from ..passes.fuse import fuse
-from ..passes.match.causes import CONVOLVING, MIXING, explain, explain_limit
+from ..passes.match.causes import CONVOLVING, MIXING, explain, explain_branch, explain_limit
 from ..passes.match.drops import SKIPPED, explain_drops
 from ..passes.match.lift import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
 from ..passes.match.matched import Match
-from ..passes.match.prove import Prover
+from ..passes.match.prove import NO_SIZES, Prover
 from ..passes.match.unify import FOREIGN
 from ..passes.match.worth import TWICE
 from ..passes.pass_manager import PassManager, pass_name
@@ -233,13 +233,15 @@ def _prove_arguments(block: nn.Module, arguments: Arguments, names: Placeholders
         for way in prover.other_ways():
             with contextlib.suppress(Refused):
                 return _prove_sizes(Prover(block, arguments, prover.hint, **way), names)
-        raise _explain_refusal(refusal, prover) from None
+        raise refusal from None
 
 
 def _explain_refusal(refusal: Refused, prover: Prover) -> Refused:
     """Return a refusal that names the cause in the program, if the match only reports where it stopped."""
     if prover.first is None:
         return refusal
+    if of_branch := explain_branch(prover):
+        return of_branch
     if NOT_TOGETHER in refusal.reason:
         return explain_limit(prover.first) or refusal
     if not any(text in refusal.reason for text in _ENDINGS):
@@ -260,18 +262,20 @@ def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]
 
     def prove_side(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
         ways = prover.symbolic, prover.whole, prover.late
-        return _match_and_rewrite(Prover(prover.block, arguments, prover.hint, side, *ways), names)
+        return _rewrite_or_explain(Prover(prover.block, arguments, prover.hint, side, *ways), names)
 
     try:
-        match, rewritten = _match_and_rewrite(prover, names)
+        match, rewritten = _rewrite_or_explain(prover, names)
     except Exception as error:  # also the user's own, such as an assertion on sizes
         side = prover.side()
         if not side or not (isinstance(error, Refused) or is_users_own(error)):
             raise
         try:
             return _check_example(prove_side(side))
-        except Refused as side_refusal:  # more specific than an error at other sizes
-            raise (error if isinstance(error, Refused) else side_refusal) from None
+        except Refused as side_refusal:
+            # the captures of the first proof may have taken branches that the example does not
+            is_telling = NOT_ROUTED not in side_refusal.reason and side_refusal.reason != NO_SIZES
+            raise (side_refusal if is_telling or not isinstance(error, Refused) else error) from None
         except Exception:
             raise error from None
     failed = _failed_guards(match)
@@ -282,7 +286,7 @@ def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]
         return _check_example(prove_side(side))
     with contextlib.suppress(Refused):
         again = Prover(prover.block, arguments.shifted(), prover.hint, (), prover.symbolic, prover.whole)
-        return _check_example(_match_and_rewrite(again, names))
+        return _check_example(_rewrite_or_explain(again, names))
     return _check_example((match, rewritten))
 
 
@@ -313,6 +317,14 @@ def _check_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
             "calls like this one then run the original",
         )
     return found
+
+
+def _rewrite_or_explain(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
+    """As `_match_and_rewrite`, with the cause of a refusal."""
+    try:
+        return _match_and_rewrite(prover, names)
+    except Refused as refusal:
+        raise _explain_refusal(refusal, prover) from refusal
 
 
 def _match_and_rewrite(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -11,7 +11,11 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.counts import is_empty_test
 from ...errors import Refused
+from .doubts import DECIDE_OUTSIDE, buffers_read
 from .nodes import ORDERED, asked_number, is_routed, op_name
+
+if TYPE_CHECKING:
+    from .prove import Prover
 
 MIXING = (
     "each sample chooses experts for all of its positions, and the experts compute with several positions at once: "
@@ -65,6 +69,26 @@ def explain_limit(capture: Capture) -> Refused | None:
                 source=str(read.source),
                 remedy="run every expert that has tokens; drop tokens by a mask over all choices, as in "
                 "weights * (counts <= limit)[ids]",
+            )
+    return None
+
+
+def explain_branch(prover: Prover) -> Refused | None:
+    """A refusal that names the buffer without which experts would be chosen, if there is one."""
+    if prover.first is None or prover.lifted:
+        return None
+    routing, sizes = prover.first.tracer.routing.again(), prover.first.sizes.dims
+    for read in prover.first.reads:
+        if type(read.value) is bool and (buffers := buffers_read(read)):
+            try:
+                prover.lift(routing, sizes, {read.calls: not read.value})
+            except Exception:  # nor are any then; the program's own
+                continue
+            return Refused(
+                f"the buffer {', '.join(buffers)} decides whether experts are chosen, and none are as it is now: "
+                f"{read.source.text}",
+                source=str(read.source),
+                remedy=DECIDE_OUTSIDE,
             )
     return None
 
@@ -127,4 +151,4 @@ def _is_of_samples(tokens: int, positions: int, node: fx.Node) -> bool:
     return is_of_samples and is_routed(node) and tuple(val.shape[1:]) != (positions,)
 
 
-__all__ = ["MIXING", "explain", "explain_limit"]
+__all__ = ["MIXING", "explain", "explain_branch", "explain_limit"]

@@ -29,13 +29,17 @@ from ...ir.guards.attribute_reads import attributes
 from ...ir.guards.code_closure import code_of, reached
 from . import empty_experts
 from .agree import same_form
-from .nodes import is_routed, line, numbers, op_name
+from .nodes import is_of_state, is_random, is_routed, line, numbers, op_name
 from .ranges import UNBOUNDED, Ranges
 
 if TYPE_CHECKING:
     from .form import Lifted
     from .prove import Prover
 
+DECIDE_OUTSIDE = (
+    "decide it by an attribute that is set outside of forward, as in if self.is_warming_up, and compile the model as "
+    "it is after that; other calls run the original"
+)
 ASK_ROWS = "to skip an expert without tokens, ask for its rows: if rows.shape[0] == 0"
 _NO_LIMIT = 1e9
 _MOST_NUMBERS = 80
@@ -43,6 +47,7 @@ _MOST_PAIRED = 5  # reads
 _FEW = 5  # tokens
 _READ = "a value read from a tensor"
 _COUNT = "a count of tokens read from a tensor"
+_BUFFER = "the buffer"
 _LIMIT = "the number of tokens of an expert read from a tensor"
 _COMPARISON = "a comparison that came out the same everywhere"
 _TOGETHER = "one of several comparisons that came out the same everywhere"
@@ -65,6 +70,8 @@ def flip_branches(prover: Prover) -> None:
             what = _COUNT if len(seen) == 1 and empty_experts.asks_for_tokens(read) else _READ
             if what == _READ and _asks_for_limit(prover, read):
                 what = _LIMIT
+            if what == _READ and (buffers := buffers_read(read)):
+                what = f"{_BUFFER} {', '.join(buffers)}"
             kinds = {type(v) for v in seen}
             others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
             if kinds & {float, int}:
@@ -259,15 +266,24 @@ def carry_over(prover: Prover) -> None:
             state = vars(prover.block.get_submodule(owner))
             stack.callback(state.update, {key: state[key]}) if key in state else stack.callback(state.pop, key)
             state[key] = pytree.tree_map_only(fx.Node, _other_value, node)
-        again = prover.lift(Routing("diverse", 0), prover.sizes[0])
-    same_form(prover.lifted[0], again)
+        try:
+            again = prover.lift(Routing("diverse", 0), prover.sizes[0])
+            same_form(prover.lifted[0], again)
+        except Refused as why:
+            raise _left_behind(left) from why
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
     if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in left for n in again.capture.nodes):
-        raise Refused(
-            "what a call leaves in an attribute changes the next call",
-            culprits=tuple(left),
-            source=str(next(n for n in pytree.tree_leaves(left) if isinstance(n, fx.Node)).meta["source"]),
-        )
+        raise _left_behind(left)
+
+
+def _left_behind(left: dict[str, Any]) -> Refused:
+    node = next((n for n in pytree.tree_leaves(left) if isinstance(n, fx.Node)), None)
+    return Refused(
+        "what a call leaves in an attribute changes the next call",
+        culprits=tuple(left),
+        source=str(node.meta["source"]) if node is not None else "",
+        remedy="compute it in every call; to use one choice in several blocks, return it and pass it on as an argument",
+    )
 
 
 def force(
@@ -293,7 +309,7 @@ def force(
             return False
         raise _changes(source, what) from error
     forced.optional = optional
-    forced.forced_read = source if what in (_READ, _COUNT, _LIMIT) else None
+    forced.forced_read = source if what in (_READ, _COUNT, _LIMIT) or what.startswith(_BUFFER) else None
     prover.add(forced, sizes)
     return True
 
@@ -312,7 +328,9 @@ def _changes(source: Source, what: str) -> Refused:
     return Refused(
         f"{what} changes what is computed: {source.text}",
         source=str(source),
-        remedy=remedies.get(what, "moefx needs one formula for all tokens"),
+        remedy=DECIDE_OUTSIDE
+        if what.startswith(_BUFFER)
+        else remedies.get(what, "moefx needs one formula for all tokens"),
     )
 
 
@@ -342,6 +360,23 @@ def _that_turn(prover: Prover, read: HostRead, taken: Capture, known: list[Any],
             found.append(new[0])
             seen.append(new)
     return found
+
+
+def buffers_read(read: HostRead) -> list[str]:
+    """The names of the buffers that a value follows from, if it follows from nothing else."""
+    stack = [read.node] if read.node is not None else [n for n in read.of if isinstance(n, fx.Node)]
+    found, seen = list[str](), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder" or is_random(node) or (is_of_state(node) and node.meta["kind"] != "buffer"):
+            return []
+        if is_of_state(node):
+            found.append(str(node.meta["fqn"]))
+        stack += node.all_input_nodes
+    return sorted(found)
 
 
 def _numbers_named(block: nn.Module) -> list[float]:
