@@ -33,6 +33,7 @@ from .terms import Terms
 
 SKIPPED = "some chosen experts are skipped (dropped)"
 Slot = tuple[int, int]
+_ORDERS = ("position_token", "position_slot", "weight")
 _LIMITS = {f"aten.{op}" for op in ("slice.Tensor", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar")}
 _LEAST_POINTS = 8  # sizes at which a capacity was seen: a formula for fewer would be a guess
 
@@ -60,11 +61,28 @@ def explain_drops(match: Match) -> None:
             match.drop = rule
 
 
+def refuse_unexplained(match: Match) -> None:
+    """Look at the first captures of a proof, before all others are made: what neither a queue nor a mask explains in
+    some of them is not explained by more.
+
+    Raises:
+        Refused: some slots are dropped so.
+    """
+    owned = {e for group in match.groups for e in group.ids}
+    if all(torch.equal(torch.isin(lifted.ids, torch.tensor([*owned])), lifted.kept) for lifted in match.lifted):
+        return
+    for order in _ORDERS:
+        ranks = [_ranks(lifted, order, owned) for lifted in match.lifted]
+        if all(r is not None and _places(one, r) is not None for one, r in zip(match.lifted, ranks, strict=True)):
+            return
+    _mask(match, lambda: None)
+
+
 # ---------------------------------------------------------------------- a rule
 def _rule(match: Match, owned: set[int]) -> DropRule | None:
     """The rule by which all captures of a match drop, if there is exactly one."""
     found = []
-    for order in ("position_token", "position_slot", "weight"):
+    for order in _ORDERS:
         ranks = [_ranks(lifted, order, owned) for lifted in match.lifted]
         if any(r is None for r in ranks):
             continue
@@ -401,4 +419,4 @@ def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     return is_line and (op_name(a) not in COMPARISONS or numbers([a]) == numbers([b]))
 
 
-__all__ = ["explain_drops"]
+__all__ = ["explain_drops", "refuse_unexplained"]

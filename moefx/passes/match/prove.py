@@ -21,6 +21,7 @@ from ...errors import Refused
 from . import apart, cover, crowds, doubts, expert_counts, few, given, idle, leaks, twice
 from .agree import same_form
 from .different import are_different
+from .drops import refuse_unexplained
 from .form import Lifted, with_all_experts
 from .guarded_sizes import find_sequence, find_sizes
 from .lift import ONE_EXPERT, Late, Lifter, NothingRouted
@@ -322,9 +323,7 @@ class Prover:
                 raise Refused(ONE_EXPERT, source=str(self.lifted[0].cut.meta["source"]))
             raise Refused("there is one expert only, for all tokens: nothing is chosen")
         self._agree()
-        self._merged()  # raises early
-        for lifted in self.lifted:
-            refuse_records(lifted.capture)  # what the proof would end in
+        self._refuse_early()
         idle.leave_idle(self)
         doubts.flip_branches(self)
         doubts.mix_decisions(self)
@@ -345,27 +344,55 @@ class Prover:
         leaks.round_sizes(self)
         leaks.same_by_chance(self)
         self._align()
-        groups = self._merged()
+        self._merged()  # raises before more captures are made
         self.lifted, self.sizes = self._complete()
+        return self._match(self.lifted, self.sizes)
+
+    def _match(self, several: list[Lifted], sizes: list[dict[str, int]]) -> Match:
+        """What captures of these sizes have in common, with the parameters that any capture has shown."""
+        groups = self._merged()
         for group, merged in enumerate(groups):
             merged.values = [
-                list(refs) for refs in zip(*[lifted.groups[group].values for lifted in self.lifted], strict=True)
+                list(refs) for refs in zip(*[lifted.groups[group].values for lifted in several], strict=True)
             ]
-        modes = set().union(*[lifted.capture.modes_read for lifted in self.lifted])
-        compared = {g for g in self.seen_guards() if all(g.holds(sizes) for sizes in self.sizes)}
+        compared = {g for g in self.seen_guards() if all(g.holds(one) for one in sizes)}
         return Match(
             self.block,
             self.arguments,
-            self.lifted,
-            self.sizes,
+            several,
+            sizes,
             groups,
             self.num_experts,
             [g for g in dict.fromkeys((*self.within, *self.extra_guards)) if g not in compared],
-            modes,
+            set().union(*[lifted.capture.modes_read for lifted in several]),
             self.capture,
             self.lift,
             within=self.within,
         )
+
+    def _refuse_early(self) -> None:
+        """Raise what the proof would end in, as far as the first captures show it.
+
+        Raises:
+            Refused: parameters, what the block writes, or slots that are dropped for no reason.
+        """
+        self._merged()
+        for lifted in self.lifted:
+            refuse_records(lifted.capture)
+        full = [i for i, lifted in enumerate(self.lifted) if all(g.ids for g in lifted.groups)]
+        if not full:
+            return
+        first, sizes = [self.lifted[i] for i in full], [self.sizes[i] for i in full]
+        try:
+            refuse_unexplained(self._match(first, sizes))
+        except Refused as refusal:
+            if not are_different(self.lifted[0], self.seen):  # `twice` tells more of a choice of one expert twice
+                return
+            try:  # `_align` may read weights off other nodes, those behind a mask
+                again = [self._read_as(one, self.lifted[0], self.lifted[0], True) for one in first]
+                refuse_unexplained(self._match(again, sizes))
+            except Refused:
+                raise refusal from None
 
     def other_ways(self) -> Iterator[dict[str, Any]]:
         """Arguments for provers that read the program otherwise, for when this one's reading is refused: comparisons as

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
+from moefx.passes.match import doubts
 
 from ...models.case import gradients
 from ..blocks import D, E, Loop, Mlp
@@ -166,3 +167,21 @@ class WriteTwice(nn.Module):
 
 def test_rows_that_are_written_twice():
     assert "one row is written several times at once" in refusal(WriteTwice(), torch.randn(40, D))
+
+
+# ---------------------------------------------------------------------- refusals that the first captures show
+def take_top_p(block, x):
+    """The best experts, until they have 0.6 of the weight, in turn: no mask has one entry per token and slot."""
+    weights, ids = block.gate(x).softmax(-1).sort(-1, descending=True)
+    number = (weights.cumsum(-1) < 0.6).sum(-1) + 1
+    out = torch.zeros_like(x)
+    for k in range(int(number.max())):
+        for e in range(E):
+            t = torch.where((ids[:, k] == e) & (number > k))[0]
+            out = out.index_add(0, t, block.expert(e, x[t], weights[t, k, None]))
+    return out
+
+
+def test_refuses_unexplained_drops_before_it_looks_further(monkeypatch):
+    monkeypatch.setattr(doubts, "flip_branches", lambda prover: pytest.fail("the proof went on"))
+    assert "no mask in the program says which" in refusal(Block(take_top_p), torch.randn(40, D))
