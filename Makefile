@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PI
 # torch is named in every install: pip then keeps it instead of resolving another one.
 INSTALL = $(1)/bin/python -m pip install --quiet --progress-bar off "$(TORCH)"
 
-.PHONY: help demo test test-all test-fast test-hf4 test-torch lint format clean
+.PHONY: help demo test test-all test-fast test-hf4 test-torch docs lint format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -32,6 +32,7 @@ help:
 	@echo "make test-all   also those that take long: every mutant, not a sample of them"
 	@echo "make test-hf4   the model corpus with transformers 4.57, in an environment of its own"
 	@echo "make test-torch TORCH=torch==2.15.0   the tests with that torch and its triton; PYTEST_ARGS=--each=25 for a sample"
+	@echo "make docs       the documentation, in site/; warnings are errors"
 	@echo "make lint       ruff and pyright"
 	@echo "make clean      remove the environments and caches"
 
@@ -56,6 +57,10 @@ TORCH_VENV = .venv-$(subst =,,$(subst /,,$(TORCH)))
 test-torch: $(TORCH_VENV)/.test
 	$(call PYTEST,$(TORCH_VENV)) -m "not exhaustive" $(PYTEST_ARGS)
 
+# Docstrings are read from the source: no torch in this environment, and no network once it exists.
+docs: .venv-docs/.docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+
 lint: .venv/.test
 	.venv/bin/ruff check .
 	.venv/bin/pyright
@@ -64,7 +69,7 @@ format: .venv/.test
 	.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf .venv .venv-* site .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 
 # Stamp files: an environment is touched again only when pyproject.toml changes.
 %/.torch:
@@ -92,6 +97,12 @@ $(TORCH_VENV)/.test: $(TORCH_VENV)/.torch pyproject.toml
 .venv-hf4/.test: .venv-hf4/.torch pyproject.toml
 	@echo "== .venv-hf4: test tools and transformers 4.57"
 	@$(call INSTALL,.venv-hf4) --editable ".[test,hf4]"
+	@touch $@
+
+.venv-docs/.docs: pyproject.toml
+	@echo "== .venv-docs: mkdocs"
+	@$(PYTHON) -m venv .venv-docs
+	@sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d , | xargs .venv-docs/bin/python -m pip install --quiet --progress-bar off
 	@touch $@
 
 .PRECIOUS: %/.torch
