@@ -67,7 +67,8 @@ def test_import_is_light(tmp_path):
 
 def test_numpy_is_not_needed(tmp_path):
     assert not [p for p in (ROOT / "moefx").rglob("*.py") if "import numpy" in p.read_text(encoding="utf-8")]
-    example = re.findall(r"^```python[^\n]*\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)[0]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = re.findall(r"^```python[^\n]*\n(.*?)^```", readme, re.M | re.S)[0]
     script = tmp_path / "example.py"
     script.write_text(f"import sys\nsys.modules['numpy'] = None  # `import numpy` fails\n{example}", encoding="utf-8")
     assert "1 MoE block(s) rewritten" in python(str(script), path=str(ROOT), cwd=tmp_path)
