@@ -214,6 +214,11 @@ def choose_ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[Way
         parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # one of them sends a token
         dispatch, why = _choose_fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else DEFAULT_TOKENS)
     if dispatch == "gather":
+        if axis.mesh.device_type != "cpu" and dist.get_backend(group_of(axis.group)) == "gloo":
+            raise InvalidPlan(
+                f"Plan(dispatch='gather') on {axis.mesh.device_type}: gloo has no reduce-scatter there. Use NCCL, or "
+                "Plan(dispatch='dedup')"
+            )
         way = axis.build_ways(by_level=False, dedup=True)
         host_group = "" if plan.max_tokens else axis.host_group
         return dataclasses.replace(way, gathers=True, max_tokens=plan.max_tokens, host_group=host_group), why

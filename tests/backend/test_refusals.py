@@ -190,7 +190,7 @@ def test_each_part_is_a_region():
         found.names == tuple(b.name for b in moefx.blocks(call)) == (found.name, f"{found.name}_2", f"{found.name}_3")
     )
     (refusal,) = moefx.explain(module, example_inputs=(x,)).refused
-    assert refusal.reason.startswith("the tokens are cut into 2 parts, and experts are chosen for each on its own")
+    assert refusal.reason.startswith("the tokens are cut into 3 parts, and experts are chosen for each on its own")
     assert refusal.culprits == ("topk",) and "backend='moefx'" in refusal.remedy
 
 

@@ -78,7 +78,7 @@ def test_passes_behind_others_are_numbered_with_them():
 def test_rules_of_the_package_are_relative_to_it():
     from moefx.ir.graph_levels import eliminate_dead_code
 
-    assert re.fullmatch(r"ir/spec\.py:\d+", rule(eliminate_dead_code))
+    assert re.fullmatch(r"ir/graph_levels\.py:\d+", rule(eliminate_dead_code))
     assert rule(functools.partial(eliminate_dead_code)) == rule(eliminate_dead_code)
     assert rule(len) == ""
 

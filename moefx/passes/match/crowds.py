@@ -124,7 +124,18 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
             if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool) and ranges.decided(n):
                 seen |= {0, 1}
     same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
+    same = {key: seen for key, seen in same.items() if _is_constant(prover, key)}
     return {key: _told(next(iter(seen))) for key, seen in same.items()}
+
+
+def _is_constant(prover: Prover, place: tuple[Source, str]) -> bool:
+    """Whether an op has one value in all captures, also in those in which its value asks nothing of crowds."""
+    seen: set[Any] = set()
+    for lifted in prover.lifted:
+        for n in filter(is_known, lifted.capture.nodes):
+            if n.op == "call_function" and (n.meta["source"], str(n.target)) == place:
+                seen |= _outcomes(lifted.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
+    return len(seen) <= 1
 
 
 def _told(seen: Any) -> str:
