@@ -162,7 +162,7 @@ def test_verify():
     program.fn = lambda *values: tuple(2 * t for t in right(*values))
     report = moefx.verify(out, gm, (x,), routings=False, grads=False)
     assert not report.ok and report.first_block == "moefx.layers_1_moe"
-    assert report.first_pass.startswith("none: the graphs after all passes are right")
+    assert report.first_pass.startswith("none: the graphs after all passes are correct")
 
 
 def test_the_pass_that_broke_a_region_is_named():
