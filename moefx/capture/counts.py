@@ -40,6 +40,10 @@ class CountLog(Protocol):
         """It became a plain number: what that is compared with is not seen."""
         ...
 
+    def keyed(self) -> None:
+        """Python looked for an item of a container by it, or made as many turns."""
+        ...
+
     def use(self, size: Number) -> None:
         """An op was called with it."""
         ...
@@ -57,6 +61,10 @@ class _Routed(Number):
             found.origins = self._origins() | (other._origins() if isinstance(other, _Routed) else frozenset())
         return found
 
+    def __hash__(self) -> int:
+        self.log.keyed()
+        return super().__hash__()
+
     def _origins(self) -> frozenset[Any]:
         return self.origins if self.expr is None else frozenset([self.expr])
 
@@ -67,6 +75,7 @@ class Count(_Routed, torch.SymInt):
     def __index__(self) -> int:
         """Asked for by Python, as for an item of a list: an op is given the number itself."""
         self.log.leak(self.expr)
+        self.log.keyed()
         return self.value
 
     def bit_length(self) -> Any:

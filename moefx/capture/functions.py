@@ -21,6 +21,7 @@ from . import autocast
 from .captured import below_modes, is_float, tensors_in
 from .counts import LENGTH, counted
 from .forms import require_one_dtype_under
+from .idle_tests import ROWS
 from .sizes import Number, Size, evaluate, plain, sized
 from .source import user_source
 from .tracer import Tracer, from_floats
@@ -61,7 +62,12 @@ class Functions(TorchFunctionMode):
         if tracer.sizes.given:
             tracer.given, tracer.sizes.given = before | tracer.sizes.given, frozenset()
         try:
+            if func in _LISTS and _is_along_rows(func, args, options) and self._has_rows_of_routing(args[0]):
+                tracer.ask(ROWS)
             return self._called(func, args, options, touched, given)
+        except Exception:
+            tracer.note_error(any(map(self._has_rows_of_routing, tensors_in((args, options)))))
+            raise
         finally:
             tracer.given = before
 
@@ -201,16 +207,24 @@ class Functions(TorchFunctionMode):
 
     def _shape(self, t: torch.Tensor) -> torch.Size:
         tracer = self.tracer
+        ragged = self._has_rows_of_routing(t)
         with torch.DisableTorchFunction():
             shape = t.shape
             first = shape[0] if shape else None
-            ragged = first in tracer.lengths and not _is_batched(t) and tracer.node_of(t).meta.get("ragged")
         out = sized(shape, tracer.sizes)
         if ragged and type(out[0]) is int:
             out = torch.Size([counted(first, LENGTH, tracer), *out[1:]])
         elif out and type(out[0]) is int and (several := self._several(t, out[0])) is not None:
             out = torch.Size([several, *out[1:]])
         return out
+
+    def _has_rows_of_routing(self, t: Any) -> bool:
+        """Whether a tensor has as many rows as the routing says."""
+        if not isinstance(t, torch.Tensor) or _is_batched(t):
+            return False
+        with below_modes(), torch.DisableTorchFunction():
+            shape = t.shape
+            return bool(shape) and shape[0] in self.tracer.lengths and bool(self.tracer.node_of(t).meta.get("ragged"))
 
     def _several(self, t: torch.Tensor, rows: int) -> Any:
         """How many rows there are where each token has a few, of each choice one, say; None where they have not."""
@@ -250,6 +264,14 @@ class Functions(TorchFunctionMode):
                 return value
             node = self.tracer.node_of(t)
             return counted(value, node, self.tracer) if from_floats(node) else value
+
+
+def _is_along_rows(func: Any, args: tuple, options: dict[str, Any]) -> bool:
+    """Whether the length of what such a function gives depends on the length of the first axis."""
+    at = _LISTS[func]
+    dim = options.get("dim", args[at] if len(args) > at else 0)
+    several = (*options.values(), *args[1:])  # the lengths of the parts, whose number they are
+    return bool(args) and dim in (0, -args[0].dim()) and not any(isinstance(n, (list, tuple)) for n in several)
 
 
 def _recur_once(func: Any, x: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
@@ -353,6 +375,11 @@ _NAMES = {
     torch.cosine_similarity: ("x1", "x2"),
 }
 _OF_ONE_DTYPE = {F.linear, torch.matmul, torch.einsum}
+# What they give has as many items as there are rows, or depends on that: where they have the dimension as an argument.
+_LISTS = {
+    torch.Tensor.tolist: 9, torch.Tensor.__iter__: 9, torch.Tensor.unbind: 1, torch.unbind: 1, torch.Tensor.split: 2,
+    torch.split: 2, torch.Tensor.chunk: 2, torch.chunk: 2,
+}  # fmt: skip
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]

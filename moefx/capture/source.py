@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ class Source:
     file: str
     line: int
     offset: int  # where the expression begins and ends on its line: tells two reads on one line apart
+    where: tuple[int, int, int, int] | None = dataclasses.field(default=None, compare=False)  # lines, columns
 
     def __hash__(self) -> int:  # asked for each node of a capture, again and again
         return self.offset
@@ -38,6 +40,8 @@ class Source:
 
 
 _CAPTURE = __file__.replace("source.py", "concolic.py")
+_NUMBERS = tuple(__file__.replace("source.py", name) for name in ("source.py", "counts.py", "sizes.py", "tracer.py"))
+_TENSORS = tuple(TORCH_DIR + name for name in ("_tensor.py", "overrides.py", "functional.py", "_ops.py", "utils/"))
 _STAND_INS = __file__.replace("capture/source.py", "ir/passed_objects.py")
 
 
@@ -68,8 +72,9 @@ def _source_of(frame: types.FrameType) -> Source:
             _sources.clear()
         positions = getattr(code, "co_positions", None)  # since Python 3.11, as the replacing is
         where = next(itertools.islice(positions(), instruction // 2, None)) if positions else (None,)
-        offset = instruction if None in where else hash(where)
-        _sources[key] = code, Source(code.co_filename, frame.f_lineno, offset)
+        span: Any = None if None in where else where
+        offset = instruction if span is None else hash(span)
+        _sources[key] = code, Source(code.co_filename, frame.f_lineno, offset, span)
     return _sources[key][1]
 
 
@@ -103,6 +108,37 @@ def user_calls() -> tuple[Source, ...]:
         found.append(_source_of(frame))
         frame = _user_frame(frame.f_back)
     return tuple(found)
+
+
+def user_frames() -> Iterator[tuple[Source, types.FrameType]]:
+    """Yield the places of `user_calls` with their frames; none for an op of a graph."""
+    frame = None if getattr(_local, "said", ()) else _user_frame(sys._getframe(1))
+    while frame is not None:
+        yield _source_of(frame), frame
+        frame = _user_frame(frame.f_back)
+
+
+def is_asked_by_number() -> bool:
+    """Whether the user's code asks a number something, rather than a part of this package."""
+    return _is_users(_NUMBERS)
+
+
+def is_asked_of_tensor() -> bool:
+    """Whether the user's code asks a tensor something, rather than Python code of torch, as checks of arguments do."""
+    return _is_users((PACKAGE_DIR, *_TENSORS))
+
+
+def _is_users(passed_over: tuple[str, ...]) -> bool:
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(passed_over):
+        frame = frame.f_back
+    return frame is not None and frame is _user_frame(frame)
+
+
+def user_step() -> str:
+    """The instruction of the user's code that runs at this moment."""
+    frame = None if getattr(_local, "said", ()) else _user_frame(sys._getframe(1))
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] if frame is not None else ""
 
 
 def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:

@@ -51,10 +51,11 @@ from .forms import (
     require_one_dtype,
     with_leading_ones,
 )
+from .idle_tests import ASKS, KEYS, Questions
 from .recorder import Recorder, grad_enabled
 from .routing import Routing
 from .shadows import shadow
-from .source import Source, user_calls, user_source
+from .source import Source, is_asked_by_number, is_asked_of_tensor, user_calls, user_source, user_step
 
 aten = torch.ops.aten
 # They raise or do nothing, as `assert` does: no part of what is computed, and invented numbers need not pass them.
@@ -87,6 +88,7 @@ class Tracer(Recorder):
         self.coins: dict[tuple[int, torch.Size], torch.Tensor] = {}  # outcomes of what comes out mixed, by question
         self.numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # what choices are made of then
         self.reads: list[HostRead] = []
+        self.questions = Questions()
         self.calls: list[Call] = []
         self.modes_read: set[str] = set()
         self.refusals: list[Refused] = []
@@ -101,7 +103,9 @@ class Tracer(Recorder):
 
     # ------------------------------------------------------------------ numbers of the routing (a `CountLog`)
     def compared(self, count: Any, op: str, other: Any, value: bool) -> bool:
-        if isinstance(other, (Count, Share)) and op in ("eq", "ne"):
+        if is_asked_by_number():
+            self.ask(ASKS)
+        if isinstance(other, (Count, Share)) and op in ("eq", "ne") and user_step() != "COMPARE_OP":
             return value  # keys of a dict: whether two ids are one is no branch
         if tells_empty(count, op, other):
             return value  # without rows nothing is computed; other captures had experts without
@@ -118,6 +122,20 @@ class Tracer(Recorder):
         value = self.flips.get(calls, value)
         self.reads.append(HostRead(calls, value, node, asked, of))
         return value
+
+    def ask(self, how: str) -> None:
+        """The program asks here which experts have tokens: see `idle_tests`."""
+        self.questions.note(how)
+
+    def note_error(self, is_of_rows: bool) -> None:
+        """An op raised an error, which the program may catch.
+
+        Args:
+            is_of_rows: whether the number of rows may be the reason.
+        """
+        if not is_asked_of_tensor():
+            return
+        self.questions.errors[user_calls()] = is_of_rows or self.questions.errors.get(user_calls(), False)
 
     def asks_for_grad(self, t: torch.Tensor) -> bool:
         """Whether a tensor requires a gradient, which is not known here: it may come out either way."""
@@ -141,6 +159,10 @@ class Tracer(Recorder):
 
     def leak(self, expr: Any) -> None:
         self.sizes.routed = True
+
+    def keyed(self) -> None:
+        if is_asked_by_number():
+            self.ask(KEYS)
 
     def use(self, size: Any) -> None:
         self.touched = True
@@ -263,6 +285,8 @@ class Tracer(Recorder):
         original = node.meta.get("original") if node.op == "get_attr" and not is_float(t) else None
         value = (original if original is not None and has_values(original) else self.concrete(t)).item()
         is_asked = t.dtype is torch.bool or is_float(t) or self._is_state(node)
+        if t.dtype is torch.bool and from_floats(node) and is_asked_of_tensor():
+            self.ask(ASKS)
         return self._noted(value, node) if is_asked else value
 
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...capture.captured import Capture
 from ...capture.concolic import capture
+from ...capture.idle_tests import Questions, refuse_remembered
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard, SizeLog
@@ -75,6 +76,7 @@ class Prover:
         self.settled: set[Any] = set()  # what `doubts` has looked into
         self.sequences: dict[tuple[int, int], dict[str, int]] = {}  # by the numbers of tokens and of captures
         self.held: dict[int, list[SizeGuard]] = {}  # by the number of captures
+        self.questions = Questions()  # of all captures
         self.lengths: set[tuple[Source, ...]] = set()  # reads of how many rows there are that were not forced
 
     def capture(
@@ -108,6 +110,7 @@ class Prover:
         if taken.tracer.refusals:
             raise taken.tracer.refusals[0]
         self.compares = self.compares or bool(conditions(taken.nodes))
+        self.questions.add(taken.tracer.questions)
         return taken
 
     def side(self) -> tuple[SizeGuard, ...]:
@@ -343,6 +346,7 @@ class Prover:
         leaks.leaked_sizes(self)
         leaks.round_sizes(self)
         leaks.same_by_chance(self)
+        refuse_remembered(self.questions)
         self._align()
         self._merged()  # raises before more captures are made
         self.lifted, self.sizes = self._complete()

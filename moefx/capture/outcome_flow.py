@@ -1,0 +1,693 @@
+"""Follow the outcome of "has this expert tokens?" through a function of the user's, by its syntax tree.
+
+A block may leave an expert out that has no tokens. It may not remember in Python which experts it left out: no capture
+sees a decision on that. An abstract interpreter runs the statements on `Value`s that only say whether a name depends on
+such an outcome. Under a test of an outcome, tensors may be stored and lists filled; a plain number that is stored there
+depends on the outcome from the end of the branch on. Lists that depend on it may be iterated over and given to torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from .sizes import Number
+
+Env: TypeAlias = "dict[str, Value]"
+_MAX_PASSES = 6  # over the body of a loop
+
+# Kinds of values, of which "" depends on no outcome.
+TEST = "test"  # tells of one expert whether it has tokens, or is one of several such questions
+PLAIN = "plain"  # a number, string or flag that was made of outcomes
+BOX = "box"  # a container whose length or keys depend on outcomes
+TESTS, BOXES = "tests", "boxes"  # a container of a fixed length, of those
+OPTION = "option"  # None, or a tensor
+KEYS = "keys"  # of an access to a container, at a key that the routing says
+TRUTH = "truth"  # of an expression whose truth tells of tokens, and whose value does not
+
+# Types, as far as the syntax and the names of a running function tell.
+CONSTANT, LIST, NONE, TENSOR, UNKNOWN = "constant", "list", "none", "tensor", "unknown"
+
+
+class Value(NamedTuple):
+    """`stamp`: the statements that may have stored it. `parts`: the values of a tuple. Of a container `type` is that of
+    its items where it depends on outcomes."""
+
+    kind: str = ""
+    type: str = UNKNOWN
+    stamp: frozenset[int] = frozenset()
+    parts: tuple[Any, ...] = ()
+
+    def joined(self, other: Value, is_tested: bool, seen: str) -> Value:
+        """The value where two ways meet. Args: `seen`: the type that the name was seen to have while the code ran."""
+        if self == other:
+            return self
+        types_ = {self.type, other.type}
+        type_ = next((t for t in (CONSTANT, LIST, TENSOR, UNKNOWN, NONE) if t in types_), UNKNOWN)
+        kinds = {self.kind, other.kind} - {""}
+        kind = min(kinds, key=(PLAIN, TEST, BOX, BOXES, TESTS, OPTION).index) if kinds else ""
+        if is_tested and not kind and self.stamp != other.stamp:
+            if types_ <= {CONSTANT, NONE} or (CONSTANT in types_ and seen == CONSTANT):
+                kind = PLAIN
+            elif LIST in types_:
+                kind = BOX
+            elif NONE in types_:
+                kind = OPTION
+        parts = (
+            tuple(a.joined(b, is_tested, "") for a, b in zip(self.parts, other.parts, strict=True))
+            if len(self.parts) == len(other.parts)
+            else ()
+        )
+        return Value(kind, type_, self.stamp | other.stamp, parts)
+
+
+class Escape(NamedTuple):
+    """Where a decision is taken on an outcome."""
+
+    node: ast.AST
+
+
+CONTAINERS = {
+    "list", "tuple", "sorted", "set", "frozenset", "enumerate", "zip", "reversed", "iter", "dict", "deque", "map",
+    "filter", "chain", "islice", "Counter", "defaultdict", "OrderedDict", "takewhile", "dropwhile", "accumulate",
+    "pairwise", "product",
+}  # fmt: skip
+_FILLS = {"append", "add", "insert", "appendleft", "extend", "update", "setdefault", "extendleft", "__setitem__"}
+_EMPTIES = {"pop", "popleft", "popitem", "remove", "discard", "clear"}
+_LOGS = {"debug", "info", "warning", "error", "log", "warn", "print", "critical", "exception", "write"}
+_OF_ANY_ITEM = {"dtype", "device", "shape", "size", "dim", "ndim", "new_zeros", "new_empty", "new_full", "new_ones"}
+_EMPTY_TESTS = {("Eq", 0), ("NotEq", 0), ("Gt", 0), ("LtE", 0), ("GtE", 1), ("Lt", 1)}
+_PLAIN_CALLS = {
+    "len", "int", "float", "bool", "str", "abs", "round", "any", "all", "min", "max", "sum", "repr", "hash", "ord",
+    "chr", "isinstance", "hasattr", "divmod", "pow", "next", "range", "format", "bin",
+}  # fmt: skip
+_OF_NUMBERS = {"min", "max", "abs", "sum", "round", "divmod", "pow", "int", "len"}  # may remember where they come from
+
+
+class Flow:
+    """One function.
+
+    Args:
+        events: what expressions evaluate to that ask for tokens.
+        names: what names held, as seen while the function ran.
+        outer_names: those of its module.
+        call: analyses another function, given its name's value and the values of the arguments.
+    """
+
+    def __init__(
+        self,
+        events: Mapping[ast.AST, Value],
+        names: Mapping[str, list[Any]],
+        outer_names: Mapping[str, Any],
+        call: Callable[[Any, list[Any]], Any],
+    ):
+        self.events, self.names, self.outer_names, self.call = events, names, outer_names, call
+        self.escapes: dict[ast.AST, Escape] = {}
+        self.returns: list[tuple[Value, bool]] = []
+        self.is_tested = False  # whether an outcome decides if a statement runs
+        self.exits: list[tuple[str, Env, bool]] = []  # continue, break, raise
+        self.returned = False  # under a test
+        self.outer: set[str] = set()
+
+    def run(self, function: Any, given: Mapping[str, Value]) -> Value:
+        if isinstance(function, ast.Lambda):
+            return self.value(function.body, dict(given))
+        env = self.block(function.body, dict(given))
+        if env is not None and self.returns:
+            self.returns.append((Value("", NONE), self.is_tested))
+        if not self.returns:
+            return Value("", NONE)
+        is_tested = any(tested for _, tested in self.returns)
+        return functools.reduce(lambda a, b: a.joined(b, is_tested, ""), [v for v, _ in self.returns])
+
+    # ------------------------------------------------------------------ statements
+    def block(self, statements: Iterable[ast.stmt], env: Env | None) -> Env | None:
+        for statement in statements:
+            if env is None:
+                return None
+            method = getattr(self, f"_{type(statement).__name__.lower()}", None)
+            env = method(statement, env) if method else env
+        return env
+
+    def _expr(self, s: ast.Expr, env: Env) -> Env:
+        self.value(s.value, env)
+        return env
+
+    def _assign(self, s: ast.Assign, env: Env) -> Env:
+        value = self.value(s.value, env)
+        for target in s.targets:
+            self.store(target, value, env, s.value)
+        return env
+
+    def _annassign(self, s: ast.AnnAssign, env: Env) -> Env:
+        if s.value is not None:
+            self.store(s.target, self.value(s.value, env), env, s.value)
+        return env
+
+    def _augassign(self, s: ast.AugAssign, env: Env) -> Env:
+        old, new = self.value(_loaded(s.target), env), self.value(s.value, env)
+        if isinstance(s.target, ast.Name) and (old.kind == BOX or old.type == LIST):
+            if self.is_tested or new.kind:
+                env[s.target.id] = Value(BOX, new.type if new.kind else _item_type(s.value), frozenset([id(s)]))
+            return env
+        self.store(s.target, self.operation(s, old, new), env, s.value)
+        return env
+
+    def _return(self, s: ast.Return, env: Env) -> None:
+        value = self.value(s.value, env) if s.value is not None else Value("", NONE)
+        self.returns.append((value._replace(stamp=frozenset([id(s)])), self.is_tested))
+        self.returned = self.returned or self.is_tested
+
+    def _raise(self, s: ast.Raise, env: Env) -> None:
+        self.exits.append(("raise", env, self.is_tested))
+
+    def _continue(self, s: ast.Continue, env: Env) -> None:
+        self.exits.append(("continue", env, self.is_tested))
+
+    def _break(self, s: ast.Break, env: Env) -> None:
+        self.exits.append(("break", env, self.is_tested))
+
+    def _global(self, s: ast.Global, env: Env) -> Env:
+        self.outer |= {*s.names}
+        return env
+
+    _nonlocal = _global
+
+    def _if(self, s: ast.If, env: Env) -> Env | None:
+        return self.branches(self.test(s.test, env), [s.body, s.orelse], env)
+
+    def _match(self, s: Any, env: Env) -> Env | None:
+        is_tested = self.test(s.subject, env)
+        for case in s.cases:
+            is_tested = (case.guard is not None and self.test(case.guard, env)) or is_tested
+        return self.branches(is_tested, [*[case.body for case in s.cases], []], env)
+
+    def branches(self, is_tested: bool, several: list[list[ast.stmt]], env: Env) -> Env | None:
+        before = self.is_tested
+        ends = []
+        for statements in several:
+            self.is_tested = before or is_tested
+            ends.append((self.block(statements, dict(env)), self.is_tested))
+        left = [end for end, _ in ends if end is not None]
+        # what follows runs only if no branch left the loop or the function, on an outcome
+        inner = any(tested for end, tested in ends if end is not None) and not is_tested
+        self.is_tested = before or inner or (is_tested and 0 < len(left) < len(ends))
+        return functools.reduce(lambda a, b: self.join(a, b, is_tested or inner), left) if left else None
+
+    def _for(self, s: ast.For, env: Env) -> Env | None:
+        return self.loop(s, env, lambda e: self.bind(s.target, s.iter, e))
+
+    _asyncfor = _for
+
+    def _while(self, s: ast.While, env: Env) -> Env | None:
+        return self.loop(s, env, lambda e: self.test(s.test, e))
+
+    def loop(self, s: Any, env: Env, start: Callable[[Env], bool]) -> Env | None:
+        before, outer, head = self.is_tested, self.exits, env
+        is_left = False  # by a break, on an outcome
+        breaks: list[tuple[Env, bool]] = []
+        for _ in range(_MAX_PASSES):
+            self.exits, turn = [], dict(head)
+            of_outcome = start(turn)
+            self.is_tested = before or of_outcome or is_left
+            end = self.block(s.body, turn)
+            ends = [(end, self.is_tested)] if end is not None else []
+            ends += [(e, tested) for kind, e, tested in self.exits if kind == "continue"]
+            breaks = [(e, tested) for kind, e, tested in self.exits if kind == "break"]
+            is_left = is_left or any(tested for _, tested in breaks) or self.returned
+            outer += [e for e in self.exits if e[0] == "raise"]
+            skips = any(tested for _, tested in ends)
+            new = functools.reduce(lambda a, b: self.join(a, b, skips), [e for e, _ in ends]) if ends else head
+            new = self.join(head, new, of_outcome or is_left)
+            if new == head:
+                break
+            head = new
+        self.exits, self.is_tested = outer, before or is_left
+        end = self.block(s.orelse, dict(head))
+        self.is_tested = before or self.returned
+        left = [e for e in (end, *[e for e, _ in breaks]) if e is not None]
+        return functools.reduce(lambda a, b: self.join(a, b, is_left), left) if left else None
+
+    def _try(self, s: ast.Try, env: Env) -> Env | None:
+        outer, self.exits, before = self.exits, [], self.is_tested
+        end = self.block(s.body, dict(env))
+        raised = any(tested for kind, _, tested in self.exits if kind == "raise")
+        self.exits = outer + [e for e in self.exits if e[0] != "raise" or not s.handlers]
+        if end is not None:
+            end = self.block(s.orelse, end)
+        ends = [end] if end is not None else []
+        for handler in s.handlers:
+            self.is_tested = before or raised
+            middle = self.join(env, end, raised) if end is not None else env
+            if (caught := self.block(handler.body, dict(middle))) is not None:
+                ends.append(caught)
+        self.is_tested = before or self.returned
+        found = functools.reduce(lambda a, b: self.join(a, b, raised), ends) if ends else None
+        after = self.block(s.finalbody, found if found is not None else dict(env))
+        return after if found is not None else None
+
+    _trystar = _try
+
+    def _with(self, s: ast.With, env: Env) -> Env | None:
+        for item in s.items:
+            value = self.value(item.context_expr, env)
+            if value.kind:
+                self.escape(item.context_expr)
+            if item.optional_vars is not None:
+                self.store(item.optional_vars, Value(), env, item.context_expr)
+        return self.block(s.body, env)
+
+    _asyncwith = _with
+
+    def join(self, a: Env, b: Env, is_tested: bool) -> Env:
+        if a is b:
+            return a
+        found = {}
+        for name in {**a, **b}:
+            one, other = a.get(name), b.get(name)
+            if one is None or other is None:  # stored on one of the ways: it is read on that alone, or was there before
+                one, other = one or self.seen(name), other or self.seen(name)
+            found[name] = one.joined(other, is_tested, self.type_seen(name))
+        return found
+
+    # ------------------------------------------------------------------ names
+    def type_seen(self, name: str) -> str:
+        """The type of all values that a name was seen to hold; numbers that remember where they come from are such."""
+        held = self.names.get(name) or [self.outer_names.get(name)]
+        found = {type_of(v) for v in held} - {NONE}
+        return found.pop() if len(found) == 1 else TENSOR if TENSOR in found else UNKNOWN
+
+    def seen(self, name: str) -> Value:
+        return Value("", self.type_seen(name))
+
+    def object_of(self, node: ast.AST) -> Any:
+        """What a name or an attribute of one holds, if that was seen."""
+        if isinstance(node, ast.Name):
+            held = self.names.get(node.id, ())
+            return held[-1] if held else self.outer_names.get(node.id, getattr(builtins, node.id, None))
+        if isinstance(node, ast.Attribute) and (owner := self.object_of(node.value)) is not None:
+            if isinstance(owner, nn.Module):
+                own = {**vars(owner), **owner._modules, **owner._parameters, **owner._buffers}
+                found = getattr(type(owner), node.attr, None)
+                found = types.MethodType(found, owner) if isinstance(found, types.FunctionType) else found
+                return own.get(node.attr, found)
+            if isinstance(owner, (type, types.ModuleType)):
+                return getattr(owner, node.attr, None)
+        return None
+
+    def store(self, target: ast.AST, value: Value, env: Env, source: ast.AST) -> None:
+        if isinstance(target, ast.Name):
+            if target.id in self.outer and (value.kind or (self.is_tested and value.type == CONSTANT)):
+                self.escape(target)
+            env[target.id] = value._replace(stamp=frozenset([id(target)]))
+        elif isinstance(target, ast.Starred):
+            self.store(target.value, value, env, source)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            parts = value.parts if len(value.parts) == len(target.elts) else None
+            for i, one in enumerate(target.elts):
+                kind = {BOX: PLAIN, TESTS: TEST, BOXES: BOX}.get(value.kind, value.kind)
+                self.store(one, parts[i] if parts else Value(kind, UNKNOWN), env, source)
+        elif isinstance(target, ast.Attribute):
+            if value.kind not in ("", OPTION) or (self.is_tested and value.type in (CONSTANT, LIST)):
+                self.escape(target)
+        elif isinstance(target, ast.Subscript):
+            index, base = self.value(target.slice, env), self.value(target.value, env)
+            is_container = base.kind in (BOX, TESTS, BOXES) or base.type == LIST
+            if target in self.events:  # by a number of the routing
+                self.mark(target.value, env, value, True)
+            elif is_container and (self.is_tested or value.kind or index.kind):
+                self.mark(target.value, env, value)
+            elif value.kind in (PLAIN, TEST, TESTS) or index.kind in (PLAIN, TEST):
+                self.escape(target)
+
+    def mark(self, container: ast.AST, env: Env, item: Value, is_decided: bool = False) -> None:
+        """A container was filled, as an outcome decided."""
+        kind = BOX if self.is_tested or is_decided or item.kind not in (TEST, PLAIN) else TESTS
+        while isinstance(container, (ast.Subscript, ast.Call, ast.Attribute)):
+            if isinstance(container, ast.Subscript):
+                kind = BOXES
+            elif isinstance(container, ast.Attribute):  # of an object: others may ask it
+                self.escape(container)
+                return
+            container = container.func.value if isinstance(container, ast.Call) and isinstance(  # type: ignore
+                container.func, ast.Attribute) else getattr(container, "value", ast.Constant(None))  # fmt: skip
+        if isinstance(container, ast.Name):
+            old = env.get(container.id, Value())
+            type_ = CONSTANT if CONSTANT in (item.type, old.type if old.kind else "") else item.type
+            env[container.id] = Value(kind, type_, old.stamp | {id(container)})
+
+    def bind(self, target: ast.AST, source: ast.AST, env: Env) -> bool:
+        """Store an item of what a loop is over. Returns whether outcomes decide how many there are."""
+        called = source.func.id if isinstance(source, ast.Call) and isinstance(source.func, ast.Name) else ""
+        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+        is_event = source in self.events
+        if called == "enumerate" and len(parts) == 2 and source.args and not is_event:  # type: ignore[attr-defined]
+            found = self.bind(parts[1], source.args[0], env)  # type: ignore[attr-defined]
+            self.store(parts[0], Value(PLAIN if found else "", CONSTANT), env, source)
+            return found
+        if called == "zip" and len(parts) == len(source.args) and not is_event:  # type: ignore[attr-defined]
+            return any([self.bind(p, a, env) for p, a in zip(parts, source.args, strict=True)])  # type: ignore
+        value = self.value(source, env)
+        if value.kind == PLAIN:
+            self.escape(source)
+        kind = {TESTS: TEST, BOXES: BOX}.get(value.kind, "")
+        type_ = CONSTANT if called == "range" else value.type if value.kind else UNKNOWN
+        if isinstance(target, ast.Name) and type_ == UNKNOWN:
+            type_ = self.type_seen(target.id)
+        self.store(target, Value(kind, type_), env, source)
+        if not kind and type_ == UNKNOWN:
+            for one in ast.walk(target):
+                if isinstance(one, ast.Name):
+                    env[one.id] = env[one.id]._replace(type=self.type_seen(one.id))
+        return value.kind == BOX or is_event
+
+    # ------------------------------------------------------------------ expressions
+    def escape(self, node: ast.AST) -> None:
+        self.escapes.setdefault(node, Escape(node))
+
+    def test(self, node: ast.AST, env: Env) -> bool:
+        """Whether an outcome decides a test; one on what was made of outcomes escapes."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return self.test(node.operand, env) or node in self.events
+        if isinstance(node, ast.BoolOp):
+            return any([self.test(v, env) for v in node.values]) or node in self.events
+        value = self.value(node, env)
+        if value.kind == PLAIN:
+            self.escape(node)
+        return value.kind in (TEST, PLAIN, BOX, OPTION) or node in self.events
+
+    def value(self, node: ast.AST | None, env: Env) -> Value:
+        if node is None:
+            return Value("", NONE)
+        method = getattr(self, f"_{type(node).__name__.lower()}_", self._others)
+        value = method(node, env)
+        event = self.events.get(node)
+        if event is None or event.kind == TRUTH:
+            return value
+        if event.kind == KEYS:
+            is_list = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+            return Value(BOX, UNKNOWN) if is_list else value
+        return event if not (isinstance(node, ast.Call) and event.kind == TEST) else self.called(node, event)
+
+    def called(self, node: ast.Call, event: Value) -> Value:
+        """What a call gives that asks for tokens itself, as `any(masks)` does."""
+        name = _name_of(node.func)
+        if event.kind == BOX:
+            return event
+        if name in ("min", "max", "sorted", "sort", "topk"):  # their results remember where they come from
+            return Value()
+        is_made = name in _PLAIN_CALLS or name in ("index", "count", "remove", "list")
+        return Value(PLAIN, CONSTANT) if is_made and name != "bool" else event
+
+    def _constant_(self, node: ast.Constant, env: Env) -> Value:
+        return Value("", NONE if node.value is None else CONSTANT)
+
+    def _name_(self, node: ast.Name, env: Env) -> Value:
+        return env[node.id] if node.id in env else self.seen(node.id)
+
+    def _attribute_(self, node: ast.Attribute, env: Env) -> Value:
+        value = self.value(node.value, env)
+        if value.kind == PLAIN and node.attr in _OF_ANY_ITEM:
+            return Value()
+        if value.kind in (PLAIN, TEST):
+            return value
+        held = self.object_of(node)
+        return Value("", type_of(held) if held is not None else UNKNOWN)
+
+    def _tuple_(self, node: ast.Tuple, env: Env) -> Value:
+        parts = tuple(self.value(e.value if isinstance(e, ast.Starred) else e, env) for e in node.elts)
+        kinds = {p.kind for p in parts}
+        kind = PLAIN if PLAIN in kinds else TESTS if kinds & {TEST, TESTS} else BOXES if kinds & {BOX, BOXES} else ""
+        is_constant = parts and all(p.type in (CONSTANT, NONE) for p in parts)
+        return Value(kind, CONSTANT if is_constant or not parts else UNKNOWN, frozenset(), parts)
+
+    def _list_(self, node: ast.List, env: Env) -> Value:
+        value = self._tuple_(node, env)  # type: ignore[arg-type]
+        is_box = any(isinstance(e, ast.Starred) and p.kind == BOX for e, p in zip(node.elts, value.parts, strict=True))
+        return Value(BOX if is_box else value.kind, LIST)
+
+    _set_ = _list_
+
+    def _dict_(self, node: ast.Dict, env: Env) -> Value:
+        kinds = {self.value(v, env).kind for v in (*node.values, *[k for k in node.keys if k is not None])}
+        return Value(PLAIN if PLAIN in kinds else TESTS if TEST in kinds else BOXES if BOX in kinds else "", LIST)
+
+    def _namedexpr_(self, node: ast.NamedExpr, env: Env) -> Value:
+        value = self.value(node.value, env)
+        self.store(node.target, value, env, node.value)
+        return value
+
+    def _starred_(self, node: ast.Starred, env: Env) -> Value:
+        return self.value(node.value, env)
+
+    def _boolop_(self, node: ast.BoolOp, env: Env) -> Value:
+        values = [self.value(v, env) for v in node.values]
+        kinds = {v.kind for v in values}
+        if PLAIN in kinds:
+            return Value(PLAIN, CONSTANT)
+        if kinds & {TEST} or any(v in self.events for v in node.values):
+            return Value(TEST, CONSTANT)
+        return functools.reduce(lambda a, b: a.joined(b, False, ""), values)
+
+    def _unaryop_(self, node: ast.UnaryOp, env: Env) -> Value:
+        if isinstance(node.op, ast.Not):
+            value = self.value(node.operand, env)
+            is_asked = value.kind in (TEST, BOX, OPTION) or node.operand in self.events
+            return Value(PLAIN if value.kind == PLAIN else TEST if is_asked else "", CONSTANT)
+        value = self.value(node.operand, env)
+        return value._replace(kind=PLAIN) if value.kind else value
+
+    def _binop_(self, node: ast.BinOp, env: Env) -> Value:
+        return self.operation(node, self.value(node.left, env), self.value(node.right, env))
+
+    def operation(self, node: ast.AST, left: Value, right: Value) -> Value:
+        kinds = {left.kind, right.kind} - {""}
+        if not kinds:
+            is_plain = left.type == right.type == CONSTANT
+            is_list = LIST in (left.type, right.type)
+            return Value("", CONSTANT if is_plain else LIST if is_list else TENSOR if TENSOR in (
+                left.type, right.type) else UNKNOWN)  # fmt: skip
+        if kinds <= {BOX, BOXES} or (BOX in kinds and LIST in (left.type, right.type)):
+            return Value(BOX, left.type if left.kind else right.type)
+        if kinds == {OPTION}:
+            return Value("", TENSOR)
+        for one, other in ((left, right), (right, left)):
+            if one.kind in (PLAIN, TEST, TESTS) and not other.kind and other.type not in (CONSTANT, LIST, NONE):
+                self.escape(node)
+                return Value("", TENSOR)
+        return Value(PLAIN, CONSTANT)
+
+    def _compare_(self, node: ast.Compare, env: Env) -> Value:
+        left, *others = values = [self.value(v, env) for v in (node.left, *node.comparators)]
+        kinds = {v.kind for v in values} - {""}
+        op = type(node.ops[0]).__name__
+        if not kinds:
+            is_plain = all(v.type in (CONSTANT, NONE) for v in values) or op in ("Is", "IsNot", "In", "NotIn")
+            return Value("", CONSTANT if is_plain else UNKNOWN)
+        if len(others) == 1 and OPTION in kinds and op in ("Is", "IsNot"):
+            return Value(TEST, CONSTANT)
+        if len(others) == 1 and op in ("In", "NotIn") and not left.kind and others[0].kind in (BOX, BOXES):
+            return Value(TEST, CONSTANT)
+        measured, number = _measured(node.left), node.comparators[0]
+        is_emptiness = isinstance(number, ast.Constant) and (op, number.value) in _EMPTY_TESTS and len(others) == 1
+        if is_emptiness and measured is not None and self.value(measured, env).kind == BOX:
+            return Value(TEST, CONSTANT)
+        if len(others) == 1 and sorted((left.kind, others[0].kind)) == ["", TEST]:
+            return Value(TEST, CONSTANT)
+        if any(v.kind in (PLAIN, TEST) for v in values) and any(v.type == TENSOR for v in values):
+            self.escape(node)
+        return Value(PLAIN, CONSTANT)
+
+    def _ifexp_(self, node: ast.IfExp, env: Env) -> Value:
+        is_tested = self.test(node.test, env)
+        one, other = self.value(node.body, env), self.value(node.orelse, env)
+        return one._replace(stamp=frozenset([1])).joined(other._replace(stamp=frozenset([2])), is_tested, "")
+
+    def _joinedstr_(self, node: ast.JoinedStr, env: Env) -> Value:
+        parts = [self.value(v.value, env) for v in node.values if isinstance(v, ast.FormattedValue)]
+        return Value(PLAIN if any(p.kind not in ("", OPTION) for p in parts) else "", CONSTANT)
+
+    def _lambda_(self, node: ast.Lambda, env: Env) -> Value:
+        return Value()  # its body is a function of its own
+
+    def _await_(self, node: Any, env: Env) -> Value:
+        return self.value(node.value, env)
+
+    def _yield_(self, node: ast.Yield, env: Env) -> Value:
+        value = self.value(node.value, env)
+        self.returns.append((Value(BOX if self.is_tested else value.kind and BOXES, value.type), False))
+        return Value()
+
+    def _slice_(self, node: ast.Slice, env: Env) -> Value:
+        kinds = {self.value(v, env).kind for v in (node.lower, node.upper, node.step) if v is not None} - {""}
+        return Value(PLAIN if kinds else "", CONSTANT)
+
+    def _subscript_(self, node: ast.Subscript, env: Env) -> Value:
+        base, index = self.value(node.value, env), self.value(node.slice, env)
+        if base.kind in (BOX, TESTS, BOXES):
+            if isinstance(node.slice, ast.Slice):
+                return base
+            if base.kind == BOXES:
+                return Value(BOX, base.type)
+            if isinstance(node.slice, (ast.Constant, ast.UnaryOp)):
+                return Value(PLAIN, CONSTANT if base.type == CONSTANT else UNKNOWN)
+            return Value(TEST if base.kind == TESTS or (base.type == CONSTANT and not index.kind) else "", base.type)
+        if base.kind in (PLAIN, TEST):
+            return Value(PLAIN, CONSTANT)
+        if index.kind in (PLAIN, TEST):
+            return Value(PLAIN, UNKNOWN)
+        if len(base.parts) and isinstance(node.slice, ast.Constant) and type(node.slice.value) is int:
+            return base.parts[node.slice.value] if node.slice.value < len(base.parts) else Value()
+        held = self.object_of(node.value)
+        return Value("", type_of(held[0]) if type(held) in (list, tuple) and held else UNKNOWN)
+
+    def _listcomp_(self, node: Any, env: Env) -> Value:
+        inner = dict(env)
+        is_box = False
+        for part in node.generators:
+            is_box = self.bind(part.target, part.iter, inner) or is_box
+            is_box = any([self.test(condition, inner) for condition in part.ifs]) or is_box
+        before, self.is_tested = self.is_tested, self.is_tested or is_box
+        item = self.value(node.value if isinstance(node, ast.DictComp) else node.elt, inner)
+        self.is_tested = before
+        if item.kind == PLAIN and not is_box:
+            return Value(PLAIN, CONSTANT)
+        if is_box:
+            return Value(BOX, item.type)
+        kind = {TEST: TESTS, TESTS: TESTS, BOX: BOXES, BOXES: BOXES}.get(item.kind, "")
+        return Value(kind, item.type if kind else LIST)
+
+    _setcomp_ = _generatorexp_ = _dictcomp_ = _listcomp_
+
+    def _call_(self, node: ast.Call, env: Env) -> Value:
+        name = _name_of(node.func)
+        if name in _LOGS and (isinstance(node.func, ast.Attribute) or name == "print"):
+            return Value("", NONE)
+        arguments = [*node.args, *[k.value for k in node.keywords]]
+        if (name == "len" and len(arguments) == 1) or name in ("isinstance", "getattr", "hasattr"):
+            value = self.value(arguments[0], env)
+            return Value(PLAIN, CONSTANT) if value.kind in (BOX, PLAIN, TEST) else Value("", UNKNOWN)
+        values = [self.value(a, env) for a in arguments]
+        kinds = {v.kind for v in values} - {"", OPTION}
+        is_builtin = isinstance(node.func, ast.Name) and name not in env and hasattr(builtins, name)
+        if is_builtin or name in CONTAINERS:
+            return self._builtin(name, values, kinds)
+        if isinstance(node.func, ast.Attribute) and (found := self._method(node, name, values, kinds, env)) is not None:
+            return found
+        owner = self.value(node.func, env)
+        if owner.kind in (PLAIN, TEST):
+            self.escape(node)
+            return Value("", TENSOR)
+        if not kinds:
+            return Value()
+        if PLAIN not in kinds and TEST not in kinds:
+            function = self.object_of(node.func)
+            is_of_torch = _root(node.func) in ("torch", "F") or getattr(function, "__module__", "").startswith("torch.")
+            if is_of_torch and not isinstance(function, nn.Module):
+                if TESTS in kinds:
+                    self.escape(node)
+                return Value("", TENSOR)
+            if self.object_of(node.func) is None and isinstance(node.func, ast.Attribute) and kinds <= {BOX, BOXES}:
+                return Value("", TENSOR)  # of a tensor: `rows.split(counts)`, `out.index_add(0, ids, y)`
+            found = self.call(function, values)
+            if found is not None:
+                return found
+        self.escape(node)
+        return Value()
+
+    def _builtin(self, name: str, values: list[Value], kinds: set[str]) -> Value:
+        if not kinds:
+            is_list = name in CONTAINERS
+            is_number = name in _OF_NUMBERS and any(v.type != CONSTANT for v in values)
+            return Value("", LIST if is_list else CONSTANT if name in _PLAIN_CALLS and not is_number else UNKNOWN)
+        type_ = CONSTANT if any(v.type == CONSTANT for v in values if v.kind) else UNKNOWN
+        if name in ("takewhile", "dropwhile", "filter") or (name in CONTAINERS and BOX in kinds):
+            return Value(BOX, type_)
+        if name == "range":
+            return Value(BOX, CONSTANT)
+        if name in CONTAINERS and kinds <= {TESTS, BOXES}:
+            return Value(TESTS if TESTS in kinds else BOXES, type_)
+        if name == "bool" and kinds == {TEST}:
+            return Value(TEST, CONSTANT)
+        if name == "sum" and kinds == {BOX} and type_ != CONSTANT:
+            return Value("", TENSOR)
+        return Value(PLAIN, CONSTANT)
+
+    def _method(self, node: ast.Call, name: str, values: list[Value], kinds: set[str], env: Env) -> Value | None:
+        """What a method of a container does; None if it is none."""
+        owner = node.func.value  # type: ignore[attr-defined]
+        value = self.value(owner, env)
+        is_container = value.kind in (BOX, TESTS, BOXES) or value.type == LIST
+        if is_container and name in _FILLS:
+            is_decided = owner in self.events or node in self.events or (name in ("extend", "update") and BOX in kinds)
+            if self.is_tested or kinds or is_decided:
+                self.mark(owner, env, values[-1] if values else Value(), is_decided)
+            return Value("", NONE)
+        if is_container and name in _EMPTIES:
+            if self.is_tested or kinds:
+                self.mark(owner, env, Value("", value.type))
+            is_in_turn = self.is_tested or not value.kind
+            return Value("" if is_in_turn else PLAIN, UNKNOWN)
+        if value.kind in (BOX, TESTS, BOXES):
+            if name in ("keys", "values", "items", "copy", "__iter__"):
+                return value
+            return Value(OPTION, UNKNOWN) if name == "get" else Value(PLAIN, CONSTANT)
+        if name == "join" and kinds:
+            return Value(PLAIN, CONSTANT)
+        if value.kind == PLAIN and name not in _OF_ANY_ITEM:
+            return Value(PLAIN, value.type)
+        return None
+
+    def _others(self, node: ast.AST, env: Env) -> Value:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.value(child, env)
+        return Value()
+
+
+def type_of(held: Any) -> str:
+    if held is None:
+        return NONE
+    if isinstance(held, (Number, torch.Tensor)):
+        return TENSOR
+    if isinstance(held, (bool, int, float, str)):
+        return CONSTANT
+    return LIST if isinstance(held, (list, dict, set)) else UNKNOWN
+
+
+def _loaded(target: ast.AST) -> ast.AST:
+    return target
+
+
+def _item_type(node: ast.AST) -> str:
+    items = getattr(node, "elts", [])
+    return CONSTANT if items and all(isinstance(i, ast.Constant) for i in items) else UNKNOWN
+
+
+def _name_of(function: ast.AST) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return getattr(node, "id", "")
+
+
+def _measured(node: ast.AST) -> ast.AST | None:
+    """What an expression asks the length of."""
+    return node.args[0] if isinstance(node, ast.Call) and _name_of(node.func) == "len" and node.args else None
+
+
+def parameters(function: Any, values: list[Value], has_self: bool) -> dict[str, Value]:
+    """The values of a call's arguments, by the names of the parameters."""
+    names = [a.arg for a in function.args.args]
+    return dict(itertools.islice(zip(names[has_self:], values, strict=False), len(names)))
