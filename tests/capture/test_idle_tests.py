@@ -205,6 +205,19 @@ def test_an_outcome_is_not_returned():
         rewritten(Returned(), torch.zeros(40, 6))
 
 
+class Alone(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        others = [t for t, _ in buckets[1:] if t.numel()]
+        if len(x) > 12 and not others:
+            return self.experts[0](x)
+        return self.run(x, w, buckets)
+
+
+def test_many_tokens_of_one_expert_have_the_form_of_others():
+    with pytest.raises(Refused):
+        rewritten(Alone(), torch.zeros(40, 6))
+
+
 # ---------------------------------------------------------------------- experts that are left out
 
 

@@ -7,6 +7,7 @@ if that is all that the program asks: a limit on an expert's tokens must not loo
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +63,21 @@ def leave_idle(prover: Prover) -> None:
             lifted = prover.lift(Routing("diverse", 0), prover.sizes[0], {best.position: best})
             same_form(prover.lifted[0], lifted)
             prover.add(lifted, prover.sizes[0])
+
+
+def concentrate(prover: Prover) -> None:
+    """Check that many tokens that all choose the same experts are given what they are given among others: a program
+    that asks which experts are idle may do something else then.
+
+    Raises:
+        Refused: they are not.
+    """
+    if not prover.questions.sites:
+        return
+    most = max(range(len(prover.sizes)), key=lambda i: math.prod(prover.sizes[i].values()))
+    for seed in (0, prover.num_experts - 1):
+        lifted = prover.lift(Routing("crowded", seed), prover.sizes[most])
+        same_form(prover.lifted[0], lifted)
 
 
 def _turning(prover: Prover, taken: Capture, node: fx.Node) -> Iterator[Concentration]:

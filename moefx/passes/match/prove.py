@@ -347,6 +347,7 @@ class Prover:
         leaks.round_sizes(self)
         leaks.same_by_chance(self)
         refuse_remembered(self.questions)
+        idle.concentrate(self)
         self._align()
         self._merged()  # raises before more captures are made
         self.lifted, self.sizes = self._complete()
