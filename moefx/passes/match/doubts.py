@@ -27,7 +27,7 @@ from ...capture.tracer import Flips
 from ...errors import Refused
 from ...ir.guards.attribute_reads import attributes
 from ...ir.guards.code_closure import code_of, reached
-from . import empty_experts
+from . import empty_experts, zero_rows
 from .agree import same_form
 from .nodes import is_of_state, is_random, is_routed, line, numbers, op_name
 from .ranges import UNBOUNDED, Ranges
@@ -49,6 +49,7 @@ _READ = "a value read from a tensor"
 _COUNT = "a count of tokens read from a tensor"
 _BUFFER = "the buffer"
 _LIMIT = "the number of tokens of an expert read from a tensor"
+_ZERO = "whether a sum of an expert's rows or weights is zero"
 _COMPARISON = "a comparison that came out the same everywhere"
 _TOGETHER = "one of several comparisons that came out the same everywhere"
 _INTEGER = "an integer made of floats that came out the same everywhere"
@@ -72,6 +73,8 @@ def flip_branches(prover: Prover) -> None:
                 what = _LIMIT
             if what == _READ and (buffers := buffers_read(read)):
                 what = f"{_BUFFER} {', '.join(buffers)}"
+            if zero_rows.asks_for_zero(read):
+                what = _ZERO
             kinds = {type(v) for v in seen}
             others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
             if kinds & {float, int}:
@@ -102,6 +105,8 @@ def _doubtful(prover: Prover) -> list[tuple[HostRead, set[Any], Capture]]:
             seen.setdefault(read.calls, set()).add(read.value)
             met.setdefault(read.calls, (read, lifted.capture))
     outcomes = without_rows | outcomes
+    for calls in _of_zero_weights(prover):
+        outcomes[calls] = {True, False}
     # that an expert without tokens is skipped says nothing of one with a single token (`if n <= 1: continue`)
     single = {calls for calls, (read, _) in met.items() if _asks_for_single(read) and outcomes[calls] == {True, False}}
     for lifted in prover.lifted:
@@ -115,6 +120,19 @@ def _doubtful(prover: Prover) -> list[tuple[HostRead, set[Any], Capture]]:
     open_ = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
     open_ = [calls for calls in open_ if calls not in prover.settled]
     return [(met[calls][0], outcomes[calls], met[calls][1]) for calls in open_]
+
+
+def _of_zero_weights(prover: Prover) -> set[tuple[Source, ...]]:
+    """Reads of whether what an expert's results are multiplied by is zero: it does not matter how these come out, as
+    experts without tokens show, which are left out."""
+    outcomes: dict[tuple[Source, ...], set[Any]] = {}
+    found: dict[tuple[Source, ...], set[bool | None]] = {}
+    for lifted in prover.lifted:
+        for read in filter(zero_rows.asks_for_zero, lifted.capture.reads):
+            outcomes.setdefault(read.calls, set()).add(read.value)
+            if _has_rows(read):
+                found.setdefault(read.calls, set()).add(zero_rows.adds_nothing(read))
+    return {calls for calls, seen in found.items() if False not in seen and True in seen and len(outcomes[calls]) == 2}
 
 
 def _of_large_counts(prover: Prover) -> dict[tuple[Source, ...], HostRead]:
@@ -309,7 +327,7 @@ def force(
             return False
         raise _changes(source, what) from error
     forced.optional = optional
-    forced.forced_read = source if what in (_READ, _COUNT, _LIMIT) or what.startswith(_BUFFER) else None
+    forced.forced_read = source if what in (_READ, _COUNT, _ZERO, _LIMIT) or what.startswith(_BUFFER) else None
     prover.add(forced, sizes)
     return True
 
@@ -322,6 +340,7 @@ def index_of(prover: Prover, taken: Capture | None) -> int:
 def _changes(source: Source, what: str) -> Refused:
     remedies = {
         _COUNT: ASK_ROWS,
+        _ZERO: ASK_ROWS,
         _LIMIT: "give each of its tokens the same, however many they are; drop tokens by a mask over all choices, as "
         "in weights * (counts <= limit)[ids]",
     }
@@ -401,10 +420,11 @@ def _asks_for_single(read: HostRead) -> bool:
 
 def _weighs_rows(read: HostRead) -> bool:
     """Whether a boolean says something of the floats of an expert's rows, and does nothing else than that: `if not
-    (weights[token, slot] > 0.4).any()`. Without rows its outcome tells nothing of rows. `weights.sum() == 0` only asks
-    for rows."""
+    (weights[token, slot] > 0.4).any()`. Without rows its outcome tells nothing of rows."""
     if read.node is None or read.asked is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
+    if zero_rows.asks_for_zero(read):
+        return True
     weighed = [n for n in decided_by_floats(read.node) if n.meta["ragged"]]
     if all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed):
         return False
