@@ -254,6 +254,16 @@ class HostRead:
         return self.calls[0] if self.calls else Source("?", 0, 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Often:
+    """How a boolean that Python reads is to come out in a loop that may ask on until it is another (`while places < n:
+    places *= 2`): so many times, and only where a number is compared with one of `others`, if there are any."""
+
+    value: bool
+    times: int
+    others: frozenset[int | float] = frozenset()
+
+
 @dataclasses.dataclass
 class Capture:
     """A captured block. `graph` is functional; every node's `meta` has

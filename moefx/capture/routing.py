@@ -8,6 +8,7 @@ integer. Several unlike routings must lead to one template (design section 3.2),
 * `flooded`: nearly all tokens choose the same experts, so that every capacity overflows, and of more than three one
   gets none;
 * `crowded`: all tokens choose the same experts, and the other experts get none;
+* `even`: every expert is the first choice of as many tokens, one after the other; the first gets what is left over;
 * `contested`: as `flooded`, and what is the first choice of some is the second one of others;
 * `spared`: no token chooses expert `seed`, but for those that `prefer` it;
 * `unsure`: the same, but these score all experts nearly alike, or nearly alike and low;
@@ -148,6 +149,9 @@ class Routing:
                 order = torch.randperm(n, generator=self.generator).tolist()
                 pool += order + order[: _period(n) - n]  # a quarter comes twice: counts are not balanced
             return torch.tensor(pool[:rows])
+        if self.kind == "even":
+            each = max(1, rows // n)
+            return ((torch.arange(rows) - max(0, rows - each * n)).clamp(min=0) // each + rank) % n
         if self.kind == "skewed":
             weight = torch.zeros(n, dtype=torch.float64)
             live = self._order(n)[: _live(n)]

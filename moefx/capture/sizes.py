@@ -291,7 +291,8 @@ def _expr(x: Any) -> str | None:
     return f"({x!r})" if type(x) in (int, float) and x < 0 else repr(x) if type(x) in (int, float, bool) else None
 
 
-def _value(x: Any) -> Any:
+def value_of(x: Any) -> Any:
+    """The number itself, without telling anybody that it is used."""
     return x.value if isinstance(x, Number) else x
 
 
@@ -332,7 +333,7 @@ def _arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
         left, right = _expr(a), _expr(b)
         if left is None or right is None:
             return NotImplemented
-        return _made(fn(_value(a), _value(b)), f"({left}{symbol}{right})", self.log)
+        return _made(fn(value_of(a), value_of(b)), f"({left}{symbol}{right})", self.log)
 
     return method
 
@@ -349,7 +350,7 @@ def _comparison(name: str, fn: Callable) -> Callable:
         right = _expr(other)
         if right is None:
             return NotImplemented
-        value = fn(self.value, _value(other))
+        value = fn(self.value, value_of(other))
         if right != self.expr:
             self.log.note(self.expr, name, right, value)
         return value

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from .captured import (
     TRUTHS,
     Call,
     HostRead,
+    Often,
     below_modes,
     has_values,
     is_abstract,
@@ -55,6 +57,7 @@ from .idle_tests import ASKS, KEYS, Questions
 from .recorder import Recorder, grad_enabled
 from .routing import Routing
 from .shadows import shadow
+from .sizes import value_of
 from .source import Source, is_asked_by_number, is_asked_of_tensor, user_calls, user_source, user_step
 
 aten = torch.ops.aten
@@ -89,6 +92,7 @@ class Tracer(Recorder):
         self.numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # what choices are made of then
         self.reads: list[HostRead] = []
         self.questions = Questions()
+        self.turned: Counter[tuple[Source, ...]] = Counter()  # how many times a read came out otherwise
         self.calls: list[Call] = []
         self.modes_read: set[str] = set()
         self.refusals: list[Refused] = []
@@ -110,7 +114,7 @@ class Tracer(Recorder):
         if tells_empty(count, op, other):
             return value  # without rows nothing is computed; other captures had experts without
         if count.expr is LENGTH and count.value == 0:  # either way nothing is computed: it tells nothing of rows
-            return self.flips.get(user_calls(), value)
+            return self._turned(user_calls(), value, (op, other))
         return self._noted(value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other), count.origins)
 
     def _noted(
@@ -119,7 +123,7 @@ class Tracer(Recorder):
     ) -> Any:  # fmt: skip
         """What Python reads here, as it is to come out."""
         calls = user_calls()
-        value = self.flips.get(calls, value)
+        value = self._turned(calls, value, asked)
         self.reads.append(HostRead(calls, value, node, asked, of))
         return value
 
@@ -136,6 +140,15 @@ class Tracer(Recorder):
         if not is_asked_of_tensor():
             return
         self.questions.errors[user_calls()] = is_of_rows or self.questions.errors.get(user_calls(), False)
+
+    def _turned(self, calls: tuple[Source, ...], value: Any, asked: tuple[str, Any] | None) -> Any:
+        flip = self.flips.get(calls, value)
+        if not isinstance(flip, Often):
+            return flip
+        if asked is not None and flip.others and value_of(asked[1]) not in flip.others:
+            return value
+        self.turned[calls] += 1
+        return flip.value if self.turned[calls] <= flip.times else value
 
     def asks_for_grad(self, t: torch.Tensor) -> bool:
         """Whether a tensor requires a gradient, which is not known here: it may come out either way."""

@@ -69,6 +69,13 @@ def test_flooded_crowds(seed):
     assert counts.topk(2).values.sum() > 0.6 * counts.sum()
 
 
+@pytest.mark.parametrize("rows", (24, 29, 61))
+def test_even_gives_each_expert_the_same_but_for_the_first(rows):
+    first = Routing("even").scores(rows, 6).argmax(-1)
+    counts = torch.bincount(first, minlength=6)
+    assert counts[1:].unique().tolist() == [rows // 6] and (first.diff() >= 0).all()
+
+
 def test_reproducible_and_unlike():
     a, b, c = Routing("diverse", 1), Routing("diverse", 1), Routing("diverse", 2)
     first = a.scores(9, 6)

@@ -18,10 +18,10 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import MIXED, Capture, HostRead, decided_by_floats
+from ...capture.captured import MIXED, Capture, HostRead, Often, decided_by_floats
 from ...capture.counts import LENGTH, is_empty_test
 from ...capture.routing import Routing
-from ...capture.sizes import COMPARE
+from ...capture.sizes import COMPARE, value_of
 from ...capture.source import Source, is_users_own
 from ...capture.tracer import Flips
 from ...errors import Refused
@@ -45,10 +45,11 @@ _NO_LIMIT = 1e9
 _MOST_NUMBERS = 80
 _MOST_PAIRED = 5  # reads
 _FEW = 5  # tokens
+_TURNS = 3  # times as often as it was met a read comes out otherwise
 _READ = "a value read from a tensor"
 _COUNT = "a count of tokens read from a tensor"
 _BUFFER = "the buffer"
-_LIMIT = "the number of tokens of an expert read from a tensor"
+LIMIT = "the number of tokens of an expert read from a tensor"
 _ZERO = "whether a sum of an expert's rows or weights is zero"
 _COMPARISON = "a comparison that came out the same everywhere"
 _TOGETHER = "one of several comparisons that came out the same everywhere"
@@ -70,7 +71,7 @@ def flip_branches(prover: Prover) -> None:
                 continue
             what = _COUNT if len(seen) == 1 and empty_experts.asks_for_tokens(read) else _READ
             if what == _READ and _asks_for_limit(prover, read):
-                what = _LIMIT
+                what = LIMIT
             if what == _READ and (buffers := buffers_read(read)):
                 what = f"{_BUFFER} {', '.join(buffers)}"
             if zero_rows.asks_for_zero(read):
@@ -83,14 +84,17 @@ def flip_branches(prover: Prover) -> None:
                 between = named if float in kinds else list(dict.fromkeys(map(round, named)))
                 others += _that_turn(prover, read, taken, others, between)
             for value in others:
-                if not force(prover, read.source, {read.calls: value}, what, taken) and read.node is None:
+                flips: dict[Any, Any] = {read.calls: often(taken, read.calls, value)}
+                if not force(prover, read.source, flips, what, taken) and read.node is None:
                     prover.lengths.add(read.calls)  # with so few rows it is no error of the original's
             if is_first and others:
                 first.append((read, others[0]))
         is_first = False
     together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _MOST_PAIRED else ())
-    for flips in (several for several in together if len(several) > 1):
-        force(prover, flips[0][0].source, {read.calls: value for read, value in flips}, _READ)
+    for several in (some for some in together if len(some) > 1):
+        taken = prover.lifted[0].capture
+        outcomes: dict[Any, Any] = {read.calls: often(taken, read.calls, value) for read, value in several}
+        force(prover, several[0][0].source, outcomes, _READ)
 
 
 def _doubtful(prover: Prover) -> list[tuple[HostRead, set[Any], Capture]]:
@@ -146,7 +150,7 @@ def _of_large_counts(prover: Prover) -> dict[tuple[Source, ...], HostRead]:
         met: dict[tuple[Source, ...], HostRead | None] = {}
         for read in lifted.capture.reads:
             op, number = read.asked or ("", math.nan)
-            if type(number) not in (int, float) or is_empty_test(op, number) or not _is_unbounded(ranges, read):
+            if type(number) not in (int, float) or is_empty_test(op, number) or not is_unbounded(ranges, read):
                 continue
             if op in ("eq", "ne"):
                 met[read.calls] = read if read.value is (op == "eq") else met.get(read.calls)
@@ -167,10 +171,10 @@ def _asks_for_limit(prover: Prover, read: HostRead) -> bool:
     if read.asked is None or type(read.asked[1]) not in (int, float):
         return False
     captures = (lifted.capture for lifted in prover.lifted if any(read is r for r in lifted.capture.reads))
-    return any(_is_unbounded(Ranges.with_more_tokens(taken), read) for taken in captures)
+    return any(is_unbounded(Ranges.with_more_tokens(taken), read) for taken in captures)
 
 
-def _is_unbounded(ranges: Ranges, read: HostRead) -> bool:
+def is_unbounded(ranges: Ranges, read: HostRead) -> bool:
     """Whether the number that was compared grows with the tokens."""
     of = read.of if read.node is None else {read.node}
     if not of:  # how many rows there are
@@ -318,18 +322,28 @@ def force(
         same_form(prover.lifted[0], forced)
     except Refused as why:
         if optional is None:
-            raise _changes(source, what) from why
+            raise changes(source, what) from why
         prover.extra_guards.append(optional)
         del prover.lifted[at], prover.sizes[at]
         return True
     except Exception as error:
         if is_safe or is_users_own(error):
             return False
-        raise _changes(source, what) from error
+        raise changes(source, what) from error
     forced.optional = optional
-    forced.forced_read = source if what in (_READ, _COUNT, _ZERO, _LIMIT) or what.startswith(_BUFFER) else None
+    forced.forced_read = source if what in (_READ, _COUNT, _ZERO, LIMIT) or what.startswith(_BUFFER) else None
     prover.add(forced, sizes)
     return True
+
+
+def often(taken: Capture, calls: tuple[Source, ...], value: Any) -> Any:
+    """A value for a read to come out as. A boolean does so a few times as often as it was met in a capture, and where
+    it compares what it compared there: a loop may ask until it is another."""
+    if type(value) is not bool:
+        return value
+    met = [read for read in taken.reads if read.calls == calls]
+    others = frozenset(value_of(read.asked[1]) for read in met if read.asked is not None)
+    return Often(value, _TURNS * len(met) + _TURNS, others)
 
 
 def index_of(prover: Prover, taken: Capture | None) -> int:
@@ -337,11 +351,11 @@ def index_of(prover: Prover, taken: Capture | None) -> int:
     return next((i for i, one in enumerate(prover.lifted) if one.capture is taken), 0)
 
 
-def _changes(source: Source, what: str) -> Refused:
+def changes(source: Source, what: str) -> Refused:
     remedies = {
         _COUNT: ASK_ROWS,
         _ZERO: ASK_ROWS,
-        _LIMIT: "give each of its tokens the same, however many they are; drop tokens by a mask over all choices, as "
+        LIMIT: "give each of its tokens the same, however many they are; drop tokens by a mask over all choices, as "
         "in weights * (counts <= limit)[ids]",
     }
     return Refused(
@@ -459,7 +473,7 @@ def _is_shown(prover: Prover, read: HostRead) -> bool:
     try:
         return empty_experts.seen_without(prover, read)
     except Refused as why:
-        raise _changes(read.source, _READ) from why
+        raise changes(read.source, _READ) from why
 
 
 def _other_value(node: fx.Node) -> torch.Tensor:

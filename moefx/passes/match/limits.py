@@ -122,7 +122,7 @@ def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node
         most = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
         # else it counts if it is of positions in a sequence or a batch, and the limit no size itself
         sizes = capture.sizes.expressions
-        if not (is_routed(rows) or _is_made_of_rows(rows)) and (most + 1 not in sizes or limit in sizes):
+        if not (is_routed(rows) or is_made_of_rows(rows)) and (most + 1 not in sizes or limit in sizes):
             continue
         if name in ORDERED:
             has_both = len(capture.shadow(n).unique()) > 1
@@ -131,7 +131,7 @@ def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node
             yield rows, limit, most >= limit, most >= limit
 
 
-def _is_made_of_rows(node: fx.Node) -> bool:
+def is_made_of_rows(node: fx.Node) -> bool:
     """Whether a number follows from how many rows an expert has, as `arange(len(rows))` does."""
     return remembered(node, "of_rows", lambda n, are: bool(n.meta.get("ragged")) or any(are))
 
@@ -234,4 +234,4 @@ def _is_truth(ranges: Ranges, a: Any) -> bool:
     return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
 
 
-__all__ = ["UNKNOWN", "limits", "not_reached"]
+__all__ = ["UNKNOWN", "is_made_of_rows", "limits", "not_reached"]

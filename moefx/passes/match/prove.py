@@ -19,7 +19,7 @@ from ...capture.sizes import SizeGuard, SizeLog
 from ...capture.source import Source
 from ...capture.tracer import Flips
 from ...errors import Refused
-from . import apart, cover, crowds, doubts, expert_counts, few, given, idle, leaks, twice
+from . import apart, cover, crowds, doubts, expert_counts, few, given, idle, leaks, load_comparisons, twice
 from .agree import same_form
 from .different import are_different
 from .drops import refuse_unexplained
@@ -338,6 +338,7 @@ class Prover:
         twice.fall_together(self)
         few.other_sizes(self)
         expert_counts.vary_counts(self)
+        load_comparisons.vary_loads(self)
         crowds.overflow(self)  # limits that more tokens have, `min(T, 64)`
         doubts.flip_branches(self)  # that only crowds, few tokens or many came to
         doubts.mix_decisions(self)

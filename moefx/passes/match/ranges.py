@@ -179,6 +179,12 @@ class Ranges:
         dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(len(shape))
         return not node.args[0].meta.get("ragged") and all(shape[d] in self._fixed for d in dims)
 
+    def _is_over_rows(self, node: fx.Node) -> bool:
+        """Whether a sum is over the rows of an expert."""
+        of, dims = node.args[0], node.args[1] if len(node.args) > 1 else ()
+        several = dims if isinstance(dims, (list, tuple)) else (dims,)
+        return bool(of.meta.get("ragged")) and (not several or any(d % of.meta["val"].dim() == 0 for d in several))
+
     def _apply(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
         is_reshaped = name in ("view", "_unsafe_view")
 
@@ -206,6 +212,8 @@ class Ranges:
                 if is_sum or (name == "cumsum" and val.dim() and val.shape[node.args[1]] > 1):
                     # over tokens, of which there may be more
                     exact, below = lo == hi, lo < 0
+                    if self._is_over_rows(node):  # another routing, another number of them
+                        exact &= lo == 0
                     lo, hi = torch.where(below & ~exact, -UNBOUNDED, lo), torch.where(exact, hi, UNBOUNDED)
                 return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
             if name in _ARITHMETIC and not node.kwargs and not node.args[2:]:
