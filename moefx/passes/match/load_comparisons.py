@@ -224,7 +224,7 @@ def _force_crowd(
     is_of_loads = isinstance(comparison.other, (Count, Share, fx.Node))
     if is_of_loads and comparison.op in ORDERED:
         wanted = [value for value in (True, False) if value not in seen]
-    elif comparison.op not in ORDERED and (type(comparison.other) is not int or comparison.other == 1):
+    elif comparison.op not in ORDERED and (type(comparison.other) is not int or comparison.other in (0, 1)):
         wanted = [value for value in wanted if value not in seen]
     for base in bases:
         for value in wanted:

@@ -169,6 +169,25 @@ def test_an_empty_segment_is_no_comparison_of_loads():
     assert rewritten(Segments()).match.num_experts == E
 
 
+class Stopping(Loads):
+    """Stops when no token is left."""
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(1)
+        out, left = torch.zeros_like(x), x.shape[0]
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+            left -= t.shape[0]
+            if left == 0:
+                break
+        return out
+
+
+def test_a_loop_that_stops_when_no_token_is_left():
+    assert rewritten(Stopping()).match.num_experts == E
+
+
 def test_a_block_that_compares_no_loads_gets_no_captures(monkeypatch):
     monkeypatch.setattr(load_comparisons, "_sides", None)
     assert rewritten(Loads(k=2)).match.num_experts == E
