@@ -136,7 +136,7 @@ def _is_of_load(capture: Capture, read: HostRead) -> bool:
     if of is None or not token_sizes(capture).isdisjoint(of.meta["val"].shape):  # of each token, as its position is
         return False
     if (found := ranges.of(of)) is None:
-        return not of.meta["val"].is_floating_point() and is_made_of_rows(of)
+        return op_name(of) in ("sum", "count_nonzero") and is_made_of_rows(of)  # not ids of experts
     return bool((found[1] >= UNBOUNDED // 2).any())
 
 
