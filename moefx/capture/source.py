@@ -41,7 +41,8 @@ class Source:
 
 _CAPTURE = __file__.replace("source.py", "concolic.py")
 _NUMBERS = tuple(__file__.replace("source.py", name) for name in ("source.py", "counts.py", "sizes.py", "tracer.py"))
-_TENSORS = tuple(TORCH_DIR + name for name in ("_tensor.py", "overrides.py", "functional.py", "_ops.py", "utils/"))
+_WRAPPERS = ("_tensor.py", "overrides.py", "functional.py", "_ops.py", "_compile.py", "_dynamo/", "utils/")
+_TENSORS = tuple(TORCH_DIR + name for name in _WRAPPERS)
 _STAND_INS = __file__.replace("capture/source.py", "ir/passed_objects.py")
 
 

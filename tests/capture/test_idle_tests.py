@@ -150,6 +150,12 @@ class Lambda(Buckets):
         return self.run(x, w, buckets)
 
 
+class Masks(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        busy = [e for e in range(6) if (ids == e).any()]
+        return self.run(x, w, buckets, 0.5 if busy == [0, 1] else 1.0)  # decides
+
+
 class Attribute(Buckets):
     collapsed = False
 
@@ -180,8 +186,8 @@ class Returned(Buckets):
 
 
 _DECISIONS = [
-    Counted, Listed, Text, Flagged, ForElse, While, Table, Helper, Unique, Keys, Counts, Runs, Lambda, Attribute,
-    Caught,
+    Counted, Listed, Text, Flagged, ForElse, While, Table, Helper, Unique, Keys, Counts, Runs, Lambda, Masks,
+    Attribute, Caught,
 ]  # fmt: skip
 
 
