@@ -23,9 +23,9 @@ from .compiler.survey import MatchedBlock, Refusal, Survey
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import BlockReport, Explanation, merge_refusals
 from .inspection.history import History
-from .ir.argument_binding import Specialisation, leaves_of
+from .ir.argument_binding import Specialisation, flatten_arguments
 from .ir.block_graph import BlockGraph
-from .ir.guards.attribute_reads import OWN_MODE, ties
+from .ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
 from .runtime.module import BlockForward, install_forward, rewritten_blocks, signature_binder
 from .runtime.program import Program
 from .util.model_copy import copy_model
@@ -188,7 +188,7 @@ def _install_program(
         for name in matched.names:
             spread.keep_own_experts(copies[modules[name]], axis)
     program = _build_program(matched, first)
-    specialise = LazySpecializer(matched.result.match.arguments, plan, OWN_MODE in matched.read, spread)
+    specialise = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.read, spread)
     for name in matched.names:
         block = copies[modules[name]]
         forward = install_forward(block, [program.renamed(name)], name=name, specialise=specialise)
@@ -429,13 +429,15 @@ def _describe_refusals(model: nn.Module, found: Survey) -> str:
 
 def _build_program(matched: MatchedBlock, block: nn.Module) -> Program:
     call = matched.call
-    return build_program(block, matched.result, call.args, call.kwargs, read=matched.read, tied=ties(block))
+    return build_program(
+        block, matched.result, call.args, call.kwargs, read=matched.read, tied=find_tied_tensors(block)
+    )
 
 
 def _find_failed_guard(program: Program, matched: MatchedBlock, block: nn.Module) -> str:
     """The first guard of a program that the example's own call fails, or ""."""
     named = signature_binder(block)(*matched.call.args, **matched.call.kwargs)
-    index = program.find_failed_guard(block, leaves_of(named, program.objects))
+    index = program.find_failed_guard(block, flatten_arguments(named, program.objects))
     return "" if index < 0 else str(program.guards[index])
 
 

@@ -21,9 +21,9 @@ import moefx.compiler.survey
 from moefx.capture.find import Found, Seen, signature
 from moefx.compiler.numeric_check import NumericCheck, numeric_check
 from moefx.compiler.pipeline import BlockRewrite
-from moefx.ir.guards.attribute_reads import Where, globals_of, ties, value_at
-from moefx.ir.guards.code_closure import FUNCTIONS
-from moefx.ir.guards.stored_values import HeldKind, is_configuration, same, unchanged
+from moefx.ir.guards.attribute_reads import AttributeLocation, find_globals, find_tied_tensors, read_value
+from moefx.ir.guards.code_closure import FUNCTION_TYPES
+from moefx.ir.guards.stored_values import StoredFieldNames, is_configuration, is_same, snapshot
 
 
 @dataclasses.dataclass
@@ -31,8 +31,8 @@ class _Proof:
     """A proof of `block`, the attributes that it depends on, and the globals that the block's code names."""
 
     block: nn.Module
-    read: set[Where]
-    globals: dict[Where, Any]
+    read: set[AttributeLocation]
+    globals: dict[AttributeLocation, Any]
     result: BlockRewrite
 
 
@@ -41,11 +41,13 @@ _PROOFS: dict[tuple | None, list[_Proof]] = defaultdict(list)
 _CHECKS: list[tuple[weakref.ref[BlockRewrite], NumericCheck]] = []
 
 
-def rewrite_once(module: nn.Module, call: Seen, found: Found, plan: moefx.Plan, read: set[Where]) -> BlockRewrite:
+def rewrite_once(
+    module: nn.Module, call: Seen, found: Found, plan: moefx.Plan, read: set[AttributeLocation]
+) -> BlockRewrite:
     """Stand in for `survey._rewrite_as_called`. Two blocks are equal if `survey` would give two modules of a model the
     same program; also their classes' methods, globals and the type of each argument have to be the same."""
     before = frozenset(read)
-    key, names = _key_of(module, call, found, plan), globals_of(module)
+    key, names = _key_of(module, call, found, plan), find_globals(module)
     proof = next((p for p in _PROOFS.get(key, ()) if _holds_for(p, module, names)), None)
     read.clear()  # what was read to compare
     read |= before
@@ -54,7 +56,7 @@ def rewrite_once(module: nn.Module, call: Seen, found: Found, plan: moefx.Plan, 
         return proof.result
     result = _rewrite_as_called(module, call, found, plan, read)
     if key is not None:
-        held = {where: HeldKind(v) if is_configuration(v) else unchanged(v) for where, v in names.items()}
+        held = {where: StoredFieldNames(v) if is_configuration(v) else snapshot(v) for where, v in names.items()}
         _PROOFS[key].append(_Proof(module, set(read), held, result))
     return result
 
@@ -85,9 +87,9 @@ def checking_once() -> mock._patch:
     return mock.patch.multiple(moefx.compiler.model_proof, numeric_check=check_once)
 
 
-def _holds_for(proof: _Proof, module: nn.Module, names: dict[Where, Any]) -> bool:
-    attributes = [(value_at(module, where), value_at(proof.block, where)) for where in proof.read]
-    return same(names, proof.globals) and all(same(own, other) for own, other in attributes)
+def _holds_for(proof: _Proof, module: nn.Module, names: dict[AttributeLocation, Any]) -> bool:
+    attributes = [(read_value(module, where), read_value(proof.block, where)) for where in proof.read]
+    return is_same(names, proof.globals) and all(is_same(own, other) for own, other in attributes)
 
 
 def _key_of(module: nn.Module, call: Seen, found: Found, plan: moefx.Plan) -> tuple | None:
@@ -97,12 +99,14 @@ def _key_of(module: nn.Module, call: Seen, found: Found, plan: moefx.Plan) -> tu
         return None
     classes = dict.fromkeys(cls for m in module.modules() for cls in type(m).__mro__)
     own = [cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]
-    methods = [(cls, name, value) for cls in own for name, value in vars(cls).items() if isinstance(value, FUNCTIONS)]
+    methods = [
+        (cls, name, value) for cls in own for name, value in vars(cls).items() if isinstance(value, FUNCTION_TYPES)
+    ]
     devices = {t.device for t in (*module.parameters(), *module.buffers())}
     return (
         call.name,
         signature(module),
-        tuple(ties(module).items()),
+        tuple(find_tied_tensors(module).items()),
         tuple(methods),
         frozenset(devices),
         tuple(map(_kind_of, arguments)),

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..ir.expert_placement import Level
-from ..ir.ops.uneven_all_to_all import group_of, start, wait
+from ..ir.expert_placement import TopologyLevel
+from ..ir.ops.uneven_all_to_all import get_group, start, wait
 from ..runtime.topology import ExpertAxis
 from ..util.unit_text import amount
 from .rate_fit import link
@@ -61,7 +61,7 @@ class Repeated:
         )
 
 
-def levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[tuple[Level, int]]:
+def levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[tuple[TopologyLevel, int]]:
     """Fine to coarse, (level, ranks in a unit of it): the ranks of a node, nodes, and units above of so many ranks.
     Collective."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
@@ -74,7 +74,7 @@ def levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[t
 
 
 def measured(
-    level: Level, unit: int, node: int, device: torch.device, repeats: int, longest: float
+    level: TopologyLevel, unit: int, node: int, device: torch.device, repeats: int, longest: float
 ) -> Iterator[Repeated]:
     """All-to-all and sends of growing sizes, as often as `repeats` says or takes `longest` seconds, as long as that is
     some times; two sizes at least, of which latency and bandwidth are. Collective."""
@@ -108,14 +108,14 @@ def spread(found: Sequence[Repeated]) -> tuple[float, ...]:
     return tuple(round(statistics.mean(part), 4) for part in parts if part)
 
 
-def _all_to_all(level: Level, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:
+def _all_to_all(level: TopologyLevel, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:
     rows = torch.ones((size, 1), dtype=torch.uint8, device=device)
     counts = [size // level.size] * level.size
     return size * (level.size - 1) / level.size, lambda: wait(start(rows, counts, counts, level.group))
 
 
-def _p2p(level: Level, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:
-    group = group_of(level.group)
+def _p2p(level: TopologyLevel, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:
+    group = get_group(level.group)
     ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
     sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     after, before = ranks[(own + 1) % level.size], ranks[own - 1]

@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..errors import CaptureError
-from ..ir.argument_binding import device_of
+from ..ir.argument_binding import find_device
 from ..util.model_copy import copy_model
 from .captured import has_values, is_float
 from .effects import python_random
@@ -38,7 +38,7 @@ def run_copy(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     copy, _ = copy_model(module)
     for part in copy.modules():
         part._buffers.update({name: b.clone() for name, b in part._buffers.items() if b is not None})
-    device, generator = device_of(module), torch.Generator().manual_seed(0)
+    device, generator = find_device(module), torch.Generator().manual_seed(0)
 
     def filled(t: torch.Tensor) -> torch.Tensor:
         return (t.clone() if has_values(t) else torch.randn(t.shape, generator=generator).to(t.dtype)).to(device)

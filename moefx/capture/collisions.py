@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from ..ir.guards.attribute_reads import attributes
-from ..ir.guards.code_closure import code_of, reached
+from ..ir.guards.attribute_reads import find_attributes
+from ..ir.guards.code_closure import collect_code, trace_closure
 
 MAX_NUMBER = 1 << 13  # larger numbers equal no size of a capture, nor do their quotients matter
 MAX_PAIRED = 48  # numbers of which products, quotients and sums are formed
@@ -39,7 +39,7 @@ class ModelNumbers:
     def of(cls, block: nn.Module) -> ModelNumbers:
         """Collect the shapes, lengths, integer attributes and integers in the code of a block."""
         own = set(_numbers_of(block))
-        named = {int(n) for n in reached(code_of(block)).numbers if abs(n) < MAX_NUMBER and n == int(n)}
+        named = {int(n) for n in trace_closure(collect_code(block)).numbers if abs(n) < MAX_NUMBER and n == int(n)}
         costs = _derived_costs(sorted(n for n in own | named if MAX_SMALL < n < MAX_NUMBER)[:MAX_PAIRED])
         for n in own | named:
             next_to = next((cost for few, cost in NEXT_TO_FEW.items() if n <= few), NEXT)
@@ -72,7 +72,7 @@ def _numbers_of(block: nn.Module) -> Iterator[int]:
         yield from t.shape
     for module in block.modules():
         yield len(module._modules)
-    for value in attributes(block).values():
+    for value in find_attributes(block).values():
         if type(value) is int:
             yield abs(value)
         elif isinstance(value, torch.Tensor):

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..ir.dataclass_fields import opened
+from ..ir.dataclass_fields import open_dataclasses
 from ..util.fake_tensor_log import without_fake_tensor_errors
 from .caches import clearing_caches
 from .calls import recording
@@ -134,7 +134,7 @@ def capture(
             changed = {e.node: t for e in effects if e.kind == "input" for _, t, node in inputs if e.target is node}
             own = {key for t in tensors_in(out) for key in vars(t).keys() - _names_of_fakes()}
             effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]
-            out = opened(out, lambda t: _returned(tracer, t, changed))
+            out = open_dataclasses(out, lambda t: _returned(tracer, t, changed))
             tracer.refuse_cut_off([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
     finally:
         for n, m in block.named_modules():

@@ -20,8 +20,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..ir.dataclass_fields import opened
-from ..ir.guards.code_closure import FUNCTIONS
+from ..ir.dataclass_fields import open_dataclasses
+from ..ir.guards.code_closure import FUNCTION_TYPES
 from .alone import run_alone
 from .attention import attends
 from .captured import below_modes, has_values, is_float
@@ -99,7 +99,7 @@ def _code_of(module: nn.Module) -> tuple:
     """The class, and methods of the module's own. A parametrized module has a class of its own, too."""
     cls = type(module)
     cls = cls.__mro__[1] if is_parametrized(module) else cls
-    own = [(k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, FUNCTIONS)]
+    own = [(k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, FUNCTION_TYPES)]
     return (cls, *((k, id(fn)) for k, fn in own))
 
 
@@ -307,7 +307,7 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
 def _nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
     with below_modes(), torch.DisableTorchFunction():
         found: list[fx.Node] = []
-        opened(tree, lambda t: (found.append(tracer.node_of(t)), t)[1])
+        open_dataclasses(tree, lambda t: (found.append(tracer.node_of(t)), t)[1])
         return found
 
 

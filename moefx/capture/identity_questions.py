@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from ..errors import Refused
-from ..ir.guards.code_closure import unwrapped
+from ..ir.guards.code_closure import unwrap_callable
 from ..util.user_code import is_user_file
 
 
@@ -29,7 +29,7 @@ def refuse_identity_questions(block: nn.Module) -> None:
     while todo:
         thing = todo.pop()
         thing = thing.fget if isinstance(thing, property) else thing
-        function = unwrapped(thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing)
+        function = unwrap_callable(thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing)
         if not isinstance(function, types.FunctionType) or (code := function.__code__) in seen:
             continue
         if not is_user_file(code.co_filename) and not code.co_filename.startswith("<string>"):

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.guards.attribute_reads import OWN
-from ..ir.guards.code_closure import FUNCTIONS
+from ..ir.guards.attribute_reads import MODULE_INTERNALS
+from ..ir.guards.code_closure import FUNCTION_TYPES
 from ..ir.passed_objects import is_passed
 from .captured import below_modes, is_float, tensors_in
 from .containers import base_of, contents, same_items, slots_of
@@ -26,7 +26,7 @@ from .surroundings import Surroundings
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, nn.Module,
-    type, enum.Enum, slice, range, types.ModuleType, functools.partial, *FUNCTIONS,
+    type, enum.Enum, slice, range, types.ModuleType, functools.partial, *FUNCTION_TYPES,
 )  # fmt: skip
 _DEPTH = 5
 
@@ -201,7 +201,7 @@ class StateBefore:
             (name, key): value
             for name, m in self.module.named_modules()
             for key, value in {**vars(m), **m._buffers}.items()
-            if key not in OWN
+            if key not in MODULE_INTERNALS
         }
 
 

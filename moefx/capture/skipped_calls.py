@@ -26,7 +26,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import Refused
-from ..ir.guards.attribute_reads import Where
+from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, replace_objects
 from .captured import is_float
 from .effects import HOOKS
@@ -103,7 +103,7 @@ class Skipping:
     read: list[Refused]
     attributes: set[tuple[str, str]]
 
-    def check(self, read: Iterable[Where]) -> None:
+    def check(self, read: Iterable[AttributeLocation]) -> None:
         """Check what the captures of the block have read.
 
         Args:

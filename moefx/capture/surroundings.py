@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.guards.attribute_reads import OWN
-from ..ir.guards.code_closure import FUNCTIONS, Reached, code_of, is_users, parts_of, reached
+from ..ir.guards.attribute_reads import MODULE_INTERNALS
+from ..ir.guards.code_closure import (
+    FUNCTION_TYPES,
+    CodeClosure,
+    collect_code,
+    is_user_code,
+    list_captured_values,
+    trace_closure,
+)
 from ..ir.guards.stored_values import is_plain
 from ..ir.passed_objects import is_passed
 from .captured import tensors_in
@@ -47,9 +54,9 @@ class Surroundings:
         self._held: list[tuple[str, Any, Any, Callable[[Any], None]]] = []  # path, container, its items, to put back
         for prefix, module in block.named_modules():
             for name, value in vars(module).items():
-                if name not in OWN:
+                if name not in MODULE_INTERNALS:
                     self._visit(f"{prefix}.{name}".lstrip("."), value)
-        code = _reached(code_of(block))
+        code = _reached(collect_code(block))
         for namespace in {id(one.namespace): one.namespace for one in code.globals}.values():
             self._hold_new_names(namespace)
         for one in code.globals:
@@ -97,9 +104,9 @@ class Surroundings:
             inner += values(value)
         elif isinstance(value, tuple):
             inner += tuple.__iter__(value)
-        elif isinstance(value, (*FUNCTIONS, functools.partial)):
+        elif isinstance(value, (*FUNCTION_TYPES, functools.partial)):
             self._seen.add(id(value))
-            inner += parts_of(value)
+            inner += list_captured_values(value)
         if _holds_attributes(type(value)) or (path == ARGUMENT and _is_of_library(type(value))):
             self._seen.add(id(value))
             inner += self._hold_attributes(path, value)
@@ -178,7 +185,7 @@ class _NewNames:
 
 def _holds_attributes(cls: type) -> bool:
     """Whether the attributes of its instances are the user's."""
-    return is_users(cls) or cls.__module__.split(".")[0] in _HOLDERS
+    return is_user_code(cls) or cls.__module__.split(".")[0] in _HOLDERS
 
 
 def _is_of_library(cls: type) -> bool:
@@ -228,9 +235,9 @@ def unwritten(block: nn.Module) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=64)
-def _reached(code: frozenset[Any]) -> Reached:
+def _reached(code: frozenset[Any]) -> CodeClosure:
     """Once a block, not once a capture."""
-    return reached(code)
+    return trace_closure(code)
 
 
 __all__ = ["Surroundings", "unwritten"]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import InvalidInput
 from ..ir.expert_placement import Placement, SharedTokens
-from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
+from ..ir.ops.uneven_all_to_all import format_ranks, get_group
 from .sandbox import Key, Run
 
 
@@ -58,7 +58,7 @@ class Shares:
             )
         own = [f"{tuple(t.shape)} {hash_tensor(t)}" for t in tree_leaves(sets) if isinstance(t, Tensor)]
         every: list = [None] * self.sequence.size
-        dist.all_gather_object(every, own, group=group_of(self.sequence.group))
+        dist.all_gather_object(every, own, group=get_group(self.sequence.group))
         differ = not all(theirs == own for theirs in every)
         if self.is_true_on_any_rank(differ):
             where = "here and on others of its ranks" if differ else "elsewhere"
@@ -81,11 +81,11 @@ class Shares:
             grad = values.pop(key)
             total = torch.zeros_like(parameter, dtype=dtype).detach() if grad is None else grad.clone()
             total = total.contiguous()  # NCCL takes no others
-            dist.all_reduce(total, group=group_of(self.group))
+            dist.all_reduce(total, group=get_group(self.group))
             if self.sequence is not None and self.sequence.gradients == "replicated":
                 total /= self.sequence.size  # each of these ranks counted all their tokens
             if name in self.stacked:
-                values[key] = self.stacked[name].own_part(total)
+                values[key] = self.stacked[name].select_local(total)
             elif name in self.here:
                 values[key] = total
         if self.sequence is not None and self.sequence.gradients == "partial":
@@ -94,7 +94,7 @@ class Shares:
                 value, is_expert = values[key], kind == "grad_param" and (name in self.stacked or name in self.here)
                 if kind in ("grad_param", "grad_input") and value is not None and not is_expert:
                     values[key] = total = value.clone(memory_format=torch.contiguous_format)  # NCCL takes no others
-                    dist.all_reduce(total, group=group_of(self.sequence.group))
+                    dist.all_reduce(total, group=get_group(self.sequence.group))
         return dataclasses.replace(run, values=values)
 
     def localize_compiled(self, run: Run) -> Run:
@@ -114,7 +114,7 @@ class Shares:
         for rank, theirs in enumerate(self._gather_values(asked)):
             ranks.setdefault(theirs, []).append(rank)
         if len(ranks) > 1:
-            options = "; ".join(f"{shown_ranks(same)}: {theirs}" for theirs, same in ranks.items())
+            options = "; ".join(f"{format_ranks(same)}: {theirs}" for theirs, same in ranks.items())
             raise InvalidInput(f"verify: the ranks of the expert axis would not compare the same. {options}")
 
     def max_over_ranks(self, value: float) -> float:
@@ -126,8 +126,8 @@ class Shares:
         return any(self._gather_values(value))
 
     def _gather_values(self, value: float | bool | str) -> list:
-        found: list = [None] * dist.get_world_size(group_of(self.group))
-        dist.all_gather_object(found, value, group=group_of(self.group))
+        found: list = [None] * dist.get_world_size(get_group(self.group))
+        dist.all_gather_object(found, value, group=get_group(self.group))
         return found
 
 

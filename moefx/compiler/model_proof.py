@@ -11,7 +11,7 @@ from .._plan import Plan
 from ..capture.autocast import under
 from ..capture.defaults import neutral_device
 from ..capture.worker import run_in_worker
-from ..ir.argument_binding import device_of
+from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
 from .numeric_check import find_nonfinite, numeric_check
 from .survey import Refusal, Survey, forward_line, survey
@@ -31,7 +31,7 @@ def survey_and_verify(
     """
 
     def prove() -> tuple[Survey, dict[int, str]]:
-        with under(device_of(model).type, None):
+        with under(find_device(model).type, None):
             surveyed = found or survey(model, example_inputs, plan)
             return surveyed, _check_numerically(surveyed, plan)
 

@@ -15,7 +15,7 @@ from ..capture.surroundings import unwritten
 from ..capture.worker import run_in_worker
 from ..comparison.block_check import verify_block
 from ..errors import summarize_error
-from ..ir.argument_binding import device_of, leaves_of
+from ..ir.argument_binding import find_device, flatten_arguments
 from ..passes.match.guarded_sizes import find_sequence
 from ..runtime.module import signature_binder
 from .pipeline import BlockRewrite
@@ -85,7 +85,7 @@ def _random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool = Fals
             Returns None if the rewrite does not hold for that number of tokens.
     """
     arguments, guards = result.match.arguments, result.match.guards
-    device = device_of(block)
+    device = find_device(block)
     if crowd:
         several = [find_sequence(arguments, guards, 521)]
     else:
@@ -120,7 +120,7 @@ def _placeholder_binder(block: nn.Module, result: BlockRewrite) -> Any:
     bind, paths = signature_binder(block), result.graph.binding.paths
 
     def pick(*args: Any, **kwargs: Any) -> list[Any]:
-        values = dict(leaves_of(bind(*args, **kwargs), result.graph.binding.objects))
+        values = dict(flatten_arguments(bind(*args, **kwargs), result.graph.binding.objects))
         return [values[p] for p in paths]
 
     return pick

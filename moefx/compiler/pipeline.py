@@ -28,10 +28,10 @@ from ..capture.surroundings import ARGUMENT
 from ..capture.worker import run_in_worker
 from ..errors import CaptureError, Refused
 from ..inspection.history import History
-from ..ir.argument_binding import Binding, Path, leaves_of, path_name, placeholder_name
+from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path, placeholder_name
 from ..ir.block_graph import BlockGraph
-from ..ir.guards.attribute_reads import Where
-from ..ir.passed_objects import PassedObject, is_passed, name_object
+from ..ir.guards.attribute_reads import AttributeLocation
+from ..ir.passed_objects import PassedObject, is_passed, set_name
 from ..passes.capacity_limit import limit
 from ..passes.checkpoint import checkpoint
 from ..passes.fuse import fuse
@@ -43,7 +43,7 @@ from ..passes.match.prove import NO_SIZES, Prover
 from ..passes.match.unify import FOREIGN
 from ..passes.match.worth import TWICE
 from ..passes.pass_manager import PassManager, pass_name
-from ..passes.rewrite import Placeholders, Rewritten, rewrite
+from ..passes.rewrite import Placeholders, RewriteResult, rewrite
 from ..runtime.module import signature_binder
 
 PASSES = (fuse, checkpoint)
@@ -57,7 +57,7 @@ class BlockRewrite:
     """A rewritten block: its proof and the history of its graphs."""
 
     match: Match
-    rewritten: Rewritten
+    rewritten: RewriteResult
     history: History
     skipped: Mapping[str, SkippedCall] = dataclasses.field(default_factory=dict)  # see `capture.skipped_calls`
 
@@ -89,7 +89,9 @@ def rewrite_block(
 
 
 def rewrite_with_objects(
-    rewrite: Callable[[Skipping | None], T], find_skipping: Callable[[bool], Skipping | None], read: Iterable[Where]
+    rewrite: Callable[[Skipping | None], T],
+    find_skipping: Callable[[bool], Skipping | None],
+    read: Iterable[AttributeLocation],
 ) -> T:
     """Rewrite a block that may pass objects, such as a key-value cache, to submodules that write to them. Such
     submodules are not captured.
@@ -141,7 +143,7 @@ def _rewrite_block(
 ) -> BlockRewrite:
     paths, objects = argument_paths(block, args, kwargs), object_paths(block, args, kwargs)
     for path, stand_in in objects:
-        name_object(stand_in, path_name(path))
+        set_name(stand_in, format_path(path))
     if objects:
         refuse_identity_questions(block)
     start = time.perf_counter()
@@ -182,7 +184,7 @@ def apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockR
 
 def prove_and_rewrite(
     block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placeholders
-) -> tuple[Match, Rewritten]:
+) -> tuple[Match, RewriteResult]:
     """Prove and rewrite with the most likely interpretation of the arguments. If the block does not run at other sizes
     with that, try the other interpretations. If it is refused, try first axes of 1 as the batch axis of one sequence.
 
@@ -223,7 +225,7 @@ def _explain_images(refusal: Refused) -> Refused:
     )
 
 
-def _prove_arguments(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, Rewritten]:
+def _prove_arguments(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, RewriteResult]:
     """Prove with the most likely reading of the program. If that is refused, try the other readings, then other
     sizes."""
     prover = Prover(block, arguments, guess_num_experts(block))
@@ -252,7 +254,7 @@ def _explain_refusal(refusal: Refused, prover: Prover) -> Refused:
     return explain(prover.first, positions) or refusal
 
 
-def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
+def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, RewriteResult]:
     """Prove for all sizes. If that fails, prove for the sizes that take the example's branches, and guard on them.
 
     Raises:
@@ -260,7 +262,7 @@ def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]
     """
     arguments = prover.arguments
 
-    def prove_side(side: tuple[SizeGuard, ...]) -> tuple[Match, Rewritten]:
+    def prove_side(side: tuple[SizeGuard, ...]) -> tuple[Match, RewriteResult]:
         ways = prover.symbolic, prover.whole, prover.late
         return _rewrite_or_explain(Prover(prover.block, arguments, prover.hint, side, *ways), names)
 
@@ -295,7 +297,7 @@ def _failed_guards(match: Match) -> list[SizeGuard]:
     return [g for g in match.guards if not g.holds(match.arguments.sizes)]
 
 
-def _check_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
+def _check_example(found: tuple[Match, RewriteResult]) -> tuple[Match, RewriteResult]:
     """Return a proof if it holds for the example's own sizes.
 
     Raises:
@@ -319,7 +321,7 @@ def _check_example(found: tuple[Match, Rewritten]) -> tuple[Match, Rewritten]:
     return found
 
 
-def _rewrite_or_explain(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
+def _rewrite_or_explain(prover: Prover, names: Placeholders) -> tuple[Match, RewriteResult]:
     """As `_match_and_rewrite`, with the cause of a refusal."""
     try:
         return _match_and_rewrite(prover, names)
@@ -327,7 +329,7 @@ def _rewrite_or_explain(prover: Prover, names: Placeholders) -> tuple[Match, Rew
         raise _explain_refusal(refusal, prover) from refusal
 
 
-def _match_and_rewrite(prover: Prover, names: Placeholders) -> tuple[Match, Rewritten]:
+def _match_and_rewrite(prover: Prover, names: Placeholders) -> tuple[Match, RewriteResult]:
     """Capture and match, explain dropped slots, and rewrite into the dialect."""
     # 1. capture and match: captures under different routings agree on one canonical form
     match = prover.prove()
@@ -342,7 +344,7 @@ def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> lis
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     named = signature_binder(block)(*args, **kwargs)
     by_id: dict[int, list[Path]] = {}
-    for path, value in leaves_of(named):
+    for path, value in flatten_arguments(named):
         if isinstance(value, torch.Tensor):
             by_id.setdefault(id(value), []).append(path)
     return [by_id[id(t)].pop(0) if len(by_id[id(t)]) > 1 else by_id[id(t)][0] for t in tensors]
@@ -356,10 +358,10 @@ def object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[
     """
     named = signature_binder(block)(*args, **kwargs)
     found: dict[int, tuple[Path, PassedObject]] = {}
-    for path, value in leaves_of(named):
+    for path, value in flatten_arguments(named):
         if is_passed(value) and id(value) in found:
             raise Refused(
-                f"{path_name(found[id(value)][0])} and {path_name(path)} are the same object, and may differ at "
+                f"{format_path(found[id(value)][0])} and {format_path(path)} are the same object, and may differ at "
                 "other calls",
                 remedy="pass it once",
             )

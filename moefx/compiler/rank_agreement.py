@@ -15,7 +15,7 @@ from .._plan import Plan
 from ..capture.autocast import under
 from ..capture.defaults import neutral_device
 from ..capture.worker import run_in_worker
-from ..ir.argument_binding import device_of
+from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
 from .model_proof import quote_name, survey_and_verify
 from .pipeline import reapply_checkpoint
@@ -82,7 +82,7 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
     if mesh is not None:
         from ..distribution.block_distribution import gather_by_rank
     try:
-        with compile_lock(), neutral_device(), under(device_of(model).type, None):
+        with compile_lock(), neutral_device(), under(find_device(model).type, None):
             found = run_in_worker(lambda: survey(model, example_inputs, plan))
         own = facts(model, found, plan, platform_of_ranks(mesh, plan), example_inputs, mesh)
     except Exception as error:

@@ -26,14 +26,22 @@ from ..ir.argument_binding import (
     Guard,
     Path,
     Specialisation,
-    call_specialisation,
-    device_of,
-    kind_of,
-    leaves_of,
+    describe_leaf,
+    find_device,
+    flatten_arguments,
     placeholder_name,
+    specialize_call,
 )
-from ..ir.guards.attribute_reads import OWN_MODE, Where, attributes, globals_of, reading, ties, value_at
-from ..ir.guards.stored_values import HeldCode, HeldKind, is_configuration, is_kept, same, unchanged
+from ..ir.guards.attribute_reads import (
+    BLOCK_MODE,
+    AttributeLocation,
+    find_attributes,
+    find_globals,
+    find_tied_tensors,
+    read_value,
+    record_reads,
+)
+from ..ir.guards.stored_values import StoredFieldNames, StoredForward, can_snapshot, is_configuration, is_same, snapshot
 from ..ir.passed_objects import replace_objects
 from ..runtime.module import BlockForward, signature_binder, signature_of
 from ..runtime.program import Program
@@ -53,8 +61,8 @@ def build_program(
     args: tuple,
     kwargs: dict[str, Any],
     autocast: torch.dtype | None = None,
-    read: Iterable[Where] = (),
-    tied: Mapping[Where, Where] | None = None,
+    read: Iterable[AttributeLocation] = (),
+    tied: Mapping[AttributeLocation, AttributeLocation] | None = None,
 ) -> Program:
     """Build the program of a rewritten block, with its specialisation and its guards. The program holds in training
     and
@@ -67,37 +75,40 @@ def build_program(
         tied: the `ties` of the block.
     """
     objects = result.graph.binding.objects
-    leaves = leaves_of(signature_binder(block)(*args, **kwargs), objects)
-    call = call_specialisation(block, leaves, objects)
-    device = device_of(block).type
+    leaves = flatten_arguments(signature_binder(block)(*args, **kwargs), objects)
+    call = specialize_call(block, leaves, objects)
+    device = find_device(block).type
     arguments = tuple((path, _move_kind(kind, device)) for path, kind in call.arguments)
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
     read = set(read)
-    training = block.training if OWN_MODE in read else None
+    training = block.training if BLOCK_MODE in read else None
     key = Specialisation(training, True if reads_grad else None, autocast, arguments)
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
     values = {
-        w: value_at(block, w) for w in sorted(read - {OWN_MODE}) if not _is_absorbed_parameter(block, w, absorbed)
+        w: read_value(block, w) for w in sorted(read - {BLOCK_MODE}) if not _is_absorbed_parameter(block, w, absorbed)
     }
-    kept = {w: v for w, v in values.items() if is_kept(v) and (w.inner or not isinstance(v, torch.Tensor))}
-    relied = {w: HeldKind(v) if is_configuration(v) else unchanged(v) for w, v in {**kept, **globals_of(block)}.items()}
+    kept = {w: v for w, v in values.items() if can_snapshot(v) and (w.inner or not isinstance(v, torch.Tensor))}
+    relied = {
+        w: StoredFieldNames(v) if is_configuration(v) else snapshot(v)
+        for w, v in {**kept, **find_globals(block)}.items()
+    }
     relied |= _called_modules(block, result)
     # Autocast rules depend on the device.
     moves = autocast is None and "autocast" not in result.match.modes_read
     return Program(key, result.history, absorbed, _build_guards(result), {**relied, **(tied or {})}, moves)
 
 
-def _called_modules(block: nn.Module, result: BlockRewrite) -> dict[Where, HeldCode]:
+def _called_modules(block: nn.Module, result: BlockRewrite) -> dict[AttributeLocation, StoredForward]:
     """Guards on the code of the modules that the program still calls, such as the router, and of their submodules."""
-    found: dict[Where, HeldCode] = {}
+    found: dict[AttributeLocation, StoredForward] = {}
     for n in result.graph.graph.nodes:
         for path, module in block.get_submodule(str(n.target)).named_modules() if n.op == "call_module" else ():
             owner, _, name = f"{n.target}.{path}".strip(".").rpartition(".")
-            found[Where(owner, name)] = HeldCode(module)
+            found[AttributeLocation(owner, name)] = StoredForward(module)
     return found
 
 
-def _is_absorbed_parameter(block: nn.Module, where: Where, absorbed: Collection[str]) -> bool:
+def _is_absorbed_parameter(block: nn.Module, where: AttributeLocation, absorbed: Collection[str]) -> bool:
     """Whether an attribute is a parameter of an absorbed module, which `AbsorbedModules` watches."""
     return where.module in absorbed and where.name in block.get_submodule(where.module)._parameters
 
@@ -160,7 +171,7 @@ class LazySpecializer:
 
     Args:
         arguments: the arguments of the call that the block was compiled with.
-        by_mode: a program holds for one mode only, whether or not the block reads its mode (see `follows_its_mode`).
+        by_mode: a program holds for one mode only, whether or not the block reads its mode (see `has_custom_train`).
         spread: the layout of the experts over a mesh, None without one. A spread block has its own experts only.
     """
 
@@ -193,7 +204,7 @@ class LazySpecializer:
         call: Specialisation,
         args: tuple | None,
         kwargs: Mapping[str, Any] | None,
-    ) -> tuple[Program, set[Where]]:
+    ) -> tuple[Program, set[AttributeLocation]]:
         programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
         admitting = [p for p in programs if p.key.admits(call)]
         # Only the device differs, and captures do not depend on it without autocast.
@@ -202,7 +213,11 @@ class LazySpecializer:
                 grad=program.key.grad, training=None if program.key.training is None else call.training
             )
             if program.moves and _without_device(program.key) == _without_device(alike):
-                read = {w for w, value in program.attributes.items() if not isinstance(value, (Where, HeldCode))}
+                read = {
+                    w
+                    for w, value in program.attributes.items()
+                    if not isinstance(value, (AttributeLocation, StoredForward))
+                }
                 return program.with_arguments(call.arguments), read
         real = args is not None  # otherwise the call is only being traced
         abstract = pytree.tree_map_only(
@@ -210,7 +225,7 @@ class LazySpecializer:
             lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
             self._arguments_from_kinds(block, call) if args is None else (args, dict(kwargs or {})),
         )
-        tied = ties(block)
+        tied = find_tied_tensors(block)
         if self.spread is not None:
             block = self.spread.copy_whole(block)
             forward = vars(block)["forward"]
@@ -218,14 +233,14 @@ class LazySpecializer:
         try:
             with forward.running("original"), under(call.device, call.autocast), torch.enable_grad():
                 find_skipping = self._find_skipping(block, *abstract)
-                with reading(block, attributes(block)) as read:
+                with record_reads(block, find_attributes(block)) as read:
                     result, call_args, call_kwargs = rewrite_with_objects(
                         lambda skipping: self._rewrite(block, forward.name, *abstract, skipping=skipping),
                         find_skipping,
                         read,
                     )
                 if self.by_mode:
-                    read.add(OWN_MODE)
+                    read.add(BLOCK_MODE)
                 proven, result = result, apply_capacity(block, result, self.plan)
                 if self.spread is not None:
                     result = self.spread.add_collectives(block, result)
@@ -303,8 +318,8 @@ class LazySpecializer:
         """
         bind = signature_binder(block)
         recorded_args, recorded_kwargs = self.arguments.at(self.arguments.sizes)
-        recorded = dict(leaves_of(bind(*recorded_args, **recorded_kwargs)))
-        mine = {id(t): (path, kind_of(t)) for path, t in leaves_of(bind(*args, **kwargs))}
+        recorded = dict(flatten_arguments(bind(*recorded_args, **recorded_kwargs)))
+        mine = {id(t): (path, describe_leaf(t)) for path, t in flatten_arguments(bind(*args, **kwargs))}
         if not all(_has_same_type(recorded.get(path), kind) for path, kind in mine.values() if kind[0] == "tensor"):
             raise Refused("its tensors do not correspond to those of the recorded call")
         resized = {key: recorded[path].to(kind[1]) for key, (path, kind) in mine.items() if kind[0] == "tensor"}
@@ -321,13 +336,13 @@ class LazySpecializer:
         bound = signature_of(block).bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
-            mine = dict(leaves_of([(name, value)]))
+            mine = dict(flatten_arguments([(name, value)]))
             kinds = {path: kind for path, kind in call.arguments if path[0] == name}
             only = kinds.get((name,), ())
             if kinds.keys() == mine.keys() and all(_has_same_type(mine[path], kind) for path, kind in kinds.items()):
                 cast = {id(t): t.to(kinds[path][1]) for path, t in mine.items() if isinstance(t, torch.Tensor)}
                 bound.arguments[name] = pytree.tree_map_only(torch.Tensor, lambda t, cast=cast: cast[id(t)], value)
-            elif len(kinds) == 1 and len(only) == 2 and kind_of(only[1]) == only:
+            elif len(kinds) == 1 and len(only) == 2 and describe_leaf(only[1]) == only:
                 bound.arguments[name] = only[1]
             else:
                 raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
@@ -370,7 +385,9 @@ def _check_admits(block: nn.Module, program: Program, args: tuple, kwargs: dict[
     Raises:
         Refused: a guard of the program excludes the call's sizes.
     """
-    index = program.find_failed_guard(block, leaves_of(signature_binder(block)(*args, **kwargs), program.objects))
+    index = program.find_failed_guard(
+        block, flatten_arguments(signature_binder(block)(*args, **kwargs), program.objects)
+    )
     if index >= 0:
         raise Refused(f"no proof was found for the sizes of this call, only for {program.guards[index]}")
 
@@ -379,7 +396,7 @@ def _has_same_type(value: Any, kind: tuple) -> bool:
     """Whether a value has the given kind, apart from the dtype and device of tensors. False for objects."""
     if isinstance(value, torch.Tensor):
         return kind[0] == "tensor" and kind[3] == value.dim()
-    return kind == kind_of(value) and kind[0] != "object"
+    return kind == describe_leaf(value) and kind[0] != "object"
 
 
 class _SharedProgram(NamedTuple):
@@ -387,7 +404,7 @@ class _SharedProgram(NamedTuple):
 
     block: weakref.ref[nn.Module]
     signature: tuple
-    read: set[Where]
+    read: set[AttributeLocation]
     program: Program
 
 
@@ -396,13 +413,13 @@ def _admits_call(
 ) -> bool:
     """Whether a program that was made for another block admits a call of this block."""
     program, other = made.program, made.block()
-    if other is None or not all(same(value_at(block, w), value_at(other, w)) for w in made.read):
+    if other is None or not all(is_same(read_value(block, w), read_value(other, w)) for w in made.read):
         return False
     if not program.key.admits(call) or not ReadAttributes(block, program.attributes).hold():
         return False
     if program.guard is None or args is None:
         return True
-    leaves = leaves_of(signature_binder(block)(*args, **(kwargs or {})), program.objects)
+    leaves = flatten_arguments(signature_binder(block)(*args, **(kwargs or {})), program.objects)
     return program.find_failed_guard(block, leaves) < 0
 
 

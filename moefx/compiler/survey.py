@@ -23,8 +23,15 @@ from ..capture.routing import Routing
 from ..capture.skipped_calls import SkippedCall, Skipping
 from ..capture.source import is_own_mistake
 from ..errors import CaptureError, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
-from ..ir.guards.attribute_reads import OWN_MODE, Where, attributes, follows_its_mode, reading, value_at
-from ..ir.guards.stored_values import same
+from ..ir.guards.attribute_reads import (
+    BLOCK_MODE,
+    AttributeLocation,
+    find_attributes,
+    has_custom_train,
+    read_value,
+    record_reads,
+)
+from ..ir.guards.stored_values import is_same
 from ..passes.match.records import NO_CACHE
 from ..runtime.module import rewritten_blocks
 from ..runtime.watch import absorbed_names, find_hook_kind
@@ -71,7 +78,7 @@ class MatchedBlock:
     call: Seen
     result: BlockRewrite
     seconds: float
-    read: set[Where]  # attributes that the proof depends on
+    read: set[AttributeLocation]  # attributes that the proof depends on
 
 
 @dataclasses.dataclass
@@ -359,28 +366,30 @@ def _prove_equal_modules(
     made: list[MatchedBlock] = []
     like = signature(modules[name])
     alike = [n for n, m in modules.items() if signature(m) == like]
-    watched, follows = attributes(modules[name]), follows_its_mode(modules[""])
+    watched, follows = find_attributes(modules[name]), has_custom_train(modules[""])
     left = [name, *[n for n in alike if n != name]]
     while left:
         first = left[0]
         call = found.calls.get(first) or dataclasses.replace(found.calls[name], name=first)
         tell(first)
         start = time.perf_counter()
-        with reading(modules[first], watched) as read:
+        with record_reads(modules[first], watched) as read:
             result = _rewrite_as_called(modules[first], call, found, plan, read)
         if follows:
-            read.add(OWN_MODE)
+            read.add(BLOCK_MODE)
         equal = [first] + [
             n
             for n in left
-            if n != first and all(same(value_at(modules[n], w), value_at(modules[first], w)) for w in read)
+            if n != first and all(is_same(read_value(modules[n], w), read_value(modules[first], w)) for w in read)
         ]
         made.append(MatchedBlock(equal, call, result, time.perf_counter() - start, read))
         left = [n for n in left if n not in equal]
     return made
 
 
-def _rewrite_as_called(module: nn.Module, call: Seen, found: Found, plan: Plan, read: set[Where]) -> BlockRewrite:
+def _rewrite_as_called(
+    module: nn.Module, call: Seen, found: Found, plan: Plan, read: set[AttributeLocation]
+) -> BlockRewrite:
     """Rewrite a module for its recorded call, with stand-ins for objects if it passes any."""
 
     def rewrite(skipping: Skipping | None) -> BlockRewrite:

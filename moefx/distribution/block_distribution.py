@@ -18,14 +18,14 @@ from .._version import __version__
 from ..compiler.pipeline import BlockRewrite
 from ..compiler.survey import MatchedBlock, Refusal, Survey, forward_line
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
-from ..ir.expert_placement import Placement, SharedTokens, Ways
-from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
+from ..ir.expert_placement import ExchangeRoutes, Placement, SharedTokens
+from ..ir.ops.uneven_all_to_all import format_ranks, get_group
 from ..passes.collectives import collectives
 from ..passes.match.form import has_matrices
 from ..passes.match.paths import Place
 from ..passes.overlap import overlap
 from ..passes.pass_manager import PassManager
-from ..passes.routed_region import Routed
+from ..passes.routed_region import RoutedRegion
 from ..passes.ssmb import ssmb
 from ..runtime import clipping, state
 from ..runtime.links import DEFAULT_TOKENS, choose_fastest, predict_seconds
@@ -54,7 +54,7 @@ class Spread:
     """
 
     placement: Placement
-    ways: Ways
+    ways: ExchangeRoutes
     why: str
     sequence: SharedTokens | None
     parameters: ExpertParameters
@@ -69,7 +69,7 @@ class Spread:
             InvalidPlan: the experts cannot be divided evenly over the ranks, or the ranks over nodes.
             Refused: the block stores its experts' parameters in a way that cannot be divided.
         """
-        placement = place_experts_in_order(axis, Routed.of(result.graph).num_experts, result.graph.name)
+        placement = place_experts_in_order(axis, RoutedRegion.of(result.graph).num_experts, result.graph.name)
         sequence = axis.find_shared_tokens(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
         way, why = choose_ways(axis, plan, result)
         way = dataclasses.replace(way, chunks=plan.chunks)
@@ -95,7 +95,7 @@ class Spread:
 
     def __str__(self) -> str:
         place, levels = self.placement, " x ".join(map(str, self.ways.sizes))
-        way = "halo" if self.ways.near_apart else "rbd" if len(self.ways.levels) > 1 else "one exchange"
+        way = "halo" if self.ways.splits_intra_node else "rbd" if len(self.ways.levels) > 1 else "one exchange"
         rows = "one row for each of its " + ("ranks" if self.ways.dedup else "experts")
         parts = f", in {self.ways.chunks} parts" if self.ways.chunks > 1 else ""
         if self.ways.gathers:
@@ -152,7 +152,7 @@ def _check_placement(own: DeviceMesh, plan: Plan) -> None:
     if plan.placement is None or len(ranks) == 1 or neighbours == (plan.placement == "ep_first"):
         return
     raise InvalidPlan(
-        f"Plan(placement={plan.placement!r}): an expert group of the mesh has the {shown_ranks(ranks)}, which are "
+        f"Plan(placement={plan.placement!r}): an expert group of the mesh has the {format_ranks(ranks)}, which are "
         f"{'neighbours' if neighbours else 'no neighbours'}: put the expert axis "
         f"{'before' if neighbours else 'after'} the data-parallel axis of the mesh"
     )
@@ -175,7 +175,7 @@ def check_agreement(axis: ExpertAxis, plan: Plan, found: str) -> None:
         "the rewritten blocks": found,
     }
     gathered: list[Any] = [None] * axis.size
-    dist.all_gather_object(gathered, own, group=group_of(axis.group))
+    dist.all_gather_object(gathered, own, group=get_group(axis.group))
     wrong = []
     for what, mine in own.items():
         others = {number: each.get(what) for number, each in enumerate(gathered) if each.get(what) != mine}
@@ -205,7 +205,7 @@ def _describe_nodes(axis: ExpertAxis) -> str:
         return f"none, {error}"
 
 
-def choose_ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[Ways, str]:
+def choose_ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[ExchangeRoutes, str]:
     """Choose the way in which rows travel. Returns it with the reason."""
     dispatch, why = plan.dispatch, "as planned"
     if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
@@ -214,7 +214,7 @@ def choose_ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[Way
         parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # one of them sends a token
         dispatch, why = _choose_fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else DEFAULT_TOKENS)
     if dispatch == "gather":
-        if axis.mesh.device_type != "cpu" and dist.get_backend(group_of(axis.group)) == "gloo":
+        if axis.mesh.device_type != "cpu" and dist.get_backend(get_group(axis.group)) == "gloo":
             raise InvalidPlan(
                 f"Plan(dispatch='gather') on {axis.mesh.device_type}: gloo has no reduce-scatter there. Use NCCL, or "
                 "Plan(dispatch='dedup')"
@@ -241,7 +241,7 @@ def _choose_fastest(axis: ExpertAxis, result: BlockRewrite, tokens: int) -> tupl
 
 def _row_bytes(result: BlockRewrite) -> float:
     """Bytes of a token in an exchange: its values, and a weight and a slot for each choice."""
-    gathers = Routed.of(result.graph).gathers
+    gathers = RoutedRegion.of(result.graph).gathers
     values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
     widths = [int(v.shape[-1]) * v.element_size() for v in values[:1] if v is not None]
     return sum(widths) + 6.0 * result.match.slots
@@ -250,9 +250,9 @@ def _row_bytes(result: BlockRewrite) -> float:
 def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
     """Find the experts' parameters of a block, and how the block stores them."""
     groups = result.match.groups
-    if len(groups) > 1:  # see `Routed.of`
+    if len(groups) > 1:  # see `RoutedRegion.of`
         groups = [g for g in groups if len(g.ids) > 1 and has_matrices(g.body)]
-    if len(groups) != 1 or len(groups[0].ids) != Routed.of(result.graph).num_experts:
+    if len(groups) != 1 or len(groups[0].ids) != RoutedRegion.of(result.graph).num_experts:
         raise Refused(
             "several kinds of experts in one block: none of them, or more than one, could be spread over a mesh"
         )

@@ -38,7 +38,7 @@ def describe_reductions(model: nn.Module, spread: dict[str, Spread], axis: Exper
     """Describe the reductions in lines, for `explain`. The model need not be spread yet."""
     of_experts, elsewhere = set[str](), set[str]()
     for block, each in spread.items():
-        own = each.parameters.of_experts(each.placement.own)
+        own = each.parameters.of_experts(each.placement.local_experts)
         every = {name for names in each.parameters.separate for name in names}
         of_experts |= {joined(block, name) for name in (*each.parameters.stacked, *own)}
         elsewhere |= {joined(block, name) for name in every - own}

@@ -15,11 +15,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from torch.fx import Node
 
 from ..ir.block_graph import BlockGraph
-from ..ir.display_names import attribute_name, body_text, range_texts, shown_path
+from ..ir.display_names import attribute_name, format_attribute_path, format_body, format_ranges
 from ..ir.graph_codegen import is_getitem
 from ..ir.graph_levels import is_dead
 from ..ir.graph_printer import print_lines
-from ..ir.node_values import BUILD_PFT, target_name, value_text
+from ..ir.node_values import BUILD_PFT, format_value, target_name
 
 MIN_REPEATS = 4  # fewer equal steps are drawn one by one
 _ROUNDS = 2
@@ -71,7 +71,7 @@ def build_outline(block: BlockGraph) -> Outline:
     for box, nodes in members.items():
         box.count = len(nodes)
         if box.count > 1:
-            box.details = [*_list_parameters(nodes), *filter(None, [value_text(_find_first_result(nodes[0]))])]
+            box.details = [*_list_parameters(nodes), *filter(None, [format_value(_find_first_result(nodes[0]))])]
             box.tooltip = "\n".join([*(lines.get(node, "") for node in nodes[:3]), "..."])
     arrows = {
         (box_of[source], box_of[node])
@@ -101,18 +101,18 @@ def _find_producer(node: Node) -> Node:
 
 def _describe_node(node: Node) -> tuple[str, list[str], str]:
     """Title, details and kind of a node on its own."""
-    shape = [value_text(_find_first_result(node))]
+    shape = [format_value(_find_first_result(node))]
     if node.op == "placeholder":
         return node.name, shape, "input"
     if node.op == "output":
         return "return", [], "output"
     if node.op == "call_module":
-        return shown_path(str(node.target)), ["kept as it is", *filter(None, shape)], "kept"
+        return format_attribute_path(str(node.target)), ["kept as it is", *filter(None, shape)], "kept"
     name = target_name(node)
     short = name.partition("::")[2] or name
     details = _list_parameters([node])
     if body := node.kwargs.get("body"):
-        details.append(body_text(str(body)))
+        details.append(format_body(str(body)))
     if node.kwargs.get("reduce"):
         details.append("sums the rows of each token")
     if keep := node.kwargs.get("keep"):
@@ -136,7 +136,7 @@ def _list_parameters(nodes: Sequence[Node]) -> list[str]:
     names: list[str] = []
     for node in nodes:
         names += [attribute_name(n) for n in node.all_input_nodes if n.op == "get_attr"]
-    runs = range_texts(list(dict.fromkeys(names)))
+    runs = format_ranges(list(dict.fromkeys(names)))
     return runs if len(runs) <= 4 else [*runs[:3], f"and {len(runs) - 3} more"]
 
 

@@ -42,7 +42,7 @@ class Specialisation(NamedTuple):
         grad: `torch.is_grad_enabled()`, or None.
         autocast: dtype of the enabled autocast on the device of the first tensor, None when autocast is off
             (never a wildcard: aten ops recorded without autocast would be cast under it).
-        arguments: `(path, kind)` of every leaf, see `kind_of`.
+        arguments: `(path, kind)` of every leaf, see `describe_leaf`.
     """
 
     training: bool | None
@@ -70,7 +70,7 @@ class Specialisation(NamedTuple):
             "" if self.grad is None else ("grad" if self.grad else "no_grad"),
             "" if self.autocast is None else f"autocast({_short(self.autocast)})",
         ]
-        arguments = [f"{path_name(path)}: {_kind_text(kind)}" for path, kind in self.arguments]
+        arguments = [f"{format_path(path)}: {_kind_text(kind)}" for path, kind in self.arguments]
         return " ".join(mode for mode in modes if mode) + f" ({', '.join(arguments)})"
 
 
@@ -117,7 +117,7 @@ class Guard:
 _SAY_ALL = {"array", "builtins", "datetime", "decimal", "fractions", "operator", "torch", "uuid"}
 
 
-def kind_of(value: Any, depth: int = 4) -> tuple[Any, ...]:
+def describe_leaf(value: Any, depth: int = 4) -> tuple[Any, ...]:
     """What a specialisation records of one leaf: `("tensor", dtype, device type, rank)`; a Python value's type and
     value (`1`, `True` and `1.0` differ); a function's name, and what it has from around it; or only the type of an
     object that cannot be compared by value. While Dynamo traces the last holds of all but values and functions."""
@@ -132,8 +132,13 @@ def kind_of(value: Any, depth: int = 4) -> tuple[Any, ...]:
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)):  # an activation
         return _kind_of_function(value, depth)
     if isinstance(value, functools.partial):
-        keywords = tuple([(name, kind_of(v, depth - 1)) for name, v in value.keywords.items()])
-        return ("partial", kind_of(value.func), tuple([kind_of(v, depth - 1) for v in value.args]), keywords)
+        keywords = tuple([(name, describe_leaf(v, depth - 1)) for name, v in value.keywords.items()])
+        return (
+            "partial",
+            describe_leaf(value.func),
+            tuple([describe_leaf(v, depth - 1) for v in value.args]),
+            keywords,
+        )
     if isinstance(value, (range, slice, set, frozenset)):
         return (type(value).__name__, repr(value))
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
@@ -155,36 +160,36 @@ def _kind_of_function(value: Any, depth: int) -> tuple[Any, ...]:
     for cell in value.__closure__ or ():
         with contextlib.suppress(ValueError):  # empty
             around.append(cell.cell_contents)
-    return (*kind, code.co_code, code.co_names, repr(code.co_consts), *[kind_of(v, depth - 1) for v in around])
+    return (*kind, code.co_code, code.co_names, repr(code.co_consts), *[describe_leaf(v, depth - 1) for v in around])
 
 
 def _kind_of_parts(value: Any, depth: int) -> tuple[Any, ...]:
     """Of containers, of what is called, and of objects whose text or fields say all."""
     name = type(value).__qualname__
     if isinstance(value, (list, tuple, collections.deque)):
-        return (name, *[kind_of(v, depth) for v in value])
+        return (name, *[describe_leaf(v, depth) for v in value])
     if isinstance(value, collections.abc.Mapping):
-        return (name, *[(repr(key), kind_of(v, depth)) for key, v in value.items()])
+        return (name, *[(repr(key), describe_leaf(v, depth)) for key, v in value.items()])
     if isinstance(value, type):
         return ("class", value.__module__, value.__qualname__)
     if isinstance(value, torch.nn.Module):  # its text has its numbers
         plain = [(k, v) for m in value.modules() for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))]
         return ("module", repr(value), tuple(plain))
     if isinstance(value, types.MethodType):
-        return ("method", kind_of(value.__func__, depth), kind_of(value.__self__, depth))
+        return ("method", describe_leaf(value.__func__, depth), describe_leaf(value.__self__, depth))
     if hasattr(value, "__wrapped__"):  # a cache of a function's
-        return (name, kind_of(value.__wrapped__, depth))
+        return (name, describe_leaf(value.__wrapped__, depth))
     if is_array(value):
         return (name, str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
         fields = getattr(value, "__dict__", None) or {name: getattr(value, name) for name in names}
-        return (name, *[(field, kind_of(v, depth)) for field, v in fields.items()])
+        return (name, *[(field, describe_leaf(v, depth)) for field, v in fields.items()])
     is_text = type(value).__repr__ is not object.__repr__ and type(value).__module__.split(".")[0] in _SAY_ALL
     return (name, repr(value)) if is_text else ("object", name)
 
 
-def leaves_of(named: Iterable[tuple[str, Any]], objects: Collection[Path] = ()) -> Leaves:
+def flatten_arguments(named: Iterable[tuple[str, Any]], objects: Collection[Path] = ()) -> Leaves:
     """Flatten bound arguments. Lists, tuples and dicts are opened; their own type is a leaf too, so that a
     list and a tuple are told apart. Those at the paths `objects` stay whole."""
     leaves: Leaves = []
@@ -193,12 +198,12 @@ def leaves_of(named: Iterable[tuple[str, Any]], objects: Collection[Path] = ()) 
     return leaves
 
 
-def device_of(module: torch.nn.Module) -> torch.device:
+def find_device(module: torch.nn.Module) -> torch.device:
     """Of its first parameter or buffer; the CPU without any."""
     return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
-def call_specialisation(block: torch.nn.Module, leaves: Leaves, objects: Collection[Path] = ()) -> Specialisation:
+def specialize_call(block: torch.nn.Module, leaves: Leaves, objects: Collection[Path] = ()) -> Specialisation:
     """The specialisation that a call of `block` with these leaves asks for; every field is concrete. Of those at the
     paths `objects` the class alone counts."""
     device = "cpu"
@@ -210,11 +215,11 @@ def call_specialisation(block: torch.nn.Module, leaves: Leaves, objects: Collect
     # meta has no autocast of its own; asking for it is an error in torch.
     if device != "meta" and torch.is_autocast_enabled(device):
         autocast = torch.get_autocast_dtype(device)
-    arguments = tuple([(p, _kind_of_object(v) if p in objects else kind_of(v)) for p, v in leaves])
+    arguments = tuple([(p, _kind_of_object(v) if p in objects else describe_leaf(v)) for p, v in leaves])
     return Specialisation(block.training, torch.is_grad_enabled(), autocast, arguments)
 
 
-def binder(signature: inspect.Signature) -> Callable[..., tuple[tuple[str, Any], ...]]:
+def make_binder(signature: inspect.Signature) -> Callable[..., tuple[tuple[str, Any], ...]]:
     """A function with exactly this signature that returns its arguments as `(name, value)` pairs, defaults
     filled in.
 
@@ -246,7 +251,7 @@ def binder(signature: inspect.Signature) -> Callable[..., tuple[tuple[str, Any],
     return _binder(", ".join(declared), tuple(names), _ById(tuple(defaults)))
 
 
-def path_name(path: Path) -> str:
+def format_path(path: Path) -> str:
     """`("kwargs", "pair", 1)` -> `"kwargs['pair'][1]"`, `("hidden_states",)` -> `"hidden_states"`."""
     return str(path[0]) + "".join(f"[{part!r}]" for part in path[1:])
 
@@ -260,7 +265,7 @@ def placeholder_name(path: Path) -> str:
 
 def _kind_of_object(value: Any) -> tuple[Any, ...]:
     cls = type(value)
-    return kind_of(value) if value is None else ("object", cls.__module__, cls.__qualname__)
+    return describe_leaf(value) if value is None else ("object", cls.__module__, cls.__qualname__)
 
 
 def _flatten(path: Path, value: Any, leaves: Leaves, objects: Collection[Path] = ()) -> None:

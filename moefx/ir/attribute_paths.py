@@ -81,13 +81,13 @@ def quote(name: str) -> str:
     return f'"{name}"' if literal == f"'{name}'" and '"' not in name else literal
 
 
-def attribute_range(paths: Sequence[str]) -> AttributeRange | None:
+def find_range(paths: Sequence[str]) -> AttributeRange | None:
     """The run that all these paths form, in this order, or None. Needs two at least."""
-    runs = attribute_ranges(paths)
+    runs = split_into_ranges(paths)
     return runs[0] if len(runs) == 1 and isinstance(runs[0], AttributeRange) else None
 
 
-def attribute_ranges(paths: Sequence[str]) -> list[AttributeRange | str]:
+def split_into_ranges(paths: Sequence[str]) -> list[AttributeRange | str]:
     """Cut a list of paths into runs and single paths, in order: `a.0, a.1, b` -> `a[0..1], b`."""
     result: list[AttributeRange | str] = []
     at = 0

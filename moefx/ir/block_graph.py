@@ -118,23 +118,23 @@ class BlockGraph:
         """
         graph, record = self._with_offsets() if record_load else (self, ())
         source = graph.source(record)
-        return graph_codegen.build(source.text, source.scope, "forward", self.name)
+        return graph_codegen.compile_source(source.text, source.scope, "forward", self.name)
 
     def compile_guards(self, guards: Sequence[Guard]) -> Callable[..., int]:
         """A function `(block, *placeholder values) -> index of the first guard that fails, or -1`."""
         source = graph_codegen.guard_source([n.name for n in self.placeholders], guards)
-        return graph_codegen.build(source, dict(graph_codegen.FUNCTIONS), "guard", f"{self.name} guards")
+        return graph_codegen.compile_source(source, dict(graph_codegen.FUNCTIONS), "guard", f"{self.name} guards")
 
     @property
     def code(self) -> str:
         """The Python source that `compile` runs."""
         return self.source().text
 
-    def source(self, record: Sequence[Node] = ()) -> graph_codegen.Source:
+    def source(self, record: Sequence[Node] = ()) -> graph_codegen.GeneratedSource:
         """The source with the global names that it needs."""
         value = self.returned
         rebuild = self.output_spec is not None and value is self.output.args[0]
-        return graph_codegen.Source(self.graph, value, record, self.output_spec if rebuild else None)
+        return graph_codegen.GeneratedSource(self.graph, value, record, self.output_spec if rebuild else None)
 
     def _with_offsets(self) -> tuple[BlockGraph, Sequence[Node]]:
         """The graph, and its `expert_offsets`. Over a mesh some PFTs are of rows that came from other ranks: then the
@@ -154,7 +154,7 @@ class BlockGraph:
     def _offsets(self) -> list[Node]:
         """Those of the PFTs of this block's own tokens that experts use."""
         built = [node for node in self.find(BUILD_PFT) if not _is_of_all_ranks(node)]
-        found = [results[_EXPERT_OFFSETS] for node in built if (results := graph_codegen.unpacked(node))]
+        found = [results[_EXPERT_OFFSETS] for node in built if (results := graph_codegen.list_results(node))]
         return [offsets for offsets in found if offsets is not None]
 
     def __str__(self) -> str:

@@ -20,18 +20,20 @@ class Fields:
         self.cls, self.values = cls, values
 
 
-def opened(result: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+def open_dataclasses(result: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     """A result with `fn` of its tensors, its dataclasses as `Fields`."""
     if isinstance(result, torch.Tensor):
         return fn(result)
     if type(result) in (tuple, list):
-        return type(result)([opened(v, fn) for v in result])
+        return type(result)([open_dataclasses(v, fn) for v in result])
     if type(result) is dict:
-        return {k: opened(v, fn) for k, v in result.items()}
+        return {k: open_dataclasses(v, fn) for k, v in result.items()}
     if is_plain_dataclass(result):
-        return Fields(type(result), {f.name: opened(getattr(result, f.name), fn) for f in dataclasses.fields(result)})
+        return Fields(
+            type(result), {f.name: open_dataclasses(getattr(result, f.name), fn) for f in dataclasses.fields(result)}
+        )
     if isinstance(result, tuple) and hasattr(result, "_fields"):  # past a constructor that looks at its arguments
-        return tuple.__new__(type(result), [opened(v, fn) for v in result])
+        return tuple.__new__(type(result), [open_dataclasses(v, fn) for v in result])
     return pytree.tree_map_only(torch.Tensor, fn, result)
 
 
@@ -63,4 +65,4 @@ def _unflatten(values: Any, context: Any) -> Any:
 
 pytree.register_pytree_node(Fields, _flatten, _unflatten)
 
-__all__ = ["Fields", "is_plain_dataclass", "opened"]
+__all__ = ["Fields", "is_plain_dataclass", "open_dataclasses"]

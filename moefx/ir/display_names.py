@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from .attribute_paths import AttributeRange, attribute_ranges
+from .attribute_paths import AttributeRange, split_into_ranges
 from .expert_body import ExpertBody
 from .graph_codegen import is_getitem
 from .node_values import BUILD_PFT, target_name
@@ -98,16 +98,16 @@ def attribute_name(node: Node) -> str:
     return str(node.meta.get("fqn") or node.target)
 
 
-def shown_path(path: str) -> str:
+def format_attribute_path(path: str) -> str:
     """`experts.0.w` -> `experts[0].w`."""
     return re.sub(r"\.(\d+)(?=\.|$|\[)", r"[\1]", path)
 
 
-def range_texts(names: Sequence[str]) -> list[str]:
+def format_ranges(names: Sequence[str]) -> list[str]:
     """Parameter names for people: runs as ranges, ranges over the same experts as one."""
-    runs = attribute_ranges(names)
+    runs = split_into_ranges(names)
     text = _braces(runs)
-    return [text] if text else [shown_path(str(run)) for run in runs]
+    return [text] if text else [format_attribute_path(str(run)) for run in runs]
 
 
 def _braces(runs: Sequence[AttributeRange | str]) -> str:
@@ -128,12 +128,12 @@ def _braces(runs: Sequence[AttributeRange | str]) -> str:
         return ""
     choices = f"{{{', '.join(p[differ[0]] for p in parts)}}}"
     after = ".".join([*parts[0][: differ[0]], choices, *parts[0][differ[0] + 1 :]])
-    return shown_path(str(AttributeRange(first.before, after, first.start, first.stop)))
+    return format_attribute_path(str(AttributeRange(first.before, after, first.start, first.stop)))
 
 
 # -- bodies --------------------------------------------------------------------------------
 
 
-def body_text(body: str) -> str:
+def format_body(body: str) -> str:
     """`ExpertBody.pretty` of its JSON."""
     return ExpertBody.from_json(body).pretty()

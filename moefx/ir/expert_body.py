@@ -13,7 +13,7 @@ import torch
 
 from ..errors import InvalidInput, summarize_error
 from .expression_check import check_dtype, check_expression
-from .pointwise_expression import Expr, pretty, result_dtype, to_dtype, variables
+from .pointwise_expression import Expr, format_expression, infer_dtype, list_variables, to_dtype
 
 _ARITHMETIC = {"add", "sub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "_to_copy"}
 
@@ -135,16 +135,16 @@ class ExpertBody:
         return self._dtype(self.out, dtype, weight_dtype)
 
     def _dtype(self, expr: Expr, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
-        dtypes = {v: dtype for v in variables(expr)}
+        dtypes = {v: dtype for v in list_variables(expr)}
         dtypes |= {f"a{i}": self.up[group].sum_dtype(dtype) for i, (group, *_) in enumerate(self.parts)}
         dtypes["y"] = self.down.sum_dtype(dtype)
         if weight_dtype is not None:
             dtypes["w"] = weight_dtype
-        return result_dtype(expr, dtypes)
+        return infer_dtype(expr, dtypes)
 
     @property
     def uses_row_weight(self) -> bool:
-        return "w" in variables(self.act) or "w" in variables(self.out)
+        return "w" in list_variables(self.act) or "w" in list_variables(self.out)
 
     def pretty(self) -> str:
         """`silu(g)*u` or `relu(h)`, followed by ` | y*w` when something is done to the output y.
@@ -157,8 +157,8 @@ class ExpertBody:
         elif len(self.parts) == 2:
             gate = _gate(self.act)
             names = {gate: "g", ("a1" if gate == "a0" else "a0"): "u"}
-        text = pretty(_renamed(self.act, names))
-        return text if self.out == "y" else f"{text} | {pretty(self.out)}"
+        text = format_expression(_renamed(self.act, names))
+        return text if self.out == "y" else f"{text} | {format_expression(self.out)}"
 
 
 def _frozen(expr: Expr) -> Any:

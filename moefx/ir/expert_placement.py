@@ -11,7 +11,7 @@ from ..errors import InvalidPlan
 
 
 @dataclasses.dataclass(frozen=True)
-class Level:
+class TopologyLevel:
     """Ranks of an expert axis that are alike but for one level of the topology.
 
     Attributes:
@@ -24,7 +24,7 @@ class Level:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ways:
+class ExchangeRoutes:
     """How rows get from rank to rank: in one exchange, or in one at each level (X-MoE section 4.2, Piper section V).
 
     Attributes:
@@ -39,11 +39,11 @@ class Ways:
             on the CPU, agrees before each call.
     """
 
-    levels: tuple[Level, ...]
+    levels: tuple[TopologyLevel, ...]
     position: int
     order: tuple[int, ...]
     dedup: bool
-    near_apart: bool = False
+    splits_intra_node: bool = False
     timeout: float | None = None
     chunks: int = 1
     gathers: bool = False
@@ -105,14 +105,14 @@ class Placement:
         return len(self.places)
 
     @property
-    def own(self) -> list[int]:
+    def local_experts(self) -> list[int]:
         """The experts of this rank, by slot."""
         at = {place: expert for expert, place in enumerate(self.places)}
         return [at[self.rank * self.num_slots + slot] for slot in range(self.num_slots)]
 
-    def own_part(self, full: Tensor) -> Tensor:
+    def select_local(self, full: Tensor) -> Tensor:
         """Of a tensor whose first axis holds all experts, one after the other and as long each, those of this rank."""
-        return full.unflatten(0, (self.num_experts, -1))[self.own].flatten(0, 1)
+        return full.unflatten(0, (self.num_experts, -1))[self.local_experts].flatten(0, 1)
 
 
 @dataclasses.dataclass(frozen=True)

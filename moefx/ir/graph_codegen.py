@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from .argument_binding import Guard
-from .attribute_paths import attribute_expression, attribute_ranges, is_plain_name, quote, read_range
+from .attribute_paths import attribute_expression, is_plain_name, quote, read_range, split_into_ranges
 
 INFIX = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -32,7 +32,7 @@ INFIX = {
 }  # fmt: skip
 
 
-def unpacked(node: Node) -> list[Node | None] | None:
+def list_results(node: Node) -> list[Node | None] | None:
     """The results of a multi-output node by position, None where unused; None when it is not only unpacked.
 
     A node counts as unpacked when the number of its results is known (from the op's schema or from
@@ -65,7 +65,7 @@ def is_getitem(node: Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
-class Source:
+class GeneratedSource:
     """Python source of a graph, and the global names that it needs.
 
     Args:
@@ -125,7 +125,7 @@ class Source:
             # a kept submodule's hooks swap (FSDP) is the current one.
             self._inline[node] = call
             return ""
-        results = unpacked(node)
+        results = list_results(node)
         if results is None:
             return f"{node.name} = {call}" if node.users else call
         done.update(n for n in results if n is not None)
@@ -211,7 +211,7 @@ class Source:
         here."""
         if not all(isinstance(v, Node) and v.op == "get_attr" and v in self._inline for v in values):
             return None
-        runs = attribute_ranges([str(v.target) for v in values])
+        runs = split_into_ranges([str(v.target) for v in values])
         return [
             attribute_expression("self", run)
             if isinstance(run, str)
@@ -241,7 +241,7 @@ def guard_source(placeholders: Sequence[str], guards: Sequence[Guard]) -> str:
     return "\n".join([f"def guard({', '.join(['self', *placeholders])}):", *lines, "    return -1", ""])
 
 
-def build(source: str, scope: dict[str, Any], name: str, title: str) -> Callable[..., Any]:
+def compile_source(source: str, scope: dict[str, Any], name: str, title: str) -> Callable[..., Any]:
     """Execute `source` and return its function `name`. The same source over the same objects gives the same
     function.
 
@@ -271,7 +271,7 @@ def _last_uses(graph: Graph, record: Sequence[Node]) -> dict[Node, list[Node]]:
     last: dict[Node, list[Node]] = {}
     anchor: dict[Node, Node] = {}  # unpacked results are born with the node that yields them
     for node in graph.nodes:
-        for result in unpacked(node) or ():
+        for result in list_results(node) or ():
             if result is not None:
                 anchor[result] = node
     for node in reversed(graph.nodes):

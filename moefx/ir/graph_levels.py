@@ -30,7 +30,7 @@ _EXCHANGES = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Level:
+class GraphLevel:
     """What may stand in a graph.
 
     Attributes:
@@ -46,15 +46,15 @@ LEVELS = {
     level.name: level
     for level in (
         # What capture recorded under one concrete routing.
-        Level("captured", frozenset()),
+        GraphLevel("captured", frozenset()),
         # One dialect op per step; the pointwise part between the GEMMs is plain torch.
-        Level("dialect", _ROUTED),
+        GraphLevel("dialect", _ROUTED),
         # Steps may be collapsed into expert_mlp; experts of another shape stay as they were.
-        Level("fused", _ROUTED | {"expert_mlp"}),
+        GraphLevel("fused", _ROUTED | {"expert_mlp"}),
         # Rows travel between the ranks of a mesh.
-        Level("distributed", _ROUTED | _ROUTES | _EXCHANGES | _SEQUENCE | {"expert_mlp", "weights_later"}),
+        GraphLevel("distributed", _ROUTED | _ROUTES | _EXCHANGES | _SEQUENCE | {"expert_mlp", "weights_later"}),
         # Whatever providers bring.
-        Level("lowered", None),
+        GraphLevel("lowered", None),
     )
 }
 
@@ -70,7 +70,7 @@ class Violation(NamedTuple):
         return f"{self.node.name}: {self.reason}" + (f" ({source})" if source else "")
 
 
-def violations(block: BlockGraph, level: Level) -> list[Violation]:
+def find_violations(block: BlockGraph, level: GraphLevel) -> list[Violation]:
     """Everything in the graph that is not legal at `level`."""
     found = []
     for node in block.graph.nodes:
@@ -108,7 +108,7 @@ def eliminate_dead_code(block: BlockGraph) -> BlockGraph:
     return block
 
 
-def _illegal(node: Node, level: Level) -> str:
+def _illegal(node: Node, level: GraphLevel) -> str:
     target = node.target
     if node.op in ("placeholder", "output", "get_attr", "call_module", "call_method"):
         return ""

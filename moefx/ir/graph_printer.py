@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from .display_names import attribute_name, body_text, range_texts, shown_names, shown_path
-from .graph_codegen import INFIX, is_getitem, unpacked
-from .node_values import BUILD_PFT, dtype_text, target_name, value_text
+from .display_names import attribute_name, format_attribute_path, format_body, format_ranges, shown_names
+from .graph_codegen import INFIX, is_getitem, list_results
+from .node_values import BUILD_PFT, format_dtype, format_value, target_name
 
 if TYPE_CHECKING:
     from .block_graph import BlockGraph
@@ -150,7 +150,7 @@ class _Printer:
 
     def _results(self, node: Node) -> list[Node | None] | None:
         """What stands on the left of the line: the unpacked results, without unused ones at the end."""
-        results = unpacked(node)
+        results = list_results(node)
         if results is None and node.users and all(is_getitem(u) and u.args[0] is node for u in node.users):
             by_index = {u.args[1]: u for u in node.users if isinstance(u.args[1], int)}
             if len(by_index) == len(node.users) and min(by_index) >= 0:
@@ -166,7 +166,7 @@ class _Printer:
         if source.startswith("?"):  # no frame of the user's
             source = ""
         if node.op == "placeholder":
-            return Line(self.names[node], "input", value_text(node), source, node)
+            return Line(self.names[node], "input", format_value(node), source, node)
         if node.op == "output":
             return Line("", f"return {self._value(self.block.returned)}", "", source, None)
         results: Sequence[Node | None] | None = [node] if target_name(node) in _BUNDLES else self._results(node)
@@ -192,15 +192,15 @@ class _Printer:
         if target_name(node) == "moefx::weights_later":
             return "the backward makes their gradients here"
         if results:
-            return " ".join(filter(None, (value_text(r) for r in results if r is not None)))
-        return value_text(node)
+            return " ".join(filter(None, (format_value(r) for r in results if r is not None)))
+        return format_value(node)
 
     # -- expressions -------------------------------------------------------------------------------
 
     def _call(self, node: Node) -> str:
         target, args = node.target, list(node.args)
         if node.op == "call_module":
-            return f"{shown_path(str(target))}({self._arguments(args, node.kwargs)})"
+            return f"{format_attribute_path(str(target))}({self._arguments(args, node.kwargs)})"
         if node.op == "call_method":
             return f"{self._value(args[0])}.{target}({self._arguments(args[1:], node.kwargs)})"
         if target is operator.getitem:
@@ -246,7 +246,7 @@ class _Printer:
             if _left_out(argument, value):
                 skipped = True
             elif argument.name == "body" and dialect:
-                tail.insert(0, body_text(str(value)))
+                tail.insert(0, format_body(str(value)))
             elif argument.name in _MLP_TAIL and argument.kwarg_only:
                 tail.append(f"{argument.name}={self._value(value)}")
             else:
@@ -292,7 +292,7 @@ class _Printer:
         brackets."""
         if not all(isinstance(v, Node) and v.op == "get_attr" for v in values):
             return self._value(list(values))
-        runs = range_texts([attribute_name(v) for v in values])
+        runs = format_ranges([attribute_name(v) for v in values])
         if len(runs) > 4:
             runs = [*runs[:2], f"... {len(runs) - 3} more", runs[-1]]
         return runs[0] if len(runs) == 1 else f"[{', '.join(runs)}]"
@@ -316,7 +316,7 @@ class _Printer:
             parts = ["" if v is None else self._value(v) for v in (start, value.stop, value.step)]
             return ":".join(parts if parts[2] else parts[:2])
         if isinstance(value, torch.dtype):
-            return dtype_text(value)
+            return format_dtype(value)
         if isinstance(value, str):
             return f'"{value}"'
         if isinstance(value, float) and math.isfinite(value) and value == int(value) and abs(value) < 1e6:
@@ -328,10 +328,10 @@ class _Printer:
             alike = self.of_each[node]
             if node.op == "get_attr":
                 paths = [attribute_name(n) for n in alike]
-                return range_texts(paths)[0] if len(set(paths)) > 1 else shown_path(paths[0])
+                return format_ranges(paths)[0] if len(set(paths)) > 1 else format_attribute_path(paths[0])
             return f"{self.names[node]}[0..{len(alike) - 1}]"
         if node.op == "get_attr":
-            return shown_path(attribute_name(node))
+            return format_attribute_path(attribute_name(node))
         if node in self.fields:
             pft, field = self.fields[node]
             return f"{self.names[pft]}.{field}" if field else self.names[pft]

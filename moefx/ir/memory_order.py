@@ -19,6 +19,6 @@ def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
     return (*(d for d, n in enumerate(sizes) if n == 1), *long)
 
 
-def inverse(order: Sequence[int]) -> list[int]:
+def invert_permutation(order: Sequence[int]) -> list[int]:
     """The permutation that undoes another."""
     return sorted(range(len(order)), key=order.__getitem__)

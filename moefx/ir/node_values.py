@@ -26,7 +26,7 @@ def target_name(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def value_text(node: Node) -> str:
+def format_value(node: Node) -> str:
     """dtype and shape of a node's value in letters where known: `"bf16[S,K]"`, several results side by
     side."""
     value, letters = node.meta.get("val"), node.meta.get("letters")
@@ -38,7 +38,7 @@ def value_text(node: Node) -> str:
     return _value_text(value, letters)
 
 
-def dtype_text(dtype: torch.dtype | None) -> str:
+def format_dtype(dtype: torch.dtype | None) -> str:
     """`torch.bfloat16` -> `"bf16"`."""
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
@@ -52,4 +52,4 @@ def _value_text(value: Any, letters: tuple[str, ...] | None) -> str:
     if shape is None:
         return str(value) if isinstance(value, torch.SymInt) else ""
     dtype = getattr(value, "dtype", None)
-    return f"{dtype_text(dtype) if dtype else ''}[{','.join(map(str, shape))}]"
+    return f"{format_dtype(dtype) if dtype else ''}[{','.join(map(str, shape))}]"

@@ -65,7 +65,7 @@ def _load() -> None:
         load()
 
 
-def choose(op: Op, args: Any, kwargs: Any) -> Provider:
+def choose_provider(op: Op, args: Any, kwargs: Any) -> Provider:
     """The provider for these arguments. Counts it."""
     _load()
     if op.name in _forced:
@@ -93,7 +93,7 @@ def weight_paths() -> dict[str, int]:
     return dict(_paths)
 
 
-def weight_paths_here() -> Counter[str]:
+def thread_weight_paths() -> Counter[str]:
     """As `weight_paths`, of this thread alone and since it began."""
     return _thread.paths.copy()
 
@@ -135,7 +135,7 @@ def _check(op: str, provider: str, said: str = "") -> None:
         raise InvalidPlan(f"{said}moefx::{op} has no provider {provider!r}; it has {names}")
 
 
-def prefer_named(setting: str) -> None:
+def prefer_providers(setting: str) -> None:
     """Rank the providers first that `MOEFX_PROVIDERS` names, for ops and their backwards, in the whole process:
     `"expert_mlp=grouped_mm,build_pft=reference"`. Arguments that they do not support, such as the float64 of the
     proofs, go to the others.

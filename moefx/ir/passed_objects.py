@@ -87,12 +87,12 @@ def is_passed(value: Any) -> bool:
     return type(value) is PassedObject
 
 
-def name_of(stand_in: PassedObject) -> str:
+def get_name(stand_in: PassedObject) -> str:
     """What an object is called in messages."""
     return stand_in._name
 
 
-def name_object(stand_in: PassedObject, name: str) -> None:
+def set_name(stand_in: PassedObject, name: str) -> None:
     """Set what an object is called in messages."""
     object.__setattr__(stand_in, "_name", name)
 
@@ -169,6 +169,12 @@ def _unexpected(module: str, seen: str, expected: str) -> MoefxError:
 CHECKS = (check_structure, check_tensor)  # functions in graphs: they return their first argument, or raise
 
 __all__ = [
-    "CHECKS", "PassedObject", "check_structure", "check_tensor", "is_passed", "name_object", "name_of",
+    "CHECKS",
+    "PassedObject",
+    "check_structure",
+    "check_tensor",
+    "get_name",
+    "is_passed",
     "replace_objects",
+    "set_name",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .pointwise_expression import Expr, assemble, canonical, program, variables
+from .pointwise_expression import Expr, assemble, compile_expression, list_variables, to_canonical_text
 
 # Sizes of the tensors that are traced with. Some derivatives take sizes as arguments (expand, zeros); numbers
 # that nobody writes let them be recognised and replaced by the sizes of the call.
@@ -35,19 +35,19 @@ def vjp(
         grad: gradient of the value, [B,n].
         wrt: names to differentiate by.
     """
-    function, wrt = vjp_function(expr, env, grad, wrt, value=value)
+    function, wrt = build_vjp(expr, env, grad, wrt, value=value)
     result, *grads = function(env, grad)
     return result, dict(zip(wrt, grads, strict=True))
 
 
-def vjp_function(
+def build_vjp(
     expr: Expr, env: Mapping[str, Tensor], grad: Tensor, wrt: Sequence[str], *, value: bool = True
 ) -> tuple[Callable[[Mapping[str, Tensor], Tensor], tuple[Any, ...]], tuple[str, ...]]:
     """`vjp` for many calls on such tensors: `function(env, grad) -> (value, *gradients)`, and whose."""
-    names = variables(expr)
+    names = list_variables(expr)
     wrt = tuple(n for n in wrt if n in names)
     signature = tuple((env[n].dtype, env[n].shape[-1] == 1) for n in names)
-    return _vjp(canonical(expr), names, signature, (grad.dtype, grad.shape[-1] == 1), wrt, value), wrt
+    return _vjp(to_canonical_text(expr), names, signature, (grad.dtype, grad.shape[-1] == 1), wrt, value), wrt
 
 
 @functools.lru_cache(maxsize=1024)
@@ -61,7 +61,7 @@ def _vjp(
 ) -> Callable[..., Any]:
     def joint(*args: Tensor) -> tuple[Tensor | None, ...]:
         leaves = {n: a.detach().requires_grad_(n in wrt) for n, a in zip(names, args, strict=False)}
-        result = program(text)(leaves)
+        result = compile_expression(text)(leaves)
         # What is only compared has a gradient of zero.
         inputs = [leaves[n] for n in wrt]
         if result.requires_grad:
@@ -79,7 +79,7 @@ def _vjp(
         ]
         return _trace(joint, args, names)
 
-    return in_fresh_thread(trace)
+    return run_in_fresh_thread(trace)
 
 
 def _trace(
@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
         return repr(value)
 
 
-def in_fresh_thread(function: Callable[[], Any]) -> Any:
+def run_in_fresh_thread(function: Callable[[], Any]) -> Any:
     """Run with torch's thread-local state as at start-up.
 
     Inside an op autograd is switched off below the reach of `enable_grad`, and autocast, inference mode or

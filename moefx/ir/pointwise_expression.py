@@ -26,17 +26,17 @@ Expr = Any  # tuple | list | str | int | float | bool | None
 _INFIX = {"add": " + ", "sub": " - ", "mul": "*", "div": "/"}
 
 
-def canonical(expr: Expr) -> str:
+def to_canonical_text(expr: Expr) -> str:
     """The JSON text of an expression; equal expressions have equal texts, so it can be a key."""
     return json.dumps(expr, sort_keys=True, separators=(",", ":"))
 
 
-def variables(expr: Expr) -> tuple[str, ...]:
+def list_variables(expr: Expr) -> tuple[str, ...]:
     """Names of the variables, in the order of their first use."""
     return tuple(dict.fromkeys(e for e in _walk(expr) if isinstance(e, str)))
 
 
-def pretty(expr: Expr) -> str:
+def format_expression(expr: Expr) -> str:
     """One line for people: `silu(a0)*a1`, `clamp(a0, None, 7.0)`, `y.to(float32)*w`."""
     return _pretty(expr)[0]
 
@@ -48,7 +48,7 @@ def evaluate(expr: Expr, env: Mapping[str, Tensor]) -> Tensor:
     Raises:
         KeyError: a variable is not bound.
     """
-    return program(canonical(expr))(env)
+    return compile_expression(to_canonical_text(expr))(env)
 
 
 def to_dtype(expr: Expr, dtype: torch.dtype) -> Expr:
@@ -64,8 +64,10 @@ def is_linear(expr: Expr, name: str) -> bool:
         return False
     head, args = expr[0].partition(".")[0], [a for a in expr[1:] if not isinstance(a, dict)]
     options = {k: v for a in expr[1:] if isinstance(a, dict) for k, v in a.items()}
-    depends = [name in variables(a) for a in args]
-    if head == "neg" or (head == "_to_copy" and keeps_numbers(getattr(torch, options.get("dtype", "float32"), None))):
+    depends = [name in list_variables(a) for a in args]
+    if head == "neg" or (
+        head == "_to_copy" and is_precision_cast(getattr(torch, options.get("dtype", "float32"), None))
+    ):
         return is_linear(args[0], name)
     if head == "mul":
         return sum(depends) == 1 and is_linear(args[depends.index(True)], name)
@@ -74,26 +76,26 @@ def is_linear(expr: Expr, name: str) -> bool:
     return head in ("add", "sub") and len(args) == 2 and all(is_linear(a, name) for a in args)
 
 
-def without_casts_of(expr: Expr, name: str) -> Expr:
+def drop_casts(expr: Expr, name: str) -> Expr:
     """An expression that `is_linear` in `name`, without the casts of what depends on `name`.
 
     With ones for `name` it is the factor of `name`, which those casts do not round.
     """
-    if not _is_call(expr) or name not in variables(expr):
+    if not _is_call(expr) or name not in list_variables(expr):
         return expr
     if expr[0].partition(".")[0] == "_to_copy":
-        return without_casts_of(expr[1], name)
-    return (expr[0], *(without_casts_of(a, name) if not isinstance(a, dict) else a for a in expr[1:]))
+        return drop_casts(expr[1], name)
+    return (expr[0], *(drop_casts(a, name) if not isinstance(a, dict) else a for a in expr[1:]))
 
 
-def keeps_numbers(dtype: Any) -> bool:
+def is_precision_cast(dtype: Any) -> bool:
     """Whether a cast to it is about precision; one to 8 bits, or to integers, is meant to round."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
 
 
-def result_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+def infer_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
     """The dtype of `expr` for variables of these dtypes, by torch's own promotion."""
-    return _result_dtype(canonical(expr), tuple(sorted(dtypes.items(), key=lambda item: item[0])))
+    return _result_dtype(to_canonical_text(expr), tuple(sorted(dtypes.items(), key=lambda item: item[0])))
 
 
 # -- evaluation
@@ -101,8 +103,8 @@ def result_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
 
 
 @functools.lru_cache(maxsize=4096)
-def program(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """Build a function of the environment from the `canonical` text: a line for each distinct subexpression.
+def compile_expression(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """Build a function of the environment from the text of `to_canonical_text`: a line for each distinct subexpression.
 
     Raises:
         InvalidInput: an operation, a name or a value in it is not allowed.
@@ -118,7 +120,7 @@ def program(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
             return f"env[{expr!r}]"
         if not _is_call(expr):
             return repr(expr) if not isinstance(expr, list) else f"[{', '.join(map(emit, expr))}]"
-        key = canonical(expr)
+        key = to_canonical_text(expr)
         if key not in names:
             positional = [emit(a) for a in expr[1:] if not isinstance(a, dict)]
             keywords = [f"{k}={_keyword(v)}" for a in expr[1:] if isinstance(a, dict) for k, v in a.items()]
@@ -169,7 +171,9 @@ def _walk(expr: Expr) -> Iterator[Expr]:
 def _result_dtype(text: str, dtypes: tuple[tuple[str, torch.dtype], ...]) -> torch.dtype:
     # Meta tensors of any size do: promotion looks at dtypes and at whether something is a tensor with
     # dimensions.
-    return program(text)({name: torch.empty((2, 2), dtype=dtype, device="meta") for name, dtype in dtypes}).dtype
+    return compile_expression(text)(
+        {name: torch.empty((2, 2), dtype=dtype, device="meta") for name, dtype in dtypes}
+    ).dtype
 
 
 # -- printing
@@ -179,7 +183,7 @@ def _result_dtype(text: str, dtypes: tuple[tuple[str, torch.dtype], ...]) -> tor
 def _pretty(expr: Expr) -> tuple[str, int]:
     """Text and precedence (0 sum, 1 product, 2 atom)."""
     if not _is_call(expr):
-        return (f"[{', '.join(map(pretty, expr))}]" if isinstance(expr, (tuple, list)) else str(expr)), 2
+        return (f"[{', '.join(map(format_expression, expr))}]" if isinstance(expr, (tuple, list)) else str(expr)), 2
     head, positional = expr[0].partition(".")[0], [a for a in expr[1:] if not isinstance(a, dict)]
     keywords = {k: v for a in expr[1:] if isinstance(a, dict) for k, v in a.items()}
     if head in _INFIX and len(positional) == 2 and not keywords:
@@ -196,5 +200,5 @@ def _pretty(expr: Expr) -> tuple[str, int]:
     if head == "_to_copy" and "dtype" in keywords:
         text, level = _pretty(positional[0])
         return f"{text if level == 2 else f'({text})'}.to({keywords['dtype']})", 2
-    arguments = [pretty(a) for a in positional] + [f"{k}={v}" for k, v in keywords.items()]
+    arguments = [format_expression(a) for a in positional] + [f"{k}={v}" for k, v in keywords.items()]
     return f"{head}({', '.join(arguments)})", 2

@@ -21,8 +21,8 @@ from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.pointwise_derivative import in_fresh_thread
-from ..ir.pointwise_expression import Expr, canonical, program, variables
+from ..ir.pointwise_derivative import run_in_fresh_thread
+from ..ir.pointwise_expression import Expr, compile_expression, list_variables, to_canonical_text
 from .formula import exactly
 from .rules import RULES, Underivable, as_number
 
@@ -37,13 +37,13 @@ def formula_of(expr: Expr, names: Sequence[str] | None = None) -> Any:
     Raises:
         Underivable: there is no rule for something in it.
     """
-    return _formulas(canonical(expr), tuple(variables(expr) if names is None else names), None, ())[0]
+    return _formulas(to_canonical_text(expr), tuple(list_variables(expr) if names is None else names), None, ())[0]
 
 
 def with_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[str] = ()) -> list[Any]:
     """[expr, grad * d expr / d wrt[0], ...], the variables named in `ones` (and `grad`, if it is) being 1."""
-    others = [name for name in variables(expr) if name not in wrt]
-    value, *gradients = _formulas(canonical(expr), (*wrt, *others), grad, tuple(ones))
+    others = [name for name in list_variables(expr) if name not in wrt]
+    value, *gradients = _formulas(to_canonical_text(expr), (*wrt, *others), grad, tuple(ones))
     return [value, *gradients[: len(wrt)]]
 
 
@@ -61,7 +61,7 @@ def _formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[s
             except Underivable:
                 raise reason from None
 
-    return in_fresh_thread(read)
+    return run_in_fresh_thread(read)
 
 
 def _read(text: str, names: Sequence[str], grad: str | None, ones: Sequence[str], above: Any) -> tuple[Any, ...]:
@@ -69,7 +69,7 @@ def _read(text: str, names: Sequence[str], grad: str | None, ones: Sequence[str]
     try:
         with reader, above:
             inputs = [reader.input(S.One if name in ones else Symbol(name)) for name in names]
-            value = program(text)(dict(zip(names, inputs, strict=True)))
+            value = compile_expression(text)(dict(zip(names, inputs, strict=True)))
             if not isinstance(value, torch.Tensor):
                 raise Underivable(f"{value} instead of an expression")
             if not value.dtype.is_floating_point:

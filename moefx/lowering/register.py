@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from ..ir.op_providers import prefer_named
+from ..ir.op_providers import prefer_providers
 from . import torch as _torch_providers  # noqa: F401
 
 from . import triton as _triton_providers  # noqa: F401  isort: skip
 
-prefer_named(os.environ.get("MOEFX_PROVIDERS", ""))
+prefer_providers(os.environ.get("MOEFX_PROVIDERS", ""))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sympy import S
 
-from ..ir.pointwise_expression import keeps_numbers
+from ..ir.pointwise_expression import is_precision_cast
 from .formula import (
     Absolute,
     Add,
@@ -131,7 +131,7 @@ def _cast(x: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), torch.float32)
     if dtype is torch.bool:
         return _as_condition(x)
-    if not keeps_numbers(dtype):
+    if not is_precision_cast(dtype):
         raise Underivable(f"a cast to {dtype}")
     return as_number(x)
 

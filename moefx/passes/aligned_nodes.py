@@ -14,7 +14,7 @@ aten = torch.ops.aten
 _VIEWS = {str(op) for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)}
 
 
-class Twins(tuple):
+class AlignedNodes(tuple):
     """The same node in every capture."""
 
     @property
@@ -29,19 +29,19 @@ def leaf_nodes(tree: Any) -> list[fx.Node]:
     return [n for n in pytree.tree_leaves(tree) if isinstance(n, fx.Node)]
 
 
-def label(n: fx.Node) -> str:
+def op_label(n: fx.Node) -> str:
     packet = getattr(n.target, "overloadpacket", None)
     return packet.__name__ if packet is not None else getattr(n.target, "__name__", str(n.target))
 
 
-def kind(n: fx.Node) -> str:
+def op_kind(n: fx.Node) -> str:
     """The op; which kind of view a reshape comes out as depends on the strides, and so on the sizes."""
     return "reshape" if str(n.target) in _VIEWS else str(n.target)
 
 
-def depends(here: fx.Node, there: fx.Node) -> Refused:
+def routing_dependence(here: fx.Node, there: fx.Node) -> Refused:
     return Refused(
         "what runs outside of the experts depends on the routing or the sizes: "
-        f"{label(here)} here, {label(there)} there",
+        f"{op_label(here)} here, {op_label(there)} there",
         source=str(there.meta["source"]),
     )

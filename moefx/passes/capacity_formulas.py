@@ -51,7 +51,7 @@ def find_formula(
                     return found
     if not laws:
         return None
-    law = find_law([(math.prod(dims.values()), v) for dims, v in points])
+    law = find_clamped_linear([(math.prod(dims.values()), v) for dims, v in points])
     return Formula(law.over(tokens)) if law is not None else None
 
 
@@ -126,7 +126,7 @@ def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], i
 
 
 @dataclasses.dataclass(frozen=True)
-class Law:
+class ClampedLinearFormula:
     """`clamp(round(slope * tokens), low, high)`; `high` may be `tokens` itself."""
 
     slope: Fraction
@@ -158,7 +158,7 @@ class Law:
         return text if self.low is None else f"max({self.low}, {text})"
 
 
-def find_law(points: Sequence[Point]) -> Law | None:
+def find_clamped_linear(points: Sequence[Point]) -> ClampedLinearFormula | None:
     """The simplest law that gives all points, or None."""
     points = sorted(set(points))
     values = [v for _, v in points]
@@ -171,7 +171,7 @@ def find_law(points: Sequence[Point]) -> Law | None:
                 slope = _slope(points, up, low, high)
                 if slope is None:
                     continue
-                law = Law(slope, up, low, high)
+                law = ClampedLinearFormula(slope, up, low, high)
                 if all(law(t) == v for t, v in points):
                     found.append(((low is not None) + (high is not None), slope.denominator, law))
     return min(found, key=lambda f: f[:2])[2] if found else None

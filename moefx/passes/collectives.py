@@ -39,12 +39,12 @@ from ..errors import Refused
 from ..ir.block_graph import BlockGraph
 from ..ir.display_names import attribute_name
 from ..ir.expert_body import ExpertBody
-from ..ir.expert_placement import Level, Placement, Ways
+from ..ir.expert_placement import ExchangeRoutes, Placement, TopologyLevel
 from ..ir.graph_levels import eliminate_dead_code
 from ..ir.ops import dialect  # registers the ops
 from .gathered_experts import GatheredTokens
 from .pass_manager import graph_pass
-from .routed_region import Routed
+from .routed_region import RoutedRegion
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
@@ -57,7 +57,7 @@ def collectives(
     plan: Any,
     *,
     placement: Placement,
-    ways: Ways,
+    ways: ExchangeRoutes,
     stacked: Collection[str],
     trained: Collection[str] = (),
     samples: int = 0,
@@ -71,7 +71,7 @@ def collectives(
         samples: the number by which ranks compare their experts, see `ir.parameter_samples`.
     """
     block = block.copy()
-    routed = Routed.of(block)
+    routed = RoutedRegion.of(block)
     if shared := routed.shared(trained):
         names = (attribute_name(n) if n.op == "get_attr" else n.name for n in shared)
         raise Refused(
@@ -84,7 +84,9 @@ def collectives(
     return eliminate_dead_code(block)
 
 
-def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collection[str], samples: int) -> None:
+def _insert(
+    routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes, stacked: Collection[str], samples: int
+) -> None:
     graph = routed.graph
     tokens, choices = (list(dict.fromkeys(n.args[0] for n in at)) for at in (routed.gathers, routed.picks))
     weights = routed.pft.args[1]
@@ -93,13 +95,18 @@ def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collectio
     fingerprint = _fingerprint(routed, [*tokens, *choices], placement, ways)
     if ways.gathers:
         return _insert_gather(routed, placement, ways, tokens, choices, fingerprint, stacked)
-    chunks = [_Exchange(part, placement, ways) for part in (*(routed.copied() for _ in range(ways.chunks - 1)), routed)]
+    chunks = [_Exchange(part, placement, ways) for part in (*(routed.copy() for _ in range(ways.chunks - 1)), routed)]
     with graph.inserting_before(routed.region[0]):
         place = _insert_places(routed, placement, ways)
         places = [place] if len(chunks) == 1 else _insert_chunks(routed, place, len(chunks))
         for chunk, part in zip(chunks, places, strict=True):
             chunk.insert_plans(part)
-        kwargs = {"levels": ways.sizes, "near": ways.near_apart, "fingerprint": fingerprint, "group": placement.group}
+        kwargs = {
+            "levels": ways.sizes,
+            "near": ways.splits_intra_node,
+            "fingerprint": fingerprint,
+            "group": placement.group,
+        }
         counts = _insert_counts(routed, places, placement, ways, {**kwargs, "samples": samples})
         if len(chunks) == 1:  # each chunk has few of the rows that there can be
             chunks[0].insert_packs(tokens, choices)
@@ -120,9 +127,9 @@ def _insert(routed: Routed, placement: Placement, ways: Ways, stacked: Collectio
 
 
 def _insert_gather(
-    routed: Routed,
+    routed: RoutedRegion,
     placement: Placement,
-    ways: Ways,
+    ways: ExchangeRoutes,
     tokens: list[fx.Node],
     choices: list[fx.Node],
     fingerprint: int,
@@ -143,7 +150,7 @@ def _insert_gather(
     _read_local_parts(routed.graph, stacked, placement)
 
 
-def _fingerprint(routed: Routed, sent: list[fx.Node], placement: Placement, ways: Ways) -> int:
+def _fingerprint(routed: RoutedRegion, sent: list[fx.Node], placement: Placement, ways: ExchangeRoutes) -> int:
     """Of what must be alike on all ranks, since each computes on rows of the others: what travels, where to, and what
     becomes of it there, the parameters' names and values aside."""
     numbers: dict[fx.Node, int] = {}
@@ -160,7 +167,7 @@ def _fingerprint(routed: Routed, sent: list[fx.Node], placement: Placement, ways
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
 
 
-def _insert_places(routed: Routed, placement: Placement, ways: Ways) -> fx.Node:
+def _insert_places(routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes) -> fx.Node:
     """Where each choice goes."""
     topk_ids, _, keep = routed.pft.args[:3]
     if routed.pft.kwargs.get("capacity") is not None:
@@ -171,13 +178,13 @@ def _insert_places(routed: Routed, placement: Placement, ways: Ways) -> fx.Node:
     return routed.call(ops.place_choices.default, (topk_ids, keep), {"places": positions}, letters)
 
 
-def _insert_chunks(routed: Routed, place: fx.Node, chunks: int) -> list[fx.Node]:
+def _insert_chunks(routed: RoutedRegion, place: fx.Node, chunks: int) -> list[fx.Node]:
     parts = routed.call(ops.chunk_choices.default, (place,), {"chunks": chunks})
     return routed.parts(parts, (place.meta["letters"],) * chunks)
 
 
 def _insert_counts(
-    routed: Routed, places: list[fx.Node], placement: Placement, ways: Ways, kwargs: dict[str, Any]
+    routed: RoutedRegion, places: list[fx.Node], placement: Placement, ways: ExchangeRoutes, kwargs: dict[str, Any]
 ) -> list[fx.Node]:
     """The ranks tell each other how many rows each hop has."""
     kwargs = {**kwargs, "num_slots": placement.num_slots, "dedup": ways.dedup}
@@ -186,11 +193,16 @@ def _insert_counts(
 
 
 def _insert_splits(
-    routed: Routed, counts: list[fx.Node], placement: Placement, ways: Ways, kwargs: dict[str, Any], chunks: int
+    routed: RoutedRegion,
+    counts: list[fx.Node],
+    placement: Placement,
+    ways: ExchangeRoutes,
+    kwargs: dict[str, Any],
+    chunks: int,
 ) -> list[fx.Node]:
     """How many rows each hop has, and how many choices end here, chunk by chunk."""
     splits = routed.call(ops.read_counts.default, tuple(counts), {**kwargs, "timeout": ways.timeout})
-    labels = [ways.label(index) for index in range(len(ways.levels))] + ["near"] * ways.near_apart
+    labels = [ways.label(index) for index in range(len(ways.levels))] + ["near"] * ways.splits_intra_node
     names = (*(_named("splits", label) for label in labels), "choices") * chunks
     letters = (*(("2", "W") for _ in labels), ("1",)) * chunks
     return routed.parts(splits, letters, names)
@@ -208,7 +220,7 @@ class _Hop:
         sent: the rows, and the ticket.
     """
 
-    level: Level
+    level: TopologyLevel
     place: fx.Node
     num_slots: int
     label: str
@@ -230,7 +242,7 @@ class _Hop:
 class _Exchange:
     """The rows of a routed part, or of a chunk of its tokens, there and back."""
 
-    def __init__(self, routed: Routed, placement: Placement, ways: Ways):
+    def __init__(self, routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes):
         self.routed, self.placement, self.ways = routed, placement, ways
         self.pft, self.results = routed.pft, routed.results
         self._call, self._parts = routed.call, routed.parts
@@ -242,7 +254,7 @@ class _Exchange:
     def insert_plans(self, place: fx.Node) -> None:
         """Of the exchanges that start with this rank's own tokens."""
         ways, near = self.ways, None
-        if ways.near_apart:
+        if ways.splits_intra_node:
             kwargs = {"num_places": ways.sizes[-1] * self.placement.num_slots}
             begin = ways.position // ways.sizes[-1] * kwargs["num_places"]
             parted = self._call(ops.near_and_far.default, (place,), {"begin": begin, **kwargs})
@@ -392,7 +404,7 @@ class _Exchange:
                 found += group
                 self._shorten_stacks(group[0])
                 continue
-            own = [group[e] for e in self.placement.own]
+            own = [group[e] for e in self.placement.local_experts]
             if size > 1 and group[0].target is aten.select.int and len({n.args[0] for n in group}) == 1:
                 for slot, node in enumerate(own):  # one by one from a stack, of which only this rank's part is here
                     node.args = (node.args[0], 0, slot)
@@ -405,7 +417,7 @@ class _Exchange:
         while left:
             node = left.pop()
             if node.target is aten.stack.default and len(node.args[0]) == self.placement.num_experts:
-                node.args = ([node.args[0][e] for e in self.placement.own], *node.args[1:])
+                node.args = ([node.args[0][e] for e in self.placement.local_experts], *node.args[1:])
                 node.meta.pop("val", None)
             elif node.op == "call_function":
                 left += node.all_input_nodes

@@ -12,18 +12,18 @@ import torch
 from torch import fx
 
 from ..errors import Refused
-from .expert_weights import Weights
+from .expert_weights import ExpertWeights
 from .match.form import Body, is_weight, walk
 from .match.matched import Expert, Match
 from .match.term import Operand
-from .op_emission import Emitter
+from .op_emission import OpEmitter
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
 
 
 @dataclasses.dataclass
-class Value:
+class BodyValue:
     """A body value while it is emitted. `kind`: `row` ([B, ...]), `expert` ([E, ...] or E tensors), `fixed`."""
 
     node: Any  # fx.Node, or list[fx.Node] for E separate tensors
@@ -31,12 +31,12 @@ class Value:
     rank: int  # axes of one row
 
 
-class Rows:
+class ExpertBodyEmitter:
     """`pft`: what `build_pft` returned. `weights`: [S,K] by value of the body; that numbered `first` is in the PFT."""
 
     def __init__(
         self,
-        emit: Emitter,
+        emit: OpEmitter,
         match: Match,
         group: Expert,
         pft: list[fx.Node],
@@ -45,8 +45,8 @@ class Rows:
     ):
         self.emit, self.match, self.group, self.weights, self.first = emit, match, group, weights, first
         self.token_ids, self.slot_ids, self.offsets, self.inverse, self.combine_weights = pft
-        self.parameters = Weights(emit, match.block)
-        self.done: dict[Body, Value] = {}
+        self.parameters = ExpertWeights(emit, match.block)
+        self.done: dict[Body, BodyValue] = {}
         self.number: int | None = None  # where one expert's own parameters are computed with: which one
 
     def call(self, target: Any, args: tuple, kwargs: dict[str, Any] | None = None, **described: Any) -> fx.Node:
@@ -59,7 +59,7 @@ class Rows:
                 node.meta["letters"] = ("B", *map(str, val.shape[1:]))
         return node
 
-    def value(self, b: Body) -> Value:
+    def value(self, b: Body) -> BodyValue:
         if b not in self.done:
             apart = self.number is None and is_weight(b) and b.op != "expert" and not self._is_of_stacks(b)
             self.done[b] = self._of_each(b) if apart else self._value(b)
@@ -70,7 +70,7 @@ class Rows:
         tables = [self.group.tables[leaf.args[0]] for leaf in walk(b) if leaf.op == "expert"]
         return all(map(self.parameters.are_stacked, tables)) and not any(inner.op == "call" for inner in walk(b))
 
-    def _of_each(self, b: Body) -> Value:
+    def _of_each(self, b: Body) -> BodyValue:
         """What each expert makes of its own parameters. The printer shows these steps once for all experts."""
         graph, count = self.emit.kept.graph, len(self.group.ids)
         first, nodes = len(graph.nodes), []
@@ -81,19 +81,19 @@ class Rows:
             nodes.append(one.value(b).node)
             for step, node in enumerate(list(graph.nodes)[before:]):
                 node.meta["each"] = (f"{first}.{step}", number, count)
-        return Value(nodes, "expert", len(b.shape))
+        return BodyValue(nodes, "expert", len(b.shape))
 
-    def _value(self, b: Body) -> Value:
+    def _value(self, b: Body) -> BodyValue:
         match b.op:
             case "const":
-                return Value(b.args[0], "fixed", 0)
+                return BodyValue(b.args[0], "fixed", 0)
             case "shared":
-                return Value(self.parameters.one(b.args[0]), "fixed", len(b.shape))
+                return BodyValue(self.parameters.one(b.args[0]), "fixed", len(b.shape))
             case "expert" if self.number is not None:
                 place = self.group.tables[b.args[0]][self.number]
-                return Value(self.parameters.one(place), "fixed", len(b.shape))
+                return BodyValue(self.parameters.one(place), "fixed", len(b.shape))
             case "expert":
-                return Value(self.parameters.of_all(self.group.tables[b.args[0]]), "expert", len(b.shape))
+                return BodyValue(self.parameters.of_all(self.group.tables[b.args[0]]), "expert", len(b.shape))
             case "value":
                 return self._given(b)
             case "pw":
@@ -101,7 +101,7 @@ class Rows:
             case "ein":
                 return self._contract(b)
             case "call":
-                return Value(self._whole(b), "fixed", len(b.shape))
+                return BodyValue(self._whole(b), "fixed", len(b.shape))
         inner = next(self.value(a) for a in b.args if isinstance(a, Body))
         inner = self._stacked(inner)
         off = 0 if inner.kind == "fixed" else 1
@@ -133,10 +133,10 @@ class Rows:
                 node = self._row_op(b, inner)
             case "cat":
                 pieces = [self._as_rows(self.value(a), len(b.shape)) for a in b.args[1:]]
-                return Value(self.call(aten.cat.default, (pieces, b.args[0] + 1)), "row", len(b.shape))
+                return BodyValue(self.call(aten.cat.default, (pieces, b.args[0] + 1)), "row", len(b.shape))
             case _:
                 raise Refused(f"the experts use {b.op} in a way that is not supported on rows")
-        return Value(node, inner.kind, len(b.shape))
+        return BodyValue(node, inner.kind, len(b.shape))
 
     def _whole(self, b: Body) -> fx.Node:
         target, args, kwargs, part, *operands = b.args
@@ -152,7 +152,7 @@ class Rows:
         node = self.call(target, tuple(map(filled, args)), {k: filled(v) for k, v in kwargs})
         return node if part is None else self.call(operator.getitem, (node, part))
 
-    def _row_op(self, b: Body, inner: Value) -> fx.Node:
+    def _row_op(self, b: Body, inner: BodyValue) -> fx.Node:
         name, dims, _, static, _ = b.args
         x = inner.node
         match name:
@@ -182,14 +182,14 @@ class Rows:
                 return self.call(overload, (x, dims[0]))
         raise Refused(f"the experts use {name}, which is not supported on rows")
 
-    def _given(self, b: Body) -> Value:
+    def _given(self, b: Body) -> BodyValue:
         i = b.args[0]
         ref = self.group.values[i][0]
         if math.prod(b.shape) == 1:
             if i == self.first:
-                return Value(self.emit.reshape(self.combine_weights, (-1,)), "row", 0)
+                return BodyValue(self.emit.reshape(self.combine_weights, (-1,)), "row", 0)
             picked = self._of_choices(self.weights[i], ("B",))
-            return Value(picked, "row", 0)
+            return BodyValue(picked, "row", 0)
         (node, axes), shape = self.emit.for_tokens(ref, self.match), b.shape
         if set(axes) <= {"t"}:
             flat = self.emit.reshape(node, (-1, math.prod(shape)))
@@ -210,20 +210,20 @@ class Rows:
             rows = self._of_choices(by_slot, ("B", "D"))
         if len(shape) != 1:
             rows = self.call(aten.reshape.default, (rows, [-1, *shape]))
-        return Value(rows, "row", len(shape))
+        return BodyValue(rows, "row", len(shape))
 
     def _of_choices(self, values: fx.Node, letters: tuple[str, ...]) -> fx.Node:
         return self.call(
             ops.pick_choices.default, (values, self.token_ids, self.slot_ids, self.inverse), letters=letters
         )
 
-    def _stacked(self, v: Value) -> Value:
+    def _stacked(self, v: BodyValue) -> BodyValue:
         """E separate tensors as one, where an op needs them together (a copy at every step)."""
         if isinstance(v.node, list):
-            return Value(self.call(aten.stack.default, (v.node,)), v.kind, v.rank)
+            return BodyValue(self.call(aten.stack.default, (v.node,)), v.kind, v.rank)
         return v
 
-    def _as_rows(self, v: Value, rank: int) -> fx.Node:
+    def _as_rows(self, v: BodyValue, rank: int) -> fx.Node:
         """A value with one leading row axis and `rank` more."""
         if isinstance(v.node, (int, float)):
             raise Refused("the experts put a number beside their rows, as in `torch.stack([h, torch.zeros_like(h)])`")
@@ -249,10 +249,10 @@ class Rows:
             node = self.call(aten.unsqueeze.default, (node, 1))
         return node
 
-    def _elementwise(self, b: Body) -> Value:
+    def _elementwise(self, b: Body) -> BodyValue:
         name, kwargs, *items = b.args
         values = [self.value(a) if isinstance(a, Body) else a for a in items]
-        bodies = [v for v in values if isinstance(v, Value)]
+        bodies = [v for v in values if isinstance(v, BodyValue)]
         kind = (
             "row"
             if any(v.kind == "row" for v in bodies)
@@ -262,11 +262,11 @@ class Rows:
         )
         if name in ("cast", "detach") and kind == "expert" and isinstance(bodies[0].node, list):
             nodes = [self._apply(name, [n], dict(kwargs)) for n in bodies[0].node]
-            return Value(nodes, "expert", bodies[0].rank)
+            return BodyValue(nodes, "expert", bodies[0].rank)
         rank = max(v.rank for v in bodies)
         args: list[Any] = []
         for v in values:
-            if not isinstance(v, Value):
+            if not isinstance(v, BodyValue):
                 args.append(v)
             elif v.kind == "fixed":
                 args.append(v.node)
@@ -277,7 +277,7 @@ class Rows:
                 for _ in range(rank - v.rank):
                     node = self.call(aten.unsqueeze.default, (node, 1))
                 args.append(node)
-        return Value(self._apply(name, args, dict(kwargs)), kind, rank)
+        return BodyValue(self._apply(name, args, dict(kwargs)), kind, rank)
 
     def _apply(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
         match name:
@@ -314,7 +314,7 @@ class Rows:
         ]
         return self.call(op, tuple(args), kwargs)
 
-    def _contract(self, b: Body) -> Value:
+    def _contract(self, b: Body) -> BodyValue:
         inputs, output, *operands = b.args
         values = [self.value(a) for a in operands]
         if len(values) > 2:
@@ -333,16 +333,18 @@ class Rows:
             transposed = inputs[1][1] == label
             nodes = weights.node if isinstance(weights.node, list) else [weights.node]
             out = self.call(ops.grouped_mm.default, (rows.node, nodes, self.offsets), {"transposed": transposed})
-            return Value(out, "row", 1)
+            return BodyValue(out, "row", 1)
         if any(v.kind == "row" for v in values):
             args = [self._as_rows(v, v.rank) if v.kind != "fixed" else v.node for v in values]
             labels = [("Z" if v.kind != "fixed" else "") + s for v, s in zip(values, inputs, strict=True)]
-            return Value(self.call(aten.einsum.default, (",".join(labels) + "->Z" + output, args)), "row", len(output))
+            return BodyValue(
+                self.call(aten.einsum.default, (",".join(labels) + "->Z" + output, args)), "row", len(output)
+            )
         stacked = [self._stacked(v) for v in values]
         kind = "expert" if any(v.kind == "expert" for v in values) else "fixed"
         labels = [("Z" if v.kind == "expert" else "") + s for v, s in zip(values, inputs, strict=True)]
         equation = ",".join(labels) + "->" + ("Z" if kind == "expert" else "") + output
-        return Value(self.call(aten.einsum.default, (equation, [v.node for v in stacked])), kind, len(output))
+        return BodyValue(self.call(aten.einsum.default, (equation, [v.node for v in stacked])), kind, len(output))
 
 
 def _scalar(op: Any, position: int, value: Any) -> Any:

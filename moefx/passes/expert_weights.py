@@ -8,13 +8,13 @@ import torch
 from torch import fx, nn
 
 from .match.paths import Place, tensor_at
-from .op_emission import Emitter
+from .op_emission import OpEmitter
 
 aten = torch.ops.aten
 
 
-class Weights:
-    def __init__(self, emit: Emitter, block: nn.Module):
+class ExpertWeights:
+    def __init__(self, emit: OpEmitter, block: nn.Module):
         self.emit, self.block = emit, block
 
     def one(self, place: Place) -> fx.Node:

@@ -22,9 +22,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..ir.expert_placement import Placement, Ways
+from ..ir.expert_placement import ExchangeRoutes, Placement
 from ..ir.ops import dialect  # registers the ops
-from .routed_region import Routed
+from .routed_region import RoutedRegion
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
@@ -38,7 +38,7 @@ class GatheredTokens:
         received: what arrives for each value that was sent. routes: the new results of `build_pft` for the old ones.
     """
 
-    def __init__(self, routed: Routed, placement: Placement, ways: Ways):
+    def __init__(self, routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes):
         self.routed, self.placement, self.ways = routed, placement, ways
         (level,) = ways.levels
         self.to = {"size": level.size, "group": level.group}

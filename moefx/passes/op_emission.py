@@ -25,7 +25,7 @@ def _letters_of_alike(operands: Any, val: Any) -> Any:
     return alike[0] if alike else None
 
 
-class Emitter:
+class OpEmitter:
     def __init__(self, kept: ResidualGraph):
         self.kept = kept
 

@@ -31,7 +31,7 @@ from ..errors import MoefxError
 from ..inspection.history import History, Snapshot
 from ..ir.block_graph import BlockGraph
 from ..ir.graph_codegen import is_getitem
-from ..ir.graph_levels import LEVELS, violations
+from ..ir.graph_levels import LEVELS, find_violations
 from ..ir.node_values import TensorSpec
 
 Pass = Callable[[BlockGraph, Any], BlockGraph]
@@ -193,7 +193,7 @@ def _check(graph: BlockGraph, name: str, level: Any) -> None:
         graph.graph.lint()
     except RuntimeError as error:
         raise PassError(f"pass {name} left a malformed graph: {error}") from error
-    if found := violations(graph, level):
+    if found := find_violations(graph, level):
         shown = "\n  ".join(map(str, found[:8]))
         raise PassError(f"pass {name}: not a legal graph of level {level.name!r}:\n  {shown}")
 

@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.autocast import dtype_here
 from ..capture.captured import Call, is_float
 from ..errors import Refused
-from ..ir.passed_objects import check_structure, check_tensor, is_passed, name_of
-from .aligned_nodes import Twins, depends, kind, label, leaf_nodes
+from ..ir.passed_objects import check_structure, check_tensor, get_name, is_passed
+from .aligned_nodes import AlignedNodes, leaf_nodes, op_kind, op_label, routing_dependence
 from .capacity_formulas import find_formula
 from .match.matched import Match
 from .match.nodes import is_random, is_skipped
-from .scalar_reads import ARITHMETIC, Live, Reads
-from .size_expressions import Sizes, Spot
+from .scalar_reads import ARITHMETIC, RuntimeScalar, ScalarReads
+from .size_expressions import SizeExpressions, Spot
 from .submodule_calls import follow, kept_calls, paths, within
 
 aten = torch.ops.aten
@@ -50,17 +50,17 @@ class ResidualGraph:
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}  # by node of the first capture
         self.make_cut = make_cut
-        self.cut = Twins(lifted.cut for lifted in match.lifted)
+        self.cut = AlignedNodes(lifted.cut for lifted in match.lifted)
         self.absorbed = match.lifted[0].absorbed
         self.fake_mode = self.captures[0].tracer.fake_mode
         self.inputs: dict[int, fx.Node] = {}
         self.inlined: set[int] = set()  # starts of calls that cannot stay calls: their insides are needed
         self.repeated: list[str] = []  # modules that are called, and of which values are computed again
         self._choose_calls()
-        self.twins: dict[fx.Node, Twins] = {}
-        self.sizes = Sizes(match, self.graph, self.inputs, self.twins, self.made)
+        self.twins: dict[fx.Node, AlignedNodes] = {}
+        self.sizes = SizeExpressions(match, self.graph, self.inputs, self.twins, self.made)
         self.device: fx.Node | None = None
-        self.reads = Reads(self.captures)
+        self.reads = ScalarReads(self.captures)
 
     def _choose_calls(self) -> None:
         self.calls = kept_calls(self.match, self.inlined)
@@ -74,7 +74,7 @@ class ResidualGraph:
         for position, name in enumerate(names):
             node = self.graph.placeholder(name)
             self.inputs[position] = node
-            twins = Twins(
+            twins = AlignedNodes(
                 next(n for n in c.nodes if n.op == "placeholder" and n.meta["position"] == position)
                 for c in self.captures
             )
@@ -86,7 +86,7 @@ class ResidualGraph:
         self.objects = {stand_in: self.graph.placeholder(name) for stand_in, name in names.items()}
 
     # ------------------------------------------------------------------ walking
-    def plan(self, roots: Sequence[Twins]) -> list[Any]:
+    def plan(self, roots: Sequence[AlignedNodes]) -> list[Any]:
         """What must be emitted for these nodes, in program order: `Twins`, and kept calls as units."""
         while True:
             self.twins.clear()
@@ -105,22 +105,24 @@ class ResidualGraph:
         """The kept call that a node was computed in."""
         return next((c for c in self.calls if c[0].start <= n.meta["index"] < c[0].stop), None)
 
-    def _plan(self, roots: Sequence[Twins]) -> list[Any]:
+    def _plan(self, roots: Sequence[AlignedNodes]) -> list[Any]:
         needed: dict[int, Any] = {}
-        stack: list[Twins] = list(roots)
+        stack: list[AlignedNodes] = list(roots)
         seen: set[fx.Node] = set()
         while stack:
             twins = stack.pop()
             n = twins.first
             if n in seen:
                 if tuple(self.twins[n]) != tuple(twins):
-                    raise depends(n, next(b for a, b in zip(self.twins[n], twins, strict=True) if a is not b))
+                    raise routing_dependence(
+                        n, next(b for a, b in zip(self.twins[n], twins, strict=True) if a is not b)
+                    )
                 continue
             seen.add(n)
             self.twins[n] = twins
             if n.op == "placeholder":
                 if any(t.op != "placeholder" or t.meta["position"] != n.meta["position"] for t in twins):
-                    raise depends(
+                    raise routing_dependence(
                         n,
                         next(t for t in twins if t.op != "placeholder" or t.meta["position"] != n.meta["position"]),
                     )
@@ -134,33 +136,33 @@ class ResidualGraph:
                 continue
             if any(t is c for t, c in zip(twins, self.cut, strict=True)):
                 if tuple(twins) != tuple(self.cut):
-                    raise depends(n, next(t for t, c in zip(twins, self.cut, strict=True) if t is not c))
+                    raise routing_dependence(n, next(t for t, c in zip(twins, self.cut, strict=True) if t is not c))
                 needed[n.meta["index"] * 2] = twins
                 continue
             if n in self.absorbed and n.op != "get_attr":
                 raise Refused(
                     "a value from inside the experts is used outside of the routed sum",
-                    culprits=(label(n),),
+                    culprits=(op_label(n),),
                     source=str(n.meta["source"]),
                 )
             needed[n.meta["index"] * 2] = twins
             stack += self._pair_arguments(twins)
         return [needed[i] for i in sorted(needed)]
 
-    def _same_result(self, twins: Twins, call: list[Call]) -> None:
+    def _same_result(self, twins: AlignedNodes, call: list[Call]) -> None:
         """The nodes are one and the same result of the same call in every capture."""
         columns = zip(*[leaf_nodes(c.out) for c in call], strict=True)
         if tuple(twins) not in {tuple(column) for column in columns}:
-            raise depends(twins[0], next(t for t in twins[1:] if t is not twins[0]))
+            raise routing_dependence(twins[0], next(t for t in twins[1:] if t is not twins[0]))
 
-    def _pair_arguments(self, twins: Twins) -> list[Twins]:
+    def _pair_arguments(self, twins: AlignedNodes) -> list[AlignedNodes]:
         first = twins.first
         for other in twins[1:]:
-            if other.op != first.op or (first.op == "call_function" and kind(other) != kind(first)):
-                raise depends(first, other)
+            if other.op != first.op or (first.op == "call_function" and op_kind(other) != op_kind(first)):
+                raise routing_dependence(first, other)
         return self._pair_trees([(n.args, n.kwargs) for n in twins], str(first.meta["source"]))
 
-    def _pair_trees(self, trees: list[Any], where: str) -> list[Twins]:
+    def _pair_trees(self, trees: list[Any], where: str) -> list[AlignedNodes]:
         leaves = [pytree.tree_leaves(t) for t in trees]
         flats = [[a for a in flat if isinstance(a, fx.Node)] for flat in leaves]
         if len({len(f) for f in flats}) != 1:
@@ -171,7 +173,7 @@ class ResidualGraph:
                 remedy=_LOOP_OVER_STEPS,
             )
         read = [live.twins for column in zip(*leaves, strict=False) if (live := self.reads.find(column))]
-        return [*(Twins(column) for column in zip(*flats, strict=True)), *read]
+        return [*(AlignedNodes(column) for column in zip(*flats, strict=True)), *read]
 
     # ------------------------------------------------------------------ emitting
     def emit(self, plan: list[Any]) -> None:
@@ -186,7 +188,7 @@ class ResidualGraph:
     def node(self, n: fx.Node) -> fx.Node:
         return self.made[n]
 
-    def _emit_node(self, twins: Twins) -> fx.Node:
+    def _emit_node(self, twins: AlignedNodes) -> fx.Node:
         n = twins.first
         if n.op == "get_attr":
             if len({t.meta["fqn"] for t in twins}) != 1:
@@ -201,8 +203,8 @@ class ResidualGraph:
             out.meta.update(self.describe(twins))
             return out
         where = str(n.meta["source"])
-        if "sparse" in label(n):
-            raise Refused("sparse tensors are not followed", culprits=(label(n),), source=where)
+        if "sparse" in op_label(n):
+            raise Refused("sparse tensors are not followed", culprits=(op_label(n),), source=where)
         read = self.reads.find([t.args[1] for t in twins]) if n.target in ARITHMETIC else None
         source: Any = n.args[0] if n.args else None
         if read is not None and is_float(source.meta["val"]):
@@ -226,7 +228,7 @@ class ResidualGraph:
             out = self.call(aten.detach.default, (out,), {}, self.describe(twins))
         return out
 
-    def _with_number(self, twins: Twins, read: Live) -> fx.Node:
+    def _with_number(self, twins: AlignedNodes, read: RuntimeScalar) -> fx.Node:
         """`x * c`, where Python read the number from a tensor: the tensor is taken, without its gradient. In half
         precision torch multiplies by a number in float32."""
         n = twins.first
@@ -235,8 +237,8 @@ class ResidualGraph:
         number = self.call(aten.detach.default, (self.made[read.twins.first],), {}, {})
         number = self.call(aten._to_copy.default, (number,), {"dtype": torch.float64}, {})
         number = self.call(aten.reshape.default, (number, []), {}, {})
-        if read.law is not None:
-            number = self.call(read.law, (number,), {}, {})
+        if read.transform is not None:
+            number = self.call(read.transform, (number,), {}, {})
         if dtype.itemsize >= 4:
             out = self.call(n.target, (x, number), dict(n.kwargs), meta)
         else:
@@ -245,7 +247,7 @@ class ResidualGraph:
             out = self.call(aten._to_copy.default, (out,), {"dtype": dtype}, meta)
         return out if n.meta["grad"] else self.call(aten.detach.default, (out,), {}, meta)
 
-    def _literal(self, twins: Twins) -> fx.Node:
+    def _literal(self, twins: AlignedNodes) -> fx.Node:
         values = [c.constants[t.meta["fqn"]] for c, t in zip(self.captures, twins, strict=True)]
         value = values[0]
         if (counts := self._counts(twins, values)) is not None:
@@ -268,7 +270,7 @@ class ResidualGraph:
         meta = self.describe(twins)
         return self.call(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": self.input_device()}, meta)
 
-    def _size(self, twins: Twins, values: list[torch.Tensor]) -> fx.Node | None:
+    def _size(self, twins: AlignedNodes, values: list[torch.Tensor]) -> fx.Node | None:
         """A size, or what was computed of sizes, as a tensor: `torch.tensor(x.shape[0])`."""
         if any(v.dim() or int(v) != v for v in values):
             return None
@@ -278,7 +280,7 @@ class ResidualGraph:
         kwargs = {"dtype": values[0].dtype, "device": self.input_device()}
         return self.call(aten.full.default, ([], self.sizes.formula(formula)), kwargs, self.describe(twins))
 
-    def _counts(self, twins: Twins, values: list[torch.Tensor]) -> fx.Node | None:
+    def _counts(self, twins: AlignedNodes, values: list[torch.Tensor]) -> fx.Node | None:
         """How many tokens chose each expert, counted in Python: `tensor([len(rows) for rows in ...])`."""
         if values[0].dim() != 1:
             return None
@@ -307,13 +309,13 @@ class ResidualGraph:
             return
         leaves = [leaf_nodes(c.out) for c in call]
         if isinstance(first.out, fx.Node):
-            twins = Twins(column[0] for column in leaves)
+            twins = AlignedNodes(column[0] for column in leaves)
             node.meta.update(self.describe(twins))
             self._bind_call(twins, node)
             return
         node.meta["source"] = ""
         for path, leaf in paths(first.out):
-            twins = Twins(follow(c.out, path) for c in call)
+            twins = AlignedNodes(follow(c.out, path) for c in call)
             if leaf not in self.call_of or self.call_of[leaf] is not call:
                 continue
             part = node
@@ -351,7 +353,7 @@ class ResidualGraph:
             if is_passed(column[0]):
                 self.objects |= {id(stand_in): part for stand_in in column}
                 continue
-            rule, twins = next(known), Twins(column)
+            rule, twins = next(known), AlignedNodes(column)
             like = self.made[inputs[rule.like]]
             part = self.call(check_tensor, (part, like, rule.dtype, first.fqn), {}, self.describe(twins))
             self._bind_call(twins, part)
@@ -360,7 +362,7 @@ class ResidualGraph:
         """An object that the block was given, or that a submodule returned."""
         nodes = {self.objects.get(id(v)) for v in values}
         if (node := nodes.pop()) is None or nodes:
-            raise Refused(f"which object is passed on depends on the routing: {name_of(values[0])}", source=where)
+            raise Refused(f"which object is passed on depends on the routing: {get_name(values[0])}", source=where)
         return node
 
     def _under_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:
@@ -368,7 +370,7 @@ class ResidualGraph:
         if dtype != dtype_here():
             node.meta["autocast"] = dtype
 
-    def _bind_call(self, twins: Twins, node: fx.Node) -> None:
+    def _bind_call(self, twins: AlignedNodes, node: fx.Node) -> None:
         if not twins.first.meta["grad"] and isinstance(twins.first.meta.get("val"), FakeTensor):
             node = self.call(aten.detach.default, (node,), {}, dict(node.meta))
         self.made[twins.first] = node
@@ -430,7 +432,7 @@ class ResidualGraph:
         return float(first) if isinstance(first, float) else first
 
     # ------------------------------------------------------------------ shapes in letters
-    def describe(self, twins: Twins) -> dict[str, Any]:
+    def describe(self, twins: AlignedNodes) -> dict[str, Any]:
         n = twins.first
         val = n.meta.get("val")
         meta: dict[str, Any] = {"source": str(n.meta["source"])} if n.op == "call_function" else {}

@@ -22,7 +22,7 @@ from ..capture.autocast import dtype_here
 from ..capture.captured import CONTRACTIONS, Call, Effect
 from ..errors import Refused
 from ..ir.passed_objects import check_structure
-from .aligned_nodes import Twins
+from .aligned_nodes import AlignedNodes
 from .match.form import Ref
 from .match.matched import Match
 from .match.nodes import is_random, is_skipped
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 @dataclasses.dataclass
-class Rewritten:
+class RewriteResult:
     """A graph in the dialect, and what it took from the block.
 
     Attributes:
@@ -66,7 +66,7 @@ class Placeholders:
     objects: dict[int, str]
 
 
-def rewrite(match: Match, names: Placeholders) -> Rewritten:
+def rewrite(match: Match, names: Placeholders) -> RewriteResult:
     """The block in the dialect.
 
     Where the program goes another way at some sizes, the rewrite holds for the others, guarded.
@@ -94,7 +94,7 @@ class Rewriter:
             if dtype_here() and n.target in CONTRACTIONS and n.meta["autocast"] != dtype_here():
                 raise Refused("the experts switch autocast off", source=str(n.meta["source"]))
 
-    def rewrite(self) -> Rewritten:
+    def rewrite(self) -> RewriteResult:
         captures = self.kept.captures
         outs = [pytree.tree_flatten(c.out, is_leaf=lambda x: isinstance(x, fx.Node)) for c in captures]
         spec = outs[0][1]
@@ -108,13 +108,13 @@ class Rewriter:
                 self.overwritten[effect.target] = given
                 self.kept.made[effect.target] = self.kept.call(aten.clone.default, (given,), {}, dict(given.meta))
         columns = list(zip(*[flat for flat, _ in outs], strict=True))
-        roots: list[Twins] = []
+        roots: list[AlignedNodes] = []
         for column in columns:
             if any(isinstance(leaf, fx.Node) for leaf in column):
                 if not all(isinstance(leaf, fx.Node) for leaf in column):
                     raise Refused("whether the block returns a tensor depends on the routing")
-                roots.append(Twins(column))
-        roots += [twins for _, leaves in effects for twins in leaves if isinstance(twins, Twins)]
+                roots.append(AlignedNodes(column))
+        roots += [twins for _, leaves in effects for twins in leaves if isinstance(twins, AlignedNodes)]
         roots += self._needed_by_cut()
         draws = self._random() + self._skipped()
         while True:
@@ -150,14 +150,14 @@ class Rewriter:
         self.kept.graph.output(flat)
         _drop_dead(self.kept.graph)
         absorbed = sorted({place.fqn for g in self.match.groups for table in g.tables for place in table})
-        return Rewritten(self.kept.graph, spec, absorbed, self.kept.repeated, attributes)
+        return RewriteResult(self.kept.graph, spec, absorbed, self.kept.repeated, attributes)
 
     def _happens_in_a_call(self, effect: Effect, leaves: list[Any], calls: list[Call]) -> bool:
         """Whether a module that stays called changes its own state. What the block changes for it must not be read
         before the end, where the change is made; nor may a parameter, whose gradient would not reach it."""
         if effect.kind == "input":
             return False
-        node = next(twins.first for twins in leaves if isinstance(twins, Twins))
+        node = next(twins.first for twins in leaves if isinstance(twins, AlignedNodes))
         here, own = node.meta["index"], [call for call in calls if _is_of(effect, call)]
         if any(call.start <= here < call.stop for call in own):
             return True
@@ -173,7 +173,7 @@ class Rewriter:
             )
         return False
 
-    def _needed_by_cut(self) -> list[Twins]:
+    def _needed_by_cut(self) -> list[AlignedNodes]:
         """The kept nodes that the routed sum reads, each in all captures."""
         refs = [
             self.index,
@@ -183,13 +183,13 @@ class Rewriter:
         refs += [[lifted.shared[i] for lifted in self.match.lifted] for i in range(len(self.lifted.shared))]
         if self.lifted.missed:
             refs.append([lifted.missed for lifted in self.match.lifted])  # type: ignore[misc]
-        return [Twins(column) for ref in refs for column in zip(*[r.nodes for r in ref], strict=True)]
+        return [AlignedNodes(column) for ref in refs for column in zip(*[r.nodes for r in ref], strict=True)]
 
     @property
     def index(self) -> list[Ref]:
         return [lifted.index for lifted in self.match.lifted]
 
-    def _random(self) -> list[Twins]:
+    def _random(self) -> list[AlignedNodes]:
         """Draws of random numbers stay, used or not: the stream must come out as in the original."""
         draws = [
             [n for n in c.nodes if is_random(n) and n not in lifted.absorbed]
@@ -208,9 +208,9 @@ class Rewriter:
                         culprits=(str(n.target),),
                         source=str(n.meta["source"]),
                     )
-        return [Twins(column) for column in zip(*draws, strict=True)]
+        return [AlignedNodes(column) for column in zip(*draws, strict=True)]
 
-    def _skipped(self) -> list[Twins]:
+    def _skipped(self) -> list[AlignedNodes]:
         """Calls that may write to an object of the caller's are made, whether or not their results are used."""
         skipped = [[n for n in c.nodes if is_skipped(n)] for c in self.kept.captures]
         if len({len(s) for s in skipped}) != 1:
@@ -218,9 +218,9 @@ class Rewriter:
                 "how often a submodule is called with an object that it may write to depends on the routing",
                 source=str(next(n for s in skipped for n in s).meta["source"]),
             )
-        return [Twins(column) for column in zip(*skipped, strict=True)]
+        return [AlignedNodes(column) for column in zip(*skipped, strict=True)]
 
-    def _outside_calls(self, draws: list[Twins]) -> list[Twins]:
+    def _outside_calls(self, draws: list[AlignedNodes]) -> list[AlignedNodes]:
         """A kept module draws its own random numbers: it must be called, and its draws must not be repeated."""
         out = []
         for twins in draws:
@@ -228,7 +228,7 @@ class Rewriter:
             if call is None:
                 out.append(twins)
             else:
-                out.append(Twins(_leaves(c.out)[0] for c in call))
+                out.append(AlignedNodes(_leaves(c.out)[0] for c in call))
         return out
 
     def _effects(self) -> list[tuple[Effect, list[Any]]]:
@@ -272,7 +272,7 @@ class Rewriter:
         for values in zip(*[values for values, _ in flat], strict=True):
             if not isinstance(values[0], fx.Node) and any(v != values[0] for v in values):
                 self.states.append(column[0])
-            leaves.append(Twins(values) if isinstance(values[0], fx.Node) else values[0])
+            leaves.append(AlignedNodes(values) if isinstance(values[0], fx.Node) else values[0])
         return leaves
 
     def _emit_effects(self, effects: list[tuple[Effect, list[Any]]]) -> list[str]:
@@ -281,9 +281,9 @@ class Rewriter:
             if effect.kind == "attribute":
                 owner, _, name = str(effect.target).rpartition(".")
                 attributes.append(str(effect.target))
-                values = [self.kept.node(v.first) if isinstance(v, Twins) else v for v in leaves]
+                values = [self.kept.node(v.first) if isinstance(v, AlignedNodes) else v for v in leaves]
                 value = pytree.tree_unflatten(values, pytree.tree_structure(effect.node))
-                source = next(str(v.first.meta["source"]) for v in leaves if isinstance(v, Twins))
+                source = next(str(v.first.meta["source"]) for v in leaves if isinstance(v, AlignedNodes))
                 self.kept.call(setattr, (owner, name, value), {}, {"source": source})
                 continue
             twins = leaves[0]
@@ -317,4 +317,4 @@ def _drop_dead(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-__all__ = ["Placeholders", "Rewritten", "rewrite"]
+__all__ = ["Placeholders", "RewriteResult", "rewrite"]

@@ -22,7 +22,7 @@ ops = torch.ops.moefx
 _ = dialect
 
 
-class Routed:
+class RoutedRegion:
     """What passes that bring rows to other ranks look at and change.
 
     Attributes:
@@ -42,7 +42,7 @@ class Routed:
         self.sums = [n for n in self.region if _is_sum(n)]
 
     @classmethod
-    def of(cls, block: BlockGraph) -> Routed:
+    def of(cls, block: BlockGraph) -> RoutedRegion:
         """Of several kinds of experts in a block that which has matrices, and not for one expert only: the others stay
         with the tokens, on every rank.
 
@@ -65,13 +65,13 @@ class Routed:
     def has_matrices(self) -> bool:
         return any(n.target in (ops.expert_mlp.default, ops.grouped_mm.default) for n in self.region)
 
-    def copied(self) -> Routed:
+    def copy(self) -> RoutedRegion:
         """The region once more, each node behind the one that it is a copy of. Nobody uses its sums yet."""
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.region:
             with self.graph.inserting_after(node):
                 copies[node] = self.graph.node_copy(node, lambda n: copies.get(n, n))
-        return Routed(self.graph, self.pft, list(copies.values()))
+        return RoutedRegion(self.graph, self.pft, list(copies.values()))
 
     def _region(self) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}

@@ -10,15 +10,15 @@ import torch
 from torch import fx
 
 from ..errors import Refused
-from ..ir.memory_order import inverse, memory_order
+from ..ir.memory_order import invert_permutation, memory_order
 from ..ir.ops import dialect  # registers the ops
-from .aligned_nodes import Twins
-from .expert_emission import Rows
+from .aligned_nodes import AlignedNodes
+from .expert_emission import ExpertBodyEmitter
 from .match.form import Body, Ref, walk
 from .match.given import is_given
 from .match.matched import Expert, Match
 from .match.nodes import op_name
-from .op_emission import Emitter
+from .op_emission import OpEmitter
 from .residual_graph import ResidualGraph
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ _KEEPS_ALL = {
 _MOVES = {*_KEEPS_ALL, "getitem", "index", "select", "slice", "sort"}
 
 
-def _memory_order(cut: Twins) -> tuple[int, ...] | None:
+def _memory_order(cut: AlignedNodes) -> tuple[int, ...] | None:
     """How the axes of the original lie in memory, where they are not contiguous: what is behind may rely on it."""
     vals = [t.meta["val"] for t in cut]
     orders = {memory_order(val.shape, val.stride()) for val in vals if 1 not in val.shape}  # of one all are alike
@@ -42,7 +42,7 @@ def _memory_order(cut: Twins) -> tuple[int, ...] | None:
 class RoutedSum:
     def __init__(self, match: Match, kept: ResidualGraph):
         self.match, self.lifted, self.kept = match, match.lifted[0], kept
-        self.emit = Emitter(kept)
+        self.emit = OpEmitter(kept)
         self.inverses: list[fx.Node] = []  # of each group: the row of each slot, -1 where it does not count
         # whether ids may be of no expert: given ones may be, whatever captures had
         self.is_open = any(map(is_given, self.lifted.index.nodes)) or self._are_outside(match.num_experts)
@@ -78,7 +78,7 @@ class RoutedSum:
             total = self.emit.call(aten.permute.default, (total, list(order)), letters=letters)
             how = {"memory_format": torch.contiguous_format}
             total = self.emit.call(aten.clone.default, (total,), how, letters=letters)
-            total = self.emit.call(aten.permute.default, (total, inverse(order)), meta=described)
+            total = self.emit.call(aten.permute.default, (total, invert_permutation(order)), meta=described)
         return total
 
     def _or_missed(self, total: fx.Node, ref: Ref) -> fx.Node:
@@ -211,7 +211,7 @@ class RoutedSum:
         pft.meta["letters"] = letters
         parts = [self.emit.call(operator.getitem, (pft, i), letters=letters[i]) for i in range(5)]
         self.inverses.append(parts[3])
-        rows = Rows(self.emit, self.match, group, parts, weights, first)
+        rows = ExpertBodyEmitter(self.emit, self.match, group, parts, weights, first)
         y = rows.value(group.body)
         if y.kind != "row":
             raise Refused("what the experts compute does not depend on the token")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..capture.captured import Capture, HostRead
-from .aligned_nodes import Twins
+from .aligned_nodes import AlignedNodes
 from .match.nodes import from_state
 
 aten = torch.ops.aten
@@ -23,11 +23,11 @@ ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Live:
+class RuntimeScalar:
     """A float that is read at every call: from the nodes `twins`, and perhaps its reciprocal or negative."""
 
-    twins: Twins
-    law: Any = None  # the op
+    twins: AlignedNodes
+    transform: Any = None  # the op
 
 
 _LAWS: dict[Any, Callable[[float], float]] = {
@@ -37,18 +37,18 @@ _LAWS: dict[Any, Callable[[float], float]] = {
 }
 
 
-class Reads:
+class ScalarReads:
     def __init__(self, captures: Sequence[Capture]):
         self._columns = [column for column in map(list, zip(*map(_floats, captures), strict=False)) if _alike(column)]
 
-    def find(self, values: Sequence[Any]) -> Live | None:
+    def find(self, values: Sequence[Any]) -> RuntimeScalar | None:
         """What was read where a program has these constants, one for each capture."""
         if not all(type(v) is float for v in values) or len(set(values)) < 3:
             return None
         for column in self._columns:
             for op, law in _LAWS.items():
                 if [law(read.value) for read in column] == list(values):
-                    return Live(Twins(read.node for read in column), op)
+                    return RuntimeScalar(AlignedNodes(read.node for read in column), op)
         return None
 
 

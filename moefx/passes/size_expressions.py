@@ -17,7 +17,7 @@ from ..capture.captured import Capture
 from ..capture.sizes import evaluate
 from ..errors import Refused
 from ..ir.graph_codegen import FUNCTIONS
-from .aligned_nodes import Twins, kind
+from .aligned_nodes import AlignedNodes, op_kind
 from .capacity_formulas import Formula, find_formula
 from .match.matched import Match
 
@@ -34,12 +34,12 @@ _SHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, a
 Spot = tuple  # (twins, "args" or "kwargs", index, ...): where a number stands in a node
 
 
-class Sizes:
+class SizeExpressions:
     """`inputs`: placeholders by position. `twins` and `made`: what the graph holds so far, which may have the size."""
 
     def __init__(
         self, match: Match, graph: fx.Graph, inputs: dict[int, fx.Node],
-        twins: dict[fx.Node, Twins], made: dict[fx.Node, fx.Node],
+        twins: dict[fx.Node, AlignedNodes], made: dict[fx.Node, fx.Node],
     ):  # fmt: skip
         self.match, self.graph, self.inputs, self.twins, self.made = match, graph, inputs, twins, made
         self._known: dict[Any, fx.Node] = {}
@@ -179,8 +179,8 @@ class Sizes:
         if id(capture) not in self._lines:
             lines = self._lines[id(capture)] = defaultdict(list)
             for n in capture.nodes:
-                lines[n.meta["source"], kind(n)].append(n)
-        return self._lines[id(capture)][node.meta["source"], kind(node)]
+                lines[n.meta["source"], op_kind(n)].append(n)
+        return self._lines[id(capture)][node.meta["source"], op_kind(node)]
 
     def formula(self, formula: Formula) -> fx.Node:
         """The number that a formula gives, as a node."""

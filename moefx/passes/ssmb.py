@@ -21,7 +21,7 @@ from ..ir.block_graph import BlockGraph
 from ..ir.expert_placement import SharedTokens
 from ..ir.graph_levels import eliminate_dead_code
 from .pass_manager import graph_pass
-from .routed_region import Routed
+from .routed_region import RoutedRegion
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
@@ -31,13 +31,13 @@ ops = torch.ops.moefx
 def ssmb(block: BlockGraph, plan: Any, *, sequence: SharedTokens) -> BlockGraph:
     """Cut the tokens at the routed part's entry, and gather its sums."""
     block = block.copy()
-    routed = Routed.of(block)
+    routed = RoutedRegion.of(block)
     _Cut(routed, sequence).insert()
     return eliminate_dead_code(block)
 
 
 class _Cut:
-    def __init__(self, routed: Routed, sequence: SharedTokens):
+    def __init__(self, routed: RoutedRegion, sequence: SharedTokens):
         self.routed, self.sequence = routed, sequence
         self.kwargs = {"rank": sequence.rank, "size": sequence.size, "group": sequence.group}
         self.parts: dict[fx.Node, fx.Node] = {}

@@ -11,7 +11,7 @@ from torch import fx
 
 from ..capture.captured import Call
 from ..ir.passed_objects import is_passed
-from .aligned_nodes import Twins, leaf_nodes
+from .aligned_nodes import AlignedNodes, leaf_nodes
 from .match.matched import Match
 
 
@@ -56,7 +56,7 @@ def _expressible(call: Call) -> bool:
 
 def within(item: Any, call: list[Call]) -> bool:
     return (
-        isinstance(item, Twins)
+        isinstance(item, AlignedNodes)
         and item.first.op == "call_function"
         and call[0].start <= item.first.meta["index"] < call[0].stop
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import MoefxError
-from ..ir.ops.uneven_all_to_all import group_of
+from ..ir.ops.uneven_all_to_all import get_group
 
 
 @torch.no_grad()
@@ -81,9 +81,9 @@ def _reduce_norm(norm: Tensor, groups: tuple[str, ...], norm_type: float) -> Ten
     """Combine the norms of all ranks of these groups. Collective."""
     for name in groups:
         if math.isinf(norm_type):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=group_of(name))
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=get_group(name))
         else:
             norm = norm.pow(norm_type)
-            dist.all_reduce(norm, group=group_of(name))
+            dist.all_reduce(norm, group=get_group(name))
             norm = norm.pow(1 / norm_type)
     return norm

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..ir.argument_binding import Leaves
-from ..ir.guards.attribute_reads import Where, owner_of, value_at
-from ..ir.guards.stored_values import HeldCode, is_of_block, unchanged
+from ..ir.guards.attribute_reads import AttributeLocation, find_owner, read_value
+from ..ir.guards.stored_values import StoredForward, belongs_to_block, snapshot
 from .program import Program
 from .watch import AbsorbedModules, ReadAttributes
 
@@ -20,16 +20,18 @@ class Entry:
     def __init__(self, program: Program, absorbed: AbsorbedModules):
         self.program, self.absorbed = program, absorbed
         block = absorbed.block  # may be a copy of the program's block, with other tensors
-        values = {w: unchanged(value_at(block, w)) if is_of_block(v) else v for w, v in program.attributes.items()}
+        values = {
+            w: snapshot(read_value(block, w)) if belongs_to_block(v) else v for w, v in program.attributes.items()
+        }
         self.attributes = ReadAttributes(block, values)
-        self.code = HeldCode(block)
+        self.code = StoredForward(block)
         self.kinds = {name: _read_kind(block, name) for name in program.read_names}
         self.failed = False  # a call failed after a tensor or module was replaced: check kinds from then on
 
     def holds(self) -> bool:
         """Whether the block's code and attributes are those that the program was compiled for."""
         return (
-            self.code.is_still(self.absorbed.block)
+            self.code.holds(self.absorbed.block)
             and self.attributes.hold()
             and not (self.failed and self.find_replaced())
         )
@@ -44,12 +46,12 @@ class Entry:
 
     def describe_mismatch(self) -> str:
         """Say which change makes `holds()` false."""
-        if not self.code.is_still(block := self.absorbed.block):
+        if not self.code.holds(block := self.absorbed.block):
             return f"the forward of {type(block).__name__} is not the one of {self.code.cls.__name__} that was compiled"
         if self.attributes.hold():
             return f"{self.find_replaced()} has another shape, dtype or class now"
-        where, now = self.attributes.changed() or (Where("", ""), None)
-        if isinstance(other := self.attributes.values.get(where), Where):
+        where, now = self.attributes.changed() or (AttributeLocation("", ""), None)
+        if isinstance(other := self.attributes.values.get(where), AttributeLocation):
             return f"{where} and {other} were one tensor and are two now"
         what = f"a {type(now).__name__}" if isinstance(now, nn.Module) else repr(now)
         return f"{where} == {self.attributes.values.get(where)!r}: it is {what} now, and the forward reads it"
@@ -64,7 +66,7 @@ class Entry:
 def _read_kind(block: nn.Module, name: str) -> Any:
     """The dtype and shape of a tensor, or the class of a module; None if nothing has that name."""
     owner, _, key = name.rpartition(".")
-    module = owner_of(block, Where(owner, key))
+    module = find_owner(block, AttributeLocation(owner, key))
     held = () if module is None else (module._parameters, module._buffers, module._modules)
     value = next((d[key] for d in held if key in d), None)
     return None if value is None else (value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..ir.expert_placement import Level
+from ..ir.expert_placement import TopologyLevel
 from ..ir.ops.row_packing import pack_rows, split_columns
-from ..ir.ops.uneven_all_to_all import group_of, start, wait
+from ..ir.ops.uneven_all_to_all import get_group, start, wait
 
 _MESSAGE_BYTES = (1 << 14, 1 << 22)  # sent by each rank
 _CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (
@@ -57,9 +57,9 @@ class Links:
     handling: float = 0.0
 
 
-def measure_link(level: Level, device: torch.device) -> Link:
+def measure_link(level: TopologyLevel, device: torch.device) -> Link:
     """Measure a link by the medians of even exchanges of two sizes. Collective."""
-    group, seconds = group_of(level.group), []
+    group, seconds = get_group(level.group), []
     for num_bytes in _MESSAGE_BYTES:
         each = num_bytes // level.size
         rows = torch.zeros(each * level.size, 1, dtype=torch.uint8, device=device)
@@ -94,7 +94,7 @@ def _time_handling(group: str, device: torch.device, num_rows: int) -> float:
     offsets = torch.tensor([0, num_rows], dtype=torch.int32, device=device)
     found = []
     for _ in range(_REPEATS + 1):
-        dist.barrier(group_of(group))
+        dist.barrier(get_group(group))
         begin = time.perf_counter()
         packed = pack_rows([x], [], place, ids, slots, offsets, num_rows=num_rows, num_slots=1, dedup=True)
         (rows,) = split_columns([packed], dtypes=["uint8"], widths=[_ROW_BYTES])

@@ -25,7 +25,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten
-from ..ir.argument_binding import Leaves, Path, Specialisation, binder, call_specialisation, leaves_of
+from ..ir.argument_binding import Leaves, Path, Specialisation, flatten_arguments, make_binder, specialize_call
 from ..ir.guards.recomputed_choice import running
 from ..util.compile_lock import compile_lock, holds_compile_lock
 from .entry import Entry
@@ -107,8 +107,8 @@ class BlockForward:
                 return self.run_original(*args, **kwargs)
             with compile_lock():  # wait for another thread that is lifting the block
                 pass
-        leaves = leaves_of(self._bind(*args, **kwargs), self.objects)
-        call = call_specialisation(self.block, leaves, self.objects)
+        leaves = flatten_arguments(self._bind(*args, **kwargs), self.objects)
+        call = specialize_call(self.block, leaves, self.objects)
         if torch.compiler.is_compiling():
             entry = self._find_traced_entry(call, leaves)
         else:
@@ -362,7 +362,7 @@ class BlockForward:
 
     def _set_signature(self, signature: inspect.Signature) -> None:
         self.__signature__ = signature
-        self._bind = binder(signature)
+        self._bind = make_binder(signature)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
         duplicate = memo[id(self)] = type(self).__new__(type(self))
@@ -403,7 +403,7 @@ def signature_of(block: nn.Module) -> inspect.Signature:
 
 def signature_binder(block: nn.Module) -> Callable[..., Any]:
     """Return a function that binds the arguments of a call of `block` to the names of its signature."""
-    return binder(signature_of(block))
+    return make_binder(signature_of(block))
 
 
 def _is_transformed() -> bool:

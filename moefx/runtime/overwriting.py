@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ExpertsOverwritten
 from ..ir.expert_placement import Placement
-from ..ir.ops.parameter_samples import NUM_WORDS, register, sample_of, select
-from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
+from ..ir.ops.parameter_samples import NUM_WORDS, local_sample, register, select
+from ..ir.ops.uneven_all_to_all import format_ranks, get_group
 from .sharding import ExpertParameters, owner_and_tensor
 from .wrappers import broadcasting_ddp, describe_overwriting, is_deepspeed, outermost_wrapper, refuse_deepspeed
 
@@ -86,12 +86,12 @@ class OverwritingWatch:
         if self.calls & (self.calls - 1) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
         with _disable_current_modes():  # a checkpoint's policy must not see these operations
-            own = sample_of(self, self._expert_tensors()[0].device)
+            own = local_sample(self, self._expert_tensors()[0].device)
             told = [torch.empty_like(own) for _ in range(self.placement.num_ranks)]
-            dist.all_gather(told, own, group=group_of(self.group))
-            self.hear(torch.stack(told).tolist())
+            dist.all_gather(told, own, group=get_group(self.group))
+            self.compare_samples(torch.stack(told).tolist())
 
-    def tell(self) -> Tensor | None:
+    def take_sample(self) -> Tensor | None:
         """The samples to send, int64 [NUM_WORDS]: of the last call, and of now."""
         now = self._sample_experts()
         if now is None:
@@ -100,7 +100,7 @@ class OverwritingWatch:
         self.now = now
         return torch.cat([before, now])
 
-    def hear(self, samples: Sequence[Sequence[int]]) -> None:
+    def compare_samples(self, samples: Sequence[Sequence[int]]) -> None:
         """Compare the samples of all ranks.
 
         Raises:
@@ -108,8 +108,8 @@ class OverwritingWatch:
         """
         alike = self._find_suspects(samples)
         if alike and (ranks := self._confirm_overwritten(alike)):
-            own = dist.get_process_group_ranks(group_of(self.group))
-            seen = f"{shown_ranks([own[i] for i in ranks])} had different experts before and have equal ones now"
+            own = dist.get_process_group_ranks(get_group(self.group))
+            seen = f"{format_ranks([own[i] for i in ranks])} had different experts before and have equal ones now"
             raise ExpertsOverwritten(describe_overwriting(outermost_wrapper(self.block), self.name, seen))
         self.before = self.now
 
@@ -140,7 +140,7 @@ class OverwritingWatch:
         device = self.now.device if self.now is not None else torch.device("cpu")
         own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
         digests = [torch.empty_like(own) for _ in range(self.placement.num_ranks)]
-        dist.all_gather(digests, own, group=group_of(self.group))
+        dist.all_gather(digests, own, group=get_group(self.group))
         values = [tuple(d.tolist()) for d in digests]
         for positions in suspected:
             same = [p for p in positions if values.count(values[p]) > 1]
@@ -149,7 +149,7 @@ class OverwritingWatch:
         return []
 
     def _expert_tensors(self) -> list[Tensor]:
-        return self.parameters.tensors(self.block, self.placement.own)
+        return self.parameters.tensors(self.block, self.placement.local_experts)
 
     @torch.no_grad()
     def _sample_experts(self) -> Tensor | None:
@@ -166,7 +166,7 @@ class OverwritingWatch:
 
     def _find_sampled_names(self) -> tuple[str, str]:
         """Names of the largest parameter of the first and of the last expert; the same name twice for a stack."""
-        parameters, own = self.parameters, self.placement.own
+        parameters, own = self.parameters, self.placement.local_experts
         if not parameters.separate:
             name = max(parameters.stacked, key=lambda name: owner_and_tensor(self.block, name)[1].numel())
             return name, name

@@ -10,11 +10,11 @@ from ..inspection.history import History
 from ..ir import graph_codegen
 from ..ir.argument_binding import Guard, Leaves, Path, Specialisation
 from ..ir.block_graph import BlockGraph
-from ..ir.guards.attribute_reads import Where
-from ..ir.guards.stored_values import comparisons
+from ..ir.guards.attribute_reads import AttributeLocation
+from ..ir.guards.stored_values import list_comparisons
 
 
-def _attribute_expression(where: Where) -> str | None:
+def _attribute_expression(where: AttributeLocation) -> str | None:
     """Python source that reads an attribute of `self`; None if its name is no identifier."""
     owners, names = filter(None, where.module.split(".")), filter(None, [where.name, *where.inner.split(".")])
     parts = [("_modules", p) for p in owners] + [("_parameters", p) for p in names]
@@ -52,7 +52,7 @@ class Program:
         history: History,
         absorbed: Sequence[str] = (),
         guards: Sequence[Guard] = (),
-        attributes: Mapping[Where, Any] | None = None,
+        attributes: Mapping[AttributeLocation, Any] | None = None,
         moves: bool = True,
         weights: Mapping[str, Path] | None = None,
     ):
@@ -80,17 +80,17 @@ class Program:
             if where.module.startswith("@"):
                 scope[f"m{i}"] = sys.modules.get(where.module[1:])
                 path = f"m{i}.{'.'.join(filter(None, where[1:]))}"
-            elif isinstance(value, Where):
+            elif isinstance(value, AttributeLocation):
                 tests.append(f"{_attribute_expression(where)} is {_attribute_expression(value)}")
                 continue
             elif where.module in self.absorbed or (path := _attribute_expression(where)) is None:
                 continue
-            for expression, part in comparisons(path, value):
+            for expression, part in list_comparisons(path, value):
                 name = f"v{len(scope)}"
                 scope[name] = part
                 tests.append(f"{expression} {'is' if callable(part) else '=='} {name}")
         source = f"def unchanged(self):\n    return {' and '.join(tests)}\n"
-        return graph_codegen.build(source, scope, "unchanged", f"{self.history.name} attributes")
+        return graph_codegen.compile_source(source, scope, "unchanged", f"{self.history.name} attributes")
 
     def find_failed_guard(self, block: Any, leaves: Leaves) -> int:
         """The index of the first guard that a call with these leaves fails, or -1."""

@@ -113,11 +113,11 @@ def shard_experts(
     for name in parameters.stacked:
         owner, full = owner_and_tensor(block, name)
         if full not in made:
-            local = placement.own_part(full.detach()).clone()
+            local = placement.select_local(full.detach()).clone()
             shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
             made[full] = nn.Parameter(shard, requires_grad=full.requires_grad)
         _set_tensor(owner, name, made[full], full)
-    here = parameters.of_experts(placement.own)
+    here = parameters.of_experts(placement.local_experts)
     for name in _unique_names(parameters.separate):
         owner, full = owner_and_tensor(block, name)
         if full is not None:  # None if another block shares these experts and was sharded before
@@ -130,7 +130,7 @@ def copy_with_all_experts(block: nn.Module, parameters: ExpertParameters, placem
     for name in parameters.stacked:
         owner, full = owner_and_tensor(duplicate, name)
         owner._parameters[_last_name(name)] = _make_abstract(full)
-    own_names = parameters.separate[placement.own[0]] if parameters.separate else ()
+    own_names = parameters.separate[placement.local_experts[0]] if parameters.separate else ()
     for names in parameters.separate:
         for name, other in zip(names, own_names, strict=True):
             owner, _ = owner_and_tensor(duplicate, name)

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import MoefxError
-from ..ir.expert_placement import Placement, Ways
-from ..ir.ops.uneven_all_to_all import group_of
+from ..ir.expert_placement import ExchangeRoutes, Placement
+from ..ir.ops.uneven_all_to_all import get_group
 from .sharding import ExpertParameters
 
 
 def full_state_dict(
     model: nn.Module,
-    spread: dict[str, tuple[ExpertParameters, Placement, Ways]],
+    spread: dict[str, tuple[ExpertParameters, Placement, ExchangeRoutes]],
     *,
     cpu: bool = False,
     rank: int | None = None,
@@ -58,13 +58,13 @@ def full_state_dict(
 
 
 def _gather_separate_experts(
-    own: dict[str, Any], block: str, parameters: ExpertParameters, placement: Placement, ways: Ways
+    own: dict[str, Any], block: str, parameters: ExpertParameters, placement: Placement, ways: ExchangeRoutes
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather the parameters of separate experts: one collective per name and expert slot of a rank."""
     if not parameters.separate:
         return
-    group, expert_at = group_of(placement.group), {place: expert for expert, place in enumerate(placement.places)}
-    for slot, expert in enumerate(placement.own):
+    group, expert_at = get_group(placement.group), {place: expert for expert, place in enumerate(placement.places)}
+    for slot, expert in enumerate(placement.local_experts):
         for i, name in enumerate(parameters.separate[expert]):
             value = _unshard(own[joined(block, name)]).contiguous()
             parts = [torch.empty_like(value) for _ in range(placement.num_ranks)]
@@ -96,7 +96,7 @@ class OnLoad:
     """A pre-hook of `load_state_dict`: reduce full parameters to this rank's part."""
 
     def __init__(self, parameters: ExpertParameters, placement: Placement):
-        here = parameters.of_experts(placement.own)
+        here = parameters.of_experts(placement.local_experts)
         self.elsewhere = [name for each in parameters.separate for name in each if name not in here]
         self.stacked = tuple(parameters.stacked)
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InvalidPlan
-from ..ir.expert_placement import Level, SharedTokens, Ways
-from ..ir.ops.uneven_all_to_all import group_of, shown_ranks
+from ..ir.expert_placement import ExchangeRoutes, SharedTokens, TopologyLevel
+from ..ir.ops.uneven_all_to_all import format_ranks, get_group
 from .links import Link, Links, measure_handling, measure_link
 
 _LOWEST_LEVELS = ("inter", "intra")  # names of the two lowest levels; levels above are numbered
@@ -66,7 +66,7 @@ class Topology:
             if len(counts) > 1:
                 unit = coarse[depth - 1] if depth else len(ranks)
                 raise InvalidPlan(
-                    f"mesh axis {axis!r} ({shown_ranks(ranks)}) has {min(counts)} to {max(counts)} parts in units of "
+                    f"mesh axis {axis!r} ({format_ranks(ranks)}) has {min(counts)} to {max(counts)} parts in units of "
                     f"{unit} ranks; all units need the same number"
                 )
             sizes.append(counts.pop())
@@ -140,22 +140,22 @@ class ExpertAxis:
         ranks, experts = own.mesh.tolist(), self.own.mesh.tolist()
         if not set(ranks) <= set(experts):
             raise InvalidPlan(
-                f"Plan(sequence_axis={name!r}): each of its ranks ({shown_ranks(ranks)}) routes a part of the "
-                f"tokens, so they must be among the ranks of the expert axis {self.name!r} ({shown_ranks(experts)}), "
+                f"Plan(sequence_axis={name!r}): each of its ranks ({format_ranks(ranks)}) routes a part of the "
+                f"tokens, so they must be among the ranks of the expert axis {self.name!r} ({format_ranks(experts)}), "
                 f"else experts that are replicated over {name!r} would have different gradients. Take "
                 f"Plan(expert_axis=(..., {name!r}))"
             )
         group = own.get_group()
         return SharedTokens(name, group.group_name, own.size(), dist.get_rank(group), gradients)
 
-    def build_ways(self, *, by_level: bool, dedup: bool, near_apart: bool = False) -> Ways:
+    def build_ways(self, *, by_level: bool, dedup: bool, near_apart: bool = False) -> ExchangeRoutes:
         """Route rows in one exchange, or in one per level (`by_level`). The latter is collective: it makes groups."""
         if not by_level or len(self.topology.sizes) == 1:
-            levels, near_apart = (Level(self.name, self.size, self._exchange_group),), False
+            levels, near_apart = (TopologyLevel(self.name, self.size, self._exchange_group),), False
             order = Topology.from_ranks(self.own.mesh.tolist(), ()).order
         else:
             levels, order = self.levels, self.topology.order
-        return Ways(levels, order.index(self.rank), order, dedup, near_apart, self.timeout)
+        return ExchangeRoutes(levels, order.index(self.rank), order, dedup, near_apart, self.timeout)
 
     @functools.cached_property
     def _exchange_group(self) -> str:
@@ -177,7 +177,7 @@ class ExpertAxis:
         Raises:
             InvalidPlan: this torch has no gloo.
         """
-        if "cpu" in {device.type for device in group_of(self._exchange_group)._device_types}:
+        if "cpu" in {device.type for device in get_group(self._exchange_group)._device_types}:
             return self._exchange_group
         if not dist.is_gloo_available():
             raise InvalidPlan(
@@ -199,15 +199,17 @@ class ExpertAxis:
         if len(self.topology.sizes) == 1:
             return None
         device = torch.device(self.mesh.device_type)
-        found = [measure_link(level, device) for level in (Level(self.name, self.size, self.group), *self.levels)]
+        found = [
+            measure_link(level, device) for level in (TopologyLevel(self.name, self.size, self.group), *self.levels)
+        ]
         numbers = [[link.latency, link.per_byte] for link in found] + [[measure_handling(self.group, device), 0.0]]
         slowest = torch.tensor(numbers, dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group_of(self.group))  # all ranks decide alike
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=get_group(self.group))  # all ranks decide alike
         whole, *levels, (handling, _) = slowest.tolist()
         return Links(Link(*whole), tuple(Link(*level) for level in levels), handling)
 
     @functools.cached_property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[TopologyLevel, ...]:
         """The levels, each with the process group of the ranks that differ from this one at that level only."""
         sizes, order = self.topology.sizes, self.topology.order
         ranks = self.own.mesh[list(order)].view(sizes)
@@ -222,5 +224,5 @@ class ExpertAxis:
                 use_local_synchronization=True,
                 group_desc=f"{self.name}/{name}",
             )
-            levels.append(Level(f"{self.name}/{name}", size, group.group_name))
+            levels.append(TopologyLevel(f"{self.name}/{name}", size, group.group_name))
         return tuple(levels)

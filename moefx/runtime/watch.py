@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import AbsorbedModuleChanged
 from ..ir.block_graph import BlockGraph
-from ..ir.guards.attribute_reads import Where, holders_of, owner_of, value_at
-from ..ir.guards.stored_values import MISSING, HeldCode, compares, same
+from ..ir.guards.attribute_reads import AttributeLocation, find_holders, find_owner, read_value
+from ..ir.guards.stored_values import MISSING, StoredForward, is_comparable, is_same
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _children_of = itemgetter("_modules")
@@ -147,7 +147,7 @@ class ReadAttributes:
         values: values at capture. For a tensor with two names, the value is the other name (see `ties`).
     """
 
-    def __init__(self, block: nn.Module, values: Mapping[Where, Any]):
+    def __init__(self, block: nn.Module, values: Mapping[AttributeLocation, Any]):
         self.block, self.values = block, values
         self._live: _AttributeLists | None = None
 
@@ -164,11 +164,13 @@ class ReadAttributes:
         self._live = None  # an equal object may have replaced one in the lists
         return self.changed() is None
 
-    def changed(self) -> tuple[Where, Any] | None:
+    def changed(self) -> tuple[AttributeLocation, Any] | None:
         """The first changed attribute and its new value."""
         for where, value in self.values.items():
-            now = value_at(self.block, where)
-            if not (now is value_at(self.block, value) if isinstance(value, Where) else same(now, value)):
+            now = read_value(self.block, where)
+            if not (
+                now is read_value(self.block, value) if isinstance(value, AttributeLocation) else is_same(now, value)
+            ):
                 return where, now
         return None
 
@@ -179,19 +181,19 @@ class ReadAttributes:
 class _AttributeLists:
     """Lists for comparison in C. `AbsorbedModules` checks replaced submodules instead."""
 
-    def __init__(self, block: nn.Module, values: Mapping[Where, Any]):
+    def __init__(self, block: nn.Module, values: Mapping[AttributeLocation, Any]):
         held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.holders: list[tuple[dict[str, Any], str, Any]] = []
         self.shared: list[tuple[Any, str, Any]] = []  # attributes of classes
         self.tied: list[tuple[Any, str, Any, str]] = []
         for where, value in values.items():
-            holders, name = holders_of(block, where), where.last
+            holders, name = find_holders(block, where), where.attribute
             owner = holders[-1][1]
-            if isinstance(value, HeldCode):
+            if isinstance(value, StoredForward):
                 self.holders.append((owner._modules, name, owner._modules.get(name)))
-            elif isinstance(value, Where):
-                self.tied.append((owner, name, owner_of(block, value), value.last))
-            elif name in getattr(owner, "__dict__", ()) and compares(value):
+            elif isinstance(value, AttributeLocation):
+                self.tied.append((owner, name, find_owner(block, value), value.attribute))
+            elif name in getattr(owner, "__dict__", ()) and is_comparable(value):
                 held.setdefault(id(owner), (owner, {}))[1][name] = value
             else:
                 self.shared.append((owner, name, value))
@@ -214,7 +216,7 @@ class _AttributeLists:
             return (
                 all([list(map(get, states)) == expected for get, states, expected in self.held])
                 and all([holder.get(name) is it for holder, name, it in self.holders])
-                and all([same(getattr(owner, name, MISSING), value) for owner, name, value in self.shared])
+                and all([is_same(getattr(owner, name, MISSING), value) for owner, name, value in self.shared])
                 and all([getattr(a, name) is getattr(b, other) for a, name, b, other in self.tied])
             )
         except Exception:  # an attribute is gone, or its values do not compare

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ExpertsOverwritten
-from ..ir.ops.uneven_all_to_all import group_of
+from ..ir.ops.uneven_all_to_all import get_group
 
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute that DistributedDataParallel reads
 DEEPSPEED_HOOK = "set_deepspeed_parallelism"  # DeepSpeed's engine calls it on modules, before it broadcasts
@@ -74,7 +74,7 @@ def _collect_expert_tensors(root: nn.Module, wrapped_over: Any) -> dict[int, Ten
     for forward in _find_spread_forwards(root):
         parameters, placement = forward.watch.parameters, forward.watch.placement
         if wrapped_over is None or shares_other_experts(wrapped_over, placement.group):
-            found += parameters.tensors(forward.block, placement.own)
+            found += parameters.tensors(forward.block, placement.local_experts)
     return {id(tensor): tensor for tensor in found}
 
 
@@ -99,7 +99,7 @@ def shares_other_experts(wrapped_over: dist.ProcessGroup, group: str) -> bool:
     Args:
         group: the name of the expert axis' process group.
     """
-    experts = dist.get_process_group_ranks(group_of(group))
+    experts = dist.get_process_group_ranks(get_group(group))
     return len(set(experts) & set(dist.get_process_group_ranks(wrapped_over))) > 1
 
 

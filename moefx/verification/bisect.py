@@ -11,7 +11,7 @@ from torch import nn
 from ..comparison.compare import Subject, compare
 from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward
 from ..inspection.history import Snapshot
-from ..ir.argument_binding import binder, call_specialisation, leaves_of
+from ..ir.argument_binding import flatten_arguments, make_binder, specialize_call
 from ..ir.block_graph import BlockGraph
 from ..runtime.module import BlockForward
 from ..runtime.program import Program
@@ -22,8 +22,8 @@ def wrap_graph(graph: BlockGraph) -> Call:
     run = graph.compile()
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        named = binder(inspect.signature(block.forward))(*args, **kwargs)
-        leaves = dict(leaves_of(named, graph.binding.objects))
+        named = make_binder(inspect.signature(block.forward))(*args, **kwargs)
+        leaves = dict(flatten_arguments(named, graph.binding.objects))
         return run(block, *(leaves[path] for path in graph.binding.paths))
 
     return call
@@ -32,9 +32,9 @@ def wrap_graph(graph: BlockGraph) -> Call:
 def find_program(forward: BlockForward, inputs: Inputs, options: Options) -> Program | None:
     """The program that runs a call; None if the original forward runs."""
     args, kwargs = inputs
-    leaves = leaves_of(binder(inspect.signature(forward))(*args, **kwargs), forward.objects)
+    leaves = flatten_arguments(make_binder(inspect.signature(forward))(*args, **kwargs), forward.objects)
     with torch.set_grad_enabled(options.grads):
-        call = call_specialisation(forward.block, leaves, forward.objects)
+        call = specialize_call(forward.block, leaves, forward.objects)
     return next((p for p in forward.programs if p.key.admits(call)), None)
 
 

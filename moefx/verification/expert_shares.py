@@ -14,7 +14,7 @@ def find_shares(compiled: nn.Module) -> Shares | None:
     stacked, here, elsewhere, group, sequence = {}, set(), set(), "", None
     for block, spread in spread_blocks(compiled).items():
         prefix, group = f"{block}." * bool(block), spread.placement.group
-        own, sequence = spread.placement.own, spread.sequence
+        own, sequence = spread.placement.local_experts, spread.sequence
         stacked |= {prefix + name: spread.placement for name in spread.parameters.stacked}
         for expert, names in enumerate(spread.parameters.separate):
             (here if expert in own else elsewhere).update(prefix + name for name in names)

@@ -330,7 +330,7 @@ def _check_initial_state(compiled: nn.Module, reference: nn.Module, shares: Shar
             a: Any = to_local(ours[name])
             b = theirs[name]
             if name in stacked:
-                b = stacked[name].own_part(b.detach())
+                b = stacked[name].select_local(b.detach())
             if a is not b and not (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))):
                 rows.append(Row("", name, "state", ok=False, error=math.inf, note=OTHER_VALUES))
     modes = dict(reference.named_modules())

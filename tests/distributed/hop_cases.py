@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import moefx
 import moefx.runtime.topology
 from moefx.errors import InvalidPlan
-from moefx.ir.expert_placement import Level
+from moefx.ir.expert_placement import TopologyLevel
 from moefx.runtime.links import Link
 
 from ..passes.blocks import D
@@ -133,7 +133,7 @@ def case_slow_links_between_racks() -> None:
     if world < 8:
         return
 
-    def link(level: Level, device: torch.device) -> Link:
+    def link(level: TopologyLevel, device: torch.device) -> Link:
         return Link(0.0, 1e-6 if level.axis in ("ep", "ep/level1") else 1e-9)
 
     plan = moefx.Plan(node_size=2, topology_levels=(4,), validation="symbolic")

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.ir.ops import row_exchange
-from moefx.ir.ops.uneven_all_to_all import group_of, start
+from moefx.ir.ops.uneven_all_to_all import get_group, start
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import traffic
 
@@ -42,7 +42,7 @@ class Counter:
         self.num_bytes = 0
 
     def __call__(self, rows, sent, received, group):
-        own = dist.get_rank(group_of(group))
+        own = dist.get_rank(get_group(group))
         width = rows.shape[1:].numel() * rows.element_size()
         self.num_bytes += width * sum(n for place, n in enumerate(sent) if place != own)
         return start(rows, sent, received, group)

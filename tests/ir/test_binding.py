@@ -8,12 +8,12 @@ from torch import nn
 from moefx.ir.argument_binding import (
     Binding,
     Specialisation,
-    binder,
-    call_specialisation,
-    kind_of,
-    leaves_of,
-    path_name,
+    describe_leaf,
+    flatten_arguments,
+    format_path,
+    make_binder,
     placeholder_name,
+    specialize_call,
 )
 
 
@@ -22,7 +22,7 @@ class Colour(enum.Enum):
 
 
 def bind(function, *args, **kwargs):
-    return leaves_of(binder(inspect.signature(function))(*args, **kwargs))
+    return flatten_arguments(make_binder(inspect.signature(function))(*args, **kwargs))
 
 
 def every_kind(a, /, b, c=3, *args, d, e=5, **kwargs): ...
@@ -32,7 +32,7 @@ def test_binds_like_the_function_itself():
     call = ((1, 2, 3, 4, 5), {"d": 6, "z": 7})
     expected = inspect.signature(every_kind).bind(*call[0], **call[1])
     expected.apply_defaults()
-    bound = dict(binder(inspect.signature(every_kind))(*call[0], **call[1]))
+    bound = dict(make_binder(inspect.signature(every_kind))(*call[0], **call[1]))
     assert bound == dict(expected.arguments)
 
 
@@ -43,15 +43,15 @@ def test_a_wrong_call_raises_what_python_raises(args, kwargs):
         every_kind(*args, **kwargs)
     except TypeError:
         with pytest.raises(TypeError, match=r"forward\(\)"):
-            binder(signature)(*args, **kwargs)
+            make_binder(signature)(*args, **kwargs)
     else:
-        binder(signature)(*args, **kwargs)
+        make_binder(signature)(*args, **kwargs)
 
 
 def test_equal_signatures_share_one_function():
     def other(a, /, b, c=3, *args, d, e=5, **kwargs): ...
 
-    assert binder(inspect.signature(every_kind)) is binder(inspect.signature(other))
+    assert make_binder(inspect.signature(every_kind)) is make_binder(inspect.signature(other))
 
 
 def test_leaves_open_containers_and_tell_them_apart():
@@ -67,13 +67,13 @@ def test_leaves_open_containers_and_tell_them_apart():
     as_list = bind(forward, x, [y, {"k": 1}], x, mask=None)
     assert [p for p, _ in as_list] == [p for p, _ in leaves]
     block = nn.Identity()
-    assert call_specialisation(block, as_list) != call_specialisation(block, leaves)
+    assert specialize_call(block, as_list) != specialize_call(block, leaves)
 
 
 def test_kinds():
-    assert kind_of(torch.zeros(2, 3, dtype=torch.bfloat16)) == ("tensor", torch.bfloat16, "cpu", 2)
-    assert len({kind_of(v) for v in (1, True, 1.0, "1", None, Colour.RED, torch.float32)}) == 7
-    assert kind_of(nn.Identity()) == kind_of(nn.Identity())  # objects: the type only
+    assert describe_leaf(torch.zeros(2, 3, dtype=torch.bfloat16)) == ("tensor", torch.bfloat16, "cpu", 2)
+    assert len({describe_leaf(v) for v in (1, True, 1.0, "1", None, Colour.RED, torch.float32)}) == 7
+    assert describe_leaf(nn.Identity()) == describe_leaf(nn.Identity())  # objects: the type only
 
 
 def test_the_specialisation_of_a_call():
@@ -82,17 +82,17 @@ def test_the_specialisation_of_a_call():
     block = nn.Linear(1, 1).eval()
     leaves = bind(forward, torch.zeros(2, 3))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        key = call_specialisation(block, leaves)
+        key = specialize_call(block, leaves)
     assert key == Specialisation(
         False, False, torch.bfloat16,
         ((("h",), ("tensor", torch.float32, "cpu", 2)), (("scale",), ("float", 2.0))),
     )  # fmt: skip
     assert str(key) == "eval no_grad autocast(bfloat16) (h: 2-d float32 on cpu, scale: 2.0)"
-    assert call_specialisation(block, bind(forward, torch.zeros(2, 3, device="meta"))).autocast is None
+    assert specialize_call(block, bind(forward, torch.zeros(2, 3, device="meta"))).autocast is None
 
 
 def test_admits():
-    call = Specialisation(True, True, None, ((("h",), kind_of(torch.zeros(1))),))
+    call = Specialisation(True, True, None, ((("h",), describe_leaf(torch.zeros(1))),))
     assert call.admits(call)
     assert call._replace(training=None, grad=None).admits(call)
     assert not call._replace(training=False).admits(call)
@@ -112,5 +112,5 @@ def test_placeholders_find_their_leaves():
     [(("h",), "h", "h"), (("kwargs", "m", 0), "kwargs['m'][0]", "m_0"), (("args", 1), "args[1]", "arg_1")],
 )
 def test_names(path, text, identifier):
-    assert path_name(path) == text
+    assert format_path(path) == text
     assert placeholder_name(path) == identifier

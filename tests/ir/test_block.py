@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from moefx.ir.argument_binding import Guard
 from moefx.ir.block_graph import BlockGraph
-from moefx.ir.node_values import TensorSpec, dtype_text, value_text
+from moefx.ir.node_values import TensorSpec, format_dtype, format_value
 
 from .graphs import Block, D, block_graph
 
@@ -246,19 +246,19 @@ def test_fake_values_become_specs_in_a_pickle():
 def test_text_of_values():
     graph = Graph()
     node = graph.placeholder("x")
-    assert value_text(node) == ""
+    assert format_value(node) == ""
     node.meta["letters"] = ("S", "D")
-    assert value_text(node) == "[S,D]"
+    assert format_value(node) == "[S,D]"
     node.meta["val"] = torch.empty(2, 3, dtype=torch.bfloat16)
-    assert value_text(node) == "bf16[S,D]"
+    assert format_value(node) == "bf16[S,D]"
     node.meta["val"], node.meta["letters"] = (
         (torch.empty(2), torch.empty(3, dtype=torch.int64)),
         (("S",), ("B",)),
     )
-    assert value_text(node) == "f32[S] i64[B]"
+    assert format_value(node) == "f32[S] i64[B]"
     node.meta["letters"] = "S*K"
-    assert value_text(node) == "S*K"
-    assert [dtype_text(d) for d in (torch.bool, torch.uint8, torch.float16)] == ["bool", "u8", "f16"]
+    assert format_value(node) == "S*K"
+    assert [format_dtype(d) for d in (torch.bool, torch.uint8, torch.float16)] == ["bool", "u8", "f16"]
 
 
 def test_find():

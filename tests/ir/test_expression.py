@@ -7,7 +7,15 @@ from torch import Tensor
 
 from moefx.ir import pointwise_derivative
 from moefx.ir.pointwise_derivative import vjp
-from moefx.ir.pointwise_expression import canonical, evaluate, is_linear, pretty, program, result_dtype, variables
+from moefx.ir.pointwise_expression import (
+    compile_expression,
+    evaluate,
+    format_expression,
+    infer_dtype,
+    is_linear,
+    list_variables,
+    to_canonical_text,
+)
 
 SWIGLU = ("mul.Tensor", ("silu", "a0"), "a1")
 CLAMPED = ("mul", ("clamp", "a0", None, 7.0), ("sigmoid", ("mul", ("clamp", "a0", None, 7.0), 1.702)))
@@ -72,16 +80,16 @@ def test_unbound_variable_is_a_key_error():
     ],
 )
 def test_pretty(expr, text):
-    assert pretty(expr) == text
+    assert format_expression(expr) == text
 
 
 def test_variables_in_order_of_use_and_not_heads_or_keywords():
-    assert variables(("mul", ("gelu", "a1", {"approximate": "tanh"}), "a0")) == ("a1", "a0")
-    assert variables(2.0) == ()
+    assert list_variables(("mul", ("gelu", "a1", {"approximate": "tanh"}), "a0")) == ("a1", "a0")
+    assert list_variables(2.0) == ()
 
 
 def test_canonical_is_the_same_for_lists_and_tuples():
-    assert canonical(["mul", ["silu", "a0"], 2.0]) == canonical(("mul", ("silu", "a0"), 2.0))
+    assert to_canonical_text(["mul", ["silu", "a0"], 2.0]) == to_canonical_text(("mul", ("silu", "a0"), 2.0))
 
 
 @pytest.mark.parametrize(
@@ -112,9 +120,9 @@ def test_is_linear(expr, linear):
 
 def test_result_dtype_is_torchs_promotion():
     dtypes = {"y": torch.bfloat16, "w": torch.float32}
-    assert result_dtype(("mul", "y", "w"), dtypes) is torch.float32
-    assert result_dtype(("mul", "y", 2.5), dtypes) is torch.bfloat16
-    assert result_dtype(HALF_OUT, dtypes) is torch.bfloat16
+    assert infer_dtype(("mul", "y", "w"), dtypes) is torch.float32
+    assert infer_dtype(("mul", "y", 2.5), dtypes) is torch.bfloat16
+    assert infer_dtype(HALF_OUT, dtypes) is torch.bfloat16
 
 
 # Any pointwise op that torch can differentiate; log_sigmoid has two outputs, where and prelu several tensors.
@@ -140,15 +148,15 @@ EXPRESSIONS = [
 def _autograd(expr, env: dict[str, Tensor], grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     leaves = {n: t.clone().requires_grad_() for n, t in env.items()}
     out = evaluate(expr, leaves)
-    names = variables(expr)
+    names = list_variables(expr)
     return out.detach(), dict(zip(names, torch.autograd.grad(out, [leaves[n] for n in names], grad), strict=True))
 
 
-@pytest.mark.parametrize("expr", EXPRESSIONS, ids=pretty)
+@pytest.mark.parametrize("expr", EXPRESSIONS, ids=format_expression)
 @pytest.mark.parametrize("rows", [0, 1, 7])
 def test_vjp_is_autograds(expr, rows):
     torch.manual_seed(0)
-    env = {n: torch.randn(rows, 1 if n == "w" else 4, dtype=torch.float64) for n in variables(expr)}
+    env = {n: torch.randn(rows, 1 if n == "w" else 4, dtype=torch.float64) for n in list_variables(expr)}
     grad = torch.randn(rows, 4, dtype=torch.float64)
     expected, expected_grads = _autograd(expr, env, grad)
     value, grads = vjp(expr, env, grad, list(env))
@@ -193,7 +201,7 @@ def test_sizes_inside_a_derivative_are_those_of_the_call():
         return torch.autograd.grad(function(*leaves), leaves, args[2])
 
     size = (pointwise_derivative._ROWS, pointwise_derivative._COLUMNS)
-    traced = pointwise_derivative.in_fresh_thread(
+    traced = pointwise_derivative.run_in_fresh_thread(
         lambda: pointwise_derivative._trace(
             joint, [torch.ones(size, dtype=torch.float64) for _ in range(3)], ["a0", "a1"]
         )
@@ -215,4 +223,4 @@ def test_what_is_only_compared_has_a_gradient_of_zero():
 
 
 def test_programs_are_compiled_once():
-    assert program(canonical(SWIGLU)) is program(canonical(list(SWIGLU)))
+    assert compile_expression(to_canonical_text(SWIGLU)) is compile_expression(to_canonical_text(list(SWIGLU)))

@@ -13,7 +13,7 @@ from moefx.errors import InvalidInput
 from moefx.ir.expert_body import ExpertBody, Gemm
 from moefx.ir.expression_check import MAX_PARTS, check_expression
 from moefx.ir.ops import dialect
-from moefx.ir.pointwise_expression import canonical, program
+from moefx.ir.pointwise_expression import compile_expression, to_canonical_text
 
 BODY = ExpertBody((Gemm(1, False), Gemm(1, False)), ((0, None, None, 1), (1, None, None, 1)), "a0", Gemm(1, False))
 CALLED: list[str] = []
@@ -45,7 +45,7 @@ CODE = "__import__('tests.ir.test_expression_check', fromlist=['x']).CALLED.appe
 )
 def test_unexpected_parts_are_refused(expr):
     with pytest.raises(InvalidInput, match=r"expression"):
-        program(canonical(expr))
+        compile_expression(to_canonical_text(expr))
     assert not CALLED
 
 
@@ -54,7 +54,7 @@ def test_deep_nesting_is_refused():
     for _ in range(500):
         expr = ["neg", expr]
     with pytest.raises(InvalidInput, match="levels"):
-        program(canonical(expr))
+        compile_expression(to_canonical_text(expr))
     with pytest.raises(InvalidInput, match="no expert body"):
         ExpertBody.from_json("[" * 100_000 + "]" * 100_000)
 
@@ -113,7 +113,7 @@ def test_any_expression_is_refused_or_calls_pointwise_ops(expr):
         check_expression(expr)
     except InvalidInput:
         return
-    program(canonical(expr))
+    compile_expression(to_canonical_text(expr))
     assert not CALLED
 
 

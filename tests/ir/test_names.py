@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.ir.attribute_paths import attribute_expression, attribute_range, attribute_ranges, read_range
+from moefx.ir.attribute_paths import attribute_expression, find_range, read_range, split_into_ranges
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from moefx.ir.attribute_paths import attribute_expression, attribute_range, attr
     ],
 )
 def test_a_run_of_numbers_is_one_range(paths, text):
-    assert str(attribute_range(paths)) == text
+    assert str(find_range(paths)) == text
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def test_a_run_of_numbers_is_one_range(paths, text):
     ],
 )
 def test_what_is_not_a_run(paths):
-    assert attribute_range(paths) is None
+    assert find_range(paths) is None
 
 
 def test_lists_are_cut_into_runs_in_order():
     paths = ["a.0", "a.1", "b", "a.5", "a.6", "a.7"]
-    assert [str(r) for r in attribute_ranges(paths)] == ["a[0..1]", "b", "a[5..7]"]
+    assert [str(r) for r in split_into_ranges(paths)] == ["a[0..1]", "b", "a[5..7]"]
 
 
 def test_expressions_read_through_any_container():
@@ -46,7 +46,7 @@ def test_expressions_read_through_any_container():
     for path in ("experts.0.weight", "experts.class.weight", "w.1"):
         assert eval(attribute_expression("self", path), {"self": owner}) is owner.get_parameter(path)
     names = ["expert_0.weight", "expert_1.weight"]
-    text = attribute_range(names).expression("self", "read_range")
+    text = find_range(names).expression("self", "read_range")
     found = eval(text, {"self": owner, "read_range": read_range})
     assert all(a is owner.get_parameter(n) for a, n in zip(found, names, strict=True))
 
@@ -57,7 +57,7 @@ def test_expressions_quote_any_name(part):
     paths = [f"{part}{i}.weight" for i in range(3)]
     for path in paths:
         assert eval(attribute_expression("self", path), {"self": owner}) is owner.get_parameter(path)
-    run = attribute_range(paths)
+    run = find_range(paths)
     assert run is not None
     read = eval(run.expression("self", "read_range"), {"self": owner, "read_range": read_range})
     assert all(a is owner.get_parameter(path) for a, path in zip(read, paths, strict=True))

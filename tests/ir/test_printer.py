@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph
 
 from moefx.ir.block_graph import BlockGraph
-from moefx.ir.display_names import body_text
+from moefx.ir.display_names import format_body
 from moefx.ir.expert_body import ExpertBody, Gemm
 
 from .. import golden
@@ -77,7 +77,7 @@ def test_stacked_biases_and_drops():
 def test_bodies(parts, act, out, text):
     gemm = Gemm(1, True)
     body = ExpertBody((gemm,) * parts, tuple((i, None, None, 1) for i in range(parts)), act, gemm, out)
-    assert body_text(body.to_json()) == text
+    assert format_body(body.to_json()) == text
     json.loads(body.to_json())
 
 

@@ -4,7 +4,7 @@ import torch
 from torch.fx import Graph
 
 from moefx.ir.block_graph import BlockGraph
-from moefx.ir.graph_levels import LEVELS, eliminate_dead_code, has_effect, violations
+from moefx.ir.graph_levels import LEVELS, eliminate_dead_code, find_violations, has_effect
 
 from .graphs import block_graph
 
@@ -55,8 +55,8 @@ def test_dead_code_goes_effects_stay():
 
 def test_violations_say_where_the_user_wrote_it():
     block = block_graph()
-    assert violations(block, LEVELS["fused"]) == violations(block, LEVELS["lowered"]) == []
-    (found,) = violations(block, LEVELS["dialect"])
+    assert find_violations(block, LEVELS["fused"]) == find_violations(block, LEVELS["lowered"]) == []
+    (found,) = find_violations(block, LEVELS["dialect"])
     found.node.meta["source"] = "model.py:7"
     assert str(found) == f"{found.node.name}: moefx::expert_mlp does not exist at level 'dialect' (model.py:7)"
 
@@ -64,4 +64,4 @@ def test_violations_say_where_the_user_wrote_it():
 def test_autograd_functions_are_legal():
     g = Graph()
     g.output(g.call_function(Double.apply, (g.placeholder("x"),)))
-    assert violations(BlockGraph("b", g), LEVELS["dialect"]) == []
+    assert find_violations(BlockGraph("b", g), LEVELS["dialect"]) == []

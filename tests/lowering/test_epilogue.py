@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import moefx
-from moefx.ir.pointwise_expression import evaluate, pretty
+from moefx.ir.pointwise_expression import evaluate, format_expression
 from moefx.lowering import epilogue
 from moefx.lowering.epilogue import formula_of, with_gradients
 from moefx.lowering.formula import source, symbols_of
@@ -334,7 +334,7 @@ def test_every_pointwise_op_of_aten_is_right_or_refused():
         ("mul.Tensor", "y", 0.5),
         ("mul.Tensor", "y", ("exp", ("full_like", "y", 2.0))),
     ],
-    ids=pretty,
+    ids=format_expression,
 )
 def test_factor_of_what_is_linear_and_its_derivative(out):
     y, w = torch.randn(50, dtype=torch.float64), torch.rand(50, dtype=torch.float64).requires_grad_()
@@ -473,7 +473,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("expr", "reason"), REFUSED, ids=[pretty(expr) if expr else str(expr) for expr, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("expr", "reason"), REFUSED, ids=[format_expression(expr) if expr else str(expr) for expr, _ in REFUSED]
+)
 def test_what_cannot_be_derived_is_named(expr, reason):
     with pytest.raises(Underivable, match=reason) as caught:
         with_gradients(expr, "g", ("a0", "a1", "w"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moefx.ir import op_providers
 from moefx.ir.ops import dialect
-from moefx.ir.ops.expert_mlp import Call
+from moefx.ir.ops.expert_mlp import ExpertMlpCall
 from moefx.lowering.torch import cpu_gemm, expert_mlp_algebra, segments, thread_pool
 from moefx.lowering.torch.segments import SegmentGemms
 from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
@@ -239,7 +239,7 @@ def test_call_takes_arguments_apart():
     token_ids, _, offsets, inverse, weights = routing.build()
     arguments = (torch.randn(5, 4).double(), token_ids, offsets, inverse, weights)
     parameters = (layer.up, layer.up_bias, layer.down, layer.down_bias)
-    call = Call.of((*arguments, *parameters), layer.text, "h", None)
+    call = ExpertMlpCall.of((*arguments, *parameters), layer.text, "h", None)
     assert call.widths == ([4], 2, 4)
     assert call.multiplications() == 4 * 4 + 2 * 4
     hidden = torch.arange(8.0).view(2, 4)

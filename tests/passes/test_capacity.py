@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moefx.passes.capacity_formulas import Law, find_formula, find_law
+from moefx.passes.capacity_formulas import ClampedLinearFormula, find_clamped_linear, find_formula
 
 TOKENS = (29, 33, 17, 2, 6, 10, 20, 40, 64, 100, 128, 200, 320, 512)
 
@@ -23,8 +23,8 @@ TOKENS = (29, 33, 17, 2, 6, 10, 20, 40, 64, 100, 128, 200, 320, 512)
     high=st.one_of(st.none(), st.just("tokens"), st.integers(20, 60)),
 )
 def test_found_law_gives_all_points_and_nearby_ones(p, q, up, low, high):
-    true = Law(Fraction(p, q), up, low, high)
-    found = find_law([(t, true(t)) for t in TOKENS])
+    true = ClampedLinearFormula(Fraction(p, q), up, low, high)
+    found = find_clamped_linear([(t, true(t)) for t in TOKENS])
     inside = [t for t in TOKENS if true(t) not in (low, high, t)]
     assume(len(inside) >= 6)
     assert found is not None
@@ -43,7 +43,7 @@ def test_found_law_gives_all_points_and_nearby_ones(p, q, up, low, high):
     ],
 )
 def test_usual_formulas(formula, text):
-    law = find_law([(t, formula(t)) for t in TOKENS])
+    law = find_clamped_linear([(t, formula(t)) for t in TOKENS])
     if text is None:  # a floor and a ceiling at once: right where it was looked at
         assert law is None or all(law(t) == formula(t) for t in TOKENS)
     else:
@@ -51,15 +51,15 @@ def test_usual_formulas(formula, text):
 
 
 def test_no_law():
-    assert find_law([(t, t * t) for t in TOKENS]) is None
-    assert find_law([(10, 3), (20, 5)]) is None
+    assert find_clamped_linear([(t, t * t) for t in TOKENS]) is None
+    assert find_clamped_linear([(10, 3), (20, 5)]) is None
 
 
 @pytest.mark.parametrize(
     ("law", "text"),
     [
-        (Law(Fraction(1, 4), True, 4, "tokens"), "max(4, min(ceil(1/4*S), S))"),
-        (Law(Fraction(3, 2), False, None, 64), "min(floor(3/2*S), 64)"),
+        (ClampedLinearFormula(Fraction(1, 4), True, 4, "tokens"), "max(4, min(ceil(1/4*S), S))"),
+        (ClampedLinearFormula(Fraction(3, 2), False, None, 64), "min(floor(3/2*S), 64)"),
     ],
 )
 def test_text(law, text):
@@ -67,7 +67,7 @@ def test_text(law, text):
 
 
 def test_low_wins_over_high():
-    assert Law(Fraction(1), False, 8, 4)(100) == 8
+    assert ClampedLinearFormula(Fraction(1), False, 8, 4)(100) == 8
 
 
 @pytest.mark.parametrize("tile", [4, 8, 64])

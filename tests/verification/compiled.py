@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx.inspection.history import History, Snapshot
-from moefx.ir.argument_binding import binder, call_specialisation, leaves_of
+from moefx.ir.argument_binding import flatten_arguments, make_binder, specialize_call
 from moefx.ir.block_graph import BlockGraph
 from moefx.ir.ops.op_definition import registry
 from moefx.runtime.module import install_forward
@@ -65,8 +65,8 @@ def compiled_pair(
         name = f"layers.{i}"
         programs = history(name, spoil if i == layer else None)
         programs = History(name, programs.snapshots[: programs.passes.index(last_pass) + 1])
-        leaves = leaves_of(binder(inspect.signature(block.forward))(torch.zeros(1, 1, D)))
-        specialisation = call_specialisation(block, leaves)._replace(training=None, grad=None, **key)
+        leaves = flatten_arguments(make_binder(inspect.signature(block.forward))(torch.zeros(1, 1, D)))
+        specialisation = specialize_call(block, leaves)._replace(training=None, grad=None, **key)
         program = Program(specialisation, programs, absorbed_names(block, programs.graph))
         install_forward(block, [program], name=name)
     return original, compiled

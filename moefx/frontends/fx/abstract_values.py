@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ...errors import InvalidInput, Refused, summarize_error
-from ...ir.memory_order import inverse
+from ...ir.memory_order import invert_permutation
 from ...util.fake_tensor_log import without_fake_tensor_errors
 from .node_queries import MODE_SWITCHES, SELECTING_OPS, is_float_tensor, size_hint, target_name
 
@@ -152,7 +152,7 @@ def _resize(t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     order = sorted(range(t.dim()), key=lambda i: (size_hint(t.stride(i)), size_hint(t.shape[i])), reverse=True)
     if t.shape == torch.Size(sizes):
         return t
-    return torch.empty([sizes[i] for i in order], dtype=t.dtype, device=t.device).permute(inverse(order))
+    return torch.empty([sizes[i] for i in order], dtype=t.dtype, device=t.device).permute(invert_permutation(order))
 
 
 def guess_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.Node]:

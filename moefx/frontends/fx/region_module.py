@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ...errors import Refused
-from ...ir.argument_binding import Path, Specialisation, kind_of
+from ...ir.argument_binding import Path, Specialisation, describe_leaf
 from ...runtime.module import install_forward
 from ...runtime.program import Program
 from .generalize import GeneralizedRegion
@@ -147,7 +147,7 @@ class ExtractedRegion:
         Args:
             passed: the nodes that are passed as arguments; by default the inputs.
         """
-        kinds = [kind_of(analysis.value[n]) for n in passed or self.inputs]
+        kinds = [describe_leaf(analysis.value[n]) for n in passed or self.inputs]
         if self.units:
             kinds[0] = (*kinds[0][:3], kinds[0][3] - len(self.units))
         paths: list[Path] = [("x",), *(("args", i) for i in range(len(kinds) - 1))]

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ...errors import Refused
-from ...ir.memory_order import inverse, memory_order
+from ...ir.memory_order import invert_permutation, memory_order
 from .graph_analysis import GraphAnalysis
 from .node_queries import size_hint
 from .normalize import replace_graph
@@ -201,7 +201,7 @@ def _restore_strides(made: fx.Node, n: fx.Node, analysis: GraphAnalysis, region:
         return new.call_function(torch.ops.aten.contiguous.default, (made,))
     permuted = new.call_function(torch.ops.aten.permute.default, (made, list(order)))
     permuted = new.call_function(torch.ops.aten.contiguous.default, (permuted,))
-    return new.call_function(torch.ops.aten.permute.default, (permuted, inverse(order)))
+    return new.call_function(torch.ops.aten.permute.default, (permuted, invert_permutation(order)))
 
 
 def _axis_order(t: torch.Tensor) -> tuple[int, ...] | None:

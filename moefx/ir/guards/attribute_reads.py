@@ -16,13 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .code_closure import OTHERS, code_of, reached
-from .stored_values import MISSING, attributes_of, is_configuration, is_namespace, is_plain, same
+from .code_closure import LIBRARIES, collect_code, trace_closure
+from .stored_values import MISSING, attributes_of, is_configuration, is_namespace, is_plain, is_same
 
-OWN = {*vars(nn.Module()), "_compiled_call_impl", "forward"}  # what torch itself keeps, and guards elsewhere
+MODULE_INTERNALS = {
+    *vars(nn.Module()),
+    "_compiled_call_impl",
+    "forward",
+}  # what torch itself keeps, and guards elsewhere
 
 
-class Where(NamedTuple):
+class AttributeLocation(NamedTuple):
     """An attribute of a submodule, or of an object (a configuration) that hangs there, or of one in that: `inner` is a
     dotted path; or a global of a Python module, whose name then stands behind an `@`."""
 
@@ -31,7 +35,7 @@ class Where(NamedTuple):
     inner: str = ""
 
     @property
-    def last(self) -> str:
+    def attribute(self) -> str:
         """The attribute's own name."""
         return (self.inner or self.name).rpartition(".")[2]
 
@@ -39,20 +43,20 @@ class Where(NamedTuple):
         return ".".join(filter(None, self)).removeprefix("@")
 
 
-OWN_MODE = Where("", "training")  # of the block
+BLOCK_MODE = AttributeLocation("", "training")  # of the block
 _UNSEEN = {"__dict__", "vars", "__getstate__", "__reduce__", "__reduce_ex__", "__getattribute__", "getattr_static"}
 
 
-def attributes(block: nn.Module) -> dict[Where, Any]:
+def find_attributes(block: nn.Module) -> dict[AttributeLocation, Any]:
     """The attributes of a block, of its submodules and of the objects that they hold, by where they are. Not their
-    modes, which `reading` notes by itself."""
-    found: dict[Where, Any] = {}
+    modes, which `record_reads` notes."""
+    found: dict[AttributeLocation, Any] = {}
     for path, module in block.named_modules():
         for name, value in attributes_of(module).items():
-            if isinstance(value, nn.Module) or name in OWN:
+            if isinstance(value, nn.Module) or name in MODULE_INTERNALS:
                 continue
-            found[Where(path, name)] = value
-            found |= {Where(path, name, inner): v for inner, v in _inside(value).items()}
+            found[AttributeLocation(path, name)] = value
+            found |= {AttributeLocation(path, name, inner): v for inner, v in _inside(value).items()}
     return found
 
 
@@ -66,21 +70,21 @@ def _inside(thing: Any, depth: int = 3) -> dict[str, Any]:
     return found | {f"{k}.{inner}": v for k, value in found.items() for inner, v in _inside(value, depth - 1).items()}
 
 
-def globals_of(block: nn.Module) -> dict[Where, Any]:
+def find_globals(block: nn.Module) -> dict[AttributeLocation, Any]:
     """Plain globals that the code of a block names, and plain attributes of the objects among them."""
-    found: dict[Where, Any] = {}
-    code = reached(code_of(block))
+    found: dict[AttributeLocation, Any] = {}
+    code = trace_closure(collect_code(block))
     used = code.names
     for one in code.globals:
         python = sys.modules.get(one.module)
         if python is None or vars(python) is not one.namespace:
             continue  # code that was made on the fly
-        where, value = Where(f"@{one.module}", one.name), one.value
+        where, value = AttributeLocation(f"@{one.module}", one.name), one.value
         if isinstance(value, type) and not is_namespace(value):
             continue
         if is_plain(value) and not isinstance(value, type):
             found |= {where: value} if not callable(value) or _can_be_found(value) else {}
-        elif isinstance(value, type) or type(value).__module__.split(".")[0] not in OTHERS:
+        elif isinstance(value, type) or type(value).__module__.split(".")[0] not in LIBRARIES:
             inner = {k: v for k, v in _inside(value).items() if used.issuperset(k.split("."))}
             inner = {where._replace(inner=k): v for k, v in inner.items() if is_plain(v) and not callable(v)}
             found |= inner | ({where: value} if inner and is_configuration(value) else {})
@@ -93,35 +97,35 @@ def _can_be_found(function: Any) -> bool:
     return getattr(module, getattr(function, "__qualname__", ""), None) is function
 
 
-def value_at(block: nn.Module, where: Where) -> Any:
+def read_value(block: nn.Module, where: AttributeLocation) -> Any:
     """The value of an attribute now; something equal to nothing where it is gone."""
-    return getattr(owner_of(block, where), where.last, MISSING)
+    return getattr(find_owner(block, where), where.attribute, MISSING)
 
 
-def ties(block: nn.Module) -> dict[Where, Where]:
+def find_tied_tensors(block: nn.Module) -> dict[AttributeLocation, AttributeLocation]:
     """Parameters and buffers that are the same tensor as one before: a capture reads them all there."""
-    first: dict[int, Where] = {}
-    found: dict[Where, Where] = {}
+    first: dict[int, AttributeLocation] = {}
+    found: dict[AttributeLocation, AttributeLocation] = {}
     for kind in (block.named_parameters, block.named_buffers):
         for name, t in kind(remove_duplicate=False):
             owner, _, key = name.rpartition(".")
-            where = Where(owner, key)
+            where = AttributeLocation(owner, key)
             before = first.setdefault(id(t), where)
-            if before.name != key or owner_of(block, before) is not owner_of(block, where):  # not a module twice
+            if before.name != key or find_owner(block, before) is not find_owner(block, where):  # not a module twice
                 found[where] = before
     return found
 
 
 @contextlib.contextmanager
-def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
+def record_reads(block: nn.Module, watched: Iterable[AttributeLocation]) -> Iterator[set[AttributeLocation]]:
     """Note which of these attributes are relied on while the context is open: read before they are set, or set to what
     they are. A data descriptor on the class comes before the instance."""
-    read: set[Where] = set()
-    by_class: dict[tuple[type, str], dict[int, tuple[Where, Any]]] = {}
+    read: set[AttributeLocation] = set()
+    by_class: dict[tuple[type, str], dict[int, tuple[AttributeLocation, Any]]] = {}
     for where in watched:
-        owner = owner_of(block, where)
-        before = getattr(owner, where.last, MISSING)
-        by_class.setdefault((type(owner), where.last), {})[id(owner)] = where, before
+        owner = find_owner(block, where)
+        before = getattr(owner, where.attribute, MISSING)
+        by_class.setdefault((type(owner), where.attribute), {})[id(owner)] = where, before
     with contextlib.ExitStack() as stack:
         for (cls, name), places in by_class.items():
             before, found = vars(cls).get(name, MISSING), inspect.getattr_static(cls, name, MISSING)
@@ -143,7 +147,7 @@ def reading(block: nn.Module, watched: Iterable[Where]) -> Iterator[set[Where]]:
 
 
 @contextlib.contextmanager
-def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
+def _noting_missing(block: nn.Module, read: set[AttributeLocation]) -> Iterator[None]:
     """Attributes that the code asks for and that are not there, `getattr(self, "scale", 1.0)`, or that are None: a
     parameter or a buffer that a later call may find."""
     paths = {id(m): path for path, m in block.named_modules()}
@@ -154,10 +158,10 @@ def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
             value = original(self, name)
         except AttributeError:
             if id(self) in paths and not name.startswith(("_", "torchdynamo_")):  # not what Dynamo asks for
-                read.add(Where(paths[id(self)], name))
+                read.add(AttributeLocation(paths[id(self)], name))
             raise
         if value is None and id(self) in paths:
-            read.add(Where(paths[id(self)], name))
+            read.add(AttributeLocation(paths[id(self)], name))
         return value
 
     nn.Module.__getattr__ = get  # type: ignore[method-assign]
@@ -168,30 +172,30 @@ def _noting_missing(block: nn.Module, read: set[Where]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting_modes(block: nn.Module, read: set[Where]) -> Iterator[None]:
+def _noting_modes(block: nn.Module, read: set[AttributeLocation]) -> Iterator[None]:
     """Modes of the block and its parts. That of a module which is none of them changes with the block's own, as a
     rule: it counts as that. So does one that may be looked up unseen."""
-    inside = {id(m): (Where(path, "training"), m.training) for path, m in block.named_modules()}
+    inside = {id(m): (AttributeLocation(path, "training"), m.training) for path, m in block.named_modules()}
     reader = threading.get_ident()  # others use their own models meanwhile
 
     class Mode:
         def __get__(self, owner: Any, cls: type) -> Any:
             if owner is None or "training" not in vars(owner):
                 raise AttributeError("training")
-            where, before = inside.get(id(owner), (OWN_MODE, None))
+            where, before = inside.get(id(owner), (BLOCK_MODE, None))
             value = vars(owner)["training"]
             if (before is None or value is before) and threading.get_ident() == reader:
                 read.add(where)
             return value
 
         def __set__(self, owner: Any, value: Any) -> None:
-            where, before = inside.get(id(owner), (OWN_MODE, None))
+            where, before = inside.get(id(owner), (BLOCK_MODE, None))
             if value is before and threading.get_ident() == reader:
                 read.add(where)
             vars(owner)["training"] = value
 
-    if _UNSEEN & set(reached(code_of(block)).names):
-        read.add(OWN_MODE)
+    if _UNSEEN & set(trace_closure(collect_code(block)).names):
+        read.add(BLOCK_MODE)
     outer = vars(nn.Module).get("training")
     nn.Module.training = Mode()  # type: ignore[assignment]
     try:
@@ -203,7 +207,7 @@ def _noting_modes(block: nn.Module, read: set[Where]) -> Iterator[None]:
             nn.Module.training = outer
 
 
-def follows_its_mode(model: nn.Module) -> bool:
+def has_custom_train(model: nn.Module) -> bool:
     """Whether a part of a model has a `train` or `eval` of its own: what these change may be anything."""
     stock = (nn.Module.train, nn.Module.eval)
     return any(
@@ -223,7 +227,9 @@ class _Noting:
         places: the attribute of each object, and what it is before a call.
     """
 
-    def __init__(self, cls: type, name: str, places: dict[int, tuple[Where, Any]], read: set[Where]):
+    def __init__(
+        self, cls: type, name: str, places: dict[int, tuple[AttributeLocation, Any]], read: set[AttributeLocation]
+    ):
         self.name, self.places, self.read = name, places, read
         self.default = getattr(cls, name, MISSING)
 
@@ -240,7 +246,7 @@ class _Noting:
         return value
 
     def __set__(self, owner: Any, value: Any) -> None:
-        if id(owner) in self.places and same(value, self.places[id(owner)][1]):
+        if id(owner) in self.places and is_same(value, self.places[id(owner)][1]):
             self.read.add(self.places[id(owner)][0])
         _state(owner)[self.name] = value
 
@@ -248,12 +254,12 @@ class _Noting:
         del _state(owner)[self.name]
 
 
-def owner_of(block: nn.Module, where: Where) -> Any:
+def find_owner(block: nn.Module, where: AttributeLocation) -> Any:
     """The object that holds an attribute; None if it is gone."""
-    return holders_of(block, where)[-1][1]
+    return find_holders(block, where)[-1][1]
 
 
-def holders_of(block: nn.Module, where: Where) -> list[tuple[str, Any]]:
+def find_holders(block: nn.Module, where: AttributeLocation) -> list[tuple[str, Any]]:
     """The objects on the way to an attribute, each with its name in the one before; None for those that are gone."""
     if where.module.startswith("@"):
         owner: Any = sys.modules.get(where.module[1:])
@@ -270,6 +276,15 @@ def holders_of(block: nn.Module, where: Where) -> list[tuple[str, Any]]:
 
 
 __all__ = [
-    "OWN", "OWN_MODE", "Where", "attributes", "follows_its_mode", "globals_of", "holders_of", "owner_of", "reading",
-    "ties", "value_at",
+    "BLOCK_MODE",
+    "MODULE_INTERNALS",
+    "AttributeLocation",
+    "find_attributes",
+    "find_globals",
+    "find_holders",
+    "find_owner",
+    "find_tied_tensors",
+    "has_custom_train",
+    "read_value",
+    "record_reads",
 ]  # fmt: skip

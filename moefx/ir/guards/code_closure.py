@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 # what is no part of the user's program, and is taken to stay as it is
-OTHERS = {"torch", "builtins", "transformers", "typing", "collections", "functools", "moefx", "numpy"}
+LIBRARIES = {"torch", "builtins", "transformers", "typing", "collections", "functools", "moefx", "numpy"}
 
 
 class Global(NamedTuple):
@@ -28,7 +28,7 @@ class Global(NamedTuple):
         return self.namespace.get(self.name)
 
 
-class Reached(NamedTuple):
+class CodeClosure(NamedTuple):
     """What some code leads to: globals and classes of the user's, and all names and numbers in it."""
 
     globals: list[Global]
@@ -37,35 +37,35 @@ class Reached(NamedTuple):
     numbers: frozenset[float]
 
 
-def code_of(block: nn.Module) -> frozenset[Any]:
+def collect_code(block: nn.Module) -> frozenset[Any]:
     """Its classes, those of its parts, and the functions that hang on them."""
-    kinds = (*FUNCTIONS, functools.partial)
+    kinds = (*FUNCTION_TYPES, functools.partial)
     own = [v for module in block.modules() for v in vars(module).values() if isinstance(v, kinds)]
-    return frozenset([*map(type, block.modules()), *map(unwrapped, own)])
+    return frozenset([*map(type, block.modules()), *map(unwrap_callable, own)])
 
 
-FUNCTIONS = (types.FunctionType, types.MethodType)
+FUNCTION_TYPES = (types.FunctionType, types.MethodType)
 
 
-def unwrapped(value: Any) -> Any:
+def unwrap_callable(value: Any) -> Any:
     """The function of a method or of a partial. A method may be of any callable, such as a partial."""
     while isinstance(value, (types.MethodType, functools.partial)):
         value = value.func if isinstance(value, functools.partial) else value.__func__
     return value
 
 
-def parts_of(value: Any) -> list[Any]:
+def list_captured_values(value: Any) -> list[Any]:
     """What a function, a method or a partial has in it: variables of the code around it, and bound arguments."""
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):
-        return parts_of(value.__func__)
+        return list_captured_values(value.__func__)
     if not isinstance(value, types.FunctionType):
         return [value]
     return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
 
 
-def reached(code: Iterable[Any]) -> Reached:
+def trace_closure(code: Iterable[Any]) -> CodeClosure:
     """What these classes and functions name, and the functions, classes and modules that they name."""
     users: list[type] = []
     found: dict[tuple[str, str], Global] = {}
@@ -75,7 +75,7 @@ def reached(code: Iterable[Any]) -> Reached:
     seen: set[int] = set()
     while todo:
         thing = todo.pop()
-        if id(thing) in seen or not is_users(thing):
+        if id(thing) in seen or not is_user_code(thing):
             continue
         seen.add(id(thing))
         if isinstance(thing, type):
@@ -96,7 +96,7 @@ def reached(code: Iterable[Any]) -> Reached:
             found[one.module, one.name] = one
             numbers |= {*_numbers(one.value)}
             todo.append(one.value if isinstance(one.value, (type, types.FunctionType)) else type(one.value))
-    return Reached(list(found.values()), users, frozenset(every), frozenset(numbers))
+    return CodeClosure(list(found.values()), users, frozenset(every), frozenset(numbers))
 
 
 def _globals(own: dict[str, Any], names: frozenset[str], attributes: frozenset[str]) -> Iterator[Global]:
@@ -119,13 +119,13 @@ def _from_globals(code: types.CodeType) -> frozenset[str]:
     return frozenset(i.argval for i in dis.get_instructions(code) if "GLOBAL" in i.opname or i.opname == "LOAD_NAME")
 
 
-def is_users(thing: Any) -> bool:
+def is_user_code(thing: Any) -> bool:
     """Whether a class or a function is of the user's program, not of a library that it stands on."""
     return _of_user(getattr(thing, "__module__", None) or "builtins")
 
 
 def _of_user(name: str) -> bool:
-    return name.split(".")[0] not in OTHERS | sys.stdlib_module_names
+    return name.split(".")[0] not in LIBRARIES | sys.stdlib_module_names
 
 
 def _function(member: Any) -> Any:
@@ -135,7 +135,7 @@ def _function(member: Any) -> Any:
 
 def _closed_over(function: types.FunctionType) -> list[Any]:
     """What a function has from where it was made: variables of the code around it, and defaults."""
-    return [*parts_of(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*list_captured_values(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _numbers(value: Any) -> list[float]:
@@ -151,4 +151,14 @@ def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _with_nested(inner)
 
 
-__all__ = ["FUNCTIONS", "OTHERS", "Global", "Reached", "code_of", "is_users", "parts_of", "reached", "unwrapped"]
+__all__ = [
+    "FUNCTION_TYPES",
+    "LIBRARIES",
+    "CodeClosure",
+    "Global",
+    "collect_code",
+    "is_user_code",
+    "list_captured_values",
+    "trace_closure",
+    "unwrap_callable",
+]

@@ -39,7 +39,7 @@ class RecomputedChoiceError(RecomputedChoice, CheckpointError):
     """What is raised: code that expects torch's error for a recomputation that differs gets it."""
 
 
-class Choice(NamedTuple):
+class RoutingChoice(NamedTuple):
     """The choice of experts that an op was given, and where it is among the op's saved tensors."""
 
     name: str
@@ -52,16 +52,16 @@ def choice_arguments(names: Sequence[str]) -> tuple[int, ...]:
     return tuple(names.index(name) for name in (*_TOKENS, *_OFFSETS) if name in names)
 
 
-def note_choice(op: str, arguments: Sequence[Any], saved: Sequence[Any]) -> Choice | None:
+def note_choice(op: str, arguments: Sequence[Any], saved: Sequence[Any]) -> RoutingChoice | None:
     """The choice of a forward, of the arguments that its op saves; None in a trace."""
     found = [(i, a) for a in arguments for i, s in enumerate(saved) if s is a]
     if not found or any(type(tensor) is not Tensor for _, tensor in found):
         return None
     places, tensors = zip(*found, strict=True)
-    return Choice(running.block or f"moefx::{op}", places, tensors)
+    return RoutingChoice(running.block or f"moefx::{op}", places, tensors)
 
 
-def require_same_choice(choice: Choice, saved: Sequence[Any]) -> None:
+def require_same_choice(choice: RoutingChoice, saved: Sequence[Any]) -> None:
     """Raise `RecomputedChoice` if the saved tensors have another choice than the forward had.
 
     Costs nothing unless they are other tensors. On a GPU the host looks at the result once the whole backward is
@@ -89,7 +89,7 @@ def observe_pft(pft: Sequence[Tensor]) -> None:
             _compare(known[_FORWARD][place], tensors)
     elif "frame" in held:
         known = vars(held["frame"]).setdefault(_CHOICES, {_FORWARD: []})
-        known[_FORWARD].append(Choice(running.block or "moefx::build_pft", (), tensors))
+        known[_FORWARD].append(RoutingChoice(running.block or "moefx::build_pft", (), tensors))
 
 
 def _top_pack_hook() -> Any:
@@ -104,7 +104,7 @@ def _top_pack_hook() -> Any:
     return pack if is_checkpoints and pack.__closure__ else None
 
 
-def _compare(choice: Choice, now: Sequence[Tensor]) -> None:
+def _compare(choice: RoutingChoice, now: Sequence[Tensor]) -> None:
     with torch.no_grad():
         differs = _differs(choice.tensors, now)
     if isinstance(differs, Tensor) and not _is_on_host(differs):
@@ -134,7 +134,7 @@ def _differs(first: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | bool:
     return differs
 
 
-def _raise_behind_backward(choice: Choice, now: Sequence[Tensor], differs: Tensor) -> None:
+def _raise_behind_backward(choice: RoutingChoice, now: Sequence[Tensor], differs: Tensor) -> None:
     if _is_capturing():  # no host looks at a replay
         torch.ops.aten._assert_async.msg(~differs, str(_error(choice, None)))
         return
@@ -146,7 +146,7 @@ def _raise_behind_backward(choice: Choice, now: Sequence[Tensor], differs: Tenso
     torch.autograd.Variable._execution_engine.queue_callback(look)
 
 
-def _error(choice: Choice, now: Sequence[Tensor] | None) -> RecomputedChoice:
+def _error(choice: RoutingChoice, now: Sequence[Tensor] | None) -> RecomputedChoice:
     seen = "other rows"
     if now is not None and len(now) == len(choice.tensors) == 2:
         first, again = (_pairs(*tensors) for tensors in (choice.tensors, now))

@@ -92,49 +92,49 @@ def _is_users(cls: type) -> bool:
 
 
 # ---------------------------------------------------------------------- as they were
-class Held:
+class StoredTensor:
     """A tensor in a container or a configuration, as it was; a copy of it is of the copied tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
         self.version = 0 if tensor.is_inference() else tensor._version
 
-    def is_still(self, now: Any) -> bool:
+    def holds(self, now: Any) -> bool:
         return now is self.tensor and (now.is_inference() or now._version == self.version)
 
     def __repr__(self) -> str:
         return f"a tensor of version {self.version}"
 
     def __getstate__(self) -> tuple[torch.Tensor, bool]:
-        return self.tensor, self.is_still(self.tensor)
+        return self.tensor, self.holds(self.tensor)
 
     def __setstate__(self, state: tuple[torch.Tensor, bool]) -> None:
         self.__init__(state[0])  # a copy counts its changes from 0
         self.version = self.version if state[1] else -1
 
 
-class HeldClass:
+class StoredClass:
     """What cannot be compared, such as a logger or a module among the items of a container: its class."""
 
     def __init__(self, thing: Any):
         self.cls = type(thing)
 
-    def is_still(self, now: Any) -> bool:
+    def holds(self, now: Any) -> bool:
         return type(now) is self.cls
 
     def __repr__(self) -> str:
         return f"a {self.cls.__name__}"
 
 
-class HeldKind(HeldClass):
+class StoredFieldNames(StoredClass):
     """An object whose fields are followed one by one: its class, and which fields it has."""
 
     def __init__(self, thing: Any):
         super().__init__(thing)
         self.names, self.count = _names(thing), len(getattr(thing, "__dict__", ()))
 
-    def is_still(self, now: Any) -> bool:
-        if not super().is_still(now):
+    def holds(self, now: Any) -> bool:
+        if not super().holds(now):
             return False
         return len(getattr(now, "__dict__", ())) == self.count or _names(now) == self.names
 
@@ -142,16 +142,16 @@ class HeldKind(HeldClass):
         return f"a {self.cls.__name__} with {', '.join(sorted(self.names)) or 'nothing'}"
 
 
-class HeldObject(HeldKind):
+class StoredObject(StoredFieldNames):
     """An object in a container: also what of its fields can be compared."""
 
     def __init__(self, thing: Any, depth: int):
         super().__init__(thing)
-        self.fields = {k: unchanged(v, depth) for k, v in attributes_of(thing).items() if is_kept(v, depth)}
+        self.fields = {k: snapshot(v, depth) for k, v in attributes_of(thing).items() if can_snapshot(v, depth)}
 
-    def is_still(self, now: Any) -> bool:
+    def holds(self, now: Any) -> bool:
         fields = attributes_of(now)
-        return super().is_still(now) and all(same(fields.get(k, MISSING), v) for k, v in self.fields.items())
+        return super().holds(now) and all(is_same(fields.get(k, MISSING), v) for k, v in self.fields.items())
 
     def __repr__(self) -> str:
         return f"{self.cls.__name__}({', '.join(f'{k}={v!r}' for k, v in self.fields.items())})"
@@ -162,14 +162,14 @@ def _names(thing: Any) -> frozenset[str]:
     return frozenset(name for name in getattr(thing, "__dict__", ()) if not name.startswith("_"))
 
 
-class HeldCode(HeldClass):
+class StoredForward(StoredClass):
     """A module that is called: which code runs then. What wraps it (FSDP, say) makes a class of its own of it."""
 
     def __init__(self, thing: Any):
         super().__init__(thing)
         self.forward = getattr(self.cls, "forward", None)
 
-    def is_still(self, now: Any) -> bool:
+    def holds(self, now: Any) -> bool:
         return getattr(type(now), "forward", None) is self.forward
 
     def __getstate__(self) -> type:
@@ -179,26 +179,26 @@ class HeldCode(HeldClass):
         self.cls, self.forward = cls, getattr(cls, "forward", None)
 
 
-class HeldItems:
+class StoredSequence:
     """A container of another class than Python's own, such as a deque."""
 
     def __init__(self, things: Any, depth: int):
-        self.cls, self.items = type(things), [unchanged(v, depth) for v in things]
+        self.cls, self.items = type(things), [snapshot(v, depth) for v in things]
 
-    def is_still(self, now: Any) -> bool:
-        return type(now) is self.cls and same(list(now), self.items)
+    def holds(self, now: Any) -> bool:
+        return type(now) is self.cls and is_same(list(now), self.items)
 
     def __repr__(self) -> str:
         return f"{self.cls.__name__}({self.items!r})"
 
 
-class HeldArray:
+class StoredArray:
     """An array of NumPy's, as it was."""
 
     def __init__(self, array: Any):
         self.array = array.copy()
 
-    def is_still(self, now: Any) -> bool:
+    def holds(self, now: Any) -> bool:
         mine = self.array
         same_kind = type(now) is type(mine) and (now.shape, now.dtype) == (mine.shape, mine.dtype)
         return same_kind and now.tobytes() == mine.tobytes()
@@ -207,10 +207,10 @@ class HeldArray:
         return repr(self.array)
 
 
-_HELD = (Held, HeldClass, HeldItems, HeldArray)
+_HELD = (StoredTensor, StoredClass, StoredSequence, StoredArray)
 
 
-def is_kept(value: Any, depth: int = 3) -> bool:
+def can_snapshot(value: Any, depth: int = 3) -> bool:
     """Whether `unchanged` keeps what a value is made of: numbers and tensors, in containers and in objects there."""
     if is_plain(value) or isinstance(value, torch.Tensor):
         return True
@@ -219,76 +219,76 @@ def is_kept(value: Any, depth: int = 3) -> bool:
     return depth > 0 and is_configuration(value)
 
 
-def unchanged(value: Any, depth: int = 3) -> Any:
+def snapshot(value: Any, depth: int = 3) -> Any:
     """A value that a later change of the container does not reach."""
     if isinstance(value, torch.Tensor):
-        return Held(value)
+        return StoredTensor(value)
     if is_array(value):
-        return HeldArray(value)
+        return StoredArray(value)
     if isinstance(value, Mapping):
-        return {k: unchanged(v, depth - 1) for k, v in value.items()}
+        return {k: snapshot(v, depth - 1) for k, v in value.items()}
     if type(value) is set:
-        return set(value) if is_plain(value) else HeldClass(value)
+        return set(value) if is_plain(value) else StoredClass(value)
     if type(value) in (list, tuple):
-        return type(value)(unchanged(v, depth - 1) for v in value)
+        return type(value)(snapshot(v, depth - 1) for v in value)
     if isinstance(value, collections.deque) or (isinstance(value, (list, tuple)) and not is_plain(value)):
-        return HeldItems(value, depth - 1)
+        return StoredSequence(value, depth - 1)
     if is_configuration(value) and depth > 0:
-        return HeldObject(value, depth - 1)
-    return value if is_plain(value) else HeldClass(value)
+        return StoredObject(value, depth - 1)
+    return value if is_plain(value) else StoredClass(value)
 
 
-def is_of_block(value: Any) -> bool:
+def belongs_to_block(value: Any) -> bool:
     """Whether what `unchanged` returned has something in it that is a block's own, such as tensors, or methods of its
     modules: a copy of the block has others."""
     if isinstance(value, (list, tuple, dict)):
-        return any(map(is_of_block, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Held) or isinstance(getattr(value, "__self__", None), torch.nn.Module)
+        return any(map(belongs_to_block, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, StoredTensor) or isinstance(getattr(value, "__self__", None), torch.nn.Module)
 
 
-def compares(value: Any) -> bool:
+def is_comparable(value: Any) -> bool:
     """Whether `==` says if what `unchanged` returned is still the same: neither tensors nor arrays are in it."""
     if isinstance(value, (list, tuple, dict)):
-        return all(map(compares, value.values() if isinstance(value, dict) else value))
+        return all(map(is_comparable, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, _HELD)
 
 
-def comparisons(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def list_comparisons(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Expressions of what is at `path`, each with the value that it has while it is as `unchanged` found it: but for
     tensors and arrays, which do not compare."""
-    if compares(value):
+    if is_comparable(value):
         yield path, value
         return
-    if isinstance(value, HeldKind):
+    if isinstance(value, StoredFieldNames):
         yield f"type({path})", value.cls
     parts: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, HeldObject):
+    if isinstance(value, StoredObject):
         parts = [(f"{path}.{name}", v) for name, v in value.fields.items()]
-    elif isinstance(value, (list, tuple, HeldItems)):
-        items = value.items if isinstance(value, HeldItems) else value
+    elif isinstance(value, (list, tuple, StoredSequence)):
+        items = value.items if isinstance(value, StoredSequence) else value
         yield f"len({path})", len(items)
         parts = [(f"{path}[{i}]", v) for i, v in enumerate(items)]
     elif isinstance(value, dict):
         yield f"len({path})", len(value)
         parts = [(f"{path}[{key!r}]", v) for key, v in value.items() if isinstance(key, (str, int))]
     for part, v in parts:
-        yield from comparisons(part, v)
+        yield from list_comparisons(part, v)
 
 
-def same(a: Any, b: Any) -> bool:
+def is_same(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(b, _HELD):
-        return b.is_still(a)
+        return b.holds(a)
     if isinstance(a, Mapping) and isinstance(b, Mapping):  # the copy of one is a dict
-        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
+        return a.keys() == b.keys() and all(is_same(v, b[k]) for k, v in a.items())
     if type(a) is not type(b):
         return False
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(is_same, a, b))
     try:
         if isinstance(a, functools.partial):  # compares by identity
-            return same(a.func, b.func) and same(a.args, b.args) and same(a.keywords, b.keywords)
+            return is_same(a.func, b.func) and is_same(a.args, b.args) and is_same(a.keywords, b.keywords)
         if isinstance(a, _PLAIN):
             return bool(a == b)
         with _disable_current_modes(), torch.DisableTorchFunction():  # not an op of what is captured meanwhile

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ...errors import RanksLost
 from .op_definition import op
-from .parameter_samples import NUM_WORDS, Sampler, next_sampler, sample_of
+from .parameter_samples import NUM_WORDS, Sampler, local_sample, take_sampler
 from .token_routing import build_pft
-from .uneven_all_to_all import group_of, others_answer, refuse_capture, shown_ranks
+from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse_capture
 
 
 @op(
@@ -45,7 +45,7 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
     valid = (topk_ids >= 0) & (topk_ids < num_experts)
     if keep is not None:
         valid = valid & keep
-    table = table_of(places, topk_ids.device)
+    table = build_destination_table(places, topk_ids.device)
     if table is None:
         place = topk_ids.to(torch.int32)
     else:
@@ -53,7 +53,7 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
     return place.masked_fill(~valid, -1)
 
 
-def table_of(places: Sequence[int], device: torch.device) -> Tensor | None:
+def build_destination_table(places: Sequence[int], device: torch.device) -> Tensor | None:
     """The place of each expert, int32 [E]; None where it is its number."""
     return None if list(places) == list(range(len(places))) else _table(tuple(places), device)
 
@@ -105,17 +105,17 @@ def plan_dispatch(
     if not dedup:
         token_ids, slot_ids, offsets, inverse, _ = build_pft(place, None, None, num_experts=num_ranks * num_slots)
         return token_ids, slot_ids, offsets[::num_slots].contiguous(), inverse
-    rank = rank_of(place, num_slots)
+    rank = destination_rank(place, num_slots)
     again = (rank[:, :, None] == rank[:, None, :]).tril_(-1).any(-1)
     return build_pft(rank, None, ~again, num_experts=num_ranks)[:4]
 
 
-def units_of(levels: Sequence[int]) -> list[int]:
+def count_units(levels: Sequence[int]) -> list[int]:
     """How many units each level has in all, coarse to fine."""
     return list(itertools.accumulate(levels, operator.mul))
 
 
-def rank_of(place: Tensor, num_slots: int) -> Tensor:
+def destination_rank(place: Tensor, num_slots: int) -> Tensor:
     return torch.div(place, num_slots, rounding_mode="floor")  # -1 stays -1
 
 
@@ -148,18 +148,18 @@ def exchange_counts(
     Returns:
         For `read_counts`: this rank's numbers, int64 [chunks, numbers], and what others tell it, on its way.
     """
-    own = group_of(group)
+    own = get_group(group)
     counted = _counted(tuple(levels), dist.get_rank(own), near)
     near_node = counted.node if near else []
     kwargs = {"levels": levels, "num_slots": num_slots, "dedup": dedup, "near": near_node, "fingerprint": fingerprint}
     each = [count_rows(place, **kwargs) for place in places]
     counts = torch.stack(each) if len(each) > 1 else each[0][None]
     told = counts[:, counted.told(counts.device)].movedim(1, 0)
-    sampler = next_sampler(samples)
-    sample = sample_of(sampler, counts.device).expand(*told.shape[:2], NUM_WORDS)
+    sampler = take_sampler(samples)
+    sample = local_sample(sampler, counts.device).expand(*told.shape[:2], NUM_WORDS)
     told = torch.cat([told, sample], dim=-1)
     heard = torch.empty_like(told)  # [positions, chunks, numbers]
-    with others_answer():
+    with raise_ranks_lost():
         _on_their_way[heard.data_ptr()] = dist.all_to_all_single(heard, told, group=own, async_op=True), sampler
     while len(_on_their_way) > _MOST:  # what an error left behind
         _on_their_way.pop(next(iter(_on_their_way)))
@@ -205,11 +205,11 @@ def read_counts(
     refuse_capture(
         counts, "copies numbers of rows to the host", 'Plan(dispatch="gather", max_tokens=...), whose exchange is even'
     )
-    own = group_of(group)
+    own = get_group(group)
     counted = _counted(tuple(levels), dist.get_rank(own), near)
     # They are gone if a checkpoint has kept the counts, which are then read again.
     work, sampler = _on_their_way.pop(heard.data_ptr(), (None, None))
-    with others_answer():
+    with raise_ranks_lost():
         if work is not None:
             work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
     # As numbers of Python's: the GPU waits meanwhile, and operations on small tensors take longer.
@@ -225,12 +225,12 @@ def read_counts(
         ranks = dist.get_process_group_ranks(own)
         others = [rank for rank, told in zip(ranks, of_positions, strict=True) if told[0][-1] != fingerprint]
         raise RanksLost(
-            f"rank {dist.get_rank()} and {shown_ranks(others)} do not run a block in the same way: what a call fixes "
+            f"rank {dist.get_rank()} and {format_ranks(others)} do not run a block in the same way: what a call fixes "
             "must be the same on all ranks that share its experts, which is dtypes, the number of features, numbers "
             "among the arguments and the attributes of modules, and autocast"
         )
     if sampler is not None:
-        sampler.hear(samples)
+        sampler.compare_samples(samples)
     found = [counted.splits(told, [p[i] for p in of_positions]) for i, told in enumerate(of_chunks)]
     return [torch.tensor(splits, device="cpu") for of_chunk in found for splits in of_chunk]
 
@@ -246,7 +246,7 @@ def count_rows(
     positions of the own node, whose choices then do not count there, those for each of them. Then choices at each
     position, a 0, and the fingerprint."""
     number = math.prod(levels)
-    position = rank_of(place, num_slots).to(torch.int64) + 1
+    position = destination_rank(place, num_slots).to(torch.int64) + 1
     choices = torch.zeros((place.shape[0], number + 1), dtype=torch.int64, device=place.device)
     choices = choices.scatter_add_(1, position, torch.ones_like(position))[:, 1:]
     at = choices.clamp(max=1) if dedup else choices.clone()  # whether a token has a choice there
@@ -254,15 +254,15 @@ def count_rows(
     if near:
         beside = [at[:, slice(*near)].sum(0)]
         at[:, slice(*near)] = 0
-    for units in units_of(levels):
+    for units in count_units(levels):
         inside = at.unflatten(1, (units, number // units))
         counts.append((inside.amax(2) if dedup else inside.sum(2)).sum(0))
     return torch.cat([*counts, *beside, choices.sum(0), counts[0].new_tensor([0, fingerprint])])
 
 
-def num_counts(levels: Sequence[int], near: Sequence[int]) -> int:
+def count_fields(levels: Sequence[int], near: Sequence[int]) -> int:
     """How many numbers `count_rows` finds."""
-    return sum(units_of(levels)) + (near[1] - near[0] if near else 0) + math.prod(levels) + 2
+    return sum(count_units(levels)) + (near[1] - near[0] if near else 0) + math.prod(levels) + 2
 
 
 class _Counts:
@@ -282,7 +282,7 @@ class _Counts:
         self.levels, self.near, self.position = list(levels), near, own
         self.own = [own // math.prod(levels[j + 1 :]) % n for j, n in enumerate(levels)]
         self.node = [own // levels[-1] * levels[-1], (own // levels[-1] + 1) * levels[-1]]
-        units = units_of(levels)
+        units = count_units(levels)
         self.begins = [sum(units[:j]) for j in range(len(levels))]  # of the levels, among the numbers
         self.beside = sum(units)
         self.choices = self.beside + self.levels[-1] * near
@@ -354,12 +354,12 @@ def _(place, *, num_ranks, num_slots, dedup):
 
 @count_rows.fake
 def _(place, *, levels, num_slots, dedup, near, fingerprint=0):
-    return place.new_empty(num_counts(levels, near), dtype=torch.int64)
+    return place.new_empty(count_fields(levels, near), dtype=torch.int64)
 
 
 @exchange_counts.fake
 def _(places, *, levels, num_slots, dedup, near=False, fingerprint=0, samples=0, group):
-    numbers, told = num_counts(levels, [0, levels[-1]] * near), 3 + sum(levels[1:]) + near + NUM_WORDS
+    numbers, told = count_fields(levels, [0, levels[-1]] * near), 3 + sum(levels[1:]) + near + NUM_WORDS
     counts = places[0].new_empty((len(places), numbers), dtype=torch.int64)
     return counts, counts.new_empty((math.prod(levels), len(places), told))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInput
-from .op_definition import op, saved_by
+from .op_definition import op, unpack_saved
 
 
 @op(
@@ -207,7 +207,7 @@ def _save_for_grouped_mm(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], 
 
 
 def _grouped_mm_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    rows, expert_offsets, *w = saved_by(ctx)
+    rows, expert_offsets, *w = unpack_saved(ctx)
     grad_rows = grad_w = None
     if ctx.needs[0]:
         grad_rows = grouped_mm(grads[0], w, expert_offsets, transposed=not ctx.transposed, dtype=ctx.dtype)
@@ -222,7 +222,7 @@ def _save_for_expert_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any],
 
 
 def _expert_rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    grad = expert_rows_backward(grads[0], *saved_by(ctx), dtype=ctx.dtype)
+    grad = expert_rows_backward(grads[0], *unpack_saved(ctx), dtype=ctx.dtype)
     return [grad] if ctx.stacked else list(grad.unbind(0)), None, None
 
 

@@ -20,7 +20,7 @@ from .. import pointwise_derivative
 from ..expert_body import ExpertBody, Gemm
 from ..pointwise_expression import evaluate, is_linear
 from . import expert_gemms, token_routing
-from .op_definition import is_last_use, op, saved_by
+from .op_definition import is_last_use, op, unpack_saved
 
 KEEP = ("h", "x", "all", "none")
 
@@ -34,7 +34,7 @@ _CONTRACT = (
 
 
 @dataclasses.dataclass
-class Call:
+class ExpertMlpCall:
     """The arguments of one `expert_mlp` call, checked and taken apart.
 
     Attributes:
@@ -60,7 +60,7 @@ class Call:
     out_dtype: torch.dtype
 
     @classmethod
-    def of(cls, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None) -> Call:
+    def of(cls, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None) -> ExpertMlpCall:
         # Of the forward's arguments: `later` is for autograd alone.
         x, token_ids, expert_offsets, inverse, row_weights, up, up_bias, down, down_bias = args[:9]
         parsed = ExpertBody.from_json(body)
@@ -164,7 +164,7 @@ def expert_mlp(
         The rows [B,D'] (or their sums [S,D']), then what the policy keeps: each up-projection [B,F], then the
         activation [B,F']. These are the backward's, which may overwrite them unless the graph is retained.
     """
-    call = Call.of(args, body, keep, dtype)
+    call = ExpertMlpCall.of(args, body, keep, dtype)
     rows = call.x.index_select(0, call.token_ids)
     hidden = [_linear(call, rows, *group) for group in zip(call.up, call.up_bias, call.body.up, strict=True)]
     act = _activation(call, hidden)
@@ -175,30 +175,30 @@ def expert_mlp(
     return [out, *kept]
 
 
-def _activation(call: Call, hidden: Sequence[Tensor]) -> Tensor:
+def _activation(call: ExpertMlpCall, hidden: Sequence[Tensor]) -> Tensor:
     act = evaluate(call.act, _with_weight(call, call.parts(_biased(call, hidden))))
     return act.clone() if isinstance(call.act, str) else act  # outputs of an op must not share storage
 
 
-def _output(call: Call, act: Tensor) -> Tensor:
+def _output(call: ExpertMlpCall, act: Tensor) -> Tensor:
     return evaluate(call.body.out, _with_weight(call, {"y": _project_down(call, act)}))
 
 
-def _project_down(call: Call, act: Tensor) -> Tensor:
+def _project_down(call: ExpertMlpCall, act: Tensor) -> Tensor:
     y = _linear(call, act, call.down, call.down_bias, call.body.down)
     return _add_apart(call, y, call.down_bias, call.body.down)
 
 
-def _biased(call: Call, hidden: Sequence[Tensor]) -> list[Tensor]:
+def _biased(call: ExpertMlpCall, hidden: Sequence[Tensor]) -> list[Tensor]:
     """The up-projections with the biases that are added in another dtype than theirs."""
     return [_add_apart(call, *each) for each in zip(hidden, call.up_bias, call.body.up, strict=True)]
 
 
-def _with_weight(call: Call, env: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_weight(call: ExpertMlpCall, env: dict[str, Tensor]) -> dict[str, Tensor]:
     return env if call.w is None else {**env, "w": call.w}
 
 
-def _linear(call: Call, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
+def _linear(call: ExpertMlpCall, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
     summand = None
     if bias is not None and call.bias_apart(gemm) is None:
         summand = expert_gemms.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(call.dtype)
@@ -207,7 +207,7 @@ def _linear(call: Call, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None
     )
 
 
-def _add_apart(call: Call, product: Tensor, bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
+def _add_apart(call: ExpertMlpCall, product: Tensor, bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
     dtype = call.bias_apart(gemm)
     if bias is None or dtype is None:
         return product
@@ -248,7 +248,7 @@ def expert_mlp_backward(
         of y [B,D']. That one is left out if the result is linear in y: then the activation is scaled, and `grad` is
         what it is multiplied with.
     """
-    call, kept = Call.of(args[:-1], body, keep, dtype), args[-1]
+    call, kept = ExpertMlpCall.of(args[:-1], body, keep, dtype), args[-1]
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
     if part == "weights":
         return _matrix_gradients(call, *_sides_of_matrices(call, grad, kept, reduce), need_up, need_down)
@@ -291,28 +291,30 @@ def expert_mlp_backward(
     total = expert_gemms.expert_rows_backward.reference
     if need_up_bias:
         for g, (_, b, _) in zip(grad_hidden, groups, strict=True):
-            gradients += as_returned(total(g, offsets, dtype=b[0].dtype), b, 1) if b else []
+            gradients += split_gradient(total(g, offsets, dtype=b[0].dtype), b, 1) if b else []
     gradients += _matrix_gradients(call, grad_up, act, grad_product, False, need_down)
     if need_down_bias and call.down_bias:
         grad_bias = total(grad_y, offsets, dtype=call.down_bias[0].dtype)
-        gradients += as_returned(grad_bias, call.down_bias, 1)
+        gradients += split_gradient(grad_bias, call.down_bias, 1)
     if part == "rows":
         linear = is_linear(call.body.out, "y")
         gradients += grad_up
         gradients += (
-            [(act * evaluate(call.body.out, with_ones(call))).to(call.dtype)] if linear else [act, grad_product.clone()]
+            [(act * evaluate(call.body.out, unit_environment(call))).to(call.dtype)]
+            if linear
+            else [act, grad_product.clone()]
         )
     return gradients
 
 
-def with_ones(call: Call) -> dict[str, Tensor]:
+def unit_environment(call: ExpertMlpCall) -> dict[str, Tensor]:
     """Of these `out` makes c(w), [B,1], where it is linear in y: rows = y * c(w)."""
     ones = torch.ones((call.num_rows, 1), dtype=call.dtype, device=call.x.device)
     return _with_weight(call, {"y": ones})
 
 
 def _sides_of_matrices(
-    call: Call, grad: Tensor, kept: Sequence[Tensor], reduce: bool
+    call: ExpertMlpCall, grad: Tensor, kept: Sequence[Tensor], reduce: bool
 ) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     """Of what part "rows" of the backward returned: gradients of the up-projections, activation, gradient of y."""
     *grad_up, act = kept[: len(call.up) + 1]
@@ -322,28 +324,28 @@ def _sides_of_matrices(
 
 
 def _matrix_gradients(
-    call: Call, grad_up: Sequence[Tensor], act: Tensor, grad_y: Tensor, need_up: bool, need_down: bool
+    call: ExpertMlpCall, grad_up: Sequence[Tensor], act: Tensor, grad_y: Tensor, need_up: bool, need_down: bool
 ) -> list[Tensor]:
     outer, gradients = expert_gemms.grouped_mm_backward.reference, []
     if need_up:
         rows = call.x.index_select(0, call.token_ids).to(call.dtype)
         for g, w, gemm in zip(grad_up, call.up, call.body.up, strict=True):
             made = outer(g, rows, call.expert_offsets, transposed=gemm.transposed, dtype=w[0].dtype)
-            gradients += as_returned(made, w, 2)
+            gradients += split_gradient(made, w, 2)
     if need_down:
         transposed, dtype = call.body.down.transposed, call.down[0].dtype
         made = outer(grad_y, act, call.expert_offsets, transposed=transposed, dtype=dtype)
-        gradients += as_returned(made, call.down, 2)
+        gradients += split_gradient(made, call.down, 2)
     return gradients
 
 
-def as_returned(stacked: Tensor, parameters: Sequence[Tensor], dim: int) -> list[Tensor]:
+def split_gradient(stacked: Tensor, parameters: Sequence[Tensor], dim: int) -> list[Tensor]:
     """A stacked gradient [E,...] in the form in which `expert_mlp_backward` returns it."""
     # Outputs of an op must not share storage.
     return [g.clone() for g in stacked] if expert_gemms.separate_gradients(parameters, dim) else [stacked]
 
 
-def weight_gradient(call: Call, *columns: Tensor | None) -> Tensor:
+def weight_gradient(call: ExpertMlpCall, *columns: Tensor | None) -> Tensor:
     """Gradient of the row weights [B] from columns [B,1], zero in the tail."""
     assert call.w is not None
     total = torch.zeros_like(call.w, dtype=torch.promote_types(call.w.dtype, torch.float32))
@@ -359,7 +361,7 @@ def weight_gradient(call: Call, *columns: Tensor | None) -> Tensor:
 
 @expert_mlp.fake
 def _(*args, body, keep="h", reduce=False, dtype=None):
-    call = Call.of(args, body, keep, dtype)
+    call = ExpertMlpCall.of(args, body, keep, dtype)
     up, act, out = call.widths
     rows = call.x.new_empty((call.x.shape[0] if reduce else call.num_rows, out), dtype=call.out_dtype)
     kept = {"h": up, "all": [*up, act]}.get(keep, [])
@@ -368,7 +370,7 @@ def _(*args, body, keep="h", reduce=False, dtype=None):
 
 @expert_mlp_backward.fake
 def _(grad, *args, body, keep, reduce=False, dtype=None, needs, overwrite=False, part="all"):
-    call = Call.of(args[:-1], body, keep, dtype)
+    call = ExpertMlpCall.of(args[:-1], body, keep, dtype)
     x, w = call.x, args[4]
     dims = {
         2: call.up,
@@ -410,7 +412,7 @@ def _save(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequen
 
 
 def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    saved = iter(saved_by(ctx))
+    saved = iter(unpack_saved(ctx))
     fixed = [next(saved) for _ in range(5)]
     lists = [[next(saved) for _ in range(size)] for size in ctx.sizes]
     up, up_bias, down, down_bias, kept = lists

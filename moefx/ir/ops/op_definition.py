@@ -28,7 +28,7 @@ import torch
 
 from ...errors import DoubleBackward, InvalidInput
 from ..guards import recomputed_choice
-from ..op_providers import Provider, choose, registry
+from ..op_providers import Provider, choose_provider, registry
 
 NAMESPACE = "moefx"
 # FRAGMENT: later pieces (expert parallelism, ...) define their ops in the same namespace from files of their
@@ -115,7 +115,7 @@ class Op:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.check(args)
-        provider = choose(self, args, kwargs)
+        provider = choose_provider(self, args, kwargs)
         before, _here.is_at_backend = _here.is_at_backend, True
         try:
             outputs = provider.run(*args, **kwargs)
@@ -190,7 +190,7 @@ class Op:
                 inputs and outputs only (so that version checks and saved-tensor hooks see exactly those).
             backward: `backward(ctx, grads) -> one gradient per positional argument`, a list (or None) where
                 the argument is a list. `grads` holds None for outputs without a gradient; `ctx.needs[i]`
-                tells whether argument i (any element of it) wants one. It reads what was saved by `saved_by(ctx)`,
+                tells whether argument i (any element of it) wants one. It reads what `unpack_saved(ctx)` gives,
                 once, and calls an op, so that the backward is one named node too.
         """
         function = _autograd_function(self, save, backward)
@@ -243,7 +243,7 @@ def is_last_use(saved: Sequence[Any]) -> bool:
     return all(type(t) is torch.Tensor for t in saved) and not keeps_graph()
 
 
-def saved_by(ctx: Any) -> Sequence[Any]:
+def unpack_saved(ctx: Any) -> Sequence[Any]:
     """What the forward has saved, each tensor unpacked once, as checkpointing allows.
 
     Raises:

@@ -26,10 +26,10 @@ class Sampler(Protocol):
 
     number: int
 
-    def tell(self) -> Tensor | None:
+    def take_sample(self) -> Tensor | None:
         """This rank's sample, int64 [NUM_WORDS] on the device of the block; None without one."""
 
-    def hear(self, samples: Sequence[Sequence[int]]) -> None:
+    def compare_samples(self, samples: Sequence[Sequence[int]]) -> None:
         """Compare the samples of all ranks, in the order of the process group. May raise, on all ranks alike."""
 
 
@@ -51,7 +51,7 @@ def select(sampler: Sampler) -> None:
     _selected.sampler = weakref.ref(sampler)
 
 
-def next_sampler(number: int) -> Sampler | None:
+def take_sampler(number: int) -> Sampler | None:
     """The selected sampler, else the next one of a number."""
     selected, _selected.sampler = getattr(_selected, "sampler", None), None
     if selected is not None and (sampler := selected()) is not None and sampler.number == number:
@@ -63,9 +63,9 @@ def next_sampler(number: int) -> Sampler | None:
     return refs[turn]()
 
 
-def sample_of(sampler: Sampler | None, device: torch.device) -> Tensor:
+def local_sample(sampler: Sampler | None, device: torch.device) -> Tensor:
     """What this rank tells: zeros without a sample."""
-    words = None if sampler is None else sampler.tell()
+    words = None if sampler is None else sampler.take_sample()
     if words is None or words.device != device:
         return torch.zeros(NUM_WORDS, dtype=torch.int64, device=device)
     return words

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .op_definition import op, saved_by
+from .op_definition import op, unpack_saved
 from .row_packing import Column, Layout, join_columns, layout_of_rows, pack_rows, split_columns
 from .token_routing import build_pft_backward, combine
 from .uneven_all_to_all import start, wait
@@ -72,7 +72,7 @@ class _Values(NamedTuple):
     @classmethod
     def like(cls, tokens: Sequence[Tensor], choices: Sequence[Tensor], place: Tensor, dedup: bool) -> _Values:
         width = place.shape[1] if dedup else 1
-        return cls([*map(Column.like, tokens)], [Column(c.dtype, width) for c in choices], width)
+        return cls([*map(Column.of, tokens)], [Column(c.dtype, width) for c in choices], width)
 
     @property
     def gradients(self) -> Layout:
@@ -318,7 +318,7 @@ def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
 
 
 def _rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    found = iter(all_to_all_rows_backward(grads[1], *saved_by(ctx), **ctx.kwargs))
+    found = iter(all_to_all_rows_backward(grads[1], *unpack_saved(ctx), **ctx.kwargs))
     of_tokens, of_choices = ([next(found) if float else None for float in floats] for floats in ctx.floats)
     return of_tokens, of_choices, *(None,) * 7
 
@@ -336,7 +336,7 @@ def _save_waited(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs:
 
 
 def _waited_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    saved, num = saved_by(ctx), ctx.num_parts
+    saved, num = unpack_saved(ctx), ctx.num_parts
     # Every rank takes part in the collective, whatever it has a gradient of.
     known = [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
@@ -373,7 +373,7 @@ wait_sums.autograd(
     save=_save_sums,
     backward=lambda ctx, grads: (
         None,
-        wait_sums_backward(grads[0], *saved_by(ctx), group=ctx.group),
+        wait_sums_backward(grads[0], *unpack_saved(ctx), group=ctx.group),
         *(None,) * 5,
     ),
 )

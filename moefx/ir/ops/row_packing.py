@@ -20,7 +20,7 @@ class Column(NamedTuple):
     width: int
 
     @classmethod
-    def like(cls, rows: Tensor) -> Column:
+    def of(cls, rows: Tensor) -> Column:
         return cls(rows.dtype, rows.shape[1])
 
     @property
@@ -65,7 +65,7 @@ def layout_of_rows(
     integers = next((t for t in (torch.int8, torch.int16) if num_slots - 1 <= torch.iinfo(t).max), torch.int32)
     width = place.shape[1] if dedup else 1
     of_choices = [Column(c.dtype, width) for c in choices]
-    return Layout([*map(Column.like, tokens), *of_choices, Column(integers, width)])
+    return Layout([*map(Column.of, tokens), *of_choices, Column(integers, width)])
 
 
 @op(
@@ -94,7 +94,7 @@ def pack_rows(
             values.
         dedup: a row has all choices of its token, else that one.
     """
-    room = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
+    room = max_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     token, slot = (ids[:room].to(torch.int64) for ids in (token_ids, slot_ids))
     own = place[token, slot][:, None]
     if dedup:
@@ -111,7 +111,7 @@ def pack_rows(
     return packed
 
 
-def most_rows(place: Tensor, rank_offsets: Tensor, dedup: bool) -> Any:
+def max_rows(place: Tensor, rank_offsets: Tensor, dedup: bool) -> Any:
     """How many rows [S,K] choices can become."""
     num_tokens, top_k = place.shape
     return num_tokens * (min(top_k, rank_offsets.shape[0] - 1) if dedup else top_k)
@@ -120,7 +120,7 @@ def most_rows(place: Tensor, rank_offsets: Tensor, dedup: bool) -> Any:
 @op("join_columns(Tensor[] columns) -> Tensor", contract="columns[*] -> packed[_,_]")
 def join_columns(columns: list[Tensor]) -> Tensor:
     """Rows [N,width] of each column as one, uint8 [N, bytes]."""
-    layout = Layout([*map(Column.like, columns)])
+    layout = Layout([*map(Column.of, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
     for view, column in zip(layout.views(packed), columns, strict=True):
         view.copy_(column)
@@ -144,13 +144,13 @@ pack_rows.without_gradient()
 
 @pack_rows.fake
 def _(tokens, choices, place, token_ids, slot_ids, rank_offsets, *, num_rows=None, num_slots, dedup):
-    num_rows = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
+    num_rows = max_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     return layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).empty(num_rows, place)
 
 
 @join_columns.fake
 def _(columns):
-    return Layout([*map(Column.like, columns)]).empty(columns[0].shape[0], columns[0])
+    return Layout([*map(Column.of, columns)]).empty(columns[0].shape[0], columns[0])
 
 
 @split_columns.fake

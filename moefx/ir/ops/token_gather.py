@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInput, RanksLost
-from .op_definition import op, saved_by
+from .op_definition import op, unpack_saved
 from .row_packing import Column, Layout, join_columns, split_columns
-from .uneven_all_to_all import group_of, others_answer, refuse_capture, shown_ranks, wait
+from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse_capture, wait
 
 # -- lengths
 # ------------------------------------------------------------------------------------------------------
@@ -48,18 +48,18 @@ def agree_length(place: Tensor, *, fingerprint: int, host_group: str) -> Tensor:
         RanksLost: another rank runs another program, or does not answer.
     """
     refuse_capture(place, "agrees on the number of tokens between hosts", "Plan(max_tokens=...)")
-    group = group_of(host_group)
+    group = get_group(host_group)
     own = torch.tensor([place.shape[0], fingerprint], dtype=torch.int64)
     others = [torch.empty_like(own) for _ in range(group.size())]
-    with others_answer():
+    with raise_ranks_lost():
         dist.all_gather(others, own, group=group)
     numbers = torch.stack(others)
     if bool((numbers[:, 1] != fingerprint).any()):
         ranks = dist.get_process_group_ranks(group)
         wrong = [ranks[i] for i in (numbers[:, 1] != fingerprint).nonzero()[:, 0].tolist()]
         raise RanksLost(
-            f"rank {dist.get_rank()} and {shown_ranks(wrong)} run different programs of this block: give all ranks the "
-            "same model, mode, dtypes and arguments"
+            f"rank {dist.get_rank()} and {format_ranks(wrong)} run different programs of this block: give all "
+            "ranks the same model, mode, dtypes and arguments"
         )
     return numbers[:, 0].amax().reshape(1)
 
@@ -95,7 +95,7 @@ def _ticket(like: Tensor, num_rows: Any, width: Any) -> Tensor:
 
 def _choice_columns(choices: Sequence[Tensor], place: Tensor) -> Layout:
     """The layout of a token's choices and of their places, which travel in one buffer."""
-    return Layout([*map(Column.like, choices), Column(torch.int32, place.shape[1])])
+    return Layout([*map(Column.of, choices), Column(torch.int32, place.shape[1])])
 
 
 # -- there
@@ -297,7 +297,7 @@ def _gathered_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
         for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
         if dtype.is_floating_point
     ]
-    sent = iter(wait_gathered_backward(known, list(saved_by(ctx)), **ctx.kwargs))
+    sent = iter(wait_gathered_backward(known, list(unpack_saved(ctx)), **ctx.kwargs))
     return None, [next(sent) if float else None for float in ctx.floats], None, None
 
 
@@ -319,6 +319,6 @@ def _save_scattered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outpu
 
 wait_scattered.autograd(
     save=_save_scattered,
-    backward=lambda ctx, grads: (None, wait_scattered_backward(grads[0], *saved_by(ctx), **ctx.kwargs), None),
+    backward=lambda ctx, grads: (None, wait_scattered_backward(grads[0], *unpack_saved(ctx), **ctx.kwargs), None),
 )
 wait_scattered_backward.once_differentiable("scatter_sums")

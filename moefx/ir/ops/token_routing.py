@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import InvalidInput
 from ..guards.recomputed_choice import observe_pft
-from .op_definition import op, saved_by
+from .op_definition import op, unpack_saved
 
 DROP_RULES = ("none", "position_token", "position_slot", "weight")
 
@@ -39,7 +39,7 @@ def build_pft(
     s), "weight" (largest weight first, ties by position s*K+k). Entries dropped by id or `keep` never queue.
 
     Args:
-        num_rows: how many entries are valid, int64 [1] on the host, where that is known. B is `room_for` them then,
+        num_rows: how many entries are valid, int64 [1] on the host, where that is known. B is `padded_row_count` of them then,
             else S*K, and entries that have no room are dropped. Not with `capacity`.
 
     Returns:
@@ -50,7 +50,7 @@ def build_pft(
     """
     _check_routing(topk_ids, topk_weights, keep, num_rows, num_experts, capacity, drop)
     num_slots, num_entries, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
-    room = room_for(num_rows, topk_ids)
+    room = padded_row_count(num_rows, topk_ids)
     expert = topk_ids.reshape(-1)
     if expert.element_size() < 4:
         expert = expert.to(torch.int32)  # num_experts itself may not fit into int8
@@ -80,7 +80,7 @@ def build_pft(
     return token_ids, slot_ids, expert_offsets, inverse, combine_weights
 
 
-def room_for(num_rows: Tensor | None, topk_ids: Tensor) -> int:
+def padded_row_count(num_rows: Tensor | None, topk_ids: Tensor) -> int:
     """The number of rows B to make: some more than there are, 1/64 at most, so that few sizes occur. Then memory is
     found again, and so is what was recorded for a size."""
     if num_rows is None:
@@ -175,7 +175,7 @@ build_pft_backward.once_differentiable("build_pft")
 build_pft.observe = observe_pft
 build_pft.autograd(
     save=lambda ctx, args, kwargs, outputs: ctx.save_for_backward(outputs[3]),
-    backward=lambda ctx, grads: (None, build_pft_backward(grads[4], *saved_by(ctx)), None),
+    backward=lambda ctx, grads: (None, build_pft_backward(grads[4], *unpack_saved(ctx)), None),
 )
 
 
@@ -206,7 +206,7 @@ pick_choices_backward.fake(lambda grad, inverse: grad.new_empty((*inverse.shape,
 pick_choices_backward.once_differentiable("pick_choices")
 pick_choices.autograd(
     save=lambda ctx, args, kwargs, outputs: ctx.save_for_backward(args[3]),
-    backward=lambda ctx, grads: (pick_choices_backward(grads[0], *saved_by(ctx)), None, None, None),
+    backward=lambda ctx, grads: (pick_choices_backward(grads[0], *unpack_saved(ctx)), None, None, None),
 )
 
 
@@ -286,7 +286,7 @@ def _(rows, combine_weights, token_ids, expert_offsets, inverse):
 
 
 def _combine_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    token_ids, expert_offsets, inverse, *weighted = saved_by(ctx)
+    token_ids, expert_offsets, inverse, *weighted = unpack_saved(ctx)
     if weighted:
         grad_rows, grad_weights = combine_backward(grads[0], *weighted, token_ids, expert_offsets)
     else:
@@ -303,5 +303,5 @@ combine.autograd(save=_save_for_combine, backward=_combine_gradients)
 combine_backward.once_differentiable("combine")
 dispatch.autograd(
     save=lambda ctx, args, kwargs, outputs: ctx.save_for_backward(*args[1:]),
-    backward=lambda ctx, grads: (combine(grads[0], None, *saved_by(ctx)), None, None, None),
+    backward=lambda ctx, grads: (combine(grads[0], None, *unpack_saved(ctx)), None, None, None),
 )

@@ -16,12 +16,12 @@ _NO_EMPTY_RANKS = "MOEFX_NO_EMPTY_RANKS"  # see docs/expert_parallelism.md
 _TAG = 29285  # apart from what the user's program sends
 
 
-def group_of(name: str) -> dist.ProcessGroup:
+def get_group(name: str) -> dist.ProcessGroup:
     """The process group of a name, as `ProcessGroup.group_name` tells it."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
 
 
-def shown_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
@@ -30,8 +30,8 @@ def start(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str
     `wait` may read the result."""
     if os.environ.get(_NO_EMPTY_RANKS, "") not in ("", "0"):
         return _with_own_row(rows, sent, received, group)
-    if rows.device.type == "cpu" and _is_gloo(group_of(group)):
-        return _receives_first(rows.contiguous(), sent, received, group_of(group))
+    if rows.device.type == "cpu" and _is_gloo(get_group(group)):
+        return _receives_first(rows.contiguous(), sent, received, get_group(group))
     return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
 
 
@@ -59,7 +59,7 @@ def _receives_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], 
 
 def _with_own_row(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """As `start`, with one more row from each rank to itself: no rank has nothing to receive. It is waited for here."""
-    own = dist.get_rank(group_of(group))
+    own = dist.get_rank(get_group(group))
     more = [[n + (rank == own) for rank, n in enumerate(counts)] for counts in (sent, received)]
     cut = sum(sent[: own + 1])
     rows = torch.cat([rows[:cut], rows.new_zeros((1, *rows.shape[1:])), rows[cut:]])
@@ -80,7 +80,7 @@ def wait(rows: Tensor) -> Tensor:
             "rows are waited for again that moefx.save_routing has freed: a policy around it recomputes a wait that "
             "it wants to be kept"
         )
-    with others_answer():
+    with raise_ranks_lost():
         return torch.ops._c10d_functional.wait_tensor(rows)
 
 
@@ -91,7 +91,7 @@ def refuse_capture(tensor: Tensor, step: str, remedy: str) -> None:
 
 
 @contextlib.contextmanager
-def others_answer() -> Iterator[None]:
+def raise_ranks_lost() -> Iterator[None]:
     """Say what an error of a collective means."""
     try:
         yield

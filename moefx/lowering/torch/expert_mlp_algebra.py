@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...ir import pointwise_derivative, pointwise_expression
-from ...ir.ops.expert_mlp import Call, expert_mlp, expert_mlp_backward, weight_gradient, with_ones
+from ...ir.ops.expert_mlp import ExpertMlpCall, expert_mlp, expert_mlp_backward, unit_environment, weight_gradient
 from . import grouped_mm
 from .grouped_mm import GroupedGemms
 from .segments import SegmentGemms
@@ -62,7 +62,7 @@ class Gradient:
 class Parameters:
     """A call's expert parameters as its GEMMs want them."""
 
-    def __init__(self, call: Call, gemms: Gemms):
+    def __init__(self, call: ExpertMlpCall, gemms: Gemms):
         self.gemms = gemms
         self.apart = [call.bias_apart(gemm) for gemm in call.body.up]
         self.down_apart = call.bias_apart(call.body.down)
@@ -86,11 +86,12 @@ class Parameters:
         return self.gemms.multiply(group, act, self.down, out, bias=self.down_bias)
 
 
-def forward(call: Call, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
+def forward(call: ExpertMlpCall, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
     up_widths, act_width, out_width = call.widths
     x, parameters, by_row = call.x, Parameters(call, gemms), ByRow(call, gemms)
     act_of, out_of = (
-        pointwise_expression.program(pointwise_expression.canonical(e)) for e in (call.act, call.body.out)
+        pointwise_expression.compile_expression(pointwise_expression.to_canonical_text(e))
+        for e in (call.act, call.body.out)
     )
 
     def buffer(width: int, dtype: torch.dtype) -> Buffer:
@@ -134,7 +135,7 @@ class Backward:
 
     def __init__(
         self,
-        call: Call,
+        call: ExpertMlpCall,
         gemms: Gemms,
         kept: Sequence[Tensor],
         grad: Tensor,
@@ -158,7 +159,10 @@ class Backward:
         self.grad_up_bias = self._stacks(need_up_bias, call.up_bias, 1)
         (self.grad_down,) = self._stacks(need_down, [call.down], 2)
         (self.grad_down_bias,) = self._stacks(need_down_bias, [call.down_bias], 1)
-        out_uses, act_uses = pointwise_expression.variables(call.body.out), pointwise_expression.variables(call.act)
+        out_uses, act_uses = (
+            pointwise_expression.list_variables(call.body.out),
+            pointwise_expression.list_variables(call.act),
+        )
         self.w_of_out = self._column(torch.promote_types(grad.dtype, torch.float32)) if "w" in out_uses else None
         self.w_of_act = self._column(call.w.dtype) if "w" in act_uses and call.w is not None else None
         up_widths, act_width, out_width = call.widths
@@ -207,7 +211,7 @@ class Backward:
         product = gemms.multiply(group, grad_y, self.down)
         grad_act = product if scale is None else _in(call.dtype, product * scale.power)
         if self.act_vjp is None:  # the same function for all groups
-            self.act_vjp = pointwise_derivative.vjp_function(call.act, env, grad_act, wrt, value=act is None)
+            self.act_vjp = pointwise_derivative.build_vjp(call.act, env, grad_act, wrt, value=act is None)
         function, wrt = self.act_vjp
         value, *gradients = function(env, grad_act)
         by_act = dict(zip(wrt, gradients, strict=True))
@@ -292,9 +296,9 @@ class Backward:
             w_of_out = self.w_of_out
             columns = [None if column is None else column.tensor for column in (w_of_out, self.w_of_act)]
             if self.linear and columns[0] is not None:
-                factor, ones = self.by_row.factor, with_ones(call)
+                factor, ones = self.by_row.factor, unit_environment(call)
                 dot = columns[0].to(
-                    pointwise_expression.result_dtype(factor, {name: t.dtype for name, t in ones.items()})
+                    pointwise_expression.infer_dtype(factor, {name: t.dtype for name, t in ones.items()})
                 )
                 columns[0] = pointwise_derivative.vjp(factor, ones, dot, ["w"])[1]["w"]
             results.append(weight_gradient(call, *columns))
@@ -308,7 +312,13 @@ class Matrices:
     """The gradients of up and down alone, of what `Backward` put off."""
 
     def __init__(
-        self, call: Call, gemms: Gemms, kept: Sequence[Tensor], grad: Tensor, needs: Sequence[bool], reduce: bool
+        self,
+        call: ExpertMlpCall,
+        gemms: Gemms,
+        kept: Sequence[Tensor],
+        grad: Tensor,
+        needs: Sequence[bool],
+        reduce: bool,
     ):
         self.call, self.gemms, self.token_ids = call, gemms, gemms.read(call.token_ids)
         *grad_up, self.act = [gemms.read(rows) for rows in kept[: len(call.up) + 1]]
@@ -361,13 +371,13 @@ class ByRow:
         scale: c(w), [B,1]. None: `out` is y, or not linear in it.
     """
 
-    def __init__(self, call: Call, gemms: Gemms):
+    def __init__(self, call: ExpertMlpCall, gemms: Gemms):
         self.token_ids = gemms.read(call.token_ids)
         self.w = None if call.w is None else gemms.read(call.w)
         self.scale, self.factor = None, call.body.out
         if call.body.out != "y" and pointwise_expression.is_linear(call.body.out, "y"):
-            self.factor = pointwise_expression.without_casts_of(call.body.out, "y")
-            self.scale = gemms.read(pointwise_expression.evaluate(self.factor, with_ones(call)))
+            self.factor = pointwise_expression.drop_casts(call.body.out, "y")
+            self.scale = gemms.read(pointwise_expression.evaluate(self.factor, unit_environment(call)))
 
     def with_weight(self, group: Group, env: dict[str, Tensor]) -> dict[str, Tensor]:
         return env if self.w is None else {**env, "w": self.w[group.index]}
@@ -388,7 +398,7 @@ def _forward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callable
     def run(
         *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        call = Call.of(args, body, keep, dtype)
+        call = ExpertMlpCall.of(args, body, keep, dtype)
         return forward(call, make(call.expert_offsets, call.dtype, call.matrix_size()), keep, reduce)
 
     return run
@@ -406,7 +416,7 @@ def _backward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callabl
         overwrite: bool = False,
         part: str = "all",
     ) -> list[Tensor]:
-        call = Call.of(args[:-1], body, keep, dtype)
+        call = ExpertMlpCall.of(args[:-1], body, keep, dtype)
         gemms = make(call.expert_offsets, call.dtype, call.matrix_size())
         if part == "weights":
             backward = Matrices(call, gemms, args[-1], grad, needs, reduce)

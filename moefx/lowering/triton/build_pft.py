@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ir.ops.token_routing import room_for
+from ...ir.ops.token_routing import padded_row_count
 from .launch import cdiv, on
 from .launch_replay import apply, empty, launch, played
 
@@ -259,7 +259,7 @@ def build_pft(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `ir.ops.token_routing.build_pft`. `block` (a power of two) is for tests."""
     key = ("build_pft", num_experts, capacity, drop, block)
-    arguments, room = (topk_ids, topk_weights, keep), room_for(num_rows, topk_ids)
+    arguments, room = (topk_ids, topk_weights, keep), padded_row_count(num_rows, topk_ids)
 
     def host_code() -> list[Tensor]:
         return _build_pft(*arguments, room, num_experts, capacity, drop, block)

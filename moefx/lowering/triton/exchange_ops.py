@@ -15,7 +15,7 @@ from triton import language as tl
 from triton import next_power_of_2
 
 from ...ir.ops import exchange_routes
-from ...ir.ops.row_packing import Column, Layout, layout_of_rows, most_rows
+from ...ir.ops.row_packing import Column, Layout, layout_of_rows, max_rows
 from . import destination_kernels as _places
 from . import row_kernels as rows
 from .build_pft import build_pft
@@ -56,7 +56,7 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
     place = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
     if not place.numel():
         return place
-    table = exchange_routes.table_of(places, topk_ids.device)
+    table = exchange_routes.build_destination_table(places, topk_ids.device)
     kept = None if keep is None else keep.contiguous().view(torch.uint8)
     with on(place.device):
         launch(
@@ -90,7 +90,7 @@ def count_rows(
     place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int], fingerprint: int = 0
 ) -> Tensor:
     """See `ir.routes.count_rows`."""
-    counts = _zeros_and(fingerprint, exchange_routes.num_counts(levels, near), place.device).clone()
+    counts = _zeros_and(fingerprint, exchange_routes.count_fields(levels, near), place.device).clone()
     if not place.numel():
         return counts
     wanted, bins = _wanted(tuple(levels), num_slots, dedup, tuple(near), place.device)
@@ -115,7 +115,7 @@ def _wanted(
     levels: tuple[int, ...], num_slots: int, dedup: bool, near: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, int]:
     """What `count_rows_kernel` counts, in the order of the numbers; and room for the most units of one."""
-    units, (begin, end) = exchange_routes.units_of(levels), (p * num_slots for p in near or (0, 0))
+    units, (begin, end) = exchange_routes.count_units(levels), (p * num_slots for p in near or (0, 0))
     positions = units[-1]
     rows = [[n, positions // n * num_slots, int(dedup), 0, begin, end] for n in units]
     rows += [[near[1] - near[0], num_slots, int(dedup), 1, begin, end]] if near else []
@@ -164,7 +164,7 @@ def pack_rows(
     dedup: bool,
 ) -> Tensor:
     """See `ir.packing.pack_rows`."""
-    room = most_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
+    room = max_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
     packed = layout.empty(room, place)
     place = place.contiguous()
@@ -185,7 +185,7 @@ def pack_rows(
 
 def join_columns(columns: Sequence[Tensor]) -> Tensor:
     """See `ir.packing.join_columns`."""
-    layout = Layout([*map(Column.like, columns)])
+    layout = Layout([*map(Column.of, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
     pairs = [
         (column, _Rows.of(source), _Rows(packed, layout.num_bytes, begin))

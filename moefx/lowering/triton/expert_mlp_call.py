@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from ...ir.ops.expert_mlp import Call
+from ...ir.ops.expert_mlp import ExpertMlpCall
 from . import row_kernels as rows
 from . import warp_specialized
 from .exchange_ops import sum_rows_of_tokens
@@ -50,7 +50,7 @@ class Run:
 
     def __init__(self, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None, is_beside: bool = False):
         self.is_beside = is_beside
-        call = Call.of(args, body, keep, dtype)
+        call = ExpertMlpCall.of(args, body, keep, dtype)
         names = ("token_ids", "expert_offsets", "inverse", "w")  # of which the kernels take no strides
         self.call = call = dataclasses.replace(call, **{name: _contiguous(getattr(call, name)) for name in names})
         self.up_widths, self.act_width, self.out_width = call.widths

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.ops.expert_mlp import as_returned
+from ...ir.ops.expert_mlp import split_gradient
 from .expert_mlp_call import Run, precision, rows_contiguous
 from .launch_replay import apply, played
 
@@ -116,7 +116,7 @@ def _backward(
     grad_down_bias = []
     if need_down_bias and call.down_bias:
         stacked = run.sum_rows(grad, by_token, point.scale, call.down_bias[0].dtype)
-        grad_down_bias = as_returned(stacked, call.down_bias, 1)
+        grad_down_bias = split_gradient(stacked, call.down_bias, 1)
     del grad
     if need_x:  # before dW1: its rows are gone then
         grad_rows = run.empty(num_rows, call.x.shape[1])
@@ -127,7 +127,7 @@ def _backward(
     grad_up_bias = []
     for hidden_grad, bias in zip(grad_hidden, call.up_bias, strict=True):
         if need_up_bias and bias:
-            grad_up_bias += as_returned(run.sum_rows(hidden_grad, False, None, bias[0].dtype), bias, 1)
+            grad_up_bias += split_gradient(run.sum_rows(hidden_grad, False, None, bias[0].dtype), bias, 1)
     return [*results, *grad_w, *grad_up, *grad_up_bias, *grad_down, *grad_down_bias, *sides]
 
 
@@ -151,7 +151,7 @@ def _grad_down(run: Run, grad: Tensor, by_token: bool, act: Tensor) -> list[Tens
     sides = ((grad, by_token), (act, False))
     left, right = sides if run.down.out_dim == 0 else sides[::-1]
     parameters = run.call.down
-    return as_returned(run.outer("grad_down", left, right, parameters[0].dtype), parameters, 2)
+    return split_gradient(run.outer("grad_down", left, right, parameters[0].dtype), parameters, 2)
 
 
 def _grad_up(run: Run, grad_hidden: Sequence[Tensor]) -> list[Tensor]:
@@ -159,7 +159,7 @@ def _grad_up(run: Run, grad_hidden: Sequence[Tensor]) -> list[Tensor]:
     for grad, w, parameters in zip(grad_hidden, run.up, run.call.up, strict=True):
         sides = ((grad, False), (run.x, True))
         left, right = sides if w.out_dim == 0 else sides[::-1]
-        gradients += as_returned(run.outer("grad_up", left, right, parameters[0].dtype), parameters, 2)
+        gradients += split_gradient(run.outer("grad_up", left, right, parameters[0].dtype), parameters, 2)
     return gradients
 
 
@@ -171,5 +171,5 @@ def _zero_gradients(run: Run, needs: Sequence[bool]) -> list[Tensor]:
     for need, group, dim in zip(needs[2:], groups, (2, 1, 2, 1), strict=True):
         if need:
             for p in group:
-                results += as_returned(p[0].new_zeros((run.num_experts, *p[0].shape[-dim:])), p, dim)
+                results += split_gradient(p[0].new_zeros((run.num_experts, *p[0].shape[-dim:])), p, dim)
     return results

@@ -228,11 +228,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def apply(function: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     """function(*sources), recorded: a new tensor from inputs, constants or what was allocated."""
-    before = op_providers.weight_paths_here()
+    before = op_providers.thread_weight_paths()
     tensor = function(*sources)
     if (tape := getattr(_state, "tape", None)) is not None:
         tape.applied(tensor, function, sources)
-        tape.weight_paths.subtract(op_providers.weight_paths_here() - before)  # played, it counts itself
+        tape.weight_paths.subtract(op_providers.thread_weight_paths() - before)  # played, it counts itself
     return tensor
 
 
@@ -292,11 +292,11 @@ def played(
         tape = Tape(inputs, constants)
         if not tape.playable:
             return host_code()
-        before = op_providers.weight_paths_here()
+        before = op_providers.thread_weight_paths()
         with recording(tape):
             results = host_code()
         if tape.finish(results):
-            tape.weight_paths.update(op_providers.weight_paths_here() - before)
+            tape.weight_paths.update(op_providers.thread_weight_paths() - before)
             if len(_tapes) >= _MAX_TAPES:
                 _tapes.clear()
             _tapes[key] = tape

@@ -93,7 +93,7 @@ def pointwise(text: str, widths: tuple[int, ...] | None = None, ptx: bool = Fals
         vjp=derived("vjp", (*found.parameters, "g"), found.vjp, ptx),
         scale=derived("scale", ("w",), [found.scale], ptx) if scaled else None,
         scale_grad=derived("scale_grad", ("w",), [found.scale_grad], ptx) if scaled else None,
-        uses_weight="w" in pointwise_expression.variables(body.act),
+        uses_weight="w" in pointwise_expression.list_variables(body.act),
         joined=len(found.order) == 2 and body.parts[0][3] == 2,
         num_parts=len(found.order),
     )
@@ -101,17 +101,19 @@ def pointwise(text: str, widths: tuple[int, ...] | None = None, ptx: bool = Fals
 
 def _formulas(body: ExpertBody, widths: Sequence[int] | None) -> Formulas:
     if not pointwise_expression.is_linear(body.out, "y"):
-        raise Underivable(f"{pointwise_expression.pretty(body.out)} after the down-projection is not linear in y")
+        raise Underivable(
+            f"{pointwise_expression.format_expression(body.out)} after the down-projection is not linear in y"
+        )
     order = _order(body, widths)
     for expr, known in ((body.act, (*order, "w")), (body.out, ("y", "w"))):
-        if unknown := [name for name in pointwise_expression.variables(expr) if name not in known]:
+        if unknown := [name for name in pointwise_expression.list_variables(expr) if name not in known]:
             raise Underivable(
-                f"{pointwise_expression.pretty(expr)} has a variable {unknown[0]}, of which nothing is known"
+                f"{pointwise_expression.format_expression(expr)} has a variable {unknown[0]}, of which nothing is known"
             )
     parameters = (*order, *(["_"] if len(order) == 1 else []), "w")
     value, *gradients = with_gradients(body.act, "g", parameters)
     if missing := [name for name in order if name not in symbols_of(value)]:
-        raise Underivable(f"{pointwise_expression.pretty(body.act)} does not depend on {missing[0]}")
+        raise Underivable(f"{pointwise_expression.format_expression(body.act)} does not depend on {missing[0]}")
     # With y and its gradient 1 what is left is the factor, and the derivative of that.
     factor, factor_grad = with_gradients(body.out, "g", ("w",), ones=("y", "g"))
     return Formulas(order, parameters, [value, *gradients], factor, factor_grad)

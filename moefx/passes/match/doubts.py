@@ -25,8 +25,8 @@ from ...capture.sizes import COMPARE, value_of
 from ...capture.source import Source, is_users_own
 from ...capture.tracer import Flips
 from ...errors import Refused
-from ...ir.guards.attribute_reads import attributes
-from ...ir.guards.code_closure import code_of, reached
+from ...ir.guards.attribute_reads import find_attributes
+from ...ir.guards.code_closure import collect_code, trace_closure
 from . import empty_experts, zero_rows
 from .agree import same_form
 from .nodes import is_of_state, is_random, is_routed, line, numbers, op_name
@@ -415,8 +415,8 @@ def buffers_read(read: HostRead) -> list[str]:
 def _numbers_named(block: nn.Module) -> list[float]:
     """Where a comparison with a step or a temperature may turn: the numbers in the code and the attributes of a block,
     what is next to them, what is between, and products of two."""
-    found = set(reached(code_of(block)).numbers)
-    found |= {v for v in attributes(block).values() if type(v) in (int, float) and math.isfinite(v)}
+    found = set(trace_closure(collect_code(block)).numbers)
+    found |= {v for v in find_attributes(block).values() if type(v) in (int, float) and math.isfinite(v)}
     own = sorted(n for n in found if abs(n) < _NO_LIMIT)
     near = [n + d for d in (0, 1, -1) for n in own]
     between = [(a + b) / 2 for a, b in itertools.pairwise(own)]

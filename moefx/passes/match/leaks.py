@@ -18,7 +18,7 @@ from ...capture.captured import Capture
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard, evaluate, plain
 from ...errors import CaptureError, Refused
-from ...ir.guards.code_closure import code_of, reached
+from ...ir.guards.code_closure import collect_code, trace_closure
 from .agree import same_form
 from .crowds import MOST_TOKENS
 from .form import most_tokens
@@ -154,7 +154,7 @@ def round_sizes(prover: Prover) -> None:
     if not _has_leaks(prover) or not prover.arguments.dims:
         return
     usual = _Usual(prover)
-    named = [n for n in reached(code_of(prover.block)).numbers if type(n) is int and _FEW < n <= MOST_TOKENS]
+    named = [n for n in trace_closure(collect_code(prover.block)).numbers if type(n) is int and _FEW < n <= MOST_TOKENS]
     sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MOST_NAMED]})
     for n in itertools.takewhile(lambda n: n < most_tokens(prover.lifted, times=4), sizes):
         try:

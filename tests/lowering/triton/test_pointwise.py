@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefx.errors import InvalidInput
 from moefx.ir.expert_body import ExpertBody, Gemm
-from moefx.ir.pointwise_expression import variables
+from moefx.ir.pointwise_expression import list_variables
 from moefx.lowering.triton import why_not
 from moefx.lowering.triton.pointwise import Pointwise, Underivable, pointwise
 
@@ -30,7 +30,7 @@ def body_of(act: object, out: object = "y", parts: int = 2) -> ExpertBody:
 
 
 def pointwise_of(act: object) -> Pointwise:
-    return pointwise(body_of(act, parts=2 if "a1" in variables(act) else 1).to_json())
+    return pointwise(body_of(act, parts=2 if "a1" in list_variables(act) else 1).to_json())
 
 
 @triton.jit
