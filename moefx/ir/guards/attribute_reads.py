@@ -1,6 +1,6 @@
-"""Plain attributes and globals that a forward reads: a scale, how many experts a token gets, a flag in a configuration.
+"""Record which plain attributes and globals a forward reads, such as a scale, the top-k, or a configuration flag.
 
-A capture bakes their values into the graph. So what was read is noted, and the rewrite holds while it is unchanged.
+A capture bakes their values into the graph, so the rewrite holds only while these values stay the same.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ MODULE_INTERNALS = {
     *vars(nn.Module()),
     "_compiled_call_impl",
     "forward",
-}  # what torch itself keeps, and guards elsewhere
+}  # torch's own attributes
 
 
 class AttributeLocation(NamedTuple):
-    """An attribute of a submodule, or of an object (a configuration) that hangs there, or of one in that: `inner` is a
-    dotted path; or a global of a Python module, whose name then stands behind an `@`."""
+    """An attribute of a submodule, an attribute of an object stored there, or a global.
+
+    Attributes:
+        module: path of the submodule in the block; `@` and the module's name for a global.
+        name: the attribute of the submodule, or the global.
+        inner: dotted path inside the object stored under `name`, or "".
+    """
 
     module: str
     name: str
@@ -36,74 +41,74 @@ class AttributeLocation(NamedTuple):
 
     @property
     def attribute(self) -> str:
-        """The attribute's own name."""
+        """The last name of the path."""
         return (self.inner or self.name).rpartition(".")[2]
 
     def __str__(self) -> str:
         return ".".join(filter(None, self)).removeprefix("@")
 
 
-BLOCK_MODE = AttributeLocation("", "training")  # of the block
-_UNSEEN = {"__dict__", "vars", "__getstate__", "__reduce__", "__reduce_ex__", "__getattribute__", "getattr_static"}
+BLOCK_MODE = AttributeLocation("", "training")
+_REFLECTION = {"__dict__", "vars", "__getstate__", "__reduce__", "__reduce_ex__", "__getattribute__", "getattr_static"}
 
 
 def find_attributes(block: nn.Module) -> dict[AttributeLocation, Any]:
-    """The attributes of a block, of its submodules and of the objects that they hold, by where they are. Not their
-    modes, which `record_reads` notes."""
+    """Return the attributes of a block, of its submodules and of the objects that they hold. Modes (`training`) are
+    left out: `record_reads` records these itself."""
     found: dict[AttributeLocation, Any] = {}
     for path, module in block.named_modules():
         for name, value in attributes_of(module).items():
             if isinstance(value, nn.Module) or name in MODULE_INTERNALS:
                 continue
             found[AttributeLocation(path, name)] = value
-            found |= {AttributeLocation(path, name, inner): v for inner, v in _inside(value).items()}
+            found |= {AttributeLocation(path, name, inner): v for inner, v in _find_inner(value).items()}
     return found
 
 
-def _inside(thing: Any, depth: int = 3) -> dict[str, Any]:
-    """The attributes of an object, and of the configurations in it, by their paths."""
-    if not depth or (is_plain(thing) and not is_configuration(thing)):  # which may be called, as a schedule is
+def _find_inner(thing: Any, depth: int = 3) -> dict[str, Any]:
+    """Return the attributes of an object and of the configurations in it, by dotted path."""
+    if not depth or (is_plain(thing) and not is_configuration(thing)):  # a callable schedule is both
         return {}
     if isinstance(thing, (torch.Tensor, types.ModuleType)) or (depth < 3 and not is_configuration(thing)):
         return {}
     found = attributes_of(thing)
-    return found | {f"{k}.{inner}": v for k, value in found.items() for inner, v in _inside(value, depth - 1).items()}
+    return found | {f"{k}.{i}": v for k, value in found.items() for i, v in _find_inner(value, depth - 1).items()}
 
 
 def find_globals(block: nn.Module) -> dict[AttributeLocation, Any]:
-    """Plain globals that the code of a block names, and plain attributes of the objects among them."""
+    """Return plain globals that the code of a block names, and plain attributes of objects among its globals."""
     found: dict[AttributeLocation, Any] = {}
     code = trace_closure(collect_code(block))
-    used = code.names
-    for one in code.globals:
-        python = sys.modules.get(one.module)
-        if python is None or vars(python) is not one.namespace:
-            continue  # code that was made on the fly
-        where, value = AttributeLocation(f"@{one.module}", one.name), one.value
+    for entry in code.globals:
+        module = sys.modules.get(entry.module)
+        if module is None or vars(module) is not entry.namespace:
+            continue  # generated code
+        where, value = AttributeLocation(f"@{entry.module}", entry.name), entry.value
         if isinstance(value, type) and not is_namespace(value):
             continue
         if is_plain(value) and not isinstance(value, type):
-            found |= {where: value} if not callable(value) or _can_be_found(value) else {}
+            found |= {where: value} if not callable(value) or _is_importable(value) else {}
         elif isinstance(value, type) or type(value).__module__.split(".")[0] not in LIBRARIES:
-            inner = {k: v for k, v in _inside(value).items() if used.issuperset(k.split("."))}
+            inner = {k: v for k, v in _find_inner(value).items() if code.names.issuperset(k.split("."))}
             inner = {where._replace(inner=k): v for k, v in inner.items() if is_plain(v) and not callable(v)}
             found |= inner | ({where: value} if inner and is_configuration(value) else {})
     return found
 
 
-def _can_be_found(function: Any) -> bool:
-    """Whether a function is what its module knows by its name, so that it can be pickled."""
+def _is_importable(function: Any) -> bool:
+    """Whether a function's module holds it under its name, so that it can be pickled."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     return getattr(module, getattr(function, "__qualname__", ""), None) is function
 
 
 def read_value(block: nn.Module, where: AttributeLocation) -> Any:
-    """The value of an attribute now; something equal to nothing where it is gone."""
+    """Return the current value of an attribute, or MISSING."""
     return getattr(find_owner(block, where), where.attribute, MISSING)
 
 
 def find_tied_tensors(block: nn.Module) -> dict[AttributeLocation, AttributeLocation]:
-    """Parameters and buffers that are the same tensor as one before: a capture reads them all there."""
+    """Map each parameter or buffer that is the same tensor as an earlier one to that one. A capture reads all of them
+    at the first location."""
     first: dict[int, AttributeLocation] = {}
     found: dict[AttributeLocation, AttributeLocation] = {}
     for kind in (block.named_parameters, block.named_buffers):
@@ -111,15 +116,19 @@ def find_tied_tensors(block: nn.Module) -> dict[AttributeLocation, AttributeLoca
             owner, _, key = name.rpartition(".")
             where = AttributeLocation(owner, key)
             before = first.setdefault(id(t), where)
-            if before.name != key or find_owner(block, before) is not find_owner(block, where):  # not a module twice
+            # A module that is registered twice is no tie.
+            if before.name != key or find_owner(block, before) is not find_owner(block, where):
                 found[where] = before
     return found
 
 
 @contextlib.contextmanager
 def record_reads(block: nn.Module, watched: Iterable[AttributeLocation]) -> Iterator[set[AttributeLocation]]:
-    """Note which of these attributes are relied on while the context is open: read before they are set, or set to what
-    they are. A data descriptor on the class comes before the instance."""
+    """Record which of the watched attributes the code relies on while the context is open.
+
+    An attribute counts if it is read before it is set, or set to its current value. Each is watched by a data
+    descriptor on its class, which Python looks up before the instance.
+    """
     read: set[AttributeLocation] = set()
     by_class: dict[tuple[type, str], dict[int, tuple[AttributeLocation, Any]]] = {}
     for where in watched:
@@ -129,27 +138,27 @@ def record_reads(block: nn.Module, watched: Iterable[AttributeLocation]) -> Iter
     with contextlib.ExitStack() as stack:
         for (cls, name), places in by_class.items():
             before, found = vars(cls).get(name, MISSING), inspect.getattr_static(cls, name, MISSING)
-            if found is not MISSING and not is_plain(found):  # the class itself may need it, as for slots
+            if found is not MISSING and not is_plain(found):  # a descriptor that the class needs, such as a slot
                 read |= {where for where, _ in places.values()}
                 continue
             try:
-                setattr(cls, name, _Noting(cls, name, places, read))
-            except (TypeError, AttributeError):  # a class of C's: all of it may be read
+                setattr(cls, name, _RecordingAttribute(cls, name, places, read))
+            except (TypeError, AttributeError):  # an extension class: any of its attributes may be read
                 read |= {where for where, _ in places.values()}
                 continue
             if before is MISSING:
                 stack.callback(delattr, cls, name)
             else:
                 stack.callback(setattr, cls, name, before)
-        stack.enter_context(_noting_missing(block, read))
-        stack.enter_context(_noting_modes(block, read))
+        stack.enter_context(_record_missing(block, read))
+        stack.enter_context(_record_modes(block, read))
         yield read
 
 
 @contextlib.contextmanager
-def _noting_missing(block: nn.Module, read: set[AttributeLocation]) -> Iterator[None]:
-    """Attributes that the code asks for and that are not there, `getattr(self, "scale", 1.0)`, or that are None: a
-    parameter or a buffer that a later call may find."""
+def _record_missing(block: nn.Module, read: set[AttributeLocation]) -> Iterator[None]:
+    """Record reads of attributes that are missing (`getattr(self, "scale", 1.0)`) or None: a later call may find a
+    parameter or a buffer there."""
     paths = {id(m): path for path, m in block.named_modules()}
     original = nn.Module.__getattr__
 
@@ -157,7 +166,7 @@ def _noting_missing(block: nn.Module, read: set[AttributeLocation]) -> Iterator[
         try:
             value = original(self, name)
         except AttributeError:
-            if id(self) in paths and not name.startswith(("_", "torchdynamo_")):  # not what Dynamo asks for
+            if id(self) in paths and not name.startswith(("_", "torchdynamo_")):  # Dynamo's own lookups
                 read.add(AttributeLocation(paths[id(self)], name))
             raise
         if value is None and id(self) in paths:
@@ -172,11 +181,11 @@ def _noting_missing(block: nn.Module, read: set[AttributeLocation]) -> Iterator[
 
 
 @contextlib.contextmanager
-def _noting_modes(block: nn.Module, read: set[AttributeLocation]) -> Iterator[None]:
-    """Modes of the block and its parts. That of a module which is none of them changes with the block's own, as a
-    rule: it counts as that. So does one that may be looked up unseen."""
+def _record_modes(block: nn.Module, read: set[AttributeLocation]) -> Iterator[None]:
+    """Record reads of `training`. The mode of a module outside of the block counts as the block's own, since both
+    usually change together. Code that uses reflection counts as reading the block's mode."""
     inside = {id(m): (AttributeLocation(path, "training"), m.training) for path, m in block.named_modules()}
-    reader = threading.get_ident()  # others use their own models meanwhile
+    reader = threading.get_ident()  # other threads may run other models
 
     class Mode:
         def __get__(self, owner: Any, cls: type) -> Any:
@@ -194,7 +203,7 @@ def _noting_modes(block: nn.Module, read: set[AttributeLocation]) -> Iterator[No
                 read.add(where)
             vars(owner)["training"] = value
 
-    if _UNSEEN & set(trace_closure(collect_code(block)).names):
+    if _REFLECTION & set(trace_closure(collect_code(block)).names):
         read.add(BLOCK_MODE)
     outer = vars(nn.Module).get("training")
     nn.Module.training = Mode()  # type: ignore[assignment]
@@ -208,23 +217,23 @@ def _noting_modes(block: nn.Module, read: set[AttributeLocation]) -> Iterator[No
 
 
 def has_custom_train(model: nn.Module) -> bool:
-    """Whether a part of a model has a `train` or `eval` of its own: what these change may be anything."""
+    """Whether a submodule overrides `train` or `eval`, which may then change any attribute."""
     stock = (nn.Module.train, nn.Module.eval)
     return any(
         (type(m).train, type(m).eval) != stock or not {"train", "eval"}.isdisjoint(vars(m)) for m in model.modules()
     )
 
 
-def _state(thing: Any) -> dict[str, Any]:
-    """Its `__dict__`, past a `__getattribute__` of its own, which may look up the very attribute that is noted."""
+def _instance_dict(thing: Any) -> dict[str, Any]:
+    """Return `__dict__` without calling a custom `__getattribute__`, which may read the watched attribute itself."""
     return object.__getattribute__(thing, "__dict__")
 
 
-class _Noting:
-    """A data descriptor in the place of an attribute, of instances or of the class itself.
+class _RecordingAttribute:
+    """A data descriptor that stands in for an attribute and records its reads.
 
     Args:
-        places: the attribute of each object, and what it is before a call.
+        places: for each object's id, the attribute's location and its value before the call.
     """
 
     def __init__(
@@ -238,7 +247,7 @@ class _Noting:
             self.read |= {where for where, _ in self.places.values()}
             value = self.default
         else:
-            value = _state(owner).get(self.name, self.default)
+            value = _instance_dict(owner).get(self.name, self.default)
             if id(owner) in self.places and value is self.places[id(owner)][1]:
                 self.read.add(self.places[id(owner)][0])
         if value is MISSING:
@@ -248,19 +257,19 @@ class _Noting:
     def __set__(self, owner: Any, value: Any) -> None:
         if id(owner) in self.places and is_same(value, self.places[id(owner)][1]):
             self.read.add(self.places[id(owner)][0])
-        _state(owner)[self.name] = value
+        _instance_dict(owner)[self.name] = value
 
     def __delete__(self, owner: Any) -> None:
-        del _state(owner)[self.name]
+        del _instance_dict(owner)[self.name]
 
 
 def find_owner(block: nn.Module, where: AttributeLocation) -> Any:
-    """The object that holds an attribute; None if it is gone."""
+    """Return the object that holds an attribute, or None if it is gone."""
     return find_holders(block, where)[-1][1]
 
 
 def find_holders(block: nn.Module, where: AttributeLocation) -> list[tuple[str, Any]]:
-    """The objects on the way to an attribute, each with its name in the one before; None for those that are gone."""
+    """Return the objects on the path to an attribute, each with its name in its holder; None if one is gone."""
     if where.module.startswith("@"):
         owner: Any = sys.modules.get(where.module[1:])
     else:

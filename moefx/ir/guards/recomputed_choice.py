@@ -1,11 +1,12 @@
-"""Compare the choice of experts in a recomputation with that of the forward.
+"""Compare the routing of a recomputed forward with the routing of the first forward.
 
-`torch.utils.checkpoint` runs the forward again inside the backward. If the router then chooses otherwise (the forward
-moved a bias, or noise is drawn anew), the saved tensors belong to other rows. torch compares their shapes only, and the
-shapes of the dialect's tensors do not depend on the choice. So each op also keeps the choice of its forward in its
-autograd node, where no saved-tensor hook replaces it, and compares when its backward is given another tensor. The nodes
-of compiled graphs are torch's own: there `build_pft` keeps its result with the checkpoint that runs it, and compares
-when it runs again.
+`torch.utils.checkpoint` runs the forward again inside the backward. If the router then selects other experts (its bias
+moved, or noise is drawn anew), the saved tensors belong to other rows. torch compares only shapes, and the shapes of
+the dialect's tensors do not depend on the routing.
+
+So each op also stores the routing of its forward in its autograd node, which saved-tensor hooks do not replace. Its
+backward compares when it gets another tensor. Compiled graphs have torch's own autograd nodes: there `build_pft`
+stores its result on the frame of the checkpoint that runs it, and compares when it runs again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from ...errors import RecomputedChoice
 
-# Arguments of ops that say which token each row is, and where the rows of each expert, or rank, begin.
+# Arguments of ops: the token of each row, and the first row of each expert or rank.
 _TOKENS, _OFFSETS = ("token_ids",), ("expert_offsets", "rank_offsets")
 _CHOICES, _FORWARD = "moefx_choices", "forward"
 
@@ -36,11 +37,11 @@ running = _Running()
 
 
 class RecomputedChoiceError(RecomputedChoice, CheckpointError):
-    """What is raised: code that expects torch's error for a recomputation that differs gets it."""
+    """Also a `CheckpointError`, for code that handles torch's own error about recomputations."""
 
 
 class RoutingChoice(NamedTuple):
-    """The choice of experts that an op was given, and where it is among the op's saved tensors."""
+    """The routing tensors of an op's forward, and their positions among the op's saved tensors."""
 
     name: str
     places: tuple[int, ...]
@@ -48,12 +49,12 @@ class RoutingChoice(NamedTuple):
 
 
 def choice_arguments(names: Sequence[str]) -> tuple[int, ...]:
-    """The positions of the arguments that say the choice: tokens of the rows, if there are any, before offsets."""
+    """Return the positions of the routing arguments: token ids first, if the op has them, then offsets."""
     return tuple(names.index(name) for name in (*_TOKENS, *_OFFSETS) if name in names)
 
 
 def note_choice(op: str, arguments: Sequence[Any], saved: Sequence[Any]) -> RoutingChoice | None:
-    """The choice of a forward, of the arguments that its op saves; None in a trace."""
+    """Return the routing of a forward, from the arguments that its op saves; None in a trace."""
     found = [(i, a) for a in arguments for i, s in enumerate(saved) if s is a]
     if not found or any(type(tensor) is not Tensor for _, tensor in found):
         return None
@@ -62,10 +63,10 @@ def note_choice(op: str, arguments: Sequence[Any], saved: Sequence[Any]) -> Rout
 
 
 def require_same_choice(choice: RoutingChoice, saved: Sequence[Any]) -> None:
-    """Raise `RecomputedChoice` if the saved tensors have another choice than the forward had.
+    """Raise `RecomputedChoice` if the saved tensors hold another routing than the forward had.
 
-    Costs nothing unless they are other tensors. On a GPU the host looks at the result once the whole backward is
-    enqueued, so that `backward()` raises.
+    Free of cost while the tensors are identical. On a GPU the host reads the result after the whole backward is
+    enqueued; `backward()` raises then.
     """
     now = tuple(saved[i] for i in choice.places)
     if any(type(t) is not Tensor for t in now):
@@ -75,40 +76,40 @@ def require_same_choice(choice: RoutingChoice, saved: Sequence[Any]) -> None:
 
 
 def observe_pft(pft: Sequence[Tensor]) -> None:
-    """Keep the result of `build_pft` with the checkpoint that runs it; in the recomputation, compare both."""
+    """Store the result of `build_pft` with the checkpoint that runs it. In the recomputation, compare with it."""
     pack = _top_pack_hook()
     if pack is None or any(type(t) is not Tensor for t in pft):
         return
-    held = {name: cell.cell_contents for name, cell in zip(pack.__code__.co_freevars, pack.__closure__, strict=True)}
+    closure = {name: cell.cell_contents for name, cell in zip(pack.__code__.co_freevars, pack.__closure__, strict=True)}
     tensors = pft[0], pft[2]
-    if "target_frame_ref" in held:
-        known = vars(held["target_frame_ref"]()).get(_CHOICES, {})
-        place = known.setdefault(held["gid"], 0)  # how many of them this recomputation has seen
-        known[held["gid"]] += 1
-        if place < len(known[_FORWARD]):
-            _compare(known[_FORWARD][place], tensors)
-    elif "frame" in held:
-        known = vars(held["frame"]).setdefault(_CHOICES, {_FORWARD: []})
+    if "target_frame_ref" in closure:
+        known = vars(closure["target_frame_ref"]()).get(_CHOICES, {})
+        index = known.setdefault(closure["gid"], 0)  # PFTs that this recomputation has built so far
+        known[closure["gid"]] += 1
+        if index < len(known[_FORWARD]):
+            _compare(known[_FORWARD][index], tensors)
+    elif "frame" in closure:
+        known = vars(closure["frame"]).setdefault(_CHOICES, {_FORWARD: []})
         known[_FORWARD].append(RoutingChoice(running.block or "moefx::build_pft", (), tensors))
 
 
 def _top_pack_hook() -> Any:
-    """The function that `torch.utils.checkpoint` packs saved tensors with now; None without one."""
+    """Return the function with which `torch.utils.checkpoint` packs saved tensors now, or None."""
     private = getattr(torch._C, "_autograd", None)
     find = getattr(private, "_top_saved_tensors_default_hooks", None)
     hooks = None if find is None else find(True)
     if not hooks:
         return None
     pack = inspect.unwrap(hooks[0])
-    is_checkpoints = getattr(pack, "__module__", "") == "torch.utils.checkpoint" and hasattr(pack, "__code__")
-    return pack if is_checkpoints and pack.__closure__ else None
+    is_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint" and hasattr(pack, "__code__")
+    return pack if is_checkpoint and pack.__closure__ else None
 
 
 def _compare(choice: RoutingChoice, now: Sequence[Tensor]) -> None:
     with torch.no_grad():
         differs = _differs(choice.tensors, now)
     if isinstance(differs, Tensor) and not _is_on_host(differs):
-        _raise_behind_backward(choice, now, differs)
+        _raise_after_backward(choice, now, differs)
     elif differs:
         raise _error(choice, now)
 
@@ -122,7 +123,7 @@ def _is_capturing() -> bool:
 
 
 def _differs(first: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | bool:
-    """Whether two choices differ in the rows that count. The tail behind the last offset may hold anything."""
+    """Whether two routings differ in a valid row. The tail behind the last offset may hold anything."""
     if any(a.shape != b.shape for a, b in zip(first, now, strict=True)):
         return True
     *tokens, offsets = first
@@ -134,35 +135,35 @@ def _differs(first: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | bool:
     return differs
 
 
-def _raise_behind_backward(choice: RoutingChoice, now: Sequence[Tensor], differs: Tensor) -> None:
-    if _is_capturing():  # no host looks at a replay
+def _raise_after_backward(choice: RoutingChoice, now: Sequence[Tensor], differs: Tensor) -> None:
+    if _is_capturing():  # a replay runs without the host
         torch.ops.aten._assert_async.msg(~differs, str(_error(choice, None)))
         return
 
-    def look() -> None:
+    def check() -> None:
         if differs:
             raise _error(choice, now)
 
-    torch.autograd.Variable._execution_engine.queue_callback(look)
+    torch.autograd.Variable._execution_engine.queue_callback(check)
 
 
 def _error(choice: RoutingChoice, now: Sequence[Tensor] | None) -> RecomputedChoice:
     seen = "other rows"
     if now is not None and len(now) == len(choice.tensors) == 2:
-        first, again = (_pairs(*tensors) for tensors in (choice.tensors, now))
+        first, again = (_number_pairs(*tensors) for tensors in (choice.tensors, now))
         changed = int((~torch.isin(first, again)).sum())
         seen = f"{changed} of {first.numel()} rows to other experts"
     return RecomputedChoiceError(
         f"{choice.name}: the forward was run again for the backward, and routed {seen} than the first time; the "
-        "gradients would be wrong. Between a forward and its backward nothing that the router reads may change: move "
-        "its bias after the backward or outside of the checkpoint, keep the random state (preserve_rng_state=True), "
-        "or keep the first choice: torch.utils.checkpoint.checkpoint(..., use_reentrant=False, "
+        "gradients would be wrong. The router must read the same values in both: move its bias after the backward or "
+        "outside of the checkpoint, keep the random state (preserve_rng_state=True), or save the first routing: "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False, "
         "context_fn=functools.partial(create_selective_checkpoint_contexts, moefx.save_routing))"
     )
 
 
-def _pairs(token_ids: Tensor, offsets: Tensor) -> Tensor:
-    """A number for each token and expert of the rows that count."""
+def _number_pairs(token_ids: Tensor, offsets: Tensor) -> Tensor:
+    """Return token * num_experts + expert for each valid row."""
     sizes = offsets.diff().long()
     expert = torch.arange(sizes.shape[0], device=sizes.device).repeat_interleave(sizes)
     return token_ids[: expert.shape[0]].long() * sizes.shape[0] + expert

@@ -1,7 +1,7 @@
-"""Values as they were: what of an attribute is kept to see later whether it has changed.
+"""Snapshots of attribute values, which a guard compares with the current values at each call.
 
-Numbers, names and functions compare by themselves; tensors by version, arrays by their bytes, objects by their class
-and fields, containers item by item.
+Numbers, names and functions compare by `==`, tensors by version, arrays by bytes, objects by class and fields, and
+containers item by item.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 _SUBCLASSED = (int, float, str, bytes, enum.Enum, BaseException, torch.Tensor)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range,
           numbers.Number, datetime.timedelta, pathlib.PurePath)  # fmt: skip
-_MOST_ITEMS = 4096
+_MAX_ITEMS = 4096
 
 
 class Missing(enum.Enum):
-    """The value of an attribute that is not there; code may ask whether it is."""
+    """The value of a missing attribute, since code may ask whether an attribute exists."""
 
     MISSING = "missing"
 
@@ -37,63 +37,62 @@ MISSING = Missing.MISSING
 
 # ---------------------------------------------------------------------- kinds of values
 def attributes_of(thing: Any) -> dict[str, Any]:
-    """Of the instance, and what its own classes say for all instances; torch's classes hold constants."""
+    """Return the attributes of an instance and those that its classes define. Classes of torch are left out."""
     shared: dict[str, Any] = {}
     classes = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
     for cls in reversed(classes):
         if not cls.__module__.startswith(("torch.", "builtins")):
-            shared |= {k: v for k, v in vars(cls).items() if not k.startswith("__") and _is_shared(v)}
+            shared |= {k: v for k, v in vars(cls).items() if not k.startswith("__") and _is_class_attribute(v)}
     if isinstance(thing, type):
         return shared
     slots = [name for cls in type(thing).__mro__ for name in vars(cls).get("__slots__", ()) if hasattr(thing, name)]
     return {**shared, **{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
 
 
-def _is_shared(value: Any) -> bool:
-    """Whether what a class has is a value for its instances, rather than a method or a property of any kind."""
+def _is_class_attribute(value: Any) -> bool:
+    """Whether a member of a class is a plain value, rather than a method or a descriptor."""
     if hasattr(type(value), "__get__"):
         return False
     return isinstance(value, (*_PLAIN, list, tuple, dict)) or is_configuration(value)
 
 
 def is_plain(value: Any, depth: int = 4) -> bool:
-    """Whether a value can be compared: numbers, names and their containers, and functions by identity; and tensors in
-    containers."""
+    """Whether a value can be compared: a number, a name, a function, or a container of these and tensors."""
     if isinstance(value, _PLAIN) or is_array(value) or (callable(value) and not isinstance(value, nn.Module)):
         return True
-    if depth and isinstance(value, (list, tuple, set, dict)) and len(value) <= _MOST_ITEMS:
+    if depth and isinstance(value, (list, tuple, set, dict)) and len(value) <= _MAX_ITEMS:
         items = [*value, *value.values()] if isinstance(value, dict) else value
         return all(isinstance(v, torch.Tensor) or is_plain(v, depth - 1) for v in items)
     return False
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is NumPy's, an array or a number."""
-    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _MOST_ITEMS
+    """Whether a value is a small NumPy array or a NumPy number."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _MAX_ITEMS
 
 
 def is_configuration(thing: Any) -> bool:
-    """Whether it is an object with fields of interest, rather than a value, or a logger or a process group that lead to
-    much that is nothing to the block."""
+    """Whether an object's fields are followed. Plain values are not; neither are objects of libraries (a logger, a
+    process group)."""
     if isinstance(thing, type):
         return is_namespace(thing)
     if isinstance(thing, (nn.Module, torch.Tensor, list, tuple, collections.abc.Mapping, *_PLAIN)):
         return False
-    return _is_users(type(thing)) or type(thing).__module__ in ("types", "argparse")
+    return _is_user_class(type(thing)) or type(thing).__module__ in ("types", "argparse")
 
 
 def is_namespace(thing: Any) -> bool:
-    """Whether it is a class that is used as an object is: `class Config: top_k = 2`."""
-    return isinstance(thing, type) and _is_users(thing) and not issubclass(thing, (nn.Module, tuple, *_SUBCLASSED))
+    """Whether a class serves as a configuration object itself: `class Config: top_k = 2`."""
+    return isinstance(thing, type) and _is_user_class(thing) and not issubclass(thing, (nn.Module, tuple, *_SUBCLASSED))
 
 
-def _is_users(cls: type) -> bool:
+def _is_user_class(cls: type) -> bool:
     return cls.__module__.split(".")[0] not in {"torch", "builtins", "numpy", *sys.stdlib_module_names}
 
 
-# ---------------------------------------------------------------------- as they were
+# ---------------------------------------------------------------------- snapshots
 class StoredTensor:
-    """A tensor in a container or a configuration, as it was; a copy of it is of the copied tensor."""
+    """A tensor in a container or a configuration, with its version. A copy refers to the copied tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
@@ -109,12 +108,12 @@ class StoredTensor:
         return self.tensor, self.holds(self.tensor)
 
     def __setstate__(self, state: tuple[torch.Tensor, bool]) -> None:
-        self.__init__(state[0])  # a copy counts its changes from 0
+        self.__init__(state[0])  # versions of a copied tensor start at 0
         self.version = self.version if state[1] else -1
 
 
 class StoredClass:
-    """What cannot be compared, such as a logger or a module among the items of a container: its class."""
+    """The class of a value that cannot be compared, such as a logger in a container."""
 
     def __init__(self, thing: Any):
         self.cls = type(thing)
@@ -127,23 +126,23 @@ class StoredClass:
 
 
 class StoredFieldNames(StoredClass):
-    """An object whose fields are followed one by one: its class, and which fields it has."""
+    """The class and the field names of an object. Each field's value is guarded on its own."""
 
     def __init__(self, thing: Any):
         super().__init__(thing)
-        self.names, self.count = _names(thing), len(getattr(thing, "__dict__", ()))
+        self.names, self.count = _public_fields(thing), len(getattr(thing, "__dict__", ()))
 
     def holds(self, now: Any) -> bool:
         if not super().holds(now):
             return False
-        return len(getattr(now, "__dict__", ())) == self.count or _names(now) == self.names
+        return len(getattr(now, "__dict__", ())) == self.count or _public_fields(now) == self.names
 
     def __repr__(self) -> str:
         return f"a {self.cls.__name__} with {', '.join(sorted(self.names)) or 'nothing'}"
 
 
 class StoredObject(StoredFieldNames):
-    """An object in a container: also what of its fields can be compared."""
+    """An object in a container: its class, field names, and comparable field values."""
 
     def __init__(self, thing: Any, depth: int):
         super().__init__(thing)
@@ -157,13 +156,13 @@ class StoredObject(StoredFieldNames):
         return f"{self.cls.__name__}({', '.join(f'{k}={v!r}' for k, v in self.fields.items())})"
 
 
-def _names(thing: Any) -> frozenset[str]:
-    """Code may ask which fields an object has. Private ones are what it keeps for itself."""
+def _public_fields(thing: Any) -> frozenset[str]:
+    """Names of an object's fields, since code may ask which exist. Private fields do not count."""
     return frozenset(name for name in getattr(thing, "__dict__", ()) if not name.startswith("_"))
 
 
 class StoredForward(StoredClass):
-    """A module that is called: which code runs then. What wraps it (FSDP, say) makes a class of its own of it."""
+    """The `forward` of a called module. Wrappers such as FSDP replace the class but keep `forward`."""
 
     def __init__(self, thing: Any):
         super().__init__(thing)
@@ -180,7 +179,7 @@ class StoredForward(StoredClass):
 
 
 class StoredSequence:
-    """A container of another class than Python's own, such as a deque."""
+    """The items of a container that is no builtin, such as a deque."""
 
     def __init__(self, things: Any, depth: int):
         self.cls, self.items = type(things), [snapshot(v, depth) for v in things]
@@ -193,34 +192,34 @@ class StoredSequence:
 
 
 class StoredArray:
-    """An array of NumPy's, as it was."""
+    """A copy of a NumPy array."""
 
     def __init__(self, array: Any):
         self.array = array.copy()
 
     def holds(self, now: Any) -> bool:
-        mine = self.array
-        same_kind = type(now) is type(mine) and (now.shape, now.dtype) == (mine.shape, mine.dtype)
-        return same_kind and now.tobytes() == mine.tobytes()
+        before = self.array
+        is_alike = type(now) is type(before) and (now.shape, now.dtype) == (before.shape, before.dtype)
+        return is_alike and now.tobytes() == before.tobytes()
 
     def __repr__(self) -> str:
         return repr(self.array)
 
 
-_HELD = (StoredTensor, StoredClass, StoredSequence, StoredArray)
+_STORED = (StoredTensor, StoredClass, StoredSequence, StoredArray)
 
 
 def can_snapshot(value: Any, depth: int = 3) -> bool:
-    """Whether `unchanged` keeps what a value is made of: numbers and tensors, in containers and in objects there."""
+    """Whether `snapshot` keeps the content of a value, rather than its class alone."""
     if is_plain(value) or isinstance(value, torch.Tensor):
         return True
     if isinstance(value, (list, tuple, collections.deque, Mapping)):
-        return depth > 0 and len(value) <= _MOST_ITEMS
+        return depth > 0 and len(value) <= _MAX_ITEMS
     return depth > 0 and is_configuration(value)
 
 
 def snapshot(value: Any, depth: int = 3) -> Any:
-    """A value that a later change of the container does not reach."""
+    """Copy a value so that later changes to it can be detected with `is_same(value_now, snapshot)`."""
     if isinstance(value, torch.Tensor):
         return StoredTensor(value)
     if is_array(value):
@@ -239,23 +238,22 @@ def snapshot(value: Any, depth: int = 3) -> Any:
 
 
 def belongs_to_block(value: Any) -> bool:
-    """Whether what `unchanged` returned has something in it that is a block's own, such as tensors, or methods of its
-    modules: a copy of the block has others."""
+    """Whether a snapshot refers to a block's own tensors or methods. A copy of the block has other ones."""
     if isinstance(value, (list, tuple, dict)):
         return any(map(belongs_to_block, value.values() if isinstance(value, dict) else value))
     return isinstance(value, StoredTensor) or isinstance(getattr(value, "__self__", None), torch.nn.Module)
 
 
 def is_comparable(value: Any) -> bool:
-    """Whether `==` says if what `unchanged` returned is still the same: neither tensors nor arrays are in it."""
+    """Whether `==` compares a snapshot with a current value. It does not if tensors or arrays are in it."""
     if isinstance(value, (list, tuple, dict)):
         return all(map(is_comparable, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, _HELD)
+    return not isinstance(value, _STORED)
 
 
 def list_comparisons(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Expressions of what is at `path`, each with the value that it has while it is as `unchanged` found it: but for
-    tensors and arrays, which do not compare."""
+    """Yield `(expression over path, expected value)` pairs that hold while the value equals its snapshot. Tensors and
+    arrays are left out, since `==` does not compare them."""
     if is_comparable(value):
         yield path, value
         return
@@ -276,11 +274,12 @@ def list_comparisons(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_same(a: Any, b: Any) -> bool:
+    """Whether value `a` equals `b`, which is a value or a snapshot. False if comparing them raises."""
     if a is b:
         return True
-    if isinstance(b, _HELD):
+    if isinstance(b, _STORED):
         return b.holds(a)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):  # the copy of one is a dict
+    if isinstance(a, Mapping) and isinstance(b, Mapping):  # the snapshot of any mapping is a dict
         return a.keys() == b.keys() and all(is_same(v, b[k]) for k, v in a.items())
     if type(a) is not type(b):
         return False
@@ -291,7 +290,7 @@ def is_same(a: Any, b: Any) -> bool:
             return is_same(a.func, b.func) and is_same(a.args, b.args) and is_same(a.keywords, b.keywords)
         if isinstance(a, _PLAIN):
             return bool(a == b)
-        with _disable_current_modes(), torch.DisableTorchFunction():  # not an op of what is captured meanwhile
+        with _disable_current_modes(), torch.DisableTorchFunction():  # keep the comparison out of a capture
             if isinstance(a, torch.Tensor):
                 return a.shape == b.shape and not a.is_meta and bool(torch.equal(a, b))
             return bool(a == b)
