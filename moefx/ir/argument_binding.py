@@ -1,14 +1,12 @@
-"""From the arguments of a call to the placeholders of a graph, and to the specialisation that a rewrite holds
-for.
+"""Bind the arguments of a call to the placeholders of a graph, and describe the call as a specialisation.
 
-A call `block(hidden_states, mask, scale=2.0)` is bound to the signature of the block's own forward and
-flattened into *leaves*: `(("hidden_states",), tensor)`, `(("mask",), tensor)`, `(("scale",), 2.0)`; an
-element of a container has a longer path, `(("kwargs", "pair", 1), tensor)`. A `Binding` says which leaves
-feed the placeholders of a graph, a `Specialisation` what must be alike for a graph to hold (design section
-3.0).
+A call `block(hidden_states, mask, scale=2.0)` is bound to the signature of the block's own forward and flattened into
+*leaves*: `(("hidden_states",), tensor)`, `(("mask",), tensor)`, `(("scale",), 2.0)`. An element of a container has a
+longer path: `(("kwargs", "pair", 1), tensor)`. A `Binding` maps leaves to placeholders. A `Specialisation` holds the
+properties that a call must share with the captured one.
 
-Everything here runs at each call of a rewritten block, eager and under `torch.compile`: plain tuples, no
-classes that Dynamo cannot look through.
+All of this runs at each call of a rewritten block, eagerly and under `torch.compile`. So it uses plain tuples, which
+Dynamo can trace.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ Leaves = list[tuple[Path, Any]]
 
 
 class Specialisation(NamedTuple):
-    """What a rewritten graph holds for. In the key of a program `None` means: capture never read it, any
-    value fits.
+    """The kind of call that a rewritten graph holds for. In a program's key, None means that any value fits, because
+    the capture never read it.
 
     Attributes:
         training: `block.training`, or None.
         grad: `torch.is_grad_enabled()`, or None.
-        autocast: dtype of the enabled autocast on the device of the first tensor, None when autocast is off
-            (never a wildcard: aten ops recorded without autocast would be cast under it).
+        autocast: dtype of the enabled autocast on the device of the first tensor; None if autocast is off. None is no
+            wildcard here: autocast would cast aten ops that were recorded without it.
         arguments: `(path, kind)` of every leaf, see `describe_leaf`.
     """
 
@@ -52,11 +50,11 @@ class Specialisation(NamedTuple):
 
     @property
     def device(self) -> str:
-        """The kind of device of the first tensor."""
+        """The device type of the first tensor."""
         return next((kind[2] for _, kind in self.arguments if kind[0] == "tensor"), "cpu")
 
     def admits(self, call: Specialisation) -> bool:
-        """Whether a program with this key may run a call with that specialisation."""
+        """Whether a program with this key may run the call."""
         return (
             (self.training is None or self.training == call.training)
             and (self.grad is None or self.grad == call.grad)
@@ -76,11 +74,11 @@ class Specialisation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """Which argument leaves feed the placeholders of a graph.
+    """The argument leaves that feed the placeholders of a graph.
 
     Attributes:
         paths: one path per placeholder, in the graph's order.
-        objects: those of them that are objects or containers, which the graph only passes on to submodules.
+        objects: paths of objects and containers that the graph only passes on to submodules.
     """
 
     paths: tuple[Path, ...] = ()
@@ -99,9 +97,9 @@ class Guard:
     Attributes:
         condition: Python expression over `self` (the block) and the placeholders' names, for example
             `"hidden_states.shape[0] * hidden_states.shape[1] > 4"` or `"self.top_k == 2"`.
-        why: one clause for people: what was read.
+        why: what the capture read, as one clause for people.
         source: the user's `file.py:line` that read it, or "".
-        one_way: the program goes another way where it does not hold, which another lift may follow.
+        one_way: the condition selects a branch; a second capture may follow the other branch.
     """
 
     condition: str
@@ -113,24 +111,27 @@ class Guard:
         return f"{self.condition}: {self.why}" + (f" ({self.source})" if self.source else "")
 
 
-# Packages whose objects' text is all that there is of them: fractions, ops, what `operator` makes.
-_SAY_ALL = {"array", "builtins", "datetime", "decimal", "fractions", "operator", "torch", "uuid"}
+# Packages whose objects are equal if their repr is: fractions, ops, `operator.attrgetter`.
+_REPR_IS_VALUE = {"array", "builtins", "datetime", "decimal", "fractions", "operator", "torch", "uuid"}
 
 
 def describe_leaf(value: Any, depth: int = 4) -> tuple[Any, ...]:
-    """What a specialisation records of one leaf: `("tensor", dtype, device type, rank)`; a Python value's type and
-    value (`1`, `True` and `1.0` differ); a function's name, and what it has from around it; or only the type of an
-    object that cannot be compared by value. While Dynamo traces the last holds of all but values and functions."""
+    """Describe a leaf as a hashable tuple: its *kind*.
+
+    A tensor gives `("tensor", dtype, device type, rank)`. A Python value gives its type and value, so that `1`, `True`
+    and `1.0` differ. A function gives its name, and captured values if it is local. Any other object gives its content
+    if that can be compared, else its type alone; while Dynamo traces always its type.
+    """
     if isinstance(value, torch.Tensor):
         return ("tensor", value.dtype, value.device.type, value.dim())
     if value is None or isinstance(
         value, (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
     ):
         if type(value) in (int, float) and torch.compiler.is_compiling():
-            value = next(iter({value: None}))  # Dynamo makes a number of a symbol that is looked up
+            value = next(iter({value: None}))  # a lookup makes Dynamo replace a symbol by its number
         return (type(value).__name__, value)
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)):  # an activation
-        return _kind_of_function(value, depth)
+        return _describe_function(value, depth)
     if isinstance(value, functools.partial):
         keywords = tuple([(name, describe_leaf(v, depth - 1)) for name, v in value.keywords.items()])
         return (
@@ -144,27 +145,27 @@ def describe_leaf(value: Any, depth: int = 4) -> tuple[Any, ...]:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return (type(value).__name__, value.item())
     if depth and not torch.compiler.is_compiling():
-        return _kind_of_parts(value, depth - 1)
+        return _describe_content(value, depth - 1)
     return ("object", type(value).__qualname__)
 
 
-def _kind_of_function(value: Any, depth: int) -> tuple[Any, ...]:
-    """Its name and line; of one that is local, or has no name, also what it does, and with what from around it."""
+def _describe_function(value: Any, depth: int) -> tuple[Any, ...]:
+    """Return a function's name and line; for a local function or a lambda also its code and captured values."""
     code = getattr(value, "__code__", None)
     kind = ("function", getattr(value, "__module__", ""), value.__qualname__, code and code.co_firstlineno)
     if code is None or not depth or not (code.co_flags & inspect.CO_NESTED or code.co_name == "<lambda>"):
         return kind
-    if torch.compiler.is_compiling():  # Dynamo does not look into cells
+    if torch.compiler.is_compiling():  # Dynamo cannot read closure cells
         return ("object", "function")
-    around = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    captured = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     for cell in value.__closure__ or ():
         with contextlib.suppress(ValueError):  # empty
-            around.append(cell.cell_contents)
-    return (*kind, code.co_code, code.co_names, repr(code.co_consts), *[describe_leaf(v, depth - 1) for v in around])
+            captured.append(cell.cell_contents)
+    return (*kind, code.co_code, code.co_names, repr(code.co_consts), *[describe_leaf(v, depth - 1) for v in captured])
 
 
-def _kind_of_parts(value: Any, depth: int) -> tuple[Any, ...]:
-    """Of containers, of what is called, and of objects whose text or fields say all."""
+def _describe_content(value: Any, depth: int) -> tuple[Any, ...]:
+    """Return the content of containers, callables, arrays and plain data objects; the type of any other object."""
     name = type(value).__qualname__
     if isinstance(value, (list, tuple, collections.deque)):
         return (name, *[describe_leaf(v, depth) for v in value])
@@ -172,12 +173,12 @@ def _kind_of_parts(value: Any, depth: int) -> tuple[Any, ...]:
         return (name, *[(repr(key), describe_leaf(v, depth)) for key, v in value.items()])
     if isinstance(value, type):
         return ("class", value.__module__, value.__qualname__)
-    if isinstance(value, torch.nn.Module):  # its text has its numbers
+    if isinstance(value, torch.nn.Module):  # the repr shows its numbers
         plain = [(k, v) for m in value.modules() for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))]
         return ("module", repr(value), tuple(plain))
     if isinstance(value, types.MethodType):
         return ("method", describe_leaf(value.__func__, depth), describe_leaf(value.__self__, depth))
-    if hasattr(value, "__wrapped__"):  # a cache of a function's
+    if hasattr(value, "__wrapped__"):  # `functools.cache`
         return (name, describe_leaf(value.__wrapped__, depth))
     if is_array(value):
         return (name, str(value.dtype), value.shape, value.tobytes())
@@ -185,13 +186,13 @@ def _kind_of_parts(value: Any, depth: int) -> tuple[Any, ...]:
         names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
         fields = getattr(value, "__dict__", None) or {name: getattr(value, name) for name in names}
         return (name, *[(field, describe_leaf(v, depth)) for field, v in fields.items()])
-    is_text = type(value).__repr__ is not object.__repr__ and type(value).__module__.split(".")[0] in _SAY_ALL
+    is_text = type(value).__repr__ is not object.__repr__ and type(value).__module__.split(".")[0] in _REPR_IS_VALUE
     return (name, repr(value)) if is_text else ("object", name)
 
 
 def flatten_arguments(named: Iterable[tuple[str, Any]], objects: Collection[Path] = ()) -> Leaves:
-    """Flatten bound arguments. Lists, tuples and dicts are opened; their own type is a leaf too, so that a
-    list and a tuple are told apart. Those at the paths `objects` stay whole."""
+    """Flatten bound arguments into leaves. The type of a list, tuple or dict is a leaf too, so that a list and a tuple
+    differ. Values at the paths `objects` stay whole."""
     leaves: Leaves = []
     for name, value in named:
         _flatten((name,), value, leaves, objects)
@@ -199,34 +200,33 @@ def flatten_arguments(named: Iterable[tuple[str, Any]], objects: Collection[Path
 
 
 def find_device(module: torch.nn.Module) -> torch.device:
-    """Of its first parameter or buffer; the CPU without any."""
+    """Return the device of a module's first parameter or buffer; the CPU if it has none."""
     return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def specialize_call(block: torch.nn.Module, leaves: Leaves, objects: Collection[Path] = ()) -> Specialisation:
-    """The specialisation that a call of `block` with these leaves asks for; every field is concrete. Of those at the
-    paths `objects` the class alone counts."""
+    """Return the specialisation of a call of `block` with these leaves; every field is concrete. Leaves at the paths
+    `objects` are described by their class alone."""
     device = "cpu"
     for _, value in leaves:
         if isinstance(value, torch.Tensor):
             device = value.device.type
             break
     autocast = None
-    # meta has no autocast of its own; asking for it is an error in torch.
+    # torch raises an error for autocast on the meta device.
     if device != "meta" and torch.is_autocast_enabled(device):
         autocast = torch.get_autocast_dtype(device)
-    arguments = tuple([(p, _kind_of_object(v) if p in objects else describe_leaf(v)) for p, v in leaves])
+    arguments = tuple([(p, _describe_object(v) if p in objects else describe_leaf(v)) for p, v in leaves])
     return Specialisation(block.training, torch.is_grad_enabled(), autocast, arguments)
 
 
 def make_binder(signature: inspect.Signature) -> Callable[..., tuple[tuple[str, Any], ...]]:
-    """A function with exactly this signature that returns its arguments as `(name, value)` pairs, defaults
+    """Make a function with exactly this signature that returns its arguments as `(name, value)` pairs, with defaults
     filled in.
 
-    Generated code, because `inspect.Signature.bind` costs more than the rest of the call and Dynamo cannot
-    trace it. A call that does not fit raises the TypeError that the original forward would have raised.
-    Blocks with the same parameters share one function, which keeps `torch.compile` of repeated layers to one
-    compilation.
+    The function is generated, because `inspect.Signature.bind` costs more than the rest of the call and Dynamo cannot
+    trace it. A call that does not fit raises the TypeError of the original forward. Blocks with the same parameters
+    share one function, so `torch.compile` compiles repeated layers once.
     """
     declared, names, defaults = [], [], []
     kind_before = None
@@ -257,13 +257,13 @@ def format_path(path: Path) -> str:
 
 
 def placeholder_name(path: Path) -> str:
-    """A Python identifier for a placeholder fed by this path."""
+    """Return a Python identifier for the placeholder that this path feeds."""
     parts = path[1:] if path[0] in ("args", "kwargs") and len(path) > 1 else path
     name = "_".join(re.sub(r"\W", "_", str(part)) for part in parts)
     return name if name.isidentifier() else f"arg_{name}"
 
 
-def _kind_of_object(value: Any) -> tuple[Any, ...]:
+def _describe_object(value: Any) -> tuple[Any, ...]:
     cls = type(value)
     return describe_leaf(value) if value is None else ("object", cls.__module__, cls.__qualname__)
 
@@ -316,4 +316,4 @@ def _kind_text(kind: tuple[Any, ...]) -> str:
         return f"{kind[3]}-d {_short(kind[1])} on {kind[2]}"
     if kind[0] == "object":
         return f"a {kind[-1]}"
-    return repr(kind[1]) if len(kind) == 2 else f"a {kind[0]}"  # with several things in it, or none
+    return repr(kind[1]) if len(kind) == 2 else f"a {kind[0]}"

@@ -1,5 +1,4 @@
-"""Attribute paths: as Python expressions that Dynamo can trace, and as ranges such as
-`experts[0..255].up.weight`."""
+"""Attribute paths as Python expressions that Dynamo can trace, and as ranges: `experts[0..255].up.weight`."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from torch import nn
 
 @dataclasses.dataclass(frozen=True)
 class AttributeRange:
-    """A run of attribute paths that differ in one number, counting up by one.
+    """Attribute paths that differ in one number, which counts up by one.
 
     Attributes:
-        before: the path up to the number, e.g. `"experts."` or `"expert_"`.
-        after: the path behind it, e.g. `".up.weight"`.
+        before: the path before the number, such as `"experts."` or `"expert_"`.
+        after: the path behind it, such as `".up.weight"`.
         start, stop: the numbers, half open.
     """
 
@@ -34,19 +33,18 @@ class AttributeRange:
         return f"{self.before.removesuffix('.')}{numbers}{self.after}"
 
     def expression(self, root: str, read: str) -> str:
-        """A call of `read_range` (known by the name `read`) that lists the attributes in order."""
+        """Return the text of a call of `read_range` (under the name `read`) that lists the attributes in order."""
         owner, _, stem = self.before.rpartition(".")
         place = attribute_expression(root, owner)
         return f"{read}({place}, {quote(stem)}, {self.start}, {self.stop}, {quote(self.after)})"
 
 
 def read_range(owner: nn.Module, stem: str, start: int, stop: int, after: str) -> list[Any]:
-    """The attributes `owner.<stem><i><after>`, i from `start` to `stop`: `(experts, "", 0, 64, ".weight")`.
+    """Read the attributes `owner.<stem><i><after>` for i in [start, stop): `(experts, "", 0, 64, ".weight")`.
 
-    `nn.Module.__getattr__` costs 0.3 us, so reading 256 experts' weights that way takes longer than a small
-    GEMM. Here modules and parameters are looked up in the dictionaries where torch keeps them; whatever is
-    not found there (a parameter that a wrapper turned into a plain attribute) is read the ordinary way, and
-    so is everything while Dynamo traces.
+    `nn.Module.__getattr__` takes 0.3 us, so with 256 experts it would take longer than a small GEMM. Modules and
+    parameters are read from torch's dictionaries instead. If one is missing there (a wrapper made the parameter a plain
+    attribute), and while Dynamo traces, all are read with `getattr`.
     """
     if not torch.compiler.is_compiling():
         tail, *path = after.split(".")
@@ -60,9 +58,8 @@ def read_range(owner: nn.Module, stem: str, start: int, stop: int, after: str) -
 def attribute_expression(root: str, path: str) -> str:
     """`("self", "experts.0.w")` -> `getattr(self.experts, "0").w`.
 
-    `getattr` is what a container of any class answers to, ModuleList, ModuleDict or ParameterList, and it
-    finds the attribute that is there at the time of the call, also after FSDP or
-    `load_state_dict(assign=True)` put a new one.
+    `getattr` works for every container (ModuleList, ModuleDict, ParameterList), and it returns the current attribute
+    after FSDP or `load_state_dict(assign=True)` replaced it.
     """
     text = root
     for part in path.split(".") if path else ():
@@ -71,28 +68,28 @@ def attribute_expression(root: str, path: str) -> str:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name may stand in code as it is."""
+    """Whether a name is an identifier and no keyword."""
     return name.isidentifier() and not keyword.iskeyword(name)
 
 
 def quote(name: str) -> str:
-    """A string literal, in double quotes if the name has none and no escapes."""
+    """Return a string literal, in double quotes unless the name needs escapes."""
     literal = repr(name)
     return f'"{name}"' if literal == f"'{name}'" and '"' not in name else literal
 
 
 def find_range(paths: Sequence[str]) -> AttributeRange | None:
-    """The run that all these paths form, in this order, or None. Needs two at least."""
+    """Return the range that two or more paths form, in this order, or None."""
     runs = split_into_ranges(paths)
     return runs[0] if len(runs) == 1 and isinstance(runs[0], AttributeRange) else None
 
 
 def split_into_ranges(paths: Sequence[str]) -> list[AttributeRange | str]:
-    """Cut a list of paths into runs and single paths, in order: `a.0, a.1, b` -> `a[0..1], b`."""
+    """Split a list of paths into ranges and single paths, in order: `a.0, a.1, b` -> `a[0..1], b`."""
     result: list[AttributeRange | str] = []
     at = 0
     while at < len(paths):
-        run = _first_step(paths[at], paths[at + 1]) if at + 1 < len(paths) else None
+        run = _find_counter(paths[at], paths[at + 1]) if at + 1 < len(paths) else None
         if run is None:
             result.append(paths[at])
             at += 1
@@ -106,14 +103,14 @@ def split_into_ranges(paths: Sequence[str]) -> list[AttributeRange | str]:
     return result
 
 
-def _first_step(path: str, following: str) -> tuple[str, str, int] | None:
-    """How `following` continues `path`: the text around the one number that grew by one, and that number in
-    `path`."""
+def _find_counter(path: str, following: str) -> tuple[str, str, int] | None:
+    """Find the only number that grows by one from `path` to `following`. Return the text before and behind it, and its
+    value in `path`."""
     parts, others = re.split(r"(\d+)", path), re.split(r"(\d+)", following)
     if len(parts) != len(others):
         return None
     differ = [i for i, (a, b) in enumerate(zip(parts, others, strict=True)) if a != b]
-    # Numbers stand at odd positions; "007" does not count as one.
+    # Numbers are at odd positions; "007" is none.
     if len(differ) != 1 or differ[0] % 2 == 0:
         return None
     at = differ[0]

@@ -1,16 +1,15 @@
-"""`BlockGraph`: the rewritten computation of one block, as a value.
+"""`BlockGraph`: the rewritten computation of one block, as an immutable value.
 
-A block's graph is a `torch.fx.Graph` whose placeholders are the tensor arguments of the block, whose
-`get_attr` and `call_module` targets are names relative to the block, and whose calls are torch ops, dialect
-ops and `operator` functions. Effects are nodes too (`aten.copy_` into a buffer). What is known of a node lies
-in its `meta`:
+A block's graph is a `torch.fx.Graph`. Its placeholders are the tensor arguments of the block, its `get_attr` and
+`call_module` targets are names relative to the block, and its calls are torch ops, dialect ops and `operator`
+functions. Effects are nodes too, such as `aten.copy_` into a buffer. `node.meta` holds:
 
-    val      a FakeTensor (or anything with shape and dtype), a SymInt, a tuple of them; may be absent
-    letters  the shape in named letters, `("S", "D")`; a tuple of such for several results; a str for a size:
-    "S*K" source   the user's line, `"model.py:41"`
-    save     True when the backward keeps the value
+    val      a FakeTensor (or any object with shape and dtype), a SymInt, or a tuple of them; may be absent
+    letters  the shape in named letters: `("S", "D")`; a tuple of such tuples for several results; `"S*K"` for a size
+    source   the user's line: `"model.py:41"`
+    save     True if the backward keeps the value
 
-Nothing here refers to a module: a graph holds no weights, and blocks of the same structure may share one.
+A graph refers to no module and holds no weights, so blocks of the same structure may share one.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class BlockGraph:
         name: the block's name in the model, "" for the model itself.
         graph: the FX graph.
         binding: which arguments of the block feed the placeholders.
-        output_spec: when the block returns something else than tuples, lists and dicts: the pytree to rebuild
-            around the flat list that the output node holds.
+        output_spec: the pytree to rebuild from the output node's flat list; None if the block returns only tuples,
+            lists and dicts.
         header: provenance, printed behind the name: "after 5/8 collectives   1.9 ms   +4 -1   ...".
     """
 
@@ -69,8 +68,8 @@ class BlockGraph:
 
     @property
     def returned(self) -> Any:
-        """The value that the graph returns: nodes in the user's containers, or in a flat list if those are not plain
-        Python ones."""
+        """The value that the graph returns: nodes in the user's containers, or in a flat list if a container is no
+        plain Python one."""
         value: Any = self.output.args[0]
         if self.output_spec is None:
             return value
@@ -78,12 +77,12 @@ class BlockGraph:
         return rebuilt if _is_literal(rebuilt) else value
 
     def find(self, target: Any) -> list[Node]:
-        """All nodes with this target: an overload, a function, an attribute path or an op's name
-        `"moefx::combine"`."""
+        """Return all nodes with this target: an overload, a function, an attribute path or an op name
+        (`"moefx::combine"`)."""
         return [n for n in self.graph.nodes if n.target == target or target_name(n) == target]
 
     def copy(self) -> BlockGraph:
-        """The same value around a graph of its own, with the same node names; `meta` dicts are copied too."""
+        """Copy the graph with its node names and `meta` dicts."""
         graph = Graph()
         nodes: dict[Node, Node] = {}
         for node in self.graph.nodes:
@@ -94,34 +93,34 @@ class BlockGraph:
     def replace(self, **changes: Any) -> BlockGraph:
         return dataclasses.replace(self, **changes)
 
-    def with_inputs(self, where: Mapping[str, Path]) -> BlockGraph:
-        """The graph with placeholders, bound to these paths, in the place of attributes of the block."""
-        made, read = self.copy(), {}
-        for node in [n for n in made.graph.nodes if n.op == "get_attr"]:
-            read.setdefault(str(node.target), []).append(node)
-        last = made.placeholders[-1]
-        for name in where:
-            with made.graph.inserting_after(last):
-                last = made.graph.placeholder(f"weight_{re.sub(r'[^0-9a-zA-Z_]', '_', name)}")
-            for node in read.get(name, ()):
+    def with_inputs(self, paths: Mapping[str, Path]) -> BlockGraph:
+        """Replace attributes of the block by placeholders that are bound to these paths."""
+        block, reads = self.copy(), {}
+        for node in [n for n in block.graph.nodes if n.op == "get_attr"]:
+            reads.setdefault(str(node.target), []).append(node)
+        last = block.placeholders[-1]
+        for name in paths:
+            with block.graph.inserting_after(last):
+                last = block.graph.placeholder(f"weight_{re.sub(r'[^0-9a-zA-Z_]', '_', name)}")
+            for node in reads.get(name, ()):
                 last.meta.update(node.meta)
                 node.replace_all_uses_with(last)
-                made.graph.erase_node(node)
-        binding = dataclasses.replace(made.binding, paths=(*made.binding.paths, *where.values()))
-        return made.replace(binding=binding)
+                block.graph.erase_node(node)
+        binding = dataclasses.replace(block.binding, paths=(*block.binding.paths, *paths.values()))
+        return block.replace(binding=binding)
 
     def compile(self, *, record_load: bool = False) -> Callable[..., Any]:
-        """The Python function `(block, *placeholder values) -> output` of this graph.
+        """Compile the graph to a Python function `(block, *placeholder values) -> output`.
 
-        With `record_load` it returns `(output, (expert_offsets, ...))`, one tensor for each PFT that the
-        graph builds of the block's own tokens.
+        With `record_load` it returns `(output, (expert_offsets, ...))`: one tensor for each PFT of the block's own
+        tokens.
         """
         graph, record = self._with_offsets() if record_load else (self, ())
         source = graph.source(record)
         return graph_codegen.compile_source(source.text, source.scope, "forward", self.name)
 
     def compile_guards(self, guards: Sequence[Guard]) -> Callable[..., int]:
-        """A function `(block, *placeholder values) -> index of the first guard that fails, or -1`."""
+        """Compile a function `(block, *placeholder values) -> index of the first guard that fails, or -1`."""
         source = graph_codegen.guard_source([n.name for n in self.placeholders], guards)
         return graph_codegen.compile_source(source, dict(graph_codegen.FUNCTIONS), "guard", f"{self.name} guards")
 
@@ -131,28 +130,31 @@ class BlockGraph:
         return self.source().text
 
     def source(self, record: Sequence[Node] = ()) -> graph_codegen.GeneratedSource:
-        """The source with the global names that it needs."""
+        """Generate the source and the global names that it needs."""
         value = self.returned
         rebuild = self.output_spec is not None and value is self.output.args[0]
         return graph_codegen.GeneratedSource(self.graph, value, record, self.output_spec if rebuild else None)
 
     def _with_offsets(self) -> tuple[BlockGraph, Sequence[Node]]:
-        """The graph, and its `expert_offsets`. Over a mesh some PFTs are of rows that came from other ranks: then the
-        graph with another one for each choice of places, which is of those that were made here; these come first."""
+        """Return a graph and the nodes of its `expert_offsets`, for the block's own tokens.
+
+        Over a mesh, PFTs of exchanged rows count other ranks' tokens. So the returned graph has another PFT before each
+        `place_choices`, for this rank's tokens; these come first.
+        """
         if not self.find(PLACE_CHOICES):
             return self, self._offsets()
         block, found = self.copy(), []
-        own = block._offsets()
+        local = block._offsets()
         for node in block.find(PLACE_CHOICES):
             (topk_ids, keep), num_experts = node.args, len(node.kwargs["places"])  # type: ignore[arg-type]
             with block.graph.inserting_before(node):
                 arguments: Any = (topk_ids, None, keep), {"num_experts": num_experts}
                 pft = block.graph.call_function(torch.ops.moefx.build_pft.default, *arguments)
                 found.append(block.graph.call_function(operator.getitem, (pft, _EXPERT_OFFSETS)))
-        return block, found + own
+        return block, found + local
 
     def _offsets(self) -> list[Node]:
-        """Those of the PFTs of this block's own tokens that experts use."""
+        """Return the used `expert_offsets` of the PFTs that are built from this rank's tokens."""
         built = [node for node in self.find(BUILD_PFT) if not _is_of_all_ranks(node)]
         found = [results[_EXPERT_OFFSETS] for node in built if (results := graph_codegen.list_results(node))]
         return [offsets for offsets in found if offsets is not None]
@@ -164,11 +166,11 @@ class BlockGraph:
         return f"<BlockGraph {self.name or 'model'}: {len(self.graph.nodes)} nodes>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockGraph:
-        return self  # a value; deep copies of a model share it
+        return self  # immutable: deep copies of a model share it
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec: Any = self.output_spec
-        # As JSON where the user's classes allow it: the pickle of a spec warns when it is loaded.
+        # JSON if the user's classes allow it, because loading a pickled spec warns.
         with contextlib.suppress(NotImplementedError):
             spec = spec and pytree.treespec_dumps(spec)
         return _unpack_block, (_packed(self.graph), self.name, self.binding, spec, self.header)
@@ -197,8 +199,7 @@ def _is_literal(value: Any) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class _PackedGraph:
-    """A graph as plain data: nodes by position, ops by name. Blocks that share a graph share this, also in a
-    pickle."""
+    """A graph as plain data: nodes by position, ops by name. Blocks that share a graph share this in a pickle."""
 
     nodes: list[tuple[Any, ...]]
 
@@ -252,7 +253,7 @@ def _packed(graph: Graph) -> _PackedGraph:
             )
             for n in graph.nodes
         ]
-        # Kept on the graph itself: it lives as long as the graph does.
+        # Cached on the graph, for as long as the graph lives.
         pack = graph.__dict__[_PACK] = _PackedGraph(nodes)
     return pack
 
@@ -274,7 +275,7 @@ def _unpack_value(value: Any, nodes: list[Node]) -> Any:
 
 
 def _plain_containers(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`map_aggregate` that leaves plain lists and dicts instead of FX's immutable ones."""
+    """Map `leaf` over a tree, like `map_aggregate`, into plain lists and dicts instead of FX's immutable ones."""
     if isinstance(value, dict):
         return {key: _plain_containers(item, leaf) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
@@ -291,7 +292,7 @@ def _saved_meta(node: Node) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a meta value can be saved: shapes and plain data, not modes, tracebacks or closures."""
+    """Whether a meta value can be saved: shapes and plain data can, modes, tracebacks and closures cannot."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

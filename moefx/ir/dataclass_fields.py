@@ -1,6 +1,6 @@
-"""Results that are plain dataclasses: pytree does not look into these, so they are opened before it does.
+"""Make results that are plain dataclasses visible to pytree, which does not look into them.
 
-An opened result flattens to the values of its fields, and unflattens to the user's own class.
+An opened dataclass flattens to its field values and unflattens to the user's own class.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch.utils._pytree as pytree
 
 
 class Fields:
-    """A dataclass instance as its fields."""
+    """The class and the field values of a dataclass instance; a pytree node."""
 
     def __init__(self, cls: type, values: dict[str, Any]):
         self.cls, self.values = cls, values
 
 
 def open_dataclasses(result: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """A result with `fn` of its tensors, its dataclasses as `Fields`."""
+    """Map `fn` over the tensors of a result, and replace its dataclasses by `Fields`."""
     if isinstance(result, torch.Tensor):
         return fn(result)
     if type(result) in (tuple, list):
@@ -32,13 +32,13 @@ def open_dataclasses(result: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
         return Fields(
             type(result), {f.name: open_dataclasses(getattr(result, f.name), fn) for f in dataclasses.fields(result)}
         )
-    if isinstance(result, tuple) and hasattr(result, "_fields"):  # past a constructor that looks at its arguments
+    if isinstance(result, tuple) and hasattr(result, "_fields"):  # the constructor may check its arguments
         return tuple.__new__(type(result), [open_dataclasses(v, fn) for v in result])
     return pytree.tree_map_only(torch.Tensor, fn, result)
 
 
 def is_plain_dataclass(value: Any) -> bool:
-    """Not those that pytree knows (the outputs of transformers are dicts, too)."""
+    """Whether a value is a dataclass instance that pytree does not know. (transformers' outputs are dicts too.)"""
     return (
         dataclasses.is_dataclass(value)
         and not isinstance(value, (type, dict, tuple))
@@ -55,12 +55,12 @@ def _flatten(opened: Fields) -> tuple[list[Any], Any]:
 def _unflatten(values: Any, context: Any) -> Any:
     cls, names, by_name = context
     fields = dict(zip(names, values, strict=True))
-    if by_name:  # what Dynamo can follow
+    if by_name:  # Dynamo can trace this
         return cls(**fields)
-    made = object.__new__(cls)  # as the forward left it
+    instance = object.__new__(cls)  # `__init__` or `__post_init__` could change the fields
     for name, value in fields.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 pytree.register_pytree_node(Fields, _flatten, _unflatten)

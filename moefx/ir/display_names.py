@@ -1,4 +1,4 @@
-"""How parts of a graph are called in print: values, parameters, the pointwise part of an expert."""
+"""Names of values, parameters and expert bodies in printed graphs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from .expert_body import ExpertBody
 from .graph_codegen import is_getitem
 from .node_values import BUILD_PFT, target_name
 
-# What the results of dialect ops, and the values that go into them, are called when the pass that made the
-# node gave no name of its own.
+# Default names for results of dialect ops and for their inputs, if the pass that made the node chose none.
 _RESULTS = {
     "build_pft": "pft", "dispatch": "rows", "grouped_mm": "h", "expert_mlp": "y", "combine": "out",
     "place_choices": "place", "plan_dispatch": "send", "exchange_counts": "counts", "pack_rows": "packed",
@@ -32,7 +31,7 @@ _ROLES = {
 
 
 def shown_names(graph: Graph) -> dict[Node, str]:
-    """The name of every node in print: its own where somebody chose it, else one that says its role."""
+    """Return the printed name of every node: its own name if a pass chose it, else a name for its role."""
     taken = {node.name for node in graph.nodes if not _default_name(node)}
     names: dict[Node, str] = {}
     for node in graph.nodes:
@@ -42,8 +41,8 @@ def shown_names(graph: Graph) -> dict[Node, str]:
             producer = node.args[0] if is_getitem(node) else None
             if isinstance(producer, Node) and isinstance(node.args[1], int) and not role:
                 if node.args[1] == 0 and (len(producer.users) == 1 or target_name(producer) == "moefx::expert_mlp"):
-                    # The only result takes the op's name, so does the first of expert_mlp: the others are
-                    # kept values.
+                    # A single result takes the op's name. So does the first result of `expert_mlp`; its other
+                    # results are saved activations.
                     names[node] = names[producer]
                     continue
                 name = f"{names[producer]}_{node.args[1]}"
@@ -54,7 +53,8 @@ def shown_names(graph: Graph) -> dict[Node, str]:
 
 
 def _role(node: Node, user: Node) -> str:
-    if target_name(user) == "moefx::shard_tokens":  # as its part is
+    """Return the name that the use of `node` by `user` suggests, or ""."""
+    if target_name(user) == "moefx::shard_tokens":  # the name of its shard
         return next(filter(None, (_role(user, u) for u in user.users)), "")
     positions = [
         i
@@ -65,7 +65,7 @@ def _role(node: Node, user: Node) -> str:
 
 
 def _default_name(node: Node) -> str:
-    """The op's name when the node's own is the one that FX derived from it (`mul_tensor_1`), else ""."""
+    """Return the op's name if FX derived the node's name from it (`mul_tensor_1`), else ""."""
     if is_getitem(node):
         return "item" if re.fullmatch(r"getitem(_\d+)?", node.name) else ""
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -73,13 +73,13 @@ def _default_name(node: Node) -> str:
     name = node.target._schema.name.partition("::")[2]
     overload = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", node.target._overloadname).lower()
     derived = re.fullmatch(rf"{name}(_{overload})?(_\d+)?", node.name)
-    if node.kwargs.get("reduce") and name == "expert_mlp" and not _returned(node):
-        name = "combine"  # of the rows or of their sums, whichever it returns
+    if node.kwargs.get("reduce") and name == "expert_mlp" and not _is_sent_back(node):
+        name = "combine"  # it returns sums by token
     return _RESULTS.get(name, name.strip("_")) if derived else ""
 
 
-def _returned(node: Node) -> bool:
-    """Whether the sums of an `expert_mlp` go back to other ranks: they are not the block's then."""
+def _is_sent_back(node: Node) -> bool:
+    """Whether the sums of an `expert_mlp` go back to other ranks, so that they are not the block's output."""
     return any(target_name(u) == "moefx::all_to_all_back" for first in node.users for u in first.users)
 
 
@@ -94,7 +94,7 @@ def _unused(name: str, taken: set[str]) -> str:
 
 
 def attribute_name(node: Node) -> str:
-    """The parameter's name in the block; a captured graph records it beside a target of its own."""
+    """Return the parameter's name in the block. Captured graphs record it in `meta`, beside their own target."""
     return str(node.meta.get("fqn") or node.target)
 
 
@@ -104,14 +104,14 @@ def format_attribute_path(path: str) -> str:
 
 
 def format_ranges(names: Sequence[str]) -> list[str]:
-    """Parameter names for people: runs as ranges, ranges over the same experts as one."""
+    """Format parameter names for people: runs as ranges, and ranges over the same experts as one."""
     runs = split_into_ranges(names)
-    text = _braces(runs)
+    text = _join_ranges(runs)
     return [text] if text else [format_attribute_path(str(run)) for run in runs]
 
 
-def _braces(runs: Sequence[AttributeRange | str]) -> str:
-    """Ranges over the same experts as one: `experts[0..63].{gate, up}.weight`; "" where there is none."""
+def _join_ranges(runs: Sequence[AttributeRange | str]) -> str:
+    """Format ranges over the same experts as one: `experts[0..63].{gate, up}.weight`. "" if they do not join."""
     first = runs[0] if runs else ""
     if len(runs) < 2 or not isinstance(first, AttributeRange):
         return ""
@@ -135,5 +135,5 @@ def _braces(runs: Sequence[AttributeRange | str]) -> str:
 
 
 def format_body(body: str) -> str:
-    """`ExpertBody.pretty` of its JSON."""
+    """Format the JSON text of an `ExpertBody`."""
     return ExpertBody.from_json(body).pretty()

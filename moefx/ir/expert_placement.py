@@ -1,4 +1,4 @@
-"""Where each expert of a block lives, the explicit map from experts to (rank, slot), and the ways there."""
+"""The placement of a block's experts on ranks, and the exchanges that bring rows there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..errors import InvalidPlan
 
 @dataclasses.dataclass(frozen=True)
 class TopologyLevel:
-    """Ranks of an expert axis that are alike but for one level of the topology.
+    """The ranks of an expert axis that differ at one level of the topology only.
 
     Attributes:
-        axis: what this is called in print. size: W, how many ranks. group: name of their process group.
+        axis: printed name. size: W, the number of ranks. group: name of their process group.
     """
 
     axis: str
@@ -25,18 +25,18 @@ class TopologyLevel:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeRoutes:
-    """How rows get from rank to rank: in one exchange, or in one at each level (X-MoE section 4.2, Piper section V).
+    """The exchanges that bring rows to ranks: a single one, or one at each level (X-MoE section 4.2, Piper section V).
 
     Attributes:
-        levels: coarse to fine. position: this rank's, as process groups number the ranks of the axis. order: of each
-            position the rank's number on the axis.
-        dedup: a token travels once to each rank of a level (its pilot), else once for each choice.
-        near_apart: what stays in the node does not take part in the levels above (HALO's phase I).
-        timeout: seconds to wait for other ranks; None: as long as the process groups allow.
-        chunks: the tokens travel in so many parts, so that some are computed on while others are on their way.
+        levels: coarse to fine. position: this rank's position, in the order of the process groups. order: the rank
+            number on the axis of each position.
+        dedup: a token travels once to each rank of a level (as its pilot), else once for each slot.
+        splits_intra_node: rows that stay in the node skip the upper levels (HALO's phase I).
+        timeout: seconds to wait for other ranks; None for the limit of the process groups.
+        chunks: number of parts in which the tokens travel, so that computation overlaps with exchanges.
         gathers: every rank gets the tokens of all ranks by an even collective (see `ir.ops.token_gather`).
-        max_tokens: with `gathers`, the most tokens of a rank in a call; None: `host_group`, a process group that works
-            on the CPU, agrees before each call.
+        max_tokens: with `gathers`, the most tokens of a rank in a call. If None, the ranks agree before each call over
+            `host_group`, a process group that works on the CPU.
     """
 
     levels: tuple[TopologyLevel, ...]
@@ -51,7 +51,7 @@ class ExchangeRoutes:
     host_group: str = ""
 
     def label(self, index: int) -> str:
-        """What a level is called behind a name; "" if there is one only."""
+        """Return the suffix of a level in node names; "" if there is only one level."""
         return self.levels[index].axis.rpartition("/")[2] if len(self.levels) > 1 else ""
 
     @property
@@ -59,7 +59,7 @@ class ExchangeRoutes:
         return [level.size for level in self.levels]
 
     def ranks_within(self, index: int) -> int:
-        """How many positions there are behind each rank of a level."""
+        """Return the number of positions below each rank of a level."""
         return math.prod(self.sizes[index + 1 :])
 
     def position_of(self, rank: int) -> int:
@@ -68,14 +68,14 @@ class ExchangeRoutes:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The experts of a block over the ranks of one mesh axis. A value; it may be replaced when experts move.
+    """The map from a block's experts to (rank, slot) over one mesh axis. Immutable: experts move by replacing it.
 
     Attributes:
-        axis: name of the mesh axis, for people.
+        axis: printed name of the mesh axis.
         group: name of its process group, as ops take it.
-        num_ranks: W, ranks of the axis. rank: this one's number on it.
-        num_slots: experts of a rank.
-        places: of each expert, rank * num_slots + slot; a permutation of 0 ... E-1.
+        num_ranks: W, ranks of the axis. rank: this rank's number on the axis.
+        num_slots: experts per rank.
+        places: rank * num_slots + slot of each expert; a permutation of 0 ... E-1.
     """
 
     axis: str
@@ -87,10 +87,10 @@ class Placement:
 
     @classmethod
     def in_order(cls, num_experts: int, num_ranks: int, rank: int, *, axis: str, group: str, of: str = "") -> Placement:
-        """The experts in their order, as many on each rank. `of`: the block's name, for people.
+        """Place the experts in order, the same number on each rank. `of`: the block's name for error messages.
 
         Raises:
-            InvalidPlan: they cannot be shared evenly.
+            InvalidPlan: the number of ranks does not divide the number of experts.
         """
         if num_experts % num_ranks:
             fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
@@ -106,22 +106,22 @@ class Placement:
 
     @property
     def local_experts(self) -> list[int]:
-        """The experts of this rank, by slot."""
+        """The ids of this rank's experts, by slot."""
         at = {place: expert for expert, place in enumerate(self.places)}
         return [at[self.rank * self.num_slots + slot] for slot in range(self.num_slots)]
 
     def select_local(self, full: Tensor) -> Tensor:
-        """Of a tensor whose first axis holds all experts, one after the other and as long each, those of this rank."""
+        """Select this rank's experts from a tensor whose first axis holds all experts in equal parts."""
         return full.unflatten(0, (self.num_experts, -1))[self.local_experts].flatten(0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedTokens:
-    """Ranks that have the same tokens, each of which routes a part of them (X-MoE section 4.3).
+    """Ranks that hold the same tokens, and of which each routes a part (X-MoE section 4.3).
 
     Attributes:
-        axis: what this is called in print. group: name of the process group. size, rank: of it.
-        gradients: of the block's output, "replicated" or "partial".
+        axis: printed name. group: name of the process group. size, rank: the group's size and this rank's number.
+        gradients: "replicated" or "partial", for the gradient of the block's output.
     """
 
     axis: str

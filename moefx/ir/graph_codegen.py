@@ -1,9 +1,9 @@
-"""From an FX graph to the Python function that runs it on the user's block.
+"""Generate the Python function that runs an FX graph on the user's block.
 
-The function is `forward(self, *placeholders)` where `self` is the block itself: parameters are read through
-the module tree at each call, kept submodules are called as modules (their hooks fire). It has no state, so
-blocks of the same structure share one function, and `torch.compile` of repeated layers compiles it once. Its
-source is in `linecache`: tracebacks and debuggers show it.
+The function is `forward(self, *placeholders)`, and `self` is the block. It reads parameters through the module tree at
+each call, and calls submodules as modules, so that their hooks fire. It has no state: blocks of the same structure
+share one function, and `torch.compile` of repeated layers compiles it once. Its source is in `linecache`, for
+tracebacks and debuggers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ INFIX = {
 
 
 def list_results(node: Node) -> list[Node | None] | None:
-    """The results of a multi-output node by position, None where unused; None when it is not only unpacked.
+    """Return the results of a multi-output node by position, None for unused ones; None if it is not only unpacked.
 
-    A node counts as unpacked when the number of its results is known (from the op's schema or from
-    `meta["val"]`) and all its users are `getitem` with a constant index, each index once.
+    A node is only unpacked if the number of its results is known (from the op's schema or `meta["val"]`) and all its
+    users are `getitem` with a constant index, each index once.
     """
     count = num_results(node)
     if count is None or not node.users:
@@ -53,8 +53,7 @@ def list_results(node: Node) -> list[Node | None] | None:
 
 
 def num_results(node: Node) -> int | None:
-    """How many results a node returns as a tuple or list; None when it returns one value or the number is
-    unknown."""
+    """Return the number of results in a node's tuple or list; None for a single value or an unknown number."""
     if isinstance(node.target, torch._ops.OpOverload) and len(node.target._schema.returns) > 1:
         return len(node.target._schema.returns)
     value = node.meta.get("val")
@@ -66,13 +65,13 @@ def is_getitem(node: Node) -> bool:
 
 
 class GeneratedSource:
-    """Python source of a graph, and the global names that it needs.
+    """Python source of a graph (`text`), and the global names that it needs (`scope`).
 
     Args:
         graph: the graph.
-        output: what it returns, the value of its output node in other containers.
+        output: the value to return; it replaces that of the output node.
         record: nodes whose values are returned beside the output, as a second element.
-        output_spec: how to rebuild the output at run time from the flat list `output`, or None.
+        output_spec: the pytree to rebuild from the flat list `output` at run time, or None.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class GeneratedSource:
         output_spec: pytree.TreeSpec | None = None,
     ):
         self.scope: dict[str, Any] = {}
-        # The builtins are those that the generated text itself uses.
+        # Names that the generated text uses itself.
         self._taken = {node.name for node in graph.nodes} | {
             "self", "getattr", "setattr", "slice", "float", "torch", "autocast",
         }  # fmt: skip
@@ -112,17 +111,17 @@ class GeneratedSource:
     def _statement(self, node: Node, done: set[Node]) -> str:
         line = self._plain_statement(node, done)
         if line and "autocast" in node.meta and node.all_input_nodes:
-            dtype, like = node.meta["autocast"], self._value(node.all_input_nodes[0])
+            dtype, operand = node.meta["autocast"], self._value(node.all_input_nodes[0])
             self.scope["autocast"] = torch.autocast
-            line = f"with autocast({like}.device.type, {dtype}, {dtype is not None}): {line}"
+            line = f"with autocast({operand}.device.type, {dtype}, {dtype is not None}): {line}"
             self.scope["torch"] = torch
         return line
 
     def _plain_statement(self, node: Node, done: set[Node]) -> str:
         call = self._call(node)
         if node.op == "get_attr" and len(node.users) == 1 and not is_getitem(next(iter(node.users))):
-            # Read where it is used: a list of expert weights becomes one comprehension, and a parameter that
-            # a kept submodule's hooks swap (FSDP) is the current one.
+            # Read at its use: a list of expert weights becomes one comprehension, and a parameter that a submodule's
+            # hooks swap (FSDP) is current.
             self._inline[node] = call
             return ""
         results = list_results(node)
@@ -142,12 +141,12 @@ class GeneratedSource:
             return f"{self._value(node.args[0])}.{target}({self._arguments(node.args[1:], node.kwargs)})"
         if target is operator.getitem:
             return f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
-        if target is setattr:  # the block, or a part of it, keeps a value of this call (an auxiliary loss)
-            owner, name, value = node.args
-            held = attribute_expression("self", str(owner)) if owner else "self"
+        if target is setattr:  # the user's code stores a value, such as an auxiliary loss, on a module
+            path, name, value = node.args
+            owner = attribute_expression("self", str(path)) if path else "self"
             if not is_plain_name(str(name)):
-                return f"setattr({held}, {quote(str(name))}, {self._value(value)})"
-            return f"{held}.{name} = {self._value(value)}"
+                return f"setattr({owner}, {quote(str(name))}, {self._value(value)})"
+            return f"{owner}.{name} = {self._value(value)}"
         if target in INFIX and len(node.args) == 2 and not node.kwargs:
             left, right = map(self._value, node.args)
             return f"({left}) {INFIX[target]} {right}" if left[0] == "-" else f"{left} {INFIX[target]} {right}"
@@ -207,8 +206,7 @@ class GeneratedSource:
         return self._global("constant", value)
 
     def _attribute_items(self, values: Sequence[Any]) -> list[str] | None:
-        """Runs of parameters as comprehensions, when the list holds nothing but parameters that are read
-        here."""
+        """Return runs of parameters as comprehensions; None if the list holds anything but inlined parameters."""
         if not all(isinstance(v, Node) and v.op == "get_attr" and v in self._inline for v in values):
             return None
         runs = split_into_ranges([str(v.target) for v in values])
@@ -227,8 +225,8 @@ class GeneratedSource:
 
 
 _torch: Any = torch
-# What expressions over sizes may call. Of a symbolic size `math.sqrt` would make a number, and a graph for that alone;
-# torch's functions are `math`'s where the size is one.
+# Functions in expressions over sizes. `math.sqrt` would specialise a symbolic size to its number; torch's functions
+# equal those of `math` on plain numbers.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "int": int, "round": round, "abs": abs,
     "min": min, "max": max, "log": math.log, "log2": _torch._sym_log2, "sqrt": torch.sym_sqrt,
@@ -236,40 +234,40 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def guard_source(placeholders: Sequence[str], guards: Sequence[Guard]) -> str:
-    """A function of the block and the placeholders that tells which guard fails first, -1 when all hold."""
+    """Return the source of a function of block and placeholders that returns the index of the first failing guard, or
+    -1."""
     lines = [f"    if not ({guard.condition}):\n        return {i}" for i, guard in enumerate(guards)]
     return "\n".join([f"def guard({', '.join(['self', *placeholders])}):", *lines, "    return -1", ""])
 
 
 def compile_source(source: str, scope: dict[str, Any], name: str, title: str) -> Callable[..., Any]:
-    """Execute `source` and return its function `name`. The same source over the same objects gives the same
-    function.
+    """Execute `source` and return its function `name`. Equal source over the same objects returns the same function.
 
     Args:
-        title: shown in tracebacks as the file name, `<moefx layers.3.mlp 1f09ab>`.
+        title: part of the file name in tracebacks, `<moefx layers.3.mlp 1f09ab>`.
     """
     key = (source, tuple((alias, id(value)) for alias, value in scope.items()))
-    function = _built.get(key)
+    function = _functions.get(key)
     if function is None:
         digest = hashlib.sha256(source.encode()).hexdigest()[:8]
         filename = f"<moefx {title or 'model'} {digest}>"
         namespace = dict(scope)
         exec(compile(source, filename, "exec"), namespace)
         function = namespace.pop(name)
-        # mtime None keeps the entry through linecache.checkcache(), which drops files that are not on disk.
+        # linecache.checkcache() drops files that are not on disk, unless mtime is None.
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        _built[key] = function
+        _functions[key] = function
     return function
 
 
-_built: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
+_functions: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
 
 
 def _last_uses(graph: Graph, record: Sequence[Node]) -> dict[Node, list[Node]]:
-    """For each node the values that nothing needs after it (FX users, in the order of the graph)."""
+    """Map each node to the values whose last user it is, in the order of the graph."""
     seen: set[Node] = set(record)
     last: dict[Node, list[Node]] = {}
-    anchor: dict[Node, Node] = {}  # unpacked results are born with the node that yields them
+    anchor: dict[Node, Node] = {}  # unpacked results, with the node that returns them
     for node in graph.nodes:
         for result in list_results(node) or ():
             if result is not None:

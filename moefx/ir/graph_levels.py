@@ -1,7 +1,6 @@
-"""Which graphs are legal at which level; the pass manager checks it after every pass.
+"""The operations that are legal at each level. The pass manager checks the graph after every pass.
 
-A level allows the user's own torch ops (also those that read values on the host: a router may), plus the
-dialect ops that exist there.
+A level allows all torch ops, including ops that read values on the host as some routers do, and its own dialect ops.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _EXCHANGES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class GraphLevel:
-    """What may stand in a graph.
+    """A stage of compilation and its legal ops.
 
     Attributes:
-        name: the level's name; passes declare it with `graph_pass(level=...)`.
-        dialect: the dialect ops that may occur; None allows every registered one.
+        name: passes declare it with `graph_pass(level=...)`.
+        dialect: the legal dialect ops; None allows every registered one.
     """
 
     name: str
@@ -45,22 +44,22 @@ class GraphLevel:
 LEVELS = {
     level.name: level
     for level in (
-        # What capture recorded under one concrete routing.
+        # A graph that capture recorded under one concrete routing.
         GraphLevel("captured", frozenset()),
         # One dialect op per step; the pointwise part between the GEMMs is plain torch.
         GraphLevel("dialect", _ROUTED),
-        # Steps may be collapsed into expert_mlp; experts of another shape stay as they were.
+        # Steps may be fused to expert_mlp; experts of another form stay in the dialect.
         GraphLevel("fused", _ROUTED | {"expert_mlp"}),
         # Rows travel between the ranks of a mesh.
         GraphLevel("distributed", _ROUTED | _ROUTES | _EXCHANGES | _SEQUENCE | {"expert_mlp", "weights_later"}),
-        # Whatever providers bring.
+        # Any op of a provider.
         GraphLevel("lowered", None),
     )
 }
 
 
 class Violation(NamedTuple):
-    """One node that is not legal at a level, and why."""
+    """A node that is not legal at a level, and the reason."""
 
     node: Node
     reason: str
@@ -71,22 +70,22 @@ class Violation(NamedTuple):
 
 
 def find_violations(block: BlockGraph, level: GraphLevel) -> list[Violation]:
-    """Everything in the graph that is not legal at `level`."""
+    """Return the nodes that are not legal at `level`."""
     found = []
     for node in block.graph.nodes:
-        reason = _illegal(node, level) or (is_dead(node) and "nothing uses its result and it has no effect")
+        reason = _find_illegality(node, level) or (is_dead(node) and "nothing uses its result and it has no effect")
         if reason:
             found.append(Violation(node, reason))
     return found
 
 
 def is_dead(node: Node) -> bool:
-    """Whether a node can be left out: no users, no effect on tensors, modules or random state."""
+    """Whether a node has no users and no effect on tensors, modules or random state."""
     return not node.users and not has_effect(node)
 
 
 def has_effect(node: Node) -> bool:
-    """Whether a node does something beside its result. Kept submodules count: their hooks may do anything."""
+    """Whether a node has an effect beside its result. Submodule calls count, since their hooks may do anything."""
     if node.op in ("placeholder", "output", "call_module") or node.target is setattr:
         return True
     if node.op == "call_method":
@@ -100,7 +99,7 @@ def has_effect(node: Node) -> bool:
 
 
 def eliminate_dead_code(block: BlockGraph) -> BlockGraph:
-    """A copy without the nodes that `is_dead`."""
+    """Return a copy without nodes that are dead (`is_dead`)."""
     block = block.copy()
     for node in reversed(block.nodes):
         if is_dead(node):
@@ -108,7 +107,8 @@ def eliminate_dead_code(block: BlockGraph) -> BlockGraph:
     return block
 
 
-def _illegal(node: Node, level: GraphLevel) -> str:
+def _find_illegality(node: Node, level: GraphLevel) -> str:
+    """Return why a node is illegal at a level, or ""."""
     target = node.target
     if node.op in ("placeholder", "output", "get_attr", "call_module", "call_method"):
         return ""
@@ -124,7 +124,7 @@ def _illegal(node: Node, level: GraphLevel) -> str:
 
 
 def _is_torch_function(target: object) -> bool:
-    """Functions of torch and `operator`, and `apply` of an autograd.Function."""
+    """Whether a function belongs to torch, `operator`, `math` or builtins, or is `apply` of an autograd.Function."""
     owner = getattr(target, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return True

@@ -1,4 +1,4 @@
-"""In which order the axes of a tensor lie in memory: code behind a block may ask for it (`view`, `as_strided`)."""
+"""The memory order of a tensor's axes, on which code after a block may depend (`view`, `as_strided`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """The axes from the outermost in memory to the innermost: 0, 1, 2, ... where it is contiguous; None where elements
-    have gaps between them, or share memory."""
+    """Return the axes from the outermost in memory to the innermost: 0, 1, 2, ... for a contiguous tensor. None if
+    there are gaps between elements, or elements share memory."""
     long = sorted((d for d, n in enumerate(sizes) if n != 1), key=lambda d: -strides[d])
     within = 1
     for d in reversed(long):
@@ -20,5 +20,5 @@ def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 
 def invert_permutation(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes another."""
+    """Return the permutation that undoes `order`."""
     return sorted(range(len(order)), key=order.__getitem__)

@@ -1,4 +1,4 @@
-"""The name of a node's target, and the shape and dtype of its value, as text."""
+"""Format the name of a node's target, and the shape and dtype of its value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WAIT_GATHERED = "moefx::wait_gathered"
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of a value whose FakeTensor is gone (a graph that was saved and loaded)."""
+    """Shape, dtype and device of a value in a loaded graph, which has no FakeTensors."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
@@ -27,8 +27,8 @@ def target_name(node: Node) -> str:
 
 
 def format_value(node: Node) -> str:
-    """dtype and shape of a node's value in letters where known: `"bf16[S,K]"`, several results side by
-    side."""
+    """Format dtype and shape of a node's value, with named letters if known: `"bf16[S,K]"`. Several results stand side
+    by side."""
     value, letters = node.meta.get("val"), node.meta.get("letters")
     if isinstance(letters, str):
         return letters

@@ -1,13 +1,13 @@
-"""The implementations of each op, and the choice between them.
+"""The providers of each op, and the choice between them.
 
-A call runs the provider of the highest rank that supports its arguments, at the latest the readable reference. Every
-choice is counted, so that tests and `explain` can say what ran:
+A call runs the provider of the highest rank that supports its arguments; the reference supports all. Every call is
+counted, so that tests and `explain` can report it:
 
     counters()                 {("expert_mlp", "segments"): 12, ...}
     weight_paths()             {"view": 12, "separate": 0, ...}: how lists of expert weights were read
     with force("expert_mlp", "reference"): ...
 
-Providers live above this module, in `moefx.lowering`. They are loaded before the first choice, so that importing the
+Providers live above this module, in `moefx.lowering`. They are loaded before the first call, so that importing the
 dialect stays cheap.
 """
 
@@ -40,7 +40,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# Process-wide, not thread-local: on a GPU the backward runs in autograd's own threads.
+# Process-wide, because on a GPU the backward runs in autograd's own threads.
 _forced: dict[str, str] = {}
 
 
@@ -55,7 +55,7 @@ class Provider:
 
 
 def load_before_first_choice(load: Callable[[], object]) -> None:
-    """Have `load` called once before the first op runs. It registers providers."""
+    """Call `load`, which registers providers, once before the first op runs."""
     _loaders.append(load)
 
 
@@ -66,7 +66,7 @@ def _load() -> None:
 
 
 def choose_provider(op: Op, args: Any, kwargs: Any) -> Provider:
-    """The provider for these arguments. Counts it."""
+    """Return the provider for these arguments, and count the call."""
     _load()
     if op.name in _forced:
         provider = op.providers[_forced[op.name]]
@@ -78,23 +78,22 @@ def choose_provider(op: Op, args: Any, kwargs: Any) -> Provider:
 
 
 def counters() -> dict[tuple[str, str], int]:
-    """Calls since the last reset, by (op, provider)."""
+    """Return the number of calls since the last reset, by (op, provider)."""
     return dict(_calls)
 
 
 def weight_paths() -> dict[str, int]:
-    """How often the weights of a GEMM were read in which way since the last reset.
+    """Return how often GEMM weights were read in each way since the last reset.
 
-    "stacked": one stacked tensor. "separate": E tensors, used one by one. "view": E tensors, equally spaced
-    in one storage, used as a strided view of it. "table": E tensors, found by a table of their addresses.
-    "stacked_copy": E tensors copied into a stack for the call. Beside one of these "cast": to another dtype for
-    the call, as autocast asks for.
+    "stacked": one stacked tensor. "separate": E tensors, one by one. "view": E tensors, equally spaced in one storage,
+    as one strided view. "table": E tensors, through a table of their addresses. "stacked_copy": E tensors, copied into
+    a stack for the call. "cast" counts in addition, if autocast changes the dtype for the call.
     """
     return dict(_paths)
 
 
 def thread_weight_paths() -> Counter[str]:
-    """As `weight_paths`, of this thread alone and since it began."""
+    """Return the counts of `weight_paths` for this thread, since the thread started."""
     return _thread.paths.copy()
 
 
@@ -110,10 +109,10 @@ def reset_counters() -> None:
 
 @contextlib.contextmanager
 def force(op: str, provider: str) -> Iterator[None]:
-    """Run this provider for every call of the op, in all threads. Name the backward op to force that one.
+    """Run this provider for every call of the op, in all threads. The backward op has its own name.
 
     Raises:
-        InvalidPlan: there is no such op or provider.
+        InvalidPlan: the op or the provider does not exist.
     """
     _check(op, provider)
     before = _forced.get(op)
@@ -126,22 +125,22 @@ def force(op: str, provider: str) -> Iterator[None]:
             _forced[op] = before
 
 
-def _check(op: str, provider: str, said: str = "") -> None:
+def _check(op: str, provider: str, prefix: str = "") -> None:
     _load()
     if op not in registry:
-        raise InvalidPlan(f"{said}no op moefx::{op}; there are {', '.join(sorted(registry))}")
+        raise InvalidPlan(f"{prefix}no op moefx::{op}; there are {', '.join(sorted(registry))}")
     if provider not in registry[op].providers:
         names = ", ".join(registry[op].providers)
-        raise InvalidPlan(f"{said}moefx::{op} has no provider {provider!r}; it has {names}")
+        raise InvalidPlan(f"{prefix}moefx::{op} has no provider {provider!r}; it has {names}")
 
 
 def prefer_providers(setting: str) -> None:
-    """Rank the providers first that `MOEFX_PROVIDERS` names, for ops and their backwards, in the whole process:
-    `"expert_mlp=grouped_mm,build_pft=reference"`. Arguments that they do not support, such as the float64 of the
-    proofs, go to the others.
+    """Give the highest rank to the providers that `MOEFX_PROVIDERS` names, for ops and their backwards, in the whole
+    process: `"expert_mlp=grouped_mm,build_pft=reference"`. Calls that they do not support, such as the proofs' float64,
+    still go to other providers.
 
     Raises:
-        InvalidPlan: there is no such op or provider.
+        InvalidPlan: the op or the provider does not exist.
     """
     for item in filter(None, setting.split(",")):
         op, _, provider = item.strip().partition("=")
@@ -149,4 +148,4 @@ def prefer_providers(setting: str) -> None:
         for name in (op, f"{op}_backward"):
             if name in registry and provider in registry[name].providers:
                 providers = registry[name].providers
-                providers[provider] = dataclasses.replace(providers.pop(provider), rank=sys.maxsize)  # asked first
+                providers[provider] = dataclasses.replace(providers.pop(provider), rank=sys.maxsize)  # first choice
