@@ -1,4 +1,4 @@
-"""`ExpertBody`: what one expert computes, as a frozen value with a JSON text (an op can carry a string)."""
+"""`ExpertBody`: the computation of one expert, as a frozen value with a JSON text that an op takes as argument."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Gemm:
     """One grouped GEMM over the expert weights.
 
     Attributes:
-        num: how many tensors of the op's flat weight list it takes: 1 stacked [E,...], or E separate ones.
+        num: number of its tensors in the op's flat weight list: 1 stacked [E,...], or E separate ones.
         transposed: the weight of an expert is [out, in] (as `nn.Linear.weight`), else [in, out].
-        bias: one bias vector for each expert is added; the flat bias list has `num` tensors for it as well.
-        bias_dtype: what the bias is added in, where promotion makes that another dtype than the product's (autocast
-            does: `x @ w + bias` is bfloat16 + float32); else "".
+        bias: whether each expert adds a bias vector; the flat bias list then has `num` tensors for it as well.
+        bias_dtype: dtype of the sum with the bias if promotion makes it differ from the product's, else "". Under
+            autocast, `x @ w + bias` is bfloat16 + float32.
     """
 
     num: int
@@ -36,7 +36,7 @@ class Gemm:
     bias_dtype: str = ""
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the product with its bias, for a product in `dtype`."""
+        """Return the dtype of the sum with the bias, for a product in `dtype`."""
         return getattr(torch, self.bias_dtype) if self.bias_dtype else dtype
 
 
@@ -44,19 +44,18 @@ class Gemm:
 class ExpertBody:
     """GEMM(s) -> pointwise -> GEMM -> pointwise.
 
-        h_g  = rows @ up[g] (+ bias)              without the bias where that is added in another dtype: a_i has it
+        h_g  = rows @ up[g] (+ bias)              a bias with `bias_dtype` is added in a_i instead
         a_i  = h_g[:, start:stop:step]            with (g, start, stop, step) = parts[i]
         act  = act(a_0, a_1, ..., w)              w: the row's routing weight, a column [B,1]
         rows = out(act @ down (+ bias), w)        variables y and w
 
     Attributes:
         up: the up-projections, one or several.
-        parts: which slice of which up-projection each variable of `act` is: gate and up separate,
-            concatenated or interleaved.
+        parts: for each variable of `act` its up-projection and slice. Gate and up may be separate, concatenated or
+            interleaved.
         act: expression over `a0`, `a1`, ... and `w`.
         down: the down-projection.
-        out: expression over `y` and `w`; `("mul.Tensor", "y", "w")` applies the routing weight after the
-            expert.
+        out: expression over `y` and `w`; `("mul.Tensor", "y", "w")` applies the routing weight after the expert.
     """
 
     up: tuple[Gemm, ...]
@@ -66,12 +65,11 @@ class ExpertBody:
     out: Expr = "y"
 
     def __post_init__(self) -> None:
-        # One form for both spellings (lists from JSON, tuples from Python), so that equal bodies are equal
-        # and hashable.
+        # Make tuples of JSON's lists, so that equal bodies compare equal.
         object.__setattr__(self, "up", tuple(self.up))
         object.__setattr__(self, "parts", tuple(tuple(p) for p in self.parts))
-        object.__setattr__(self, "act", _frozen(self.act))
-        object.__setattr__(self, "out", _frozen(self.out))
+        object.__setattr__(self, "act", _to_tuples(self.act))
+        object.__setattr__(self, "out", _to_tuples(self.out))
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -82,10 +80,10 @@ class ExpertBody:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def from_json(text: str) -> ExpertBody:
-        """Read what `to_json` wrote. The text may come from a file, as an argument of a saved program.
+        """Parse the text of `to_json`. It may come from a file, as an argument in a saved program.
 
         Raises:
-            InvalidInput: it is no such text, or an expression in it may not become code.
+            InvalidInput: the text is no expert body, or an expression in it is not allowed.
         """
         try:
             fields = json.loads(text)
@@ -99,7 +97,7 @@ class ExpertBody:
         return body
 
     def check(self) -> None:
-        """Raise InvalidInput unless every field has a value that may be computed with."""
+        """Raise InvalidInput unless every field has a valid value."""
         for gemm in (*self.up, self.down):
             if type(gemm.num) is not int or gemm.num < 1 or not isinstance(gemm.bias_dtype, str):
                 raise InvalidInput(f"the body of expert_mlp has {gemm!r:.200}; num is a whole number above 0")
@@ -113,28 +111,28 @@ class ExpertBody:
         check_expression(self.out, {"y", "w"})
 
     def with_experts(self, num: int) -> ExpertBody:
-        """The same for `num` experts, where their weights are separate tensors."""
+        """Return the body for `num` experts; only separate weights change their number of tensors."""
 
-        def fewer(gemm: Gemm) -> Gemm:
+        def resize(gemm: Gemm) -> Gemm:
             return dataclasses.replace(gemm, num=num) if gemm.num > 1 else gemm
 
-        return dataclasses.replace(self, up=tuple(map(fewer, self.up)), down=fewer(self.down))
+        return dataclasses.replace(self, up=tuple(map(resize, self.up)), down=resize(self.down))
 
     def up_widths(self, up: Sequence[Any]) -> tuple[int, ...]:
-        """Of the up-projections, from their flat list of weights or whatever has their shapes."""
+        """Return the width of each up-projection, from the flat list of weights or of objects with their shapes."""
         starts = itertools.accumulate((gemm.num for gemm in self.up[:-1]), initial=0)
         shapes = [(up[start].shape, gemm.transposed) for start, gemm in zip(starts, self.up, strict=True)]
         return tuple(int(shape[-2 if transposed else -1]) for shape, transposed in shapes)
 
     def act_in(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Expr:
-        """`act`, cast where promotion (say by float32 routing weights) would leave the GEMMs' dtype."""
-        return self.act if self._dtype(self.act, dtype, weight_dtype) == dtype else to_dtype(self.act, dtype)
+        """Return `act`, with a cast if promotion (by float32 routing weights) would leave the GEMMs' dtype."""
+        return self.act if self._infer(self.act, dtype, weight_dtype) == dtype else to_dtype(self.act, dtype)
 
     def out_dtype(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype of the result rows for GEMMs in `dtype`."""
-        return self._dtype(self.out, dtype, weight_dtype)
+        """Return the dtype of the result rows for GEMMs in `dtype`."""
+        return self._infer(self.out, dtype, weight_dtype)
 
-    def _dtype(self, expr: Expr, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
+    def _infer(self, expr: Expr, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         dtypes = {v: dtype for v in list_variables(expr)}
         dtypes |= {f"a{i}": self.up[group].sum_dtype(dtype) for i, (group, *_) in enumerate(self.parts)}
         dtypes["y"] = self.down.sum_dtype(dtype)
@@ -147,43 +145,43 @@ class ExpertBody:
         return "w" in list_variables(self.act) or "w" in list_variables(self.out)
 
     def pretty(self) -> str:
-        """`silu(g)*u` or `relu(h)`, followed by ` | y*w` when something is done to the output y.
+        """Format the pointwise parts: `silu(g)*u` or `relu(h)`, followed by ` | y*w` if `out` is not `y` alone.
 
-        One part is h; of two the gate is g, the other one u; more are a0, a1, ...
+        A single part is named h; of two parts the gate is g and the other u; more parts are a0, a1, ...
         """
         names = {}
         if len(self.parts) == 1:
             names = {"a0": "h"}
         elif len(self.parts) == 2:
-            gate = _gate(self.act)
+            gate = _find_gate(self.act)
             names = {gate: "g", ("a1" if gate == "a0" else "a0"): "u"}
-        text = format_expression(_renamed(self.act, names))
+        text = format_expression(_rename_variables(self.act, names))
         return text if self.out == "y" else f"{text} | {format_expression(self.out)}"
 
 
-def _frozen(expr: Expr) -> Any:
-    return tuple(map(_frozen, expr)) if isinstance(expr, (tuple, list)) else expr
+def _to_tuples(expr: Expr) -> Any:
+    return tuple(map(_to_tuples, expr)) if isinstance(expr, (tuple, list)) else expr
 
 
-def _gate(act: Any) -> str:
-    """Which of two variables is the gate: the one that stands inside a function, not just in arithmetic."""
-    inside = _inside_functions(act, False)
+def _find_gate(act: Any) -> str:
+    """Return which of two variables is the gate: the one inside a function, rather than only in arithmetic."""
+    inside = _variables_in_functions(act, False)
     return "a1" if "a1" in inside and "a0" not in inside else "a0"
 
 
-def _inside_functions(expr: Any, inside: bool) -> set[str]:
+def _variables_in_functions(expr: Any, inside: bool) -> set[str]:
     if isinstance(expr, str):
         return {expr} if inside else set()
     if not isinstance(expr, (tuple, list)) or not expr:
         return set()
     inside = inside or str(expr[0]).partition(".")[0] not in _ARITHMETIC
-    return set().union(*(_inside_functions(e, inside) for e in expr[1:]))
+    return set().union(*(_variables_in_functions(e, inside) for e in expr[1:]))
 
 
-def _renamed(expr: Any, names: dict[str, str]) -> Any:
+def _rename_variables(expr: Any, names: dict[str, str]) -> Any:
     if isinstance(expr, str):
         return names.get(expr, expr)
     if isinstance(expr, (tuple, list)) and expr:
-        head = expr[0] if isinstance(expr[0], str) and expr[0] not in names else _renamed(expr[0], names)
-        return (head, *(e if isinstance(e, dict) else _renamed(e, names) for e in expr[1:]))
+        head = expr[0] if isinstance(expr[0], str) and expr[0] not in names else _rename_variables(expr[0], names)
+        return (head, *(e if isinstance(e, dict) else _rename_variables(e, names) for e in expr[1:]))
     return expr

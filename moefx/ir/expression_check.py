@@ -1,7 +1,7 @@
-"""Check an expression that comes from outside, such as from an exported program, before it becomes code.
+"""Check an expression from outside, such as from an exported program, before it becomes code.
 
-Expressions become Python and Triton source. So every operation must be a pointwise ATen op that writes to nothing,
-every variable and keyword an expected identifier, and every value a number or a known name.
+Expressions become Python and Triton source. So each operation must be a pointwise ATen op without side effects, each
+variable and keyword an expected identifier, and each value a number or a known name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OP_NAME = re.compile(r"[A-Za-z_]\w{0,63}(\.\w{1,63})?", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z]\w{0,31}", re.ASCII)
 _WORDS = ("floor", "trunc", "none", "tanh")  # `rounding_mode` of div, `approximate` of gelu
 
-# Pointwise, though torch does not tag them so (leaky_relu: torch 2.11).
+# Pointwise ops that torch does not tag as such (leaky_relu: torch 2.11).
 _UNTAGGED = (
     torch.ops.aten.leaky_relu.default,
     torch.ops.aten.hardswish.default,
@@ -38,18 +38,18 @@ _CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default)
 
 
 def is_pointwise(target: Any) -> bool:
-    """Whether a node's target is an ATen op that may stand in an expression."""
+    """Whether a node's target is a pointwise ATen op."""
     return target in _UNTAGGED or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def check_expression(expr: Any, variables: Collection[str] | None = None) -> None:
-    """Raise unless `expr` is an expression of pointwise ATen ops (see `expression`).
+    """Check that `expr` is an expression of pointwise ATen ops (see `pointwise_expression`).
 
     Args:
-        variables: the names that may occur; None allows every short identifier.
+        variables: the allowed names; None allows every short identifier.
 
     Raises:
-        InvalidInput: names the first part that is not allowed.
+        InvalidInput: a part is not allowed; the message names the first one.
     """
     todo, num_parts = [(expr, 0)], 0
     while todo:
@@ -71,10 +71,10 @@ def check_expression(expr: Any, variables: Collection[str] | None = None) -> Non
 
 @functools.cache
 def resolve_op(head: str) -> Any:
-    """The ATen op of a head: `mul.Tensor`, or `mul` for the overload that takes a tensor.
+    """Return the ATen op of a head: `mul.Tensor`, or `mul` for the overload that takes a tensor.
 
     Raises:
-        InvalidInput: it is no pointwise op, or one that writes to its arguments.
+        InvalidInput: the op is not pointwise, or it writes to its arguments.
     """
     op = _find_op(head) if _OP_NAME.fullmatch(head) else None
     if op is None or not (is_pointwise(op) or op in _CASTS) or op._schema.is_mutable:
@@ -89,13 +89,13 @@ def _find_op(head: str) -> Any:
         return None
     if overload:
         return getattr(packet, overload) if overload in packet.overloads() else None
-    # `mul` has a "default" as well, for TorchScript's numbers; the one meant here takes a tensor.
+    # `mul` also has a "default", for TorchScript's numbers. Take the overload for tensors.
     candidates = [getattr(packet, o) for o in ("default", "Tensor") if o in packet.overloads()]
     return next((c for c in candidates if str(c._schema.arguments[0].type) == "Tensor"), None)
 
 
 def check_dtype(name: Any) -> None:
-    """Raise InvalidInput unless `name` is that of a dtype, such as `float32`."""
+    """Raise InvalidInput unless `name` is the name of a dtype, such as `float32`."""
     if not isinstance(name, str) or not isinstance(getattr(torch, name, None), torch.dtype):
         raise InvalidInput(f"{str(name)[:80]!r} is no dtype of torch")
 
@@ -121,10 +121,10 @@ def _check_keywords(op: Any, keywords: dict[str, Any]) -> None:
 
 
 def _check_number(value: Any) -> None:
-    is_large = isinstance(value, int) and abs(value) >= MAX_INTEGER  # its digits may be too many to print
+    is_large = isinstance(value, int) and abs(value) >= MAX_INTEGER  # too many digits to print
     if is_large or not (value is None or isinstance(value, (bool, int, float))):
         found = "an integer of more than 64 bits" if is_large else repr(value)[:80]
-        raise InvalidInput(f"an expression has {found}, which is no number that it may have")
+        raise InvalidInput(f"an expression has {found}, which is no allowed number")
 
 
 __all__ = ["check_dtype", "check_expression", "is_pointwise", "resolve_op"]

@@ -1,9 +1,8 @@
-"""Derivatives of pointwise expressions: torch's own, traced once, run as a straight line of ATen calls.
+"""Derivatives of pointwise expressions: traced once from torch's autograd, run as straight-line ATen calls.
 
-The backward of an expert needs the derivative of whatever stands between its GEMMs. Instead of a table of
-activations, autograd runs once on small tensors while a dispatch mode writes down the ATen calls that it
-makes; value and gradients share their subexpressions. The result runs inside an op, where there is no
-autograd graph, one expert at a time.
+The backward of an expert needs the derivative of the pointwise part between its GEMMs. There is no table of
+activations: autograd runs once on small tensors, and a dispatch mode records its ATen calls. Value and gradients share
+subexpressions. The recorded function runs inside an op, which has no autograd graph.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .pointwise_expression import Expr, assemble, compile_expression, list_variables, to_canonical_text
 
-# Sizes of the tensors that are traced with. Some derivatives take sizes as arguments (expand, zeros); numbers
-# that nobody writes let them be recognised and replaced by the sizes of the call.
+# Sizes of the traced tensors. Some derivatives take sizes as arguments (expand, zeros). These numbers are unusual, so
+# the trace can tell them from constants and replace them by the sizes of a call.
 _ROWS, _COLUMNS = 1009, 211
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -28,12 +27,12 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 def vjp(
     expr: Expr, env: Mapping[str, Tensor], grad: Tensor, wrt: Sequence[str], *, value: bool = True
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The value of `expr` (None with `value=False`) and, for each name in `wrt` that occurs, its gradient.
+    """Compute the value of `expr` (None with `value=False`) and its gradient for each name in `wrt` that occurs.
 
     Args:
-        env: the variables, matrices [B,n] or columns [B,1]; the gradient of a column is summed over the row.
+        env: the variables, matrices [B,n] or columns [B,1]; the gradient of a column is summed over each row.
         grad: gradient of the value, [B,n].
-        wrt: names to differentiate by.
+        wrt: names of the variables to differentiate by.
     """
     function, wrt = build_vjp(expr, env, grad, wrt, value=value)
     result, *grads = function(env, grad)
@@ -43,15 +42,15 @@ def vjp(
 def build_vjp(
     expr: Expr, env: Mapping[str, Tensor], grad: Tensor, wrt: Sequence[str], *, value: bool = True
 ) -> tuple[Callable[[Mapping[str, Tensor], Tensor], tuple[Any, ...]], tuple[str, ...]]:
-    """`vjp` for many calls on such tensors: `function(env, grad) -> (value, *gradients)`, and whose."""
+    """Build `vjp` for repeated calls: `function(env, grad) -> (value, *gradients)`, and the gradients' names."""
     names = list_variables(expr)
     wrt = tuple(n for n in wrt if n in names)
     signature = tuple((env[n].dtype, env[n].shape[-1] == 1) for n in names)
-    return _vjp(to_canonical_text(expr), names, signature, (grad.dtype, grad.shape[-1] == 1), wrt, value), wrt
+    return _build_vjp(to_canonical_text(expr), names, signature, (grad.dtype, grad.shape[-1] == 1), wrt, value), wrt
 
 
 @functools.lru_cache(maxsize=1024)
-def _vjp(
+def _build_vjp(
     text: str,
     names: tuple[str, ...],
     signature: tuple[tuple[torch.dtype, bool], ...],
@@ -62,17 +61,16 @@ def _vjp(
     def joint(*args: Tensor) -> tuple[Tensor | None, ...]:
         leaves = {n: a.detach().requires_grad_(n in wrt) for n, a in zip(names, args, strict=False)}
         result = compile_expression(text)(leaves)
-        # What is only compared has a gradient of zero.
         inputs = [leaves[n] for n in wrt]
         if result.requires_grad:
             grads = torch.autograd.grad(result, inputs, args[-1], materialize_grads=True)
         else:
-            grads = tuple(map(torch.zeros_like, inputs))
+            grads = tuple(map(torch.zeros_like, inputs))  # the variables occur in comparisons only
         return (result if value else None, *grads)
 
     def trace() -> Callable[..., Any]:
-        # On the CPU for any device: autograd has one thread for each GPU, and when the backward of an op asks
-        # for this trace it is that thread which waits for it.
+        # On the CPU for any device: autograd has one thread for each GPU, and that thread waits here if the backward
+        # of an op needs this trace.
         args = [
             torch.ones((_ROWS, 1 if column else _COLUMNS), dtype=dtype, device="cpu")
             for dtype, column in (*signature, grad_signature)
@@ -85,7 +83,7 @@ def _vjp(
 def _trace(
     function: Callable[..., tuple[Tensor | None, ...]], args: Sequence[Tensor], variable_names: Sequence[str]
 ) -> Callable[..., Any]:
-    """A function (env, grad): the ATen calls that `function` makes, less those not needed."""
+    """Build a function (env, grad) from the ATen calls that `function` makes, without unused ones."""
     recorder = _Recorder(args)
     with recorder:
         results = function(*args)
@@ -105,7 +103,7 @@ def _trace(
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes each ATen call below autograd as a line of Python over named tensors."""
+    """Records each ATen call below autograd as a line of Python over named tensors."""
 
     def __init__(self, inputs: Sequence[Tensor]):
         super().__init__()
@@ -118,8 +116,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would import Dynamo (more than a second) to keep it away from this mode, which lives in one
-        # thread anyway.
+        # Otherwise torch imports Dynamo, which takes more than a second. This mode lives in one thread anyway.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,12 +133,12 @@ class _Recorder(TorchDispatchMode):
         self.scope[symbol] = func
         call = f"{symbol}({', '.join(arguments)})"
         if isinstance(outputs, Tensor):
-            target = self._name(outputs)  # an in-place op returns a tensor that has its name already
+            target = self._name(outputs)  # the result of an in-place op already has a name
             self.calls.append((target, read, f"{target} = {call}"))
         else:
             targets = [self._name(o) if isinstance(o, Tensor) else "_" for o in outputs]
             text = f"{', '.join(targets)}, = {call}"
-            # One line may define several names; whichever of them is needed keeps the line.
+            # One line may define several names: any needed name keeps the line.
             self.calls.append((targets[0], read, text))
             self.calls.extend((t, {targets[0]}, "pass") for t in targets[1:])
         return outputs
@@ -154,7 +151,7 @@ class _Recorder(TorchDispatchMode):
 
     def _operand(self, value: Any, read: set[str]) -> str:
         if isinstance(value, Tensor):
-            if id(value) not in self.names:  # a constant of the formula, such as a wrapped number
+            if id(value) not in self.names:  # a constant, such as a wrapped number
                 self.scope[self._name(value)] = value
             read.add(self.names[id(value)])
             return self.names[id(value)]
@@ -172,17 +169,16 @@ class _Recorder(TorchDispatchMode):
 
 
 def run_in_fresh_thread(function: Callable[[], Any]) -> Any:
-    """Run with torch's thread-local state as at start-up.
+    """Run `function` in a new thread, with torch's thread-local state as at start-up.
 
-    Inside an op autograd is switched off below the reach of `enable_grad`, and autocast, inference mode or
-    tracing modes may be on; a new thread has none of that, on every version of torch.
+    Inside an op, `enable_grad` cannot switch autograd on, and autocast, inference mode or tracing modes may be on.
     """
     outcome: dict[str, Any] = {}
 
     def run() -> None:
         try:
             outcome["value"] = function()
-        except BaseException as error:  # handed to the caller's thread
+        except BaseException as error:  # raised again in the caller's thread
             outcome["error"] = error
 
     thread = threading.Thread(target=run, name="moefx-derivative")

@@ -1,11 +1,10 @@
-"""Pointwise expressions: what stands between the GEMMs of an expert, as data.
+"""Pointwise expressions as data: the pointwise parts between the GEMMs of an expert.
 
-An expression is nested tuples (or JSON lists): `("mul.Tensor", ("silu", "a0"), "a1")`. The head names an ATen
-op, with its overload or without (then `default`, or `Tensor` where there is no default); the arguments are
-expressions, names of variables, numbers, None, bools, and as the last one optionally a dict of keyword
-arguments, in which dtypes are strings: `("_to_copy", "y", {"dtype": "float32"})`. There is no list of known
-activations: any pointwise ATen op may stand here, and its derivative (`derivative.vjp`) is the one that torch
-has for it.
+An expression is nested tuples (or JSON lists): `("mul.Tensor", ("silu", "a0"), "a1")`. The head names an ATen op, with
+or without its overload (then `default`, else `Tensor`). The arguments are expressions, variable names, numbers, None
+and bools. The last one may be a dict of keyword arguments, with dtypes as strings:
+`("_to_copy", "y", {"dtype": "float32"})`. Any pointwise ATen op is allowed, so there is no list of activations; torch
+itself gives the derivative (`pointwise_derivative.vjp`).
 """
 
 from __future__ import annotations
@@ -27,32 +26,31 @@ _INFIX = {"add": " + ", "sub": " - ", "mul": "*", "div": "/"}
 
 
 def to_canonical_text(expr: Expr) -> str:
-    """The JSON text of an expression; equal expressions have equal texts, so it can be a key."""
+    """Return the JSON text of an expression, as a key: equal expressions have equal texts."""
     return json.dumps(expr, sort_keys=True, separators=(",", ":"))
 
 
 def list_variables(expr: Expr) -> tuple[str, ...]:
-    """Names of the variables, in the order of their first use."""
+    """Return the names of the variables in the order of their first use."""
     return tuple(dict.fromkeys(e for e in _walk(expr) if isinstance(e, str)))
 
 
 def format_expression(expr: Expr) -> str:
-    """One line for people: `silu(a0)*a1`, `clamp(a0, None, 7.0)`, `y.to(float32)*w`."""
-    return _pretty(expr)[0]
+    """Format an expression for people: `silu(a0)*a1`, `clamp(a0, None, 7.0)`, `y.to(float32)*w`."""
+    return _format_with_precedence(expr)[0]
 
 
 def evaluate(expr: Expr, env: Mapping[str, Tensor]) -> Tensor:
-    """The value of `expr` with the variables bound by `env`. A subexpression that occurs twice is computed
-    once.
+    """Compute `expr` with the variables of `env`. A repeated subexpression is computed once.
 
     Raises:
-        KeyError: a variable is not bound.
+        KeyError: `env` lacks a variable.
     """
     return compile_expression(to_canonical_text(expr))(env)
 
 
 def to_dtype(expr: Expr, dtype: torch.dtype) -> Expr:
-    """`expr`, cast."""
+    """Return `expr` with a cast to `dtype` around it."""
     return ("_to_copy", expr, {"dtype": str(dtype).removeprefix("torch.")})
 
 
@@ -77,9 +75,9 @@ def is_linear(expr: Expr, name: str) -> bool:
 
 
 def drop_casts(expr: Expr, name: str) -> Expr:
-    """An expression that `is_linear` in `name`, without the casts of what depends on `name`.
+    """Drop casts of subexpressions that depend on `name` from an expression that `is_linear` in `name`.
 
-    With ones for `name` it is the factor of `name`, which those casts do not round.
+    Evaluated with ones for `name`, the result is the factor of `name` without the rounding of these casts.
     """
     if not _is_call(expr) or name not in list_variables(expr):
         return expr
@@ -89,13 +87,13 @@ def drop_casts(expr: Expr, name: str) -> Expr:
 
 
 def is_precision_cast(dtype: Any) -> bool:
-    """Whether a cast to it is about precision; one to 8 bits, or to integers, is meant to round."""
+    """Whether a cast to `dtype` only changes precision. Casts to 8 bits or to integers are meant to round."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
 
 
 def infer_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
-    """The dtype of `expr` for variables of these dtypes, by torch's own promotion."""
-    return _result_dtype(to_canonical_text(expr), tuple(sorted(dtypes.items(), key=lambda item: item[0])))
+    """Infer the dtype of `expr` for variables of these dtypes, by torch's own promotion."""
+    return _infer_dtype(to_canonical_text(expr), tuple(sorted(dtypes.items(), key=lambda item: item[0])))
 
 
 # -- evaluation
@@ -104,10 +102,10 @@ def infer_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
 
 @functools.lru_cache(maxsize=4096)
 def compile_expression(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """Build a function of the environment from the text of `to_canonical_text`: a line for each distinct subexpression.
+    """Build a function of the environment from a canonical text, with a line for each distinct subexpression.
 
     Raises:
-        InvalidInput: an operation, a name or a value in it is not allowed.
+        InvalidInput: an operation, a name or a value in the text is not allowed.
     """
     expression = json.loads(text)
     check_expression(expression)
@@ -135,7 +133,8 @@ def compile_expression(text: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
 
 
 def assemble(parameters: str, lines: Sequence[str], result: str, scope: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function from lines `tN = ...`, each freed after its last use: they are as large as activations."""
+    """Build a function from lines `tN = ...`. Each `tN` is freed after its last use, since it has the size of an
+    activation."""
     last_use = {name: i for i, line in enumerate(lines) for name in re.findall(r"\bt\d+\b", line)}
     for name in re.findall(r"\bt\d+\b", result):
         last_use.pop(name, None)
@@ -168,9 +167,8 @@ def _walk(expr: Expr) -> Iterator[Expr]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _result_dtype(text: str, dtypes: tuple[tuple[str, torch.dtype], ...]) -> torch.dtype:
-    # Meta tensors of any size do: promotion looks at dtypes and at whether something is a tensor with
-    # dimensions.
+def _infer_dtype(text: str, dtypes: tuple[tuple[str, torch.dtype], ...]) -> torch.dtype:
+    # Promotion depends on dtypes and on the rank being above 0, not on sizes.
     return compile_expression(text)(
         {name: torch.empty((2, 2), dtype=dtype, device="meta") for name, dtype in dtypes}
     ).dtype
@@ -180,25 +178,25 @@ def _result_dtype(text: str, dtypes: tuple[tuple[str, torch.dtype], ...]) -> tor
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _pretty(expr: Expr) -> tuple[str, int]:
-    """Text and precedence (0 sum, 1 product, 2 atom)."""
+def _format_with_precedence(expr: Expr) -> tuple[str, int]:
+    """Return text and precedence (0 sum, 1 product, 2 atom)."""
     if not _is_call(expr):
         return (f"[{', '.join(map(format_expression, expr))}]" if isinstance(expr, (tuple, list)) else str(expr)), 2
     head, positional = expr[0].partition(".")[0], [a for a in expr[1:] if not isinstance(a, dict)]
     keywords = {k: v for a in expr[1:] if isinstance(a, dict) for k, v in a.items()}
     if head in _INFIX and len(positional) == 2 and not keywords:
         level = 0 if head in ("add", "sub") else 1
-        (left, left_level), (right, right_level) = map(_pretty, positional)
-        # The right operand of - and / needs parentheses at the same level, the one of + and * does not.
+        (left, left_level), (right, right_level) = map(_format_with_precedence, positional)
+        # At the same precedence, the right operand of - and / needs parentheses; that of + and * does not.
         strict = level + (head in ("sub", "div"))
         left = f"({left})" if left_level < level else left
         right = f"({right})" if right_level < strict else right
         return f"{left}{_INFIX[head]}{right}", level
     if head == "neg":
-        text, level = _pretty(positional[0])
+        text, level = _format_with_precedence(positional[0])
         return (f"-{text}" if level == 2 else f"-({text})"), 1
     if head == "_to_copy" and "dtype" in keywords:
-        text, level = _pretty(positional[0])
+        text, level = _format_with_precedence(positional[0])
         return f"{text if level == 2 else f'({text})'}.to({keywords['dtype']})", 2
     arguments = [format_expression(a) for a in positional] + [f"{k}={v}" for k, v in keywords.items()]
     return f"{head}({', '.join(arguments)})", 2

@@ -1,15 +1,15 @@
-"""The padding-free (PFT) dialect: routing, gather, grouped GEMM and gather-sum as `torch.library` ops (X-MoE
-section 4).
+"""The padding-free (PFT) dialect of X-MoE section 4: routing, gather, grouped GEMM and gather-sum as torch ops.
 
-Letters: S tokens, K top-k, E experts, B routed rows, D model dim, F expert hidden dim. B is S*K, or where the host
-    knows how many rows there are, up to 1/64 more. Rows are sorted by expert and valid up to expert_offsets[E]. What
-    lies behind (the tail: dropped rows) may hold anything, NaN included, and never reaches a valid row, a token or a
-    gradient. Indices are int32, sizes of buffers may exceed 2^31 elements.
+Letters: S tokens, K slots, E experts, B routed rows, D model dimension, F hidden dimension of an expert.
 
-Expert weights are `Tensor[]`: one stacked [E,...] tensor of any strides, or E separate ones (the user's own
-Parameters). Their gradients come back as slices of one stacked buffer.
+B is S*K, or the number of rows plus up to 1/64 if the host knows that number. Rows are sorted by expert and valid up to
+expert_offsets[E]. The tail behind it (dropped rows) may hold any values, even NaN; it never reaches a valid row, a
+token or a gradient. Indices are int32; buffers may exceed 2^31 elements.
 
-The functions here are the readable semantics; `moefx.lowering` registers faster providers for the same ops.
+Expert weights are `Tensor[]`: one stacked [E,...] tensor of any strides, or E separate ones (the user's Parameters).
+Their gradients are slices of one stacked buffer.
+
+These functions are the readable semantics; `moefx.lowering` registers faster providers for the same ops.
 """
 
 from __future__ import annotations

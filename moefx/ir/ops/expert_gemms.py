@@ -1,4 +1,4 @@
-"""Ops with expert parameters: `grouped_mm`, `expert_rows`; how lists of parameters are read."""
+"""Ops with expert parameters: `grouped_mm` and `expert_rows`, and functions that read parameter lists."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def grouped_mm(
     transposed: bool,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """out[r] = rows[r] @ w[e] for the rows of each expert e; `transposed`: w[e] is [F,D] as in `nn.Linear`,
-    else [D,F]. A `summand`, the rows of biases say, is added; in the dtype of the product the sum is rounded once.
+    """Compute out[r] = rows[r] @ w[e] + summand[r] for the rows of each expert e.
 
-    `dtype` is what autocast fills in: compute in it whatever the dtype of the weights. Without it they must
-    agree.
+    Args:
+        summand: for example the bias of each row. If it has the dtype of the product, the sum is rounded once.
+        transposed: w[e] is [F,D] as in `nn.Linear`, else [D,F].
+        dtype: compute in it whatever the dtype of the weights; autocast sets it. Without it the dtypes must be equal.
     """
     dtype = check_dtypes("grouped_mm", rows, w, dtype)
     _, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
@@ -40,7 +41,7 @@ def grouped_mm(
     for matrix, (start, stop) in zip(per_expert(w, 2), pairwise(offsets), strict=True):
         if stop > start:
             factors = rows[start:stop], (matrix.t() if transposed else matrix).to(dtype)
-            if summand is None or summand.dtype != dtype:  # then the sum has another dtype than the product
+            if summand is None or summand.dtype != dtype:  # added below, in another dtype
                 out[start:stop] = torch.mm(*factors)
             else:
                 out[start:stop] = torch.addmm(summand[start:stop], *factors)
@@ -55,8 +56,8 @@ def grouped_mm(
 def grouped_mm_backward(
     grad: Tensor, rows: Tensor, expert_offsets: Tensor, *, transposed: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient of the weights of `grouped_mm`, stacked: [E,F,D] if transposed, else [E,D,F]; zero for unhit
-    experts.
+    """Compute the stacked gradient of the weights of `grouped_mm`: [E,F,D] if transposed, else [E,D,F]. It is zero for
+    experts without rows.
 
     The gradient of the rows is `grouped_mm` itself with `transposed` flipped.
     """
@@ -74,7 +75,7 @@ def grouped_mm_backward(
     contract="v[*], expert_offsets[E+1] -> out[B,F]",
 )
 def expert_rows(v: list[Tensor], expert_offsets: Tensor, num_rows: int) -> Tensor:
-    """Each expert's vector (bias, norm weight, scalar as [E,1]), repeated for each of its rows."""
+    """Repeat each expert's vector (bias, norm weight, scalar as [E,1]) for each row of the expert."""
     table = v[0] if len(v) == 1 and v[0].dim() == 2 else torch.stack(list(v))
     _check_num_experts("expert_rows", table.shape[0], expert_offsets)
     return table.index_select(0, expert_of_row(expert_offsets, num_rows))
@@ -85,7 +86,7 @@ def expert_rows(v: list[Tensor], expert_offsets: Tensor, num_rows: int) -> Tenso
     contract="grad[B,F], expert_offsets[E+1] -> v[E,F]",
 )
 def expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Sum of the rows of each expert, [E,F]; zero for unhit experts."""
+    """Sum the rows of each expert, [E,F]; zero for experts without rows."""
     offsets = expert_offsets.tolist()
     out = grad.new_zeros((len(offsets) - 1, grad.shape[1]), dtype=dtype)
     for e, (start, stop) in enumerate(pairwise(offsets)):
@@ -94,7 +95,7 @@ def expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.d
 
 
 def expert_of_row(expert_offsets: Tensor, num_rows: int) -> Tensor:
-    """The expert of each row, [B]; rows of the tail count as the last expert's."""
+    """Return the expert of each row, [B]; the last expert for rows of the tail."""
     row = torch.arange(num_rows, dtype=expert_offsets.dtype, device=expert_offsets.device)
     num_experts = expert_offsets.shape[0] - 1
     return torch.searchsorted(expert_offsets[1:], row, right=True, out_int32=True).clamp_(max=num_experts - 1)
@@ -112,7 +113,7 @@ def per_expert(tensors: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
 def weight_shape(
     name: str, w: Sequence[Tensor], expert_offsets: Tensor, transposed: bool, num_in: int | None = None
 ) -> tuple[int, int]:
-    """(in, out) of each expert's matrix, checked against the number of experts and the width of the rows."""
+    """Return (in, out) of each expert's matrix, checked against the number of experts and the width of the rows."""
     stacked = is_stacked(w, 2)
     _check_num_experts(name, w[0].shape[0] if stacked else len(w), expert_offsets)
     shape = tuple(w[0].shape[1:] if stacked else w[0].shape)
@@ -131,7 +132,7 @@ def weight_shape(
 
 
 def check_dtypes(name: str, rows: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype to compute in; `InvalidInput` on a mixture that nobody asked for."""
+    """Return the dtype to compute in. Raise `InvalidInput` if dtypes differ without autocast."""
     if dtype is None:
         other = next((t.dtype for t in tensors if t.dtype != rows.dtype), None)
         if other is not None:
@@ -140,26 +141,26 @@ def check_dtypes(name: str, rows: Tensor, tensors: Sequence[Tensor], dtype: torc
                 "run under torch.autocast, which casts both"
             )
     elif dtype != rows.dtype:
-        raise InvalidInput(f"moefx::{name}: rows are {rows.dtype}, dtype={dtype} was asked for")
+        raise InvalidInput(f"moefx::{name}: rows are {rows.dtype}, dtype={dtype} was requested")
     return rows.dtype
 
 
 def autocast_dtype(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
-    """What autocast makes of rows: its dtype, but it leaves float64 alone (as it does for `linear`)."""
+    """Return the dtype of rows under autocast, which leaves float64 unchanged as for `linear`."""
     return rows.dtype if rows.dtype is torch.float64 else dtype
 
 
 def separate_gradients(parameters: Sequence[Tensor], dim: int) -> bool:
-    """Whether `expert_mlp_backward` returns E gradients for these parameters, not one stacked [E,...].
+    """Whether `expert_mlp_backward` returns E gradients for these parameters, rather than one stacked [E,...].
 
-    On the CPU GEMMs run expert by expert: gradients of separate parameters are made one by one, and writing
-    them into a stack would be a copy. Elsewhere one kernel writes the stack; its slices are the gradients.
+    On the CPU, GEMMs run expert by expert, and a stack of separate gradients would be a copy. Elsewhere one kernel
+    writes the stack; its slices are the gradients.
     """
     return not is_stacked(parameters, dim) and parameters[0].device.type == "cpu"
 
 
 def unstack(grad: Tensor | None, parameters: Sequence[Tensor], dim: int) -> list[Tensor] | None:
-    """A stacked gradient as the gradients of a list of parameters: views, no copies."""
+    """Return views of a stacked gradient as the gradients of a list of parameters."""
     if grad is None:
         return None
     return [grad] if is_stacked(parameters, dim) else list(grad.unbind(0))

@@ -1,8 +1,7 @@
-"""`expert_mlp`: gather, up-projection, pointwise, down-projection, pointwise, as one op. Letters as in
-`dialect`.
+"""`expert_mlp`: gather, up-projection, pointwise, down-projection, pointwise, as one op. Letters as in `dialect`.
 
-What its backward keeps is the checkpoint policy (MoEBlaze section 5): a library op can save only inputs and
-outputs, so what is kept beyond the input x is returned as extra outputs.
+The checkpoint policy (MoEBlaze section 5) decides what its backward keeps. A library op can save only inputs and
+outputs, so activations to keep are extra outputs.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ _CONTRACT = (
 
 @dataclasses.dataclass
 class ExpertMlpCall:
-    """The arguments of one `expert_mlp` call, checked and taken apart.
+    """The checked arguments of one `expert_mlp` call.
 
     Attributes:
         up, up_bias: for each up-projection its list of weights, and its list of biases or None.
         w: the row weights as a column [B,1], or None.
-        dtype: what the GEMMs compute in.
-        act: the expression of the pointwise part, ending in `dtype`.
+        dtype: dtype of the GEMMs.
+        act: the expression of the pointwise part, cast to `dtype`.
         out_dtype: dtype of the result rows.
     """
 
@@ -61,7 +60,7 @@ class ExpertMlpCall:
 
     @classmethod
     def of(cls, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None) -> ExpertMlpCall:
-        # Of the forward's arguments: `later` is for autograd alone.
+        # The argument behind these, `later`, is for autograd alone.
         x, token_ids, expert_offsets, inverse, row_weights, up, up_bias, down, down_bias = args[:9]
         parsed = ExpertBody.from_json(body)
         if keep not in KEEP:
@@ -95,7 +94,7 @@ class ExpertMlpCall:
 
     @functools.cached_property
     def widths(self) -> tuple[list[int], int, int]:
-        """(width of each up-projection, width of the activation, width of the result), checked."""
+        """Check and return (width of each up-projection, width of the activation, width of the result)."""
         name, offsets = "expert_mlp", self.expert_offsets
         up = [
             expert_gemms.weight_shape(name, w, offsets, g.transposed, self.x.shape[1])[1]
@@ -104,27 +103,27 @@ class ExpertMlpCall:
         group, *columns = self.body.parts[0]
         if isinstance(up[group], int):
             act = len(range(*slice(*columns).indices(up[group])))
-        else:  # a slice of a meta tensor knows how to slice a symbolic width
+        else:  # a meta tensor can slice a symbolic width
             act = torch.empty((1, up[group]), device="meta", dtype=torch.float32)[:, slice(*columns)].shape[1]
         return up, act, expert_gemms.weight_shape(name, self.down, offsets, self.body.down.transposed, act)[1]
 
     def multiplications(self) -> int:
-        """Of one row in the forward GEMMs."""
+        """Return the number of multiplications per row in the forward GEMMs."""
         up, act, out = self.widths
         return self.x.shape[1] * sum(up) + act * out
 
     def matrix_size(self) -> int:
-        """Elements of an expert's smallest matrix."""
+        """Return the number of elements of an expert's smallest matrix."""
         up, act, out = self.widths
         return min(self.x.shape[1] * min(up), act * out)
 
     def bias_apart(self, gemm: Gemm) -> torch.dtype | None:
-        """The dtype in which the bias is added behind a product that has another one; None: it has that dtype too."""
+        """Return the dtype in which the bias is added if it differs from the product's dtype, else None."""
         dtype = gemm.sum_dtype(self.dtype)
         return dtype if gemm.bias and dtype != self.dtype else None
 
     def parts(self, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The variables a0, a1, ... as slices of the up-projections."""
+        """Return the variables a0, a1, ... as slices of the up-projections."""
         return {
             f"a{i}": hidden[g] if (a, b, c) == (None, None, 1) else hidden[g][:, a:b:c]
             for i, (g, a, b, c) in enumerate(self.body.parts)
@@ -132,7 +131,7 @@ class ExpertMlpCall:
 
 
 def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, what: str) -> list[Any]:
-    """A flat list by GEMM; None for a GEMM without bias."""
+    """Split a flat list by GEMM, with None for a GEMM without bias."""
     sizes = [g.num if g.bias or not of_bias else 0 for g in gemms]
     if sum(sizes) != len(tensors):
         raise InvalidInput(f"moefx::expert_mlp: {what} has {len(tensors)} tensors, the body takes {sizes}")
@@ -148,21 +147,20 @@ def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, w
 def expert_mlp(
     *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The expert MLP on the routed rows of x; `body` is the JSON of an `ExpertBody`, which has the formulas.
+    """Run the expert MLP on the routed rows of x. `body` is the JSON of an `ExpertBody`, which documents the formulas.
 
     Args:
-        x: [S,D]; token_ids, expert_offsets, inverse: from `build_pft`; row_weights: [B], the variable w.
+        x: [S,D]. token_ids, expert_offsets, inverse: from `build_pft`. row_weights: [B], the variable w.
         up, up_bias, down, down_bias: expert parameters, flat lists in the order of the body's GEMMs.
-        later: of `weights_later(up, down)`, whose backward then computes their gradients.
-        keep: "h" keeps the up-projections for the backward and recomputes the activation, "x" nothing but the
-            inputs, "all" the activation too. "none" is for inference (a backward through it would recompute
-            as "x" does).
-        reduce: return the sum of each token's rows instead of the rows, as `combine` without weights does.
-        dtype: compute in it, that of x, whatever the dtype of the parameters; autocast fills it in.
+        later: result of `weights_later(up, down)`, whose backward then computes the gradients of these matrices.
+        keep: "h" keeps the up-projections and recomputes the activation, "x" keeps only the inputs, "all" keeps the
+            activation too. "none" is for inference; a backward recomputes as with "x".
+        reduce: return the sum of each token's rows instead of the rows, like `combine` without weights.
+        dtype: the dtype of x, to compute in it whatever the dtype of the parameters; autocast sets it.
 
     Returns:
-        The rows [B,D'] (or their sums [S,D']), then what the policy keeps: each up-projection [B,F], then the
-        activation [B,F']. These are the backward's, which may overwrite them unless the graph is retained.
+        The rows [B,D'] (or their sums [S,D']). Then the kept values: each up-projection [B,F] and the activation
+        [B,F']. The backward may overwrite kept values unless the graph is retained.
     """
     call = ExpertMlpCall.of(args, body, keep, dtype)
     rows = call.x.index_select(0, call.token_ids)
@@ -190,7 +188,7 @@ def _project_down(call: ExpertMlpCall, act: Tensor) -> Tensor:
 
 
 def _biased(call: ExpertMlpCall, hidden: Sequence[Tensor]) -> list[Tensor]:
-    """The up-projections with the biases that are added in another dtype than theirs."""
+    """Return the up-projections, with biases that are added in another dtype."""
     return [_add_apart(call, *each) for each in zip(hidden, call.up_bias, call.body.up, strict=True)]
 
 
@@ -231,27 +229,26 @@ def expert_mlp_backward(
     overwrite: bool = False,
     part: str = "all",
 ) -> list[Tensor]:
-    """Gradients of `expert_mlp` for `grad`, that of its first output.
+    """Compute gradients of `expert_mlp` from `grad`, the gradient of its first output.
 
     Args:
         kept: the extra outputs of the forward.
-        needs: which to compute, of x, row_weights, up, up_bias, down, down_bias.
-        overwrite: whether `kept` may be written to, and returned. The schema does not say so: for the eager backward
-            of a graph that is freed behind it alone, where that memory is what peaks with the weights' gradients.
-        part: "rows" leaves out those of up and down, which need not be there as early as that of x. "weights" makes
-            them, its `kept` being what "rows" returned behind the gradients.
+        needs: whether to compute each gradient: x, row_weights, up, up_bias, down, down_bias.
+        overwrite: whether `kept` may be overwritten and returned, which lowers peak memory. The schema does not declare
+            this mutation: only the eager backward of a graph that is freed afterwards uses it.
+        part: "rows" leaves out the gradients of up and down, which may wait longer than that of x. "weights" computes
+            those; its `kept` are the extra results of "rows".
 
     Returns:
-        The needed ones in that order, for up and up_bias GEMM by GEMM: for each one [E,...] stacked, or E
-        separate ones (see `experts.separate_gradients`). With part "rows" then what the gradients of up and down are
-        outer products of, beside x: the gradient of each up-projection [B,F], the activation [B,F'], and the gradient
-        of y [B,D']. That one is left out if the result is linear in y: then the activation is scaled, and `grad` is
-        what it is multiplied with.
+        The needed gradients in that order, for up and up_bias GEMM by GEMM: one stacked [E,...] each, or E separate
+        ones (see `expert_gemms.separate_gradients`). Part "rows" adds the factors of the gradients of up and down: the
+        gradient of each up-projection [B,F], the activation [B,F'], and the gradient of y [B,D']. If the result is
+        linear in y, the gradient of y is left out: the returned activation is scaled, and its factor is `grad`.
     """
     call, kept = ExpertMlpCall.of(args[:-1], body, keep, dtype), args[-1]
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
     if part == "weights":
-        return _matrix_gradients(call, *_sides_of_matrices(call, grad, kept, reduce), need_up, need_down)
+        return _matrix_gradients(call, *_matrix_factors(call, grad, kept, reduce), need_up, need_down)
     offsets = call.expert_offsets
     rows = call.x.index_select(0, call.token_ids)
     groups = list(zip(call.up, call.up_bias, call.body.up, strict=True))
@@ -288,13 +285,13 @@ def expert_mlp_backward(
     if need_w:
         gradients.append(weight_gradient(call, by_out.get("w"), by_act.get("w")))
     gradients += _matrix_gradients(call, grad_up, act, grad_product, need_up, False)
-    total = expert_gemms.expert_rows_backward.reference
+    sum_by_expert = expert_gemms.expert_rows_backward.reference
     if need_up_bias:
         for g, (_, b, _) in zip(grad_hidden, groups, strict=True):
-            gradients += split_gradient(total(g, offsets, dtype=b[0].dtype), b, 1) if b else []
+            gradients += split_gradient(sum_by_expert(g, offsets, dtype=b[0].dtype), b, 1) if b else []
     gradients += _matrix_gradients(call, grad_up, act, grad_product, False, need_down)
     if need_down_bias and call.down_bias:
-        grad_bias = total(grad_y, offsets, dtype=call.down_bias[0].dtype)
+        grad_bias = sum_by_expert(grad_y, offsets, dtype=call.down_bias[0].dtype)
         gradients += split_gradient(grad_bias, call.down_bias, 1)
     if part == "rows":
         linear = is_linear(call.body.out, "y")
@@ -308,15 +305,16 @@ def expert_mlp_backward(
 
 
 def unit_environment(call: ExpertMlpCall) -> dict[str, Tensor]:
-    """Of these `out` makes c(w), [B,1], where it is linear in y: rows = y * c(w)."""
+    """Return variables for which `out` evaluates to its factor c(w) [B,1], if it is linear in y: rows = y * c(w)."""
     ones = torch.ones((call.num_rows, 1), dtype=call.dtype, device=call.x.device)
     return _with_weight(call, {"y": ones})
 
 
-def _sides_of_matrices(
+def _matrix_factors(
     call: ExpertMlpCall, grad: Tensor, kept: Sequence[Tensor], reduce: bool
 ) -> tuple[Sequence[Tensor], Tensor, Tensor]:
-    """Of what part "rows" of the backward returned: gradients of the up-projections, activation, gradient of y."""
+    """Return the gradients of the up-projections, the activation, and the gradient of y, from the extra results of part
+    "rows"."""
     *grad_up, act = kept[: len(call.up) + 1]
     if len(kept) > len(call.up) + 1:
         return grad_up, act, kept[-1]
@@ -326,27 +324,27 @@ def _sides_of_matrices(
 def _matrix_gradients(
     call: ExpertMlpCall, grad_up: Sequence[Tensor], act: Tensor, grad_y: Tensor, need_up: bool, need_down: bool
 ) -> list[Tensor]:
-    outer, gradients = expert_gemms.grouped_mm_backward.reference, []
+    grouped_outer, gradients = expert_gemms.grouped_mm_backward.reference, []
     if need_up:
         rows = call.x.index_select(0, call.token_ids).to(call.dtype)
         for g, w, gemm in zip(grad_up, call.up, call.body.up, strict=True):
-            made = outer(g, rows, call.expert_offsets, transposed=gemm.transposed, dtype=w[0].dtype)
-            gradients += split_gradient(made, w, 2)
+            stacked = grouped_outer(g, rows, call.expert_offsets, transposed=gemm.transposed, dtype=w[0].dtype)
+            gradients += split_gradient(stacked, w, 2)
     if need_down:
         transposed, dtype = call.body.down.transposed, call.down[0].dtype
-        made = outer(grad_y, act, call.expert_offsets, transposed=transposed, dtype=dtype)
-        gradients += split_gradient(made, call.down, 2)
+        stacked = grouped_outer(grad_y, act, call.expert_offsets, transposed=transposed, dtype=dtype)
+        gradients += split_gradient(stacked, call.down, 2)
     return gradients
 
 
 def split_gradient(stacked: Tensor, parameters: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """A stacked gradient [E,...] in the form in which `expert_mlp_backward` returns it."""
+    """Convert a stacked gradient [E,...] to the form that `expert_mlp_backward` returns."""
     # Outputs of an op must not share storage.
     return [g.clone() for g in stacked] if expert_gemms.separate_gradients(parameters, dim) else [stacked]
 
 
 def weight_gradient(call: ExpertMlpCall, *columns: Tensor | None) -> Tensor:
-    """Gradient of the row weights [B] from columns [B,1], zero in the tail."""
+    """Sum columns [B,1] to the gradient of the row weights [B], zero in the tail."""
     assert call.w is not None
     total = torch.zeros_like(call.w, dtype=torch.promote_types(call.w.dtype, torch.float32))
     for column in columns:
@@ -419,42 +417,42 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     needs, kwargs = [ctx.needs[0], *ctx.needs[4:9]], ctx.kwargs
     later = ctx.next_functions[-1][0] if any(ctx.needs[9:]) else None
     if later is not None and later.name() != "weights_laterBackward":
-        later = None  # another node stands there where Dynamo cut the graph between the two
+        later = None  # Dynamo cut the graph between the two: another node stands there
     if later is not None:
         needs[2] = needs[4] = False
         kwargs = {**kwargs, "part": "rows"}
     if kept and is_last_use(kept):
         kwargs = {**kwargs, "overwrite": True}
-        torch.autograd.graph.increment_version(kept)  # whoever saved them too is told
+        torch.autograd.graph.increment_version(kept)  # other nodes that saved them will raise
     results = iter(expert_mlp_backward(grads[0], *fixed, *lists, **kwargs, needs=needs))
     body = ExpertBody.from_json(ctx.kwargs["body"])
     biased = [g for g in body.up if g.bias]
     grad_x = next(results) if needs[0] else None
     grad_w = next(results) if needs[1] else None
     of_parameters = [
-        *(_taken(results, up, body.up, 2, needs[2]), _taken(results, up_bias, biased, 1, needs[3])),
-        _taken(results, down, (body.down,), 2, needs[4]),
-        _taken(results, down_bias, (body.down,) if body.down.bias else (), 1, needs[5]),
+        *(_take_group(results, up, body.up, 2, needs[2]), _take_group(results, up_bias, biased, 1, needs[3])),
+        _take_group(results, down, (body.down,), 2, needs[4]),
+        _take_group(results, down_bias, (body.down,) if body.down.bias else (), 1, needs[5]),
     ]
     gradients = [grad_x, None, None, None, grad_w, *of_parameters]
     if later is None:
         return gradients if len(ctx.needs) == 9 else [*gradients, None]
-    sides = list(results)
+    factors = list(results)
 
-    def matrices(need_up: bool, need_down: bool) -> Sequence[Any]:
+    def compute_matrices(need_up: bool, need_down: bool) -> Sequence[Any]:
         needs = [False, False, need_up, False, need_down, False]
-        arguments = (grads[0], *fixed, *lists[:4], sides)
+        arguments = (grads[0], *fixed, *lists[:4], factors)
         found = iter(expert_mlp_backward(*arguments, **ctx.kwargs, needs=needs, part="weights"))
-        return _taken(found, up, body.up, 2, need_up), _taken(found, down, (body.down,), 2, need_down)
+        return _take_group(found, up, body.up, 2, need_up), _take_group(found, down, (body.down,), 2, need_down)
 
-    later.matrices = matrices  # pyright: ignore[reportAttributeAccessIssue]
+    later.compute_matrices = compute_matrices  # pyright: ignore[reportAttributeAccessIssue]
     return [*gradients, up[0].new_empty(0)]
 
 
-def _taken(
+def _take_group(
     results: Iterator[Tensor], tensors: Sequence[Tensor], gemms: Sequence[Gemm], dim: int, needed: bool
 ) -> list[Any] | None:
-    """The gradients of a flat list of parameters, by GEMM, from those that the op returned."""
+    """Take the gradients of a flat list of parameters from the op's results, GEMM by GEMM."""
     if not needed:
         return None
     gradients: list[Any] = []
@@ -473,22 +471,23 @@ expert_mlp_backward.once_differentiable("expert_mlp")
 
 @op("weights_later(Tensor[] up, Tensor[] down) -> Tensor", contract="up[*], down[*] -> later[_]")
 def weights_later(up: list[Tensor], down: list[Tensor]) -> Tensor:
-    """Where the backward computes the gradients of an `expert_mlp`'s matrices, which need not be there as early as that
-    of its x: as if they were used here. Autograd goes back in the order of the forward: behind whatever stands between
-    this and the `expert_mlp`, before what stands ahead of this.
+    """Mark where the backward computes the gradients of an `expert_mlp`'s matrices, as if they were used here.
+
+    They may wait longer than the gradient of x. Autograd runs in reverse order of the forward: the matrices' gradients
+    come after the nodes between this op and the `expert_mlp`, and before the nodes ahead of this op.
 
     Returns:
-        For `expert_mlp(later=...)`; it has no values.
+        An empty tensor for `expert_mlp(later=...)`.
     """
     return up[0].new_empty(0)
 
 
-def _gradients_of_matrices(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    if not hasattr(ctx, "matrices"):
-        return None, None  # the `expert_mlp` is in another graph, and made them itself
-    matrices, ctx.matrices = ctx.matrices, None
-    return matrices(*ctx.needs)
+def _matrices_later(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    if not hasattr(ctx, "compute_matrices"):
+        return None, None  # the `expert_mlp` is in another graph, and computed them itself
+    compute_matrices, ctx.compute_matrices = ctx.compute_matrices, None
+    return compute_matrices(*ctx.needs)
 
 
 weights_later.fake(lambda up, down: up[0].new_empty(0))
-weights_later.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=_gradients_of_matrices)
+weights_later.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=_matrices_later)

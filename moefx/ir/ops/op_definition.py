@@ -1,17 +1,15 @@
 """`Op`: one torch.library op, defined from a readable torch implementation.
 
-The implementation is the semantics of the op, its default provider (named "reference") and the fallback of
-every other provider. Around it an `Op` keeps what torch and moefx need to know: a fake, an autograd formula
-whose backward is an op of its own, what autocast does to it, the faster providers, and a one-line shape
-contract
+The implementation is the semantics of the op, its default provider (named "reference") and the fallback of every other
+provider. An `Op` also holds a fake, an autograd formula whose backward is another op, an autocast rule, the faster
+providers, and a shape contract:
 
     "x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K] -> rows[B,D]"
 
-that drives the checks of every call (real and fake) and that printers and documentation can read.
+Every call, real or fake, is checked against the contract.
 
-Ops are defined through `torch.library.Library.define`: a call costs about half of what
-`torch.library.custom_op` costs. An op that the implementation of another one calls does not go through the dispatcher
-again.
+Ops are defined through `torch.library.Library.define`, since its calls take about half the time of those of
+`torch.library.custom_op`. If the implementation of an op calls another op, that call bypasses the dispatcher.
 """
 
 from __future__ import annotations
@@ -31,19 +29,18 @@ from ..guards import recomputed_choice
 from ..op_providers import Provider, choose_provider, registry
 
 NAMESPACE = "moefx"
-# FRAGMENT: later pieces (expert parallelism, ...) define their ops in the same namespace from files of their
-# own.
+# FRAGMENT: other files define ops in the same namespace.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # ROCm builds of torch call their devices "cuda" as well
 
 
-class _Here(threading.local):
-    """Of this thread: whether an implementation runs, whose tensors are just that."""
+class _ThreadState(threading.local):
+    """Whether this thread runs an op's implementation, below the dispatcher."""
 
-    is_at_backend = False
+    is_below_dispatcher = False
 
 
-_here = _Here()
+_thread = _ThreadState()
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 
 
@@ -54,16 +51,16 @@ def _plain_keysets() -> frozenset[int]:
     return frozenset(keyset.raw_repr() for backend in backends for keyset in (backend, backend | views))
 
 
-_PLAIN = _plain_keysets()  # no mode, no subclass, no transform
+_PLAIN = _plain_keysets()  # without modes, subclasses and transforms
 
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """The shapes of an op's tensors in named letters: the same letter is the same size everywhere.
+    """The shapes of an op's tensors in named letters. A letter has the same size everywhere; `_` is any size.
 
     Attributes:
-        inputs: argument name -> its letters; arguments that are lists of tensors are left out.
-        outputs: result name -> its letters.
+        inputs: argument name -> letters, without arguments that are lists of tensors.
+        outputs: result name -> letters.
     """
 
     text: str
@@ -81,10 +78,10 @@ class Contract:
 
 
 class Op:
-    """A `torch.library` op in namespace `moefx`; calling it calls the registered overload.
+    """A `torch.library` op in namespace `moefx`. Calling it calls the registered overload.
 
     Args:
-        schema: the schema without its namespace, e.g. `"dispatch(Tensor x, ...) -> Tensor"`.
+        schema: the schema without its namespace, such as `"dispatch(Tensor x, ...) -> Tensor"`.
         contract: the shapes, one line.
         reference: the readable implementation on plain torch tensors (any device, any floating dtype).
     """
@@ -106,7 +103,7 @@ class Op:
         registry[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _here.is_at_backend and not _is_profiled():  # profiles show what goes through the dispatcher
+        if _thread.is_below_dispatcher and not _is_profiled():  # a profile shows calls of the dispatcher
             return self._run(*args, **kwargs)
         return self.overload(*args, **kwargs)
 
@@ -116,11 +113,11 @@ class Op:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.check(args)
         provider = choose_provider(self, args, kwargs)
-        before, _here.is_at_backend = _here.is_at_backend, True
+        before, _thread.is_below_dispatcher = _thread.is_below_dispatcher, True
         try:
             outputs = provider.run(*args, **kwargs)
         finally:
-            _here.is_at_backend = before
+            _thread.is_below_dispatcher = before
         if self.observe is not None:
             self.observe(outputs)
         return outputs
@@ -134,7 +131,9 @@ class Op:
                 continue
             shape = value.shape
             if len(shape) != len(dims):
-                raise InvalidInput(f"moefx::{self.name}: {name} has shape {_show(shape)}, expected [{','.join(dims)}]")
+                raise InvalidInput(
+                    f"moefx::{self.name}: {name} has shape {_format_shape(shape)}, expected [{','.join(dims)}]"
+                )
             for letter, size in zip(dims, shape, strict=True):
                 if letter == "_":
                     continue
@@ -144,11 +143,11 @@ class Op:
                 if known is not size:
                     _check_equal(known, size, f"moefx::{self.name}", name, shape, dims, letter)
 
-    # -- what is registered around the implementation
+    # -- registration around the implementation
     # ----------------------------------------------------------------
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register shapes and dtypes of the results, for fake and meta tensors."""
+        """Register the function that returns the shapes and dtypes of the results, for fake and meta tensors."""
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             self.check(args)
@@ -160,7 +159,7 @@ class Op:
     def provider(
         self, name: str, supports: Callable[..., bool] = lambda *_, **__: True, rank: int = 0
     ) -> Callable[..., Any]:
-        """Register another implementation. `select` asks that of the highest rank first, of one rank the latest."""
+        """Register another implementation. `choose_provider` tries higher ranks first, and later ones at equal rank."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
             self.providers[name] = Provider(name, run, supports, rank)
@@ -170,7 +169,7 @@ class Op:
         return register
 
     def autocast(self, cast: Callable[..., tuple[Sequence[Any], dict[str, Any]]]) -> Callable[..., Any]:
-        """What autocast does: `cast(dtype, *args, **kwargs) -> (args, kwargs)`. Without it: nothing."""
+        """Register the autocast rule `cast(dtype, *args, **kwargs) -> (args, kwargs)`. By default nothing is cast."""
         for device in _AUTOCAST_DEVICES:
             keys = torch.DispatchKeySet(getattr(torch.DispatchKey, f"Autocast{device.upper()}"))
 
@@ -186,12 +185,12 @@ class Op:
         """Register the derivative.
 
         Args:
-            save: `save(ctx, args, kwargs, outputs)` runs after the forward and keeps what the backward needs,
-                inputs and outputs only (so that version checks and saved-tensor hooks see exactly those).
-            backward: `backward(ctx, grads) -> one gradient per positional argument`, a list (or None) where
-                the argument is a list. `grads` holds None for outputs without a gradient; `ctx.needs[i]`
-                tells whether argument i (any element of it) wants one. It reads what `unpack_saved(ctx)` gives,
-                once, and calls an op, so that the backward is one named node too.
+            save: `save(ctx, args, kwargs, outputs)` runs after the forward and saves inputs and outputs for the
+                backward. It saves no other tensors, so that version checks and saved-tensor hooks cover all.
+            backward: `backward(ctx, grads)` returns one gradient per positional argument, a list (or None) for a list.
+                `grads` holds None for outputs without a gradient; `ctx.needs[i]` tells whether argument i, or any
+                element of it, needs one. It reads saved tensors once, by `unpack_saved(ctx)`, and calls an op, so that
+                the backward is one named node too.
         """
         function = _autograd_function(self, save, backward)
 
@@ -203,7 +202,7 @@ class Op:
                 return structure["type"](outputs) if structure["type"] else outputs
             return self._below_autograd(keyset, args, kwargs)
 
-        _unseen_by_dynamo(kernel)
+        _skip_in_dynamo(kernel)
         _library.impl(self.name, kernel, "Autograd", with_keyset=True)
 
     def _below_autograd(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -214,17 +213,17 @@ class Op:
             return self.overload.redispatch(keyset, *args, **kwargs)
 
     def without_gradient(self) -> None:
-        """The results have no gradient, whatever the arguments have."""
-        _unseen_by_dynamo(kernel := lambda keyset, *args, **kwargs: self._below_autograd(keyset, args, kwargs))
+        """Declare that the results have no gradient."""
+        _skip_in_dynamo(kernel := lambda keyset, *args, **kwargs: self._below_autograd(keyset, args, kwargs))
         _library.impl(self.name, kernel, "Autograd", with_keyset=True)
 
     def once_differentiable(self, forward: str) -> None:
-        """Make a backward op end there: differentiating through it raises `DoubleBackward`."""
+        """Make this backward op raise `DoubleBackward` if it is differentiated itself."""
 
         def backward(ctx: Any, grads: Any) -> Sequence[Any]:
             raise DoubleBackward(
-                f"moefx::{forward} is differentiable once, but a gradient of its gradient was asked for: a "
-                "gradient penalty or a Hessian-vector product, say. Use the original model for that"
+                f"moefx::{forward} is differentiable once, but a gradient of its gradient was requested, as a gradient "
+                "penalty or a Hessian-vector product does. Use the original model for that"
             )
 
         self.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=backward)
@@ -234,8 +233,8 @@ _is_profiled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled"
 
 
 def is_last_use(saved: Sequence[Any]) -> bool:
-    """Whether the backward at work is the last to read what its node has saved: it really runs, and its graph is freed
-    behind it (no `retain_graph`)."""
+    """Whether the running backward reads the saved tensors for the last time: it is no trace, and its graph is freed
+    afterwards (no `retain_graph`)."""
     private = getattr(torch._C, "_autograd", None)
     keeps_graph = getattr(private, "_get_current_graph_task_keep_graph", None)
     if keeps_graph is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
@@ -244,10 +243,10 @@ def is_last_use(saved: Sequence[Any]) -> bool:
 
 
 def unpack_saved(ctx: Any) -> Sequence[Any]:
-    """What the forward has saved, each tensor unpacked once, as checkpointing allows.
+    """Return the tensors that the forward saved. Call it once: checkpointing unpacks each tensor once only.
 
     Raises:
-        RecomputedChoice: it was recomputed, and other experts were chosen.
+        RecomputedChoice: a recomputed forward selected other experts.
     """
     saved = ctx.saved_tensors
     if ctx.choice is not None:
@@ -263,7 +262,7 @@ def op(schema: str, *, contract: str) -> Callable[[Callable[..., Any]], Op]:
 
 
 def _flatten(args: Sequence[Any]) -> tuple[tuple[int | None, ...], list[Any]]:
-    """Lists of tensors, element by element: autograd.Function looks no deeper than its arguments."""
+    """Flatten lists of tensors, because autograd.Function does not look into them."""
     lengths, flat = [], []
     for arg in args:
         if isinstance(arg, (list, tuple)):
@@ -291,7 +290,7 @@ def _autograd_function(
         outputs = op._below_autograd(keyset, args, kwargs)
         structure["type"] = type(outputs) if isinstance(outputs, (list, tuple)) else None
         ctx.lengths = lengths
-        ctx.set_materialize_grads(False)  # kept activations have no gradient; zeros for them would cost their size
+        ctx.set_materialize_grads(False)  # zeros for saved activations would take memory
         save(ctx, args, kwargs, outputs)
         ctx.choice = recomputed_choice.note_choice(op.name, [args[i] for i in op.choice_arguments], ctx.to_save or ())
         return tuple(outputs) if structure["type"] else outputs
@@ -309,32 +308,35 @@ def _autograd_function(
                 flat.extend((None,) * length if grad is None else grad)
         return (None, None, None, None, *flat)
 
-    # The class name is what shows as grad_fn: <build_pftBackward>.
-    _unseen_by_dynamo(run_forward)
-    _unseen_by_dynamo(run_backward)
+    # The class name is shown as grad_fn: <build_pftBackward>.
+    _skip_in_dynamo(run_forward)
+    _skip_in_dynamo(run_backward)
     members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
     return type(op.name, (torch.autograd.Function,), members)
 
 
-def _unseen_by_dynamo(function: Callable[..., Any]) -> None:
-    """Behind a graph break Dynamo looks at every frame, also at those that C++ calls; here is nothing for it."""
-    with contextlib.suppress(ImportError, AttributeError):  # without this it takes longer
+def _skip_in_dynamo(function: Callable[..., Any]) -> None:
+    """Tell Dynamo to skip the frames of a function. After a graph break Dynamo inspects every frame, even of functions
+    that C++ calls."""
+    with contextlib.suppress(ImportError, AttributeError):  # only compilation takes longer without it
         from torch._C._dynamo import eval_frame
 
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
-_unseen_by_dynamo(Op._run)
+_skip_in_dynamo(Op._run)
 
 
-def _show(shape: Sequence[Any]) -> str:
+def _format_shape(shape: Sequence[Any]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
 def _check_equal(known: Any, size: Any, op: str, name: str, shape: Any, dims: Sequence[str], letter: str) -> None:
     def message() -> str:
-        return f"{op}: {name} has shape {_show(shape)} for [{','.join(dims)}], but {letter} is {known} elsewhere"
+        return (
+            f"{op}: {name} has shape {_format_shape(shape)} for [{','.join(dims)}], but {letter} is {known} elsewhere"
+        )
 
     if isinstance(known, int) and isinstance(size, int):
         if known != size:

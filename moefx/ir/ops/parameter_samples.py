@@ -1,11 +1,11 @@
-"""Samples of the experts' parameters, which ranks exchange beside the row counts.
+"""Samples of the experts' parameters, which ranks exchange together with the row counts.
 
-The collective of `exchange_counts` and the copy of `read_counts` run in every call. A few more numbers cost neither a
-collective nor a host synchronisation, and every rank of the group hears the same numbers: if one raises, all raise.
+Every call runs the collective of `exchange_counts` and the copy of `read_counts`, so a few more numbers need no further
+collective or host synchronisation. All ranks of the group receive the same numbers: if one raises, all raise.
 
-`runtime.overwriting` makes the samples. Blocks whose graphs are the same share a number, an argument of
-`exchange_counts`. A call names the sampler of its block by `select`; a graph that torch.compile made runs no Python of
-the block, and its calls take the samplers of their number in turn.
+`runtime.overwriting` makes the samples. Blocks with equal graphs share a sampler number, an argument of
+`exchange_counts`. An eager call selects the sampler of its block by `select`. A graph of torch.compile runs no Python
+of the block, so its calls take the samplers of their number in turn.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Sampler(Protocol):
     number: int
 
     def take_sample(self) -> Tensor | None:
-        """This rank's sample, int64 [NUM_WORDS] on the device of the block; None without one."""
+        """Return this rank's sample, int64 [NUM_WORDS] on the device of the block, or None."""
 
     def compare_samples(self, samples: Sequence[Sequence[int]]) -> None:
-        """Compare the samples of all ranks, in the order of the process group. May raise, on all ranks alike."""
+        """Compare the samples of all ranks, in the order of the process group. May raise, then on all ranks."""
 
 
 _samplers: dict[int, list[weakref.ref[Sampler]]] = {}  # by number
@@ -39,7 +39,7 @@ _selected = threading.local()
 
 
 def register(sampler: Sampler) -> None:
-    """Let exchanges of the sampler's number take its samples, as long as it lives."""
+    """Let exchanges with the sampler's number take its samples, as long as the sampler lives."""
     for number, refs in list(_samplers.items()):
         if not any(ref() is not None for ref in refs):
             del _samplers[number]
@@ -47,12 +47,12 @@ def register(sampler: Sampler) -> None:
 
 
 def select(sampler: Sampler) -> None:
-    """Take this sampler in the next exchange, which this thread starts."""
+    """Select the sampler for the next exchange that this thread starts."""
     _selected.sampler = weakref.ref(sampler)
 
 
 def take_sampler(number: int) -> Sampler | None:
-    """The selected sampler, else the next one of a number."""
+    """Return the selected sampler, else the next one with this number."""
     selected, _selected.sampler = getattr(_selected, "sampler", None), None
     if selected is not None and (sampler := selected()) is not None and sampler.number == number:
         return sampler
@@ -64,7 +64,7 @@ def take_sampler(number: int) -> Sampler | None:
 
 
 def local_sample(sampler: Sampler | None, device: torch.device) -> Tensor:
-    """What this rank tells: zeros without a sample."""
+    """Return this rank's sample, or zeros if it has none."""
     words = None if sampler is None else sampler.take_sample()
     if words is None or words.device != device:
         return torch.zeros(NUM_WORDS, dtype=torch.int64, device=device)

@@ -1,20 +1,20 @@
-"""Rows on their way to the ranks that hold their experts, and back (X-MoE sections 4.1 and 4.2).
+"""Exchange rows with the ranks that hold their experts (X-MoE sections 4.1 and 4.2).
 
-A row goes to each rank of a hop that one of its token's choices is at ("dedup"), or one row for each choice ("flat").
-It takes along what the experts need: the token's values, and of each choice its place there (-1 where it is at another
-rank) and its routing weight. What arrives is routed as if the tokens were the rank's own: by the next hop, or at last
-by `build_pft` and `expert_mlp`. The sums of each row come back and are added up by token.
+With dedup, a token sends one row to each rank that holds one of its experts; without, it sends one row for each slot. A
+row carries the token's values and, for each slot, the routing weight and the expert slot at the receiver (-1 if the
+expert is elsewhere). The receiver routes it like a token of its own: by the next hop, or by `build_pft` and
+`expert_mlp` after the last hop. The result of each row returns, and the sender sums results by token.
 
-`all_to_all_rows` and `all_to_all_back` only start a collective, `wait_rows` and `wait_sums` wait for it; what stands
-between them runs meanwhile. So does the backward, in reverse: the backward of a wait starts a collective, that of
-a start waits for it. The gradient on its way there has rows as the rank sent or received them, and autograd wants it
-to have the shape of what it is the gradient of. Each start therefore returns two tensors: the rows on their way, which
-have no gradient, and a ticket, which has no values (nor memory): its gradient is what travels back.
+`all_to_all_rows` and `all_to_all_back` start a collective; `wait_rows` and `wait_sums` wait for it. Nodes in between
+overlap with it. The backward mirrors this: the backward of a wait starts a collective, and the backward of a start
+waits for it. Autograd requires a gradient to have the shape of its tensor, and a gradient in transit has as many rows
+as the rank sent or received. So each start returns two tensors: the rows in transit, without a gradient, and a
+*ticket*. The ticket has no memory; its gradient is the tensor in transit.
 
-Letters: S tokens, K choices, B = S*K, W ranks of the hop, N rows sent, R rows received, J choices of a row: K, or 1 in
-    a flat exchange, P parts. `splits` [2,W] is on the host, see `exchange_routes`.
+Letters: S tokens, K slots, B = S*K, W ranks of the hop, N rows sent, R rows received, J slots of a row (K with dedup,
+    else 1), P parts. `splits` [2,W] is on the host, see `exchange_routes`.
 
-Ranks without rows take part as all others do.
+Ranks without rows take part in each collective.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLAN_SHAPES = "token_ids[B], slot_ids[B], rank_offsets[E+1], inverse[S,K], spli
 
 
 class _Plan(NamedTuple):
-    """What `plan_dispatch` and `exchange_counts` found, the arguments of the exchanges."""
+    """Arguments of the exchanges: the results of `plan_dispatch`, and `splits` of `read_counts`."""
 
     token_ids: Tensor
     slot_ids: Tensor
@@ -43,26 +43,26 @@ class _Plan(NamedTuple):
     inverse: Tensor
     splits: Tensor
 
-    def summed(self, rows: Tensor) -> Tensor:
-        """The rows sent [N,D] by token, [S,D]."""
+    def sum_by_token(self, rows: Tensor) -> Tensor:
+        """Sum the rows sent [N,D] by token, [S,D]."""
         return combine(rows, None, self.token_ids[: rows.shape[0]], self.rank_offsets, self.inverse)
 
 
-def _there_and_back(splits: Tensor) -> tuple[list[int], list[int]]:
-    """Rows for each rank, and from each rank."""
+def _read_splits(splits: Tensor) -> tuple[list[int], list[int]]:
+    """Return the number of rows for each rank, and from each rank."""
     sent, received = splits.tolist()
     return sent, received
 
 
-# -- what travels
+# -- layout of rows
 # ------------------------------------------------------------------------------------------------------
 
 
 class _Values(NamedTuple):
-    """What travels with a row, but for the places of its choices.
+    """The columns of a row, without the destinations of its slots.
 
     Attributes:
-        tokens, choices: values of the token, and of each choice that its row has. width: J, of these.
+        tokens: values of the token. choices: values of each slot. width: J, the number of slots of a row.
     """
 
     tokens: list[Column]
@@ -70,7 +70,7 @@ class _Values(NamedTuple):
     width: int
 
     @classmethod
-    def like(cls, tokens: Sequence[Tensor], choices: Sequence[Tensor], place: Tensor, dedup: bool) -> _Values:
+    def of(cls, tokens: Sequence[Tensor], choices: Sequence[Tensor], place: Tensor, dedup: bool) -> _Values:
         width = place.shape[1] if dedup else 1
         return cls([*map(Column.of, tokens)], [Column(c.dtype, width) for c in choices], width)
 
@@ -78,18 +78,18 @@ class _Values(NamedTuple):
     def gradients(self) -> Layout:
         return Layout([c for c in (*self.tokens, *self.choices) if c.dtype.is_floating_point])
 
-    def ticket(self, like: Tensor, num_rows: Any) -> Tensor:
-        """As wide as gradients are."""
+    def ticket(self, template: Tensor, num_rows: Any) -> Tensor:
+        """Return a ticket of the width of the packed gradients, on the device of `template`."""
         columns = self.gradients
         dtype = columns.columns[0].dtype
-        return _ticket(like, num_rows, columns.num_bytes // dtype.itemsize, dtype)
+        return _make_ticket(template, num_rows, columns.num_bytes // dtype.itemsize, dtype)
 
 
-def _ticket(like: Tensor, num_rows: Any, width: Any, dtype: torch.dtype) -> Tensor:
-    return like.new_empty((), dtype=dtype).expand(num_rows, width)
+def _make_ticket(template: Tensor, num_rows: Any, width: Any, dtype: torch.dtype) -> Tensor:
+    return template.new_empty((), dtype=dtype).expand(num_rows, width)
 
 
-# -- there
+# -- dispatch
 # ------------------------------------------------------------------------------------------------------
 
 
@@ -111,20 +111,20 @@ def all_to_all_rows(
     """Start to send the rows of this rank's tokens to the ranks of their experts.
 
     Args:
-        tokens: values of tokens, [S,D]. choices: values of choices (routing weights), [S,K]. Differentiable.
-        packed: what `pack_rows` made of them before it was known how many rows there are; None: it is done here.
+        tokens: values of tokens, [S,D]. choices: values of slots (routing weights), [S,K]. Differentiable.
+        packed: result of `pack_rows` if rows were packed before their number was known; None to pack them here.
 
     Returns:
-        The rows on their way, bytes, and the ticket.
+        The rows in transit as bytes, and the ticket.
     """
     route = _Plan(*plan)
-    sent, received = _there_and_back(route.splits)
+    sent, received = _read_splits(route.splits)
     if packed is None:
-        how = {"num_rows": sum(sent), "num_slots": num_slots, "dedup": dedup}
-        rows = pack_rows(tokens, choices, place, *plan[:3], **how)
+        sizes = {"num_rows": sum(sent), "num_slots": num_slots, "dedup": dedup}
+        rows = pack_rows(tokens, choices, place, *plan[:3], **sizes)
     else:
         rows = packed[: sum(sent)]
-    values = _Values.like(tokens, choices, place, dedup)
+    values = _Values.of(tokens, choices, place, dedup)
     return start(rows, sent, received, group), values.ticket(place, sum(sent))
 
 
@@ -136,17 +136,17 @@ def all_to_all_rows(
 def all_to_all_rows_backward(
     sent: Tensor, *plan: Tensor, dtypes: list[str], widths: list[int], num_tokens: int, dedup: bool
 ) -> list[Tensor]:
-    """Wait for the gradients of the rows, and add them up by token.
+    """Wait for the gradients of the rows, and sum them by token.
 
     Args:
-        dtypes, widths: of the values of rows that have a gradient. num_tokens: how many of them are of tokens, the
-            others are of choices.
+        dtypes, widths: the columns that have a gradient. num_tokens: number of columns with values of tokens; the
+            others hold values of slots.
     """
     route = _Plan(*plan)
     columns = split_columns([wait(sent).view(torch.uint8)], dtypes=dtypes, widths=widths)
-    # A choice has a gradient in the row of its rank alone: the sum over a token's rows adds zeros to it.
+    # Only the row that goes to a slot's rank has a gradient for it: the sum over a token's rows adds zeros.
     return [
-        route.summed(column)
+        route.sum_by_token(column)
         if i < num_tokens or dedup
         else build_pft_backward(column[:, 0].contiguous(), route.inverse)
         for i, column in enumerate(columns)
@@ -170,14 +170,14 @@ def wait_rows(
     dedup: bool,
     groups: list[str],
 ) -> list[Tensor]:
-    """Wait for the rows that P exchanges brought.
+    """Wait for the rows of P exchanges.
 
     Args:
-        tokens, choices, place: what was sent, for its dtypes and widths.
+        tokens, choices, place: the arguments of the start, for dtypes and widths.
 
     Returns:
-        Of the rows received, in the order of the parts and of the ranks they come from: tokens [R,D], the places of
-        their choices int32 [R,J], then choices [R,J].
+        Values of tokens [R,D], expert slots int32 [R,J], and values of slots [R,J], for the rows received, in the order
+        of the parts and of their source ranks.
     """
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).columns
     arrived = [wait(part) for part in sent]
@@ -193,17 +193,17 @@ def wait_rows(
 def wait_rows_backward(
     grads: list[Tensor], tickets: list[Tensor], splits: list[Tensor], *, groups: list[str]
 ) -> list[Tensor]:
-    """Start to send the gradients of the rows back: of each part what its ticket's gradient is."""
-    begin, on_their_way = 0, []
+    """Start to send the gradients of the rows back. The result of each part is the gradient of its ticket."""
+    begin, in_transit = 0, []
     for ticket, counts, group in zip(tickets, splits, groups, strict=True):
-        sent, received = _there_and_back(counts)
+        sent, received = _read_splits(counts)
         rows = join_columns([g[begin : begin + sum(received)] for g in grads])
         begin += sum(received)
-        on_their_way.append(start(rows.view(ticket.dtype), received, sent, group))
-    return on_their_way
+        in_transit.append(start(rows.view(ticket.dtype), received, sent, group))
+    return in_transit
 
 
-# -- back
+# -- combine
 # ------------------------------------------------------------------------------------------------------
 
 
@@ -212,21 +212,21 @@ def wait_rows_backward(
     contract="rows[R,D], splits[*], tickets[*] -> sent[*]",
 )
 def all_to_all_back(rows: Tensor, splits: list[Tensor], tickets: list[Tensor], *, groups: list[str]) -> list[Tensor]:
-    """Start to send what became of the rows received [R,D] to the ranks they came from.
+    """Start to send the results of the rows received [R,D] back to their source ranks.
 
     Args:
-        tickets: of the exchanges that brought the parts, for the numbers of rows.
+        tickets: those of the exchanges that brought the parts, for the numbers of rows.
 
     Returns:
-        Of each part the rows on their way, [N,D]; then the tickets of the parts.
+        The rows in transit [N,D] of each part, then the ticket of each part.
     """
-    begin, on_their_way, own_tickets = 0, [], []
+    begin, in_transit, own_tickets = 0, [], []
     for counts, group in zip(splits, groups, strict=True):
-        sent, received = _there_and_back(counts)
-        on_their_way.append(start(rows[begin : begin + sum(received)], received, sent, group))
+        sent, received = _read_splits(counts)
+        in_transit.append(start(rows[begin : begin + sum(received)], received, sent, group))
         begin += sum(received)
-        own_tickets.append(_ticket(rows, sum(received), rows.shape[1], rows.dtype))
-    return [*on_their_way, *own_tickets]
+        own_tickets.append(_make_ticket(rows, sum(received), rows.shape[1], rows.dtype))
+    return [*in_transit, *own_tickets]
 
 
 @op(
@@ -234,7 +234,7 @@ def all_to_all_back(rows: Tensor, splits: list[Tensor], tickets: list[Tensor], *
     contract=f"sent[_,D], ticket[_,D], {_PLAN_SHAPES} -> out[S,D]",
 )
 def wait_sums(sent: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor:
-    """Wait for what came back of the rows, and add it up by token, [S,D]."""
+    """Wait for the results of the rows, and sum them by token, [S,D]."""
     return _Plan(*plan).summed(wait(sent))
 
 
@@ -243,9 +243,10 @@ def wait_sums(sent: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor
     contract=f"grad[S,D], ticket[_,D], {_PLAN_SHAPES} -> sent[_,D]",
 )
 def wait_sums_backward(grad: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor:
-    """Start to send the gradients of the rows, those of their tokens' sums: what the ticket's gradient is."""
+    """Start to send the gradients of the rows, which are those of their tokens' sums. The result is the gradient of the
+    ticket."""
     route = _Plan(*plan)
-    sent, received = _there_and_back(route.splits)
+    sent, received = _read_splits(route.splits)
     return start(grad.index_select(0, route.token_ids[: sum(sent)]), sent, received, group)
 
 
@@ -253,16 +254,16 @@ def wait_sums_backward(grad: Tensor, ticket: Tensor, *plan: Tensor, group: str) 
 # ------------------------------------------------------------------------------------------------------
 
 
-def _some_rows() -> Any:
+def _unknown_size() -> Any:
     return torch.library.get_ctx().new_dynamic_size()
 
 
 @all_to_all_rows.fake
 def _(tokens, choices, place, packed, *plan, num_slots, dedup, group):
-    values = _Values.like(tokens, choices, place, dedup)
+    values = _Values.of(tokens, choices, place, dedup)
     num_bytes = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).num_bytes
-    sent = place.new_empty((_some_rows(), num_bytes), dtype=torch.uint8)
-    return sent, values.ticket(place, _some_rows())
+    sent = place.new_empty((_unknown_size(), num_bytes), dtype=torch.uint8)
+    return sent, values.ticket(place, _unknown_size())
 
 
 @all_to_all_rows_backward.fake
@@ -275,7 +276,7 @@ def _(sent, token_ids, slot_ids, rank_offsets, inverse, splits, *, dtypes, width
 @wait_rows.fake
 def _(sent, tickets, splits, tokens, choices, place, *, num_slots, dedup, groups):
     num = sum(part.shape[0] for part in sent)
-    values = _Values.like(tokens, choices, place, dedup)
+    values = _Values.of(tokens, choices, place, dedup)
     places = Column(torch.int32, values.width)
     return [place.new_empty((num, c.width), dtype=c.dtype) for c in (*values.tokens, places, *values.choices)]
 
@@ -285,10 +286,10 @@ wait_rows_backward.fake(lambda grads, tickets, splits, *, groups: [t.new_empty(t
 
 @all_to_all_back.fake
 def _(rows, splits, tickets, *, groups):
-    on_their_way = [rows.new_empty((t.shape[0], rows.shape[1])) for t in tickets]
-    # One part is all rows; of several the sizes are not known.
-    sizes = [rows.shape[0]] if len(tickets) == 1 else [_some_rows() for _ in tickets]
-    return [*on_their_way, *(_ticket(rows, size, rows.shape[1], rows.dtype) for size in sizes)]
+    in_transit = [rows.new_empty((t.shape[0], rows.shape[1])) for t in tickets]
+    # A single part has all rows; with several parts the sizes are unknown.
+    sizes = [rows.shape[0]] if len(tickets) == 1 else [_unknown_size() for _ in tickets]
+    return [*in_transit, *(_make_ticket(rows, size, rows.shape[1], rows.dtype) for size in sizes)]
 
 
 @wait_sums.fake
@@ -306,7 +307,7 @@ wait_sums_backward.fake(lambda grad, ticket, *plan, group: ticket.new_empty(tick
 def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
     tokens, choices, place, _, *plan = args
     ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
-    columns = _Values.like(tokens, choices, place, kwargs["dedup"]).gradients.columns
+    columns = _Values.of(tokens, choices, place, kwargs["dedup"]).gradients.columns
     ctx.kwargs = {
         "dtypes": [c.dtype_name for c in columns],
         "widths": [c.width for c in columns],
@@ -327,27 +328,27 @@ all_to_all_rows.autograd(save=_save_rows, backward=_rows_gradients)
 all_to_all_rows_backward.once_differentiable("all_to_all_rows")
 
 
-def _save_waited(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+def _save_wait_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
     sent, tickets, splits, *_ = args
     ctx.num_parts, ctx.groups = len(sent), kwargs["groups"]
-    ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
+    ctx.outputs = [(o.shape, o.dtype, o.device) for o in outputs]
     ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
     ctx.save_for_backward(*tickets, *splits)
 
 
-def _waited_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+def _wait_rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     saved, num = unpack_saved(ctx), ctx.num_parts
-    # Every rank takes part in the collective, whatever it has a gradient of.
+    # Every rank takes part in the collective, even without gradients.
     known = [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-        for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+        for grad, (shape, dtype, device) in zip(grads, ctx.outputs, strict=True)
         if dtype.is_floating_point
     ]
     sent = wait_rows_backward(known, list(saved[:num]), list(saved[num:]), groups=ctx.groups)
     return None, sent, *(None,) * 4
 
 
-wait_rows.autograd(save=_save_waited, backward=_waited_gradients)
+wait_rows.autograd(save=_save_wait_rows, backward=_wait_rows_gradients)
 wait_rows_backward.once_differentiable("all_to_all_rows")
 
 

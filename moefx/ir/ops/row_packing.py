@@ -1,4 +1,4 @@
-"""Rows of several tensors behind one another in one buffer of bytes, so that they travel in one collective."""
+"""Pack rows of several tensors side by side into one buffer of bytes, which travels in one collective."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .op_definition import op
 
-_ALIGNMENT = 16  # bytes; what kernels that load whole vectors ask for
+_ALIGNMENT = 16  # bytes, for kernels that load whole vectors
 
 
 class Column(NamedTuple):
-    """Values of each row, [rows, width]."""
+    """Dtype and width of a tensor [rows, width] in a packed buffer."""
 
     dtype: torch.dtype
     width: int
@@ -29,12 +29,12 @@ class Column(NamedTuple):
 
     @property
     def dtype_name(self) -> str:
-        """As ops take it: torch 2.11 hands a list of dtypes on as integers."""
+        """The dtype as an argument of ops, since torch 2.11 passes a list of dtypes as integers."""
         return str(self.dtype).removeprefix("torch.")
 
 
 class Layout:
-    """Where the columns of a row begin, and how many bytes a row has."""
+    """The first byte of each column (`begins`), and the number of bytes of a packed row."""
 
     def __init__(self, columns: Sequence[Column]):
         self.columns = columns
@@ -48,12 +48,12 @@ class Layout:
     def of(cls, dtypes: Sequence[str], widths: Sequence[int]) -> Layout:
         return cls([Column(getattr(torch, dtype), width) for dtype, width in zip(dtypes, widths, strict=True)])
 
-    def empty(self, num_rows: int, like: Tensor) -> Tensor:
-        """uint8 [num_rows, num_bytes]."""
-        return like.new_empty((num_rows, self.num_bytes), dtype=torch.uint8)
+    def empty(self, num_rows: int, template: Tensor) -> Tensor:
+        """Allocate a uint8 buffer [num_rows, num_bytes] on the device of `template`."""
+        return template.new_empty((num_rows, self.num_bytes), dtype=torch.uint8)
 
     def views(self, packed: Tensor) -> list[Tensor]:
-        """The columns of packed rows, in place."""
+        """Return the columns of packed rows as views."""
         spans = zip(self.begins, self.columns, strict=True)
         return [packed[:, begin : begin + column.num_bytes].view(column.dtype) for begin, column in spans]
 
@@ -61,7 +61,7 @@ class Layout:
 def layout_of_rows(
     tokens: Sequence[Tensor], choices: Sequence[Tensor], place: Tensor, *, num_slots: int, dedup: bool
 ) -> Layout:
-    """Of what `pack_rows` makes of the same arguments; places are in the smallest integers that hold them."""
+    """Return the layout of `pack_rows` for the same arguments. Destinations use the smallest sufficient integers."""
     integers = next((t for t in (torch.int8, torch.int16) if num_slots - 1 <= torch.iinfo(t).max), torch.int32)
     width = place.shape[1] if dedup else 1
     of_choices = [Column(c.dtype, width) for c in choices]
@@ -85,14 +85,16 @@ def pack_rows(
     num_slots: int,
     dedup: bool,
 ) -> Tensor:
-    """The rows that leave a rank, uint8 [num_rows, bytes]: values of their tokens [S,D] and of their choices [S,K], and
-    the places of the choices at the rank that the row is for, -1 for those at others. Without gradients.
+    """Pack the rows that leave a rank, uint8 [num_rows, bytes]: values of tokens, values of slots, and the expert slots
+    at the receiving rank, -1 for slots whose expert is elsewhere. Without gradients.
 
     Args:
-        token_ids, slot_ids: of each row; the rank is that of the choice (token, slot). num_slots: places of a rank.
-        num_rows: as `rank_offsets` says, where the host knows it. None: as many as there can be, the others of any
+        tokens: values [S,D]. choices: values [S,K].
+        place: the destination of each slot of each token. num_slots: expert slots per rank.
+        token_ids, slot_ids: token and slot of each row, whose destination decides the receiving rank.
+        num_rows: the last of `rank_offsets`, if the host knows it. None: the maximum; rows behind the last hold any
             values.
-        dedup: a row has all choices of its token, else that one.
+        dedup: a row holds all slots of its token, else one slot.
     """
     room = max_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     token, slot = (ids[:room].to(torch.int64) for ids in (token_ids, slot_ids))
@@ -112,14 +114,14 @@ def pack_rows(
 
 
 def max_rows(place: Tensor, rank_offsets: Tensor, dedup: bool) -> Any:
-    """How many rows [S,K] choices can become."""
+    """Return the maximum number of rows for destinations [S,K]."""
     num_tokens, top_k = place.shape
     return num_tokens * (min(top_k, rank_offsets.shape[0] - 1) if dedup else top_k)
 
 
 @op("join_columns(Tensor[] columns) -> Tensor", contract="columns[*] -> packed[_,_]")
 def join_columns(columns: list[Tensor]) -> Tensor:
-    """Rows [N,width] of each column as one, uint8 [N, bytes]."""
+    """Pack columns [N,width] into rows, uint8 [N, bytes]."""
     layout = Layout([*map(Column.of, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
     for view, column in zip(layout.views(packed), columns, strict=True):
@@ -132,8 +134,8 @@ def join_columns(columns: list[Tensor]) -> Tensor:
     contract="buffers[*] -> columns[*]",
 )
 def split_columns(buffers: list[Tensor], *, dtypes: list[str], widths: list[int], places: bool = False) -> list[Tensor]:
-    """The columns of several buffers of packed rows, those of the buffers behind one another. With `places` the last
-    one is of places, whose integers become int32."""
+    """Unpack buffers of rows into columns, and concatenate the buffers. With `places` the last column holds expert
+    slots, which become int32."""
     layout = Layout.of(dtypes, widths)
     columns = [torch.cat(parts) for parts in zip(*map(layout.views, buffers), strict=True)]
     return [*columns[:-1], columns[-1].to(torch.int32)] if places else columns

@@ -1,10 +1,10 @@
-"""Tokens that every rank of a tensor-parallel axis has, each rank at work on a part of them (X-MoE section 4.3, SSMB).
+"""Shard the tokens that every rank of a tensor-parallel axis holds, and gather them again (X-MoE section 4.3, SSMB).
 
-Letters: S tokens of all, s = ceil(S / ranks) of a part; the last parts may be shorter, or empty.
+Letters: S tokens, s = ceil(S / ranks) tokens of a shard; the last shards may be shorter or empty.
 
-The tokens are replicated, and so is everything made of them outside. Hence what a part's gradient is, all ranks need:
-the backward of `shard_tokens` gathers. Of `unshard_tokens` each rank gets the whole gradient ("replicated": it takes
-its part), or a summand of it ("partial": they are added up on the way).
+Tokens, and values computed from them outside of the experts, are replicated. So all ranks need the gradient of each
+shard, and the backward of `shard_tokens` gathers. For `unshard_tokens`, the incoming gradient is "replicated" (each
+rank takes its shard) or "partial" (each rank has a summand: a reduce-scatter adds them).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ GRADIENTS = ("replicated", "partial")
 
 @op("shard_tokens(Tensor x, *, int rank, int size, str group) -> Tensor", contract="x[S,D] -> part[_,D]")
 def shard_tokens(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
-    """The rank's part of the tokens, [s,D]. Differentiable."""
-    length = _length(x.shape[0], size)
+    """Return the rank's shard of the tokens, [s,D]. Differentiable."""
+    length = _shard_length(x.shape[0], size)
     return x[rank * length : (rank + 1) * length].clone()
 
 
@@ -33,27 +33,27 @@ def shard_tokens(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
     contract="part[_,D] -> x[_,D]",
 )
 def unshard_tokens(part: Tensor, *, num_tokens: int, rank: int, size: int, group: str, gradients: str) -> Tensor:
-    """The parts of all ranks, [S,D]. Differentiable; `gradients`: see the module."""
-    padded = _padded(part, _length(num_tokens, size))
+    """Gather the shards of all ranks, [S,D]. Differentiable; the module describes `gradients`."""
+    padded = _pad_rows(part, _shard_length(num_tokens, size))
     whole = wait(torch.ops._c10d_functional.all_gather_into_tensor(padded, size, group))
     return whole[:num_tokens].clone() if whole.shape[0] > num_tokens else whole
 
 
 @op("sum_shards(Tensor x, *, int rank, int size, str group) -> Tensor", contract="x[S,D] -> part[_,D]")
 def sum_shards(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
-    """The rank's part of the sum of all ranks' tokens, [s,D]."""
-    length, num_tokens = _length(x.shape[0], size), x.shape[0]
-    padded = _padded(x, size * length)
+    """Sum the tensors of all ranks, and return the rank's shard, [s,D]."""
+    length, num_tokens = _shard_length(x.shape[0], size), x.shape[0]
+    padded = _pad_rows(x, size * length)
     part = wait(torch.ops._c10d_functional.reduce_scatter_tensor(padded, "sum", size, group))
     own = max(min(num_tokens - rank * length, length), 0)
     return part[:own].clone() if own < length else part
 
 
-def _length(num_tokens: Any, size: int) -> Any:
+def _shard_length(num_tokens: Any, size: int) -> Any:
     return -(-num_tokens // size)
 
 
-def _padded(x: Tensor, length: int) -> Tensor:
+def _pad_rows(x: Tensor, length: int) -> Tensor:
     if x.shape[0] == length:
         return x.contiguous()
     return torch.cat([x, x.new_zeros((length - x.shape[0], x.shape[1]))])
@@ -63,15 +63,15 @@ def _padded(x: Tensor, length: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------
 
 
-def _part(x: Tensor, rank: int, size: int) -> Tensor:
-    length = _length(x.shape[0], size)
+def _empty_shard(x: Tensor, rank: int, size: int) -> Tensor:
+    length = _shard_length(x.shape[0], size)
     left = x.shape[0] - rank * length
     own: Any = torch.sym_max(torch.sym_min(left, length), 0)
     return x.new_empty((own, x.shape[1]))
 
 
-shard_tokens.fake(lambda x, *, rank, size, group: _part(x, rank, size))
-sum_shards.fake(lambda x, *, rank, size, group: _part(x, rank, size))
+shard_tokens.fake(lambda x, *, rank, size, group: _empty_shard(x, rank, size))
+sum_shards.fake(lambda x, *, rank, size, group: _empty_shard(x, rank, size))
 unshard_tokens.fake(lambda part, *, num_tokens, **_: part.new_empty((num_tokens, part.shape[1])))
 
 

@@ -1,4 +1,4 @@
-"""Routing, and the way between tokens and rows: `build_pft`, `dispatch`, `combine`."""
+"""Routing, and movement between tokens and rows: `build_pft`, `dispatch`, `combine`."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def build_pft(
     drop: str = "none",
     num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The padding-free token buffer's index arrays (ERI arrays of X-MoE, Listing 1) from the router's choice.
+    """Build the index arrays of the padding-free token buffer (ERI arrays of X-MoE, Listing 1) from the routing.
 
-    Rows are sorted by expert and, within an expert, by flat position s*K+k. An entry is dropped when its id
-    is outside [0, E), when `keep` is False there, or when it is over `capacity` in its expert's queue. The
-    queue's order is `drop`: "position_token" (s, then k), "position_slot" (all first choices first: k, then
-    s), "weight" (largest weight first, ties by position s*K+k). Entries dropped by id or `keep` never queue.
+    Rows are sorted by expert and, within an expert, by flat position s*K+k. An entry is dropped if its id is outside
+    [0, E), if `keep` is False, or if it is over `capacity` in its expert's queue. `drop` is the queue's order:
+    "position_token" (s, then k), "position_slot" (all first slots first: k, then s), "weight" (largest weight first,
+    ties by position s*K+k). Entries dropped by id or `keep` never queue.
 
     Args:
-        num_rows: how many entries are valid, int64 [1] on the host, where that is known. B is `padded_row_count` of them then,
-            else S*K, and entries that have no room are dropped. Not with `capacity`.
+        num_rows: number of valid entries, int64 [1] on the host, if known. B is then `padded_row_count`, else S*K.
+            Entries over B are dropped. Not with `capacity`.
 
     Returns:
-        token_ids[B], slot_ids[B]: where row r came from; 0 in the tail. int32.
-        expert_offsets[E+1]: rows of expert e are offsets[e]:offsets[e+1]; offsets[E] is the number of valid
-        rows. int32. inverse[S,K]: the row of each choice, -1 where dropped. int32. combine_weights[B]:
-        `topk_weights` in row order, 0 in the tail; [0] without weights. Differentiable.
+        token_ids[B], slot_ids[B]: token and slot of row r; 0 in the tail. int32.
+        expert_offsets[E+1]: rows of expert e are offsets[e]:offsets[e+1]; offsets[E] is the number of valid rows.
+        int32. inverse[S,K]: the row of each slot, -1 if dropped. int32. combine_weights[B]: `topk_weights` in row
+        order, 0 in the tail; [0] without weights. Differentiable.
     """
     _check_routing(topk_ids, topk_weights, keep, num_rows, num_experts, capacity, drop)
     num_slots, num_entries, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
@@ -57,7 +57,7 @@ def build_pft(
     valid = (expert >= 0) & (expert < num_experts)
     if keep is not None:
         valid &= keep.reshape(-1)
-    expert = torch.where(valid, expert, num_experts).to(torch.int32)  # the dropped sort behind everything
+    expert = torch.where(valid, expert, num_experts).to(torch.int32)  # dropped entries sort last
     if capacity is not None:
         queue = _queue_order(topk_ids.shape, topk_weights, drop, device)
         expert = torch.where(_rank_in_expert(expert, queue, num_experts) < capacity, expert, num_experts)
@@ -73,7 +73,7 @@ def build_pft(
     if topk_weights is None:
         combine_weights = torch.empty(0, dtype=torch.float32, device=device)
     else:
-        # The tail is selected away, not multiplied: a dropped weight may be NaN.
+        # Fill the tail instead of multiplying it by 0: a dropped weight may be NaN.
         combine_weights = topk_weights.reshape(-1).index_select(0, order).masked_fill_(in_tail, 0)
     by_row = token_ids, slot_ids, combine_weights
     token_ids, slot_ids, combine_weights = by_row if room == num_entries else (t[:room].clone() for t in by_row)
@@ -81,8 +81,8 @@ def build_pft(
 
 
 def padded_row_count(num_rows: Tensor | None, topk_ids: Tensor) -> int:
-    """The number of rows B to make: some more than there are, 1/64 at most, so that few sizes occur. Then memory is
-    found again, and so is what was recorded for a size."""
+    """Return the number of rows B: `num_rows` rounded up by at most 1/64. Few distinct sizes occur, so the allocator
+    and caches by size can reuse blocks."""
     if num_rows is None:
         return topk_ids.numel()
     wanted = int(num_rows)
@@ -91,7 +91,7 @@ def padded_row_count(num_rows: Tensor | None, topk_ids: Tensor) -> int:
 
 
 def _queue_order(shape: Sequence[int], weights: Tensor | None, drop: str, device: torch.device) -> Tensor:
-    """Flat positions in the order in which they claim a place."""
+    """Return flat positions in the order in which they claim capacity."""
     num_tokens, num_slots = shape
     flat = torch.arange(num_tokens * num_slots, device=device)
     if drop == "position_slot":
@@ -103,7 +103,7 @@ def _queue_order(shape: Sequence[int], weights: Tensor | None, drop: str, device
 
 
 def _rank_in_expert(expert: Tensor, queue: Tensor, num_experts: int) -> Tensor:
-    """How many entries of the same expert are before each entry in the queue."""
+    """Return how many entries of the same expert precede each entry in the queue."""
     in_queue = expert.index_select(0, queue)
     by_expert, order = torch.sort(in_queue, stable=True)
     first = torch.searchsorted(by_expert, torch.arange(num_experts + 1, dtype=torch.int32, device=expert.device))
@@ -133,9 +133,9 @@ def _check_routing(
     if (capacity is None) != (drop == "none"):
         raise InvalidInput(f"moefx::build_pft: capacity={capacity} does not go with drop={drop!r}")
     if drop == "weight" and topk_weights is None:
-        raise InvalidInput("moefx::build_pft: drop='weight' orders by topk_weights, but there are none")
+        raise InvalidInput("moefx::build_pft: drop='weight' orders by topk_weights, which are None")
     if num_rows is not None and capacity is not None:
-        raise InvalidInput(f"moefx::build_pft: num_rows is known, capacity={capacity} would leave fewer")
+        raise InvalidInput(f"moefx::build_pft: num_rows is given, and capacity={capacity} would leave fewer rows")
 
 
 @build_pft.fake
@@ -157,12 +157,12 @@ def _(topk_ids, topk_weights, keep, *, num_experts, capacity=None, drop="none", 
     contract="grad[B], inverse[S,K] -> topk_weights[S,K]",
 )
 def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
-    """Gradient of `topk_weights`: that of each choice's row, 0 where dropped."""
-    return _of_rows(grad, inverse)
+    """Return the gradient of `topk_weights`: the gradient of each slot's row, 0 if dropped."""
+    return _gather_slots(grad, inverse)
 
 
-def _of_rows(grad: Tensor, inverse: Tensor) -> Tensor:
-    """What each choice's row has, [S,K,...], 0 where dropped."""
+def _gather_slots(grad: Tensor, inverse: Tensor) -> Tensor:
+    """Gather the value of each slot's row, [S,K,...], 0 if dropped."""
     if grad.shape[0] == 0:
         return grad.new_zeros((*inverse.shape, *grad.shape[1:]))
     gathered = grad.index_select(0, inverse.reshape(-1).clamp(min=0)).view(*inverse.shape, *grad.shape[1:])
@@ -184,7 +184,7 @@ build_pft.autograd(
     contract="token_ids[B], slot_ids[B], inverse[S,K] -> rows[_]",
 )
 def pick_choices(values: Tensor, token_ids: Tensor, slot_ids: Tensor, inverse: Tensor) -> Tensor:
-    """The value of each row's choice, [B,...] of values [S,K,...]. Differentiable, without what is in the tail."""
+    """Gather the value of each row's slot, [B,...] from values [S,K,...]. Differentiable; the tail has no gradient."""
     return values[token_ids.to(torch.int64), slot_ids.to(torch.int64)]
 
 
@@ -193,8 +193,8 @@ def pick_choices(values: Tensor, token_ids: Tensor, slot_ids: Tensor, inverse: T
     contract="inverse[S,K] -> values[_]",
 )
 def pick_choices_backward(grad: Tensor, inverse: Tensor) -> Tensor:
-    """Gradient of the values: that of each choice's row, 0 where dropped."""
-    return _of_rows(grad, inverse)
+    """Return the gradient of the values: the gradient of each slot's row, 0 if dropped."""
+    return _gather_slots(grad, inverse)
 
 
 @pick_choices.fake
@@ -232,8 +232,8 @@ def combine(
 ) -> Tensor:
     """Gather-sum: out[s] = sum over k of combine_weights[r] * rows[r] with r = inverse[s,k].
 
-    Dropped choices are left out. Summed for k ascending (no atomics: bitwise repeatable), in float32 at
-    least, rounded once to the dtype of `rows`. Its derivative by `rows` is `dispatch` without weights.
+    Dropped slots are left out. The sum runs for k ascending (no atomics: bitwise repeatable), in float32 at least, and
+    is rounded once to the dtype of `rows`. Its derivative by `rows` is `dispatch` without weights.
     """
     dtype = torch.promote_types(rows.dtype, torch.float32)
     if combine_weights is not None:
@@ -256,7 +256,7 @@ def combine(
 def combine_backward(
     grad: Tensor, rows: Tensor, combine_weights: Tensor, token_ids: Tensor, expert_offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows and of the weights of a weighted `combine`."""
+    """Compute the gradients of the rows and of the weights of a weighted `combine`."""
     dtype = torch.promote_types(torch.promote_types(rows.dtype, torch.float32), combine_weights.dtype)
     gathered = grad.index_select(0, token_ids).to(dtype)
     grad_weights = (gathered * rows).sum(1)
@@ -266,7 +266,7 @@ def combine_backward(
 
 
 def clear_tail(vector: Tensor, expert_offsets: Tensor) -> Tensor:
-    """Zero the tail of a [B] vector in place: its gradient may meet a reduction in the user's own graph."""
+    """Zero the tail of a [B] vector in place, since the user's graph may reduce over it."""
     row = torch.arange(vector.shape[0], dtype=expert_offsets.dtype, device=vector.device)
     return vector.masked_fill_(row >= expert_offsets[-1], 0)
 
