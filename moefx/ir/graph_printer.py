@@ -1,9 +1,8 @@
-"""The printed form of a block's graph: one line per node, reads like a paper's listing (design section 4).
+"""Print a block's graph like a paper's listing, with one line per node.
 
-Parameters stand where they are used, by their names in the block; a run of expert parameters is one range.
-Results of one op are unpacked on its line, the index arrays of `build_pft` stay one value `pft`. To the right
-stand dtype and shape in named letters, SAVE for what the backward keeps, and the user's source line where it
-changes.
+Parameters appear at their uses under their names in the block; runs of expert parameters are ranges. Results of one op
+are unpacked on its line, except that the index arrays of `build_pft` stay one value `pft`. On the right are dtype and
+shape in named letters, SAVE if the backward keeps the value, and the user's source line when it changes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _ATEN_INFIX = {
 }  # fmt: skip
 _PFT_WEIGHTS = "combine_weights"
 _PFT_FIELDS = ("token_ids", "slot_ids", "expert_offsets", "inverse", _PFT_WEIGHTS)
-# Ops whose results stay one value in print, and what these are called.
+# Ops whose results are printed as one value, and the names of its fields.
 _BUNDLES = {
     BUILD_PFT: _PFT_FIELDS,
     "moefx::plan_dispatch": ("token_ids", "slot_ids", "rank_offsets", "inverse"),
@@ -43,7 +42,7 @@ _BUNDLES = {
 }
 _PARTS = ("far", "near")
 _BUNDLES_OF_PARTS = {"moefx::all_to_all_back": (*_PARTS, "ticket", "ticket")}
-# What says no more than the names beside it: numbers of rows, dtypes, what a wait knows from its start.
+# Arguments that are not printed, since other arguments imply them.
 _NOT_SHOWN = {
     "all_to_all_rows": ("num_slots", "dedup"),
     "all_to_all_back": ("tickets",),
@@ -60,10 +59,10 @@ _NOT_SHOWN = {
     "wait_scattered": ("ticket", "place", "size", "group"),
     "read_counts": ("heard", "levels", "near", "fingerprint", "timeout", "group"),
 }
-# How arguments of expert_mlp are labelled when there are more than the two weights.
+# Labels of arguments of expert_mlp if it has more than the two weights.
 _MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias",
                "later": "later"}  # fmt: skip
-_MLP_TAIL = ("keep", "reduce")  # behind the body: they say what becomes of its values
+_MLP_TAIL = ("keep", "reduce")  # printed behind the body
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +106,9 @@ class _Printer:
     def __init__(self, block: BlockGraph):
         self.block = block
         self.names = shown_names(block.graph)
-        self.fields: dict[Node, tuple[Node, str]] = {}  # results of a build_pft: (its node, what it is called)
+        self.fields: dict[Node, tuple[Node, str]] = {}  # result of a bundle -> (the op's node, field name)
         self.folded: set[Node] = set()
-        self.of_each: dict[Node, list[Node]] = {}  # a step of the first expert's: the same step of every expert's
+        self.expert_steps: dict[Node, list[Node]] = {}  # a step of the first expert -> the same step of each expert
         self._fold_nodes()
         self._fold_experts()
 
@@ -138,18 +137,18 @@ class _Printer:
                 self.folded.update(user for user in results if user is not None)
 
     def _fold_experts(self) -> None:
-        """What every expert makes of its own parameters is shown once."""
+        """Fold steps that every expert applies to its own parameters, so that they are printed once."""
         steps: dict[str, list[Node]] = {}
         for node in self.block.graph.nodes:
             if "each" in node.meta:
                 steps.setdefault(node.meta["each"][0], []).append(node)
         for nodes in steps.values():
             if len(nodes) == nodes[0].meta["each"][2]:
-                self.of_each[nodes[0]] = nodes
+                self.expert_steps[nodes[0]] = nodes
                 self.folded.update(nodes[1:])
 
     def _results(self, node: Node) -> list[Node | None] | None:
-        """What stands on the left of the line: the unpacked results, without unused ones at the end."""
+        """Return the unpacked results for the left side of the line, without unused ones at the end."""
         results = list_results(node)
         if results is None and node.users and all(is_getitem(u) and u.args[0] is node for u in node.users):
             by_index = {u.args[1]: u for u in node.users if isinstance(u.args[1], int)}
@@ -163,7 +162,7 @@ class _Printer:
 
     def _line(self, node: Node) -> Line:
         source = str(node.meta.get("source") or "")
-        if source.startswith("?"):  # no frame of the user's
+        if source.startswith("?"):  # no frame of user code
             source = ""
         if node.op == "placeholder":
             return Line(self.names[node], "input", format_value(node), source, node)
@@ -229,7 +228,8 @@ class _Printer:
         return f"{name}({self._op_arguments(node, target, args)})"
 
     def _op_arguments(self, node: Node, target: torch._ops.OpOverload, args: list[Any]) -> str:
-        """Arguments by position while nothing is left out; defaults, None and empty lists are left out."""
+        """Format arguments by position until one is left out, then by name. Defaults, None and empty lists are left
+        out."""
         kwargs = node.kwargs
         schema = target._schema.arguments
         values: list[tuple[Any, Any]] = [
@@ -262,18 +262,17 @@ class _Printer:
         return ", ".join(texts) + (f"; {', '.join(tail)}" if tail else "")
 
     def _without_pft_fields(self, values: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Put `pft` for the first of its index arrays among the arguments of a dialect op and drop the
-        others."""
+        """Replace the first index array of a PFT among the arguments by `pft`, and drop its other arrays."""
         result, passed = [], set()
         for argument, value in values:
             pft, field = self.fields.get(value, (None, "")) if isinstance(value, Node) else (None, "")
-            apart = field in _PARTS or (field == _PFT_WEIGHTS and argument.name != "row_weights")
-            if pft is None or apart:
+            is_separate = field in _PARTS or (field == _PFT_WEIGHTS and argument.name != "row_weights")
+            if pft is None or is_separate:
                 result.append((argument, value))
             elif field != _PFT_WEIGHTS and pft not in passed:
                 passed.add(pft)
                 result.append((argument, pft))
-            # The PFT's own weights as row weights are left out: the body says where `w` is applied.
+            # The PFT's own weights are no printed row weights: the body shows where `w` is applied.
         return result
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
@@ -285,11 +284,10 @@ class _Printer:
 
     def _operand(self, value: Any) -> str:
         text = self._value(value)
-        return f"({text})" if value in self.folded and " " in text else text  # sizes that are computed stand inline
+        return f"({text})" if value in self.folded and " " in text else text  # computed sizes are inline
 
     def _list(self, values: Sequence[Any]) -> str:
-        """A list of tensors: expert parameters as ranges; one element or one range stands without
-        brackets."""
+        """Format a list of tensors, with expert parameters as ranges. A single range has no brackets."""
         if not all(isinstance(v, Node) and v.op == "get_attr" for v in values):
             return self._value(list(values))
         runs = format_ranges([attribute_name(v) for v in values])
@@ -303,7 +301,7 @@ class _Printer:
         if isinstance(value, (list, tuple)):
             if len(value) > 1 and all(isinstance(v, Node) and v.op == "get_attr" for v in value):
                 return self._list(value)
-            if value and self.of_each.get(value[0]) == list(value):
+            if value and self.expert_steps.get(value[0]) == list(value):
                 return self._node(value[0])
             items = ", ".join(map(self._value, value))
             if len(value) == 1 and isinstance(value[0], Node) and value[0] in self.fields:
@@ -324,12 +322,12 @@ class _Printer:
         return "..." if value is ... else str(value)
 
     def _node(self, node: Node) -> str:
-        if node in self.of_each:
-            alike = self.of_each[node]
+        if node in self.expert_steps:
+            steps = self.expert_steps[node]
             if node.op == "get_attr":
-                paths = [attribute_name(n) for n in alike]
+                paths = [attribute_name(n) for n in steps]
                 return format_ranges(paths)[0] if len(set(paths)) > 1 else format_attribute_path(paths[0])
-            return f"{self.names[node]}[0..{len(alike) - 1}]"
+            return f"{self.names[node]}[0..{len(steps) - 1}]"
         if node.op == "get_attr":
             return format_attribute_path(attribute_name(node))
         if node in self.fields:
@@ -343,14 +341,14 @@ class _Printer:
         return self.names[node]
 
     def _size(self, size: Node) -> str:
-        """What is computed from sizes, as Python would have it."""
+        """Format a computed size as a Python expression."""
         if size.target in _ARITHMETIC and len(size.args) == 2:
             return self._infix(size.args, _ARITHMETIC[size.target])
         name = getattr(size.target, "__name__", str(size.target)).removeprefix("_sym_")
         return f"{name}({', '.join(map(self._value, size.args))})"
 
     def _axis(self, size: Node) -> str:
-        """What the axis is called in the shape of the input that this size is read off."""
+        """Return the letter of the input's axis whose size this node reads, or ""."""
         source, axis = (*size.args, None, None)[:2]
         letters = source.meta.get("letters") if isinstance(source, Node) and source.op == "placeholder" else None
         if isinstance(letters, tuple) and isinstance(axis, int) and axis < len(letters):
@@ -369,5 +367,5 @@ def _left_out(argument: Any, value: Any) -> bool:
         return True
     if argument.name == "places" and list(value) == list(range(len(value))):
         return True  # the experts in their order
-    # The save policy is a decision of ours that readers look for, default or not.
+    # The checkpoint policy is always printed.
     return argument.name != "keep" and not isinstance(value, Node) and value == argument.default_value

@@ -1,13 +1,13 @@
-"""Which rows go to which rank (X-MoE sections 4.1 and 4.2; Piper section V).
+"""Plan the rows that each rank sends to each other rank (X-MoE sections 4.1 and 4.2; Piper section V).
 
-A choice of an expert is a place: position * num_slots + slot, -1 where the choice does not count. The ranks of the
-expert axis are numbered by position: those of one node behind one another, and so on at each level of a topology
-(`levels`, coarse to fine: [2, 4] is two nodes of four ranks). A hop is an exchange among the ranks that differ at one
-level only; a place taken modulo the places of a unit of that level is a place within the unit. What arrives after a
-hop is tokens with choices again, and so the next hop's plan is made as the first one's is.
+The *destination* (`place`) of a slot is position * num_slots + expert slot, or -1 if the slot is dropped. Positions
+number the ranks of the expert axis: the ranks of a node are consecutive, and so are the ranks of a unit at each level
+of the topology (`levels`, coarse to fine: [2, 4] is two nodes of four ranks). A *hop* is an exchange among the ranks
+that differ at one level only. A destination modulo the destinations of a unit is a destination within the unit. After a
+hop, a rank again has tokens with destinations, so the next hop is planned in the same way.
 
-Letters: S tokens, K choices, B = S*K, W ranks of a hop. `splits` [2,W] is on the host: rows sent to, and received
-    from, each rank.
+Letters: S tokens, K slots, B = S*K, W ranks of a hop. `splits` [2,W] is on the host: numbers of rows sent to, and
+    received from, each rank.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse
     contract="topk_ids[S,K], keep[S,K]? -> place[S,K]",
 )
 def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int]) -> Tensor:
-    """The place of each choice, int32; -1 where `keep` is False or the id is outside [0, E).
+    """Return the destination of each slot, int32; -1 if `keep` is False or the id is outside [0, E).
 
     Args:
-        places: of each expert, position * num_slots + slot.
+        places: position * num_slots + expert slot of each expert.
     """
     num_experts = len(places)
     valid = (topk_ids >= 0) & (topk_ids < num_experts)
@@ -54,7 +54,7 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
 
 
 def build_destination_table(places: Sequence[int], device: torch.device) -> Tensor | None:
-    """The place of each expert, int32 [E]; None where it is its number."""
+    """Return the destination of each expert, int32 [E]; None if it is the expert's number."""
     return None if list(places) == list(range(len(places))) else _table(tuple(places), device)
 
 
@@ -68,8 +68,8 @@ def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
     contract="place[S,K] -> near[S,K], far[S,K]",
 )
 def near_and_far(place: Tensor, *, begin: int, num_places: int) -> tuple[Tensor, Tensor]:
-    """Choices of the own node, whose places are `begin` ... `begin + num_places - 1`, and all others: each -1 in the
-    other. Near ones are places within the node."""
+    """Split destinations into those on this node, [begin, begin + num_places), and all others; -1 in the other part.
+    Near destinations are numbered within the node."""
     near = (place >= begin) & (place < begin + num_places)
     return torch.where(near, place - begin, -1), torch.where(near, -1, place)
 
@@ -79,9 +79,9 @@ def near_and_far(place: Tensor, *, begin: int, num_places: int) -> tuple[Tensor,
     contract="place[S,K] -> places[*]",
 )
 def chunk_choices(place: Tensor, *, chunks: int) -> list[Tensor]:
-    """The choices of each of so many runs of tokens, as even as can be; those of all others are -1 there."""
-    token, number = torch.arange(place.shape[0], device=place.device)[:, None], place.shape[0]
-    ends = [number * i // chunks for i in range(chunks + 1)]
+    """Split the tokens into `chunks` even runs. Return the destinations for each; -1 for tokens of other chunks."""
+    token, num_tokens = torch.arange(place.shape[0], device=place.device)[:, None], place.shape[0]
+    ends = [num_tokens * i // chunks for i in range(chunks + 1)]
     return [torch.where((token >= ends[i]) & (token < ends[i + 1]), place, -1) for i in range(chunks)]
 
 
@@ -92,26 +92,26 @@ def chunk_choices(place: Tensor, *, chunks: int) -> list[Tensor]:
 def plan_dispatch(
     place: Tensor, *, num_ranks: int, num_slots: int, dedup: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The ERI arrays of a hop's ranks instead of experts.
+    """Build the ERI arrays of a hop, with ranks in place of experts.
 
     Args:
-        place: modulo num_ranks * num_slots, num_slots being the places behind each of the hop's ranks.
+        place: destinations modulo num_ranks * num_slots. num_slots: destinations behind each of the hop's ranks.
 
     Returns:
-        token_ids[B], slot_ids[B], rank_offsets[W+1], inverse[S,K]: as of `build_pft`, the rows in the order of the
-        ranks. With `dedup` the first choice of a token at a rank stands for all of them there (the pilot), and
-        inverse is -1 for the others; else there is a row for each choice, in the order of their places.
+        token_ids[B], slot_ids[B], rank_offsets[W+1], inverse[S,K]: as from `build_pft`, with rows in rank order. With
+        `dedup` the first slot of a token at a rank is the pilot for all its slots there, and inverse is -1 for the
+        others. Else each slot has a row, in the order of destinations.
     """
     if not dedup:
         token_ids, slot_ids, offsets, inverse, _ = build_pft(place, None, None, num_experts=num_ranks * num_slots)
         return token_ids, slot_ids, offsets[::num_slots].contiguous(), inverse
     rank = destination_rank(place, num_slots)
-    again = (rank[:, :, None] == rank[:, None, :]).tril_(-1).any(-1)
-    return build_pft(rank, None, ~again, num_experts=num_ranks)[:4]
+    is_replica = (rank[:, :, None] == rank[:, None, :]).tril_(-1).any(-1)
+    return build_pft(rank, None, ~is_replica, num_experts=num_ranks)[:4]
 
 
 def count_units(levels: Sequence[int]) -> list[int]:
-    """How many units each level has in all, coarse to fine."""
+    """Return the total number of units at each level, coarse to fine."""
     return list(itertools.accumulate(levels, operator.mul))
 
 
@@ -135,41 +135,39 @@ def exchange_counts(
     samples: int = 0,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Start to tell the other ranks how many rows they get, over all hops: one even exchange of a few numbers with each
-    rank.
+    """Start to exchange row counts over all hops: one even all-to-all of a few numbers.
 
     Args:
-        places: of the choices [S,K] at their tokens' rank, of each chunk of tokens. group: of all positions, in their
-            order.
-        near: choices of the own node take no part in the hops, but in an exchange of their own.
-        fingerprint: of what this rank will send and do with rows; that of the others must be the same.
-        samples: the number of the samplers of the experts' parameters, see `parameter_samples`.
+        places: destinations [S,K] of each chunk of tokens. group: the process group of all positions, in order.
+        near: slots whose expert is on this node skip the hops; they have an exchange of their own.
+        fingerprint: identifies the program; it must be equal on all ranks.
+        samples: the sampler number for the experts' parameters, see `parameter_samples`.
 
     Returns:
-        For `read_counts`: this rank's numbers, int64 [chunks, numbers], and what others tell it, on its way.
+        Arguments for `read_counts`: this rank's counts, int64 [chunks, numbers], and the other ranks' counts in
+        transit.
     """
     own = get_group(group)
-    counted = _counted(tuple(levels), dist.get_rank(own), near)
-    near_node = counted.node if near else []
+    layout = _counts_layout(tuple(levels), dist.get_rank(own), near)
+    near_node = layout.node if near else []
     kwargs = {"levels": levels, "num_slots": num_slots, "dedup": dedup, "near": near_node, "fingerprint": fingerprint}
-    each = [count_rows(place, **kwargs) for place in places]
-    counts = torch.stack(each) if len(each) > 1 else each[0][None]
-    told = counts[:, counted.told(counts.device)].movedim(1, 0)
+    by_chunk = [count_rows(place, **kwargs) for place in places]
+    counts = torch.stack(by_chunk) if len(by_chunk) > 1 else by_chunk[0][None]
+    sent = counts[:, layout.sent_indices(counts.device)].movedim(1, 0)
     sampler = take_sampler(samples)
-    sample = local_sample(sampler, counts.device).expand(*told.shape[:2], NUM_WORDS)
-    told = torch.cat([told, sample], dim=-1)
-    heard = torch.empty_like(told)  # [positions, chunks, numbers]
+    sample = local_sample(sampler, counts.device).expand(*sent.shape[:2], NUM_WORDS)
+    sent = torch.cat([sent, sample], dim=-1)
+    heard = torch.empty_like(sent)  # [positions, chunks, numbers]
     with raise_ranks_lost():
-        _on_their_way[heard.data_ptr()] = dist.all_to_all_single(heard, told, group=own, async_op=True), sampler
-    while len(_on_their_way) > _MOST:  # what an error left behind
-        _on_their_way.pop(next(iter(_on_their_way)))
+        _in_transit[heard.data_ptr()] = dist.all_to_all_single(heard, sent, group=own, async_op=True), sampler
+    while len(_in_transit) > _MAX_IN_TRANSIT:  # left behind by errors
+        _in_transit.pop(next(iter(_in_transit)))
     return counts, heard
 
 
-# The counts that have not been read, by their address, and who sent a sample with them; functional collectives know of
-# no time to wait.
-_on_their_way: dict[int, tuple[Any, Sampler | None]] = {}
-_MOST = 64
+# Unread counts by address, with the sampler of the sample sent along. Functional collectives have no timeout.
+_in_transit: dict[int, tuple[Any, Sampler | None]] = {}
+_MAX_IN_TRANSIT = 64
 
 
 @op(
@@ -187,15 +185,16 @@ def read_counts(
     timeout: float | None = None,
     group: str,
 ) -> list[Tensor]:
-    """Rows sent to and received from each rank, of every hop: the one copy that the host waits for.
+    """Read the numbers of rows sent to and received from each rank, for every hop: the only copy that the host waits
+    for.
 
     Args:
-        levels, near, fingerprint, group: as of `exchange_counts`.
-        timeout: seconds to wait for the other ranks; None: as long as the process group allows.
+        heard: the other ranks' counts. levels, near, fingerprint, group: as for `exchange_counts`.
+        timeout: seconds to wait for the other ranks; None for the limit of the process group.
 
     Returns:
-        int64 [2,W] on the host, W = levels[i], of each hop, and with `near` of the exchange in the node; then [1], of
-        how many choices the experts are here. For one chunk after the other.
+        For each chunk: int64 [2,W] on the host for each hop (W = levels[i]), with `near` also for the exchange in the
+        node; then [1], the number of slots whose expert is on this rank.
 
     Raises:
         RanksLost: another rank has died, does not answer in time, or has another fingerprint.
@@ -206,33 +205,33 @@ def read_counts(
         counts, "copies numbers of rows to the host", 'Plan(dispatch="gather", max_tokens=...), whose exchange is even'
     )
     own = get_group(group)
-    counted = _counted(tuple(levels), dist.get_rank(own), near)
-    # They are gone if a checkpoint has kept the counts, which are then read again.
-    work, sampler = _on_their_way.pop(heard.data_ptr(), (None, None))
+    layout = _counts_layout(tuple(levels), dist.get_rank(own), near)
+    # No entry if a checkpoint kept the counts and reads them again.
+    work, sampler = _in_transit.pop(heard.data_ptr(), (None, None))
     with raise_ranks_lost():
         if work is not None:
             work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
-    # As numbers of Python's: the GPU waits meanwhile, and operations on small tensors take longer.
+    # Python numbers: the GPU idles meanwhile, and ops on small tensors take longer.
     flat = torch.cat([counts.flatten(), heard.flatten()]).cpu().tolist()
     numbers = iter(flat)
-    of_chunks = [list(itertools.islice(numbers, counts.shape[1])) for _ in range(counts.shape[0])]
-    of_positions = [
+    local = [list(itertools.islice(numbers, counts.shape[1])) for _ in range(counts.shape[0])]
+    received = [  # [position][chunk]
         [list(itertools.islice(numbers, heard.shape[2])) for _ in range(heard.shape[1])] for _ in range(heard.shape[0])
     ]
-    samples = [told[0][-NUM_WORDS:] for told in of_positions]
-    of_positions = [[told[:-NUM_WORDS] for told in position] for position in of_positions]
-    if any(told[0][-1] != fingerprint for told in of_positions):
+    samples = [by_chunk[0][-NUM_WORDS:] for by_chunk in received]
+    received = [[numbers[:-NUM_WORDS] for numbers in by_chunk] for by_chunk in received]
+    if any(by_chunk[0][-1] != fingerprint for by_chunk in received):
         ranks = dist.get_process_group_ranks(own)
-        others = [rank for rank, told in zip(ranks, of_positions, strict=True) if told[0][-1] != fingerprint]
+        others = [rank for rank, by_chunk in zip(ranks, received, strict=True) if by_chunk[0][-1] != fingerprint]
         raise RanksLost(
-            f"rank {dist.get_rank()} and {format_ranks(others)} do not run a block in the same way: what a call fixes "
-            "must be the same on all ranks that share its experts, which is dtypes, the number of features, numbers "
-            "among the arguments and the attributes of modules, and autocast"
+            f"rank {dist.get_rank()} and {format_ranks(others)} do not run a block in the same way: give all ranks "
+            "that share experts the same dtypes, number of features, autocast, numbers among the arguments, and "
+            "attributes of modules"
         )
     if sampler is not None:
         sampler.compare_samples(samples)
-    found = [counted.splits(told, [p[i] for p in of_positions]) for i, told in enumerate(of_chunks)]
-    return [torch.tensor(splits, device="cpu") for of_chunk in found for splits in of_chunk]
+    splits = [layout.compute_splits(numbers, [p[i] for p in received]) for i, numbers in enumerate(local)]
+    return [torch.tensor(pair, device="cpu") for by_hop in splits for pair in by_hop]
 
 
 @op(
@@ -242,40 +241,42 @@ def read_counts(
 def count_rows(
     place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int], fingerprint: int = 0
 ) -> Tensor:
-    """Rows of one rank's choices for each unit of each level, coarse to fine, int64; with `near` = [begin, end), the
-    positions of the own node, whose choices then do not count there, those for each of them. Then choices at each
-    position, a 0, and the fingerprint."""
-    number = math.prod(levels)
+    """Count this rank's rows for each unit of each level, coarse to fine, int64.
+
+    With `near` = [begin, end), the positions of this node, rows for these positions are counted one by one instead, and
+    not for units. Then follow the number of slots for each position, a 0, and the fingerprint.
+    """
+    num_positions = math.prod(levels)
     position = destination_rank(place, num_slots).to(torch.int64) + 1
-    choices = torch.zeros((place.shape[0], number + 1), dtype=torch.int64, device=place.device)
-    choices = choices.scatter_add_(1, position, torch.ones_like(position))[:, 1:]
-    at = choices.clamp(max=1) if dedup else choices.clone()  # whether a token has a choice there
-    counts, beside = [], []
+    slots = torch.zeros((place.shape[0], num_positions + 1), dtype=torch.int64, device=place.device)
+    slots = slots.scatter_add_(1, position, torch.ones_like(position))[:, 1:]
+    rows = slots.clamp(max=1) if dedup else slots.clone()  # [S, positions]
+    counts, near_counts = [], []
     if near:
-        beside = [at[:, slice(*near)].sum(0)]
-        at[:, slice(*near)] = 0
+        near_counts = [rows[:, slice(*near)].sum(0)]
+        rows[:, slice(*near)] = 0
     for units in count_units(levels):
-        inside = at.unflatten(1, (units, number // units))
-        counts.append((inside.amax(2) if dedup else inside.sum(2)).sum(0))
-    return torch.cat([*counts, *beside, choices.sum(0), counts[0].new_tensor([0, fingerprint])])
+        by_unit = rows.unflatten(1, (units, num_positions // units))
+        counts.append((by_unit.amax(2) if dedup else by_unit.sum(2)).sum(0))
+    return torch.cat([*counts, *near_counts, slots.sum(0), counts[0].new_tensor([0, fingerprint])])
 
 
 def count_fields(levels: Sequence[int], near: Sequence[int]) -> int:
-    """How many numbers `count_rows` finds."""
+    """Return the number of results of `count_rows`."""
     return sum(count_units(levels)) + (near[1] - near[0] if near else 0) + math.prod(levels) + 2
 
 
-class _Counts:
-    """What ranks tell each other of the numbers that `count_rows` finds, and what they learn of it.
+class _CountsLayout:
+    """The results of `count_rows` that ranks exchange, and the splits that follow from them.
 
-    A rank at coordinates c holds, before the hop at level j, the rows of all ranks that have its coordinates from j
-    on; they are for the unit at its coordinates up to j-1, and go to the units within. So a rank needs to hear of
-    each other one: rows for its own unit at the first level, and rows for each unit beside its own at the others.
+    Before the hop at level j, a rank at coordinates c holds rows from all ranks with its coordinates from j on. These
+    rows are for the unit at its coordinates up to j-1, and go to the units inside. So each other rank sends it: the
+    rows for its unit at the first level, and at the other levels the rows for its unit and each sibling unit.
 
     Attributes:
-        node: begin and end of the positions of the own node.
-        beside: where among the numbers those for the positions of the own node begin; choices: those of choices; zero:
-            a 0, behind which is the fingerprint.
+        node: first and last + 1 of the positions of this node.
+        near_begin: index of the first count for a position of this node. slots_begin: index of the first count of
+            slots. zero: index of a 0; the fingerprint follows.
     """
 
     def __init__(self, levels: Sequence[int], own: int, near: bool):
@@ -283,47 +284,51 @@ class _Counts:
         self.own = [own // math.prod(levels[j + 1 :]) % n for j, n in enumerate(levels)]
         self.node = [own // levels[-1] * levels[-1], (own // levels[-1] + 1) * levels[-1]]
         units = count_units(levels)
-        self.begins = [sum(units[:j]) for j in range(len(levels))]  # of the levels, among the numbers
-        self.beside = sum(units)
-        self.choices = self.beside + self.levels[-1] * near
-        self.zero = self.choices + math.prod(levels)
-        self._told: dict[torch.device, Tensor] = {}
+        self.begins = [sum(units[:j]) for j in range(len(levels))]  # index of each level's first count
+        self.near_begin = sum(units)
+        self.slots_begin = self.near_begin + self.levels[-1] * near
+        self.zero = self.slots_begin + math.prod(levels)
+        self._indices: dict[torch.device, Tensor] = {}
 
-    def told(self, device: torch.device) -> Tensor:
-        """Of what each position is told the indices among the numbers, [positions, numbers]."""
-        if device not in self._told:
-            self._told[device] = torch.tensor([self._told_to(p) for p in range(math.prod(self.levels))], device=device)
-        return self._told[device]
+    def sent_indices(self, device: torch.device) -> Tensor:
+        """Return the indices of the counts that are sent to each position, [positions, numbers]."""
+        if device not in self._indices:
+            indices = [self._indices_for(p) for p in range(math.prod(self.levels))]
+            self._indices[device] = torch.tensor(indices, device=device)
+        return self._indices[device]
 
-    def _told_to(self, position: int) -> list[int]:
-        told = [position // math.prod(self.levels[1:])]
+    def _indices_for(self, position: int) -> list[int]:
+        indices = [position // math.prod(self.levels[1:])]
         for j, n in enumerate(self.levels[1:], 1):
             begin, parent = self.begins[j], position // math.prod(self.levels[j:])
-            told += range(begin + parent * n, begin + (parent + 1) * n)
+            indices += range(begin + parent * n, begin + (parent + 1) * n)
         if self.near:
             is_near = self.node[0] <= position < self.node[1]
-            told.append(self.beside + position - self.node[0] if is_near else self.zero)
-        return [*told, self.choices + position, self.zero + 1]
+            indices.append(self.near_begin + position - self.node[0] if is_near else self.zero)
+        return [*indices, self.slots_begin + position, self.zero + 1]
 
-    def splits(self, counts: list[int], heard: list[list[int]]) -> list[Any]:
-        """[2,W] of each hop, and [1] choices that end here, of this rank's numbers and of what each position told."""
+    def compute_splits(self, counts: list[int], received: list[list[int]]) -> list[Any]:
+        """Return [2,W] for each hop, and [1] slots that end here, from this rank's counts and those that each position
+        sent."""
         within, begin = math.prod(self.levels[1:]), 1
-        found: list[Any] = [[counts[: self.levels[0]], [told[0] for told in heard[self.position % within :: within]]]]
+        first = [numbers[0] for numbers in received[self.position % within :: within]]
+        splits: list[Any] = [[counts[: self.levels[0]], first]]
         for own, n in zip(self.own[1:], self.levels[1:], strict=True):
             within //= n
-            through = heard[self.position % within :: within]  # from ranks as this one behind the level: n of each unit
-            sent = [sum(told[begin + other] for told in through[own::n]) for other in range(n)]
-            received = [sum(told[begin + own] for told in through[other::n]) for other in range(n)]
-            found.append([sent, received])
+            peers = received[self.position % within :: within]  # equal coordinates below the level: n of each unit
+            rows_to = [sum(numbers[begin + other] for numbers in peers[own::n]) for other in range(n)]
+            rows_from = [sum(numbers[begin + own] for numbers in peers[other::n]) for other in range(n)]
+            splits.append([rows_to, rows_from])
             begin += n
         if self.near:
-            found.append([counts[self.beside : self.choices], [told[-3] for told in heard[slice(*self.node)]]])
-        return [*found, [sum(told[-2] for told in heard)]]
+            near_from = [numbers[-3] for numbers in received[slice(*self.node)]]
+            splits.append([counts[self.near_begin : self.slots_begin], near_from])
+        return [*splits, [sum(numbers[-2] for numbers in received)]]
 
 
 @functools.lru_cache(maxsize=64)
-def _counted(levels: tuple[int, ...], own: int, near: bool) -> _Counts:
-    return _Counts(levels, own, near)
+def _counts_layout(levels: tuple[int, ...], own: int, near: bool) -> _CountsLayout:
+    return _CountsLayout(levels, own, near)
 
 
 # -- registration
@@ -359,9 +364,9 @@ def _(place, *, levels, num_slots, dedup, near, fingerprint=0):
 
 @exchange_counts.fake
 def _(places, *, levels, num_slots, dedup, near=False, fingerprint=0, samples=0, group):
-    numbers, told = count_fields(levels, [0, levels[-1]] * near), 3 + sum(levels[1:]) + near + NUM_WORDS
-    counts = places[0].new_empty((len(places), numbers), dtype=torch.int64)
-    return counts, counts.new_empty((math.prod(levels), len(places), told))
+    num_counts, num_sent = count_fields(levels, [0, levels[-1]] * near), 3 + sum(levels[1:]) + near + NUM_WORDS
+    counts = places[0].new_empty((len(places), num_counts), dtype=torch.int64)
+    return counts, counts.new_empty((math.prod(levels), len(places), num_sent))
 
 
 @read_counts.fake

@@ -6,7 +6,7 @@ host reads nothing, and a CUDA graph can hold the whole exchange. The backward i
 gradients of the sums, and scatters the sums of the tokens' gradients.
 
 `gather_tokens` and `scatter_sums` start collectives, `wait_gathered` and `wait_scattered` wait for them, as
-`row_exchange` describes. A start returns tickets beside the tensors on their way: their gradients travel back.
+`row_exchange` describes. A start returns tickets beside the tensors in transit: their gradients travel back.
 
 All ranks pad to one length L, the largest number of tokens of a rank. It is `max_tokens` if the plan names it.
 Otherwise the hosts agree on it before each call (`agree_length`).
@@ -64,8 +64,8 @@ def agree_length(place: Tensor, *, fingerprint: int, host_group: str) -> Tensor:
     return numbers[:, 0].amax().reshape(1)
 
 
-def _length(num_tokens: Any, length: Tensor | None, max_tokens: int) -> Any:
-    """L of a call.
+def _choose_length(num_tokens: Any, length: Tensor | None, max_tokens: int) -> Any:
+    """Return L of a call.
 
     Raises:
         InvalidInput: this rank has more than `max_tokens`.
@@ -80,21 +80,21 @@ def _length(num_tokens: Any, length: Tensor | None, max_tokens: int) -> Any:
     return max_tokens
 
 
-def _padded(rows: Tensor, length: int, value: int = 0) -> Tensor:
-    """Rows [S, ...] with padding behind them, [L, ...]."""
+def _pad_rows(rows: Tensor, length: int, value: int = 0) -> Tensor:
+    """Pad rows [S, ...] to [L, ...]."""
     missing = length - rows.shape[0]
     if not missing:
         return rows.contiguous()
     return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
 
 
-def _ticket(like: Tensor, num_rows: Any, width: Any) -> Tensor:
-    """A tensor of this shape without memory."""
-    return like.new_empty(()).expand(num_rows, width)
+def _make_ticket(template: Tensor, num_rows: Any, width: Any) -> Tensor:
+    """Make a tensor of this shape without memory."""
+    return template.new_empty(()).expand(num_rows, width)
 
 
 def _choice_columns(choices: Sequence[Tensor], place: Tensor) -> Layout:
-    """The layout of a token's choices and of their places, which travel in one buffer."""
+    """Return the layout of the buffer with a token's choices and destinations."""
     return Layout([*map(Column.of, choices), Column(torch.int32, place.shape[1])])
 
 
@@ -120,19 +120,19 @@ def gather_tokens(
     """Start to gather the tokens of all ranks.
 
     Args:
-        tokens: values of tokens, [S,D]. choices: values of choices (routing weights), [S,K]. Differentiable.
-        place: of each choice, see `exchange_routes`; padding has places of -1.
-        length: L, of `agree_length`; None: it is `max_tokens`. size: W.
+        tokens: values of tokens, [S,D]. choices: values of slots (routing weights), [S,K]. Differentiable.
+        place: the destination of each slot, see `exchange_routes`; -1 for padding.
+        length: L, from `agree_length`; None for `max_tokens`. size: W.
 
     Returns:
-        The tensors on their way: each of `tokens`, [A,D], and one buffer of the choices and places, uint8 [A,bytes].
-        Then a ticket for each of `tokens` [L,D] and `choices` [L,K].
+        The tensors in transit: each of `tokens`, [A,D], and one buffer of `choices` and `place`, uint8 [A,bytes]. Then
+        a ticket for each of `tokens` [L,D] and `choices` [L,K].
     """
-    rows = _length(place.shape[0], length, max_tokens)
-    columns = [_padded(c, rows) for c in choices] + [_padded(place, rows, -1)]
-    gathered = [start_gather(_padded(t, rows), size, group) for t in tokens]
+    rows = _choose_length(place.shape[0], length, max_tokens)
+    columns = [_pad_rows(c, rows) for c in choices] + [_pad_rows(place, rows, -1)]
+    gathered = [start_gather(_pad_rows(t, rows), size, group) for t in tokens]
     gathered.append(start_gather(join_columns(columns), size, group))
-    return [*gathered, *(_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]
+    return [*gathered, *(_make_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]
 
 
 @op(
@@ -155,7 +155,7 @@ def wait_gathered(
     """Wait for the tokens of all ranks, in the order of the process group.
 
     Returns:
-        Values of tokens [A,D], the places of their choices int32 [A,K], then values of choices [A,K].
+        Values of tokens [A,D], destinations of their slots int32 [A,K], then values of slots [A,K].
     """
     *tokens, packed = [wait(part) for part in sent]
     layout = _choice_columns(choices, place).columns
@@ -185,9 +185,9 @@ def scatter_sums(sums: Tensor, *, size: int, group: str) -> tuple[Tensor, Tensor
     """Start to add up the ranks' sums of each token, on the rank that has the token.
 
     Returns:
-        The sums of this rank's tokens on their way, [L,D], and a ticket [A,D].
+        The sums of this rank's tokens in transit, [L,D], and a ticket [A,D].
     """
-    return start_scatter(sums, size, group), _ticket(sums, sums.shape[0], sums.shape[1])
+    return start_scatter(sums, size, group), _make_ticket(sums, sums.shape[0], sums.shape[1])
 
 
 @op(
@@ -205,7 +205,7 @@ def wait_scattered(sent: Tensor, ticket: Tensor, place: Tensor, *, size: int, gr
 )
 def wait_scattered_backward(grad: Tensor, ticket: Tensor, *, size: int, group: str) -> Tensor:
     """Start to gather the gradients of all ranks' sums, [A,D]."""
-    return start_gather(_padded(grad.to(ticket.dtype), ticket.shape[0] // size), size, group)
+    return start_gather(_pad_rows(grad.to(ticket.dtype), ticket.shape[0] // size), size, group)
 
 
 def start_gather(rows: Tensor, size: int, group: str) -> Tensor:
@@ -232,7 +232,7 @@ def _(tokens, choices, place, length, *, max_tokens, size, group):
     rows = _fake_length(length, max_tokens)
     packed = place.new_empty((size * rows, _choice_columns(choices, place).num_bytes), dtype=torch.uint8)
     gathered = [t.new_empty((size * rows, t.shape[1])) for t in tokens]
-    return [*gathered, packed, *(_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]
+    return [*gathered, packed, *(_make_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]
 
 
 @gather_tokens_backward.fake
@@ -252,7 +252,7 @@ wait_gathered_backward.fake(lambda grads, tickets, **_: [t.new_empty(t.shape) fo
 
 @scatter_sums.fake
 def _(sums, *, size, group):
-    return sums.new_empty((sums.shape[0] // size, sums.shape[1])), _ticket(sums, sums.shape[0], sums.shape[1])
+    return sums.new_empty((sums.shape[0] // size, sums.shape[1])), _make_ticket(sums, sums.shape[0], sums.shape[1])
 
 
 wait_scattered.fake(lambda sent, ticket, place, **_: sent.new_empty((place.shape[0], sent.shape[1])))
@@ -281,27 +281,27 @@ gather_tokens.autograd(save=_save_gather, backward=_gather_gradients)
 gather_tokens_backward.once_differentiable("gather_tokens")
 
 
-def _save_gathered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+def _save_wait_gathered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
     sent, tickets, *_ = args
     ctx.kwargs, ctx.num_sent = kwargs, len(sent)
-    ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
+    ctx.outputs = [(o.shape, o.dtype, o.device) for o in outputs]
     ctx.floats = [t.is_floating_point() for t in tickets]
     ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
     ctx.save_for_backward(*(t for t in tickets if t.is_floating_point()))
 
 
-def _gathered_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+def _wait_gathered_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     # Every rank takes part in the collective, even without a gradient of its own.
     known = [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-        for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+        for grad, (shape, dtype, device) in zip(grads, ctx.outputs, strict=True)
         if dtype.is_floating_point
     ]
     sent = iter(wait_gathered_backward(known, list(unpack_saved(ctx)), **ctx.kwargs))
     return None, [next(sent) if float else None for float in ctx.floats], None, None
 
 
-wait_gathered.autograd(save=_save_gathered, backward=_gathered_gradients)
+wait_gathered.autograd(save=_save_wait_gathered, backward=_wait_gathered_gradients)
 wait_gathered_backward.once_differentiable("gather_tokens")
 
 

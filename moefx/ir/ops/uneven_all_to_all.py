@@ -1,4 +1,4 @@
-"""Rows on their way between the ranks of a process group: starting an uneven all-to-all, and waiting for it."""
+"""Start an uneven all-to-all of rows between the ranks of a process group, and wait for it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from ...errors import MoefxError, RanksLost
 
 _NO_EMPTY_RANKS = "MOEFX_NO_EMPTY_RANKS"  # see docs/expert_parallelism.md
-_TAG = 29285  # apart from what the user's program sends
+_TAG = 29285  # distinct from tags of the user's program
 
 
 def get_group(name: str) -> dist.ProcessGroup:
-    """The process group of a name, as `ProcessGroup.group_name` tells it."""
+    """Return the process group with this `group_name`."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
 
 
@@ -26,26 +26,32 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def start(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
-    """Rows on their way, in the order of the ranks: an uneven all-to-all that runs while the program goes on. Only
-    `wait` may read the result."""
+    """Start an uneven all-to-all of rows in rank order. Only `wait` may read the result.
+
+    Args:
+        sent, received: numbers of rows for, and from, each rank.
+    """
     if os.environ.get(_NO_EMPTY_RANKS, "") not in ("", "0"):
-        return _with_own_row(rows, sent, received, group)
+        return _exchange_with_own_row(rows, sent, received, group)
     if rows.device.type == "cpu" and _is_gloo(get_group(group)):
-        return _receives_first(rows.contiguous(), sent, received, get_group(group))
+        return _receive_first(rows.contiguous(), sent, received, get_group(group))
     return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     cpu = torch.device("cpu")
-    if not dist.is_gloo_available() or cpu not in group._device_types:  # others stand in for a backend
+    if not dist.is_gloo_available() or cpu not in group._device_types:  # a test's stand-in for a backend
         return False
     return isinstance(group._get_backend(cpu), dist.distributed_c10d.ProcessGroupGloo)
 
 
-def _receives_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """As `start`, by gloo, a send and a receive for each rank. A rank's rows leave once their receiver has said that it
-    waits for them. Gloo's own all-to-all sends first, so that this word stands behind the rows that go the other way,
-    and a link is used in one direction at a time: up to 1.4 times as long, by chance (benchmarks/NOTES.md)."""
+def _receive_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Start the exchange over gloo with a receive and a send for each rank.
+
+    Gloo sends rows once the receiver has announced its receive. Its own all-to-all sends first, so the announcement
+    queues behind the rows in the other direction, and the link is used in one direction at a time: it takes up to 1.4
+    times as long (benchmarks/NOTES.md).
+    """
     arrived, own, size = rows.new_empty((sum(received), *rows.shape[1:])), group.rank(), group.size()
     parts, places = rows.split(list(sent)), arrived.split(list(received))
     others = [(own + i) % size for i in range(1, size)]
@@ -57,8 +63,8 @@ def _receives_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], 
     return arrived
 
 
-def _with_own_row(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
-    """As `start`, with one more row from each rank to itself: no rank has nothing to receive. It is waited for here."""
+def _exchange_with_own_row(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+    """Exchange rows, with one more row from each rank to itself, so that each rank receives something. Waits."""
     own = dist.get_rank(get_group(group))
     more = [[n + (rank == own) for rank, n in enumerate(counts)] for counts in (sent, received)]
     cut = sum(sent[: own + 1])
@@ -69,16 +75,16 @@ def _with_own_row(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
 
 
 def wait(rows: Tensor) -> Tensor:
-    """What `start` returned, once it has arrived.
+    """Wait for the result of `start`, and return it.
 
     Raises:
-        RanksLost: another rank has died, or does not answer within the time that the process group allows.
+        RanksLost: another rank has died, or does not answer within the process group's limit.
     """
-    # a tracer's sizes may be unknown, and its rows have no memory
+    # A tracer's tensors have no memory, and their sizes may be unknown.
     if type(rows) is Tensor and rows.numel() and not rows.untyped_storage().nbytes():
         raise MoefxError(
-            "rows are waited for again that moefx.save_routing has freed: a policy around it recomputes a wait that "
-            "it wants to be kept"
+            "a wait for rows runs again, and moefx.save_routing has freed these rows: a checkpoint policy around it "
+            "recomputes the wait instead of saving its result"
         )
     with raise_ranks_lost():
         return torch.ops._c10d_functional.wait_tensor(rows)
@@ -92,13 +98,13 @@ def refuse_capture(tensor: Tensor, step: str, remedy: str) -> None:
 
 @contextlib.contextmanager
 def raise_ranks_lost() -> Iterator[None]:
-    """Say what an error of a collective means."""
+    """Raise `RanksLost` for an error of a collective."""
     try:
         yield
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         raise RanksLost(
             f"rank {dist.get_rank()} waits for rows of other ranks in vain: one of them has ended with an error, has "
-            f"stalled for longer than is allowed (Plan(timeout=...), else the process group says), or runs "
-            f"another program; look at their outputs. torch says: {first}"
+            f"stalled for longer than Plan(timeout=...) or the process group allows, or runs another program; look at "
+            f"their outputs. torch says: {first}"
         ) from error
