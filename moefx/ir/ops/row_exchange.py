@@ -235,7 +235,7 @@ def all_to_all_back(rows: Tensor, splits: list[Tensor], tickets: list[Tensor], *
 )
 def wait_sums(sent: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor:
     """Wait for the results of the rows, and sum them by token, [S,D]."""
-    return _Plan(*plan).summed(wait(sent))
+    return _Plan(*plan).sum_by_token(wait(sent))
 
 
 @op(
