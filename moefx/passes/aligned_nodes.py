@@ -1,4 +1,4 @@
-"""The captures side by side: the same node in each of them, and whether it is the same."""
+"""Align the nodes of several captures: the same step of the program in each of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VIEWS = {str(op) for op in (aten.view.default, aten._unsafe_view.default, aten.
 
 
 class AlignedNodes(tuple):
-    """The same node in every capture."""
+    """The nodes of one step of the program, one for each capture."""
 
     @property
     def first(self) -> fx.Node:
@@ -35,13 +35,14 @@ def op_label(n: fx.Node) -> str:
 
 
 def op_kind(n: fx.Node) -> str:
-    """The op; which kind of view a reshape comes out as depends on the strides, and so on the sizes."""
+    """Return the op's name, one for all views: whether a reshape is a view depends on strides, and so on sizes."""
     return "reshape" if str(n.target) in _VIEWS else str(n.target)
 
 
 def routing_dependence(here: fx.Node, there: fx.Node) -> Refused:
+    """Build the refusal of a step that differs between captures."""
     return Refused(
-        "what runs outside of the experts depends on the routing or the sizes: "
+        "code outside of the experts depends on the routing or the sizes: "
         f"{op_label(here)} here, {op_label(there)} there",
         source=str(there.meta["source"]),
     )

@@ -1,10 +1,9 @@
-"""Numbers that a block computes from its sizes in Python, such as an expert capacity, as formulas.
+"""Find formulas for numbers that a block computes from its sizes in Python, such as an expert capacity.
 
-`capacity = max(4, int(1.25 * T * k / E))` leaves its value, at each size that was captured, and the expressions that
-`Size` followed on the way: `1.25*T*2/8`. The formula is one of these, rounded (also to a multiple) and clamped, that
-gives all values. Where none does it is the simplest `round(p/q * tokens)`, between a floor and a ceiling; sizes where
-rounding is delicate (p/q * tokens an integer) are among those looked at, so that a float formula is told apart from
-the exact one.
+For `capacity = max(4, int(1.25 * T * k / E))`, captures record the value at each captured size, and the expressions
+over symbolic sizes that the program evaluates: `1.25*T*2/8`. The search rounds (also to multiples) and clamps these
+expressions until one gives all values. If none does, it takes the simplest clamped `round(p/q * tokens)`. The captured
+sizes include some with integer p/q * tokens, which tell a float formula from the exact one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Point = tuple[int, int]  # (tokens, value)
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """An integer as an expression over the token dims, in Python's terms."""
+    """An integer as a Python expression over the token dims."""
 
     text: str
 
@@ -37,14 +36,20 @@ class Formula:
 def find_formula(
     points: Sequence[tuple[Mapping[str, int], int]], expressions: Iterable[str] = (), laws: bool = True
 ) -> Formula | None:
-    """The formula that gives all these values at these sizes: one of the expressions, or (`laws`) a `Law`, or None."""
+    """Find a formula that gives these values at these sizes, or None.
+
+    Args:
+        points: sizes with the value there.
+        expressions: expressions that the program evaluates.
+        laws: whether to try a `ClampedLinearFormula` if no expression fits.
+    """
     if not points or len({v for _, v in points}) < 2:
         return None
     points = [(dict(dims), v) for dims, v in dict.fromkeys((tuple(dims.items()), v) for dims, v in points)]
     tokens = "*".join(points[0][0])
     texts = sorted(expressions, key=lambda e: (len(e), e))
-    for changed in (_as_it_is, _rounded, _to_multiples, functools.partial(_and_then, points=points)):
-        for text in texts:  # what the program was seen to compute before what it may have done unseen
+    for changed in (_unchanged, _rounded, _to_multiples, functools.partial(_with_arithmetic, points=points)):
+        for text in texts:  # recorded expressions first, then variants of them
             for more in changed(text):
                 found = _clamped(more, tokens, points)
                 if found is not None:
@@ -55,8 +60,8 @@ def find_formula(
     return Formula(law.over(tokens)) if law is not None else None
 
 
-_MOST_PLUS = 64
-_MULTIPLES = (2, 4, 8, 16, 32, 64, 128, 256)  # of a tile, say
+_MAX_PLUS = 64
+_MULTIPLES = (2, 4, 8, 16, 32, 64, 128, 256)  # such as tile sizes
 _CLAMPS = (
     "{0}",
     "max({0}, {low})",
@@ -68,7 +73,7 @@ _CLAMPS = (
 )
 
 
-def _as_it_is(text: str) -> Iterator[str]:
+def _unchanged(text: str) -> Iterator[str]:
     yield text
 
 
@@ -82,8 +87,9 @@ def _to_multiples(text: str) -> Iterator[str]:
             yield from (f"-(-{whole}//{m})*{m}", f"{whole}//{m}*{m}")
 
 
-def _and_then(text: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Iterator[str]:
-    """What Python may have done with a rounded number, unseen: `int(..) + 1`, `2 * int(..)`, `int(..) // E + 1`."""
+def _with_arithmetic(text: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Iterator[str]:
+    """Yield arithmetic on a rounded number that no symbolic size records: `int(..) + 1`, `2 * int(..)`,
+    `int(..) // E + 1`."""
     for whole in _rounded(text):
         pairs = [(w, v) for dims, v in points if (w := _value(whole, dims))]
         if not pairs:
@@ -96,7 +102,7 @@ def _and_then(text: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Ite
         for changed in scaled:
             shifts = Counter(v - w for dims, v in points if (w := _value(changed, dims)) is not None)
             plus, often = shifts.most_common(1)[0]
-            if 2 * often >= len(points) and (plus or changed is not whole) and abs(plus) <= _MOST_PLUS:
+            if 2 * often >= len(points) and (plus or changed is not whole) and abs(plus) <= _MAX_PLUS:
                 yield f"({changed}+{plus})"
 
 
@@ -108,7 +114,7 @@ def _value(text: str, dims: Mapping[str, int]) -> int | None:
 
 
 def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Formula | None:
-    """`text`, between a floor and a ceiling where it needs them; a third of the values must be its own."""
+    """Return `text`, clamped if necessary, if it gives all values. At least a third of them must not be clamped."""
     try:
         values = [evaluate(text, dims) for dims, _ in points]
     except (ArithmeticError, ValueError):
@@ -116,7 +122,7 @@ def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], i
     if sum(a == v for a, (_, v) in zip(values, points, strict=True)) * 3 < len(points):
         return None
     seen = sorted({v for _, v in points})
-    for low in seen[:4]:  # where the tokens themselves are a ceiling, the floor is not the least value
+    for low in seen[:4]:  # below `low` tokens, the ceiling `tokens` gives smaller values
         for clamp in _CLAMPS:
             formula = Formula(clamp.format(text, tokens=tokens, low=low, high=seen[-1]))
             if all(formula(dims) == v == evaluate(formula.text, dims) for dims, v in points):
@@ -142,7 +148,7 @@ class ClampedLinearFormula:
         return value if self.low is None else max(value, self.low)
 
     def over(self, tokens: str) -> str:
-        """As an expression."""
+        """Return the formula as an expression over `tokens`."""
         p, q = self.slope.numerator, self.slope.denominator
         text = tokens if p == 1 else f"{p}*{tokens}"
         if q != 1:
@@ -159,7 +165,7 @@ class ClampedLinearFormula:
 
 
 def find_clamped_linear(points: Sequence[Point]) -> ClampedLinearFormula | None:
-    """The simplest law that gives all points, or None."""
+    """Find the simplest clamped linear formula that gives all points, or None."""
     points = sorted(set(points))
     values = [v for _, v in points]
     lows: list[int | None] = [None, values[0]]
@@ -168,18 +174,21 @@ def find_clamped_linear(points: Sequence[Point]) -> ClampedLinearFormula | None:
     for low in lows:
         for high in highs:
             for up in (False, True):
-                slope = _slope(points, up, low, high)
+                slope = _find_slope(points, up, low, high)
                 if slope is None:
                     continue
-                law = ClampedLinearFormula(slope, up, low, high)
-                if all(law(t) == v for t, v in points):
-                    found.append(((low is not None) + (high is not None), slope.denominator, law))
+                formula = ClampedLinearFormula(slope, up, low, high)
+                if all(formula(t) == v for t, v in points):
+                    found.append(((low is not None) + (high is not None), slope.denominator, formula))
     return min(found, key=lambda f: f[:2])[2] if found else None
 
 
-def _slope(points: Sequence[Point], up: bool, least: int | None, most: int | str | None) -> Fraction | None:
-    """The fraction with the smallest denominator that rounds to all these values, or where these are the least or the
-    most to no more or no less; three values at least must be its own."""
+def _find_slope(points: Sequence[Point], up: bool, least: int | None, most: int | str | None) -> Fraction | None:
+    """Find the fraction with the smallest denominator that rounds to all values between the clamps.
+
+    A value at the clamp `least` or `most` only bounds the fraction on one side. At least three values must be between
+    the clamps.
+    """
     low, high, own = Fraction(0), Fraction(1 << 40), 0
     for t, v in points:
         at_least, at_most = v == least, v == (t if most == "tokens" else most)
@@ -190,7 +199,7 @@ def _slope(points: Sequence[Point], up: bool, least: int | None, most: int | str
             high = min(high, Fraction(v, t) if up else Fraction(v + 1, t))
     if own < 3 or low > high:
         return None
-    for denominator in range(1, 4097):  # in integers: fractions are slow
+    for denominator in range(1, 4097):  # integer arithmetic, since fractions are slow
         scaled = low.numerator * denominator
         numerator = scaled // low.denominator + 1 if up else -(-scaled // low.denominator)
         left, right = numerator * high.denominator, high.numerator * denominator

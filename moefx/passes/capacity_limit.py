@@ -1,5 +1,7 @@
-"""A capacity that the plan gives to experts, where the model has none: who trains with it wants other results than the
-original's."""
+"""Limit the rows of each expert by `Plan(capacity_factor=...)`, for models without a capacity of their own.
+
+Results then differ from the original's.
+"""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false
@@ -23,28 +25,28 @@ ops = torch.ops.moefx
 
 @graph_pass(level="fused")
 def limit(block: BlockGraph, plan: Any) -> BlockGraph:
-    """Each expert takes at most ceil(capacity_factor * choices / experts); `plan.drop` says which."""
+    """Limit each expert to ceil(capacity_factor * slots / experts) rows; `plan.drop` is the drop rule."""
     block = block.copy()
     for pft in block.find(ops.build_pft.default):
         if pft.kwargs.get("capacity") is not None:
             raise InvalidPlan(
                 f"Plan(capacity_factor={plan.capacity_factor}): {block.name or 'the model'} drops choices by a rule of "
-                f"its own{_at(pft)}, which stays as it is"
+                f"its own{_source_text(pft)}, which moefx does not change: leave capacity_factor out"
             )
         if plan.drop == "weight" and pft.args[1] is None:
             raise InvalidPlan(
-                f"Plan(drop='weight'): the experts of {block.name or 'the model'} have no routing weights{_at(pft)}; "
-                "take drop='position_token'"
+                f"Plan(drop='weight'): the experts of {block.name or 'the model'} have no routing "
+                f"weights{_source_text(pft)}; take drop='position_token'"
             )
         with block.graph.inserting_before(pft):
-            capacity = _capacity(block.graph, pft.args[0], plan.capacity_factor, pft.kwargs["num_experts"])
+            capacity = _emit_capacity(block.graph, pft.args[0], plan.capacity_factor, pft.kwargs["num_experts"])
         pft.update_kwarg("capacity", capacity)
         pft.update_kwarg("drop", plan.drop)
     return block
 
 
-def _capacity(graph: fx.Graph, topk_ids: fx.Node, factor: float, num_experts: int) -> fx.Node:
-    """In integers, so that it is the same for every size: ceil(n * a / b) = (n * a + b - 1) // b."""
+def _emit_capacity(graph: fx.Graph, topk_ids: fx.Node, factor: float, num_experts: int) -> fx.Node:
+    """Emit the capacity in integer arithmetic, which is exact: ceil(n * a / b) = (n * a + b - 1) // b."""
     top_k = topk_ids.meta["val"].shape[1]
     share = Fraction(factor).limit_denominator(1 << 20) * top_k / num_experts
     node = graph.call_function(aten.sym_size.int, (topk_ids, 0))
@@ -60,6 +62,6 @@ def _capacity(graph: fx.Graph, topk_ids: fx.Node, factor: float, num_experts: in
     return node
 
 
-def _at(node: fx.Node) -> str:
+def _source_text(node: fx.Node) -> str:
     source = node.meta.get("source", "")
     return f" ({source})" if source else ""

@@ -1,6 +1,6 @@
-"""The checkpoint policy: what each expert MLP keeps for its backward (MoEBlaze section 5).
+"""The checkpoint policy: the values that each expert MLP keeps for its backward (MoEBlaze section 5).
 
-The router, the chosen experts and the layout are never recomputed: they are ordinary values of the block.
+Router, expert index and layout are ordinary values of the block: they are never recomputed.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ def checkpoint(block: BlockGraph, plan: Any) -> BlockGraph:
     block = block.copy()
     for node in block.find(torch.ops.moefx.expert_mlp.default):
         node.update_kwarg("keep", keep)
-        node.meta.pop("val", None)  # another policy, another number of outputs
+        node.meta.pop("val", None)  # the number of outputs depends on the policy
     return block

@@ -1,23 +1,23 @@
-"""Expert parallelism: the rows travel to the ranks that hold their experts, and their sums come back.
+"""Expert parallelism: send rows to the ranks that hold their experts, and return their sums.
 
-    place = place_choices(topk_ids)                   which rank and slot each choice is for
-    send  = plan_dispatch(place)                      which rows go to which rank
-    packed = pack_rows(x, topk_weights, send)         while the ranks tell each other how many
-    sent  = all_to_all_rows(x, topk_weights, send)    on their way, with the slots of their experts there
+    place = place_choices(topk_ids)                   destination of each slot
+    send  = plan_dispatch(place)                      rows for each rank
+    packed = pack_rows(x, topk_weights, send)         while the ranks exchange row counts
+    sent  = all_to_all_rows(x, topk_weights, send)    starts the exchange
     rows  = wait_rows(sent)
-    pft   = build_pft(slots, weights)                 as if the rows were this rank's own tokens
+    pft   = build_pft(slots, weights)                 as for this rank's own tokens
     y     = expert_mlp(rows, pft, own weights)
     back  = all_to_all_back(y)
     out   = wait_sums(back, send)                     sums by token
 
-Since experts gather by index, a token travels once to each rank that has one of its experts (`dedup`), or once for
-each of its experts (`flat`, as X-MoE and others do). Drops by capacity or mask are decided where the tokens are.
+With `dedup`, a token travels once to each rank that holds one of its experts, since experts gather by index. Without
+(`flat`, as in X-MoE), it travels once for each slot. The sender decides drops by capacity or mask.
 
-Over several levels of a topology there is a hop at each: a pilot of the token goes to each node, to the rank at the
-sender's own place there, which sends it on to the node's ranks; the sums take the same way back, so that those of a
-node are added up before they leave it (X-MoE section 4.2, RBD). With `near_apart` what stays in the node does not
-wait for what comes from others (Piper section V, HALO: phase I is the exchange in the node, II the one between nodes,
-III that in the node of what has come).
+Over several levels of a topology there is one hop at each level (X-MoE section 4.2, RBD). A pilot of the token goes to
+each node, to the rank at the sender's own position there, which forwards it to the node's ranks. The sums return the
+same way, and a node adds up its sums before they leave it. With `splits_intra_node`, rows that stay in the node do not
+wait for rows from other nodes (Piper section V, HALO: phase I is the exchange in the node, phase II the exchange
+between nodes, phase III the exchange in the node of received rows).
 """
 
 # fx types an argument as anything that a program can hold: the code knows better.
@@ -62,20 +62,20 @@ def collectives(
     trained: Collection[str] = (),
     samples: int = 0,
 ) -> BlockGraph:
-    """The routed sum over the ranks of the expert axis.
+    """Distribute the routed sum over the ranks of the expert axis.
 
     Args:
-        trained: parameters of the block that have gradients.
-        stacked: parameters of all experts in one tensor each, which are DTensors then; of the others only this rank's
-            are there.
-        samples: the number by which ranks compare their experts, see `ir.parameter_samples`.
+        stacked: names of parameters that hold all experts in one tensor, a DTensor. Of separate parameters each rank
+            has those of its own experts only.
+        trained: names of parameters with gradients.
+        samples: the sampler number of the block, see `ir.ops.parameter_samples`.
     """
     block = block.copy()
     routed = RoutedRegion.of(block)
-    if shared := routed.shared(trained):
+    if shared := routed.find_shared_values(trained):
         names = (attribute_name(n) if n.op == "get_attr" else n.name for n in shared)
         raise Refused(
-            "the experts share a value: its gradient would be of the tokens that came from other ranks",
+            "the experts share a value: its gradient would include tokens of other ranks",
             culprits=tuple(dict.fromkeys(names))[:3],
             source=str(shared[0].meta.get("source", "")),
             remedy="apply it before the experts, or after their sum",
@@ -108,7 +108,7 @@ def _insert(
             "group": placement.group,
         }
         counts = _insert_counts(routed, places, placement, ways, {**kwargs, "samples": samples})
-        if len(chunks) == 1:  # each chunk has few of the rows that there can be
+        if len(chunks) == 1:  # the buffers of chunks would be mostly empty
             chunks[0].insert_packs(tokens, choices)
         splits = iter(_insert_splits(routed, counts, placement, ways, kwargs, len(chunks)))
         for chunk in chunks:
@@ -117,9 +117,9 @@ def _insert(
         chunk.move_experts()
     for number, node in enumerate(routed.sums):
         users = list(node.users)
-        with graph.inserting_before(chunks[0].routed.sums[number].next):  # the first copy is behind all others
+        with graph.inserting_before(chunks[0].routed.sums[number].next):  # the first copy comes after all others
             out, *more = [chunk.insert_back(chunk.routed.sums[number]) for chunk in chunks]
-            for other in more:  # each has the sums of its own tokens, and 0 for the others'
+            for other in more:  # 0 for tokens of other chunks
                 out = routed.call(aten.add.Tensor, (out, other), {}, ("S", "D"), "out")
         for user in users:
             user.replace_input_with(node, out)
@@ -151,27 +151,27 @@ def _insert_gather(
 
 
 def _fingerprint(routed: RoutedRegion, sent: list[fx.Node], placement: Placement, ways: ExchangeRoutes) -> int:
-    """Of what must be alike on all ranks, since each computes on rows of the others: what travels, where to, and what
-    becomes of it there, the parameters' names and values aside."""
+    """Hash the exchanged values, their destinations, and the operations on them, which must be equal on all ranks.
+    Names and values of parameters do not count."""
     numbers: dict[fx.Node, int] = {}
 
-    def told(node: Any) -> str:
+    def describe(node: Any) -> str:
         return "parameter" if node.op == "get_attr" else f"%{numbers.setdefault(node, len(numbers))}"
 
     lines = [f"{placement.places} {dataclasses.replace(ways, levels=(), position=0, timeout=None)} {ways.sizes}"]
     for node in sent:
         value = node.meta.get("val")
-        lines.append(f"{told(node)} {getattr(value, 'dtype', None)} {node.meta.get('letters')} {_width(value)}")
+        lines.append(f"{describe(node)} {getattr(value, 'dtype', None)} {node.meta.get('letters')} {_width(value)}")
     for node in routed.region:
-        lines.append(f"{told(node)} = {node.target} {fx.map_arg((node.args, node.kwargs), told)}")
+        lines.append(f"{describe(node)} = {node.target} {fx.map_arg((node.args, node.kwargs), describe)}")
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
 
 
 def _insert_places(routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes) -> fx.Node:
-    """Where each choice goes."""
+    """Emit the destination of each slot."""
     topk_ids, _, keep = routed.pft.args[:3]
     if routed.pft.kwargs.get("capacity") is not None:
-        keep = routed.kept()  # what was dropped here does not travel
+        keep = routed.emit_keep_mask()  # dropped slots are not sent
     slots = placement.num_slots
     positions = [ways.position_of(p // slots) * slots + p % slots for p in placement.places]
     letters = topk_ids.meta.get("letters", ("S", "K"))
@@ -180,16 +180,16 @@ def _insert_places(routed: RoutedRegion, placement: Placement, ways: ExchangeRou
 
 def _insert_chunks(routed: RoutedRegion, place: fx.Node, chunks: int) -> list[fx.Node]:
     parts = routed.call(ops.chunk_choices.default, (place,), {"chunks": chunks})
-    return routed.parts(parts, (place.meta["letters"],) * chunks)
+    return routed.unpack(parts, (place.meta["letters"],) * chunks)
 
 
 def _insert_counts(
     routed: RoutedRegion, places: list[fx.Node], placement: Placement, ways: ExchangeRoutes, kwargs: dict[str, Any]
 ) -> list[fx.Node]:
-    """The ranks tell each other how many rows each hop has."""
+    """Emit the exchange of row counts of all hops."""
     kwargs = {**kwargs, "num_slots": placement.num_slots, "dedup": ways.dedup}
     counts = routed.call(ops.exchange_counts.default, (places,), kwargs, axis=placement.axis)
-    return routed.parts(counts, ((), ()))
+    return routed.unpack(counts, ((), ()))
 
 
 def _insert_splits(
@@ -200,12 +200,12 @@ def _insert_splits(
     kwargs: dict[str, Any],
     chunks: int,
 ) -> list[fx.Node]:
-    """How many rows each hop has, and how many choices end here, chunk by chunk."""
+    """Emit the numbers of rows of each hop, and of slots that end here, chunk by chunk."""
     splits = routed.call(ops.read_counts.default, tuple(counts), {**kwargs, "timeout": ways.timeout})
     labels = [ways.label(index) for index in range(len(ways.levels))] + ["near"] * ways.splits_intra_node
     names = (*(_named("splits", label) for label in labels), "choices") * chunks
     letters = (*(("2", "W") for _ in labels), ("1",)) * chunks
-    return routed.parts(splits, letters, names)
+    return routed.unpack(splits, letters, names)
 
 
 @dataclasses.dataclass
@@ -213,11 +213,11 @@ class _Hop:
     """An exchange among the ranks that differ at one level.
 
     Attributes:
-        place: what the choices are for, modulo the places of all ranks of the hop. num_slots: of one of them.
-        label: behind the names of its nodes.
-        plan: token_ids, slot_ids, rank_offsets, inverse, and splits when they are known.
-        tokens, choices: what it sends. packed: that, in rows, where they are made before the host knows how many.
-        sent: the rows, and the ticket.
+        place: destinations of the slots, modulo those of all ranks of the hop. num_slots: destinations of one rank.
+        label: suffix of its nodes' names.
+        plan: token_ids, slot_ids, rank_offsets, inverse, and splits once they are emitted.
+        tokens, choices: the values that it sends. packed: the rows, if packed before the host knows their number.
+        sent: the rows in transit, and the ticket.
     """
 
     level: TopologyLevel
@@ -240,19 +240,19 @@ class _Hop:
 
 
 class _Exchange:
-    """The rows of a routed part, or of a chunk of its tokens, there and back."""
+    """The exchange of a routed region, or of one chunk of its tokens, in both directions."""
 
     def __init__(self, routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes):
         self.routed, self.placement, self.ways = routed, placement, ways
         self.pft, self.results = routed.pft, routed.results
-        self._call, self._parts = routed.call, routed.parts
+        self._call, self._parts = routed.call, routed.unpack
         self.hops: list[_Hop] = []  # level by level
         self.near: _Hop | None = None
-        self.received: dict[fx.Node, fx.Node] = {}  # of what was sent
-        self.routes: dict[fx.Node, fx.Node] = {}  # of the results of `build_pft`
+        self.received: dict[fx.Node, fx.Node] = {}  # sent value -> received value
+        self.routes: dict[fx.Node, fx.Node] = {}  # result of the old `build_pft` -> result of the new one
 
     def insert_plans(self, place: fx.Node) -> None:
-        """Of the exchanges that start with this rank's own tokens."""
+        """Emit the plans of the exchanges that start with this rank's own tokens."""
         ways, near = self.ways, None
         if ways.splits_intra_node:
             kwargs = {"num_places": ways.sizes[-1] * self.placement.num_slots}
@@ -264,7 +264,7 @@ class _Exchange:
             self.near = self._plan(len(ways.levels) - 1, near, "near")
 
     def insert_packs(self, tokens: list[fx.Node], choices: list[fx.Node]) -> None:
-        """What the same exchanges will send."""
+        """Emit the packed rows for the same exchanges."""
         for hop in filter(None, (self.hops[0], self.near)):
             kwargs = {"num_slots": hop.num_slots, "dedup": self.ways.dedup}
             args = (tokens, choices, hop.place, *hop.plan[:3])
@@ -272,13 +272,13 @@ class _Exchange:
             hop.packed = self._call(ops.pack_rows.default, args, kwargs, ("N", "bytes"), name)
 
     def insert_rows(self, tokens: list[fx.Node], choices: list[fx.Node], splits: Iterator[fx.Node]) -> None:
-        """The exchange: what arrives of tokens and choices, and a `build_pft` of those here."""
+        """Emit the exchange, and a `build_pft` of the received rows."""
         ways, slots, weights = self.ways, self.placement.num_slots, self.pft.args[1]
         of_hops = [next(splits) for _ in ways.levels]
         moved, values = tokens, choices
         for index, own_splits in enumerate(of_hops):
             self._start(self.hops[index], moved, values, own_splits)
-            if self.near is not None and not index:  # the way between nodes is the longest: it has been started
+            if self.near is not None and not index:  # the exchange between nodes takes longest and starts first
                 self._start(self.near, tokens, choices, next(splits))
             if index + 1 < len(of_hops):
                 moved, place, values = self._wait([self.hops[index]], ("pilots", "places", "pilot_weights"))
@@ -292,19 +292,19 @@ class _Exchange:
         self.routes = {self.results[i]: parts[i] for i in self.results}
 
     def move_experts(self) -> None:
-        """The experts compute on what was received, with the parameters of this rank's."""
+        """Let the experts compute on the received rows, with this rank's parameters."""
         routed = self.routed
         for node in routed.region:
             if node in routed.gathers or node in routed.picks:
                 node.args = (self.received[node.args[0]], *node.args[1:])
             for before, after in self.routes.items():
                 node.replace_input_with(before, after)
-            self._own_parameters(node)
-            _now_of_received(node)
+            self._select_parameters(node)
+            _mark_as_received(node)
 
     # ------------------------------------------------------------------ hops
     def _plan(self, index: int, place: fx.Node, label: str) -> _Hop:
-        """Which rows go where over the level of that number."""
+        """Emit the plan of the hop at one level."""
         level = self.ways.levels[index]
         num_slots = self.ways.ranks_within(index) * self.placement.num_slots
         kwargs = {"num_ranks": level.size, "num_slots": num_slots, "dedup": self.ways.dedup}
@@ -313,7 +313,7 @@ class _Exchange:
         return _Hop(level, place, num_slots, label, plan)
 
     def _start(self, hop: _Hop, tokens: list[fx.Node], choices: list[fx.Node], splits: fx.Node) -> None:
-        """Send rows."""
+        """Emit the start of a hop."""
         hop.tokens, hop.choices = tokens, choices
         hop.plan.append(splits)
         sent = self._call(
@@ -326,7 +326,7 @@ class _Exchange:
         hop.sent = self._parts(sent, ((), ()))
 
     def _wait(self, hops: list[_Hop], names: tuple[str, str, str]) -> tuple[list[fx.Node], fx.Node, list[fx.Node]]:
-        """What arrives of tokens, their places there, and of choices."""
+        """Emit a wait. Return received values of tokens, destinations, and values of slots."""
         first = hops[0]
         node = self._call(
             ops.wait_rows.default,
@@ -351,14 +351,14 @@ class _Exchange:
         return [self.hops[-1], self.near] if self.near else [self.hops[-1]]
 
     def insert_back(self, rows: fx.Node) -> fx.Node:
-        """The sums of the rows received, on their way back and added up by token."""
+        """Emit the return of the received rows' sums, and their sum by token."""
         *hops, last = self.hops
-        on_their_way = self._back(rows, self._last_hops())
-        out = self._sums(on_their_way[0], last)
+        in_transit = self._back(rows, self._last_hops())
+        out = self._sums(in_transit[0], last)
         for hop in reversed(hops):
             (sent,) = self._back(out, [hop])
             if self.near and hop is hops[0]:
-                near = self._sums(on_their_way[1], self.near)
+                near = self._sums(in_transit[1], self.near)
                 return self._call(aten.add.Tensor, (near, self._sums(sent, hop)), {}, ("S", "D"), "out")
             out = self._sums(sent, hop)
         return out
@@ -381,22 +381,22 @@ class _Exchange:
         return self._call(ops.wait_sums.default, (*sent, *hop.plan), kwargs, (rows, "D"), name)
 
     # ------------------------------------------------------------------ parameters
-    def _own_parameters(self, node: fx.Node) -> None:
-        """Those of this rank's experts, in the order of their slots."""
+    def _select_parameters(self, node: fx.Node) -> None:
+        """Replace the parameters of all experts by those of this rank's experts, in the order of their slots."""
         if node.target is ops.expert_mlp.default:
             body = ExpertBody.from_json(node.kwargs["body"])
             biased = [g for g in body.up if g.bias]
             gemms = (body.up, biased, [body.down], [body.down] if body.down.bias else [])
-            lists = [self._own(args, [g.num for g in of]) for args, of in zip(node.args[5:9], gemms, strict=True)]
+            lists = [self._select(args, [g.num for g in of]) for args, of in zip(node.args[5:9], gemms, strict=True)]
             node.args = (*node.args[:5], *lists)
             node.update_kwarg("body", body.with_experts(self.placement.num_slots).to_json())
         elif node.target is ops.grouped_mm.default:
-            node.args = (node.args[0], self._own(node.args[1], [len(node.args[1])]), *node.args[2:])
+            node.args = (node.args[0], self._select(node.args[1], [len(node.args[1])]), *node.args[2:])
         elif node.target is ops.expert_rows.default:
-            node.args = (self._own(node.args[0], [len(node.args[0])]), *node.args[1:])
+            node.args = (self._select(node.args[0], [len(node.args[0])]), *node.args[1:])
 
-    def _own(self, parameters: list[fx.Node], sizes: list[int]) -> list[fx.Node]:
-        """Of a flat list, in groups of these sizes: one stack of all experts', or E separate ones."""
+    def _select(self, parameters: list[fx.Node], sizes: list[int]) -> list[fx.Node]:
+        """Select this rank's parameters from a flat list of groups: one stack of all experts, or E separate ones."""
         found: list[fx.Node] = []
         for size in sizes:
             group, parameters = parameters[:size], parameters[size:]
@@ -406,13 +406,13 @@ class _Exchange:
                 continue
             own = [group[e] for e in self.placement.local_experts]
             if size > 1 and group[0].target is aten.select.int and len({n.args[0] for n in group}) == 1:
-                for slot, node in enumerate(own):  # one by one from a stack, of which only this rank's part is here
+                for slot, node in enumerate(own):  # selected from a stack, which holds this rank's experts only
                     node.args = (node.args[0], 0, slot)
             found += own
         return found
 
     def _shorten_stacks(self, node: fx.Node) -> None:
-        """Those of separate parameters, of which the others are not here, that a value of all experts is made of."""
+        """Shorten stacks of separate parameters to this rank's experts."""
         left = [node]
         while left:
             node = left.pop()
@@ -433,7 +433,7 @@ def _read_local_parts(graph: fx.Graph, stacked: Collection[str], placement: Plac
             every = root.meta["val"]
             local.meta["val"] = every.new_empty((len(every) // placement.num_ranks, *every.shape[1:]))
         later = list(local.users)
-        for node in later:  # what is made of it has fewer experts now
+        for node in later:  # derived values now have fewer experts
             node.meta.pop("val", None)
             later += [user for user in node.users if user not in later]
 
@@ -443,12 +443,12 @@ def _named(name: str, label: str) -> str:
 
 
 def _width(value: Any) -> int | None:
-    """Of a tensor with rows, if it is a number."""
+    """Return the width of a tensor with rows, if it is a number."""
     return value.shape[-1] if getattr(value, "ndim", 0) > 1 and isinstance(value.shape[-1], int) else None
 
 
-def _now_of_received(node: fx.Node) -> None:
-    """What was known of its shape was of this rank's own rows."""
+def _mark_as_received(node: fx.Node) -> None:
+    """Drop the node's value, whose shape is that of this rank's rows, and rename letters S and s to R."""
     node.meta.pop("val", None)
     letters = node.meta.get("letters")
     if isinstance(letters, tuple) and all(isinstance(a, str) for a in letters):

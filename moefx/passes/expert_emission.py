@@ -1,4 +1,4 @@
-"""The template of one group of experts, emitted on routed rows."""
+"""Emit the body of one group of experts on routed rows."""
 
 from __future__ import annotations
 
@@ -24,15 +24,26 @@ ops = torch.ops.moefx
 
 @dataclasses.dataclass
 class BodyValue:
-    """A body value while it is emitted. `kind`: `row` ([B, ...]), `expert` ([E, ...] or E tensors), `fixed`."""
+    """An emitted value of a body.
 
-    node: Any  # fx.Node, or list[fx.Node] for E separate tensors
+    Attributes:
+        node: an fx.Node, or a list of E nodes for separate tensors.
+        kind: `row` ([B, ...]), `expert` ([E, ...] or E tensors) or `fixed`.
+        rank: number of axes of one row.
+    """
+
+    node: Any
     kind: str
-    rank: int  # axes of one row
+    rank: int
 
 
 class ExpertBodyEmitter:
-    """`pft`: what `build_pft` returned. `weights`: [S,K] by value of the body; that numbered `first` is in the PFT."""
+    """Emits a body.
+
+    Args:
+        pft: the results of `build_pft`.
+        weights: [S,K] for each scalar value of the body. The PFT holds the one numbered `first`.
+    """
 
     def __init__(
         self,
@@ -47,10 +58,10 @@ class ExpertBodyEmitter:
         self.token_ids, self.slot_ids, self.offsets, self.inverse, self.combine_weights = pft
         self.parameters = ExpertWeights(emit, match.block)
         self.done: dict[Body, BodyValue] = {}
-        self.number: int | None = None  # where one expert's own parameters are computed with: which one
+        self.number: int | None = None  # the expert whose parameters are computed with, if a single one
 
     def call(self, target: Any, args: tuple, kwargs: dict[str, Any] | None = None, **described: Any) -> fx.Node:
-        """An op. Its result has routed rows (letter B) where an operand has as many."""
+        """Emit an op. Its result has routed rows (letter B) if an operand has the same number of them."""
         node = self.emit.call(target, args, kwargs, **described)
         val = node.meta["val"]
         if isinstance(val, torch.Tensor) and val.dim() and "letters" not in node.meta:
@@ -59,51 +70,51 @@ class ExpertBodyEmitter:
                 node.meta["letters"] = ("B", *map(str, val.shape[1:]))
         return node
 
-    def value(self, b: Body) -> BodyValue:
+    def emit_value(self, b: Body) -> BodyValue:
         if b not in self.done:
-            apart = self.number is None and is_weight(b) and b.op != "expert" and not self._is_of_stacks(b)
-            self.done[b] = self._of_each(b) if apart else self._value(b)
+            by_expert = self.number is None and is_weight(b) and b.op != "expert" and not self._reads_stacks_only(b)
+            self.done[b] = self._emit_per_expert(b) if by_expert else self._emit_body(b)
         return self.done[b]
 
-    def _is_of_stacks(self, b: Body) -> bool:
-        """Whether what an expert makes of its parameters can be made of the stacks of all experts' at once."""
+    def _reads_stacks_only(self, b: Body) -> bool:
+        """Whether a value of parameters can be computed for all experts at once, from stacked parameters."""
         tables = [self.group.tables[leaf.args[0]] for leaf in walk(b) if leaf.op == "expert"]
         return all(map(self.parameters.are_stacked, tables)) and not any(inner.op == "call" for inner in walk(b))
 
-    def _of_each(self, b: Body) -> BodyValue:
-        """What each expert makes of its own parameters. The printer shows these steps once for all experts."""
-        graph, count = self.emit.kept.graph, len(self.group.ids)
+    def _emit_per_expert(self, b: Body) -> BodyValue:
+        """Emit a value of parameters expert by expert. The printer shows these steps once."""
+        graph, count = self.emit.residual.graph, len(self.group.ids)
         first, nodes = len(graph.nodes), []
         for number in range(count):
             before = len(graph.nodes)
             one = copy.copy(self)
             one.number, one.done = number, {}
-            nodes.append(one.value(b).node)
+            nodes.append(one.emit_value(b).node)
             for step, node in enumerate(list(graph.nodes)[before:]):
                 node.meta["each"] = (f"{first}.{step}", number, count)
         return BodyValue(nodes, "expert", len(b.shape))
 
-    def _value(self, b: Body) -> BodyValue:
+    def _emit_body(self, b: Body) -> BodyValue:
         match b.op:
             case "const":
                 return BodyValue(b.args[0], "fixed", 0)
             case "shared":
-                return BodyValue(self.parameters.one(b.args[0]), "fixed", len(b.shape))
+                return BodyValue(self.parameters.emit_one(b.args[0]), "fixed", len(b.shape))
             case "expert" if self.number is not None:
                 place = self.group.tables[b.args[0]][self.number]
-                return BodyValue(self.parameters.one(place), "fixed", len(b.shape))
+                return BodyValue(self.parameters.emit_one(place), "fixed", len(b.shape))
             case "expert":
-                return BodyValue(self.parameters.of_all(self.group.tables[b.args[0]]), "expert", len(b.shape))
+                return BodyValue(self.parameters.emit_all(self.group.tables[b.args[0]]), "expert", len(b.shape))
             case "value":
-                return self._given(b)
+                return self._emit_routed_value(b)
             case "pw":
-                return self._elementwise(b)
+                return self._emit_pointwise(b)
             case "ein":
-                return self._contract(b)
+                return self._emit_contraction(b)
             case "call":
-                return BodyValue(self._whole(b), "fixed", len(b.shape))
-        inner = next(self.value(a) for a in b.args if isinstance(a, Body))
-        inner = self._stacked(inner)
+                return BodyValue(self._emit_recorded_op(b), "fixed", len(b.shape))
+        inner = next(self.emit_value(a) for a in b.args if isinstance(a, Body))
+        inner = self._stack(inner)
         off = 0 if inner.kind == "fixed" else 1
         lead = [-1] if inner.kind == "row" else [len(self.group.ids)] if inner.kind == "expert" else []
         match b.op:
@@ -130,17 +141,17 @@ class ExpertBodyEmitter:
             case "sum":
                 node = self.call(aten.sum.dim_IntList, (inner.node, list(b.args[0])))
             case "row":
-                node = self._row_op(b, inner)
+                node = self._emit_row_op(b, inner)
             case "cat":
-                pieces = [self._as_rows(self.value(a), len(b.shape)) for a in b.args[1:]]
+                pieces = [self._as_rows(self.emit_value(a), len(b.shape)) for a in b.args[1:]]
                 return BodyValue(self.call(aten.cat.default, (pieces, b.args[0] + 1)), "row", len(b.shape))
             case _:
                 raise Refused(f"the experts use {b.op} in a way that is not supported on rows")
         return BodyValue(node, inner.kind, len(b.shape))
 
-    def _whole(self, b: Body) -> fx.Node:
+    def _emit_recorded_op(self, b: Body) -> fx.Node:
         target, args, kwargs, part, *operands = b.args
-        nodes = [self.value(a) for a in operands]
+        nodes = [self.emit_value(a) for a in operands]
         if any(v.kind != "fixed" for v in nodes):
             raise Refused(f"the experts use {target} in a way that is not supported on rows")
 
@@ -152,7 +163,7 @@ class ExpertBodyEmitter:
         node = self.call(target, tuple(map(filled, args)), {k: filled(v) for k, v in kwargs})
         return node if part is None else self.call(operator.getitem, (node, part))
 
-    def _row_op(self, b: Body, inner: BodyValue) -> fx.Node:
+    def _emit_row_op(self, b: Body, inner: BodyValue) -> fx.Node:
         name, dims, _, static, _ = b.args
         x = inner.node
         match name:
@@ -182,13 +193,13 @@ class ExpertBodyEmitter:
                 return self.call(overload, (x, dims[0]))
         raise Refused(f"the experts use {name}, which is not supported on rows")
 
-    def _given(self, b: Body) -> BodyValue:
+    def _emit_routed_value(self, b: Body) -> BodyValue:
         i = b.args[0]
         ref = self.group.values[i][0]
         if math.prod(b.shape) == 1:
             if i == self.first:
                 return BodyValue(self.emit.reshape(self.combine_weights, (-1,)), "row", 0)
-            picked = self._of_choices(self.weights[i], ("B",))
+            picked = self._pick_slots(self.weights[i], ("B",))
             return BodyValue(picked, "row", 0)
         (node, axes), shape = self.emit.for_tokens(ref, self.match), b.shape
         if set(axes) <= {"t"}:
@@ -207,30 +218,30 @@ class ExpertBodyEmitter:
                 raise Refused(
                     "the experts' input is computed per token and expert", source=str(ref.node.meta["source"])
                 )
-            rows = self._of_choices(by_slot, ("B", "D"))
+            rows = self._pick_slots(by_slot, ("B", "D"))
         if len(shape) != 1:
             rows = self.call(aten.reshape.default, (rows, [-1, *shape]))
         return BodyValue(rows, "row", len(shape))
 
-    def _of_choices(self, values: fx.Node, letters: tuple[str, ...]) -> fx.Node:
+    def _pick_slots(self, values: fx.Node, letters: tuple[str, ...]) -> fx.Node:
         return self.call(
             ops.pick_choices.default, (values, self.token_ids, self.slot_ids, self.inverse), letters=letters
         )
 
-    def _stacked(self, v: BodyValue) -> BodyValue:
-        """E separate tensors as one, where an op needs them together (a copy at every step)."""
+    def _stack(self, v: BodyValue) -> BodyValue:
+        """Stack E separate tensors for an op that needs them together, which copies them at each call."""
         if isinstance(v.node, list):
             return BodyValue(self.call(aten.stack.default, (v.node,)), v.kind, v.rank)
         return v
 
     def _as_rows(self, v: BodyValue, rank: int) -> fx.Node:
-        """A value with one leading row axis and `rank` more."""
+        """Emit a value with one leading row axis and `rank` more."""
         if isinstance(v.node, (int, float)):
-            raise Refused("the experts put a number beside their rows, as in `torch.stack([h, torch.zeros_like(h)])`")
+            raise Refused("the experts join a number and their rows, as in `torch.stack([h, torch.zeros_like(h)])`")
         if v.kind == "expert":
             nodes = v.node if isinstance(v.node, list) else [v.node]
             if v.rank != 1:
-                flat = self._stacked(v).node
+                flat = self._stack(v).node
                 shape = flat.meta["val"].shape[1:]
                 nodes = [self.call(aten.reshape.default, (flat, [-1, math.prod(shape)]))]  # of any number of experts
             total = self.call(
@@ -249,9 +260,9 @@ class ExpertBodyEmitter:
             node = self.call(aten.unsqueeze.default, (node, 1))
         return node
 
-    def _elementwise(self, b: Body) -> BodyValue:
+    def _emit_pointwise(self, b: Body) -> BodyValue:
         name, kwargs, *items = b.args
-        values = [self.value(a) if isinstance(a, Body) else a for a in items]
+        values = [self.emit_value(a) if isinstance(a, Body) else a for a in items]
         bodies = [v for v in values if isinstance(v, BodyValue)]
         kind = (
             "row"
@@ -273,7 +284,7 @@ class ExpertBodyEmitter:
             elif kind == "row":
                 args.append(self._as_rows(v, rank))
             else:
-                node = self._stacked(v).node
+                node = self._stack(v).node
                 for _ in range(rank - v.rank):
                     node = self.call(aten.unsqueeze.default, (node, 1))
                 args.append(node)
@@ -307,16 +318,16 @@ class ExpertBodyEmitter:
             overload = "Scalar"
         op = getattr(getattr(aten, packet), overload)
         args = [_scalar(op, i, a) for i, a in enumerate(args)]
-        like = next(a for a in args if isinstance(a, fx.Node))
+        template = next(a for a in args if isinstance(a, fx.Node))
         args = [
-            self.call(aten.full_like.default, (like, a)) if _is_tensor_there(op, i, a) else a
+            self.call(aten.full_like.default, (template, a)) if _is_tensor_there(op, i, a) else a
             for i, a in enumerate(args)
         ]
         return self.call(op, tuple(args), kwargs)
 
-    def _contract(self, b: Body) -> BodyValue:
+    def _emit_contraction(self, b: Body) -> BodyValue:
         inputs, output, *operands = b.args
-        values = [self.value(a) for a in operands]
+        values = [self.emit_value(a) for a in operands]
         if len(values) > 2:
             raise Refused(f"a product of {len(values)} tensors inside the experts is not supported")
         if len(values) == 2 and values[0].kind != "row" and values[1].kind == "row":
@@ -340,7 +351,7 @@ class ExpertBodyEmitter:
             return BodyValue(
                 self.call(aten.einsum.default, (",".join(labels) + "->Z" + output, args)), "row", len(output)
             )
-        stacked = [self._stacked(v) for v in values]
+        stacked = [self._stack(v) for v in values]
         kind = "expert" if any(v.kind == "expert" for v in values) else "fixed"
         labels = [("Z" if v.kind == "expert" else "") + s for v, s in zip(values, inputs, strict=True)]
         equation = ",".join(labels) + "->" + ("Z" if kind == "expert" else "") + output
@@ -348,7 +359,7 @@ class ExpertBodyEmitter:
 
 
 def _scalar(op: Any, position: int, value: Any) -> Any:
-    """A number as the int that the op wants, where it wants one."""
+    """Convert a number to int if the op's argument is an int."""
     if isinstance(value, float) and value.is_integer() and "int" in str(op._schema.arguments[position].type):
         return int(value)
     return value

@@ -1,4 +1,4 @@
-"""Expert parameters where the user keeps them: steps to the parts that are used, and stacks read in place."""
+"""Emit reads of expert parameters: views to the used parts, and stacks in place."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class ExpertWeights:
     def __init__(self, emit: OpEmitter, block: nn.Module):
         self.emit, self.block = emit, block
 
-    def one(self, place: Place) -> fx.Node:
-        return self._steps(self._parameter(place.fqn), place.steps, 0)
+    def emit_one(self, place: Place) -> fx.Node:
+        return self._apply_steps(self._emit_parameter(place.fqn), place.steps, 0)
 
-    def _parameter(self, fqn: str) -> fx.Node:
+    def _emit_parameter(self, fqn: str) -> fx.Node:
         parameter = tensor_at(self.block, fqn)
-        node = self.emit.kept.graph.get_attr(fqn)
-        with self.emit.kept.fake_mode:
+        node = self.emit.residual.graph.get_attr(fqn)
+        with self.emit.residual.fake_mode:
             node.meta["val"] = torch.empty(parameter.shape, dtype=parameter.dtype)
         return node
 
-    def _steps(self, node: fx.Node, steps: tuple[tuple, ...], off: int) -> fx.Node:
-        """Follow the steps of a place, on one parameter (`off=0`) or on a stack of them (`off=1`)."""
+    def _apply_steps(self, node: fx.Node, steps: tuple[tuple, ...], off: int) -> fx.Node:
+        """Apply the view steps of a place to one parameter (`off=0`) or to a stack of parameters (`off=1`)."""
         for op, *rest in steps:
             shape: Any = rest[0] if rest else ()
             if op in ("at", "squeeze"):
@@ -50,15 +50,15 @@ class ExpertWeights:
         return node
 
     def are_stacked(self, places: list[Place]) -> bool:
-        """Whether the user keeps the parameters of all experts in one tensor."""
+        """Whether one tensor holds the parameters of all experts."""
         return len({p.fqn for p in places}) == 1
 
-    def of_all(self, places: list[Place]) -> fx.Node | list[fx.Node]:
-        """The parameters of all experts of a group: one stacked tensor where the user has one, else E of them."""
-        stack = self._one_stack(places)
-        return stack if stack is not None else [self.one(p) for p in places]
+    def emit_all(self, places: list[Place]) -> fx.Node | list[fx.Node]:
+        """Emit the parameters of all experts of a group: a stacked tensor if the user has one, else E nodes."""
+        stack = self._emit_stack(places)
+        return stack if stack is not None else [self.emit_one(p) for p in places]
 
-    def _one_stack(self, places: list[Place]) -> fx.Node | None:
+    def _emit_stack(self, places: list[Place]) -> fx.Node | None:
         first = places[0]
         if any(p.fqn != first.fqn or len(p.steps) != len(first.steps) for p in places):
             return None
@@ -67,7 +67,7 @@ class ExpertWeights:
             return None
         k = varying[0]
         op, *rest = first.steps[k]
-        before = self._steps(self._parameter(first.fqn), first.steps[:k], 0)
+        before = self._apply_steps(self._emit_parameter(first.fqn), first.steps[:k], 0)
         if op == "at":
             axis = rest[1][0][0]
             numbers = [p.steps[k][2][0] for p in places]
@@ -77,12 +77,12 @@ class ExpertWeights:
             order = [i for _, i in numbers]
             node = before if axis == 0 else self.emit.call(aten.movedim.int, (before, axis, 0))
             if order == list(range(order[0], order[0] + len(order))):
-                node = self._range(node, 0, order[0], len(order))
+                node = self._slice(node, 0, order[0], len(order))
             else:
                 index = self.emit.call(
                     torch.tensor,
                     (order,),
-                    {"device": self.emit.kept.input_device()},
+                    {"device": self.emit.residual.input_device()},
                     fake=torch.int64,
                     shape=(len(order),),
                 )
@@ -94,16 +94,16 @@ class ExpertWeights:
             starts = [p.steps[k][3] for p in places]
             if step != 1 or any(p.steps[k][4] - p.steps[k][3] != stop - start for p in places):
                 return None
-            parts = self._evenly_spaced(before, dim, starts, stop - start)
+            parts = self._emit_strided_slices(before, dim, starts, stop - start)
             if parts is None:
                 return None
             node = parts
         else:
             return None
-        return self._steps(node, first.steps[k + 1 :], 1)
+        return self._apply_steps(node, first.steps[k + 1 :], 1)
 
-    def _evenly_spaced(self, node: fx.Node, dim: int, starts: list[int], width: int) -> fx.Node | None:
-        """The parts of an axis that start there as a stack, in place; None if they are no rows of a matrix."""
+    def _emit_strided_slices(self, node: fx.Node, dim: int, starts: list[int], width: int) -> fx.Node | None:
+        """Emit slices of an axis, at these starts, as a stack without a copy; None if they are not evenly spaced."""
         size = list(node.meta["val"].shape)
         spacing = starts[1] - starts[0] if len(starts) > 1 else width
         first, begin = divmod(starts[0], max(1, spacing))
@@ -111,10 +111,10 @@ class ExpertWeights:
         if not even or size[dim] % spacing or begin + width > spacing:
             return None
         node = self.emit.call(aten.reshape.default, (node, [*size[:dim], -1, spacing, *size[dim + 1 :]]))
-        node = self._range(self._range(node, dim, first, len(starts)), dim + 1, begin, width)
+        node = self._slice(self._slice(node, dim, first, len(starts)), dim + 1, begin, width)
         return node if dim == 0 else self.emit.call(aten.movedim.int, (node, dim, 0))
 
-    def _range(self, node: fx.Node, dim: int, start: int, length: int) -> fx.Node:
+    def _slice(self, node: fx.Node, dim: int, start: int, length: int) -> fx.Node:
         if length == node.meta["val"].shape[dim]:
             return node
         return self.emit.call(aten.slice.Tensor, (node, dim, start, start + length))

@@ -1,8 +1,8 @@
 """Fuse gather, up-projections, pointwise part, down-projection, routing weight and sum into `expert_mlp`.
 
-What stands between the GEMMs is not recognised, it is read: any expression of pointwise ops over slices of the
-up-projections and the routing weight becomes the op's `act`, any expression over the down-projection and the weight
-its `out`. Experts of another form stay as they are, padding-free but unfused, with the reason in `explain`.
+Any pointwise expression over slices of the up-projections and the routing weight becomes the op's `act`; no list of
+activations is involved. Any expression over the down-projection and the weight becomes its `out`. Experts of another
+form stay padding-free but unfused, and `explain` shows the reason.
 """
 
 # fx types an argument as anything that a program can hold: the code knows better.
@@ -29,8 +29,8 @@ aten = torch.ops.aten
 ops = torch.ops.moefx
 
 
-class _Unlike(Exception):
-    """The experts do not have the form GEMM -> pointwise -> GEMM; the message says where."""
+class _NotFusible(Exception):
+    """The experts do not have the form GEMM -> pointwise -> GEMM; the message names the node."""
 
 
 @dataclasses.dataclass
@@ -42,26 +42,26 @@ class _Up:
 
 @graph_pass(level="fused")
 def fuse(block: BlockGraph, plan: Any) -> BlockGraph:
-    """`combine(f(grouped_mm(g(grouped_mm(dispatch(x))))))` as one `expert_mlp(x)`, where it has that form."""
+    """Replace `combine(f(grouped_mm(g(grouped_mm(dispatch(x))))))` by one `expert_mlp(x)`."""
     if not plan.fuse:
         return block
     block = block.copy()
     for combine in block.find(ops.combine.default):
         try:
             _Fusion(block.graph, combine).apply()
-        except _Unlike as why:
+        except _NotFusible as why:
             combine.meta["unfused"] = str(why)
-    _add_in_products(block.graph)
+    _fuse_biases(block.graph)
     return block
 
 
-def _add_in_products(graph: fx.Graph) -> None:
-    """Add the biases of experts that stay as they are inside the product, which rounds once, as `linear` does."""
+def _fuse_biases(graph: fx.Graph) -> None:
+    """Add biases of unfused experts inside the product, which rounds once like `linear`."""
     for bias in graph.find_nodes(op="call_function", target=ops.expert_rows.default):
         for add in [user for user in bias.users if user.target is aten.add.Tensor]:
             gemm = next((a for a in add.all_input_nodes if a.target is ops.grouped_mm.default), None)
-            alone = gemm is not None and len(gemm.users) == 1 and len(gemm.args) == 3 and not add.kwargs
-            if not alone or len({_dtype(n) for n in (bias, add, gemm)}) > 1 or _shape(add) != _shape(gemm):
+            is_plain = gemm is not None and len(gemm.users) == 1 and len(gemm.args) == 3 and not add.kwargs
+            if not is_plain or len({_dtype(n) for n in (bias, add, gemm)}) > 1 or _shape(add) != _shape(gemm):
                 continue
             with graph.inserting_before(add):
                 product = graph.call_function(gemm.target, (*gemm.args, bias), gemm.kwargs)
@@ -79,7 +79,7 @@ class _Fusion:
         self.weights = {n for n in pft.users if n.args[1] == 4}
         self.ups: list[_Up] = []
         self.parts: list[tuple[int, int | None, int | None, int]] = []
-        self.scale: Any = None  # of the experts' input, an expression of the routing weight
+        self.scale: Any = None  # factor of the experts' input, an expression of the routing weight
 
     def apply(self) -> None:
         down, down_bias = self._gemm_below(self.combine.args[0])
@@ -87,13 +87,13 @@ class _Fusion:
         out = self._expression(self.combine.args[0], {top: "y"})
         act = self._expression(down.args[0], {}, parts=True)
         if not self.ups:
-            raise _Unlike("no up-projection before the last matrix product")
+            raise _NotFusible("no up-projection before the last matrix product")
         if len(dtypes := {_dtype(gemm) for gemm in (*(u.gemm for u in self.ups), down)}) > 1:
-            raise _Unlike(f"the matrix products are in {' and '.join(sorted(map(str, dtypes)))}")
+            raise _NotFusible(f"the matrix products are in {' and '.join(sorted(map(str, dtypes)))}")
         x = self._input()
         if self.scale is not None:
             if any(up.bias is not None for up in self.ups):
-                raise _Unlike("the routing weight scales the input of a biased product")
+                raise _NotFusible("the routing weight scales the input of a biased product")
             act = _scale(act, self.scale)
         body = ExpertBody(
             up=tuple(self._gemm(u.gemm, u.bias) for u in self.ups),
@@ -103,13 +103,13 @@ class _Fusion:
             out=out,
         )
         w = next(iter(self.weights), None) if body.uses_row_weight else None
-        biases = [b for u in self.ups if u.bias is not None for b in self._like(u.gemm, u.bias)]
+        biases = [b for u in self.ups if u.bias is not None for b in self._match_layout(u.gemm, u.bias)]
         up = [t for u in self.ups for t in u.gemm.args[1]]
-        down_biases = self._like(down, down_bias) if down_bias is not None else []
+        down_biases = self._match_layout(down, down_bias) if down_bias is not None else []
         parameters, dtype = _uncast([up, biases, list(down.args[1]), down_biases], _dtype(down))
         args = (x, self.token_ids, self.offsets, self.inverse, w, *parameters)
         before, combine_weights = self.combine.args[:2]
-        # Only sums of the rows leave the experts: then no provider has to make a buffer of all rows.
+        # If only sums leave the experts, no provider needs a buffer of all rows.
         reduce = combine_weights is None and set(before.users) == {self.combine}
         result = self.combine if reduce else before
         with self.graph.inserting_before(self.combine):
@@ -128,7 +128,7 @@ class _Fusion:
 
     # ------------------------------------------------------------------ reading the graph
     def _gemm_below(self, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-        """The last grouped GEMM, found through pointwise ops only, and its bias."""
+        """Find the last grouped GEMM, through pointwise ops only, and its bias."""
         seen, stack, found = set(), [node], []
         while stack:
             n = stack.pop()
@@ -140,7 +140,7 @@ class _Fusion:
             elif _pointwise(n):
                 stack.extend(n.all_input_nodes)
         if len(found) != 1:
-            raise _Unlike(
+            raise _NotFusible(
                 f"{len(found)} matrix products end in the result"
                 if found
                 else f"{_label(node)} stands after the last matrix product"
@@ -159,15 +159,15 @@ class _Fusion:
                 return other[0]
         return None
 
-    def _like(self, gemm: fx.Node, bias: fx.Node) -> list[fx.Node]:
-        """The biases kept as the weights are: one tensor of all experts' or one of each."""
-        kept, weights = list(bias.args[0]), len(gemm.args[1])
-        if len(kept) == weights:
-            return kept
+    def _match_layout(self, gemm: fx.Node, bias: fx.Node) -> list[fx.Node]:
+        """Return the biases in the layout of the weights: one stacked tensor, or one tensor per expert."""
+        biases, num_weights = list(bias.args[0]), len(gemm.args[1])
+        if len(biases) == num_weights:
+            return biases
         with self.graph.inserting_before(self.combine):
-            if weights == 1:
-                return [self.graph.call_function(aten.stack.default, (kept,))]
-            return [self.graph.call_function(aten.select.int, (kept[0], 0, e)) for e in range(weights)]
+            if num_weights == 1:
+                return [self.graph.call_function(aten.stack.default, (biases,))]
+            return [self.graph.call_function(aten.select.int, (biases[0], 0, e)) for e in range(num_weights)]
 
     def _gemm(self, gemm: fx.Node, bias: fx.Node | None) -> Gemm:
         dtype = _dtype(self._with_bias(gemm, bias))
@@ -178,7 +178,7 @@ class _Fusion:
         return next(iter(gemm.users)) if bias is not None else gemm
 
     def _expression(self, node: Any, known: dict[fx.Node, str], parts: bool = False) -> Any:
-        """The expression that computes `node` from known values, parts of up-projections and the weight."""
+        """Return the expression of `node` over known values, parts of up-projections and the weight."""
         if not isinstance(node, fx.Node):
             return node
         if node in known:
@@ -188,13 +188,13 @@ class _Fusion:
         if parts and (part := self._part(node)) is not None:
             return part
         if not _pointwise(node):
-            raise _Unlike(f"{_label(node)} is not pointwise")
+            raise _NotFusible(f"{_label(node)} is not pointwise")
         if node.target is aten.detach.default:
-            raise _Unlike("a part of the experts is detached from the gradient")
-        return _applied(node, [self._expression(a, known, parts) for a in node.args])
+            raise _NotFusible("a part of the experts is detached from the gradient")
+        return _build_expression(node, [self._expression(a, known, parts) for a in node.args])
 
     def _weight(self, node: fx.Node) -> Any:
-        """What a column [B,1] is of the routing weight alone: the weight itself, or what it was cast to before."""
+        """Return the expression of a column [B,1] over the routing weight alone, or None if it is no such column."""
         if node.target is not aten.unsqueeze.default or node.args[1] not in (1, -1):
             return None
 
@@ -204,13 +204,13 @@ class _Fusion:
             if value in self.weights:
                 return "w"
             if not _pointwise(value) or value.target is aten.detach.default:
-                raise _Unlike(f"{_label(value)} stands between the routing weight and the rows")
-            return _applied(value, [found(a) for a in value.args])
+                raise _NotFusible(f"{_label(value)} stands between the routing weight and the rows")
+            return _build_expression(value, [found(a) for a in value.args])
 
         return found(node.args[0])
 
     def _part(self, node: fx.Node) -> str | None:
-        """`a0`, `a1`, ...: a slice of an up-projection, or all of it."""
+        """Return `a0`, `a1`, ... for an up-projection or a slice of it, else None."""
         start, stop, step, base = None, None, 1, node
         if node.target is aten.slice.Tensor and node.args[1] in (1, -1):
             base = node.args[0]
@@ -236,30 +236,30 @@ class _Fusion:
         return f"a{self.parts.index(part)}"
 
     def _input(self) -> fx.Node:
-        """The tokens that all up-projections gather."""
+        """Return the tokens that all up-projections gather, and set `scale`."""
         found = []
         for up in self.ups:
             rows, scale = up.gemm.args[0], None
             if rows.target is aten.mul.Tensor:
-                of = {a: self._weight(a) for a in rows.all_input_nodes}
-                rows = next((a for a in of if of[a] is None), None)
-                scale = next((w for w in of.values() if w is not None), None)
+                weights = {a: self._weight(a) for a in rows.all_input_nodes}
+                rows = next((a for a in weights if weights[a] is None), None)
+                scale = next((w for w in weights.values() if w is not None), None)
                 if rows is None or scale is None:
-                    raise _Unlike("the experts' input is scaled by something else than the routing weight")
+                    raise _NotFusible("the experts' input is scaled by something else than the routing weight")
             found.append((rows, scale))
         if any(each != found[0] for each in found):
-            raise _Unlike("the up-projections have different inputs")
+            raise _NotFusible("the up-projections have different inputs")
         rows, self.scale = found[0]
         if getattr(rows, "target", None) is aten._to_copy.default and self.scale is None:
             return self._cast(rows.args[0], rows.kwargs)
         if getattr(rows, "target", None) is not ops.dispatch.default:
-            raise _Unlike(f"{_label(rows)} stands between the gather and the up-projection")
+            raise _NotFusible(f"{_label(rows)} stands between the gather and the up-projection")
         return rows.args[0]
 
     def _cast(self, rows: Any, kwargs: Any) -> fx.Node:
-        """The tokens in another dtype: each is cast once, not once for each of its experts."""
+        """Cast the tokens before the gather: once for each token, not once for each slot."""
         if getattr(rows, "target", None) is not ops.dispatch.default:
-            raise _Unlike(f"{_label(rows)} stands between the gather and the up-projection")
+            raise _NotFusible(f"{_label(rows)} stands between the gather and the up-projection")
         with self.graph.inserting_before(rows):
             cast = self.graph.call_function(aten._to_copy.default, (rows.args[0],), dict(kwargs))
         cast.meta["letters"] = rows.args[0].meta.get("letters", ("S", "D"))
@@ -269,23 +269,23 @@ class _Fusion:
 def _uncast(
     parameters: list[list[fx.Node]], dtype: torch.dtype | None
 ) -> tuple[list[list[fx.Node]], dict[str, torch.dtype]]:
-    """The parameters behind casts to the dtype of the products, and that dtype as the op's argument where parameters
-    have another one.
+    """Remove casts of parameters to the dtype of the products. Return the parameters, and that dtype as the op's
+    argument if a parameter has another one.
 
-    The op casts an expert's weights while it needs them. Cast before it, as autocast does, all of them would
-    be copied in every call and kept for the backward.
+    The op casts an expert's weights when it needs them. Casts ahead of the op, as under autocast, copy all weights in
+    each call and keep the copies for the backward.
     """
 
     def is_cast(n: fx.Node) -> bool:
         return n.target is aten._to_copy.default and n.kwargs == {"dtype": dtype}
 
     found = [[n.args[0] if is_cast(n) else n for n in group] for group in parameters]
-    alike = all(_dtype(n) == dtype for group in found for n in group)
-    return found, {} if alike else {"dtype": dtype}
+    is_equal = all(_dtype(n) == dtype for group in found for n in group)
+    return found, {} if is_equal else {"dtype": dtype}
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
-    """Of a tensor, as far as the fakes know it."""
+    """Return the dtype of a node's fake value, or None."""
     return getattr(node.meta.get("val"), "dtype", None)
 
 
@@ -294,14 +294,14 @@ def _shape(node: fx.Node) -> Any:
 
 
 def _scale(expr: Any, weight: Any) -> Any:
-    """The expression with every up-projection multiplied by the weight, or by what is made of it."""
+    """Multiply each up-projection in an expression by `weight`, an expression of the routing weight."""
     if isinstance(expr, str) and expr.startswith("a") and expr[1:].isdigit():
         return ["mul.Tensor", expr, weight]
     return [expr[0], *(_scale(e, weight) for e in expr[1:])] if isinstance(expr, list) else expr
 
 
-def _applied(node: fx.Node, args: list[Any]) -> Any:
-    """The expression of a pointwise node, of those of its arguments."""
+def _build_expression(node: fx.Node, args: list[Any]) -> Any:
+    """Return the expression of a pointwise node with these argument expressions."""
     kwargs = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in node.kwargs.items()}
     return [_head(node), *args, *([kwargs] if kwargs else [])]
 

@@ -32,10 +32,10 @@ _ = dialect
 
 
 class GatheredTokens:
-    """The exchange of a routed part.
+    """The exchange of a routed region.
 
     Attributes:
-        received: what arrives for each value that was sent. routes: the new results of `build_pft` for the old ones.
+        received: the received value for each sent one. routes: the new result of `build_pft` for each old one.
     """
 
     def __init__(self, routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes):
@@ -50,7 +50,7 @@ class GatheredTokens:
 
     def insert_gather(self, place: fx.Node, tokens: list[fx.Node], choices: list[fx.Node], fingerprint: int) -> None:
         """Gather tokens and choices of all ranks, and route them to the experts of this rank."""
-        call, parts, pft = self.routed.call, self.routed.parts, self.routed.pft
+        call, parts, pft = self.routed.call, self.routed.unpack, self.routed.pft
         self.place, self.letter, num = place, str(place.meta["letters"][0]), len(tokens)
         length = None
         if not self.ways.max_tokens:
@@ -74,7 +74,7 @@ class GatheredTokens:
 
     def insert_back(self, sums: fx.Node) -> fx.Node:
         """Return the sums of all ranks' tokens to the ranks of the tokens."""
-        call, parts = self.routed.call, self.routed.parts
+        call, parts = self.routed.call, self.routed.unpack
         back = call(ops.scatter_sums.default, (sums,), self.to, name="back", axis=self.axis)
         sent, ticket = parts(back, ((), ()))
         letters = (self.letter, "D")

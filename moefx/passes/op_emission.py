@@ -1,4 +1,4 @@
-"""Adding ops to the graph under construction, with what they make of abstract tensors."""
+"""Emit ops into the graph under construction, with their values on abstract tensors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from .residual_graph import ResidualGraph
 aten = torch.ops.aten
 
 
-def _letters_of_alike(operands: Any, val: Any) -> Any:
-    """Of an operand of the same shape, as a pointwise op has one."""
+def _copy_letters(operands: Any, val: Any) -> Any:
+    """Return the letters of the first operand with the same shape, or None."""
     shape = getattr(val, "shape", ())
     metas = [n.meta for n in pytree.tree_leaves(operands) if isinstance(n, fx.Node)]
-    alike = [m["letters"] for m in metas if isinstance(m.get("letters"), tuple) and m["val"].shape == shape]
-    return alike[0] if alike else None
+    letters = [m["letters"] for m in metas if isinstance(m.get("letters"), tuple) and m["val"].shape == shape]
+    return letters[0] if letters else None
 
 
 class OpEmitter:
-    def __init__(self, kept: ResidualGraph):
-        self.kept = kept
+    """Emits ops into a `ResidualGraph`."""
+
+    def __init__(self, residual: ResidualGraph):
+        self.residual = residual
 
     def call(
         self,
@@ -40,45 +42,51 @@ class OpEmitter:
         fake: torch.dtype | None = None,
         shape: tuple = (),
     ) -> fx.Node:
+        """Emit a call.
+
+        Args:
+            letters: the shape in named letters; by default those of an operand with the same shape.
+            fake, shape: dtype and shape of the result, if `target` cannot run on abstract tensors.
+        """
         kwargs = kwargs or {}
         meta = dict(meta or {})
         if "val" not in meta:
             if fake is not None:
-                with self.kept.fake_mode:
+                with self.residual.fake_mode:
                     meta["val"] = torch.empty(shape, dtype=fake)
             else:
                 meta["val"] = self._evaluate(target, args, kwargs)
-        letters = letters or _letters_of_alike((args, kwargs), meta["val"])
+        letters = letters or _copy_letters((args, kwargs), meta["val"])
         if letters is not None:
             meta["letters"] = letters
-        return self.kept.call(target, args, kwargs, meta)
+        return self.residual.call(target, args, kwargs, meta)
 
     def reshape(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         val = node.meta["val"]
         if val.dim() == len(shape) and all(a in (-1, b) for a, b in zip(shape, val.shape, strict=True)):
             return node
-        letters = ("S", *map(self.kept.letter, [[n] for n in shape[1:]])) if shape[0] == -1 else None
+        letters = ("S", *map(self.residual.letter, [[n] for n in shape[1:]])) if shape[0] == -1 else None
         return self.call(aten.reshape.default, (node, list(shape)), letters=letters)
 
     def for_tokens(self, ref: Ref, match: Match) -> tuple[fx.Node, tuple[str, ...]]:
-        """A kept value and what its axes are; one for each sequence is repeated for the tokens of the sequence."""
-        node, axes = self.kept.node(ref.node), ref.axes
+        """Return a residual value and its axes. A value per sequence is repeated for the tokens of the sequence."""
+        node, axes = self.residual.node(ref.node), ref.axes
         if "s" not in axes:
             return node, axes
         lengths = [math.prod(li.tokens) // count_sequences(li.capture, li.tokens) for li in match.lifted]
         rest = tuple(node.meta["val"].shape[1:])
-        length = self.kept.sizes.number(lengths, str(ref.node.meta["source"]))
+        length = self.residual.sizes.emit_integer(lengths, str(ref.node.meta["source"]))
         node = self.call(aten.unsqueeze.default, (node, 1))
         node = self.call(aten.expand.default, (node, [-1, length, *(-1 for _ in rest)]))
         return self.reshape(node, (-1, *rest)), ("t", *axes[1:])
 
     def _evaluate(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._number(n))
-        with self.kept.fake_mode, torch.no_grad():
+        with self.residual.fake_mode, torch.no_grad():
             return target(*args, **kwargs)
 
     def _number(self, n: fx.Node) -> Any:
-        """The value of a size node in the first capture."""
+        """Return the value of a size node in the first capture."""
         if n.target is aten.sym_size.int:
             return n.args[0].meta["val"].shape[n.args[1]]  # type: ignore[union-attr, index]
         if n.target is getattr:

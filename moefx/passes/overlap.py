@@ -1,12 +1,12 @@
-"""What does not need the rows that are on their way runs before they are waited for: the shared experts, say, or the
-experts on another chunk of tokens; in the backward the gradients of the experts' matrices, too.
+"""Schedule independent nodes between the start of an exchange and its wait.
 
-A start stands where its inputs are there; a wait where nothing else is left to do, that of the exchange started first
-before others. In the backward autograd goes the same way in reverse: the gradients' exchange starts where the forward
-waited, and is waited for where the forward started. In between, it comes by each `weights_later`.
+Such nodes are shared experts, the experts on another chunk of tokens and, in the backward, gradients of the experts'
+matrices. Each start comes as soon as its inputs exist. Each wait comes when no other node can run; the exchange that
+started first is waited for first. Autograd runs in reverse: the exchange of gradients starts at the forward's wait, and
+the backward waits for it at the forward's start. It meets each `weights_later` in between.
 
-What no start needs stands ahead of the last waits, those for the experts' results. There its backward runs beside the
-first exchange of gradients; beside the last one those of the matrices do.
+Nodes that no start needs come right before the last waits, those for the experts' results. Their backward then
+overlaps with the first exchange of gradients, and the matrices' gradients overlap with the last one.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _WAITS = (
 
 @graph_pass(level="distributed")
 def overlap(block: BlockGraph, plan: Any) -> BlockGraph:
-    """Put off every wait, and gradients of matrices; of all other nodes the order stays, as far as they do not wait."""
+    """Delay each wait and the matrices' gradients as far as possible. Other nodes keep their order."""
     block = block.copy()
     for experts in block.find(ops.expert_mlp.default):
-        _put_off_weights(block.graph, experts)
+        _delay_weights(block.graph, experts)
     *nodes, output = block.graph.nodes
-    for node in _scheduled(nodes):
+    for node in _schedule(nodes):
         output.prepend(node)
     return block
 
 
-def _put_off_weights(graph: fx.Graph, experts: fx.Node) -> None:
-    """To where the exchanges that bring the experts' rows have been started: of several hops the first one, between
-    nodes, which takes longest. (Its inputs may be further down: the schedule is yet to be made.)"""
-    wait = _first_wait(experts.args[0])
+def _delay_weights(graph: fx.Graph, experts: fx.Node) -> None:
+    """Insert `weights_later` between the start and the wait of the experts' rows. Of several hops, take the first one,
+    between nodes, which takes longest. Its inputs may come later: `_schedule` orders the nodes."""
+    wait = _find_first_wait(experts.args[0])
     if wait is None:
         return
     with graph.inserting_before(wait):
@@ -63,37 +63,37 @@ def _put_off_weights(graph: fx.Graph, experts: fx.Node) -> None:
     experts.args = (*experts.args[:9], later)
 
 
-def _first_wait(rows: Any) -> fx.Node | None:
-    """Of the exchanges that brought the rows, here or to the rank before."""
+def _find_first_wait(rows: Any) -> fx.Node | None:
+    """Return the wait of the first hop that brought the rows, or None."""
     wait = rows.args[0] if rows.target is operator.getitem else None
     if wait is not None and wait.target is ops.wait_gathered.default:
         return wait
     if wait is None or wait.target is not ops.wait_rows.default:
         return None
-    return _first_wait(wait.args[3][0]) or wait
+    return _find_first_wait(wait.args[3][0]) or wait
 
 
-def _scheduled(nodes: list[fx.Node]) -> list[fx.Node]:
-    needed = _needed(nodes)
-    order: dict[fx.Node, int] = {}  # node -> its number
+def _schedule(nodes: list[fx.Node]) -> list[fx.Node]:
+    needed = _find_dependencies(nodes)
+    order: dict[fx.Node, int] = {}  # node -> position
     inputs = [node for node in nodes if node.op == "placeholder"]
-    for left in (inputs, _ahead_of_starts(nodes, needed), nodes):
+    for left in (inputs, _find_ancestors_of_starts(nodes, needed), nodes):
         while left := [node for node in left if node not in order]:
             number = -1
-            while number < len(order):  # again, as some stand above what they need
+            while number < len(order):  # repeat: nodes may come before their dependencies
                 number = len(order)
                 for node in left:
                     if node not in order and node.target not in _WAITS and order.keys() >= needed[node]:
                         order[node] = len(order)
             waits = [node for node in left if node not in order and order.keys() >= needed[node]]
             if waits:
-                first = min(waits, key=lambda wait: max(order[n] for n in needed[wait]))  # was started
+                first = min(waits, key=lambda wait: max(order[n] for n in needed[wait]))  # started first
                 order[first] = len(order)
     return list(order)
 
 
-def _ahead_of_starts(nodes: list[fx.Node], needed: dict[fx.Node, set[fx.Node]]) -> list[fx.Node]:
-    """The starts, and all that they need."""
+def _find_ancestors_of_starts(nodes: list[fx.Node], needed: dict[fx.Node, set[fx.Node]]) -> list[fx.Node]:
+    """Return the starts and all nodes that they depend on."""
     found: set[fx.Node] = set()
     left = [node for node in nodes if node.target in _STARTS]
     while left:
@@ -104,10 +104,10 @@ def _ahead_of_starts(nodes: list[fx.Node], needed: dict[fx.Node, set[fx.Node]]) 
     return [node for node in nodes if node in found]
 
 
-def _needed(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
-    """What must run before each node: what it computes with, and of nodes that do more than compute their result the
-    one before, for it may see what that one did. So may all nodes behind one that waits itself. Before a
-    `weights_later` also the start that it stands behind."""
+def _find_dependencies(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """Map each node to the nodes that must run before it: its inputs, for a node with effects the previous one with
+    effects, and the last node with effects that depends on a wait. A `weights_later` also depends on the last start
+    before it."""
     found: dict[fx.Node, set[fx.Node]] = {}
     waiting: set[fx.Node] = set()
     effect = barrier = start = None

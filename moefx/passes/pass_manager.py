@@ -1,9 +1,9 @@
-"""`PassManager`: runs passes over a block's graph, checks each result and keeps a snapshot of it.
+"""`PassManager`: run passes over a block's graph, check each result, and keep a snapshot of it.
 
-A pass is a pure function `(BlockGraph, plan) -> BlockGraph`. After each one the manager lints the graph,
-looks for dead code, checks the level's spec, propagates fake values into new nodes (and compares where the
-pass claims some), and records name, time, nodes that came and went, and the pass's file and line. A violation
-is a bug in the pass, not in the user's model: it raises `PassError` that names pass and nodes.
+A pass is a pure function `(BlockGraph, plan) -> BlockGraph`. After each pass the manager lints the graph, checks the
+level's ops and dead code, propagates fake values into new nodes, and compares them with the values that the pass
+declares. It records the pass's name, time, added and removed nodes, file and line. A violation is a bug in the pass,
+not in the user's model: it raises a `PassError` that names pass and nodes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class PassError(MoefxError):
-    """A pass produced a graph that is not legal. The message names the pass and the nodes; please report
-    it."""
+    """A pass produced an illegal graph. The message names the pass and the nodes; please report it."""
 
 
 def graph_pass(*, level: str, name: str = "") -> Callable[[P], P]:
-    """Decorator: declare the level of the graphs that a pass produces, and a name other than the
-    function's."""
+    """Decorate a pass with the level of its result, and with a name if it differs from the function's."""
 
     def declare(function: P) -> P:
         function.level = LEVELS[level]  # type: ignore[attr-defined]
@@ -76,12 +74,12 @@ class PassManager:
         ms: float = 0.0,
         level: str = "captured",
     ) -> History:
-        """The history of `graph` through `passes`; passes in `plan.disable` are left out.
+        """Run `passes` on `graph`, except those in `plan.disable`, and return the history.
 
         Args:
-            graph: the graph to start from, first snapshot of the history.
-            made_by: what made it: a name, or the function (then its file and line are recorded too).
-            ms: how long that took.
+            graph: the first graph of the history.
+            made_by: the name of the step that made `graph`, or its function, whose file and line are recorded too.
+            ms: duration of that step.
             level: level of `graph`; a pass without a declared level keeps the level of its input.
 
         Raises:
@@ -93,7 +91,7 @@ class PassManager:
         return self.extend(History(graph.name, (first,)), todo, plan, level=level)
 
     def extend(self, history: History, passes: Sequence[Pass], plan: Plan, *, level: str) -> History:
-        """A history with more passes behind its last graph, which has this level. All count as of one pipeline."""
+        """Run more passes on the last graph of a history, which has this level. All passes count as one pipeline."""
         passes = _enabled(passes, plan)
         graph, total = history.graph, len(history) + len(passes)
         snapshots, current = [snapshot.with_total(total) for snapshot in history], LEVELS[level]
@@ -113,7 +111,7 @@ class PassManager:
         return History(history.name, tuple(snapshots))
 
     def _propagate(self, graph: BlockGraph, before: BlockGraph, name: str) -> None:
-        """Compute fake values of the nodes that a pass made, from those that are known."""
+        """Compute fake values of the nodes that a pass made."""
         mode = _fake_mode(graph)
         if mode is None:
             return
@@ -126,7 +124,7 @@ class PassManager:
             try:
                 value = fakes.evaluate(node)
             except (DynamicOutputShapeException, DataDependentOutputException):
-                continue  # its shape is only known when it runs
+                continue  # the shape depends on data
             except Exception as error:
                 raise PassError(f"pass {name}: {node.format_node()} cannot run: {error}") from error
             if value is None:
@@ -141,13 +139,13 @@ def _enabled(passes: Sequence[Pass], plan: Plan) -> list[Pass]:
 
 
 def pass_name(function: Callable[..., Any]) -> str:
-    """The name that a pass goes by in headers, histories and `Plan.disable`."""
+    """Return the name of a pass in headers, histories and `Plan.disable`."""
     function = _unwrap(function)
     return getattr(function, "pass_name", None) or getattr(function, "__name__", type(function).__name__)
 
 
 def rule(function: Callable[..., Any]) -> str:
-    """Where a pass is written, relative to the package: `"passes/fuse.py:88"`."""
+    """Return the file and line of a pass, relative to the package: `"passes/fuse.py:88"`."""
     function = _unwrap(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if code is None:
@@ -162,7 +160,7 @@ class _Fakes:
         self.mode, self.block = mode, block
 
     def evaluate(self, node: Node) -> Any:
-        """The node's value on fakes, None when one of its inputs has none."""
+        """Compute a node's fake value; None if an input has none."""
         missing = False
 
         def value(argument: Node) -> Any:
@@ -206,13 +204,13 @@ def _snapshot(
     total: int,
     ms: float,
 ) -> Snapshot:
-    now, then = _counted(graph), _counted(before) if before else set()
+    now, then = _list_counted_nodes(graph), _list_counted_nodes(before) if before else set()
     name, where = (function, "") if isinstance(function, str) else (pass_name(function), rule(function))
     snapshot = Snapshot(index, total, name, ms, len(now - then), len(then - now), where, graph)
     return snapshot.with_total(total)
 
 
-def _counted(graph: BlockGraph) -> set[tuple[str, Any]]:
+def _list_counted_nodes(graph: BlockGraph) -> set[tuple[str, Any]]:
     return {(n.name, n.target) for n in graph.graph.nodes if n.op not in ("get_attr", "output") and not is_getitem(n)}
 
 
@@ -229,7 +227,7 @@ def _fake_mode(graph: BlockGraph) -> FakeTensorMode | None:
 
 
 def _shapes(value: Any) -> Any:
-    """Shapes and dtypes in a value, for comparison and for messages."""
+    """Return the shapes and dtypes in a value, for comparison and messages."""
     if isinstance(value, (torch.Tensor, TensorSpec)):
         return tuple(map(str, value.shape)), value.dtype
     if isinstance(value, (tuple, list)):

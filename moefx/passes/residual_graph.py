@@ -1,9 +1,8 @@
-"""Re-emit what stays the user's own: router, shared experts, auxiliary losses, buffer updates.
+"""Re-emit the residual, the user's own code: router, shared experts, auxiliary losses, buffer updates.
 
-The captures are walked side by side. Where they differ, they differ in a size, which becomes an expression over the
-sizes of the inputs; anything else that differs was baked in by one routing and is refused. A submodule whose call lies
-wholly outside of the experts is emitted as a call of that module, so its hooks fire and whatever is in it stays in
-force.
+The captures are walked side by side. If they differ in a size, the size becomes an expression over the input sizes. Any
+other difference was baked in by one routing, and is refused. A submodule call wholly outside of the experts is emitted
+as a call of that module, so its hooks fire.
 """
 
 from __future__ import annotations
@@ -27,82 +26,82 @@ from .capacity_formulas import find_formula
 from .match.matched import Match
 from .match.nodes import is_random, is_skipped
 from .scalar_reads import ARITHMETIC, RuntimeScalar, ScalarReads
-from .size_expressions import SizeExpressions, Spot
-from .submodule_calls import follow, kept_calls, paths, within
+from .size_expressions import ArgumentPath, SizeExpressions
+from .submodule_calls import find_module_calls, get_at_path, is_within, list_leaf_paths
 
 aten = torch.ops.aten
 
 
-def _step(spot: Spot | None, key: Any) -> Spot | None:
-    return None if spot is None else (*spot, key)
+def _extend_path(path: ArgumentPath | None, key: Any) -> ArgumentPath | None:
+    return None if path is None else (*path, key)
 
 
 class ResidualGraph:
-    """The graph under construction, and the way from captured nodes to its nodes.
+    """The graph under construction, and the map from captured nodes to its nodes.
 
-    `cut` is filled in by the rewrite: `make_cut()` is called when the walk gets to the node where the routed paths
-    meet.
+    Args:
+        make_cut: emits the cut, the node at which all routed rows are summed; called when the walk reaches it.
     """
 
     def __init__(self, match: Match, make_cut: Callable[[], fx.Node]):
         self.match = match
         self.captures = [lifted.capture for lifted in match.lifted]
         self.graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}  # by node of the first capture
+        self.new_nodes: dict[fx.Node, fx.Node] = {}  # node of the first capture -> emitted node
         self.make_cut = make_cut
         self.cut = AlignedNodes(lifted.cut for lifted in match.lifted)
         self.absorbed = match.lifted[0].absorbed
         self.fake_mode = self.captures[0].tracer.fake_mode
         self.inputs: dict[int, fx.Node] = {}
-        self.inlined: set[int] = set()  # starts of calls that cannot stay calls: their insides are needed
-        self.repeated: list[str] = []  # modules that are called, and of which values are computed again
+        self.inlined: set[int] = set()  # start indices of calls that are taken apart
+        self.repeated: list[str] = []  # modules that are called, and of which inner values are computed again
         self._choose_calls()
-        self.twins: dict[fx.Node, AlignedNodes] = {}
-        self.sizes = SizeExpressions(match, self.graph, self.inputs, self.twins, self.made)
+        self.aligned: dict[fx.Node, AlignedNodes] = {}
+        self.sizes = SizeExpressions(match, self.graph, self.inputs, self.aligned, self.new_nodes)
         self.device: fx.Node | None = None
         self.reads = ScalarReads(self.captures)
 
     def _choose_calls(self) -> None:
-        self.calls = kept_calls(self.match, self.inlined)
+        self.calls = find_module_calls(self.match, self.inlined)
         self.call_of = {
             n: call for call in self.calls for n in leaf_nodes(call[0].out) if n.meta["index"] >= call[0].start
         }
 
     # ------------------------------------------------------------------ inputs
     def add_inputs(self, names: Sequence[str]) -> None:
-        """Placeholders for all tensor arguments of the block, in order."""
+        """Add placeholders for all tensor arguments of the block, in order."""
         for position, name in enumerate(names):
             node = self.graph.placeholder(name)
             self.inputs[position] = node
-            twins = AlignedNodes(
+            aligned = AlignedNodes(
                 next(n for n in c.nodes if n.op == "placeholder" and n.meta["position"] == position)
                 for c in self.captures
             )
-            node.meta.update(self.describe(twins))
-            self.made[twins.first] = node
+            node.meta.update(self.describe(aligned))
+            self.new_nodes[aligned.first] = node
 
     def add_objects(self, names: Mapping[int, str]) -> None:
-        """Placeholders for objects that are only passed on, by the ids of their stand-ins."""
+        """Add placeholders for objects that are only passed on, by the ids of their stand-ins."""
         self.objects = {stand_in: self.graph.placeholder(name) for stand_in, name in names.items()}
 
     # ------------------------------------------------------------------ walking
     def plan(self, roots: Sequence[AlignedNodes]) -> list[Any]:
-        """What must be emitted for these nodes, in program order: `Twins`, and kept calls as units."""
+        """List the nodes to emit for these roots, in program order: `AlignedNodes`, and lists of calls."""
         while True:
-            self.twins.clear()
+            self.aligned.clear()
             plan = self._plan(roots)
-            inside = [c for c in self.calls if any(within(p, c) and p.first not in self.call_of for p in plan)]
-            # Values from inside a call are computed a second time beside it; a call that draws random numbers is taken
-            # apart instead, so that they are drawn once.
-            apart = [c for c in inside if any(is_random(n) for n in self.captures[0].nodes[c[0].start : c[0].stop])]
+            inside = [c for c in self.calls if any(is_within(p, c) and p.first not in self.call_of for p in plan)]
+            # Values from inside a call are computed again beside it. A call that draws random numbers is taken apart
+            # instead, so that it draws them once.
+            random = [c for c in inside if any(is_random(n) for n in self.captures[0].nodes[c[0].start : c[0].stop])]
             self.repeated = sorted({c[0].fqn for c in inside})
-            if not apart:
+            if not random:
                 return plan
-            self.inlined |= {c[0].start for c in apart}
+            self.inlined |= {c[0].start for c in random}
             self._choose_calls()
 
     def inside_call(self, n: fx.Node) -> list[Call] | None:
-        """The kept call that a node was computed in."""
+        """Return the call that contains a node and stays a call, or None."""
         return next((c for c in self.calls if c[0].start <= n.meta["index"] < c[0].stop), None)
 
     def _plan(self, roots: Sequence[AlignedNodes]) -> list[Any]:
@@ -110,34 +109,34 @@ class ResidualGraph:
         stack: list[AlignedNodes] = list(roots)
         seen: set[fx.Node] = set()
         while stack:
-            twins = stack.pop()
-            n = twins.first
+            aligned = stack.pop()
+            n = aligned.first
             if n in seen:
-                if tuple(self.twins[n]) != tuple(twins):
+                if tuple(self.aligned[n]) != tuple(aligned):
                     raise routing_dependence(
-                        n, next(b for a, b in zip(self.twins[n], twins, strict=True) if a is not b)
+                        n, next(b for a, b in zip(self.aligned[n], aligned, strict=True) if a is not b)
                     )
                 continue
             seen.add(n)
-            self.twins[n] = twins
+            self.aligned[n] = aligned
             if n.op == "placeholder":
-                if any(t.op != "placeholder" or t.meta["position"] != n.meta["position"] for t in twins):
+                if any(t.op != "placeholder" or t.meta["position"] != n.meta["position"] for t in aligned):
                     raise routing_dependence(
                         n,
-                        next(t for t in twins if t.op != "placeholder" or t.meta["position"] != n.meta["position"]),
+                        next(t for t in aligned if t.op != "placeholder" or t.meta["position"] != n.meta["position"]),
                     )
                 continue
             call = self.call_of.get(n)
             if call is not None:
-                self._same_result(twins, call)
+                self._require_same_result(aligned, call)
                 if id(call) not in {id(v) for v in needed.values() if isinstance(v, list)}:
                     needed[call[0].start * 2 - 1] = call
                     stack += self._pair_trees([(c.args, c.kwargs) for c in call], f"module {call[0].fqn}")
                 continue
-            if any(t is c for t, c in zip(twins, self.cut, strict=True)):
-                if tuple(twins) != tuple(self.cut):
-                    raise routing_dependence(n, next(t for t, c in zip(twins, self.cut, strict=True) if t is not c))
-                needed[n.meta["index"] * 2] = twins
+            if any(t is c for t, c in zip(aligned, self.cut, strict=True)):
+                if tuple(aligned) != tuple(self.cut):
+                    raise routing_dependence(n, next(t for t, c in zip(aligned, self.cut, strict=True) if t is not c))
+                needed[n.meta["index"] * 2] = aligned
                 continue
             if n in self.absorbed and n.op != "get_attr":
                 raise Refused(
@@ -145,34 +144,33 @@ class ResidualGraph:
                     culprits=(op_label(n),),
                     source=str(n.meta["source"]),
                 )
-            needed[n.meta["index"] * 2] = twins
-            stack += self._pair_arguments(twins)
+            needed[n.meta["index"] * 2] = aligned
+            stack += self._pair_arguments(aligned)
         return [needed[i] for i in sorted(needed)]
 
-    def _same_result(self, twins: AlignedNodes, call: list[Call]) -> None:
-        """The nodes are one and the same result of the same call in every capture."""
+    def _require_same_result(self, aligned: AlignedNodes, call: list[Call]) -> None:
+        """Refuse unless the nodes are the same result of the call in every capture."""
         columns = zip(*[leaf_nodes(c.out) for c in call], strict=True)
-        if tuple(twins) not in {tuple(column) for column in columns}:
-            raise routing_dependence(twins[0], next(t for t in twins[1:] if t is not twins[0]))
+        if tuple(aligned) not in {tuple(column) for column in columns}:
+            raise routing_dependence(aligned[0], next(t for t in aligned[1:] if t is not aligned[0]))
 
-    def _pair_arguments(self, twins: AlignedNodes) -> list[AlignedNodes]:
-        first = twins.first
-        for other in twins[1:]:
+    def _pair_arguments(self, aligned: AlignedNodes) -> list[AlignedNodes]:
+        first = aligned.first
+        for other in aligned[1:]:
             if other.op != first.op or (first.op == "call_function" and op_kind(other) != op_kind(first)):
                 raise routing_dependence(first, other)
-        return self._pair_trees([(n.args, n.kwargs) for n in twins], str(first.meta["source"]))
+        return self._pair_trees([(n.args, n.kwargs) for n in aligned], str(first.meta["source"]))
 
     def _pair_trees(self, trees: list[Any], where: str) -> list[AlignedNodes]:
         leaves = [pytree.tree_leaves(t) for t in trees]
         flats = [[a for a in flat if isinstance(a, fx.Node)] for flat in leaves]
         if len({len(f) for f in flats}) != 1:
             raise Refused(
-                "what runs outside of the experts depends on the routing or the sizes "
-                "(a different number of arguments)",
+                "code outside of the experts depends on the routing or the sizes (a different number of arguments)",
                 source=where,
                 remedy=_LOOP_OVER_STEPS,
             )
-        read = [live.twins for column in zip(*leaves, strict=False) if (live := self.reads.find(column))]
+        read = [live.aligned for column in zip(*leaves, strict=False) if (live := self.reads.find(column))]
         return [*(AlignedNodes(column) for column in zip(*flats, strict=True)), *read]
 
     # ------------------------------------------------------------------ emitting
@@ -181,36 +179,36 @@ class ResidualGraph:
             if isinstance(item, list):
                 self._emit_call(item)
             elif item.first is self.cut.first:
-                self.made[item.first] = self.make_cut()
-            elif item.first not in self.made:
-                self.made[item.first] = self._emit_node(item)
+                self.new_nodes[item.first] = self.make_cut()
+            elif item.first not in self.new_nodes:
+                self.new_nodes[item.first] = self._emit_node(item)
 
     def node(self, n: fx.Node) -> fx.Node:
-        return self.made[n]
+        return self.new_nodes[n]
 
-    def _emit_node(self, twins: AlignedNodes) -> fx.Node:
-        n = twins.first
+    def _emit_node(self, aligned: AlignedNodes) -> fx.Node:
+        n = aligned.first
         if n.op == "get_attr":
-            if len({t.meta["fqn"] for t in twins}) != 1:
+            if len({t.meta["fqn"] for t in aligned}) != 1:
                 raise Refused(
                     "different parameters are used under different routings",
-                    culprits=tuple(t.meta["fqn"] for t in twins),
+                    culprits=tuple(t.meta["fqn"] for t in aligned),
                     source=str(next(iter(n.users)).meta["source"]),
                 )
             if n.meta["kind"] == "constant":
-                return self._literal(twins)
+                return self._literal(aligned)
             out = self.graph.get_attr(n.meta["fqn"])
-            out.meta.update(self.describe(twins))
+            out.meta.update(self.describe(aligned))
             return out
         where = str(n.meta["source"])
         if "sparse" in op_label(n):
             raise Refused("sparse tensors are not followed", culprits=(op_label(n),), source=where)
-        read = self.reads.find([t.args[1] for t in twins]) if n.target in ARITHMETIC else None
+        read = self.reads.find([t.args[1] for t in aligned]) if n.target in ARITHMETIC else None
         source: Any = n.args[0] if n.args else None
         if read is not None and is_float(source.meta["val"]):
-            return self._with_number(twins, read)
-        args = self.zip_value([t.args for t in twins], where, (twins, "args"))
-        kwargs = self.zip_value([dict(t.kwargs) for t in twins], where, (twins, "kwargs"))
+            return self._with_number(aligned, read)
+        args = self.zip_value([t.args for t in aligned], where, (aligned, "args"))
+        kwargs = self.zip_value([dict(t.kwargs) for t in aligned], where, (aligned, "kwargs"))
         kwargs.pop("pin_memory", None)
         kwargs.pop("layout", None)
         if kwargs.get("device") is not None:
@@ -219,22 +217,24 @@ class ResidualGraph:
             kwargs.pop("device")
         if not n.all_input_nodes and "device" not in kwargs and _makes_tensor(n):
             kwargs["device"] = self.input_device()
-        target = n.target if len({str(t.target) for t in twins}) == 1 else aten.reshape.default
+        target = n.target if len({str(t.target) for t in aligned}) == 1 else aten.reshape.default
         val = n.meta.get("val")
-        out = self.call(target, args, kwargs, self.describe(twins))
+        out = self.call(target, args, kwargs, self.describe(aligned))
         if isinstance(val, FakeTensor) and n.all_input_nodes:
             self._under_autocast(out, n.meta["autocast"])
         if not n.meta["grad"] and isinstance(val, FakeTensor) and n.all_input_nodes:
-            out = self.call(aten.detach.default, (out,), {}, self.describe(twins))
+            out = self.call(aten.detach.default, (out,), {}, self.describe(aligned))
         return out
 
-    def _with_number(self, twins: AlignedNodes, read: RuntimeScalar) -> fx.Node:
-        """`x * c`, where Python read the number from a tensor: the tensor is taken, without its gradient. In half
-        precision torch multiplies by a number in float32."""
-        n = twins.first
+    def _with_number(self, aligned: AlignedNodes, read: RuntimeScalar) -> fx.Node:
+        """Emit an op such as `x * c` whose number Python read from a tensor: use the tensor, without its gradient.
+
+        In half precision the op runs in float32, as torch's ops with numbers do.
+        """
+        n = aligned.first
         source: Any = n.args[0]
-        x, meta, dtype = self.made[source], self.describe(twins), n.meta["val"].dtype
-        number = self.call(aten.detach.default, (self.made[read.twins.first],), {}, {})
+        x, meta, dtype = self.new_nodes[source], self.describe(aligned), n.meta["val"].dtype
+        number = self.call(aten.detach.default, (self.new_nodes[read.aligned.first],), {}, {})
         number = self.call(aten._to_copy.default, (number,), {"dtype": torch.float64}, {})
         number = self.call(aten.reshape.default, (number, []), {}, {})
         if read.transform is not None:
@@ -247,55 +247,56 @@ class ResidualGraph:
             out = self.call(aten._to_copy.default, (out,), {"dtype": dtype}, meta)
         return out if n.meta["grad"] else self.call(aten.detach.default, (out,), {}, meta)
 
-    def _literal(self, twins: AlignedNodes) -> fx.Node:
-        values = [c.constants[t.meta["fqn"]] for c, t in zip(self.captures, twins, strict=True)]
+    def _literal(self, aligned: AlignedNodes) -> fx.Node:
+        values = [c.constants[t.meta["fqn"]] for c, t in zip(self.captures, aligned, strict=True)]
         value = values[0]
-        if (counts := self._counts(twins, values)) is not None:
+        if (counts := self._emit_load(aligned, values)) is not None:
             return counts
         if value.is_meta or value.numel() > 4096:
             raise Refused(
                 "a tensor that is neither a parameter, a buffer nor an attribute of the block is too large",
-                source=str(twins.first.meta["source"]),
+                source=str(aligned.first.meta["source"]),
                 remedy="register it as a buffer",
             )
         if any(v.shape != value.shape or not torch.equal(v, value) for v in values[1:]):
-            if (size := self._size(twins, values)) is not None:
+            if (size := self._emit_size(aligned, values)) is not None:
                 return size
-            source = twins.first.meta["source"]
+            source = aligned.first.meta["source"]
             raise Refused(
                 f"Python makes a tensor of numbers that differ with the sizes or the routing: {source.text}",
                 source=str(source),
                 remedy="compute with the numbers themselves, as in weights / x.shape[0], or make the tensor of tensors",
             )
-        meta = self.describe(twins)
+        meta = self.describe(aligned)
         return self.call(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": self.input_device()}, meta)
 
-    def _size(self, twins: AlignedNodes, values: list[torch.Tensor]) -> fx.Node | None:
-        """A size, or what was computed of sizes, as a tensor: `torch.tensor(x.shape[0])`."""
+    def _emit_size(self, aligned: AlignedNodes, values: list[torch.Tensor]) -> fx.Node | None:
+        """Emit a tensor of a size or a number computed from sizes: `torch.tensor(x.shape[0])`. None if it is none."""
         if any(v.dim() or int(v) != v for v in values):
             return None
         points = [(sizes, int(v)) for sizes, v in zip(self.match.sizes, values, strict=True)]
         if (formula := find_formula(points, self.match.expressions, laws=False)) is None:
             return None
         kwargs = {"dtype": values[0].dtype, "device": self.input_device()}
-        return self.call(aten.full.default, ([], self.sizes.formula(formula)), kwargs, self.describe(twins))
+        return self.call(aten.full.default, ([], self.sizes.emit_formula(formula)), kwargs, self.describe(aligned))
 
-    def _counts(self, twins: AlignedNodes, values: list[torch.Tensor]) -> fx.Node | None:
-        """How many tokens chose each expert, counted in Python: `tensor([len(rows) for rows in ...])`."""
+    def _emit_load(self, aligned: AlignedNodes, values: list[torch.Tensor]) -> fx.Node | None:
+        """Emit the number of tokens of each expert, which Python counted: `tensor([len(rows) for rows in ...])`. None
+        if it is none."""
         if values[0].dim() != 1:
             return None
         index, E = self.match.lifted[0].index, len(values[0])
         chosen = [torch.bincount(li.ids[li.ids >= 0], minlength=E) for li in self.match.lifted]
-        same = all(v.shape == c.shape and torch.equal(v.to(c.dtype), c) for v, c in zip(values, chosen, strict=True))
-        if not same or index.columns or {"m", "s"} & set(index.axes) or index.node not in self.made:
+        is_load = all(v.shape == c.shape and torch.equal(v.to(c.dtype), c) for v, c in zip(values, chosen, strict=True))
+        if not is_load or index.columns or {"m", "s"} & set(index.axes) or index.node not in self.new_nodes:
             return None
         with self.fake_mode:
             every = {"val": torch.empty(E, dtype=torch.int64)}
-        ids = self.call(aten.reshape.default, (self.made[index.node], [-1, 1]), {}, {})
+        ids = self.call(aten.reshape.default, (self.new_nodes[index.node], [-1, 1]), {}, {})
         numbers = self.call(aten.arange.default, (E,), {"device": self.input_device()}, every)
         hits = self.call(aten.eq.Tensor, (ids, numbers), {}, {})
         counts = self.call(aten.sum.dim_IntList, (hits, [0]), {}, {})
-        return self.call(aten._to_copy.default, (counts,), {"dtype": values[0].dtype}, self.describe(twins))
+        return self.call(aten._to_copy.default, (counts,), {"dtype": values[0].dtype}, self.describe(aligned))
 
     def _emit_call(self, call: list[Call]) -> None:
         first = call[0]
@@ -309,13 +310,13 @@ class ResidualGraph:
             return
         leaves = [leaf_nodes(c.out) for c in call]
         if isinstance(first.out, fx.Node):
-            twins = AlignedNodes(column[0] for column in leaves)
-            node.meta.update(self.describe(twins))
-            self._bind_call(twins, node)
+            aligned = AlignedNodes(column[0] for column in leaves)
+            node.meta.update(self.describe(aligned))
+            self._bind_call(aligned, node)
             return
         node.meta["source"] = ""
-        for path, leaf in paths(first.out):
-            twins = AlignedNodes(follow(c.out, path) for c in call)
+        for path, leaf in list_leaf_paths(first.out):
+            aligned = AlignedNodes(get_at_path(c.out, path) for c in call)
             if leaf not in self.call_of or self.call_of[leaf] is not call:
                 continue
             part = node
@@ -324,17 +325,17 @@ class ResidualGraph:
                     part = self.call(getattr, (part, key[1:]), {}, {})
                 else:
                     part = self.call(operator.getitem, (part, key), {}, {})
-            part.meta.update(self.describe(twins))
-            self._bind_call(twins, part)
+            part.meta.update(self.describe(aligned))
+            self._bind_call(aligned, part)
 
     def _emit_checked(self, call: list[Call], node: fx.Node) -> None:
-        """Emit the results of a submodule that was not run in the captures, with checks of what was recorded of it."""
+        """Emit the results of a submodule that the captures skipped, with checks of their recorded structure."""
         first = call[0]
         stub: Any = next(n for n in self.captures[0].nodes[first.start : first.stop] if is_skipped(n))
         described, *inputs = stub.args
         if not stub.meta["grad"]:
             raise Refused(
-                f"{first.fqn} is given an object that it may write to, and is called under no_grad",
+                f"{first.fqn} gets an object that it may write to, and is called under no_grad",
                 source=str(stub.meta["source"]),
                 remedy=f"put no_grad into the forward of {first.fqn}",
             )
@@ -344,36 +345,36 @@ class ResidualGraph:
         vals = [r.meta["val"] if isinstance(r, fx.Node) else r for r in results]
         node.meta.update(source=str(stub.meta["source"]), val=type(first.out)(vals) if container else vals[0])
         are_none = [r is None for r in results]
-        whole = self.call(check_structure, (node, are_none, container, first.fqn), {}, {})
+        checked = self.call(check_structure, (node, are_none, container, first.fqn), {}, {})
         columns = zip(*[c.out for c in call], strict=True) if container else [[c.out for c in call]]
         for i, column in enumerate(columns):
             if column[0] is None:
                 continue
-            part = self.call(operator.getitem, (whole, i), {}, {}) if container else whole
+            part = self.call(operator.getitem, (checked, i), {}, {}) if container else checked
             if is_passed(column[0]):
                 self.objects |= {id(stand_in): part for stand_in in column}
                 continue
-            rule, twins = next(known), AlignedNodes(column)
-            like = self.made[inputs[rule.like]]
-            part = self.call(check_tensor, (part, like, rule.dtype, first.fqn), {}, self.describe(twins))
-            self._bind_call(twins, part)
+            rule, aligned = next(known), AlignedNodes(column)
+            template = self.new_nodes[inputs[rule.like]]
+            part = self.call(check_tensor, (part, template, rule.dtype, first.fqn), {}, self.describe(aligned))
+            self._bind_call(aligned, part)
 
     def _object(self, values: Sequence[Any], where: str) -> fx.Node:
-        """An object that the block was given, or that a submodule returned."""
+        """Return the node of an object from the block's arguments or from a submodule's result."""
         nodes = {self.objects.get(id(v)) for v in values}
         if (node := nodes.pop()) is None or nodes:
             raise Refused(f"which object is passed on depends on the routing: {get_name(values[0])}", source=where)
         return node
 
     def _under_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:
-        """The program switched autocast on or off for a part of itself."""
+        """Mark a node that runs under another autocast than the block."""
         if dtype != dtype_here():
             node.meta["autocast"] = dtype
 
-    def _bind_call(self, twins: AlignedNodes, node: fx.Node) -> None:
-        if not twins.first.meta["grad"] and isinstance(twins.first.meta.get("val"), FakeTensor):
+    def _bind_call(self, aligned: AlignedNodes, node: fx.Node) -> None:
+        if not aligned.first.meta["grad"] and isinstance(aligned.first.meta.get("val"), FakeTensor):
             node = self.call(aten.detach.default, (node,), {}, dict(node.meta))
-        self.made[twins.first] = node
+        self.new_nodes[aligned.first] = node
 
     def call(self, target: Any, args: tuple, kwargs: dict[str, Any], meta: dict[str, Any]) -> fx.Node:
         node = self.graph.call_function(target, tuple(args), kwargs)
@@ -386,43 +387,49 @@ class ResidualGraph:
             self.device = self.call(getattr, (source, "device"), {}, {})
         return self.device
 
-    # ------------------------------------------------------------------ values that may differ
-    def zip_value(self, values: Sequence[Any], where: str, spot: Spot | None = None) -> Any:
+    # ------------------------------------------------------------------ values that may differ between captures
+    def zip_value(self, values: Sequence[Any], where: str, path: ArgumentPath | None = None) -> Any:
+        """Turn an argument of all captures into one of the graph. Sizes that differ become nodes.
+
+        Args:
+            where: the user's source line, for messages. path: the argument's path in its node.
+        """
         first = values[0]
         if is_passed(first):
             return self._object(values, where)
         if isinstance(first, fx.Node):
-            return self.made[first]
+            return self.new_nodes[first]
         if isinstance(first, (list, tuple)):
             if any(len(v) != len(first) for v in values):
                 raise Refused(
-                    "what runs outside of the experts depends on the routing or the sizes (a list of another length)",
+                    "code outside of the experts depends on the routing or the sizes (a list of another length)",
                     source=where,
                     remedy=_LOOP_OVER_STEPS,
                 )
             items = [
-                self.zip_value(column, where, _step(spot, i)) for i, column in enumerate(zip(*values, strict=True))
+                self.zip_value(column, where, _extend_path(path, i))
+                for i, column in enumerate(zip(*values, strict=True))
             ]
             return type(first)(items) if type(first) in (list, tuple) else items
         if isinstance(first, dict):
-            return {k: self.zip_value([v[k] for v in values], where, _step(spot, k)) for k in first}
+            return {k: self.zip_value([v[k] for v in values], where, _extend_path(path, k)) for k in first}
         if isinstance(first, slice):
             return slice(*[self.zip_value([getattr(v, a) for v in values], where) for a in ("start", "stop", "step")])
         if isinstance(first, int) and not isinstance(first, bool):
-            return self.sizes.number([int(v) for v in values], where, spot)
+            return self.sizes.emit_integer([int(v) for v in values], where, path)
         if self.reads.find(values) is not None:
             raise Refused(
                 f"a number that Python read from a tensor is used: {first!r}",
                 source=where,
                 remedy="use the tensor itself, not its .item() or float()",
             )
-        if type(first) is float and (made := self.sizes.real(list(values), spot)) is not None:
-            return made
+        if type(first) is float and (node := self.sizes.emit_float(list(values), path)) is not None:
+            return node
         if isinstance(first, torch.Tensor):
             raise Refused(
-                f"a tensor of {list(first.shape)} comes from another call, or a submodule that was not looked into",
+                f"a tensor of {list(first.shape)} comes from another call, or a submodule that the capture skips",
                 source=where,
-                remedy="return what this call computes, and leave a cache to the submodule that is given it",
+                remedy="return tensors that this call computes, and use a cache only in the submodule that gets it",
             )
         if any(v is not first and v != first for v in values):
             raise Refused(
@@ -432,18 +439,20 @@ class ResidualGraph:
         return float(first) if isinstance(first, float) else first
 
     # ------------------------------------------------------------------ shapes in letters
-    def describe(self, twins: AlignedNodes) -> dict[str, Any]:
-        n = twins.first
+    def describe(self, aligned: AlignedNodes) -> dict[str, Any]:
+        """Return the `meta` of a new node: source, fake value and letters."""
+        n = aligned.first
         val = n.meta.get("val")
         meta: dict[str, Any] = {"source": str(n.meta["source"])} if n.op == "call_function" else {}
         if isinstance(val, torch.Tensor):
             meta["val"] = self.fake(val)
-            shapes = [tuple(t.meta["val"].shape) for t in twins]
+            shapes = [tuple(t.meta["val"].shape) for t in aligned]
             if len({len(s) for s in shapes}) == 1:
                 meta["letters"] = tuple(self.letter(list(column)) for column in zip(*shapes, strict=True))
         return meta
 
     def letter(self, sizes: list[int]) -> str:
+        """Return the letter of an axis from its sizes in the captures, or its number."""
         match = self.match
         if len(set(sizes)) > 1:
             tokens = [math.prod(lifted.tokens) for lifted in match.lifted]
@@ -474,6 +483,6 @@ def _makes_tensor(n: fx.Node) -> bool:
     return schema is not None and any(a.name == "device" for a in schema.arguments)
 
 
-_LOOP_OVER_STEPS = "if a loop runs once for each step of a sequence, make it a module of its own: it stays as it is"
+_LOOP_OVER_STEPS = "if a loop runs once for each step of a sequence, put it into a submodule, which is called unchanged"
 
 __all__ = ["ResidualGraph"]

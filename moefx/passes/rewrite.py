@@ -1,6 +1,6 @@
-"""The rewrite: a proven block as a graph in the PFT dialect (X-MoE section 4.1, listing 1).
+"""Rewrite a proven block to a graph in the PFT dialect (X-MoE section 4.1, listing 1).
 
-    pft  = build_pft(topk_ids, topk_weights)     the user's own router made these
+    pft  = build_pft(topk_ids, topk_weights)     from the user's own router
     rows = dispatch(x, pft)                      [B,D], sorted by expert, no padding
     ...    the template F on rows: grouped GEMMs, pointwise ops, per-expert vectors
     out  = combine(rows, pft)                    [S,D]
@@ -36,14 +36,14 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass
 class RewriteResult:
-    """A graph in the dialect, and what it took from the block.
+    """A graph in the dialect, and the parts of the block that it uses.
 
     Attributes:
         graph: the FX graph; attribute and module targets are relative to the block.
         out_spec: pytree of the output, for the flat list that the graph returns.
         absorbed: names of the expert parameters, which the dialect reads directly.
-        repeated: modules that are called as they are, and of which some inner values are computed again.
-        attributes: block attributes that a call sets, by name, with the node that holds the new value.
+        repeated: modules that are called, and of which some inner values are computed again.
+        attributes: names of block attributes that a call sets.
     """
 
     graph: fx.Graph
@@ -58,8 +58,8 @@ class Placeholders:
     """Names of the placeholders of a graph.
 
     Attributes:
-        tensors: one for each tensor argument.
-        objects: of stand-ins for objects, by id.
+        tensors: names of the tensor arguments.
+        objects: names by id of the stand-in for an object.
     """
 
     tensors: list[str]
@@ -67,9 +67,9 @@ class Placeholders:
 
 
 def rewrite(match: Match, names: Placeholders) -> RewriteResult:
-    """The block in the dialect.
+    """Rewrite a block to the dialect.
 
-    Where the program goes another way at some sizes, the rewrite holds for the others, guarded.
+    If the program takes another branch at some sizes, the rewrite may hold for the other sizes only, with a guard.
     """
     try:
         return Rewriter(match, names).rewrite()
@@ -82,31 +82,33 @@ def rewrite(match: Match, names: Placeholders) -> RewriteResult:
 class Rewriter:
     def __init__(self, match: Match, names: Placeholders):
         self.match, self.lifted = match, match.lifted[0]
-        self.kept = ResidualGraph(match, lambda: RoutedSum(match, self.kept).make())
-        self.kept.add_inputs(names.tensors)
-        self.kept.add_objects(names.objects)
+        self.residual = ResidualGraph(match, lambda: RoutedSum(match, self.residual).emit_sum())
+        self.residual.add_inputs(names.tensors)
+        self.residual.add_objects(names.objects)
         self.overwritten: dict[fx.Node, fx.Node] = {}
         self.states: list[Effect] = []  # plain values that attributes are set to
 
-    def _same_autocast(self) -> None:
-        """The ops of the dialect do what autocast asks for; a program that switches it off for the experts does not."""
+    def _require_autocast(self) -> None:
+        """Refuse a program that switches autocast off for its experts, because ops of the dialect follow autocast."""
         for n in self.lifted.absorbed:
             if dtype_here() and n.target in CONTRACTIONS and n.meta["autocast"] != dtype_here():
                 raise Refused("the experts switch autocast off", source=str(n.meta["source"]))
 
     def rewrite(self) -> RewriteResult:
-        captures = self.kept.captures
+        captures = self.residual.captures
         outs = [pytree.tree_flatten(c.out, is_leaf=lambda x: isinstance(x, fx.Node)) for c in captures]
         spec = outs[0][1]
         if any(s != spec for _, s in outs):
             raise Refused("the structure of what the block returns depends on the routing")
-        self._same_autocast()
-        effects = self._effects()
+        self._require_autocast()
+        effects = self._collect_effects()
         for effect, _ in effects:
-            if effect.kind == "input":  # what the backward keeps must not change when the input does
-                given = self.kept.made[effect.target]
+            if effect.kind == "input":  # the backward must not keep the input itself, which changes
+                given = self.residual.new_nodes[effect.target]
                 self.overwritten[effect.target] = given
-                self.kept.made[effect.target] = self.kept.call(aten.clone.default, (given,), {}, dict(given.meta))
+                self.residual.new_nodes[effect.target] = self.residual.call(
+                    aten.clone.default, (given,), {}, dict(given.meta)
+                )
         columns = list(zip(*[flat for flat, _ in outs], strict=True))
         roots: list[AlignedNodes] = []
         for column in columns:
@@ -114,51 +116,55 @@ class Rewriter:
                 if not all(isinstance(leaf, fx.Node) for leaf in column):
                     raise Refused("whether the block returns a tensor depends on the routing")
                 roots.append(AlignedNodes(column))
-        roots += [twins for _, leaves in effects for twins in leaves if isinstance(twins, AlignedNodes)]
-        roots += self._needed_by_cut()
-        draws = self._random() + self._skipped()
+        roots += [aligned for _, leaves in effects for aligned in leaves if isinstance(aligned, AlignedNodes)]
+        roots += self._find_inputs_of_cut()
+        draws = self._find_random_draws() + self._find_skipped_calls()
         while True:
-            before = set(self.kept.inlined)
-            plan = self.kept.plan(roots + self._outside_calls(draws))
-            if self.kept.inlined == before:
+            before = set(self.residual.inlined)
+            plan = self.residual.plan(roots + self._outside_calls(draws))
+            if self.residual.inlined == before:
                 break
         calls = [item[0] for item in plan if isinstance(item, list)]
-        effects = [(e, leaves) for e, leaves in effects if not self._happens_in_a_call(e, leaves, calls)]
+        effects = [(e, leaves) for e, leaves in effects if not self._belongs_to_call(e, leaves, calls)]
         for state in self.states:
-            if not any(_is_of(state, call) for call in calls):
+            if not any(_changes_module(state, call) for call in calls):
                 raise Refused(
                     f"the block sets its attribute {state.target} when it is called",
                     culprits=(str(state.target),),
                     remedy="keep it in a buffer, or set it outside of forward; if it is set once, call the model once "
                     "before moefx.compile",
                 )
-        self.kept.emit(plan)
-        if inlined := next((n for n in self.kept.made if is_skipped(n)), None):
+        self.residual.emit(plan)
+        if inlined := next((n for n in self.residual.new_nodes if is_skipped(n)), None):
             raise Refused(
-                "a submodule is given an object that it may write to, and its call cannot stay as it is: its arguments "
-                "or results are not tensors and plain values alone, or one of them is used otherwise",
+                "a submodule gets an object that it may write to, and its call cannot stay a call: an argument or "
+                "result is neither a tensor nor a plain value, or the block uses one in another way",
                 source=str(inlined.meta["source"]),
                 remedy="pass it tensors, numbers and the object, and return tensors that it makes",
             )
-        flat = [self.kept.zip_value(list(column), "the output") for column in columns]
+        flat = [self.residual.zip_value(list(column), "the output") for column in columns]
         attributes = self._emit_effects(effects)
         changed = {leaves[0].first: self.overwritten[e.target] for e, leaves in effects if e.kind == "input"}
         flat = [  # `x.add_(y); return x`
             changed.get(column[0], value) if isinstance(column[0], fx.Node) else value
             for value, column in zip(flat, columns, strict=True)
         ]
-        self.kept.graph.output(flat)
-        _drop_dead(self.kept.graph)
+        self.residual.graph.output(flat)
+        _drop_dead(self.residual.graph)
         absorbed = sorted({place.fqn for g in self.match.groups for table in g.tables for place in table})
-        return RewriteResult(self.kept.graph, spec, absorbed, self.kept.repeated, attributes)
+        return RewriteResult(self.residual.graph, spec, absorbed, self.residual.repeated, attributes)
 
-    def _happens_in_a_call(self, effect: Effect, leaves: list[Any], calls: list[Call]) -> bool:
-        """Whether a module that stays called changes its own state. What the block changes for it must not be read
-        before the end, where the change is made; nor may a parameter, whose gradient would not reach it."""
+    def _belongs_to_call(self, effect: Effect, leaves: list[Any], calls: list[Call]) -> bool:
+        """Whether a submodule that stays a call makes this change of its own state.
+
+        Raises:
+            Refused: the block changes the submodule's state and then reads it. The change is emitted at the end, and
+                gradients of a parameter would not reach it.
+        """
         if effect.kind == "input":
             return False
-        node = next(twins.first for twins in leaves if isinstance(twins, AlignedNodes))
-        here, own = node.meta["index"], [call for call in calls if _is_of(effect, call)]
+        node = next(aligned.first for aligned in leaves if isinstance(aligned, AlignedNodes))
+        here, own = node.meta["index"], [call for call in calls if _changes_module(effect, call)]
         if any(call.start <= here < call.stop for call in own):
             return True
         is_parameter = effect.kind == "buffer" and isinstance(
@@ -173,8 +179,8 @@ class Rewriter:
             )
         return False
 
-    def _needed_by_cut(self) -> list[AlignedNodes]:
-        """The kept nodes that the routed sum reads, each in all captures."""
+    def _find_inputs_of_cut(self) -> list[AlignedNodes]:
+        """Return the residual nodes that the routed sum reads."""
         refs = [
             self.index,
             *[v for g in self.match.groups for v in g.values],
@@ -189,11 +195,11 @@ class Rewriter:
     def index(self) -> list[Ref]:
         return [lifted.index for lifted in self.match.lifted]
 
-    def _random(self) -> list[AlignedNodes]:
-        """Draws of random numbers stay, used or not: the stream must come out as in the original."""
+    def _find_random_draws(self) -> list[AlignedNodes]:
+        """Return all draws of random numbers. Unused draws stay too, so that the stream equals the original's."""
         draws = [
             [n for n in c.nodes if is_random(n) and n not in lifted.absorbed]
-            for c, lifted in zip(self.kept.captures, self.match.lifted, strict=True)
+            for c, lifted in zip(self.residual.captures, self.match.lifted, strict=True)
         ]
         if len({len(d) for d in draws}) != 1:
             raise Refused(
@@ -210,32 +216,32 @@ class Rewriter:
                     )
         return [AlignedNodes(column) for column in zip(*draws, strict=True)]
 
-    def _skipped(self) -> list[AlignedNodes]:
-        """Calls that may write to an object of the caller's are made, whether or not their results are used."""
-        skipped = [[n for n in c.nodes if is_skipped(n)] for c in self.kept.captures]
+    def _find_skipped_calls(self) -> list[AlignedNodes]:
+        """Return all calls that may write to an object of the caller. They stay even if their results are unused."""
+        skipped = [[n for n in c.nodes if is_skipped(n)] for c in self.residual.captures]
         if len({len(s) for s in skipped}) != 1:
             raise Refused(
-                "how often a submodule is called with an object that it may write to depends on the routing",
+                "the number of calls of a submodule with an object that it may write to depends on the routing",
                 source=str(next(n for s in skipped for n in s).meta["source"]),
             )
         return [AlignedNodes(column) for column in zip(*skipped, strict=True)]
 
     def _outside_calls(self, draws: list[AlignedNodes]) -> list[AlignedNodes]:
-        """A kept module draws its own random numbers: it must be called, and its draws must not be repeated."""
+        """Replace draws inside a submodule call by a result of that call, which makes the draws itself."""
         out = []
-        for twins in draws:
-            call = self.kept.inside_call(twins.first)
+        for aligned in draws:
+            call = self.residual.inside_call(aligned.first)
             if call is None:
-                out.append(twins)
+                out.append(aligned)
             else:
                 out.append(AlignedNodes(_leaves(c.out)[0] for c in call))
         return out
 
-    def _effects(self) -> list[tuple[Effect, list[Any]]]:
-        """Each with its new value: one `Twins`, or the leaves of a container."""
-        per_capture = [c.effects for c in self.kept.captures]
-        for taken in self.kept.captures:
-            refuse_records(taken)
+    def _collect_effects(self) -> list[tuple[Effect, list[Any]]]:
+        """Return each effect with its new value: one `AlignedNodes`, or the leaves of a container."""
+        per_capture = [c.effects for c in self.residual.captures]
+        for capture in self.residual.captures:
+            refuse_records(capture)
         out = []
         for column in zip(*per_capture, strict=False):
             first = column[0]
@@ -249,7 +255,7 @@ class Rewriter:
             if first.kind == "state":
                 self.states.append(first)
                 continue
-            out.append((first, self._leaves_of(column)))
+            out.append((first, self._align_leaves(column)))
         if len({len(e) for e in per_capture}) != 1:
             raise Refused("which buffers or attributes the block changes depends on the routing")
         for effect, leaves in out:
@@ -261,7 +267,7 @@ class Rewriter:
                 )
         return out
 
-    def _leaves_of(self, column: Sequence[Effect]) -> list[Any]:
+    def _align_leaves(self, column: Sequence[Effect]) -> list[Any]:
         flat = [pytree.tree_flatten(e.node) for e in column]
         if any(spec != flat[0][1] for _, spec in flat):
             raise Refused(
@@ -281,25 +287,25 @@ class Rewriter:
             if effect.kind == "attribute":
                 owner, _, name = str(effect.target).rpartition(".")
                 attributes.append(str(effect.target))
-                values = [self.kept.node(v.first) if isinstance(v, AlignedNodes) else v for v in leaves]
+                values = [self.residual.node(v.first) if isinstance(v, AlignedNodes) else v for v in leaves]
                 value = pytree.tree_unflatten(values, pytree.tree_structure(effect.node))
                 source = next(str(v.first.meta["source"]) for v in leaves if isinstance(v, AlignedNodes))
-                self.kept.call(setattr, (owner, name, value), {}, {"source": source})
+                self.residual.call(setattr, (owner, name, value), {}, {"source": source})
                 continue
-            twins = leaves[0]
-            value = self.kept.node(twins.first)
+            aligned = leaves[0]
+            value = self.residual.node(aligned.first)
             if effect.kind == "buffer":
-                target = self.kept.graph.get_attr(str(effect.target))
+                target = self.residual.graph.get_attr(str(effect.target))
                 if isinstance(tensor_at(self.match.block, str(effect.target)), nn.Parameter):  # through its `.data`
-                    target = self.kept.call(aten.detach.default, (target,), {}, {})
+                    target = self.residual.call(aten.detach.default, (target,), {}, {})
             else:
                 target = self.overwritten[effect.target]
-            self.kept.call(aten.copy_.default, (target, value), {}, {"source": str(twins.first.meta["source"])})
+            self.residual.call(aten.copy_.default, (target, value), {}, {"source": str(aligned.first.meta["source"])})
         return attributes
 
 
-def _is_of(effect: Effect, call: Call) -> bool:
-    """Whether the state of the called module is changed."""
+def _changes_module(effect: Effect, call: Call) -> bool:
+    """Whether an effect changes the state of the called module."""
     return str(effect.target).startswith(call.fqn + ".")
 
 
@@ -308,7 +314,7 @@ def _leaves(tree: Any) -> list[fx.Node]:
 
 
 def _drop_dead(graph: fx.Graph) -> None:
-    """Remove what nobody uses, but for effects and random draws."""
+    """Remove unused nodes without effects and random draws."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("output", "placeholder", "call_module") or is_random(node):
             continue

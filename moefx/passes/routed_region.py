@@ -1,4 +1,4 @@
-"""The routed part of a block's graph: from `build_pft` over the experts to the sums by token."""
+"""The routed region of a block's graph: from `build_pft` over the experts to the sums by token."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -23,39 +23,40 @@ _ = dialect
 
 
 class RoutedRegion:
-    """What passes that bring rows to other ranks look at and change.
+    """The nodes of a routed region, for passes that move rows between ranks.
 
     Attributes:
-        pft: the `build_pft`; results: its results by number.
+        pft: the `build_pft` node. results: its results by number.
         region: the nodes on routed rows, up to the sums, in order.
-        gathers: those that gather rows of tokens, their first argument.
-        picks: those that pick a value of each choice, of their first argument, for its row.
-        sums: those that add up the rows of each token.
+        gathers: nodes that gather rows of tokens from their first argument.
+        picks: nodes that gather values of slots from their first argument.
+        sums: nodes that sum the rows of each token.
     """
 
     def __init__(self, graph: fx.Graph, pft: fx.Node, region: list[fx.Node] | None = None):
         self.graph, self.pft = graph, pft
         self.results = {u.args[1]: u for u in pft.users}
-        self.region = region if region is not None else self._region()
+        self.region = region if region is not None else self._find_region()
         self.gathers = [n for n in self.region if n.target in (ops.expert_mlp.default, ops.dispatch.default)]
-        self.picks = [n for n in self.region if self._picks(n)]
+        self.picks = [n for n in self.region if self._is_pick(n)]
         self.sums = [n for n in self.region if _is_sum(n)]
 
     @classmethod
     def of(cls, block: BlockGraph) -> RoutedRegion:
-        """Of several kinds of experts in a block that which has matrices, and not for one expert only: the others stay
-        with the tokens, on every rank.
+        """Find the routed region of a block. If it has several groups of experts, take the group of several experts
+        with matrices; the other groups run on every rank.
 
         Raises:
-            Refused: there is no such kind, or several.
+            Refused: not exactly one group has several experts with matrices.
         """
-        built = [n for n in block.find(ops.build_pft.default) if {u.args[1] for u in n.users} - {3}]  # rows, not drops
-        kinds = [cls(block.graph, pft) for pft in built]
-        if len(kinds) > 1:
-            kinds = [kind for kind in kinds if kind.num_experts > 1 and kind.has_matrices]
-        if len(kinds) != 1:
+        # A PFT of which only `inverse` is used decides drops and has no rows.
+        pfts = [n for n in block.find(ops.build_pft.default) if {u.args[1] for u in n.users} - {3}]
+        regions = [cls(block.graph, pft) for pft in pfts]
+        if len(regions) > 1:
+            regions = [region for region in regions if region.num_experts > 1 and region.has_matrices]
+        if len(regions) != 1:
             raise Refused("several kinds of experts with matrices in one block cannot be spread over a mesh yet")
-        return kinds[0]
+        return regions[0]
 
     @property
     def num_experts(self) -> int:
@@ -66,14 +67,14 @@ class RoutedRegion:
         return any(n.target in (ops.expert_mlp.default, ops.grouped_mm.default) for n in self.region)
 
     def copy(self) -> RoutedRegion:
-        """The region once more, each node behind the one that it is a copy of. Nobody uses its sums yet."""
+        """Copy the region, with each copy behind its original. The copied sums have no users."""
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.region:
             with self.graph.inserting_after(node):
                 copies[node] = self.graph.node_copy(node, lambda n: copies.get(n, n))
         return RoutedRegion(self.graph, self.pft, list(copies.values()))
 
-    def _region(self) -> list[fx.Node]:
+    def _find_region(self) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}
         stack = [u for i in (0, 1, 2, 4) if i in self.results for u in self.results[i].users]
         while stack:
@@ -84,29 +85,29 @@ class RoutedRegion:
                     stack.extend(node.users)
         return [n for n in self.graph.nodes if n in found]
 
-    def _picks(self, node: fx.Node) -> bool:
+    def _is_pick(self, node: fx.Node) -> bool:
         if node.target is not ops.pick_choices.default:
             return False
         if len(node.args[0].meta["letters"]) != 2:
             raise Refused(
-                "the experts take more than one number for each choice, which do not travel between ranks yet",
+                "the experts take more than one number for each slot, which cannot be sent to other ranks yet",
                 source=str(node.meta.get("source", "")),
             )
         return True
 
-    def shared(self, trained: Collection[str]) -> list[fx.Node]:
-        """Values that what the experts compute on rows takes the same for all rows: what is made of the block's inputs,
-        and its parameters of these names. Constants and buffers do not count."""
+    def find_shared_values(self, trained: Collection[str]) -> list[fx.Node]:
+        """Find values that the experts share between all rows: values computed from the block's inputs, and the
+        parameters named `trained`. Constants and buffers do not count."""
         inside = {*self.region, *self.results.values()}
-        taken = [
+        inputs = [
             value
             for node in self.region
             if node not in self.sums and getattr(node.target, "namespace", "") != "moefx"
             for value in node.all_input_nodes
         ]
-        return [v for v in taken if v not in inside and not _is_constant(v, trained)]
+        return [v for v in inputs if v not in inside and not _is_constant(v, trained)]
 
-    # ------------------------------------------------------------------ new nodes, where the graph inserts
+    # ------------------------------------------------------------------ new nodes at the graph's insertion point
     def call(
         self, target: Any, args: tuple, kwargs: dict[str, Any], letters: Any = None, name: str = "", axis: str = ""
     ) -> fx.Node:
@@ -118,15 +119,15 @@ class RoutedRegion:
             node.meta["axis"] = axis
         return node
 
-    def parts(self, node: fx.Node, letters: tuple, names: tuple[str, ...] = ()) -> list[fx.Node]:
-        """The results of an op."""
+    def unpack(self, node: fx.Node, letters: tuple, names: tuple[str, ...] = ()) -> list[fx.Node]:
+        """Emit nodes for the results of an op."""
         node.meta["letters"] = letters
         names = names or ("",) * len(letters)
         found = enumerate(zip(letters, names, strict=True))
         return [self.call(operator.getitem, (node, i), {}, part, name) for i, (part, name) in found]
 
-    def kept(self) -> fx.Node:
-        """Of each choice, whether the `build_pft` has a row for it."""
+    def emit_keep_mask(self) -> fx.Node:
+        """Emit the mask [S,K] of slots that the `build_pft` has a row for."""
         inverse = self.results.get(3) or self.graph.call_function(operator.getitem, (self.pft, 3))
         return self.call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K"))
 
@@ -139,7 +140,7 @@ def _is_constant(node: fx.Node, trained: Collection[str]) -> bool:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """The sums that an `expert_mlp` returns, or a `combine`."""
+    """Whether a node is a `combine`, or the sums of an `expert_mlp`."""
     if node.target is ops.combine.default:
         return True
     return (

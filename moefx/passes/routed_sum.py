@@ -1,4 +1,4 @@
-"""The node where all routed paths meet, in the dialect: routing data, the experts on rows, and the sum per token."""
+"""Emit the cut in the dialect: routing data, the experts on rows, and the sum of each token's rows."""
 
 from __future__ import annotations
 
@@ -32,42 +32,43 @@ _MOVES = {*_KEEPS_ALL, "getitem", "index", "select", "slice", "sort"}
 
 
 def _memory_order(cut: AlignedNodes) -> tuple[int, ...] | None:
-    """How the axes of the original lie in memory, where they are not contiguous: what is behind may rely on it."""
+    """Return the memory order of the original's axes if it is not contiguous, since later code may depend on it."""
     vals = [t.meta["val"] for t in cut]
-    orders = {memory_order(val.shape, val.stride()) for val in vals if 1 not in val.shape}  # of one all are alike
+    orders = {memory_order(val.shape, val.stride()) for val in vals if 1 not in val.shape}  # axes of 1 have any stride
     order = orders.pop() if len(orders) == 1 else None
     return None if order is None or list(order) == sorted(order) else order
 
 
 class RoutedSum:
-    def __init__(self, match: Match, kept: ResidualGraph):
-        self.match, self.lifted, self.kept = match, match.lifted[0], kept
-        self.emit = OpEmitter(kept)
-        self.inverses: list[fx.Node] = []  # of each group: the row of each slot, -1 where it does not count
-        # whether ids may be of no expert: given ones may be, whatever captures had
-        self.is_open = any(map(is_given, self.lifted.index.nodes)) or self._are_outside(match.num_experts)
+    def __init__(self, match: Match, residual: ResidualGraph):
+        self.match, self.lifted, self.residual = match, match.lifted[0], residual
+        self.emit = OpEmitter(residual)
+        self.inverses: list[fx.Node] = []  # for each group the row of each slot, -1 if the slot is dropped
+        # Whether ids may lie outside of [0, E): integers from the caller may, even if those of the captures do not.
+        self.may_be_outside = any(map(is_given, self.lifted.index.nodes)) or self._has_ids_outside(match.num_experts)
 
-    def make(self) -> fx.Node:
-        cut = self.kept.cut
+    def emit_sum(self) -> fx.Node:
+        cut = self.residual.cut
         val = cut.first.meta["val"]
-        ids = self._ids()
-        keep = self._keep()
+        ids = self._emit_ids()
+        keep = self._emit_keep()
         total: fx.Node | None = None
         for group in self.match.groups:
-            part = self._group(group, ids, keep)
+            part = self._emit_group(group, ids, keep)
             total = part if total is None else self.emit.call(aten.add.Tensor, (total, part), letters=("S", "D"))
         assert total is not None
         if total.meta["val"].dtype != val.dtype:
             total = self.emit.call(aten._to_copy.default, (total,), {"dtype": val.dtype})
         if self.lifted.missed:
-            total = self._or_missed(total, self.lifted.missed)
+            total = self._emit_fallback(total, self.lifted.missed)
         for ref in self.lifted.shared:
-            row = self.emit.reshape(self.kept.node(ref.node), (-1, val.shape[-1]))
+            row = self.emit.reshape(self.residual.node(ref.node), (-1, val.shape[-1]))
             total = self.emit.call(aten.add.Tensor, (row, total), letters=("S", "D"))
-        described, order = self.kept.describe(cut), _memory_order(cut)
+        described, order = self.residual.describe(cut), _memory_order(cut)
         if val.dim() != 2:
             shape = [
-                self.kept.sizes.number([t.meta["val"].shape[d] for t in cut], "the output") for d in range(val.dim())
+                self.residual.sizes.emit_integer([t.meta["val"].shape[d] for t in cut], "the output")
+                for d in range(val.dim())
             ]
             meta = {"letters": described["letters"]} if order else described
             total = self.emit.call(aten.view.default, (total, shape), meta=meta)
@@ -81,34 +82,34 @@ class RoutedSum:
             total = self.emit.call(aten.permute.default, (total, invert_permutation(order)), meta=described)
         return total
 
-    def _or_missed(self, total: fx.Node, ref: Ref) -> fx.Node:
-        """`total` [S,D], and for tokens of which no slot counts the rows of another node."""
-        taken: fx.Node | None = None
+    def _emit_fallback(self, total: fx.Node, ref: Ref) -> fx.Node:
+        """Emit `total` [S,D] with the rows of `ref` for tokens whose slots are all dropped."""
+        is_routed: fx.Node | None = None
         for rows in self.inverses:
-            here = self.emit.call(aten.any.dim, (self.emit.call(aten.ge.Scalar, (rows, 0)), 1, True))
-            taken = here if taken is None else self.emit.call(aten.logical_or.default, (taken, here))
-        row = self.emit.reshape(self.kept.node(ref.node), (-1, total.meta["val"].shape[-1]))
-        return self.emit.call(aten.where.self, (taken, total, row), letters=("S", "D"))
+            has_row = self.emit.call(aten.any.dim, (self.emit.call(aten.ge.Scalar, (rows, 0)), 1, True))
+            is_routed = has_row if is_routed is None else self.emit.call(aten.logical_or.default, (is_routed, has_row))
+        row = self.emit.reshape(self.residual.node(ref.node), (-1, total.meta["val"].shape[-1]))
+        return self.emit.call(aten.where.self, (is_routed, total, row), letters=("S", "D"))
 
-    def _keep(self) -> fx.Node | None:
+    def _emit_keep(self) -> fx.Node | None:
         if not self.match.keep:
             return None
-        keep = self._per_slot(self.match.keep[0])
+        keep = self._emit_per_slot(self.match.keep[0])
         if self.match.keep[0].inverted:
             keep = self.emit.call(aten.eq.Scalar, (keep, 0))
         elif keep.meta["val"].dtype != torch.bool:
             keep = self.emit.call(aten.ne.Scalar, (keep, 0))
         return keep
 
-    def _per_slot(self, ref: Ref, slot: int | None = None) -> fx.Node:
-        """A kept value as [S,K], or as [S,1] for one slot of it."""
+    def _emit_per_slot(self, ref: Ref, slot: int | None = None) -> fx.Node:
+        """Emit a residual value as [S,K], or as [S,1] for one slot."""
         if ref.columns:
-            columns = [self._per_slot(c, k) for k, c in enumerate(ref.columns)]
+            columns = [self._emit_per_slot(c, k) for k, c in enumerate(ref.columns)]
             return self.emit.call(aten.cat.default, (columns, 1), letters=("S", "K"))
         K = 1 if slot is not None else self.lifted.slots
         node, axes = self.emit.for_tokens(ref, self.match)
         axes = tuple(a for i, a in enumerate(axes) if a != "t" or "t" not in axes[:i])
-        shape = [n for n in node.meta["val"].shape if not isinstance(n, int) or n != 1]  # others have no letter
+        shape = [n for n in node.meta["val"].shape if not isinstance(n, int) or n != 1]  # axes of 1 have no letter
         match axes:
             case ("t", "k"):
                 out = self.emit.reshape(node, (-1, K))
@@ -125,11 +126,11 @@ class RoutedSum:
             case ("t", "e"):
                 out = self.emit.call(
                     aten.gather.default,
-                    (self.emit.reshape(node, (-1, shape[-1])), 1, self._ids64(shape[-1], slot)),
+                    (self.emit.reshape(node, (-1, shape[-1])), 1, self._emit_clamped_ids(shape[-1], slot)),
                 )
             case ("t", "m"):
                 chosen = self.emit.reshape(node, (-1, shape[-1]))
-                device = self.kept.input_device()
+                device = self.residual.input_device()
                 every = self.emit.call(
                     aten.arange.default,
                     (shape[-1],),
@@ -142,43 +143,45 @@ class RoutedSum:
                 )
             case ("e", "t"):
                 flat = self.emit.call(aten.t.default, (self.emit.reshape(node, (shape[0], -1)),))
-                out = self.emit.call(aten.gather.default, (flat, 1, self._ids64(shape[0], slot)))
+                out = self.emit.call(aten.gather.default, (flat, 1, self._emit_clamped_ids(shape[0], slot)))
             case ("e",):
                 out = self.emit.call(
-                    aten.index.Tensor, (self.emit.reshape(node, (shape[0],)), [self._ids64(shape[0], slot)])
+                    aten.index.Tensor, (self.emit.reshape(node, (shape[0],)), [self._emit_clamped_ids(shape[0], slot)])
                 )
             case _:
                 out = self.emit.call(
                     aten.expand.default,
                     (
                         self.emit.reshape(node, (1, 1)),
-                        [self.kept.sizes.number([math.prod(li.tokens) for li in self.match.lifted], ""), K],
+                        [self.residual.sizes.emit_integer([math.prod(li.tokens) for li in self.match.lifted], ""), K],
                     ),
                 )
         out.meta["letters"] = ("S", "K")
         return out
 
-    def _ids(self, slot: int | None = None) -> fx.Node:
-        """The experts [S,K], or [S,1] of one slot; those that count from the end, from the start."""
+    def _emit_ids(self, slot: int | None = None) -> fx.Node:
+        """Emit the expert index [S,K], or [S,1] for one slot. Ids that count from the end become ids from the start."""
         index = self.lifted.index
         if slot is None:
-            ids = self._per_slot(index)
+            ids = self._emit_per_slot(index)
         elif index.columns:
-            ids = self._per_slot(index.columns[slot], slot)
+            ids = self._emit_per_slot(index.columns[slot], slot)
         else:
-            ids = self.emit.call(aten.slice.Tensor, (self._per_slot(index), 1, slot, slot + 1))
-        if ids.meta["val"].dtype is torch.bool:  # a truth chooses one of two experts
+            ids = self.emit.call(aten.slice.Tensor, (self._emit_per_slot(index), 1, slot, slot + 1))
+        if ids.meta["val"].dtype is torch.bool:  # a bool selects one of two experts
             ids = self.emit.call(aten._to_copy.default, (ids,), {"dtype": torch.int64}, letters=("S", "K"))
-        if self.is_open and (size := self._indexed(_KEEPS_ALL)):  # an error where the program has one
-            return self.emit.call(aten.index.Tensor, (self._table(list(range(size))), [ids]))
-        if self.is_open and (size := self._indexed(_MOVES)):
+        if self.may_be_outside and (
+            size := self._count_indexed_experts(_KEEPS_ALL)
+        ):  # an error where the program has one
+            return self.emit.call(aten.index.Tensor, (self._emit_table(list(range(size))), [ids]))
+        if self.may_be_outside and (size := self._count_indexed_experts(_MOVES)):
             from_the_end = self.emit.call(aten.lt.Scalar, (ids, 0))
             ids = self.emit.call(aten.where.self, (from_the_end, self.emit.call(aten.add.Tensor, (ids, size)), ids))
         return ids
 
-    def _indexed(self, moves: set[str]) -> int:
-        """How many experts there are where parameters are indexed by the ids, moved so, of which negative ones count
-        from the end then; else 0."""
+    def _count_indexed_experts(self, moves: set[str]) -> int:
+        """Return the size of the parameter axis that the ids index, behind ops in `moves`; 0 if they index none. In an
+        index, negative ids count from the end."""
         chosen = {_origin(n, moves) for n in self.lifted.index.nodes}
         for n in (n for n in self.lifted.absorbed if n.target is aten.index.Tensor):
             base, indices = n.args
@@ -187,40 +190,43 @@ class RoutedSum:
                     return base.meta["val"].shape[dim]  # type: ignore[union-attr]
         return 0
 
-    def _ids64(self, width: int, slot: int | None = None) -> fx.Node:
-        ids = self._ids(slot)
+    def _emit_clamped_ids(self, width: int, slot: int | None = None) -> fx.Node:
+        ids = self._emit_ids(slot)
         if ids.meta["val"].dtype != torch.int64:
             ids = self.emit.call(aten._to_copy.default, (ids,), {"dtype": torch.int64})
-        is_open = self.is_open or self._are_outside(width)
-        return self.emit.call(aten.clamp.default, (ids, 0, width - 1)) if is_open else ids
+        may_be_outside = self.may_be_outside or self._has_ids_outside(width)
+        return self.emit.call(aten.clamp.default, (ids, 0, width - 1)) if may_be_outside else ids
 
-    def _are_outside(self, width: int) -> bool:
+    def _has_ids_outside(self, width: int) -> bool:
         return any(bool((li.ids < 0).any() or (li.ids >= width).any()) for li in self.match.lifted)
 
-    def _group(self, group: Expert, ids: fx.Node, keep: fx.Node | None) -> fx.Node:
+    def _emit_group(self, group: Expert, ids: fx.Node, keep: fx.Node | None) -> fx.Node:
         if group.ids != list(range(len(group.ids))) or len(self.match.groups) > 1:
-            ids = self._local_ids(group, ids)
+            ids = self._emit_local_ids(group, ids)
         scalars = [i for i in _used_values(group.body) if math.prod(_value_shape(group.body, i)) == 1]
-        weights = {i: self._per_slot(group.values[i][0]) for i in scalars}
+        weights = {i: self._emit_per_slot(group.values[i][0]) for i in scalars}
         first = scalars[0] if scalars else None
         kwargs: dict[str, Any] = {"num_experts": len(group.ids)}
         if self.match.drop is not None:
-            kwargs |= {"capacity": self.kept.sizes.formula(self.match.drop.capacity), "drop": self.match.drop.order}
+            kwargs |= {
+                "capacity": self.residual.sizes.emit_formula(self.match.drop.capacity),
+                "drop": self.match.drop.order,
+            }
         pft = self.emit.call(ops.build_pft.default, (ids, weights.get(first), keep), kwargs)  # type: ignore[arg-type]
         letters = (("B",), ("B",), ("E+1",), ("S", "K"), ("B",))
         pft.meta["letters"] = letters
         parts = [self.emit.call(operator.getitem, (pft, i), letters=letters[i]) for i in range(5)]
         self.inverses.append(parts[3])
         rows = ExpertBodyEmitter(self.emit, self.match, group, parts, weights, first)
-        y = rows.value(group.body)
+        y = rows.emit_value(group.body)
         if y.kind != "row":
-            raise Refused("what the experts compute does not depend on the token")
+            raise Refused("the result of the experts does not depend on the token")
         out = self.emit.call(ops.combine.default, (y.node, None, parts[0], parts[2], parts[3]))
         out.meta["letters"] = ("S", "D")
         return out
 
-    def _local_ids(self, group: Expert, ids: fx.Node) -> fx.Node:
-        """Expert ids within one of several groups; -1 for the experts of the others."""
+    def _emit_local_ids(self, group: Expert, ids: fx.Node) -> fx.Node:
+        """Emit expert ids within one of several groups; -1 for experts of other groups."""
         low, high = group.ids[0], group.ids[-1]
         if group.ids == list(range(low, high + 1)):
             shifted = self.emit.call(aten.sub.Tensor, (ids, low)) if low else ids
@@ -229,18 +235,18 @@ class RoutedSum:
         table = [-1] * (max(self.match.num_experts, 1 + max(int(li.ids.max()) for li in self.match.lifted)))
         for local, e in enumerate(group.ids):
             table[e] = local
-        if self.is_open:  # those on either side are of nobody
+        if self.may_be_outside:  # ids on either side belong to no expert
             table = [-1, *table, -1]
             ids = self.emit.call(aten.clamp.default, (self.emit.call(aten.add.Tensor, (ids, 1)), 0, len(table) - 1))
-        return self.emit.call(aten.index.Tensor, (self._table(table), [ids]))
+        return self.emit.call(aten.index.Tensor, (self._emit_table(table), [ids]))
 
-    def _table(self, values: list[int]) -> fx.Node:
-        options = {"dtype": torch.int64, "device": self.kept.input_device()}
+    def _emit_table(self, values: list[int]) -> fx.Node:
+        options = {"dtype": torch.int64, "device": self.residual.input_device()}
         return self.emit.call(torch.tensor, (values,), options, fake=torch.int64, shape=(len(values),))
 
 
 def _origin(n: fx.Node, moves: set[str]) -> fx.Node:
-    """What integers were before they were moved about."""
+    """Follow integers back through ops that only move them."""
     while n.args and isinstance(n.args[0], fx.Node) and op_name(n) in moves:
         n = n.args[0]
     return n

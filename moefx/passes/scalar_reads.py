@@ -1,7 +1,7 @@
-"""Floats that Python read off buffers and parameters, `scores / float(self.temperature)`: read again at every call.
+"""Recompute floats that Python reads from buffers and parameters, as in `scores / float(self.temperature)`.
 
-A capture holds such a float as a constant. The proof has made it come out otherwise, so a constant that follows it
-through all captures is one. It stays a tensor without axes: no number has to come to the host.
+A capture holds such a float as a constant. The proof varies the value between captures, so a constant that varies in
+the same way comes from this read. The rewritten graph keeps it as a tensor without axes, and the host reads nothing.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from .aligned_nodes import AlignedNodes
 from .match.nodes import from_state
 
 aten = torch.ops.aten
-# Where torch takes a tensor without axes for a Python number, and computes the same.
+# Ops that compute the same for a Python number and for a tensor without axes.
 ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeScalar:
-    """A float that is read at every call: from the nodes `twins`, and perhaps its reciprocal or negative."""
+    """A float that is read at each call.
 
-    twins: AlignedNodes
-    transform: Any = None  # the op
+    Attributes:
+        aligned: the tensor that holds it. transform: an op on the value (negative or reciprocal), or None.
+    """
+
+    aligned: AlignedNodes
+    transform: Any = None
 
 
-_LAWS: dict[Any, Callable[[float], float]] = {
+_TRANSFORMS: dict[Any, Callable[[float], float]] = {
     None: lambda v: v,
     aten.neg.default: lambda v: -v,
     aten.reciprocal.default: lambda v: 1 / v if v else math.inf,
@@ -38,25 +42,31 @@ _LAWS: dict[Any, Callable[[float], float]] = {
 
 
 class ScalarReads:
+    """The floats that Python read at the same lines of all captures."""
+
     def __init__(self, captures: Sequence[Capture]):
-        self._columns = [column for column in map(list, zip(*map(_floats, captures), strict=False)) if _alike(column)]
+        self._columns = [
+            column
+            for column in map(list, zip(*map(_list_float_reads, captures), strict=False))
+            if _has_one_source(column)
+        ]
 
     def find(self, values: Sequence[Any]) -> RuntimeScalar | None:
-        """What was read where a program has these constants, one for each capture."""
+        """Find the read that gives these constants, one for each capture, or None."""
         if not all(type(v) is float for v in values) or len(set(values)) < 3:
             return None
         for column in self._columns:
-            for op, law in _LAWS.items():
-                if [law(read.value) for read in column] == list(values):
+            for op, function in _TRANSFORMS.items():
+                if [function(read.value) for read in column] == list(values):
                     return RuntimeScalar(AlignedNodes(read.node for read in column), op)
         return None
 
 
-def _floats(capture: Capture) -> list[HostRead]:
-    """The floats that were read, each line's first."""
+def _list_float_reads(capture: Capture) -> list[HostRead]:
+    """Return the float reads from parameters and buffers, the first of each line."""
     found = {read.source: read for read in reversed(capture.reads) if type(read.value) is float}
     return sorted((r for r in found.values() if r.node is not None and from_state(r.node)), key=lambda r: str(r.source))
 
 
-def _alike(column: Sequence[HostRead]) -> bool:
+def _has_one_source(column: Sequence[HostRead]) -> bool:
     return len({read.source for read in column}) == 1

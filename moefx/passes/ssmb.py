@@ -1,11 +1,11 @@
-"""Sequence-sharded MoE blocks (X-MoE section 4.3): where every rank of an axis has the same tokens, each routes a part.
+"""Sequence-sharded MoE blocks (X-MoE section 4.3): ranks that hold the same tokens route a shard each.
 
-    topk_ids, topk_w, x = shard_tokens(...)          this rank's part of the tokens
-    ...                                              routed, and exchanged, as if it had no others
-    out = unshard_tokens(sums)                       the sums of all parts
+    topk_ids, topk_w, x = shard_tokens(...)          this rank's shard of the tokens
+    ...                                              routed and exchanged like all tokens of a rank
+    out = unshard_tokens(sums)                       the sums of all shards
 
-Router, norms and shared experts stay as they are: they are the same on every rank, and so are their gradients, since
-those of the parts are gathered. Only the routed part, which keeps K rows for each token, is cut.
+Router, norms and shared experts still run on all tokens on each rank. Their gradients are equal on all ranks, since the
+gradients of the shards are gathered. Only the routed region, with its K rows for each token, is sharded.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -29,33 +29,33 @@ ops = torch.ops.moefx
 
 @graph_pass(level="distributed")
 def ssmb(block: BlockGraph, plan: Any, *, sequence: SharedTokens) -> BlockGraph:
-    """Cut the tokens at the routed part's entry, and gather its sums."""
+    """Shard the tokens at the entry of the routed region, and gather its sums."""
     block = block.copy()
     routed = RoutedRegion.of(block)
-    _Cut(routed, sequence).insert()
+    _Sharding(routed, sequence).insert()
     return eliminate_dead_code(block)
 
 
-class _Cut:
+class _Sharding:
     def __init__(self, routed: RoutedRegion, sequence: SharedTokens):
         self.routed, self.sequence = routed, sequence
         self.kwargs = {"rank": sequence.rank, "size": sequence.size, "group": sequence.group}
-        self.parts: dict[fx.Node, fx.Node] = {}
+        self.shards: dict[fx.Node, fx.Node] = {}
 
     def insert(self) -> None:
         routed, pft, graph = self.routed, self.routed.pft, self.routed.graph
         topk_ids, weights, keep = pft.args[:3]
         with graph.inserting_before(pft):
             whole = self.routed.call(aten.sym_size.int, (topk_ids, 0), {}, "S")
-            if pft.kwargs.get("capacity") is not None:  # which is one of all tokens
+            if pft.kwargs.get("capacity") is not None:  # it holds for all tokens together
                 every = graph.node_copy(pft)
-                inverse = routed.parts(every, pft.meta["letters"])[3]
+                inverse = routed.unpack(every, pft.meta["letters"])[3]
                 keep = routed.call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K"))
                 pft.kwargs = {"num_experts": pft.kwargs["num_experts"]}
-            pft.args = tuple(map(self._part, (topk_ids, weights, keep), ("own_ids", "own_w", "own_keep")))
+            pft.args = tuple(map(self._shard, (topk_ids, weights, keep), ("own_ids", "own_w", "own_keep")))
         with graph.inserting_before(routed.region[0]):
             for node in (*routed.gathers, *routed.picks):
-                node.args = (self._part(node.args[0], "own_x"), *node.args[1:])
+                node.args = (self._shard(node.args[0], "own_x"), *node.args[1:])
         for node in routed.sums:
             users = list(node.users)
             with graph.inserting_before(node.next):
@@ -64,26 +64,27 @@ class _Cut:
             for user in users:
                 user.replace_input_with(node, out)
         for node in (pft, *routed.results.values(), *routed.region):
-            _of_the_part(node)
+            _mark_as_shard(node)
 
-    def _part(self, node: fx.Node | None, name: str) -> fx.Node | None:
-        if node is None or node in self.parts:
-            return node if node is None else self.parts[node]
+    def _shard(self, node: fx.Node | None, name: str) -> fx.Node | None:
+        if node is None or node in self.shards:
+            return node if node is None else self.shards[node]
         letters = ("s", *node.meta.get("letters", ("S", "D"))[1:])
-        self.parts[node] = self.routed.call(
+        self.shards[node] = self.routed.call(
             ops.shard_tokens.default, (node,), self.kwargs, letters, name, self.sequence.axis
         )
-        return self.parts[node]
+        return self.shards[node]
 
 
-def _of_the_part(node: fx.Node) -> None:
+def _mark_as_shard(node: fx.Node) -> None:
+    """Drop the value of a node, and rename letter S of its shape to s."""
     node.meta.pop("val", None)
     letters = node.meta.get("letters")
     if isinstance(letters, tuple):
-        node.meta["letters"] = tuple(_renamed(a) for a in letters)
+        node.meta["letters"] = tuple(_rename(a) for a in letters)
 
 
-def _renamed(letters: Any) -> Any:
+def _rename(letters: Any) -> Any:
     if isinstance(letters, tuple):
-        return tuple(map(_renamed, letters))
+        return tuple(map(_rename, letters))
     return "s" if letters == "S" else letters

@@ -1,4 +1,4 @@
-"""Submodule calls that stay calls: which they are, and how what they return is taken apart."""
+"""Find submodule calls that stay calls, and take their results apart."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from .aligned_nodes import AlignedNodes, leaf_nodes
 from .match.matched import Match
 
 
-def kept_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
-    """Outermost submodule calls with nothing absorbed in them, the same in every capture."""
+def find_module_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
+    """Return the outermost submodule calls without absorbed nodes, one list of calls for all captures.
+
+    Args:
+        inlined: start indices of calls that are taken apart.
+    """
     per_capture: list[dict[tuple[str, int], Call]] = []
     for lifted in match.lifted:
         routed = sorted(n.meta["index"] for n in lifted.absorbed if n.op != "get_attr")
@@ -34,27 +38,28 @@ def kept_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
     for key, call in sorted(per_capture[0].items(), key=lambda item: (item[1].start, -item[1].stop, item[1].depth)):
         if call.start < covered or call.stop <= call.start or call.start in inlined:
             continue
-        twins = [found.get(key) for found in per_capture]
-        if all(t is not None for t in twins):
-            out.append(twins)  # type: ignore[arg-type]
+        aligned = [found.get(key) for found in per_capture]
+        if all(t is not None for t in aligned):
+            out.append(aligned)  # type: ignore[arg-type]
             covered = call.stop
     return out
 
 
 def _expressible(call: Call) -> bool:
-    """Arguments and results are tensors and plain values in plain containers, and nothing is returned that went in."""
+    """Whether a graph can hold the call: arguments and results are tensors and plain values in plain containers, and no
+    argument is returned."""
     plain = (fx.Node, int, float, bool, str, type(None), torch.dtype)
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     results = leaf_nodes(call.out)
     return (
         all(is_passed(a) or isinstance(a, plain) for a in leaves)
         and bool(results)
-        and all(type(k) in (int, str) for path, _ in paths(call.out) for k in path)
+        and all(type(k) in (int, str) for path, _ in list_leaf_paths(call.out) for k in path)
         and all(n.meta["index"] >= call.start for n in results)
     )
 
 
-def within(item: Any, call: list[Call]) -> bool:
+def is_within(item: Any, call: list[Call]) -> bool:
     return (
         isinstance(item, AlignedNodes)
         and item.first.op == "call_function"
@@ -62,7 +67,8 @@ def within(item: Any, call: list[Call]) -> bool:
     )
 
 
-def paths(tree: Any) -> list[tuple[tuple[Any, ...], fx.Node]]:
+def list_leaf_paths(tree: Any) -> list[tuple[tuple[Any, ...], fx.Node]]:
+    """Return the path and the node of each leaf of nested containers."""
     if isinstance(tree, fx.Node):
         return [((), tree)]
     if isinstance(tree, dict):
@@ -71,10 +77,10 @@ def paths(tree: Any) -> list[tuple[tuple[Any, ...], fx.Node]]:
         items = enumerate(tree)
     else:
         return [((None,), n) for n in leaf_nodes(tree)]
-    return [((key, *path), leaf) for key, value in items for path, leaf in paths(value)]
+    return [((key, *path), leaf) for key, value in items for path, leaf in list_leaf_paths(value)]
 
 
-def follow(tree: Any, path: tuple[Any, ...]) -> fx.Node:
+def get_at_path(tree: Any, path: tuple[Any, ...]) -> fx.Node:
     for key in path:
         tree = tree[key]
     return tree

@@ -118,7 +118,7 @@ class TestRefused:
         self.refusal(Counted(), "a number depends on the routing")
 
     def test_a_list_whose_length_depends_on_the_routing(self):
-        self.refusal(Lists(), "what runs outside of the experts depends on the routing")
+        self.refusal(Lists(), "code outside of the experts depends on the routing")
 
     def test_a_parameter_chosen_by_the_routing(self):
         self.refusal(Chosen(), r"different parameters are used under different routings \[scales\.")

@@ -409,7 +409,7 @@ def test_hands_results_on_beside_hooks():
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
         assert number == 2.5
     compiled.attn.number = None
-    with pytest.raises(moefx.MoefxError, match=r"attn returned None as result 2, and an object when"):
+    with pytest.raises(moefx.MoefxError, match=r"attn returned None as result 2\. It returned an object when"):
         compiled(hidden(), Cache())
 
 

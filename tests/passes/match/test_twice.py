@@ -155,7 +155,7 @@ def test_a_second_choice_of_what_the_first_is_masked_in(combine):
 @pytest.mark.parametrize("choose", [c for c in CHOOSE if c != "argmax of -inf"])
 @pytest.mark.parametrize("combine", [scatter, either, two_sums])
 def test_choices_that_do_not(choose, combine):
-    why = "" if choose == "product" else "two choices of a token may be|what runs outside|row depends"
+    why = "" if choose == "product" else "two choices of a token may be|code outside of the experts|row depends"
     with pytest.raises(Refused, match=why):  # a factor of 0 hides all experts but one: no capture shows the form
         rewritten(Choosing(CHOOSE[choose], combine))
 
