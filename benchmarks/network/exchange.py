@@ -19,7 +19,7 @@ import moefx
 import moefx.ir.ops.row_exchange as exchange
 from moefx.bench import link_times
 from moefx.distribution.block_distribution import spread_blocks
-from moefx.ir.ops.uneven_all_to_all import group_of, start
+from moefx.ir.ops.uneven_all_to_all import get_group, start
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import traffic
 from moefx.runtime.links import measure_handling
@@ -80,7 +80,7 @@ class Counter:
         self.size, self.found = ranks_of_node, torch.zeros(3, dtype=torch.int64)
 
     def __call__(self, rows, sent, received, group):
-        ranks, own = dist.get_process_group_ranks(group_of(group)), dist.get_rank()
+        ranks, own = dist.get_process_group_ranks(get_group(group)), dist.get_rank()
         width = rows.shape[1:].numel() * rows.element_size()
         away = sum(n for n, rank in zip(sent, ranks, strict=True) if rank // self.size != own // self.size)
         others = sum(n for n, rank in zip(sent, ranks, strict=True) if rank != own)

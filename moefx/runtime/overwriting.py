@@ -101,11 +101,13 @@ class OverwritingWatch:
         return torch.cat([before, now])
 
     def compare_samples(self, samples: Sequence[Sequence[int]]) -> None:
-        """Raises:
-        ExpertsOverwritten: ranks have the same experts that had different ones.
+        """Compare the samples of all ranks.
+
+        Raises:
+            ExpertsOverwritten: ranks that had different experts now have equal ones.
         """
-        alike = self._suspected(samples)
-        if alike and (ranks := self._confirmed(alike)):
+        alike = self._find_suspects(samples)
+        if alike and (ranks := self._confirm_overwritten(alike)):
             own = dist.get_process_group_ranks(get_group(self.group))
             seen = f"{format_ranks([own[i] for i in ranks])} had different experts before and have equal ones now"
             raise ExpertsOverwritten(describe_overwriting(outermost_wrapper(self.block), self.name, seen))

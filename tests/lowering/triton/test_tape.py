@@ -68,7 +68,7 @@ def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, na
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("name", ["separate", "descriptors"])
 def test_numbers_of_tokens_are_on_no_tape(device, monkeypatch, plays, name, reduce):
-    """Where rows are of other ranks' tokens, their number changes with every call; `padded_row_count` keeps that of rows."""
+    """The number of other ranks' rows changes with every call; `padded_row_count` keeps the buffers' size."""
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
     layer, tapes = on(device, LINEAR["swiglu_list"](4, 32, 40), torch.float32), {}
     for number, num_tokens in enumerate((17, 23, 16)):
