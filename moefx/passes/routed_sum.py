@@ -15,9 +15,8 @@ from ..ir.ops import dialect  # registers the ops
 from .aligned_nodes import AlignedNodes
 from .expert_emission import ExpertBodyEmitter
 from .match.form import Body, Ref, walk
-from .match.given import is_given
 from .match.matched import Expert, Match
-from .match.nodes import op_name
+from .match.nodes import is_given, op_name
 from .op_emission import OpEmitter
 from .residual_graph import ResidualGraph
 

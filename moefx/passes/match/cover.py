@@ -11,8 +11,7 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.routing import Routing, takes
 from ...errors import Refused
-from .given import is_of_call
-from .nodes import op_name
+from .nodes import is_of_call, op_name
 from .paths import Place, Siblings, expert_indices, tensor_at
 from .ranges import UNBOUNDED, Ranges
 from .turns import Turn, evaluate, integer_ancestors, path_from, runs

@@ -12,20 +12,19 @@ import dataclasses
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from ...capture.captured import MIXED, SHAPE_ONLY, Capture, is_abstract, remembered
+from ...capture.captured import MIXED, Capture, is_abstract
 from ...capture.effects import holds_integers
 from ...capture.routing import Routing
 from ...capture.source import is_users_own
 from ...errors import Refused
 from .agree import same_form
 from .form import Lifted
-from .nodes import is_known, is_of_state, line, op_name, values
+from .nodes import is_given, is_known, is_of_call, line, op_name, values
 from .ranges import NARROW, Ranges
 
 if TYPE_CHECKING:
@@ -200,21 +199,3 @@ def _is_of_call(n: fx.Node) -> bool:
 def _computes(n: fx.Node) -> bool:
     """Whether an op makes other numbers of those that it is given, rather than move or reduce them."""
     return op_name(n) in _COMPUTES or torch.Tag.pointwise in getattr(n.target, "tags", ())
-
-
-def is_of_call(node: fx.Node) -> bool:
-    """Whether integers that another call may find otherwise, arguments or buffers, determine a value, alone or with
-    others."""
-    return _follows(node, "of call", lambda n: n.op == "placeholder" or is_of_state(n))
-
-
-def is_given(node: fx.Node) -> bool:
-    """Whether integers that are arguments determine a value, alone or with others."""
-    return _follows(node, "given", lambda n: n.op == "placeholder")
-
-
-def _follows(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:
-    def inputs_of(n: fx.Node) -> list[fx.Node]:
-        return [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
-
-    return remembered(node, name, lambda n, are: (is_first(n) and not is_abstract(n)) or any(are), inputs_of)

@@ -24,9 +24,8 @@ from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from .chosen import Choice, choice, every_expert_for_every_token, is_taken_or_left
 from .form import Group, Lifted, count_sequences, has_matrices
-from .given import is_given, is_of_call
 from .lookup import Lookup
-from .nodes import Line, is_random, line, op_name
+from .nodes import Line, is_given, is_of_call, is_random, line, op_name
 from .owners import Key, Owners
 from .paths import parameter_of
 from .resolve import structure

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import SHAPE_ONLY, Capture, HostRead, remembered
+from ...capture.captured import SHAPE_ONLY, Capture, HostRead, is_abstract, remembered
 from ...capture.skipped_calls import UnknownResult
 
 
@@ -164,3 +164,21 @@ def is_routed(node: Any) -> bool:
         return [] if is_first(n) or n.target in SHAPE_ONLY else n.all_input_nodes
 
     return isinstance(node, fx.Node) and remembered(node, "routed", lambda n, are: is_first(n) or any(are), inputs_of)
+
+
+def is_of_call(node: fx.Node) -> bool:
+    """Whether integers that another call may find otherwise, arguments or buffers, determine a value, alone or with
+    others."""
+    return _follows(node, "of call", lambda n: n.op == "placeholder" or is_of_state(n))
+
+
+def is_given(node: fx.Node) -> bool:
+    """Whether integers that are arguments determine a value, alone or with others."""
+    return _follows(node, "given", lambda n: n.op == "placeholder")
+
+
+def _follows(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:
+    def inputs_of(n: fx.Node) -> list[fx.Node]:
+        return [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
+
+    return remembered(node, name, lambda n, are: (is_first(n) and not is_abstract(n)) or any(are), inputs_of)

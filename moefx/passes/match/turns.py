@@ -22,8 +22,8 @@ from ...capture.captured import Capture
 from ...capture.effects import holds_integers
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing, takes
-from .given import MORE_SEEDS, Seen, is_of_call, is_one, operands, seen
-from .nodes import is_of_state, lookups
+from .given import MORE_SEEDS, Seen, is_one, operands, seen
+from .nodes import is_of_call, is_of_state, lookups
 from .ranges import NARROW
 
 if TYPE_CHECKING:
