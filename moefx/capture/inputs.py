@@ -43,7 +43,7 @@ class Leaf:
     dtype: torch.dtype
     example: torch.Tensor | None  # values to draw from, for integers and booleans
     requires_grad: bool
-    turns: tuple[int, ...] = ()  # numbers that are among the values, too (see `passes.match.turns`)
+    turns: tuple[int, ...] = ()  # numbers that are among the values, too (see `matching.probes.turning_integers`)
     is_place: bool = False  # in a table, say, which has no others
 
     @property

@@ -192,7 +192,7 @@ class Routing:
         """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation: where all are
         the same there are others, too, and routings after the first see them in another order, 0, 1, 2, ... all
         routings; these see each of them in its own. What was baked in shows, as does that two are the same now.
-        `turns`: numbers that are among its values, too (see `passes.match.turns`)."""
+        `turns`: numbers that are among its values, too (see `matching.probes.turning_integers`)."""
         if not has_values(t):
             return torch.zeros(t.shape, dtype=t.dtype)
         value = t.detach().to("cpu", copy=True)

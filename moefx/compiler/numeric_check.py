@@ -16,7 +16,7 @@ from ..capture.worker import run_in_worker
 from ..comparison.block_check import verify_block
 from ..errors import summarize_error
 from ..ir.argument_binding import find_device, flatten_arguments
-from ..passes.match.guarded_sizes import find_sequence
+from ..matching.guarded_sizes import find_sequence
 from ..runtime.module import signature_binder
 from .pipeline import BlockRewrite
 

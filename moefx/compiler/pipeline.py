@@ -32,16 +32,16 @@ from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path,
 from ..ir.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, set_name
+from ..matching.drop_rules import SKIPPED, explain_drops
+from ..matching.lift.anti_unification import FOREIGN
+from ..matching.lift.lifter import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
+from ..matching.lift.repeated_choices import TWICE
+from ..matching.match_result import Match
+from ..matching.prove import NO_SIZES, Prover
+from ..matching.refusal_causes import CONVOLVING, MIXING, explain, explain_branch, explain_limit
 from ..passes.capacity_limit import limit
 from ..passes.checkpoint import checkpoint
 from ..passes.fuse import fuse
-from ..passes.match.causes import CONVOLVING, MIXING, explain, explain_branch, explain_limit
-from ..passes.match.drops import SKIPPED, explain_drops
-from ..passes.match.lift import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
-from ..passes.match.matched import Match
-from ..passes.match.prove import NO_SIZES, Prover
-from ..passes.match.unify import FOREIGN
-from ..passes.match.worth import TWICE
 from ..passes.pass_manager import PassManager, pass_name
 from ..passes.rewrite import Placeholders, RewriteResult, rewrite
 from ..runtime.module import signature_binder

@@ -32,7 +32,7 @@ from ..ir.guards.attribute_reads import (
     record_reads,
 )
 from ..ir.guards.stored_values import is_same
-from ..passes.match.records import NO_CACHE
+from ..matching.unsupported_effects import NO_CACHE
 from ..runtime.module import rewritten_blocks
 from ..runtime.watch import absorbed_names, find_hook_kind
 from ..util.model_copy import copy_model

@@ -7,7 +7,7 @@ from torch import fx, nn
 from moefx.capture.inputs import Arguments
 from moefx.capture.routing import Routing
 from moefx.ir.block_graph import BlockGraph
-from moefx.passes.match.prove import Prover
+from moefx.matching.prove import Prover
 
 
 def captured_graph(block: nn.Module, name: str, args: tuple, kwargs: dict, num_experts: int) -> BlockGraph:

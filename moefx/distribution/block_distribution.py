@@ -20,9 +20,9 @@ from ..compiler.survey import MatchedBlock, Refusal, Survey, forward_line
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
 from ..ir.expert_placement import ExchangeRoutes, Placement, SharedTokens
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
+from ..matching.lift.canonical_form import has_matrices
+from ..matching.terms.parameter_places import Place
 from ..passes.collectives import collectives
-from ..passes.match.form import has_matrices
-from ..passes.match.paths import Place
 from ..passes.overlap import overlap
 from ..passes.pass_manager import PassManager
 from ..passes.routed_region import RoutedRegion

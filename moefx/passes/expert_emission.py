@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from ..errors import Refused
+from ..matching.lift.canonical_form import Body, is_weight, walk
+from ..matching.match_result import Expert, Match
+from ..matching.terms.term import Operand
 from .expert_weights import ExpertWeights
-from .match.form import Body, is_weight, walk
-from .match.matched import Expert, Match
-from .match.term import Operand
 from .op_emission import OpEmitter
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .match.paths import Place, tensor_at
+from ..matching.terms.parameter_places import Place, tensor_at
 from .op_emission import OpEmitter
 
 aten = torch.ops.aten

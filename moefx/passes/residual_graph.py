@@ -21,10 +21,10 @@ from ..capture.autocast import dtype_here
 from ..capture.captured import Call, is_float
 from ..errors import Refused
 from ..ir.passed_objects import check_structure, check_tensor, get_name, is_passed
+from ..matching.capacity_formulas import find_formula
+from ..matching.graph_nodes import is_random, is_skipped
+from ..matching.match_result import Match
 from .aligned_nodes import AlignedNodes, leaf_nodes, op_kind, op_label, routing_dependence
-from .capacity_formulas import find_formula
-from .match.matched import Match
-from .match.nodes import is_random, is_skipped
 from .scalar_reads import ARITHMETIC, RuntimeScalar, ScalarReads
 from .size_expressions import ArgumentPath, SizeExpressions
 from .submodule_calls import find_module_calls, get_at_path, is_within, list_leaf_paths

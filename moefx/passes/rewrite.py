@@ -22,12 +22,12 @@ from ..capture.autocast import dtype_here
 from ..capture.captured import CONTRACTIONS, Call, Effect
 from ..errors import Refused
 from ..ir.passed_objects import check_structure
+from ..matching.graph_nodes import is_random, is_skipped
+from ..matching.lift.canonical_form import Ref
+from ..matching.match_result import Match
+from ..matching.terms.parameter_places import tensor_at
+from ..matching.unsupported_effects import refuse_records
 from .aligned_nodes import AlignedNodes
-from .match.form import Ref
-from .match.matched import Match
-from .match.nodes import is_random, is_skipped
-from .match.paths import tensor_at
-from .match.records import refuse_records
 from .residual_graph import ResidualGraph
 from .routed_sum import RoutedSum
 

@@ -12,11 +12,11 @@ from torch import fx
 from ..errors import Refused
 from ..ir.memory_order import invert_permutation, memory_order
 from ..ir.ops import dialect  # registers the ops
+from ..matching.graph_nodes import is_given, op_name
+from ..matching.lift.canonical_form import Body, Ref, walk
+from ..matching.match_result import Expert, Match
 from .aligned_nodes import AlignedNodes
 from .expert_emission import ExpertBodyEmitter
-from .match.form import Body, Ref, walk
-from .match.matched import Expert, Match
-from .match.nodes import is_given, op_name
 from .op_emission import OpEmitter
 from .residual_graph import ResidualGraph
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..capture.captured import Capture, HostRead
+from ..matching.graph_nodes import from_state
 from .aligned_nodes import AlignedNodes
-from .match.nodes import from_state
 
 aten = torch.ops.aten
 # Ops that compute the same for a Python number and for a tensor without axes.

@@ -17,9 +17,9 @@ from ..capture.captured import Capture
 from ..capture.sizes import evaluate
 from ..errors import Refused
 from ..ir.graph_codegen import FUNCTIONS
+from ..matching.capacity_formulas import Formula, find_formula
+from ..matching.match_result import Match
 from .aligned_nodes import AlignedNodes, op_kind
-from .capacity_formulas import Formula, find_formula
-from .match.matched import Match
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from torch import fx
 
 from ..capture.captured import Call
 from ..ir.passed_objects import is_passed
+from ..matching.match_result import Match
 from .aligned_nodes import AlignedNodes, leaf_nodes
-from .match.matched import Match
 
 
 def find_module_calls(match: Match, inlined: set[int]) -> list[list[Call]]:

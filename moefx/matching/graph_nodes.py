@@ -1,0 +1,184 @@
+"""Nodes of a capture: which op they are, which of them select, and which integers routing decides."""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..capture.captured import SHAPE_ONLY, Capture, HostRead, is_abstract, remembered
+from ..capture.skipped_calls import UnknownResult
+
+
+def op_name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
+
+
+Line = tuple[Any, Any]
+
+
+def line(node: fx.Node) -> Line:
+    """Which op it is, and of which line of the program: the same for all turns of a loop."""
+    return node.target, node.meta["source"]
+
+
+def arg(node: fx.Node, i: int, name: str, default: Any) -> Any:
+    return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
+
+
+# for ops that return what they selected and where: along which dim, and whether it is kept
+SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
+    "topk": lambda n: (arg(n, 2, "dim", -1), True),
+    "sort": lambda n: (n.kwargs.get("dim", next((a for a in n.args[1:] if type(a) is int), -1)), True),
+    "max": lambda n: (arg(n, 1, "dim", 0), bool(arg(n, 2, "keepdim", False))),
+    "min": lambda n: (arg(n, 1, "dim", 0), bool(arg(n, 2, "keepdim", False))),
+    "kthvalue": lambda n: (arg(n, 2, "dim", -1), bool(arg(n, 3, "keepdim", False))),
+}
+
+
+_INDEXED = {
+    "embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select", "scatter",
+    "scatter_add",
+}  # fmt: skip
+
+
+def lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int, range]]:
+    """The integers by which an op looks up or writes entries of a tensor: the axis of each, and what they may be."""
+    name, base = op_name(node), node.args[0] if node.args else None
+    if name not in _INDEXED or not isinstance(base, fx.Node):
+        return
+    if name in ("embedding", "index", "index_put"):
+        dims = list(enumerate(node.args[1] if name != "embedding" else [node.args[1]]))
+    else:
+        dims = [(node.args[1], node.args[2])]
+    for dim, i in dims:
+        size = base.meta["val"].shape[dim] if base.meta["val"].dim() else 1
+        if isinstance(i, fx.Node):
+            yield i, dim, range(-size if name.startswith("index") else 0, size)
+
+
+def place_axis(node: fx.Node) -> int | None:
+    """The dim along which `argmax`, `argmin` or `argsort` gives places; None: among all elements."""
+    last = -1 if op_name(node) == "argsort" else None
+    return node.kwargs.get("dim", next((a for a in node.args[1:] if type(a) is int), last))
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether a value follows from integers alone, so that its numbers are at hand."""
+    return bool(node.meta.get("known")) and node.op != "placeholder"
+
+
+def is_of_state(node: fx.Node) -> bool:
+    """Whether it is a parameter, a buffer, or a tensor that is an ordinary attribute."""
+    return node.op == "get_attr" and node.meta["kind"] != "constant"
+
+
+def is_matrix_of_integers(node: fx.Node) -> bool:
+    """Whether it is a float copy of a parameter or a buffer with integers along two axes."""
+    roots = node.all_input_nodes
+    is_copy = str(node.target).startswith("aten._to_copy") and is_of_state(roots[0])
+    if not is_copy or not node.meta["val"].is_floating_point():
+        return False
+    val = roots[0].meta["val"]
+    return val.dim() > 1 and not val.is_floating_point() and val.dtype is not torch.bool
+
+
+def values(capture: Capture, n: fx.Node) -> set[float]:
+    """Two of the values, or the one that all elements have."""
+    value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0, dtype=torch.float32)
+    return {float(value.min()), float(value.max())} if value.numel() else set()
+
+
+def numbers(nodes: Iterable[fx.Node]) -> dict[Any, int | float | None]:
+    """The numbers that ops are called with, by place in the program; None where one place has several."""
+    found: dict[Any, int | float | None] = {}
+    for n in nodes:
+        if n.op == "call_function":
+            for path, value in _numbers((n.args, n.kwargs)):
+                where = (n.meta["source"], str(n.target), path)
+                found[where] = value if found.get(where, value) == value else None
+    return found
+
+
+def _numbers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int | float]]:
+    if type(tree) in (int, float):
+        yield path, tree
+    elif isinstance(tree, (tuple, list)):
+        for i, item in enumerate(tree):
+            yield from _numbers(item, (*path, i))
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _numbers(item, (*path, key))
+
+
+ORDERED = {"lt", "le", "gt", "ge"}
+TWO_SIDED = {*ORDERED, "eq", "ne"}
+
+
+def asked_number(read: HostRead) -> tuple[str, Any]:
+    """Which comparison Python reads, and with what (`("lt", 8)`), whether it compares a number itself or an op does;
+    `("", None)` if it is none."""
+    if read.asked is None and read.node is not None and op_name(read.node) in TWO_SIDED and is_routed(read.node):
+        return op_name(read.node), read.node.args[1]
+    return read.asked or ("", None)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def is_skipped(node: fx.Node) -> bool:
+    """Whether it stands for a submodule that is not run in captures (see `capture.skipped_calls`)."""
+    return getattr(node.target, "__self__", None) is UnknownResult
+
+
+def from_state(node: fx.Node) -> bool:
+    """Whether a value is computed from parameters and buffers alone: the same for all tokens of a call."""
+
+    def of(n: fx.Node, are: list[bool]) -> bool:
+        if n.op == "get_attr":
+            return n.meta["kind"] in ("param", "buffer") and isinstance(n.meta["val"], FakeTensor)
+        return bool(are) and not is_random(n) and all(are)
+
+    return remembered(node, "from_state", of)
+
+
+def is_routed(node: Any) -> bool:
+    """Whether an integer was computed from floats or from arguments: another routing, another integer."""
+
+    def is_first(n: fx.Node) -> bool:
+        return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor)
+
+    def inputs_of(n: fx.Node) -> list[fx.Node]:
+        return [] if is_first(n) or n.target in SHAPE_ONLY else n.all_input_nodes
+
+    return isinstance(node, fx.Node) and remembered(node, "routed", lambda n, are: is_first(n) or any(are), inputs_of)
+
+
+def is_of_call(node: fx.Node) -> bool:
+    """Whether integers that another call may find otherwise, arguments or buffers, determine a value, alone or with
+    others."""
+    return _follows(node, "of call", lambda n: n.op == "placeholder" or is_of_state(n))
+
+
+def is_given(node: fx.Node) -> bool:
+    """Whether integers that are arguments determine a value, alone or with others."""
+    return _follows(node, "given", lambda n: n.op == "placeholder")
+
+
+def _follows(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:
+    def inputs_of(n: fx.Node) -> list[fx.Node]:
+        return [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
+
+    return remembered(node, name, lambda n, are: (is_first(n) and not is_abstract(n)) or any(are), inputs_of)

@@ -1,0 +1,103 @@
+"""Sizes of captures for a program that is proven on one side of its comparisons: multiples of 14, one token a sequence.
+
+`Arguments.choose` avoids round numbers, and never meets these.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from ..capture.inputs import TWICE_THE_TOKENS, Arguments
+from ..capture.sizes import SizeGuard
+
+MAX_TOKENS = 600
+_MIN_TOKENS = 8
+_MIN_SIZES = 3
+_SHORT = (1, 2, 3, 4, 5, 7)
+_NEAR = 64  # more tokens than asked for
+
+
+def find_sizes(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int) -> list[dict[str, int]]:
+    """Find sizes at which all guards hold, those of about `tokens` tokens first.
+
+    The first three differ in each axis that a guard such as `S == 1` does not fix. Empty if there are no three: numbers
+    that depend on the sizes would look like constants.
+    """
+    fixed = _fixed(arguments, guards)
+    free = [dim for dim in arguments.dims if dim not in fixed]
+    fitting = {tuple(s.values()): s for s in _candidates(arguments, free, fixed) if _hold(guards, s)}
+    found = sorted(fitting.values(), key=_cost(arguments, tokens))
+    chosen: list[dict[str, int]] = []
+    for sizes in found:
+        if len(chosen) < _MIN_SIZES and all(sizes[d] != other[d] for other in chosen for d in free):
+            chosen.append(sizes)
+    if len(chosen) < _MIN_SIZES or not free:
+        return []
+    return [*chosen, *(sizes for sizes in found if sizes not in chosen)]
+
+
+def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int) -> dict[str, int]:
+    """Find sizes with so many tokens, or a few more, at which all guards hold: of one sequence, else of as few as there
+    may be. If there are none, of one sequence."""
+    one = arguments.sequence(tokens)
+    if _hold(guards, one):
+        return one
+    fixed = _fixed(arguments, guards)
+    free = [dim for dim in reversed(arguments.dims) if dim not in fixed]
+    fewest = 0, one
+    for long in free:  # the last axis, if it may be
+        others = [dim for dim in free if dim != long]
+        for short in sorted(itertools.product(_SHORT, repeat=len(others)), key=math.prod):
+            known = fixed | dict(zip(others, short, strict=True))
+            each = arguments.each * math.prod(known.values())
+            least = max(1, -(-tokens // each))
+            for n in range(least, least + _NEAR // each + 1):
+                sizes = {dim: known.get(dim, n) for dim in arguments.dims}
+                if not _hold(guards, sizes):
+                    continue
+                if n * each <= tokens + tokens // 8:
+                    return sizes
+                fewest = min(fewest, (n * each, sizes), key=lambda found: found[0] or math.inf)
+                break
+    return fewest[1]
+
+
+def _fixed(arguments: Arguments, guards: Sequence[SizeGuard]) -> dict[str, int]:
+    """Axes that a guard such as `S == 1` fixes."""
+    return {
+        g.left: int(g.right)
+        for g in guards
+        if g.left in arguments.dims and g.right.isdigit() and (g.op, g.value) in (("eq", True), ("ne", False))
+    }
+
+
+def _candidates(arguments: Arguments, free: list[str], fixed: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes with one long free axis and short others."""
+    most = MAX_TOKENS // arguments.each
+    for long in free:
+        others = [dim for dim in free if dim != long]
+        for short in itertools.product(_SHORT, repeat=len(others)):
+            known = fixed | dict(zip(others, short, strict=True))
+            each = math.prod(known.values())
+            for n in range(-(-_MIN_TOKENS // each), most // each + 1):
+                yield {dim: known.get(dim, n) for dim in arguments.dims}
+
+
+def _hold(guards: Sequence[SizeGuard], sizes: dict[str, int]) -> bool:
+    try:
+        return all(g.holds(sizes) for g in guards)
+    except ArithmeticError:
+        return False
+
+
+def _cost(arguments: Arguments, tokens: int) -> Callable[[dict[str, int]], int]:
+    def cost(sizes: dict[str, int]) -> int:
+        distance = abs(arguments.each * math.prod(sizes.values()) - tokens)
+        return arguments.numbers.cost(sizes, arguments.each) + TWICE_THE_TOKENS * distance // tokens
+
+    return cost
+
+
+__all__ = ["find_sequence", "find_sizes"]

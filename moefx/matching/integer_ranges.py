@@ -1,0 +1,354 @@
+"""What integers can be under any routing, not only under those that were tried.
+
+An expert index that `topk` took from E scores lies in [0, E), so a check for a sentinel index is decided, whatever
+the routing: such a branch needs no second look. Ranges are kept per element, `lo <= value <= hi`; a tensor whose shape
+depends on the routing has one range for all its elements.
+"""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..capture.captured import Capture
+from ..capture.counts import Count
+from ..capture.sizes import plain
+from .graph_nodes import SELECTIONS, is_of_state, lookups, op_name, place_axis
+
+aten = torch.ops.aten
+Range = tuple[torch.Tensor, torch.Tensor]  # of a shape that broadcasts to the node's
+UNBOUNDED = 1 << 40  # grows with the number of tokens
+NARROW = {torch.int8, torch.uint8, torch.int16}  # that counts overflow; those that overflow 32 bits fill no memory
+
+_FEW = 8  # as many as there may be groups of experts, or choices of a token
+
+MOVES = {
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "select",
+    "slice", "clone", "alias", "detach", "_to_copy", "cat", "stack", "index_select", "flip", "repeat",
+}  # fmt: skip
+_MONOTONE = {
+    "add",
+    "sum",
+    "clamp",
+    "maximum",
+    "minimum",
+    "logical_and",
+    "logical_or",
+    "any",
+    "cumsum",
+    "amax",
+    "max",
+}
+_ARITHMETIC = {"sub", "mul", "bitwise_and", "bitwise_or"}
+_ALONG = {"sum", "cumsum", "any", "amax"}  # their numbers are axes
+_COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "greater")
+
+
+def token_sizes(capture: Capture) -> set[int]:
+    """Numbers of tokens that nothing else in a capture has."""
+    held = {n for node in capture.nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
+    return {n for n in capture.sizes.expressions if n > _FEW} - held
+
+
+class Ranges:
+    def __init__(
+        self,
+        nodes: list[fx.Node],
+        of_call: bool = False,
+        sizes: Collection[int] = (),
+        sizes_of_tokens: Collection[int] | None = None,
+    ):
+        """
+        Args:
+            of_call: integers that are arguments or buffers may be any; else nothing is said of what follows from them.
+            sizes: numbers of tokens, of which there may be more: positions among so many are unbounded, unless they are
+                compared with such a number.
+            sizes_of_tokens: sizes of all axes that tokens may have, with those that parameters have too; if not given,
+                any axis may be one of tokens.
+        """
+        self._known: dict[fx.Node, Range | None] = {}
+        self._of_call, self._sizes = of_call, sizes
+        self._here = Ranges(nodes, of_call) if sizes else None
+        self._held = {n for node in nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
+        self._fixed = set[int]() if sizes_of_tokens is None else self._held - {*sizes_of_tokens}
+        for node in nodes:
+            val = node.meta.get("val")
+            if isinstance(val, torch.Tensor) and not (val.dtype.is_floating_point or val.dtype.is_complex):
+                self._known[node] = _wrapped(self._range(node, val), val)
+            else:
+                self._known[node] = None
+            self._limit_lookups(node)
+
+    @classmethod
+    def with_more_tokens(cls, capture: Capture) -> Ranges:
+        """However many tokens there are. Computed once for a capture."""
+        sizes_of_tokens = capture.sizes.expressions
+        return capture.once("ranges", lambda: cls(capture.nodes, False, token_sizes(capture), sizes_of_tokens))
+
+    def of(self, node: fx.Node) -> Range | None:
+        return self._known.get(node)
+
+    def decided(self, node: fx.Node, asked: tuple[str, Any] | None = None) -> bool:
+        """Whether a boolean, or what was asked of a number (`("lt", 8)`), is the same under every routing."""
+        found = self.of(node)
+        if found is None:
+            return False
+        if asked is not None:
+            if isinstance(asked[1], Count):
+                return False
+            number = plain(asked[1])
+            if self._here is not None and number in self._sizes:
+                return self._here.decided(node, asked)
+            lo, hi = map(torch.tensor, _hull(found))
+            found = _compare(asked[0], (lo, hi), self._pair(number))
+        return bool((found[0] == found[1]).all())
+
+    def _range(self, node: fx.Node, val: torch.Tensor) -> Range | None:
+        if self._of_call and (node.op == "placeholder" or is_of_state(node)) and val.dtype is not torch.bool:
+            info = torch.iinfo(val.dtype)
+            return _uniform(max(info.min, -UNBOUNDED), min(info.max, UNBOUNDED), val)
+        if node.op != "call_function":
+            return None
+        if not node.all_input_nodes:
+            exact = val.to(torch.int64)
+            may_be_more = val.numel() in self._sizes or node.meta.get("ragged")
+            if self._here is not None and may_be_more and len(exact.unique()) > 1:
+                return _uniform(-UNBOUNDED if exact.min() < 0 else 0, UNBOUNDED, val)
+            return exact, exact
+        name = op_name(node)
+        if name == "getitem":
+            bundle, i = node.args
+            source = bundle.args[0].meta.get("val") if isinstance(bundle, fx.Node) and bundle.args else None
+            if i == 0 and (op_name(bundle) in SELECTIONS or op_name(bundle).startswith(("_unique", "unique"))):
+                found = self._known.get(bundle.args[0])
+                return found and _uniform(*_hull(found), val)
+            if i == 1 and op_name(bundle) in SELECTIONS and source is not None and source.dim():
+                dim, _ = SELECTIONS[op_name(bundle)](bundle)
+                return _uniform(0, self._last(bundle.args[0], dim), val)
+            return None
+        if name in ("argmax", "argmin", "argsort"):
+            return _uniform(0, self._last(node.args[0], place_axis(node)), val)
+        if name == "nonzero":
+            return self._nonzero(node, val)
+        if name in ("bincount", "histc"):
+            return _uniform(0, UNBOUNDED, val)
+        if name == "scatter" and len(node.args) == 4:
+            return self._scatter(node, val)
+        inputs = [self._known.get(a) for a in node.all_input_nodes]
+        if any(r is None for r in inputs):
+            return _uniform(0, 1, val) if val.dtype == torch.bool else None
+        return self._apply(node, name, val)
+
+    def _limit_lookups(self, node: fx.Node) -> None:
+        """Integers by which entries were looked up lie within the tensor: what follows would not run otherwise. Not
+        those of an axis that tokens may have: it is longer in other calls."""
+        for i, dim, allowed in lookups(node):
+            base, val = node.args[0], i.meta["val"]
+            shape = base.meta["val"].shape
+            is_last = len(shape) > 1 and dim % len(shape) == len(shape) - 1 and shape[dim] in self._held
+            if is_of_state(base) or is_last:
+                lo, hi = self._known.get(i) or _uniform(allowed.start, allowed.stop - 1, val)
+                self._known[i] = lo.clamp(min=allowed.start), hi.clamp(max=allowed.stop - 1)
+
+    def _last(self, source: fx.Node, dim: int | None) -> int:
+        """The last position along an axis, or among all elements."""
+        shape = source.meta["val"].shape
+        several = range(len(shape)) if dim is None else [dim % len(shape)] if shape else []
+        if any(self._is_of_tokens(source, d) for d in several):
+            return UNBOUNDED
+        return math.prod(shape[d] for d in several) - 1
+
+    def _is_of_tokens(self, source: fx.Node, dim: int) -> bool:
+        is_ragged = dim == 0 and bool(source.meta.get("ragged"))
+        return self._here is not None and (is_ragged or source.meta["val"].shape[dim] in self._sizes)
+
+    def _is_over_fixed(self, node: fx.Node) -> bool:
+        """Whether all axes that a sum is over have sizes of parameters, as that of the experts has."""
+        shape = node.args[0].meta["val"].shape
+        dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(len(shape))
+        return not node.args[0].meta.get("ragged") and all(shape[d] in self._fixed for d in dims)
+
+    def _is_over_rows(self, node: fx.Node) -> bool:
+        """Whether a sum is over the rows of an expert."""
+        of, dims = node.args[0], node.args[1] if len(node.args) > 1 else ()
+        several = dims if isinstance(dims, (list, tuple)) else (dims,)
+        return bool(of.meta.get("ragged")) and (not several or any(d % of.meta["val"].dim() == 0 for d in several))
+
+    def _apply(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
+        is_reshaped = name in ("view", "_unsafe_view")
+
+        def bound(side: int) -> Any:
+            def value(n: fx.Node) -> torch.Tensor:
+                known = self._known[n]
+                known = _compare("ne", known, self._pair(0)) if val.dtype is torch.bool else known
+                shape = n.meta["val"].shape
+                whole = known[side] if known[side].shape == shape else known[side].expand(shape)
+                return whole.contiguous() if is_reshaped else whole
+
+            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "dtype")}  # see `_wrapped`
+            return fx.node.map_arg((node.args, kwargs), value)
+
+        try:
+            is_of_truths = val.dtype is torch.bool and name in ("bitwise_and", "bitwise_or")
+            if name in MOVES | _ALONG or is_of_truths or (name in _MONOTONE and not _negative(node)):
+                args, kwargs = bound(0)
+                lo = node.target(*args, **kwargs)
+                args, kwargs = bound(1)
+                hi = node.target(*args, **kwargs)
+                lo, hi = (x[0] if isinstance(x, tuple) else x for x in (lo, hi))
+                lo, hi = lo.to(torch.int64), hi.to(torch.int64)
+                is_sum = name == "sum" and not self._is_over_fixed(node)
+                if is_sum or (name == "cumsum" and val.dim() and val.shape[node.args[1]] > 1):
+                    # over tokens, of which there may be more
+                    exact, below = lo == hi, lo < 0
+                    if self._is_over_rows(node):  # another routing, another number of them
+                        exact &= lo == 0
+                    lo, hi = torch.where(below & ~exact, -UNBOUNDED, lo), torch.where(exact, hi, UNBOUNDED)
+                return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
+            if name in _ARITHMETIC and not node.kwargs and not node.args[2:]:
+                return _arithmetic(name, *(self._pair(x) for x in node.args[:2]))
+            if name in ("floor_divide", "div") and not isinstance(node.args[1], fx.Node) and not _negative(node):
+                return tuple(node.target(x, *node.args[1:], **node.kwargs) for x in self._known[node.args[0]])
+            if name == "remainder" and type(node.args[1]) is int and node.args[1] > 0:
+                lo, hi = self._known[node.args[0]]
+                inside = (lo >= 0) & (hi < node.args[1])
+                return torch.where(inside, lo, 0), torch.where(inside, hi, node.args[1] - 1)
+            if name in _COMPARE:
+                if self._here is not None and any(self._is_size(x) for x in node.args[:2]):
+                    return self._here.of(node)
+                a, b = (self._pair(x) for x in node.args[:2])
+                return _compare(name, a, b)
+            if name in ("masked_fill", "where") and len(node.args) == 3:
+                return self._filled(node, name)
+            if name == "index":
+                return _uniform(*_hull(self._known[node.args[0]]), val)
+            if name in ("logical_not", "bitwise_not") and val.dtype == torch.bool:
+                return _compare("eq", self._known[node.args[0]], self._pair(0))
+        except (RuntimeError, TypeError, ValueError):
+            pass
+        return _uniform(0, 1, val) if val.dtype == torch.bool else None
+
+    def _filled(self, node: fx.Node, name: str) -> Range:
+        """`ids.masked_fill(ids == E, 0)`: what a comparison of the kept numbers themselves replaces is none of them."""
+        mask = node.args[1 if name == "masked_fill" else 0]
+        kept, put = (node.args[0], node.args[2]) if name == "masked_fill" else (node.args[2], node.args[1])
+        whole = self._pair(kept)
+        lo, hi = _hull_of(whole)
+        if op_name(mask) in _COMPARE and mask.args[0] is kept and type(mask.args[1]) is int:
+            lo, hi = _without(op_name(mask), mask.args[1], lo, hi)
+        (plo, phi), (klo, khi) = self._pair(put), whole
+        return torch.minimum(plo, klo.clamp(min=lo)), torch.maximum(phi, khi.clamp(max=hi))
+
+    def _is_size(self, x: Any) -> bool:
+        """Whether it is a number of tokens, or all positions among so many."""
+        if not isinstance(x, fx.Node):
+            return x in self._sizes
+        val = x.meta.get("val")
+        return not x.all_input_nodes and isinstance(val, torch.Tensor) and val.numel() in self._sizes
+
+    def _pair(self, x: Any) -> Range:
+        if isinstance(x, fx.Node):
+            return self._known[x]
+        exact = torch.as_tensor(x, dtype=torch.float32 if type(x) is float else None)
+        return exact, exact
+
+    def _nonzero(self, node: fx.Node, val: torch.Tensor) -> Range | None:
+        """Coordinates of what may be true."""
+        mask = node.args[0]
+        found = self._known.get(mask)
+        shape = mask.meta["val"].shape
+        hi = [n - 1 for n in shape]
+        if found is not None and found[1].shape == tuple(shape):
+            places = ((found[0] != 0) | (found[1] != 0)).nonzero()
+            hi = places.amax(0).tolist() if len(places) else [0] * len(shape)
+        hi = [UNBOUNDED if self._is_of_tokens(mask, d) else last for d, last in enumerate(hi)]
+        return torch.zeros((1, len(hi)), dtype=torch.int64), torch.tensor([hi], dtype=torch.int64)
+
+    def _scatter(self, node: fx.Node, val: torch.Tensor) -> Range | None:
+        """`one_hot`: a constant written at indices that have a range."""
+        base, dim, index, value = node.args
+        found, under = self._known.get(index), self._known.get(base)
+        if found is None or under is None or not isinstance(value, (int, bool)):
+            return None
+        inside = torch.zeros(val.shape, dtype=torch.bool)
+        inside.narrow(dim, 0, min(_hull(found)[1] + 1, val.shape[dim])).fill_(True)
+        lo, hi = (x.expand(val.shape) for x in under)
+        return torch.where(inside, lo.clamp(max=int(value)), lo), torch.where(inside, hi.clamp(min=int(value)), hi)
+
+
+def _wrapped(found: Range | None, val: Any) -> Range | None:
+    """Of a type too narrow for the range, all that the type has."""
+    if found is None or val.dtype not in NARROW:
+        return found
+    info = torch.iinfo(val.dtype)
+    fits = (found[0] >= info.min) & (found[1] <= info.max)
+    return torch.where(fits, found[0], info.min), torch.where(fits, found[1], info.max)
+
+
+def _uniform(lo: int, hi: int, val: torch.Tensor) -> Range:
+    return torch.full(val.shape, lo), torch.full(val.shape, hi)
+
+
+def _hull(found: Range) -> tuple[int, int]:
+    """The least and the greatest that any element can be, 0 included."""
+    lo, hi = found
+    return min([0, *lo.reshape(-1).tolist()]), max([0, *hi.reshape(-1).tolist()])
+
+
+def _hull_of(found: Range) -> tuple[int, int]:
+    return int(found[0].min()), int(found[1].max())
+
+
+def _without(name: str, number: int, lo: int, hi: int) -> tuple[int, int]:
+    """What is left of a range without the numbers that a comparison is true of."""
+    if name in ("ge", "gt", "greater"):
+        return lo, min(hi, number - (name == "ge"))
+    if name in ("le", "lt"):
+        return max(lo, number + (name == "le")), hi
+    if name == "eq":
+        return lo + (lo == number), hi - (hi == number)
+    return lo, hi
+
+
+def _negative(node: fx.Node) -> bool:
+    return any(isinstance(a, (int, float)) and a < 0 for a in node.args) or bool(node.kwargs.get("alpha", 1) != 1)
+
+
+def _arithmetic(name: str, a: Range, b: Range) -> Range | None:
+    """Of two operands, in which the result need not grow."""
+    (alo, ahi), (blo, bhi) = a, b
+    if name == "sub":
+        lo, hi = alo - bhi, ahi - blo
+    elif name == "mul":  # in float64, in which nothing overflows
+        ends = torch.stack(torch.broadcast_tensors(*[x.double() * y for x in a for y in b]))
+        lo, hi = (x.clamp(-UNBOUNDED, UNBOUNDED).to(torch.int64) for x in (ends.amin(0), ends.amax(0)))
+    elif bool((alo < 0).any() or (blo < 0).any()):
+        return None
+    elif name == "bitwise_and":
+        lo, hi = torch.zeros_like(alo + blo), torch.minimum(ahi, bhi)
+    else:  # below the sum, and no bit more than either has
+        lo, hi = torch.maximum(alo, blo), ahi + bhi
+    return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
+
+
+def _compare(name: str, a: Range, b: Range) -> Range:
+    (alo, ahi), (blo, bhi) = a, b
+    if name in ("eq", "ne"):
+        may, must = (alo <= bhi) & (blo <= ahi), (alo == ahi) & (blo == bhi) & (alo == blo)
+        return (must, may) if name == "eq" else (~may, ~must)
+    if name in ("gt", "greater", "ge"):
+        fn = operator.gt if name != "ge" else operator.ge
+        return fn(alo, bhi), fn(ahi, blo)
+    fn = operator.lt if name == "lt" else operator.le
+    return fn(ahi, blo), fn(alo, bhi)

@@ -1,0 +1,202 @@
+"""Anti-unification: what the routed summands of all tokens and slots have in common, and how the rest varies."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from torch import fx
+
+from ...errors import Refused
+from ..graph_nodes import is_matrix_of_integers, is_random
+from ..terms.parameter_places import Place, has_place, is_parameter, parameter_of
+from ..terms.term import Term, number, show
+from .canonical_form import Body, Group, Ref
+from .expert_owners import Owners
+from .value_lookup import Lookup
+
+FOREIGN = "an output row depends on something else than its own input row"
+Where = list[tuple[int, int, int]]  # token, slot and expert id of each summand
+
+
+class Skeletons:
+    """The form of terms as a hash: which ops, not which rows, weights or parameters. `given`: rows of kept nodes."""
+
+    def __init__(self, given: set[Term]):
+        self.given = given
+        self._found: dict[Term, int] = {}
+
+    def of(self, t: Term) -> int:
+        found = self._found.get(t)
+        if found is None:
+            if t in self.given:
+                form: Any = ("given", t.shape)
+            elif has_place(t) and (is_parameter(t) or math.prod(t.shape) > 1):
+                form = ("parameter", t.shape)
+            elif math.prod(t.shape) == 1 and t.op != "const":
+                form = ("scalar",)
+            elif t.op in ("node", "at"):
+                form = (t.op, t.shape)
+            else:
+                form = (t.op, t.shape, *[self.of(a) if isinstance(a, Term) else a for a in t.args])
+            found = self._found[t] = hash(form)
+        return found
+
+
+def _kind(t: Term) -> str:
+    """What a term is, for people."""
+    match t.op:
+        case "pw" | "row":
+            name = f"{t.args[0].removesuffix('.default')}(...)"
+        case "param" | "buffer" | "const":
+            name = show(t)
+        case "ein":
+            name = "a matrix product"
+        case _:
+            name = f"{t.op}(...)"
+    return f"{name} of shape {list(t.shape)}" if t.shape else name
+
+
+class Unifier:
+    """The body of the experts of one form."""
+
+    def __init__(self, owners: Owners, lookup: Lookup, routed: set[fx.Node]):
+        self.owners, self.lookup, self.routed = owners, lookup, routed
+        self.experts = owners.experts
+        self.tables: list[dict[int, Place]] = []
+        self.values: list[Ref] = []
+        self.bodies: dict[tuple[Term, ...], Body] = {}
+
+    def group(self, members: list[tuple[int, int, Term]], ids: list[list[int]]) -> Group:
+        """`members`: token, slot and summand; `ids`: the experts of each token."""
+        where = [(t, k, ids[t][k]) for t, k, _ in members]
+        body = self._unify(where, [m for _, _, m in members])
+        return Group(sorted({e for _, _, e in where}), body, self.tables, self.values)
+
+    def _unify(self, where: Where, terms: list[Term]) -> Body:
+        first = terms[0]
+        key = tuple(terms)
+        if key in self.bodies:
+            return self.bodies[key]
+        same = all(t is first for t in terms)
+        if first.op == "const" and same:
+            return Body("const", (number(first),), first.shape)
+        of_experts = any(parameter_of(t).args[0] in self.experts for t in terms)
+        if all(is_parameter(t) for t in terms) and (of_experts or (same and not self._is_looked_up(where, terms))):
+            body = self._table(where, terms, same)
+        elif (ref := self.lookup.find(where, terms)) is not None:
+            body = self._value(ref, first)
+        elif all(has_place(t) for t in terms):
+            body = self._table(where, terms, same)
+        else:
+            try:
+                body = self._decompose(where, terms)
+            except Refused:
+                # a value per slot that is wider than a scalar is a last resort: it exists for all slots at once
+                if first.op == "const" or (ref := self.lookup.find(where, terms, wide=True)) is None:
+                    raise
+                body = self._value(ref, first)
+        self.bodies[key] = body
+        return body
+
+    def _value(self, ref: Ref, term: Term) -> Body:
+        if ref not in self.values:
+            self.values.append(ref)
+        return Body("value", (self.values.index(ref),), term.shape)
+
+    def _is_looked_up(self, where: Where, terms: list[Term]) -> bool:
+        """Whether a part of a parameter is a token's own row, as of an embedding, in another capture too: of one token,
+        or of several that are alike, it is the same part everywhere."""
+        ref = self.lookup.find(where, terms)
+        return ref is not None and ref.place in self.lookup.before
+
+    def _decompose(self, where: Where, terms: list[Term]) -> Body:
+        first = terms[0]
+        for t in terms:
+            if t.op != first.op or t.shape != first.shape or len(t.args) != len(first.args):
+                raise Refused(
+                    "experts do not compute the same function",
+                    culprits=tuple(str(p) for p in {*self.owners.key(first), *self.owners.key(t)})[:4],
+                    remedy=f"where one has {_kind(first)}, another has {_kind(t)}",
+                )
+        if first.op in ("node", "put", "index", "array"):
+            raise self._foreign(first)
+        if first.op == "at" and (first.args[0].op == "node" or any(t.args[1] != first.args[1] for t in terms)):
+            raise self._foreign(first)
+        args: list[Any] = []
+        for position, a in enumerate(first.args):
+            column = [t.args[position] for t in terms]
+            if isinstance(a, Term):
+                args.append(self._unify(where, column))
+            elif all(c == a for c in column):
+                args.append(a)
+            else:
+                other = next(c for c in column if c != a)
+                raise Refused(f"a constant inside the experts depends on the routing: {a!r} and {other!r}")
+        return Body(first.op, tuple(args), first.shape)
+
+    def _table(self, where: Where, terms: list[Term], same: bool) -> Body:
+        shape = terms[0].shape
+        if same and parameter_of(terms[0]).args[0] not in self.experts:
+            return Body("shared", (Place.of(terms[0]),), shape)
+        self.experts.update(parameter_of(t).args[0] for t in terms)
+        table: dict[int, Place] = {}
+        for (_, _, e), t in zip(where, terms, strict=True):
+            place = Place.of(t)
+            if table.setdefault(e, place) != place:
+                raise Refused(
+                    f"expert {e} uses {place} for one token and {table[e]} for another", culprits=(place.fqn,)
+                )
+            if t.shape != shape:
+                raise Refused(
+                    "experts have parameters of different shapes",
+                    culprits=(str(place), str(next(iter(table.values())))),
+                )
+        if table not in self.tables:
+            self.tables.append(table)
+        return Body("expert", (self.tables.index(table),), shape)
+
+    def _foreign(self, t: Term) -> Refused:
+        """Something reached the routed sum that no token's own row explains."""
+        routed = sorted(self.routed, key=lambda n: n.meta["index"])
+        if quantised := [a for n in routed for a in n.all_input_nodes if is_matrix_of_integers(a)]:
+            names = dict.fromkeys(str(root.meta["fqn"]) for a in quantised for root in a.all_input_nodes)
+            return Refused(
+                "the experts' weights are made of integers, as quantised ones are: they are taken for tables",
+                culprits=tuple(names)[:3],
+                source=str(quantised[0].meta["source"]),
+                remedy="keep the weights of experts as floats",
+            )
+        base = t
+        while base.terms:
+            base = base.terms[0]
+        what, source = base.op, ""
+        if base.op == "node":
+            fx_node = base.args[0]
+            maker = fx_node.args[0] if fx_node.target is operator.getitem else fx_node
+            name = getattr(maker.target, "__name__", str(maker.target))
+            match fx_node.op:
+                case "placeholder":
+                    what = f"the argument {name}"
+                case "get_attr" if fx_node.meta["kind"] == "constant":
+                    what = "a tensor that is neither a parameter nor a buffer of the block"
+                case _:
+                    what = f"what {name} makes"
+            source = "" if fx_node.op == "placeholder" else str(fx_node.meta["source"])
+            if fx_node in self.routed or is_random(fx_node):
+                return Refused(
+                    f"the experts' computation goes through {name}, which is not row by row",
+                    culprits=(name,),
+                    source=str(fx_node.meta["source"]),
+                )
+        elif has_place(base):
+            what = f"a part of {base.args[0]}"
+        if t.op == "at":
+            which = ", ".join(str(i) for _, i in t.args[1])
+            what = f"element [{which}] of {what}"
+        return Refused(
+            f"{FOREIGN}: on {what}",
+            source=source,
+            remedy="each expert must treat the rows it gets one by one",
+        )

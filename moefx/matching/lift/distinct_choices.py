@@ -1,0 +1,467 @@
+"""Which choices of a token are different experts, whatever its scores are.
+
+Those of one `topk` are different places of one order. What a program makes of places (an offset for each group of
+experts, a fixed expert beside them) is run for each place that there may be: two choices are different where no two
+places come out as one expert.
+"""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
+# pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.captured import CONTRACTIONS, SHAPE_ONLY, Capture
+from ..graph_nodes import SELECTIONS, arg, is_random, numbers, op_name, place_axis
+from ..integer_ranges import token_sizes
+from ..terms.term import MASKED
+from .canonical_form import Lifted
+from .expert_index import aligned
+
+MOVES = {
+    "_unsafe_view", "cat", "constant_pad_nd", "expand", "flatten", "flip", "permute", "repeat", "reshape", "roll",
+    "select", "slice", "squeeze", "stack", "t", "transpose", "unsqueeze", "view",
+}  # fmt: skip
+_APART = {"chunk", "split", "split_with_sizes", "unbind"}
+_LOOKUPS = {"gather", "index", "index_select"}
+_POINTWISE = {"_to_copy", "detach", "floor_divide", "lift_fresh"}  # and what torch calls so
+# Of these the first arguments are a tensor, or the shape: what they hold hangs on the others only.
+_SHAPED = {
+    "_unsafe_view": 2, "expand": 2, "full": 1, "new_full": 2, "new_ones": 2, "new_zeros": 2, "ones": 1, "reshape": 2,
+    "view": 2, "zeros": 1,
+}  # fmt: skip
+_MOST_WAYS = 8
+_MOVED_ON = {"_to_copy", "alias", "clone", "detach"}
+_SOFTMAX = {"_log_softmax", "_softmax", "log_softmax", "softmax"}
+_NOT_LOW = {"_softmax", "exp", "relu", "sigmoid", "softmax", "softplus", "tanh"}
+_COMBINED = {"add", "div", "mul", "neg", "sub", *_MOVED_ON}
+
+
+class _Way(NamedTuple):
+    """How the elements of an integer tensor may come about."""
+
+    choice: torch.Tensor  # int64 [*shape]: the choice that each is a function of; 0: of none
+    values: torch.Tensor  # [N, *shape], by which place that choice is
+
+    def at(self, place: int) -> torch.Tensor:
+        return self.values[min(place, len(self.values) - 1)]
+
+
+def are_different(lifted: Lifted, experts: set[int], others: Sequence[Lifted] = (), follows_masks: bool = True) -> bool:
+    """Whether no two slots of a token can be the same one of these experts.
+
+    Args:
+        others: captures at other sizes.
+        follows_masks: also that a choice cannot be one that was masked before it.
+    """
+    if lifted.slots < 2 or "m" in lifted.index.axes:
+        return True
+    places = _Places(lifted.capture, [other.capture for other in others], follows_masks)
+    slots: list[list[_Way]] = []
+    for ref in lifted.index.columns or (lifted.index,):
+        ways = places.ways(ref.node)
+        if ways is None:
+            return False
+        read = [[as_slots(x, lifted.tokens, ref.axes) for x in (way.choice, *way.values)] for way in ways]
+        for k in range(read[0][0].shape[1]):
+            slots.append([_Way(choice[:, k], torch.stack([v[:, k] for v in values])) for choice, *values in read])
+    among = torch.tensor(sorted(experts))
+    return not any(
+        places.may_be_one(*ways, among)
+        for pair in itertools.combinations(slots, 2)
+        for ways in itertools.product(*pair)
+    )
+
+
+def as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
+    """A tensor that a `Ref` with these axes reads, as [T, K]."""
+    sequences = len(x) if "s" in axes else 0
+    return next(flat for found, flat in aligned(x, tokens, sequences) if found == axes)
+
+
+class _Places:
+    """Args: others: where sizes became plain numbers, captures at other sizes say which numbers are none of these."""
+
+    def __init__(self, capture: Capture, others: Sequence[Capture], follows_masks: bool = True):
+        self._follows_masks = follows_masks
+        self._tokens = token_sizes(capture)  # what counts these is known of no other number
+        self._fixed: dict[Any, Any] | None = None
+        if capture.sizes.leaks or capture.sizes.routed:
+            here, *there = (numbers(c.nodes) for c in (capture, *others))
+            self._fixed = {at: n for at, n in here.items() if all(n == other.get(at) for other in there)}
+        self._known: dict[fx.Node, list[_Way] | None] = {}
+        self._same: dict[str, list[_Way] | None] = {}  # by what is run: it chooses the same again
+        self._rows = torch.zeros(1, dtype=torch.int64)  # by choice: those of a row are different places
+        self._sizes = torch.ones(1, dtype=torch.int64)  # by choice: of how many places
+
+    def may_be_one(self, a: _Way, b: _Way, among: torch.Tensor) -> bool:
+        """Whether two slots, [T] and [N, T] each, can come out as one of these numbers."""
+        counts, is_at = zip(*(self._counts(way, among) for way in (a, b)), strict=True)
+        if counts[0] is None or counts[1] is None:
+            return True
+        n = min(len(at) for at in is_at)
+        both = (is_at[0][:n] & is_at[1][:n]).sum(0)  # by number: at one place
+        is_same = a.choice == b.choice
+        is_beside = ~is_same & (self._rows[a.choice] == self._rows[b.choice])
+        is_apart = ~(is_same | is_beside)
+        found = [(is_same, both), (is_beside, counts[0] * counts[1] - both), (is_apart, counts[0] * counts[1])]
+        return any(bool(tokens.any() and pairs.any()) for tokens, pairs in found)
+
+    def _counts(self, way: _Way, among: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """At how many places a slot is each of these numbers, and at which: [N, numbers]. None: not at the same for all
+        tokens."""
+        sizes = self._sizes[way.choice]
+        values = way.values[: int(sizes[0])]
+        is_at = values[:, :1] == among
+        is_uniform = bool((sizes == sizes[0]).all() and (values == values[:, :1]).all())
+        return (is_at.sum(0) if is_uniform else None), is_at
+
+    # ------------------------------------------------------------------ how integers come about
+    def ways(self, node: fx.Node) -> list[_Way] | None:
+        """None: nothing is known of some element."""
+        stack = [node]
+        while stack:
+            n = stack[-1]
+            unseen = [a for a in _made_from(n) if a not in self._known] if n not in self._known else []
+            stack += unseen
+            if not unseen:
+                stack.pop()
+                if n not in self._known:
+                    self._known[n] = self._ways(n) if _is_of_integers(n) else None
+                    if not is_random(_made_by(n)):
+                        self._known[n] = self._same.setdefault(_run(n), self._known[n])
+        return self._known[node]
+
+    def _ways(self, node: fx.Node) -> list[_Way] | None:
+        val: torch.Tensor = node.meta["val"]
+        if self._is_of_sizes(node):
+            return None
+        if _is_constant(node):
+            is_counting = val.numel() in self._tokens and len(val.unique()) > 1
+            return None if is_counting else [_constant(val)]
+        chosen = self._chosen(node, val.shape)
+        if chosen is not None:
+            return [chosen._replace(values=chosen.values.to(val.dtype))]
+        if op_name(node) in ("where", "masked_fill") and len(node.args) == 3:
+            mask = node.args[0 if op_name(node) == "where" else 1]
+            if self._known[mask] is None:
+                return self._either(val, [a for a in node.args if a is not mask])
+        try:
+            return self._computed(node)
+        except RuntimeError:  # at a place that never is chosen, or else the program fails as well
+            return None
+
+    def _is_of_sizes(self, node: fx.Node) -> bool:
+        """Whether a number that is no shape follows from sizes, or from the routing: it is another at the next call."""
+        if node.op == "get_attr":
+            return bool(node.meta["of_sizes"]) or self._fixed is not None
+        given, shapes = node.meta["of_sizes"], _SHAPED.get(op_name(node), 0)
+        args = (*node.args[shapes:], *node.kwargs.values()) if shapes else (node.args, node.kwargs)
+        if given and any(n in given for n in pytree.tree_leaves(args) if type(n) in (int, float)):
+            return True
+        if self._fixed is None or shapes:
+            return False
+        return any(self._fixed.get(at) is None for at in numbers([_made_by(node)]))
+
+    def _chosen(self, node: fx.Node, shape: torch.Size) -> _Way | None:
+        """Of what selects among scores, or among what is different already."""
+        name, by = op_name(node), _made_by(node)
+        if not by.all_input_nodes or not shape:
+            return None
+        of = getattr(by.all_input_nodes[0].meta.get("val"), "shape", ())
+        axis: Any = None  # along which all are different
+        among: int | None = None  # along which is chosen
+        if name == "getitem" and op_name(by) in SELECTIONS:
+            axis, is_kept = SELECTIONS[op_name(by)](by)
+            if node.args[1] == 0:
+                return self._again(by.args[0], axis, shape) if is_kept else None
+            size, axis, among = of[axis], axis if is_kept else None, axis
+        elif name in ("argmax", "argmin"):
+            among = place_axis(node)
+            size = math.prod(of) if among is None else of[among]
+        elif name == "argsort":
+            axis = among = place_axis(node)
+            size = of[axis]
+        elif name == "multinomial":
+            axis = None if arg(node, 2, "replacement", False) else -1
+            size = of[-1]
+        elif name == "gather" and self._different(node.args[2], axis := node.args[1]) is not None:
+            return self._again(node.args[0], axis, shape)
+        else:
+            return None
+        if size in self._tokens:
+            return None
+        found = self._new(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
+        if among is not None and self._follows_masks:
+            self._join_earlier(found, by.args[0], among)
+        return found
+
+    def _join_earlier(self, found: _Way, scores: fx.Node, axis: int) -> None:
+        """Have new choices belong to the row of earlier ones if the scores of these are masked before the selection."""
+        axis, shape = axis % scores.meta["val"].dim(), scores.meta["val"].shape
+        is_one = found.choice.dim() < len(shape) or found.choice.shape[axis] == 1
+        masks = self._masks(scores, is_one)
+        if sum(int(mask.values.sum(axis + 1).max()) for mask in masks) >= shape[axis]:
+            return  # all may be masked
+        rows, earlier = None, []
+        for mask in masks:
+            choice = mask.choice.expand(shape).narrow(axis, 0, 1)
+            is_at = mask.values.expand(-1, *shape).movedim(axis + 1, -1).diagonal(dim1=0, dim2=-1)
+            is_of_row = bool((mask.choice == mask.choice.narrow(axis, 0, 1)).all())
+            if len(mask.values) != shape[axis] or not is_of_row or not bool(is_at.all()):
+                continue
+            if rows is None or torch.equal(self._rows[choice], rows):
+                rows = self._rows[choice]
+                earlier.append(choice.flatten())
+        if rows is None or rows.unique().numel() < rows.numel():
+            return
+        of_rows = torch.isin(self._rows, rows).nonzero().flatten()
+        if not bool(torch.isin(of_rows, torch.cat(earlier)).all()):
+            return  # some of an earlier choice may be chosen again
+        rows = rows if found.choice.dim() == len(shape) else rows.squeeze(axis)
+        self._rows[found.choice] = rows.expand(found.choice.shape)
+
+    def _masks(self, scores: fx.Node, is_one: bool) -> list[_Way]:
+        """Which scores are so low that they count as masked, as functions of earlier choices. Empty if others may be as
+        low.
+
+        Args:
+            is_one: a single one is chosen. Among probabilities the second may be 0 as those that are masked.
+        """
+        found: list[_Way] = []
+        node: Any = scores
+        while isinstance(node, fx.Node) and node.op == "call_function":
+            name, args = op_name(node), node.args
+            if name in _MOVED_ON or (name in _SOFTMAX and is_one and not found):
+                node = args[0]
+                continue
+            several: list[_Way | None] = []
+            earlier: Any = args[0]
+            if name == "masked_fill" and _is_low(args[2]):
+                several = [self._only_way(args[1])]
+            elif name == "where" and len(args) == 3 and _is_low(args[1]):
+                several, earlier = [self._only_way(args[0])], args[2]
+            elif name == "where" and len(args) == 3 and _is_low(args[2]):
+                way, earlier = self._only_way(args[0]), args[1]
+                several = [way and way._replace(values=way.values == 0)]
+            elif name == "scatter" and _is_low(args[3]):
+                several = [_spread_out(way, args[1], node.meta["val"].shape) for way in self._columns(args[2], args[1])]
+            elif name == "index_put" and _is_low(args[2]):
+                index = _of_each_row(node)
+                way = self._only_way(index) if index is not None else None
+                several = [
+                    way and _spread_out(_Way(way.choice[..., None], way.values[..., None]), -1, node.meta["val"].shape)
+                ]
+            else:
+                break
+            if not several or None in several:
+                return []
+            found += [_Way(one.choice, one.values != 0) for one in several if one is not None]
+            node = earlier
+        return [] if _may_be_low(node) else found
+
+    def _columns(self, node: Any, axis: int) -> list[_Way]:
+        """How the entries at each place along an axis come about."""
+        way = self._only_way(node)
+        if way is None:
+            return []
+        axis %= way.choice.dim()
+        parts = zip(way.choice.split(1, axis), way.values.split(1, axis + 1), strict=True)
+        return [_Way(choice, values) for choice, values in parts]
+
+    def _only_way(self, node: Any) -> _Way | None:
+        ways = self.ways(node) if isinstance(node, fx.Node) and _is_of_integers(node) else None
+        return ways[0] if ways is not None and len(ways) == 1 else None
+
+    def _new(self, axis: int | None, values: torch.Tensor) -> _Way:
+        """Choices that were not known before, of these numbers."""
+        choice = len(self._rows) + torch.arange(values[0].numel()).view(values.shape[1:])
+        rows = choice if axis is None else choice.narrow(axis, 0, 1).expand(choice.shape)  # named by their first ones
+        self._rows = torch.cat([self._rows, rows.flatten()])
+        self._sizes = torch.cat([self._sizes, torch.full((choice.numel(),), len(values))])
+        return _Way(choice, values)
+
+    def _again(self, node: Any, axis: int, shape: torch.Size) -> _Way | None:
+        """What is selected, without putting back, from numbers that are different."""
+        way, along = self._different(node, axis), axis % len(shape)
+        if way is None or any(
+            n != m for i, (n, m) in enumerate(zip(shape, way.choice.shape, strict=True)) if i != along
+        ):
+            return None
+        first = way.values.narrow(along + 1, 0, 1)
+        return self._new(axis, first.expand(len(first), *shape))
+
+    def _different(self, node: Any, axis: int) -> _Way | None:
+        """How numbers come about that are all different along an axis, as one function of different places."""
+        ways = self._known.get(node)
+        if ways is None or len(ways) != 1 or not ways[0].choice.dim():
+            return None
+        choice, values = ways[0]
+        alike = all(bool((x == x.narrow(axis, 0, 1)).all()) for x in (self._rows[choice], *values))
+        apart = bool(choice.sort(axis).values.diff(dim=axis).all() and values.sort(0).values.diff(dim=0).all())
+        return ways[0] if alike and apart and choice.all() else None
+
+    def _either(self, val: torch.Tensor, branches: list[Any]) -> list[_Way] | None:
+        """Of one or the other, nobody knows which."""
+        found: list[_Way] = []
+        for branch in branches:
+            ways = self._known[branch] if isinstance(branch, fx.Node) else [_constant(torch.tensor(branch))]
+            if ways is None or len(found) + len(ways) > _MOST_WAYS:
+                return None
+            for choice, values in ways:
+                values = values.view(len(values), *[1] * (val.dim() - values.dim() + 1), *values.shape[1:])
+                found.append(_Way(choice.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype)))
+        return found
+
+    def _computed(self, node: fx.Node) -> list[_Way] | None:
+        """Of what only moves numbers, or computes with those at one place."""
+        by = _made_by(node)
+        name, inputs = op_name(by), by.all_input_nodes
+        several = [ways for a in inputs if (ways := self._known[a]) is not None]
+        if name == "scatter" and len(several) == len(inputs) and not isinstance(by.args[3], fx.Node):
+            base, index = (self._known[a] for a in by.args[:3:2])
+            if len(base) != 1 or len(index) != 1 or bool(base[0].choice.any()):
+                return None
+            at = _spread_out(index[0], by.args[1], node.meta["val"].shape)
+            put = torch.tensor(by.args[3], dtype=node.meta["val"].dtype)
+            return at and [_Way(at.choice, torch.where(at.values, put, base[0].values[0]))]
+        looks_up, moves = name in _LOOKUPS, name in MOVES | _APART
+        computes = name in _POINTWISE or torch.Tag.pointwise in getattr(by.target, "tags", ())
+        if not (looks_up or moves or computes) or is_random(by) or len(several) < len(inputs):
+            return None
+        if math.prod(map(len, several)) > _MOST_WAYS or (looks_up and not self._is_at_constants(by)):
+            return None
+        found = []
+        for ways in itertools.product(*several):
+            given = dict(zip(inputs, ways, strict=True))
+            values = torch.stack([_call(node, {a: way.at(n) for a, way in given.items()}) for n in range(_most(ways))])
+            if computes:
+                choice = _common([way.choice.expand(values.shape[1:]) for way in ways])
+            elif looks_up:
+                indices = {a: way.at(0) for a, way in given.items()}
+                choice = _call(node, indices | {inputs[0]: ways[0].choice})
+            else:
+                choice = _call(node, {a: way.choice for a, way in given.items()}, padding=0)
+            if choice is None:
+                return None
+            found.append(_Way(choice, values))
+        return found
+
+    def _is_at_constants(self, node: fx.Node) -> bool:
+        indices: list[fx.Node] = []
+        fx.node.map_arg((node.args[1:], node.kwargs), indices.append)
+        return bool(indices) and all(_is_constant(a) and self._known[a] is not None for a in indices)
+
+
+def _may_be_low(node: Any) -> bool:
+    """Whether scores may be as low as those that are masked, not by chance but because the program makes them so."""
+    stack, seen = [node], set()
+    while stack:
+        n = stack.pop()
+        if not isinstance(n, fx.Node) or n in seen:
+            continue
+        seen.add(n)
+        name = op_name(n)
+        is_made = n.op == "call_function" and (n.target in CONTRACTIONS or name in _NOT_LOW or is_random(n))
+        if is_made or (n.op == "get_attr" and n.meta["kind"] == "param"):
+            continue
+        if name not in _COMBINED:
+            return True
+        stack += n.all_input_nodes
+    return False
+
+
+def _is_low(value: Any) -> bool:
+    """Whether a number that is put in place of a score masks it."""
+    while isinstance(value, fx.Node) and op_name(value) in ("_to_copy", "detach", "lift_fresh"):
+        value = value.args[0]
+    if isinstance(value, fx.Node) and op_name(value) in ("full", "full_like", "scalar_tensor"):
+        value = value.args[0 if op_name(value) == "scalar_tensor" else 1]
+    elif isinstance(value, fx.Node) and value.op == "get_attr" and value.meta["literal"]:
+        original = value.meta.get("shadow", value.meta.get("original"))
+        value = float(original) if isinstance(original, torch.Tensor) and original.numel() == 1 else 0
+    return type(value) in (int, float) and value <= MASKED
+
+
+def _spread_out(index: _Way | None, axis: int, shape: torch.Size) -> _Way | None:
+    """Where a tensor is written to at one place along an axis."""
+    if index is None or index.choice.dim() != len(shape) or index.choice.shape[axis] != 1:
+        return None
+    axis %= len(shape)
+    if any(n != m for i, (n, m) in enumerate(zip(index.choice.shape, shape, strict=True)) if i != axis):
+        return None
+    places = torch.arange(shape[axis]).view(-1, *[1] * (len(shape) - axis - 1))
+    return _Way(index.choice.expand(shape), (index.values % shape[axis]) == places)
+
+
+def _of_each_row(node: fx.Node) -> fx.Node | None:
+    """The last index of `scores[torch.arange(n), index] = number`."""
+    indices, shape = node.args[1], node.args[0].meta["val"].shape
+    if len(indices) != len(shape) or len(shape) != 2 or not all(isinstance(i, fx.Node) for i in indices):
+        return None
+    rows, index = indices
+    while op_name(rows) == "detach":
+        rows = rows.args[0]
+    is_each = not rows.all_input_nodes and torch.equal(rows.meta["val"], torch.arange(shape[0]))
+    return index if is_each and index.meta["val"].shape == shape[:1] else None
+
+
+def _run(node: fx.Node) -> str:
+    by = _made_by(node)
+    return str((by.op, by.target, by.args, by.kwargs, node.args[1] if by is not node else ""))
+
+
+def _made_by(node: fx.Node) -> fx.Node:
+    """The op, of which a node may be one of several results."""
+    return node.args[0] if op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) else node
+
+
+def _made_from(node: fx.Node) -> list[fx.Node]:
+    return [] if not _is_of_integers(node) or _is_constant(node) else _made_by(node).all_input_nodes
+
+
+def _is_of_integers(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and not val.is_floating_point()
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether it is the same in all runs of the program."""
+    if node.op == "get_attr":
+        return node.meta["kind"] == "constant" and node.meta["literal"]
+    is_made = node.op == "call_function" and (not node.all_input_nodes or node.target in SHAPE_ONLY)
+    return is_made and not is_random(node) and "empty" not in op_name(node)
+
+
+def _constant(val: torch.Tensor) -> _Way:
+    return _Way(torch.zeros(val.shape, dtype=torch.int64), val[None])
+
+
+def _most(ways: Iterable[_Way]) -> int:
+    return max((len(way.values) for way in ways), default=0)
+
+
+def _common(choices: list[torch.Tensor]) -> torch.Tensor | None:
+    """The choice that each element is a function of, of several of which one may be; None: of two."""
+    found = torch.stack(choices).amax(0)
+    return found if all(bool(((c == 0) | (c == found)).all()) for c in choices) else None
+
+
+def _call(node: fx.Node, inputs: dict[fx.Node, torch.Tensor], **changed: Any) -> torch.Tensor:
+    by = _made_by(node)
+    args, kwargs = fx.node.map_arg((by.args, by.kwargs), inputs.__getitem__)
+    if "padding" in changed and op_name(by) == "constant_pad_nd":
+        args = *args[:2], changed["padding"]
+    out = by.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+    return out if by is node else out[node.args[1]]

@@ -1,0 +1,486 @@
+"""Branches, comparisons and attributes that came out one way in all captures.
+
+The program is made to go the other way, and what that gives is one more capture that must agree: a form that holds
+only one way is refused. `crowds` does the same for what many tokens change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.captured import MIXED, Capture, HostRead, Often, decided_by_floats
+from ...capture.counts import LENGTH, is_empty_test
+from ...capture.routing import Routing
+from ...capture.sizes import COMPARE, value_of
+from ...capture.source import Source, is_users_own
+from ...capture.tracer import Flips
+from ...errors import Refused
+from ...ir.guards.attribute_reads import find_attributes
+from ...ir.guards.code_closure import collect_code, trace_closure
+from ..graph_nodes import is_of_state, is_random, is_routed, line, numbers, op_name
+from ..integer_ranges import UNBOUNDED, Ranges
+from ..lift.form_agreement import same_form
+from . import empty_experts, zero_rows
+
+if TYPE_CHECKING:
+    from ..lift.canonical_form import Lifted
+    from ..prove import Prover
+
+DECIDE_OUTSIDE = (
+    "decide it by an attribute that is set outside of forward, as in if self.is_warming_up, and compile the model as "
+    "it is after that; other calls run the original"
+)
+ASK_ROWS = "to skip an expert without tokens, ask for its rows: if rows.shape[0] == 0"
+_NO_LIMIT = 1e9
+_MOST_NUMBERS = 80
+_MOST_PAIRED = 5  # reads
+_FEW = 5  # tokens
+_TURNS = 3  # times as often as it was met a read comes out otherwise
+_READ = "a value read from a tensor"
+_COUNT = "a count of tokens read from a tensor"
+_BUFFER = "the buffer"
+LIMIT = "the number of tokens of an expert read from a tensor"
+_ZERO = "whether a sum of an expert's rows or weights is zero"
+_COMPARISON = "a comparison that came out the same everywhere"
+_TOGETHER = "one of several comparisons that came out the same everywhere"
+_INTEGER = "an integer made of floats that came out the same everywhere"
+_ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # which argument is the dimension
+
+
+def flip_branches(prover: Prover) -> None:
+    """A branch that went one way in every capture is forced the other way once, where it was met: it must not matter.
+    Nor must those that are met only then, or several of them at once. A float that Python read is given the values
+    that turn any comparison with it."""
+    named: list[float] | None = None
+    first: list[tuple[HostRead, Any]] = []  # of those that were met without any force, how they may come out, too
+    is_first = True
+    while doubtful := _doubtful(prover):
+        for read, seen, taken in doubtful:
+            prover.settled.add(read.calls)
+            if len(seen) == 1 and not _weighs_rows(read) and _is_shown(prover, read):
+                continue
+            what = _COUNT if len(seen) == 1 and empty_experts.asks_for_tokens(read) else _READ
+            if what == _READ and _asks_for_limit(prover, read):
+                what = LIMIT
+            if what == _READ and (buffers := buffers_read(read)):
+                what = f"{_BUFFER} {', '.join(buffers)}"
+            if zero_rows.asks_for_zero(read):
+                what = _ZERO
+            kinds = {type(v) for v in seen}
+            others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
+            if kinds & {float, int}:
+                named = _numbers_named(prover.block) if named is None else named
+                others = [1e30, -1e30, 0.0] if float in kinds else [10**6, -1, 0]
+                between = named if float in kinds else list(dict.fromkeys(map(round, named)))
+                others += _that_turn(prover, read, taken, others, between)
+            for value in others:
+                flips: dict[Any, Any] = {read.calls: often(taken, read.calls, value)}
+                if not force(prover, read.source, flips, what, taken) and read.node is None:
+                    prover.lengths.add(read.calls)  # with so few rows it is no error of the original's
+            if is_first and others:
+                first.append((read, others[0]))
+        is_first = False
+    together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _MOST_PAIRED else ())
+    for several in (some for some in together if len(some) > 1):
+        taken = prover.lifted[0].capture
+        outcomes: dict[Any, Any] = {read.calls: often(taken, read.calls, value) for read, value in several}
+        force(prover, several[0][0].source, outcomes, _READ)
+
+
+def _doubtful(prover: Prover) -> list[tuple[HostRead, set[Any], Capture]]:
+    """What Python read, and not asked about before: how it came out, if that was one way in all captures, and the first
+    of these."""
+    outcomes: dict[tuple[Source, ...], set[Any]] = {}
+    without_rows: dict[tuple[Source, ...], set[Any]] = {}
+    met: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
+    for lifted in prover.lifted:
+        for read in lifted.capture.reads:
+            seen = outcomes if not _weighs_rows(read) or _has_rows(read) else without_rows
+            seen.setdefault(read.calls, set()).add(read.value)
+            met.setdefault(read.calls, (read, lifted.capture))
+    outcomes = without_rows | outcomes
+    for calls in _of_zero_weights(prover):
+        outcomes[calls] = {True, False}
+    # that an expert without tokens is skipped says nothing of one with a single token (`if n <= 1: continue`)
+    single = {calls for calls, (read, _) in met.items() if _asks_for_single(read) and outcomes[calls] == {True, False}}
+    for lifted in prover.lifted:
+        doubtful = [read for read in lifted.capture.reads if len(outcomes[read.calls]) == 1]
+        ranges = Ranges.with_more_tokens(lifted.capture) if doubtful else None
+        for read in doubtful:
+            if ranges and read.node is not None and not _weighs_rows(read) and ranges.decided(read.node, read.asked):
+                outcomes[read.calls] = {True, False}
+    for calls, read in _of_large_counts(prover).items():
+        outcomes[calls], met[calls] = {read.value}, (read, met[calls][1])
+    open_ = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
+    open_ = [calls for calls in open_ if calls not in prover.settled]
+    return [(met[calls][0], outcomes[calls], met[calls][1]) for calls in open_]
+
+
+def _of_zero_weights(prover: Prover) -> set[tuple[Source, ...]]:
+    """Reads of whether what an expert's results are multiplied by is zero: it does not matter how these come out, as
+    experts without tokens show, which are left out."""
+    outcomes: dict[tuple[Source, ...], set[Any]] = {}
+    found: dict[tuple[Source, ...], set[bool | None]] = {}
+    for lifted in prover.lifted:
+        for read in filter(zero_rows.asks_for_zero, lifted.capture.reads):
+            outcomes.setdefault(read.calls, set()).add(read.value)
+            if _has_rows(read):
+                found.setdefault(read.calls, set()).add(zero_rows.adds_nothing(read))
+    return {calls for calls, seen in found.items() if False not in seen and True in seen and len(outcomes[calls]) == 2}
+
+
+def _of_large_counts(prover: Prover) -> dict[tuple[Source, ...], HostRead]:
+    """Comparisons of counts with several numbers at one place, as `n in range(300)` or a loop over limits makes them,
+    that would be new for a larger count: it equals none of the numbers, and is beyond all limits. By place one that
+    would turn."""
+    equal: dict[tuple[Source, ...], list[HostRead | None]] = {}  # by capture one that was equal
+    limits_at: dict[tuple[Source, ...], dict[float, list[HostRead]]] = {}
+    for lifted in prover.lifted:
+        ranges = Ranges.with_more_tokens(lifted.capture)
+        met: dict[tuple[Source, ...], HostRead | None] = {}
+        for read in lifted.capture.reads:
+            op, number = read.asked or ("", math.nan)
+            if type(number) not in (int, float) or is_empty_test(op, number) or not is_unbounded(ranges, read):
+                continue
+            if op in ("eq", "ne"):
+                met[read.calls] = read if read.value is (op == "eq") else met.get(read.calls)
+            else:
+                limits_at.setdefault(read.calls, {}).setdefault(number, []).append(read)
+        for calls, one in met.items():
+            equal.setdefault(calls, []).append(one)
+    found = {calls: reads[0] for calls, reads in equal.items() if reads[0] is not None and None not in reads}
+    for calls, by_number in limits_at.items():
+        last = by_number[max(by_number)]
+        if len(by_number) > 1 and len({read.value for read in last}) == 1:
+            found[calls] = last[0]
+    return found
+
+
+def _asks_for_limit(prover: Prover, read: HostRead) -> bool:
+    """Whether a count is compared with a number."""
+    if read.asked is None or type(read.asked[1]) not in (int, float):
+        return False
+    captures = (lifted.capture for lifted in prover.lifted if any(read is r for r in lifted.capture.reads))
+    return any(is_unbounded(Ranges.with_more_tokens(taken), read) for taken in captures)
+
+
+def is_unbounded(ranges: Ranges, read: HostRead) -> bool:
+    """Whether the number that was compared grows with the tokens."""
+    of = read.of if read.node is None else {read.node}
+    if not of:  # how many rows there are
+        return True
+    found = [ranges.of(n) if isinstance(n, fx.Node) else None for n in of]
+    return LENGTH in of or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
+
+
+@dataclasses.dataclass
+class _Decision:
+    """A comparison of floats, or an integer made of floats, in all captures."""
+
+    source: Source
+    what: str
+    made_of: set[tuple[Source, str, bool]] = dataclasses.field(default_factory=set)  # to come out otherwise
+    met: list[Lifted] = dataclasses.field(default_factory=list)
+    columns: list[set[int]] = dataclasses.field(default_factory=list)  # how what may be alike came out
+
+
+def mix_decisions(prover: Prover) -> None:
+    """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
+    tokens' first choices, or for all of one expert, looks like a constant, and so do floats that were cast to one
+    integer, or of which the same one was chosen everywhere: once they are made to come out otherwise."""
+    doubtful = [d for d in _decisions(prover) if any(len(values) == 1 for values in d.columns)]
+    of_turns = {frozenset(d.made_of): d for d in reversed(doubtful)}  # of a loop's turns the first
+    for flipped, decision in reversed(of_turns.items()):
+        _force_each(prover, decision.source, flipped, decision.what, decision.met)
+    comparisons = [d for d in doubtful if d.what == _COMPARISON]
+    if len(comparisons) > 1:  # one may matter only where another comes out otherwise, too
+        every = frozenset().union(*[d.made_of for d in comparisons])
+        _force_each(prover, comparisons[0].source, every, _TOGETHER, comparisons[0].met[:1])
+
+
+def _decisions(prover: Prover) -> list[_Decision]:
+    """Each once, by where it is: those that no capture was made to take otherwise."""
+    found: dict[tuple[Any, str, str], _Decision] = {}
+    for lifted in prover.lifted:
+        for n in lifted.capture.nodes:
+            made_of = decided_by_floats(n)
+            mine = set(map(place_of, made_of))
+            if not mine or mine & lifted.capture.tracer.flips.keys():
+                continue
+            is_boolean = n.meta["val"].dtype is torch.bool
+            decided = n if is_boolean else made_of[0]
+            compared = str([_name(a) for a in decided.args] if is_boolean else [])
+            place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
+            what = _COMPARISON if is_boolean else _INTEGER
+            decision = found.setdefault(place, _Decision(decided.meta["source"], what))
+            decision.made_of |= mine
+            decision.met.append(lifted)
+            columns = [set(v.unique().tolist()) for v in _columns(n.meta["val"], decided, lifted, prover.num_experts)]
+            if columns:
+                # of an expert's tokens in an order: what comes last where there are many was not seen everywhere
+                known = decision.columns or columns
+                decision.columns = [a | b for a, b in zip(known, columns, strict=False)]
+    return list(found.values())
+
+
+def _force_each(
+    prover: Prover, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[Lifted]
+) -> None:
+    """In one capture of each kind, once."""
+    for taken in one_of_each_kind(met):
+        if (flipped, taken.tracer) not in prover.settled:
+            prover.settled.add((flipped, taken.tracer))
+            force(prover, source, dict.fromkeys(flipped, MIXED), what, taken, is_safe=False)
+
+
+def _name(a: Any) -> Any:
+    """What is compared: numbers, and parameters by their names."""
+    return a if not isinstance(a, fx.Node) else a.meta["fqn"] if a.op == "get_attr" else ""
+
+
+def one_of_each_kind(met: list[Lifted]) -> list[Capture]:
+    """The first capture, and of crowds and of tokens that spread out those with the most tokens: what is asked may
+    matter only beside something else that many tokens, or a crowd, bring about. Few tokens may not show the form."""
+    many = sorted((one for one in met if len(one.ids) > _FEW), key=lambda one: len(one.ids))
+    largest = {one.capture.tracer.routing.kind: one for one in many}
+    return list({id(one.capture): one.capture for one in (met[0], *largest.values())}.values())
+
+
+def place_of(n: fx.Node) -> tuple[Source, str, bool]:
+    """As `Flips` have it."""
+    return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
+
+
+def _columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted, experts: int) -> Sequence[torch.Tensor]:
+    """The elements that may be alike: of all tokens' first choices, of all choices of an expert, of all that came first
+    in an order, or all."""
+    if val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel():
+        flat = val.reshape(-1, lifted.slots)
+        by_expert = [flat[lifted.ids == e] for e in range(experts)] if val.dtype is torch.bool else []
+        return [*flat.unbind(-1), *by_expert]
+    if op_name(decided) in _ORDERS and val.dim():
+        at = _ORDERS[op_name(decided)]
+        dim: Any = decided.kwargs.get("dim", decided.args[at] if len(decided.args) > at else -1)
+        return val.unbind(dim)
+    return [val]
+
+
+def carry_over(prover: Prover) -> None:
+    """What a call leaves in the block's attributes must not change what the next call computes."""
+    first = prover.lifted[0].capture
+    buffers = dict(prover.block.named_buffers())  # these are read when the call comes
+    left = {str(e.target): e.node for e in first.effects if e.kind == "attribute" and e.target not in buffers}
+    if not left:
+        return
+    with contextlib.ExitStack() as stack:
+        for path, node in left.items():
+            owner, _, key = path.rpartition(".")
+            state = vars(prover.block.get_submodule(owner))
+            stack.callback(state.update, {key: state[key]}) if key in state else stack.callback(state.pop, key)
+            state[key] = pytree.tree_map_only(fx.Node, _other_value, node)
+        try:
+            again = prover.lift(Routing("diverse", 0), prover.sizes[0])
+            same_form(prover.lifted[0], again)
+        except Refused as why:
+            raise _left_behind(left) from why
+    names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
+    if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in left for n in again.capture.nodes):
+        raise _left_behind(left)
+
+
+def _left_behind(left: dict[str, Any]) -> Refused:
+    node = next((n for n in pytree.tree_leaves(left) if isinstance(n, fx.Node)), None)
+    return Refused(
+        "what a call leaves in an attribute changes the next call",
+        culprits=tuple(left),
+        source=str(node.meta["source"]) if node is not None else "",
+        remedy="compute it in every call; to use one choice in several blocks, return it and pass it on as an argument",
+    )
+
+
+def force(
+    prover: Prover, source: Source, flips: Flips, what: str, taken: Capture | None = None, is_safe: bool = True
+) -> bool:
+    """Have the program of a capture, the first one's or another's, go the other way; from here on that is one of the
+    captures that must agree. An error there, as a check for NaN ends in, would be one in the original, too; unless
+    `is_safe`, only one that the program raises itself: of two masks that are equal in it one alone may have been
+    forced. Returns whether the program came to its end."""
+    at = index_of(prover, taken)
+    tracer, sizes, optional = prover.lifted[at].capture.tracer, prover.sizes[at], prover.lifted[at].optional
+    try:
+        forced = prover.lift(tracer.routing.again(), sizes, {**tracer.flips, **flips})
+        same_form(prover.lifted[0], forced)
+    except Refused as why:
+        if optional is None:
+            raise changes(source, what) from why
+        prover.extra_guards.append(optional)
+        del prover.lifted[at], prover.sizes[at]
+        return True
+    except Exception as error:
+        if is_safe or is_users_own(error):
+            return False
+        raise changes(source, what) from error
+    forced.optional = optional
+    forced.forced_read = source if what in (_READ, _COUNT, _ZERO, LIMIT) or what.startswith(_BUFFER) else None
+    prover.add(forced, sizes)
+    return True
+
+
+def often(taken: Capture, calls: tuple[Source, ...], value: Any) -> Any:
+    """A value for a read to come out as. A boolean does so a few times as often as it was met in a capture, and where
+    it compares what it compared there: a loop may ask until it is another."""
+    if type(value) is not bool:
+        return value
+    met = [read for read in taken.reads if read.calls == calls]
+    others = frozenset(value_of(read.asked[1]) for read in met if read.asked is not None)
+    return Often(value, _TURNS * len(met) + _TURNS, others)
+
+
+def index_of(prover: Prover, taken: Capture | None) -> int:
+    """Of a capture among the prover's; the first one's where it is not there."""
+    return next((i for i, one in enumerate(prover.lifted) if one.capture is taken), 0)
+
+
+def changes(source: Source, what: str) -> Refused:
+    remedies = {
+        _COUNT: ASK_ROWS,
+        _ZERO: ASK_ROWS,
+        LIMIT: "give each of its tokens the same, however many they are; drop tokens by a mask over all choices, as "
+        "in weights * (counts <= limit)[ids]",
+    }
+    return Refused(
+        f"{what} changes what is computed: {source.text}",
+        source=str(source),
+        remedy=DECIDE_OUTSIDE
+        if what.startswith(_BUFFER)
+        else remedies.get(what, "moefx needs one formula for all tokens"),
+    )
+
+
+def _that_turn(prover: Prover, read: HostRead, taken: Capture, known: list[Any], values: list[Any]) -> list[Any]:
+    """The values with which the program does what it does with none of the known ones: it runs other ops, or computes
+    with other numbers than the value itself."""
+    at = index_of(prover, taken)
+    tracer = prover.lifted[at].capture.tracer
+
+    def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
+        with contextlib.suppress(Exception):  # it may check the value
+            flips = {**tracer.flips, read.calls: value}
+            nodes = prover.capture(tracer.routing.again(), prover.sizes[at], flips).nodes
+            return value, list(map(line, nodes)), numbers(nodes)
+        return None
+
+    def differ(a: Any, b: Any) -> set[Any]:
+        return {p for p, n in a[2].items() if n != b[2].get(p) and (n, b[2].get(p)) != (a[0], b[0])}
+
+    seen = [o for o in map(outline, known) if o is not None]
+    found = []
+    for new in map(outline, values):
+        if new is None:
+            continue
+        alike = [o for o in seen if o[1] == new[1]]
+        if not alike or differ(new, alike[0]) - set().union(*[differ(o, alike[0]) for o in alike]):
+            found.append(new[0])
+            seen.append(new)
+    return found
+
+
+def buffers_read(read: HostRead) -> list[str]:
+    """The names of the buffers that a value follows from, if it follows from nothing else."""
+    stack = [read.node] if read.node is not None else [n for n in read.of if isinstance(n, fx.Node)]
+    found, seen = list[str](), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder" or is_random(node) or (is_of_state(node) and node.meta["kind"] != "buffer"):
+            return []
+        if is_of_state(node):
+            found.append(str(node.meta["fqn"]))
+        stack += node.all_input_nodes
+    return sorted(found)
+
+
+def _numbers_named(block: nn.Module) -> list[float]:
+    """Where a comparison with a step or a temperature may turn: the numbers in the code and the attributes of a block,
+    what is next to them, what is between, and products of two."""
+    found = set(trace_closure(collect_code(block)).numbers)
+    found |= {v for v in find_attributes(block).values() if type(v) in (int, float) and math.isfinite(v)}
+    own = sorted(n for n in found if abs(n) < _NO_LIMIT)
+    near = [n + d for d in (0, 1, -1) for n in own]
+    between = [(a + b) / 2 for a, b in itertools.pairwise(own)]
+    products = [a * b for a, b in itertools.combinations([n for n in own if abs(n) > 1], 2)]
+    return [*dict.fromkeys([*near, *between, *products])][:_MOST_NUMBERS]
+
+
+def _asks_for_single(read: HostRead) -> bool:
+    """Whether a comparison tells one token from more, of which an idle expert has the outcome, too."""
+    asked = read.asked
+    if asked is None and read.node is not None and op_name(read.node) in COMPARE and is_routed(read.node.args[0]):
+        asked = op_name(read.node), read.node.args[1]
+    return asked is not None and type(asked[1]) is int and asked in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
+
+
+def _weighs_rows(read: HostRead) -> bool:
+    """Whether a boolean says something of the floats of an expert's rows, and does nothing else than that: `if not
+    (weights[token, slot] > 0.4).any()`. Without rows its outcome tells nothing of rows."""
+    if read.node is None or read.asked is not None or read.node.meta["val"].dtype is not torch.bool:
+        return False
+    if zero_rows.asks_for_zero(read):
+        return True
+    weighed = [n for n in decided_by_floats(read.node) if n.meta["ragged"]]
+    if all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed):
+        return False
+    return all(_is_only_read(n) for n in weighed)
+
+
+def _is_only_read(node: fx.Node) -> bool:
+    """Whether nothing is computed from a boolean but other booleans without axes, which Python reads."""
+    users = [*node.users]
+    while users:
+        val = (user := users.pop()).meta.get("val")
+        if not isinstance(val, torch.Tensor) or val.dim() or val.dtype is not torch.bool:
+            return False
+        users += user.users
+    return True
+
+
+def _has_rows(read: HostRead) -> bool:
+    """Whether there are rows that a boolean says something of."""
+    stack = [read.node] if read.node is not None else []
+    while stack:
+        val = (node := stack.pop()).meta.get("val")
+        if not isinstance(val, torch.Tensor) or not val.dim():
+            stack += node.all_input_nodes
+        elif val.shape[0] == 0:
+            return False
+    return True
+
+
+def _is_shown(prover: Prover, read: HostRead) -> bool:
+    """Whether few tokens show what is done about an expert that nobody chose."""
+    try:
+        return empty_experts.seen_without(prover, read)
+    except Refused as why:
+        raise changes(read.source, _READ) from why
+
+
+def _other_value(node: fx.Node) -> torch.Tensor:
+    val = node.meta["val"]
+    return _random(val) if isinstance(val, FakeTensor) else val.clone()
+
+
+def _random(like: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)  # not the user's
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)

@@ -1,0 +1,201 @@
+"""What is computed from integers of a call, given ones (ids of tokens, lengths) or buffers (steps, counts), and looks
+like a constant.
+
+Without padding in the example `ids != 0` is true everywhere, and so is `steps < 1000` in the first steps. So numbers
+are looked for with which it is not: see `turns`. What still came out one way in all captures is made to come out
+otherwise: the experts must not depend on that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...capture.captured import MIXED, Capture, is_abstract
+from ...capture.effects import holds_integers
+from ...capture.routing import Routing
+from ...capture.source import is_users_own
+from ...errors import Refused
+from ..graph_nodes import is_given, is_known, is_of_call, line, op_name, values
+from ..integer_ranges import NARROW, Ranges
+from ..lift.canonical_form import Lifted
+from ..lift.form_agreement import same_form
+
+if TYPE_CHECKING:
+    from ..prove import Prover
+
+_LOOKUPS = {"embedding", "gather", "index", "index_select"}  # in what is one number everywhere there is no other
+# Of numbers that are not special these give back one that they are given.
+_CUTS = {"clamp", "clamp_max", "clamp_min", "maximum", "minimum", "remainder"}
+_LEVELS = {*_CUTS, "abs", "bitwise_and", "bitwise_or", "fmod", "relu", "__and__", "__or__"}
+_COMPUTES = {"_to_copy", "all", "any", "bucketize", "floor_divide", "isin", "searchsorted"}  # and pointwise ops
+MORE_SEEDS = (2, 3, 4)  # of captures in which buffers have other values
+_MORE = 50  # the first of the seeds for numbers that turn something
+Place = tuple[Any, str, int]  # the calls that led there, the op, and how many times it came before
+
+
+@dataclasses.dataclass
+class Seen:
+    """What an op on a call's integers gave: two values at the most, or the one that all elements have; of which values;
+    whether it gave what it was given; and how often the program came there."""
+
+    node: fx.Node
+    values: set[float]
+    of: set[float]
+    is_same: bool
+    turns: int = 0
+
+    @property
+    def is_doubtful(self) -> bool:
+        return self.is_same or (len(self.values) == 1 and len(self.of) > 1)
+
+    def __or__(self, other: Seen) -> Seen:
+        is_same = self.is_same and other.is_same
+        return Seen(self.node, self.values | other.values, self.of | other.of, is_same)
+
+
+def seen(capture: Capture) -> dict[Place, Seen]:
+    """What the ops on a call's integers gave, by their places in the program."""
+    found: dict[Place, Seen] = {}
+    counts = Counter[Any]()
+    ranges: list[Ranges] = []
+    for n in filter(_is_of_call, capture.nodes):
+        where = (n.meta.get("calls") or n.meta["source"], str(n.target))
+        counts[where] += 1
+        made_of = operands(n)
+        of = set().union(*[values(capture, a) for a in (made_of[:1] if op_name(n) in _LOOKUPS else made_of)])
+        is_same = _levels_off(n) and any(is_one(capture.shadow(a), capture.shadow(n)) for a in made_of)
+        one = Seen(n, values(capture, n), of, is_same)
+        is_one_way = one.is_same or len(one.values) == 1  # doubtful, or beside other captures
+        if is_one_way and not ranges:
+            ranges.append(Ranges(capture.nodes, of_call=True))
+        if not is_one_way or not _is_decided(ranges[0], n):
+            found[(*where, counts[where])] = one
+    for (*where, _), one in found.items():
+        one.turns = counts[tuple(where)]
+    return found
+
+
+def _is_decided(ranges: Ranges, n: fx.Node) -> bool:
+    """Whether it comes out so whatever is given: `(ids % 4).clamp(max=3)`."""
+    found = ranges.of(n)
+    of = [ranges.of(a) for a in operands(n)] if op_name(n) in _CUTS else []
+    return ranges.decided(n) or any(found and r and all(map(is_one, found, r)) for r in of)
+
+
+def _levels_off(n: fx.Node) -> bool:
+    return op_name(n) in _LEVELS or (op_name(n) == "_to_copy" and n.meta["val"].dtype in NARROW)
+
+
+def is_one(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same elements, of whatever types."""
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def operands(n: fx.Node) -> list[fx.Node]:
+    """The tensors that an op takes, or, for one of several results, those that they are of."""
+    return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
+
+
+def settle(prover: Prover) -> None:
+    """What came out one way in all captures is looked at once more with each of the numbers that turn something, then
+    made to come out otherwise, on the way on which it was met: what is asked behind a branch only is asked there.
+
+    Raises:
+        Refused: the experts depend on it, as it seems. One capture that was made so does not show how: of several
+            masks it may have changed one alone, as no ids would.
+    """
+    columns: list[dict[Place, Seen]] = []
+    settled: set[Place] = set()
+    turns = [*(leaf.turns for leaf in prover.arguments.tensors), *prover.arguments.held.values()]
+    more = range(_MORE, _MORE + max(map(len, turns), default=0) + 1) if any(turns) else ()
+    seeds = iter((*(MORE_SEEDS if holds_integers(prover.block) else ()), *more))
+    while True:
+        columns += [seen(lifted.capture) for lifted in prover.lifted[len(columns) :]]
+        place = next((p for p in _doubtful(columns) if p not in settled), None)
+        if place is None:
+            return
+        if (seed := next(seeds, None)) is not None:
+            lifted = prover.lift(Routing("diverse", seed), prover.sizes[0])
+            same_form(prover.lifted[0], lifted)
+            prover.add(lifted, prover.sizes[0])
+            continue
+        settled.add(place)
+        met = next(i for i, column in enumerate(columns) if place in column)
+        _without(prover, columns[met][place].node, met)
+
+
+def doubtful_nodes(prover: Prover) -> list[fx.Node]:
+    """The nodes of the first capture that came out one way in all captures."""
+    columns = [seen(lifted.capture) for lifted in prover.lifted]
+    return [columns[0][place].node for place in _doubtful(columns) if place in columns[0]]
+
+
+def _doubtful(columns: list[dict[Place, Seen]]) -> list[Place]:
+    """Places where one thing came out in all captures. The turns of a loop are places of their own, unless the routing
+    decides how many there are: then a turn is not the same expert's in each capture."""
+    met_all = [(place, one) for column in columns for place, one in column.items()]
+    turns: dict[Any, set[int]] = {}
+    for place, one in met_all:
+        turns.setdefault(place[:2], set()).add(one.turns)
+    found: dict[Any, list[tuple[Place, Seen]]] = {}
+    for place, one in met_all:
+        key = place if len(turns[place[:2]]) == 1 else place[:2]
+        found.setdefault(key, []).append((place, one))
+    several = [(met[0][0], functools.reduce(operator.or_, [one for _, one in met])) for met in found.values()]
+    return [place for place, one in several if one.is_doubtful]
+
+
+def _without(prover: Prover, node: fx.Node, met: int) -> None:
+    """Have a node of this capture come out otherwise. That must not matter to the experts."""
+    source, taken, sizes = node.meta["source"], prover.lifted[met].capture.tracer, prover.sizes[met]
+    what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {op_name(node)}"
+    refusal = Refused(
+        f"what the experts do hangs on {what} of given integers or buffers that came out the same for all that "
+        f"were tried: {source.text}",
+        source=str(source),
+        remedy="pass example_inputs with which it comes out both ways, or set the buffers so",
+    )
+    flips = {**taken.flips, (source, str(node.target), True): MIXED}
+    try:
+        lifted = prover.lift(taken.routing.again(), sizes, flips)
+        same_form(prover.lifted[0], lifted)
+    except Refused as why:
+        raise refusal from why
+    except Exception as error:
+        if is_users_own(error):  # the original raises it, too
+            return
+        raise refusal from error
+    if _use(lifted) != _use(prover.lifted[met]) or not torch.equal(lifted.kept, prover.lifted[met].kept):
+        raise refusal
+    prover.add(lifted, sizes)
+
+
+def _use(lifted: Lifted) -> list[Any]:
+    """Which nodes the experts, and what is added for all tokens, are read off."""
+    counts, at = Counter[Any](), {}
+    for n in lifted.capture.nodes:
+        counts[line(n)] += 1
+        at[n] = (line(n), counts[line(n)])
+    refs = [lifted.index, *lifted.shared, *(v for group in lifted.groups for v in group.values)]
+    return [at[n] for ref in refs for n in ref.nodes]
+
+
+def _is_of_call(n: fx.Node) -> bool:
+    """Whether a tensor is computed from integers of a call, and from nothing that abstract floats decide here. Of
+    buffers, which have other values in each capture, only what makes others of them."""
+    if n.op != "call_function" or not isinstance(n.meta.get("val"), torch.Tensor) or not is_known(n):
+        return False
+    is_one = is_given(n) or (is_of_call(n) and _computes(n))
+    return is_one and not any(map(is_abstract, operands(n)))
+
+
+def _computes(n: fx.Node) -> bool:
+    """Whether an op makes other numbers of those that it is given, rather than move or reduce them."""
+    return op_name(n) in _COMPUTES or torch.Tag.pointwise in getattr(n.target, "tags", ())

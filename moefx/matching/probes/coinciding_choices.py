@@ -1,0 +1,122 @@
+"""Choices that came out alike in every capture, and need not.
+
+Scores behind a limit, `minimum(scores, most)`, choose what the scores themselves do until one comes to the limit. Of
+two such choices either may be taken for the one that says which experts are at work, and a mask made of the other one
+lets all pass. So where other values of parameters and buffers tell them apart, they are made to come out otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...capture.captured import MIXED, Capture, decided_by_floats
+from ...capture.routing import Routing
+from ...capture.shadows import computed_anew
+from ...capture.source import Source
+from ...errors import Refused
+from ..lift.canonical_form import Lifted, count_sequences
+from ..lift.distinct_choices import as_slots
+from ..lift.form_agreement import same_form
+from ..lift.routed_nodes import made_of
+from .branch_outcomes import force, index_of, one_of_each_kind, place_of
+
+if TYPE_CHECKING:
+    from ..prove import Prover
+
+_WHAT = "a second choice, which was the same as the first one everywhere,"
+_TIMES = 12  # that values are looked for with which they differ
+_Place = tuple[Source, str, bool]
+
+
+def tell_apart(prover: Prover) -> None:
+    """Have choices that the routed sum is made of come out otherwise than the one that was found.
+
+    Raises:
+        Refused: the form is another one then.
+    """
+    alike: dict[_Place, list[Lifted]] = {}
+    apart: set[_Place] = set()
+    for lifted in prover.lifted:
+        for n in _others(lifted):
+            for place in map(place_of, decided_by_floats(n)):
+                if place in lifted.capture.tracer.flips or not _are_alike(n.meta["val"], lifted.ids, lifted):
+                    apart.add(place)
+                alike.setdefault(place, []).append(lifted)
+    for place, several in alike.items():
+        if place not in apart and _may_differ(several[0], place):
+            for taken in one_of_each_kind(several):
+                _part(prover, place, taken)
+
+
+def _others(lifted: Lifted) -> list[fx.Node]:
+    """Integers and masks that the sum is made of, with entries for each token, of which the choice is not made."""
+    if "m" in lifted.index.axes:  # every expert is a slot there
+        return []
+    every = made_of(lifted.cut) - made_of(*lifted.index.nodes) - lifted.absorbed
+    return sorted((n for n in every if _is_of_tokens(n, lifted)), key=lambda n: n.meta["index"])
+
+
+def _is_of_tokens(n: fx.Node, lifted: Lifted) -> bool:
+    if not decided_by_floats(n) or not (val := n.meta["val"]).numel():
+        return False
+    by_token = _by_token(val, lifted)
+    return by_token is not None and (val.dtype is not torch.bool or by_token.shape[1] > int(lifted.ids.max()))
+
+
+def _by_token(val: torch.Tensor, lifted: Lifted) -> torch.Tensor | None:
+    """The entries of each token, [T, N], or of its sequence; None if there are no such."""
+    tokens, shape = len(lifted.ids), tuple(val.shape)
+    if any(shape[: len(lead)] == lead for lead in (lifted.tokens, (tokens,))):
+        return val.reshape(tokens, -1)
+    sequences = count_sequences(lifted.capture, lifted.tokens)
+    if not sequences or shape[:1] != (sequences,):
+        return None
+    return val.reshape(sequences, -1).repeat_interleave(tokens // sequences, 0)
+
+
+def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: Lifted) -> bool:
+    """Whether integers are for each token some of its choices, or all of them and others; whether a mask of experts is
+    the same for all that were chosen."""
+    of_tokens = _by_token(val, lifted)
+    assert of_tokens is not None
+    if val.dtype is torch.bool:
+        return len(of_tokens.gather(1, ids).unique()) == 1
+    same = of_tokens[:, :, None] == ids[:, None, :]
+    return bool(same.any(1).all()) or bool(same.any(2).all())
+
+
+def _may_differ(lifted: Lifted, place: _Place) -> bool:
+    """Whether with other values of parameters and buffers the two choices do not come out alike."""
+    refs = lifted.index.columns or (lifted.index,)
+    others = [n for n in _others(lifted) if place in map(place_of, decided_by_floats(n))]
+    nodes = sorted(made_of(*lifted.index.nodes, *others), key=lambda n: n.meta["index"])
+    for seed in range(_TIMES):
+        try:
+            with torch.random.fork_rng(devices=()):  # a router may draw noise
+                torch.default_generator.manual_seed(seed)
+                values = computed_anew(nodes, Routing("diverse", seed, is_wild=True).invent)
+            ids = torch.cat([as_slots(values[ref.node], lifted.tokens, ref.axes) for ref in refs], dim=1)
+            if not all(_are_alike(values[n], ids, lifted) for n in others):
+                return True
+        except Exception:  # there may be another number of them
+            return True
+    return False
+
+
+def _part(prover: Prover, place: _Place, taken: Capture) -> None:
+    """Make a choice come out otherwise. What was read off nodes that were alike is read off those that show then."""
+    tracer, sizes = taken.tracer, prover.sizes[index_of(prover, taken)]
+    try:
+        force(prover, place[0], {place: MIXED}, _WHAT, taken, is_safe=False)
+    except Refused as why:
+        flips: dict[Any, Any] = {**tracer.flips, place: MIXED}
+        try:
+            parted = prover.lift_as(prover.capture(tracer.routing.again(), sizes, flips), None)
+            prover.read_as(parted)
+            same_form(prover.lifted[0], parted)
+        except Refused:
+            raise why from None
+        prover.add(parted, sizes)

@@ -1,0 +1,231 @@
+"""Capacities, numbers and lines that only more tokens show than a capture has.
+
+Each function takes a prover with its captures and goes on to where the program may change. What holds there too is
+one more capture that must agree; else the form is guarded to hold below it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...capture.captured import SHAPE_ONLY, SPREAD, Capture, remembered
+from ...capture.routing import Routing
+from ...capture.sizes import SizeGuard
+from ...capture.source import Source
+from ...errors import Refused
+from ..graph_nodes import SELECTIONS, is_known, is_routed, op_name, place_axis, values
+from ..integer_ranges import MOVES, UNBOUNDED, Ranges, token_sizes
+from ..lift.canonical_form import Lifted
+from .branch_outcomes import force
+from .empty_experts import asks_for_chosen
+from .load_statistics import is_load_statistic
+from .reached_limits import UNKNOWN, limits, not_reached
+
+if TYPE_CHECKING:
+    from ..prove import Prover
+
+MOST_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
+_LOOKUPS = {"index", "index_select", "gather", "embedding", "bucketize", "searchsorted"}
+_CUTS = {"clamp", "clamp_max", "minimum", "remainder", "fmod", "bitwise_and", "__and__"}
+_MOVES = {"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "flatten", "reshape", "view"}
+_COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
+
+
+def overflow(prover: Prover) -> None:
+    """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
+    guarded to hold only where there are too few to."""
+    slots, seen = prover.lifted[0].slots, [limits(lifted.capture, prover.lengths) for lifted in prover.lifted]
+    for turn in range(4):
+        places = not_reached(seen)
+        most = [_most_of_one(lifted) for lifted in prover.lifted]
+        left: set[int] = set()
+        for place, found in places.items():
+            # of a capacity that grows with the tokens and has room for all of them there is nothing behind
+            pairs = [(s.get(place), n) for s, n in zip(seen, most, strict=True)]
+            if len(found) == 1:
+                left |= found
+            elif short := {limit for limit, n in pairs if limit and limit < n}:
+                left |= short | found & {UNKNOWN}
+        if not left:
+            return
+        lowest = min(left)
+        if lowest == UNKNOWN:
+            place = next(place for place, found in places.items() if UNKNOWN in found)
+            raise Refused(
+                "a number made of counts or positions is compared with another, and came out the same in all that was "
+                "tried: it is no count itself, so at how many tokens that changes cannot be told",
+                source=str(place[0]), culprits=(place[1],),
+            )  # fmt: skip
+        tokens = prover.arguments.tokens_near(int(lowest / 0.85) + 10)
+        sizes = prover.sequence(tokens)
+        if tokens > MOST_TOKENS or not prover.is_within(sizes):
+            break
+        try:  # some limits are those of all choices, some of the first ones
+            lifted = prover.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
+            prover.agree(lifted)
+        except Exception:  # the program's own too, at sizes that it is not made for
+            break
+        prover.add(lifted, sizes)
+        seen.append(limits(lifted.capture, prover.lengths))
+    prover.extra_guards.append(SizeGuard(f"{prover.arguments.tokens}*{slots}", "le", str(lowest), True))
+
+
+def _most_of_one(lifted: Lifted) -> int:
+    """How many choices one expert may get: of a token's `topk` one, else all of them."""
+    tokens, node = math.prod(lifted.tokens), lifted.index.node
+    while op_name(node) in _MOVES and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    is_of_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
+    return tokens if is_of_topk and not lifted.index.columns else lifted.slots * tokens
+
+
+def spread_numbers(prover: Prover) -> None:
+    """Numbers made of counts or positions that look like constants at few tokens are made to differ."""
+    for (source, op), what in {**_same_everywhere(prover), **_never_cut(prover)}.items():
+        force(prover, source, {(source, op, True): SPREAD}, what)
+
+
+def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
+    """Functions of counts, ranks and positions that came out as one number (`counts // 300`, `relu(counts - 300)`,
+    `table[arange(T) // 300]`), one truth (`isin(ranks, few)`) or one place (`stack([ranks, limits]).argmax(0)`), though
+    not all was one that they are of. Not comparisons of which the limit is known: see `overflow`."""
+    made: dict[tuple[Source, str, Any], set[Any]] = {}
+    of: dict[tuple[Source, str, Any], set[float]] = {}
+    limited: dict[tuple[Source, str], set[int | None]] = {}
+    for lifted in prover.lifted:
+        for place, limit in limits(lifted.capture, prover.lengths).items():
+            limited.setdefault(place, set()).add(limit)
+    for lifted in prover.lifted:
+        ranges = Ranges.with_more_tokens(lifted.capture)
+        sizes = token_sizes(lifted.capture)
+        for n in filter(is_known, lifted.capture.nodes):
+            by = n.args[0] if op_name(n) == "getitem" else n
+            if n.op != "call_function" or not isinstance(by, fx.Node):
+                continue
+            place = (by.meta["source"], str(by.target))
+            is_of_loads = is_load_statistic(lifted.capture, n)
+            # `overflow` looks beyond a fixed limit, and not beyond one that grows with the tokens
+            is_limit = place in limited and not (is_of_loads and len(limited[place]) > 1)
+            asks_crowds = not is_limit and (is_of_loads or _asks_crowds(ranges, n, by))
+            if not (_levels_off(n) or _asks_positions(n, sizes) or asks_crowds):
+                continue
+            if asks_for_chosen(n) and _outcomes(lifted.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
+                continue
+            key = (*place, n.args[1] if by is not n else None)
+            seen = made.setdefault(key, set())
+            if len(seen) > 1:
+                continue
+            seen |= _outcomes(lifted.capture, n, by)
+            of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in by.all_input_nodes])
+            if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool) and ranges.decided(n):
+                seen |= {0, 1}
+    same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
+    same = {key: seen for key, seen in same.items() if _is_constant(prover, key)}
+    return {key: _told(next(iter(seen))) for key, seen in same.items()}
+
+
+def _is_constant(prover: Prover, place: tuple[Source, str]) -> bool:
+    """Whether an op has one value in all captures, also in those in which its value asks nothing of crowds."""
+    seen: set[Any] = set()
+    for lifted in prover.lifted:
+        for n in filter(is_known, lifted.capture.nodes):
+            if n.op == "call_function" and (n.meta["source"], str(n.target)) == place:
+                seen |= _outcomes(lifted.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
+    return len(seen) <= 1
+
+
+def _told(seen: Any) -> str:
+    if isinstance(seen, bool):
+        return f"a comparison that is {str(seen).lower()} for few tokens"
+    if isinstance(seen, tuple):
+        return "a choice that is the same for few tokens"
+    return f"a number that is {seen:g} for few tokens"
+
+
+def _outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
+    """Two of the values, or the one that all elements have; of places two of the rows that there are of them."""
+    found = values(capture, n)
+    if n.meta["val"].dtype is torch.bool:
+        return set(map(bool, found))
+    axis = _axis_of_places(n, by)
+    if axis is None or len(found) < 2:
+        return found
+    rows = capture.shadow(n).movedim(axis, -1).flatten(0, -2).unique(dim=0)
+    return set(map(tuple, rows[:2].tolist()))
+
+
+def _axis_of_places(n: fx.Node, by: fx.Node) -> int | None:
+    """Along which several places were found in each row."""
+    if n.meta["val"].dim() < 2 or (n.args[1:2] != (1,) if by is not n else op_name(n) != "argsort"):
+        return None
+    return place_axis(n) if by is n else SELECTIONS[op_name(by)](by)[0] if op_name(by) in SELECTIONS else None
+
+
+def _asks_crowds(ranges: Ranges, n: fx.Node, by: fx.Node) -> bool:
+    """Whether an op computes something of numbers that grow with the tokens."""
+    val: Any = n.meta.get("val")
+    if not isinstance(val, torch.Tensor) or not val.numel() or by.target in SHAPE_ONLY:
+        return False
+    of = [a for a in by.all_input_nodes if getattr(a.meta.get("val"), "dtype", torch.bool) is not torch.bool]
+    if op_name(by) == "_to_copy":  # floats that are rounded
+        of = [a for a in of if a.meta["val"].is_floating_point() or val.dtype is torch.bool]
+        return not val.is_floating_point() and any(_grows(ranges, a) for a in of)
+    return op_name(by) not in MOVES | _COPIES and any(_grows(ranges, a) for a in of)
+
+
+def _grows(ranges: Ranges, node: fx.Node) -> bool:
+    """Whether a number may be any if there are enough tokens."""
+
+    def grows(n: fx.Node, are: list[bool]) -> bool:
+        val = n.meta.get("val")
+        found = ranges.of(n)
+        if found is not None:
+            return not bool((found[1] < UNBOUNDED // 2).all() and (found[0] > -UNBOUNDED // 2).all())
+        if n.op != "call_function" or not is_known(n) or not isinstance(val, torch.Tensor):
+            return n.op == "call_function" and any(are)
+        if not n.all_input_nodes:
+            return bool(n.meta.get("ragged")) and len(val.unique()) > 1
+        is_pointwise = torch.Tag.pointwise in getattr(n.target, "tags", ())
+        return any(are) or (is_routed(n) and not is_pointwise and op_name(n) not in MOVES | _LOOKUPS)
+
+    return remembered(node, "grows", grows)
+
+
+def _never_cut(prover: Prover) -> dict[tuple[Source, str], str]:
+    """Fixed limits that nothing came to: `positions % 700`, `counts.clamp(max=300)`."""
+    limits_at: dict[tuple[Source, str], set[str]] = {}
+    for lifted in prover.lifted:
+        for n in lifted.capture.nodes:
+            if op_name(n) not in _CUTS or not is_known(n) or n.meta["val"].dtype is torch.bool:
+                continue
+            if isinstance(before := n.args[0], fx.Node):
+                uncut = is_known(before) and torch.equal(lifted.capture.shadow(n), lifted.capture.shadow(before))
+                limit = str((n.args[1:], n.kwargs)) if uncut else "reached"
+                limits_at.setdefault((n.meta["source"], str(n.target)), set()).add(limit)
+    # not those that grow with the sizes
+    fixed = [key for key, found in limits_at.items() if len(found) == 1 and "reached" not in found]
+    return dict.fromkeys(fixed, "a number that is cut off for many tokens")
+
+
+def _asks_positions(n: fx.Node, sizes: set[int]) -> bool:
+    """Whether an op asks something of positions among all tokens and is no plain limit: `700 - p < 0`."""
+    val: Any = n.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or is_routed(n) or n.target in SHAPE_ONLY:
+        return False
+    of = [(a, v) for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor)]
+    asked = [(a, v) for a, v in of if not sizes.isdisjoint(v.shape)]
+    return bool(asked) and all(v.dtype != torch.bool and a.all_input_nodes for a, v in asked)
+
+
+def _levels_off(n: fx.Node) -> bool:
+    """Whether an op makes one number of each: not all that do have the tag of a pointwise op."""
+    val: Any = n.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel() or op_name(n) in _COPIES:
+        return False
+    return op_name(n) in _LOOKUPS or any(
+        isinstance(v := a.meta.get("val"), torch.Tensor) and v.shape == val.shape for a in n.all_input_nodes
+    )

@@ -1,0 +1,196 @@
+"""Branches that skip an expert without tokens: `if mask.any()`, `if mask.sum() == 0`, `if start == end`.
+
+If there are few experts, each of them has tokens in all captures, and the branch is taken one way. Forcing it the other
+way would contradict the mask or the counts. Captures of two or three tokens leave an expert without tokens instead.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ...capture.captured import HostRead
+from ...capture.counts import Count, is_empty_test
+from ...capture.routing import Routing
+from ...capture.sizes import COMPARE
+from ...errors import Refused
+from ..graph_nodes import is_known, is_routed, op_name, remembered
+from ..integer_ranges import NARROW
+from ..lift.form_agreement import same_form
+
+if TYPE_CHECKING:
+    from ..lift.canonical_form import Lifted
+    from ..prove import Prover
+
+_CAPTURES = 8
+_MOVES = {"_to_copy", "clone", "detach", "flatten", "reshape", "squeeze", "unsqueeze", "view"}
+_NEGATIONS = {"bitwise_not", "logical_not"}
+_REDUCTIONS = {"amax", "any", "count_nonzero", "max", "sum"}
+_STEPS = _MOVES | _NEGATIONS | _REDUCTIONS | COMPARE.keys()
+_FEW = (0, 1, 2, 3, 4, 7, 8, 64, 10**6)  # entries that are true
+
+
+class _Question(NamedTuple):
+    """Attributes:
+    mask: what is asked about.
+    if_some: the answer if any of its entries is true. If none is, it is the other one.
+    """
+
+    mask: fx.Node
+    if_some: bool
+
+
+def _question(read: HostRead) -> _Question | None:
+    """What was read, if it says no more of a mask than whether any of its entries is true."""
+    steps: list[fx.Node] = []
+    node = read.node
+    if node is None or (read.asked is None and node.meta["val"].dtype != torch.bool):
+        return None
+    while not _is_mask(node):
+        if len(node.all_input_nodes) != 1 or op_name(node) not in _STEPS:
+            return None
+        steps.append(node)
+        node = node.all_input_nodes[0]
+    none, *some = [_answer([*reversed(steps)], read.asked, count) for count in _FEW]
+    if none is None or any(answer is not (not none) for answer in some):
+        return None
+    return _Question(node, not none)
+
+
+def _is_mask(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.dtype == torch.bool and val.dim() > 0
+
+
+def _answer(steps: list[fx.Node], asked: tuple[str, Any] | None, count: int) -> bool | None:
+    """How a question about a mask of which `count` entries are true comes out; None where that cannot be said."""
+    value: int | bool | None = None  # of a number: while there is none, these are entries
+    for n in steps:
+        name = op_name(n)
+        if n.meta["val"].dtype in NARROW:  # 256 are 0 in 8 bits
+            return None
+        if name in _REDUCTIONS:
+            if value is None:
+                value = count if name in ("sum", "count_nonzero") else count > 0
+        elif name not in _MOVES:
+            if value is None:  # of the entries: others are true then
+                return None
+            value = not value if name in _NEGATIONS else _compared(name, value, n.args[1])
+            if value is None:
+                return None
+    if value is None:
+        return None
+    return bool(value) if asked is None else _compared(asked[0], value, asked[1])
+
+
+def _compared(name: str, value: int | bool, number: Any) -> bool | None:
+    if name not in COMPARE or type(number) not in (int, float, bool):
+        return None
+    return bool(getattr(operator, name)(value, number))
+
+
+def _is_of_an_expert(mask: Any) -> bool:
+    """Whether a mask says who chose an expert: `ids == e`."""
+    while op_name(mask) in _MOVES | {"any"}:
+        mask = mask.args[0]
+    return op_name(mask) == "eq" and is_known(mask) and is_routed(mask)
+
+
+def asks_for_tokens(read: HostRead) -> bool:
+    """Whether a count is compared with 0 or with another count, as `if start == end` does to skip an idle expert."""
+    if read.node is not None and _is_narrow(read.node):
+        return False
+    if read.asked is not None:
+        return isinstance(read.asked[1], Count) or is_empty_test(*read.asked)
+    if read.node is None or op_name(read.node) not in COMPARE or not is_known(read.node):
+        return False
+    count, other = read.node.args[:2]
+    return is_routed(count) and (is_routed(other) or is_empty_test(op_name(read.node), other))
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    """Whether a number went through a dtype in which 256 tokens may count as none."""
+
+    def of(n: fx.Node, inputs: list[bool]) -> bool:
+        val = n.meta.get("val")
+        return (isinstance(val, torch.Tensor) and val.dtype in NARROW) or any(inputs)
+
+    return remembered(node, "narrow", of)
+
+
+def asks_for_chosen(node: fx.Node) -> bool:
+    """Whether a comparison tells for each expert if it has tokens (`greater(one_hot(ids).sum((0, 1)), 0)`): more tokens
+    leave an expert that has some as it is."""
+    name = op_name(node)
+    return name in COMPARE and is_empty_test(name, node.args[1]) and _is_count(node.args[0])
+
+
+def _is_count(node: Any) -> bool:
+    """Whether a number counts the true entries of a mask, or the ones of a `one_hot`."""
+    counted = False
+    while isinstance(node, fx.Node) and node.meta["val"].dtype not in NARROW:
+        name = op_name(node)
+        if name in ("sum", "count_nonzero"):
+            counted = True
+        elif name == "bincount":
+            return len(node.all_input_nodes) == 1
+        elif _is_mask(node) or name == "one_hot":
+            return counted
+        elif name == "scatter":  # what `one_hot` does
+            base = node.args[0]
+            return counted and isinstance(base, fx.Node) and op_name(base) == "zeros" and node.args[3:] == (1,)
+        elif name not in _MOVES | {"permute", "transpose"}:
+            return False
+        node = node.args[0]
+    return False
+
+
+def seen_without(prover: Prover, read: HostRead) -> bool:
+    """Add a capture of few tokens in which an expert has no tokens that had some in all others, if that is all that the
+    program asks.
+
+    Returns:
+        Whether there is no need to force the answer.
+
+    Raises:
+        Refused: the program does something else there than to leave the expert out.
+    """
+    question = _question(read)
+    if question is None and not asks_for_tokens(read):
+        return False
+    why: Refused | None = None
+    for seed in range(_CAPTURES):
+        try:
+            if (lifted := _with_few(prover, read, seed)) is None:
+                continue
+        except Refused as refusal:
+            why = refusal  # few tokens may not show the form: others will
+            continue
+        prover.add(lifted, prover.sequence(2 + seed % 2))
+        return True
+    if question is None:
+        return False
+    if why is not None:
+        raise why
+    # it only asks about experts that were chosen (`for e in ids.unique()`)
+    return read.value == question.if_some and _is_of_an_expert(question.mask)
+
+
+def _with_few(prover: Prover, read: HostRead, seed: int) -> Lifted | None:
+    """A capture of two or three tokens; None if what was read is the same there."""
+    sizes = prover.sequence(2 + seed % 2)
+    routing = Routing(("flooded", "diverse")[seed // 2 % 2], 40 + seed)
+    if not prover.is_within(sizes):
+        return None
+    try:
+        taken = prover.capture(routing, sizes)
+    except Exception:
+        return None  # the program does not run on so few
+    if all(other.value == read.value for other in taken.reads if other.calls == read.calls):
+        return None
+    lifted = prover.lift_captured(taken)  # a second capture under the same `Routing` chooses other experts
+    same_form(prover.lifted[0], lifted)
+    return lifted

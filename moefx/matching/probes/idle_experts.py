@@ -1,0 +1,121 @@
+"""Experts that given integers leave idle: `if (ids % E == e).any()` is true for every expert while tokens spread out.
+
+Captures in which all tokens have one id show what the program does about an expert without tokens. They are made only
+if that is all that the program asks: a limit on an expert's tokens must not look like such a question.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ...capture.captured import Capture
+from ...capture.routing import Routing
+from ...errors import Refused
+from ..lift.form_agreement import same_form
+from .call_integers import doubtful_nodes
+from .turning_integers import evaluate, integer_ancestors, path_from
+
+if TYPE_CHECKING:
+    from ..prove import Prover
+
+_MOST_CAPTURES = 4
+_MOST_NUMBERS = 64
+_MOST_NODES = 64
+
+
+class Concentration(NamedTuple):
+    """All entries of an integer argument become one number.
+
+    Attributes:
+        position: which of the tensor arguments.
+        number: what all of its entries are.
+    """
+
+    position: int
+    number: int
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(value, self.number)
+
+
+def leave_idle(prover: Prover) -> None:
+    """Add captures in which tokens concentrate on one number of an argument, if that decides what came out one way.
+
+    Captures that do not have the form of the others are left to the probes that force an outcome.
+    """
+    taken, turned = prover.lifted[0].capture, dict[Concentration, set[fx.Node]]()
+    open_ = set(doubtful_nodes(prover)[:_MOST_NODES])
+    for node in open_:
+        for concentration in _turning(prover, taken, node):
+            turned.setdefault(concentration, set()).add(node)
+    for _ in range(_MOST_CAPTURES):
+        best = max(turned, key=lambda c: len(turned[c] & open_), default=None)
+        if best is None or not turned[best] & open_:
+            return
+        open_ -= turned.pop(best)
+        with contextlib.suppress(Refused):
+            lifted = prover.lift(Routing("diverse", 0), prover.sizes[0], {best.position: best})
+            same_form(prover.lifted[0], lifted)
+            prover.add(lifted, prover.sizes[0])
+
+
+def concentrate(prover: Prover) -> None:
+    """Check that many tokens that all choose the same experts are given what they are given among others: a program
+    that asks which experts are idle may do something else then.
+
+    Raises:
+        Refused: they are not.
+    """
+    if not prover.questions.sites:
+        return
+    most = max(range(len(prover.sizes)), key=lambda i: math.prod(prover.sizes[i].values()))
+    for seed in (0, prover.num_experts - 1):
+        lifted = prover.lift(Routing("crowded", seed), prover.sizes[most])
+        same_form(prover.lifted[0], lifted)
+
+
+def _turning(prover: Prover, taken: Capture, node: fx.Node) -> Iterator[Concentration]:
+    """The concentrations under which a boolean comes out otherwise than it did."""
+    made = integer_ancestors(node)
+    for leaf in (n for n in made if n.op == "placeholder"):
+        argument = prover.arguments.tensors[leaf.meta["position"]]
+        if argument.together > 1 or not argument.is_of_tokens:
+            continue
+        run = _Run(taken, leaf, path_from(leaf, made), node)
+        numbers = leaf.meta["val"].unique()[:_MOST_NUMBERS].tolist()
+        outcomes = {number: run.outcome(torch.full_like(leaf.meta["val"], number)) for number in numbers}
+        as_it_was = taken.shadow(node).tolist()
+        others = [n for n, outcome in outcomes.items() if outcome is not None and outcome != as_it_was]
+        same = [n for n, outcome in outcomes.items() if outcome == as_it_was]
+        if others and (not same or run.asks_for_none(others[0], same[0])):
+            yield from (Concentration(leaf.meta["position"], n) for n in others)
+
+
+class _Run(NamedTuple):
+    """What a node is for other values of an argument."""
+
+    taken: Capture
+    leaf: fx.Node
+    path: list[fx.Node]
+    node: fx.Node
+
+    def outcome(self, value: torch.Tensor) -> Any:
+        with contextlib.suppress(Exception):  # no such entry in a table
+            return evaluate(self.taken, self.path, {self.leaf: value})[self.node].tolist()
+        return None
+
+    def asks_for_none(self, idle: int, busy: int) -> bool:
+        """Whether, as entries become `busy` one by one, only the first or the last of them changes the outcome."""
+        value = torch.full_like(self.leaf.meta["val"], idle)
+        outcomes = []
+        for i in range(value.numel() + 1):
+            outcomes.append(self.outcome(value))
+            if i < value.numel():
+                value.view(-1)[i] = busy
+        return all(outcome == outcomes[1] for outcome in outcomes[1:-1])

@@ -1,0 +1,253 @@
+"""Sizes that became plain numbers (`int(n / 2)`, `math.gcd(n, 64)`): what follows from them is not seen, only met.
+
+As in `crowds`: what holds at further sizes too is one more capture that must agree; else the form is guarded, or it is
+refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.utils._pytree as pytree
+
+from ...capture.captured import Capture
+from ...capture.routing import Routing
+from ...capture.sizes import SizeGuard, evaluate, plain
+from ...errors import CaptureError, Refused
+from ...ir.guards.code_closure import collect_code, trace_closure
+from ..graph_nodes import numbers
+from ..lift.canonical_form import most_tokens
+from ..lift.form_agreement import same_form
+from .crowded_experts import MOST_TOKENS
+
+if TYPE_CHECKING:
+    from ..prove import Prover
+
+_LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
+_MARGIN = 0.85  # for tokens that do not go where the crowd goes
+_SEQUENCES = (2, 3, 6, 10)  # of which one is captured
+_FEW, _MOST_NAMED = 8, 8
+_ROUND_SIZES = (64, 100, 128, 210)  # powers, a square, and multiples of the first primes
+
+
+class _Usual:
+    """What all captures have in common: the lines that ran, and numbers that were the same in all."""
+
+    def __init__(self, prover: Prover):
+        many = [lifted.capture for lifted in prover.lifted if math.prod(lifted.tokens) > 1]
+        self.prover = prover
+        self.every = set().union(*map(_lines, many))
+        self.always = set.intersection(*map(_lines, many))
+        columns = list(map(_all_numbers, many))
+        self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
+        self.most = 4 * max(len(c.nodes) for c in many)
+        self.routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
+        self.has_drops = any(not lifted.kept.all() for lifted in prover.lifted)
+        # Counts of a crowded expert, and of experts that have as many each: what part of all tokens these are.
+        even = prover.lifted[0].slots / prover.num_experts
+        self.crowds = {"crowded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
+        # comparisons that came out both ways do not keep any size out
+        self.guards = [g for g in prover.seen_guards() if all(g.holds(sizes) for sizes in prover.sizes)]
+        self.answers: dict[tuple[str, int], tuple[bool, bool]] = {}
+
+    def has_moved(self, taken: Capture) -> bool:
+        there = _all_numbers(taken)  # of a loop's turns one may have another number
+        return any(v != self.same[at] for at, v in there.items() if at in self.same)
+
+    def differs(self, tokens: int) -> tuple[bool, bool]:
+        """Whether under some routing other lines run, and whether numbers are others. Raises `CaptureError` where a
+        loop over the tokens makes a program too long to look at."""
+        lines, moved = zip(*[self.differs_in(kind, tokens) for kind in self.crowds], strict=True)
+        return any(lines), any(moved)
+
+    def first(self, which: int, low: int, high: int) -> int:
+        """The least number of tokens at which lines (0) or numbers (1) are others; of numbers of the routing a bound
+        below which no expert gets as many tokens as it takes."""
+        found: dict[str, int] = {}
+        for kind in (kind for kind in self.crowds if self.differs_in(kind, high)[which]):
+            # the captures of `low` tokens may have gone another way than the crowd
+            start = low if not self.differs_in(kind, low)[which] else 1
+            found[kind] = _first(lambda n, k=kind: self.differs_in(k, n)[which], start, high)
+        if not self.routed:
+            return min(found.values())
+        return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in found.items())))
+
+    def differs_in(self, kind: str, tokens: int) -> tuple[bool, bool]:
+        """Ask `differs` of one routing, once. A new `functools.cache` would make captures look for it among all objects
+        of the process (see `capture.caches`)."""
+        if (kind, tokens) not in self.answers:
+            self.answers[kind, tokens] = self._differs_in(kind, tokens)
+        return self.answers[kind, tokens]
+
+    def _differs_in(self, kind: str, tokens: int) -> tuple[bool, bool]:
+        sizes = self.prover.sequence(tokens)
+        if not all(g.holds(sizes) for g in self.guards):
+            return False, False
+        taken = self.prover.capture(Routing(kind, 8), sizes, most=self.most)
+        are_same = self.always <= _lines(taken) <= self.every and not (self.routed and self._has_other_form(taken))
+        return not are_same, self.has_moved(taken)
+
+    def _has_other_form(self, taken: Capture) -> bool:
+        """Whether a capture has not the form of the others, or drops choices where none of them does. A plain number of
+        the routing, such as an entry of a list of budgets, may decide that and leave the lines as they are."""
+        try:
+            lifted = self.prover.lift_captured(taken)
+            same_form(self.prover.lifted[0], lifted)
+        except Refused:
+            return True
+        return not self.has_drops and not lifted.kept.all()
+
+
+def leaked_sizes(prover: Prover) -> None:
+    """A size, or how many tokens an expert got, that became a plain number (`int(n / 2)`) may decide a branch, or
+    what `max(4, int(n / 2))` is, unseen. So more sizes are captured. Where one runs other lines than all before, the
+    form is guarded to hold below it; where a number changes that was the same before, it is one more capture that
+    must agree."""
+    routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
+    if not routed and not _has_leaks(prover) and not _changes_later(prover):
+        return
+    usual, moved = _Usual(prover), False
+    # of one sequence: what is the same for 5 sequences of 19 may be another for one of 40
+    arguments = prover.arguments
+    below = max(sizes[arguments.dims[-1]] * arguments.each for sizes in prover.sizes) if arguments.dims else 1
+
+    def only_below(high: int) -> SizeGuard:
+        return SizeGuard(arguments.tokens, "lt", str(high), True)
+
+    proven = max(math.prod(lifted.tokens) for lifted in prover.lifted)
+    longest = most_tokens(prover.lifted, times=4)
+    for tokens in map(arguments.tokens_near, _LEAK_SIZES):
+        if tokens <= below:
+            continue
+        if tokens > longest:
+            prover.extra_guards.append(only_below(max(below, proven) + 1))
+            return
+        try:
+            other_lines, other_numbers = usual.differs(tokens)
+        except CaptureError:  # too long, so a loop over the tokens
+            prover.extra_guards.append(only_below(max(below, proven) + 1))
+            return
+        if other_lines:
+            prover.extra_guards.append(only_below(usual.first(0, below, tokens)))
+            return
+        if other_numbers and not moved:
+            first = usual.first(1, below, tokens)
+            if not _also_at(prover, first, only_below(first), usual.has_moved):
+                prover.extra_guards.append(only_below(first))
+                return
+            moved = True
+        below = tokens
+
+
+def round_sizes(prover: Prover) -> None:
+    """A plain number may say of a size that it is a power of two, a square, a multiple of something
+    (`math.gcd(n, 64)`), which those of the captures are not: then some that are all of that are looked at, too, and
+    those that the code names.
+
+    Raises:
+        Refused: something else is done there than at the sizes right before and after.
+    """
+    if not _has_leaks(prover) or not prover.arguments.dims:
+        return
+    usual = _Usual(prover)
+    named = [n for n in trace_closure(collect_code(prover.block)).numbers if type(n) is int and _FEW < n <= MOST_TOKENS]
+    sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MOST_NAMED]})
+    for n in itertools.takewhile(lambda n: n < most_tokens(prover.lifted, times=4), sizes):
+        try:
+            if not any(here := usual.differs(n)):
+                continue
+            beside = [_next(prover, n, step) for step in (-1, 1)]
+            before, after = map(usual.differs, beside)
+        except CaptureError:  # too long, so a loop over the tokens
+            prover.extra_guards.append(SizeGuard(prover.arguments.tokens, "lt", str(n), True))
+            return
+        if any(at and not (low or high) for at, low, high in zip(here, before, after, strict=True)):
+            leaks = sorted(set().union(*[lifted.capture.sizes.leaks for lifted in prover.lifted]))
+            raise Refused(
+                f"for {n} tokens something else is done than for {beside[0]} or {beside[1]}: it follows from sizes "
+                f"that became plain numbers ({', '.join(leaks[:3])})"
+            )
+
+
+def _next(prover: Prover, tokens: int, step: int) -> int:
+    """The next number of tokens that is one of other sizes."""
+    several = range(tokens + step, tokens + _FEW * step, step)
+    return next((n for n in several if prover.sequence(n) != prover.sequence(tokens)), tokens + step)
+
+
+def _has_leaks(prover: Prover) -> bool:
+    return any(lifted.capture.sizes.leaks for lifted in prover.lifted)
+
+
+def same_by_chance(prover: Prover) -> None:
+    """What was computed from sizes (`S % 2`) and was the same at all of these may be another at sizes between them: the
+    form is guarded to hold where it is the same."""
+    largest = prover.arguments.each * max(math.prod(sizes.values()) for sizes in prover.sizes)
+    for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in prover.lifted])):
+        with contextlib.suppress(ArithmeticError, ValueError):
+            seen = {evaluate(text, sizes) for sizes in prover.sizes}
+            between = {evaluate(text, prover.sequence(n)) for n in range(2, largest + 1)}
+            if len(seen) == 1 and between != seen:
+                prover.extra_guards.append(SizeGuard(text, "eq", str(seen.pop()), True))
+
+
+def _changes_later(prover: Prover) -> bool:
+    """Whether something that was computed from sizes was the same so far, where it was, and is not for more tokens: of
+    `S // 16` and 1 the larger is 1 at 3 tokens, at which no division is seen, and at 17 and 29, at which one is."""
+    later = [prover.sequence(tokens) for tokens in _LEAK_SIZES]
+    for text in set().union(*[lifted.capture.sizes.used for lifted in prover.lifted]):
+        with contextlib.suppress(ArithmeticError, ValueError):
+            used = [s for li, s in zip(prover.lifted, prover.sizes, strict=True) if text in li.capture.sizes.used]
+            seen = {evaluate(text, sizes) for sizes in used}
+            if len(seen) == 1 and {evaluate(text, sizes) for sizes in later} != seen:
+                return True
+    return False
+
+
+def _also_at(prover: Prover, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
+    """Whether the form holds at so many tokens in a sequence too, where a number has moved."""
+    if 2 * tokens > MOST_TOKENS:
+        return False
+    arguments = prover.arguments
+    several = (arguments.choose(times * tokens, 1) for times in _SEQUENCES)  # not one: S is to be told from B*S
+    sizes = next((s for s in several if arguments.each * s[arguments.dims[-1]] >= tokens), None)
+    if sizes is None:
+        return False
+    try:
+        lifted = prover.lift(Routing("diverse", 8), sizes)
+        same_form(prover.lifted[0], lifted)
+    except Refused:
+        return False
+    if not has_moved(lifted.capture):
+        return False  # it has moved back
+    lifted.optional = below
+    prover.add(lifted, sizes)
+    return True
+
+
+def _first(differs: Callable[[int], bool], low: int, high: int) -> int:
+    """The least size that differs, between one that does not and one that does."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if differs(middle) else (middle, high)
+    return high
+
+
+def _lines(taken: Capture) -> set[tuple[str, str]]:
+    """Which lines of the user's ran, which ops they came to, with which numbers as arguments, and what the call
+    changed."""
+    ran: set[tuple[str, str]] = set()
+    for n in (n for n in taken.nodes if n.op == "call_function"):
+        numbered = [i for i, a in enumerate(n.args) if type(a) in (int, float)]
+        ran |= {(str(n.meta["source"]), str(n.target)), (str(n.meta["source"]), f"{n.target} {numbered}")}
+    return ran | {(effect.kind, str(effect.target)) for effect in taken.effects}
+
+
+def _all_numbers(taken: Capture) -> dict[Any, int | float | None]:
+    """Those that ops are called with, and those that are returned."""
+    returned = enumerate(pytree.tree_leaves(taken.out))
+    return {**numbers(taken.nodes), **{i: plain(v) for i, v in returned if isinstance(v, (int, float))}}

@@ -1,0 +1,276 @@
+"""Comparisons that Python makes of the experts' loads, seen both ways for each expert and on each side of the sizes.
+
+`if n > 9 and e == last` comes out both ways at its line as soon as any expert is crowded, and says nothing of the one
+that matters. So where loads are compared, captures are added in which they are as uneven and as even as they come, and
+in which a comparison comes out for all experts as it does for a crowd.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import fx
+
+from ...capture.captured import Capture, HostRead
+from ...capture.counts import Count, Share, is_empty_test
+from ...capture.routing import Routing
+from ...capture.sizes import SizeGuard
+from ...capture.source import Source
+from ...errors import Refused
+from ..graph_nodes import ORDERED, TWO_SIDED, is_routed, op_name
+from ..integer_ranges import UNBOUNDED, Ranges, token_sizes
+from ..lift.lifter import NothingRouted
+from .branch_outcomes import LIMIT, changes, force, is_unbounded, often
+from .reached_limits import is_made_of_rows
+
+if TYPE_CHECKING:
+    from ..prove import Prover
+
+_MOST_TOKENS = 130  # of captures that show uneven loads
+_MOST_EVEN = 600  # of one that crowds every expert
+_MOST_SIDES = 4
+_Calls = tuple[Source, ...]
+
+
+class _Comparison(NamedTuple):
+    """Attributes:
+    op, other: what was asked of a load.
+    """
+
+    read: HostRead
+    op: str
+    other: Any
+
+    @property
+    def in_a_crowd(self) -> bool:
+        """How it comes out where the load is large, or of an equality if it holds."""
+        return self.op in ("gt", "ge", "eq")
+
+    @property
+    def limit(self) -> int | None:
+        """The least load that is a crowd; None if that is no number."""
+        if type(self.other) not in (int, float) or not math.isfinite(self.other) or self.op not in ORDERED:
+            return None
+        return math.floor(self.other) + 1 if self.op in ("gt", "le") else math.ceil(self.other)
+
+
+class _Side(NamedTuple):
+    """One way in which the comparisons of sizes come out.
+
+    Attributes:
+        sizes: sizes at which they do.
+        optional: see `Lifted`.
+    """
+
+    way: tuple[bool, ...]
+    sizes: dict[str, int]
+    optional: SizeGuard | None
+
+
+def vary_loads(prover: Prover) -> None:
+    """Add captures of uneven and of even loads, and some in which comparisons of a load come out for each expert as
+    they do for a crowd, if Python compares any.
+
+    Raises:
+        Refused: one changes the form.
+    """
+    if not (found := _comparisons(prover)):
+        return
+    first = prover.lifted[0].capture
+    bases = [first]
+    for side in _sides(prover):
+        shown = [taken for routing in _routings(prover) if (taken := _add(prover, routing, side, found)) is not None]
+        found = {**_comparisons(prover), **found}
+        outcomes = _outcomes(prover, side)
+        for comparison in found.values():
+            _force_crowd(prover, comparison, shown[-1:] + shown[:1], outcomes)
+        bases += shown[-1:]
+    outcomes = _outcomes(prover, None)
+    for comparison in found.values():
+        _force_crowd(prover, comparison, [first], outcomes)
+    ordered = [c for c in found.values() if c.limit is not None]
+    for base in bases if len(ordered) > 1 else ():
+        flips: dict[Any, Any] = {c.read.calls: often(base, c.read.calls, c.in_a_crowd) for c in ordered}
+        force(prover, ordered[0].read.source, flips, LIMIT, base)
+
+
+def _comparisons(prover: Prover) -> dict[_Calls, _Comparison]:
+    """Each once, by where it is: those of a number that grows with the tokens, other than whether there are any."""
+    found: dict[_Calls, _Comparison] = {}
+    for lifted in prover.lifted:
+        for read in lifted.capture.reads:
+            op, other = (compared := _compared(read)) or ("", None)
+            if compared is None or read.calls in found or op not in TWO_SIDED:
+                continue
+            asks_for_any = is_empty_test(op, other) and not read.of  # not `n - 9 > 0`
+            if not asks_for_any and _is_of_load(lifted.capture, read):
+                found[read.calls] = _Comparison(read, op, other)
+    return found
+
+
+def _compared(read: HostRead) -> tuple[str, Any] | None:
+    """What was asked of a number, by Python or by an op of which Python reads the result."""
+    if read.asked is not None:
+        return read.asked
+    node = _comparison_node(read)
+    return None if node is None else (op_name(node), node.args[1])
+
+
+def _comparison_node(read: HostRead) -> fx.Node | None:
+    node = read.node
+    while node is not None and op_name(node) in ("any", "all") and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    of = node.args[0] if node is not None and op_name(node) in TWO_SIDED else None
+    return node if isinstance(of, fx.Node) and (is_routed(of) or is_made_of_rows(of)) else None
+
+
+def _is_of_load(capture: Capture, read: HostRead) -> bool:
+    """Whether what is compared grows with the tokens of an expert, or of all, and is no number that it never is."""
+    ranges = Ranges.with_more_tokens(capture)
+    if read.asked is not None:
+        op, other = read.asked
+        is_never = not read.of and op not in ORDERED and type(other) in (int, float) and (other < 0 or other % 1 != 0)
+        return is_unbounded(ranges, read) and not is_never
+    of: Any = node.args[0] if (node := _comparison_node(read)) is not None else None
+    if of is None or not token_sizes(capture).isdisjoint(of.meta["val"].shape):  # of each token, as its position is
+        return False
+    if (found := ranges.of(of)) is None:
+        return op_name(of) in ("sum", "count_nonzero") and is_made_of_rows(of)  # not ids of experts
+    return bool((found[1] >= UNBOUNDED // 2).any())
+
+
+def _routings(prover: Prover) -> list[Routing]:
+    """A crowd at the last or the first expert, of which the others have one token, and one of them none; all tokens at
+    the last one; and as many for each."""
+    last = prover.num_experts - 1
+    return [
+        Routing("crowded", last, tuple(range(last - 1))),
+        Routing("crowded", 0, tuple(range(last, 1, -1))),
+        Routing("crowded", last),
+        Routing("even"),
+    ]
+
+
+def _sides(prover: Prover) -> list[_Side]:
+    """The ways in which the comparisons of sizes came out, with sizes of many tokens; first those of most tokens."""
+    found: dict[tuple[bool, ...], _Side] = {}
+    for lifted, sizes in zip(prover.lifted, prover.sizes, strict=True):
+        way, tokens = _way(prover, sizes), math.prod(lifted.tokens)
+        known = found.get(way)
+        best = -1 if known is None else _worth(math.prod(known.sizes.values()))
+        if tokens > 1 and _worth(math.prod(sizes.values())) > best:
+            found[way] = _Side(way, sizes, lifted.optional)
+    return sorted(found.values(), key=lambda side: -math.prod(side.sizes.values()))[:_MOST_SIDES]
+
+
+def _worth(tokens: int) -> float:
+    return tokens if tokens <= _MOST_TOKENS else 1 / tokens
+
+
+def _way(prover: Prover, sizes: dict[str, int]) -> tuple[bool, ...]:
+    """How the comparisons of sizes come out that came out both ways."""
+    guards = dict.fromkeys(prover.seen_guards())
+    return tuple(g.holds(sizes) for g in guards if len({g.holds(one) for one in prover.sizes}) == 2)
+
+
+def _outcomes(prover: Prover, side: _Side | None) -> dict[_Calls, set[Any]]:
+    """How Python's reads came out, on one side or on all."""
+    found: dict[_Calls, set[Any]] = {}
+    for lifted, sizes in zip(prover.lifted, prover.sizes, strict=True):
+        if side is None or _way(prover, sizes) == side.way:
+            for read in lifted.capture.reads:
+                found.setdefault(read.calls, set()).add(read.value)
+    return found
+
+
+def _add(prover: Prover, routing: Routing, side: _Side, found: dict[_Calls, _Comparison]) -> Capture | None:
+    """The capture under a routing; None if the program does not run there, or shows nothing."""
+    try:
+        taken = prover.capture(routing, side.sizes)
+    except Refused:
+        raise
+    except Exception:  # the program's own
+        return None
+    try:
+        lifted = prover.lift_captured(taken)
+        prover.agree(lifted)
+    except NothingRouted:
+        return None
+    except Refused as why:
+        if side.optional is None:
+            raise changes(_turned(prover, taken, found).source, LIMIT) from why
+        prover.extra_guards.append(side.optional)
+        return None
+    lifted.optional = side.optional
+    prover.add(lifted, side.sizes)
+    return taken
+
+
+def _turned(prover: Prover, taken: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
+    """Of the comparisons one that came out in a capture as it did not in the first one, if there is such."""
+    first = {(read.calls, read.value) for read in prover.lifted[0].capture.reads}
+    new = [r for r in taken.reads if r.calls in found and (r.calls, r.value) not in first]
+    return next(iter(new), next(iter(found.values())).read)
+
+
+def _force_crowd(
+    prover: Prover, comparison: _Comparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
+) -> None:
+    """Have a comparison come out for all experts as it does for a crowd. An equality that came out both ways on this
+    side is left, and which of two loads is larger: forced, these would contradict the loads."""
+    calls, wanted = comparison.read.calls, [comparison.in_a_crowd]
+    seen = outcomes.get(calls, set())
+    is_of_loads = isinstance(comparison.other, (Count, Share, fx.Node))
+    if is_of_loads and comparison.op in ORDERED:
+        wanted = [value for value in (True, False) if value not in seen]
+    elif comparison.op not in ORDERED and (type(comparison.other) is not int or comparison.other in (0, 1)):
+        wanted = [value for value in wanted if value not in seen]
+    for base in bases:
+        for value in wanted:
+            if all(read.value is value for read in base.reads if read.calls == calls):
+                continue
+            try:
+                is_shown = force(prover, comparison.read.source, {calls: often(base, calls, value)}, LIMIT, base)
+            except Refused:
+                if not _crowds_every_expert(prover, comparison):
+                    raise
+                return
+            limit = comparison.limit
+            if (
+                not is_shown
+                and limit is not None
+                and limit > 1
+                and not comparison.read.of
+                and not _crowds_every_expert(prover, comparison)
+            ):
+                slots = prover.lifted[0].slots
+                prover.extra_guards.append(SizeGuard(f"{prover.arguments.tokens}*{slots}", "lt", str(limit), True))
+                return
+
+
+def _crowds_every_expert(prover: Prover, comparison: _Comparison) -> bool:
+    """Add a capture in which each expert really has as many tokens as a crowd, if it takes no more than there may be.
+    Returns whether a comparison came out so for each, and the form is that of the others."""
+    slots, experts = prover.lifted[0].slots, prover.num_experts
+    if (limit := comparison.limit) is None:
+        return False
+    if comparison.read.of:  # a number made of the load
+        limit = max(limit, _MOST_EVEN * slots // (2 * experts))
+    tokens = prover.arguments.tokens_near(experts * -(-(limit + 1) // slots) + experts)
+    sizes = prover.sequence(tokens)
+    if tokens > _MOST_EVEN or not prover.is_within(sizes):
+        return False
+    try:
+        lifted = prover.lift(Routing("even"), sizes)
+        prover.agree(lifted)
+    except Exception:  # the program's own too
+        return False
+    outcomes = {read.value for read in lifted.capture.reads if read.calls == comparison.read.calls}
+    if outcomes != {comparison.in_a_crowd}:
+        return False
+    prover.add(lifted, sizes)
+    return True
+
+
+__all__ = ["vary_loads"]

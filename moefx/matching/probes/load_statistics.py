@@ -1,0 +1,58 @@
+"""Functions of the experts' loads: how many experts are idle, whether the largest load is twice the smallest.
+
+Captures show a few patterns of loads, and a function of loads may have one value under all of them. `crowds` then makes
+it have others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.captured import SHAPE_ONLY, Capture
+from ..graph_nodes import is_known, remembered
+
+
+def is_load_statistic(capture: Capture, node: fx.Node) -> bool:
+    """Whether a value follows from loads alone, and another op uses it.
+
+    A mask of one expert's tokens has an axis of tokens, so `(ids == e).any()` is no such statistic. `loads.min() == 0`
+    is one. `doubts` looks at a value that only Python reads.
+    """
+    if node.op != "call_function" or node.target in SHAPE_ONLY or not node.users or not has_loads(capture, node):
+        return False
+    chosen = [a for a in node.all_input_nodes if _is_of_choice(a)]
+    return bool(chosen) and all(has_loads(capture, a) for a in chosen)
+
+
+def has_loads(capture: Capture, node: fx.Node) -> bool:
+    """Whether a value follows from the choice of experts, and has no axis of tokens."""
+    val: Any = node.meta.get("val")
+    several = val if isinstance(val, (tuple, list)) else [val]
+    return is_known(node) and _is_of_choice(node) and all(_has_no_tokens(capture, node, v) for v in several)
+
+
+def _is_of_choice(node: fx.Node) -> bool:
+    """Whether an integer was computed from floats."""
+
+    def inputs_of(n: fx.Node) -> list[fx.Node]:
+        return [] if n.target in SHAPE_ONLY else n.all_input_nodes
+
+    def is_of_choice(n: fx.Node, inputs: list[bool]) -> bool:
+        return isinstance(n.meta.get("val"), FakeTensor) or any(inputs)
+
+    return remembered(node, "of_choice", is_of_choice, inputs_of)
+
+
+def _has_no_tokens(capture: Capture, node: fx.Node, val: Any) -> bool:
+    if not isinstance(val, torch.Tensor) or (val.dim() and node.meta.get("ragged")):
+        return False
+    sizes = capture.sizes
+    # as many as tokens in a dimension, or several for each token, as choices are
+    return not any(n > 1 and (n in sizes.expressions or n % max(2, sizes.tokens) == 0) for n in val.shape)
+
+
+__all__ = ["has_loads", "is_load_statistic"]

@@ -1,0 +1,237 @@
+"""Limits that a capture did not come to: a capacity of 64 places, say, at 29 tokens.
+
+Where every expert had room for all its tokens the program seems to drop nothing. So the numbers that cut rows off, or
+that counts and ranks are compared with, are looked for, and what lies beyond them is captured, or left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...capture.captured import Capture
+from ...capture.source import Source
+from ..graph_nodes import ORDERED, TWO_SIDED, is_known, is_routed, op_name, remembered
+from ..integer_ranges import NARROW, UNBOUNDED, Ranges, token_sizes
+from .load_statistics import has_loads
+
+_EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # up to which all integers are there
+UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
+_PASSED_ON = {"_to_copy", "clone", "detach", "view", "reshape", "expand", "permute", "unsqueeze", "squeeze", "select"}
+_BENT = {
+    "pow", "square", "sqrt", "rsqrt", "exp", "log", "reciprocal", "div", "floor_divide", "true_divide", "sign", "sgn",
+    "neg", "abs", "remainder", "fmod", "tanh", "sigmoid", "rsub", "bitwise_right_shift", "__rshift__", "__lshift__",
+}  # fmt: skip
+
+
+Place = tuple[Source, str]
+
+
+def limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:
+    """By place in the program, the number that no count or rank of this capture came to, though under another routing
+    it may; None where one did. Computed once for a capture.
+
+    Args:
+        lengths: calls in which Python compares how many rows an expert has, and which are looked at too.
+    """
+    return capture.once(("limits", frozenset(lengths)), lambda: _limits(capture, lengths))
+
+
+def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, int | None]:
+    found: dict[Place, int | None] = {}
+
+    def note(place: Place, limit: int, is_reached: bool) -> None:
+        found[place] = None if is_reached or found.get(place, limit) is None else limit
+
+    for read in capture.reads:
+        op, limit = read.asked or ("", None)
+        if read.calls in lengths and op in ORDERED and type(limit) is int and limit > 1:
+            note((read.source, "length"), limit, bool(read.value) is (op in ("gt", "ge")))
+    ranges: Ranges | None = None
+    for n in capture.nodes:
+        if n.op != "call_function":
+            continue
+        name, is_narrow = op_name(n), _is_narrow(n)
+        if exact := _exact_up_to(capture, n):
+            found[n.meta["source"], str(n.target)] = exact
+            continue
+        is_compared = name in TWO_SIDED and is_known(n)
+        if not (is_narrow or is_compared or name == "slice"):
+            continue
+        place = (n.meta["source"], str(n.target))
+        if is_narrow:
+            ranges = ranges or Ranges.with_more_tokens(capture)
+            most = torch.iinfo(n.meta["val"].dtype).max
+            if name != "_to_copy" or not _is_bounded(ranges, n.all_input_nodes[0], most + 1):
+                found[place] = most  # behind it numbers begin again: to see one beyond is not to see all
+        if found.get(place, UNKNOWN) is None:  # another turn of a loop came to it
+            continue
+        if name == "slice":
+            for end, reached in _end(capture, n):
+                note(place, end, reached)
+        elif is_compared:
+            for rows, limit, reached, has_both in _compared(capture, n, name):
+                ranges = ranges or Ranges.with_more_tokens(capture)
+                if has_loads(capture, rows) and not _grows(ranges, rows):
+                    continue  # more tokens do not bring it there
+                if is_routed(rows) and not _is_count(ranges, rows, limit):
+                    limit, reached = UNKNOWN, has_both
+                elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _is_below(ranges, rows, limit)):
+                    continue
+                else:
+                    reached = reached or (is_routed(rows) and _is_highest(capture, ranges, rows, limit))
+                note(place, limit, reached)
+    return found
+
+
+def not_reached(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[int]]:
+    """The limits at the places where no capture came to one, from those of each capture."""
+    places = dict.fromkeys(place for column in columns for place in column)
+    found = {place: {column[place] for column in columns if place in column} for place in places}
+    return {place: seen for place, seen in found.items() if None not in seen}  # type: ignore[misc]
+
+
+def _end(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
+    """Where rows of an expert, or tokens, begin or end, counted from the start or from the end, and whether some are on
+    the other side."""
+    source, dim, start, end = (*n.args, *(0, None, None)[len(n.args) - 1 :])[:4]
+    val: Any = source.meta.get("val")  # type: ignore[union-attr]
+    if not isinstance(val, torch.Tensor) or not val.dim():
+        return
+    rows, ragged = val.shape[dim], source.meta.get("ragged") and dim == 0  # type: ignore[union-attr]
+    if not ragged and rows not in capture.sizes.expressions:
+        return
+    for bound in (abs(at) for at in (start, end) if isinstance(at, int)):
+        if 0 < bound < UNBOUNDED and (ragged or bound != rows):
+            yield bound, rows > bound
+
+
+def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node, int, bool, bool]]:
+    """(what is compared, with which number, whether that was reached, whether it came out both ways)."""
+    left, right = n.args[:2]
+    for rows, other in ((left, right), (right, left)):
+        limit = _number(other)
+        if limit is None or not isinstance(rows, fx.Node) or not is_known(rows):
+            continue
+        value = capture.shadow(rows)
+        value = value.nan_to_num(0) if value.is_floating_point() else value
+        most = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
+        # else it counts if it is of positions in a sequence or a batch, and the limit no size itself
+        sizes = capture.sizes.expressions
+        if not (is_routed(rows) or is_made_of_rows(rows)) and (most + 1 not in sizes or limit in sizes):
+            continue
+        if name in ORDERED:
+            has_both = len(capture.shadow(n).unique()) > 1
+            yield rows, limit, has_both or most > limit, has_both
+        elif not isinstance(other, fx.Node) or n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`
+            yield rows, limit, most >= limit, most >= limit
+
+
+def is_made_of_rows(node: fx.Node) -> bool:
+    """Whether a number follows from how many rows an expert has, as `arange(len(rows))` does."""
+    return remembered(node, "of_rows", lambda n, are: bool(n.meta.get("ragged")) or any(are))
+
+
+def _number(x: Any) -> int | None:
+    """A number that all elements are compared with; of 0, 1, 2, ... the first that is not among them."""
+    if type(x) in (int, float):
+        return math.ceil(max(-UNBOUNDED, min(x, UNBOUNDED))) if x == x else None
+    if not isinstance(x, fx.Node) or is_routed(x) or not is_known(x):
+        return None
+    val = x.meta["val"].flatten()
+    if val.numel() == 1:
+        return int(val[0])
+    return val.numel() if val.numel() and torch.equal(val, torch.arange(len(val), dtype=val.dtype)) else None
+
+
+def _is_below(ranges: Ranges, rows: fx.Node, limit: int) -> bool:
+    """Whether the values are below the limit under every routing, as ids of experts are."""
+    found = ranges.of(rows)
+    return found is not None and bool((found[1] < limit).all())
+
+
+def _is_highest(capture: Capture, ranges: Ranges, rows: fx.Node, limit: int) -> bool:
+    """Whether one of the values is the limit and none can be larger, as of `ids.max()`: no token goes beyond."""
+    found = ranges.of(rows)
+    return found is not None and bool((found[1] <= limit).all()) and bool((capture.shadow(rows) == limit).any())
+
+
+def _is_narrow(n: fx.Node) -> bool:
+    """Numbers that depend on the routing, as integers that soon overflow."""
+    val = n.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.dtype not in NARROW or op_name(n) not in ("_to_copy", "sum", "cumsum"):
+        return False
+    return is_routed(n) and len(n.all_input_nodes) == 1 and is_known(n.all_input_nodes[0])
+
+
+def _exact_up_to(capture: Capture, n: fx.Node) -> int | None:
+    """Of integers that were floats of few digits, the number up to which these tell all integers apart, if they count
+    tokens or say where these are: `arange(T).bfloat16().long()`."""
+    before = n.all_input_nodes[0] if op_name(n) == "_to_copy" and n.all_input_nodes else None
+    dtype = before.meta["val"].dtype if before is not None and is_known(before) else None
+    if before is None or dtype not in _EXACT or n.meta["val"].is_floating_point():
+        return None
+    while op_name(before) in _PASSED_ON and before.meta["val"].is_floating_point():
+        before = before.all_input_nodes[0]
+    if not is_known(before):
+        return None
+    if before.meta["val"].is_floating_point():
+        is_any = not before.all_input_nodes and before.meta["val"].numel() in token_sizes(capture)
+    else:
+        is_any = not _is_bounded(Ranges.with_more_tokens(capture), before)
+    return _EXACT[dtype] if is_any else None
+
+
+def _is_bounded(ranges: Ranges, n: fx.Node, limit: int = UNBOUNDED // 2) -> bool:
+    """Whether values are below the limit however many tokens there are; floats that are integers too."""
+    found = ranges.of(n)
+    if found is not None:
+        return bool((found[1] < limit).all()) and bool((found[0] > -limit).all())
+    is_same = op_name(n) in _PASSED_ON and n.all_input_nodes
+    return bool(is_same) and _is_bounded(ranges, n.all_input_nodes[0], limit)
+
+
+def _is_count(ranges: Ranges, n: fx.Node, limit: int) -> bool:
+    """Whether a number grows with the tokens as a count of them does, so that what it is compared with is one: nothing
+    on its way is scaled, turned round, or rounded to fewer digits than the limit has."""
+    seen, stack = {n}, [n]
+    while stack:
+        step = stack.pop()
+        if step.op != "call_function" or not _grows(ranges, step):
+            continue
+        grown = [a for a in step.all_input_nodes if _grows(ranges, a)]
+        if _is_bent(ranges, step, grown, limit):
+            return False
+        stack += [a for a in grown if a not in seen]
+        seen.update(grown)
+    return True
+
+
+def _grows(ranges: Ranges, n: fx.Node) -> bool:
+    return is_routed(n) and not _is_bounded(ranges, n)
+
+
+def _is_bent(ranges: Ranges, n: fx.Node, grown: list[fx.Node], limit: int) -> bool:
+    """Whether this op makes another function of a count than a count."""
+    name, operands, val = op_name(n), n.args[:2], n.meta.get("val")
+    if isinstance(val, torch.Tensor) and limit > _EXACT.get(val.dtype, UNBOUNDED):
+        return True
+    if not grown:
+        return False
+    if name == "mul":
+        return not any(_is_truth(ranges, a) for a in operands)
+    if name in ("add", "sub") and any(type(a) in (int, float) and abs(a) > 1 for a in operands):  # type: ignore[arg-type]
+        return True
+    return name in _BENT or (name == "sub" and not is_routed(operands[0]))
+
+
+def _is_truth(ranges: Ranges, a: Any) -> bool:
+    """0 or 1."""
+    return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
+
+
+__all__ = ["UNKNOWN", "is_made_of_rows", "limits", "not_reached"]

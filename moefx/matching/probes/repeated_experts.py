@@ -1,0 +1,205 @@
+"""Choices of one token that may be the same expert.
+
+Those of one `topk` are different experts. A second `argmax` may choose the first one again, and a map of experts may
+take two of them to one: a mask has that expert once then, a sum over the choices twice. So where nothing in the program
+keeps choices apart they are made to fall together in one capture, and what each of them is worth must add up there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...capture.captured import Capture
+from ...capture.routing import Routing
+from ...capture.tracer import Flips
+from ...errors import Refused
+from ..graph_nodes import op_name
+from ..lift.canonical_form import Lifted, with_all_experts
+from ..lift.distinct_choices import MOVES, are_different, as_slots
+from ..lift.form_agreement import same_form
+from ..lift.repeated_choices import NotTwice
+
+if TYPE_CHECKING:
+    from ..prove import Prover
+
+_MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # of one tensor, of which no element is new
+_LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}
+_FEW = 8  # slots of which all pairs are tried
+_EACH = 3  # of so many tokens one chooses otherwise
+_Change = Callable[[list[torch.Tensor]], torch.Tensor]  # of the slots' choices so far, [T] each: what the last is to be
+
+
+def fall_together(prover: Prover) -> None:
+    """Have tokens choose an expert twice, where they may.
+
+    Raises:
+        Refused: what the two choices are worth does not add up, or cannot be made to show.
+    """
+    first, sizes, experts = prover.lifted[0], prover.sizes[0], prover.seen
+    if are_different(first, experts, prover.lifted):
+        return
+    made = _made(first, experts)
+    pairs = _pairs(first.slots)
+    if len(first.ids) < _EACH * len(pairs):  # each needs a token, and others are to show the form
+        sizes = prover.choose(_EACH * len(pairs), 0)
+        same_form(first, first := prover.lift(Routing("diverse", 0), sizes))
+        made = _made(first, experts)
+    culprits = tuple(dict.fromkeys(op_name(node) for node, _ in made))
+    source = str(made[-1][0].meta["source"])
+    again = NotTwice(source, culprits)
+    lifted = _otherwise(prover, sizes, _changes(first, made, _as_before(pairs)), again)
+    if lifted is not None and not all(_has_shown(lifted, i, pairs) for i in range(len(pairs))):
+        raise again
+    if any(map(_is_looked_up, (node for node, _ in made))):
+        nobody = Refused(
+            "what the program looks up as an expert's number may be below 0, which it takes for one from the end",
+            culprits=culprits, source=source, remedy="let the numbers that topk gives choose",
+        )  # fmt: skip
+        lifted = _otherwise(prover, sizes, _changes(first, made, _nobody), nobody)
+        if lifted is not None and any(e < 0 for group in lifted.groups for e in group.ids):
+            raise nobody
+
+
+def _has_shown(lifted: Lifted, i: int, pairs: list[tuple[int, int | None]]) -> bool:
+    """Whether some token has chosen an expert twice in these slots, and is given something for it."""
+    tokens = [t for t in lifted.twice if _chooses_otherwise(t, i, pairs)]
+    slots = [*range(lifted.slots)] if pairs[i][1] is None else [*pairs[i]]
+    return any(bool(lifted.kept[t, slots].any()) and len({*lifted.ids[t, slots].tolist()}) == 1 for t in tokens)
+
+
+def _otherwise(prover: Prover, sizes: dict[str, int], flips: Flips, refusal: Refused) -> Lifted | None:
+    """The form where tokens choose as they are told to; None where the program does not run then: nor does the
+    original."""
+    first = prover.lifted[0]
+    try:
+        taken = prover.capture(Routing("diverse", 0), sizes, flips)
+    except Exception as error:
+        if isinstance(error, Refused):
+            raise refusal from error
+        return None
+    try:
+        lifted = prover.lift_as(taken, with_all_experts(prover.lifted))
+        same_form(first, lifted)
+        prover.read_as(lifted)
+    except Refused as why:
+        raise refusal from why
+    return lifted
+
+
+# ---------------------------------------------------------------------- where choices come from
+def _made(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
+    """What made the choices, in program order, each with the places that those of a token have in it: int64 [T, K], or
+    [T, 1] where each slot has a node of its own."""
+    found = []
+    refs = lifted.index.columns or (lifted.index,)
+    for ref in refs:
+        moves: list[fx.Node] = []
+        node: Any = ref.node
+        while True:
+            if op_name(node) in _MOVES:
+                moves.append(node)
+                node = node.args[0]
+                continue
+            earlier = _without_fill(node, lifted.capture, experts) or (_shifted(node) if len(refs) == 1 else None)
+            if earlier is None:
+                break
+            node = earlier
+        val = node.meta["val"]
+        places = torch.arange(val.numel()).view(val.shape)
+        for n in reversed(moves):
+            if op_name(n) != "_to_copy":
+                places = n.target(places, *n.args[1:], **n.kwargs)  # type: ignore[operator]
+        found.append((node, as_slots(places, lifted.tokens, ref.axes)))
+    return sorted(found, key=lambda made: made[0].meta["index"])
+
+
+def _shifted(node: fx.Node) -> fx.Node | None:
+    """The choices to all of which an op adds one number."""
+    if op_name(node) in ("add", "sub") and len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return None
+
+
+def _without_fill(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Node | None:
+    """The choices in place of some of which an op puts a number of nobody."""
+    if op_name(node) == "masked_fill":
+        ways = [(node.args[0], node.args[2])]
+    elif op_name(node) == "where" and len(node.args) == 3:
+        ways = [(node.args[1], node.args[2]), (node.args[2], node.args[1])]
+    else:
+        return None
+    for choices, put in ways:
+        if isinstance(choices, fx.Node) and choices.meta["val"].shape == node.meta["val"].shape:
+            number = capture.shadow(put) if isinstance(put, fx.Node) else torch.tensor(put)
+            if number.numel() == 1 and int(number) not in experts:
+                return choices
+    return None
+
+
+def _is_looked_up(node: fx.Node) -> bool:
+    """Whether integers are read from a buffer of integers."""
+    of = node.args[0] if node.args else None
+    return op_name(node) in _LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
+
+
+def _changes(lifted: Lifted, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Flips:
+    """How ops are to come out for some tokens to choose otherwise."""
+    chosen: list[torch.Tensor] = []
+    places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by what is run, and which time
+    for node, where in made:
+        by: Any = node.args[0] if op_name(node) == "getitem" else node
+        place, turn = by.meta.get("position"), 0
+        if place is None:
+            place = by.meta["source"], str(by.target), all(a.meta.get("known") for a in by.all_input_nodes)
+            before = [n for n in lifted.capture.nodes[: by.meta["index"]] if n.target == by.target]
+            turn = sum(n.meta["source"] == place[0] for n in before)
+        places.setdefault(place, {}).setdefault(turn, []).extend(where.unbind(1))
+
+    def changing(turns: dict[int, list[torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
+        count = itertools.count()
+
+        def otherwise(out: torch.Tensor) -> torch.Tensor:
+            flat = out.flatten().clone()
+            for at in turns.get(next(count), ()):
+                chosen.append(flat[at])
+                chosen[-1] = flat[at] = change(chosen).to(flat.dtype)
+            return flat.view(out.shape)
+
+        return otherwise
+
+    return {place: changing(turns) for place, turns in places.items()}
+
+
+def _pairs(slots: int) -> list[tuple[int, int | None]]:
+    """Slots of which the second may have what the first has; None: all of them."""
+    few = [*itertools.combinations(range(slots), 2)] if slots <= _FEW else [*itertools.pairwise(range(slots))]
+    return [*few, (0, None)] if slots > 2 else [*few]
+
+
+def _chooses_otherwise(token: Any, i: int, pairs: list[tuple[int, int | None]]) -> Any:
+    """Whether a token, or which of several, is one of those that show a pair of slots."""
+    return token % (_EACH * len(pairs)) == _EACH * i + 1
+
+
+def _as_before(pairs: list[tuple[int, int | None]]) -> _Change:
+    """Some tokens choose an expert again: each of the pairs does in one of them."""
+
+    def change(chosen: list[torch.Tensor]) -> torch.Tensor:
+        found, slot = chosen[-1].clone(), len(chosen) - 1
+        for i, (first, again) in enumerate(pairs):
+            if slot == again or (again is None and slot):
+                at = _chooses_otherwise(torch.arange(len(found)), i, pairs)
+                found[at] = chosen[first][at].to(found.dtype)
+        return found
+
+    return change
+
+
+def _nobody(chosen: list[torch.Tensor]) -> torch.Tensor:
+    which = (torch.arange(len(chosen[-1])) % _EACH == 1) & (len(chosen) == 1)
+    return torch.where(which, -1, chosen[-1])

@@ -1,0 +1,135 @@
+"""One token, a few, and many: sizes at which code often takes another way, or shows what others hide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...capture.routing import Routing
+from ...capture.sizes import SizeGuard
+from ...errors import Refused
+from ..lift.canonical_form import Lifted, with_all_experts
+from ..lift.form_agreement import same_form
+from ..lift.lifter import NothingRouted
+
+if TYPE_CHECKING:
+    from ..prove import Prover
+
+_TRIES = 6
+_TRIES_ELSEWHERE = 2  # where the program may go another way, which has no experts
+
+
+def more_slots(prover: Prover) -> None:
+    """Where many choices are dropped, those that come last may be in all captures: a few tokens have places for
+    them."""
+    if all(bool(lifted.kept.all()) for lifted in prover.lifted):
+        return
+    sizes = prover.sequence(prover.arguments.tokens_near(5))
+    lifted = _lifted(prover, Routing("diverse", 6), sizes) if prover.is_within(sizes) else None
+    if isinstance(lifted, Lifted) and lifted.slots > prover.lifted[0].slots:
+        prover.add(lifted, sizes)
+
+
+def other_sizes(prover: Prover) -> None:
+    """A form that does not hold for one token, or for many, is guarded.
+
+    Raises:
+        Refused: it does not for a few, or for many by no comparison of sizes.
+    """
+    arguments = prover.arguments
+    one, more_than_one = arguments.sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
+    many = [arguments.choose(3 * max(29, prover.hint // 4), 2)] if prover.hint <= 64 else []
+    near = arguments.tokens_near(3, avoid=(prover.lifted[0].slots,))
+    several = [prover.sequence(near), arguments.sequence(near)]
+    before = len(prover.lifted)
+    for sizes in filter(prover.is_within, several if several[0] != several[1] else several[:1]):
+        _few(prover, sizes)
+    if len(prover.lifted) == before and prover.is_within(sizes := prover.as_captured(near)) and sizes not in several:
+        _few(prover, sizes)  # of the captures' side of a comparison of sizes
+    for sizes in filter(prover.is_within, [one, *many]):
+        # comparisons that came out both ways before do not keep these sizes out
+        asked = [g for g in prover.seen_guards() if all(g.holds(s) for s in prover.sizes)]
+        apart = more_than_one if sizes == one else next((g for g in asked if not g.holds(sizes)), None)
+        # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
+        most = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids
+        more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
+        if sizes == one and not prover.is_as_captured(one):
+            more = more[:_TRIES_ELSEWHERE]
+        if sizes != one:  # a limit on counts may drop all tokens, but for those that a crowd leaves to others
+            more = [*more[-2:], Routing("flooded", 5), Routing("flooded", 6)]
+        found: Lifted | Exception = Refused("no routing was tried")
+        for routing in [Routing("diverse", 5), *more]:
+            found = _of_one_form(prover, routing, sizes)
+            if isinstance(found, Lifted) or (sizes != one and not isinstance(found, NothingRouted)):
+                break
+        if isinstance(found, Lifted):
+            found.optional = apart
+            prover.add(found, sizes)
+        elif apart is None:
+            raise found
+        elif sizes == one and all(g.holds(one) for g in asked):
+            prover.extra_guards.append(more_than_one)
+
+
+def _of_one_form(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
+    """A capture that has the form of the others, or why it has not."""
+    found = _lifted(prover, routing, sizes)
+    if isinstance(found, Lifted):
+        try:
+            same_form(prover.lifted[0], found)
+        except Refused as why:
+            return why
+    return found
+
+
+def _few(prover: Prover, sizes: dict[str, int]) -> None:
+    """A few tokens that spread out, and a few that crowd on some experts and leave the others idle: a program
+    that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
+    first = prover.lifted[0]
+    busy = max(first.groups, key=lambda g: len(g.ids)).ids[0]
+    found: list[Lifted] = []
+    unclear: list[Refused] = []  # so few may show too little
+    differs: list[Refused] = []
+    for kind, seed in (("diverse", 5), ("crowded", busy)):
+        lifted = _at_work(prover, kind, seed, sizes)
+        if isinstance(lifted, NothingRouted) and found:
+            lifted = Refused(
+                "no expert runs for a few tokens that all choose the same experts",
+                source=lifted.source,
+                remedy="run every expert that has tokens",
+            )
+        if isinstance(lifted, Refused):
+            unclear.append(lifted)
+        elif isinstance(lifted, Lifted):
+            is_apart = not all(g.holds(prover.sizes[0]) for g in lifted.capture.sizes.guards)
+            try:
+                same_form(first, lifted)
+                found.append(lifted)
+            except Refused as why:
+                (unclear if is_apart else differs).append(why)
+    if differs or (unclear and found):
+        raise (differs or unclear)[-1]
+    for lifted in found if len(found) == 2 else ():
+        prover.add(lifted, sizes)
+
+
+def _at_work(prover: Prover, kind: str, seed: int, sizes: dict[str, int]) -> Lifted | Exception:
+    """The form of a capture: of several the first in which an expert has something to do, as a few tokens may all be
+    masked."""
+    found: Lifted | Exception = Refused("no routing was tried")
+    for n in range(_TRIES if prover.is_as_captured(sizes) else _TRIES_ELSEWHERE):
+        found = _lifted(prover, Routing(kind, seed + n * prover.num_experts), sizes)
+        if not isinstance(found, NothingRouted):
+            break
+    return found
+
+
+def _lifted(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
+    """The form of a capture; else why it has none, or what the program raises at sizes that it is not made for."""
+    try:
+        taken = prover.capture(routing, sizes)
+    except Exception as error:
+        return error
+    try:
+        return prover.lift_as(taken, with_all_experts(prover.lifted))
+    except Refused as why:
+        return why

@@ -1,0 +1,135 @@
+"""Sums of an expert's rows or weights that are compared with zero: `if weights[t, k].sum() == 0: continue`.
+
+Without rows such a sum is zero, but it may be with rows, too. Then an expert with tokens is left out, which is as it
+would be without the comparison only if all that the expert adds is multiplied by what is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...capture.captured import HostRead, decided_by_floats, is_abstract, question
+from ..graph_nodes import op_name
+
+_VIEWS = {
+    "_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "flatten", "permute", "reshape", "select",
+    "slice", "squeeze", "transpose", "unsqueeze", "view",
+}  # fmt: skip
+_PICKS = {"gather", "getitem", "index", "index_select", "sort", "topk"}
+_REDUCTIONS = {"amax", "any", "count_nonzero", "linalg_vector_norm", "sum"}
+_PRODUCTS = {"bmm", "dot", "mm", "mul", "mv"}
+_NOT_BELOW_ZERO = {
+    "_softmax", "abs", "exp", "linalg_vector_norm", "relu", "sigmoid", "softplus", "square",
+}  # fmt: skip
+_WRITES = {"index_add": 3, "index_put": 2, "scatter_add": 3}  # where the argument is that is written
+
+
+def asks_for_zero(read: HostRead) -> bool:
+    """Whether all that Python reads is if floats of an expert's rows are zero."""
+    if read.node is None or read.asked is not None or read.node.meta["val"].dtype is not torch.bool:
+        return False
+    weighed = [n for n in decided_by_floats(read.node) if n.meta["ragged"] or _is_of_rows(n)]
+    return bool(weighed) and all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed)
+
+
+def adds_nothing(read: HostRead) -> bool | None:
+    """Whether an expert adds nothing, and changes no gradient, where the floats that are asked about are all zero; None
+    if it was left out. They are not below zero: their sum is zero only if all are, and these are the least that they
+    may be."""
+    assert read.node is not None
+    several = [_adds_nothing(n) for n in decided_by_floats(read.node)]
+    return False if False in several else None if None in several else True
+
+
+def _is_of_rows(n: fx.Node) -> bool:
+    """Whether a number was summed up from rows of an expert."""
+    while n.all_input_nodes and op_name(n) in _REDUCTIONS | _VIEWS | _NOT_BELOW_ZERO | {"eq", "ne", "mul", "pow"}:
+        n = n.all_input_nodes[0]
+    return bool(n.meta["ragged"])
+
+
+def _adds_nothing(compared: fx.Node) -> bool | None:
+    node: Any = compared.args[0]
+    while op_name(node) in _REDUCTIONS | _VIEWS:
+        node = node.args[0]
+    if op_name(node) not in ("index", "index_select", "gather") or not _is_not_below_zero(node):
+        return False
+    left = [*_leaving(node)]
+    return None if not left else all(_leaves_as_it_was(n, node) for n in left)
+
+
+def _leaving(weights: fx.Node) -> Iterator[fx.Node]:
+    """The ops that make floats of all tokens from those of the expert's rows, but for what is only asked."""
+    seen = {a for a in weights.all_input_nodes[1:] if a.meta["ragged"]}
+    stack = [*seen]
+    while stack:
+        for user in stack.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if user.meta["ragged"] and op_name(user) not in _WRITES:
+                stack.append(user)
+            elif is_abstract(user) and (op_name(user) in _WRITES or user.users) and not _is_asked(user):
+                yield user
+
+
+def _is_asked(n: fx.Node) -> bool:
+    """Whether only booleans without axes follow, which Python reads."""
+    return all(not u.meta["val"].dim() and (_is_truth(u) or _is_asked(u)) for u in n.users)
+
+
+def _is_truth(n: fx.Node) -> bool:
+    return n.meta["val"].dtype is torch.bool
+
+
+def _leaves_as_it_was(n: fx.Node, weights: fx.Node) -> bool:
+    """Whether a write changes nothing, or a value is zero, where the weights are zero."""
+    name = op_name(n)
+    if name not in _WRITES:
+        return _is_zero(n, weights)
+    written: Any = n.args[_WRITES[name]]
+    if name != "index_put" or n.args[3:4] == (True,):
+        return _is_zero(written, weights)
+    if op_name(written) not in ("add",):  # `out[t] += y`
+        return False
+    before, added = written.args[:2]
+    is_same = op_name(before) == "index" and before.args[:2] == n.args[:2]
+    return is_same and _is_zero(added, weights)
+
+
+def _is_zero(n: Any, weights: fx.Node) -> bool:
+    """Whether it is zero where the weights are."""
+    if not isinstance(n, fx.Node) or n.op != "call_function":
+        return False
+    name = op_name(n)
+    if n is weights or (name == op_name(weights) and _picked(n) == _picked(weights)):
+        return True
+    if name in _PRODUCTS:
+        return any(_is_zero(a, weights) for a in n.args[:2])
+    return name in {*_VIEWS, "div", "neg", "sum"} and _is_zero(n.args[0], weights)
+
+
+def _picked(n: fx.Node) -> int:
+    """A number for what is picked: `w[t, k, None]` picks the same as `w[t, k]`."""
+    of: Any = n.args[0]
+    while op_name(of) == "unsqueeze":
+        of = of.args[0]
+    return question(n.target, (of, *n.args[1:]), n.kwargs)
+
+
+def _is_not_below_zero(n: Any) -> bool:
+    if not isinstance(n, fx.Node):
+        return isinstance(n, (int, float)) and n >= 0
+    name = op_name(n)
+    if name in _NOT_BELOW_ZERO or (isinstance(n.meta.get("val"), torch.Tensor) and _is_truth(n)):
+        return True
+    if name in ("mul", "div", "add"):
+        return all(_is_not_below_zero(a) for a in n.args[:2])
+    return name in _VIEWS | _PICKS | {"amax", "sum"} and _is_not_below_zero(n.args[0])
+
+
+__all__ = ["adds_nothing", "asks_for_zero"]

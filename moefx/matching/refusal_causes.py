@@ -1,0 +1,154 @@
+"""Causes of a refusal that lie before the place where the match failed: random orders, experts that mix positions."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ..capture.captured import Capture
+from ..capture.counts import is_empty_test
+from ..errors import Refused
+from .graph_nodes import ORDERED, asked_number, is_routed, op_name
+from .probes.branch_outcomes import DECIDE_OUTSIDE, buffers_read
+
+if TYPE_CHECKING:
+    from .prove import Prover
+
+MIXING = (
+    "each sample chooses experts for all of its positions, and the experts compute with several positions at once: "
+    "only experts that treat positions one by one are followed"
+)
+CONVOLVING = "the experts are convolutions that make a token of its neighbours"
+_RANDOM_ORDERS = {"randperm", "randint", "multinomial"}
+_PRODUCTS = {"addmm", "bmm", "linear", "matmul", "mm"}
+_RECURRENCES = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
+
+
+def explain(capture: Capture, positions: int | None) -> Refused | None:
+    """A refusal that names the cause, if there is one of these.
+
+    Args:
+        positions: how many a sequence has in this capture; None if there is one token axis.
+    """
+    if (drawn := _random_order(capture)) is not None:
+        return Refused(
+            f"tokens or choices are taken in a random order: {drawn.meta['source'].text}",
+            culprits=(op_name(drawn),), source=str(drawn.meta["source"]),
+            remedy="take them as they come; to drop some at random, multiply the routing weights by a random mask: "
+            "weights * (torch.rand_like(weights) >= rate)",
+        )  # fmt: skip
+    if positions is not None and (mixing := _mixing(capture, positions)) is not None:
+        return Refused(
+            MIXING,
+            culprits=(op_name(mixing),), source=str(mixing.meta["source"]),
+            remedy="for experts that take the whole series of one channel, make rows of the channels, "
+            "x.transpose(1, 2).flatten(0, 1), and repeat each sample's choice for them, "
+            "ids.repeat_interleave(channels, 0); experts that convolve or attend along the series stay as they are",
+        )  # fmt: skip
+    if (convolution := _of_neighbours(capture)) is not None:
+        kernel = "x".join(map(str, convolution.args[1].meta["val"].shape[2:]))  # type: ignore[union-attr]
+        return Refused(
+            f"{CONVOLVING} ({kernel}): only experts that treat tokens one by one are followed",
+            culprits=(op_name(convolution),), source=str(convolution.meta["source"]),
+            remedy="convolve before the experts are chosen, and give them rows of the pixels, "
+            "x.movedim(1, -1).flatten(0, -2)",
+        )  # fmt: skip
+    return None
+
+
+def explain_limit(capture: Capture) -> Refused | None:
+    """A refusal that names the comparison of a count that decides whether an expert runs, if there is one."""
+    for read in capture.reads:
+        op, number = asked_number(read)
+        if op in ORDERED and type(number) in (int, float) and not is_empty_test(op, number):
+            return Refused(
+                f"the number of tokens that chose an expert decides whether it runs: {read.source.text}",
+                source=str(read.source),
+                remedy="run every expert that has tokens; drop tokens by a mask over all choices, as in "
+                "weights * (counts <= limit)[ids]",
+            )
+    return None
+
+
+def explain_branch(prover: Prover) -> Refused | None:
+    """A refusal that names the buffer without which experts would be chosen, if there is one."""
+    if prover.first is None or prover.lifted:
+        return None
+    routing, sizes = prover.first.tracer.routing.again(), prover.first.sizes.dims
+    for read in prover.first.reads:
+        if type(read.value) is bool and (buffers := buffers_read(read)):
+            try:
+                prover.lift(routing, sizes, {read.calls: not read.value})
+            except Exception:  # nor are any then; the program's own
+                continue
+            return Refused(
+                f"the buffer {', '.join(buffers)} decides whether experts are chosen, and none are as it is now: "
+                f"{read.source.text}",
+                source=str(read.source),
+                remedy=DECIDE_OUTSIDE,
+            )
+    return None
+
+
+def _random_order(capture: Capture) -> fx.Node | None:
+    """What draws integers that rows are taken by, or put in places by."""
+    for n in capture.nodes:
+        if op_name(n) in _RANDOM_ORDERS and not any(a.meta.get("known") is False for a in n.all_input_nodes):
+            users, seen = [n], {n}
+            while users:
+                for user in users.pop().users:
+                    if op_name(user).startswith(("index", "gather", "scatter", "embedding")):
+                        return n
+                    if user not in seen:
+                        seen.add(user)
+                        users.append(user)
+    return None
+
+
+def _mixing(capture: Capture, positions: int) -> fx.Node | None:
+    """What computes with several positions of samples that were picked out, if each sample chooses."""
+    if not any(map(functools.partial(_is_of_samples, capture.sizes.tokens, positions), capture.nodes)):
+        return None
+    for n in capture.nodes:
+        data = n.all_input_nodes[0] if n.op == "call_function" and n.all_input_nodes else None
+        val: Any = data.meta.get("val") if data is not None else None
+        if data is None or not data.meta.get("ragged") or not isinstance(val, torch.Tensor) or val.dim() < 2:
+            continue
+        name, shape = op_name(n), val.shape
+        if (
+            (name in _PRODUCTS and shape[-1] == positions)
+            or (name == "convolution" and positions in shape[2:] and max(n.args[1].meta["val"].shape[2:]) > 1)  # type: ignore
+            or ("scaled_dot_product" in name and shape[-2] == positions)
+            or (name in _RECURRENCES and positions in shape[:2])
+        ):
+            return n
+    return None
+
+
+def _of_neighbours(capture: Capture) -> fx.Node | None:
+    """One of several convolutions beside each other, on the same or on rows that were chosen, with kernels that are no
+    points."""
+    met: dict[fx.Node | None, fx.Node] = {}
+    for n in capture.nodes:
+        if op_name(n) == "convolution" and max(n.args[1].meta["val"].shape[2:]) > 1:  # type: ignore[union-attr]
+            data = n.args[0]
+            of = None if data.meta.get("ragged") else data  # type: ignore[union-attr]
+            if of in met:
+                return met[of]
+            met[of] = n  # type: ignore[index]
+    return None
+
+
+def _is_of_samples(tokens: int, positions: int, node: fx.Node) -> bool:
+    """Whether integers have one entry, or a few, for each sample."""
+    val: Any = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.is_floating_point() or val.dtype == torch.bool:
+        return False
+    is_of_samples = val.dim() in (1, 2) and val.shape[0] * positions == tokens
+    return is_of_samples and is_routed(node) and tuple(val.shape[1:]) != (positions,)
+
+
+__all__ = ["MIXING", "explain", "explain_branch", "explain_limit"]

@@ -1,0 +1,196 @@
+"""Terms of the nodes of a captured graph. A node of an op that no rule explains is taken as it is (`node`)."""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.captured import is_abstract
+from ...ir.expression_check import is_pointwise
+from ..graph_nodes import SELECTIONS, Line, from_state, is_known, line, op_name
+from .normal_form import Terms
+from .op_rules import RULES
+from .op_rules.indexing import gather
+from .op_rules.reductions import batch_norm, norm
+from .term import Operand, Term
+
+_LARGEST_ARRAY = 1 << 22
+_MOVED = {
+    "_to_copy", "expand", "permute", "reshape", "select", "slice", "squeeze", "t", "transpose", "unsqueeze", "view",
+}  # fmt: skip
+
+
+def conditions(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Comparisons of abstract floats (`h > 0`), and what is made of integers and truths of these alone, element by
+    element: `(h > 0).float()`. Not what something else hangs on: which rows are chosen, or how many."""
+    found: set[fx.Node] = set()
+    for n in nodes:
+        val = n.meta.get("val")
+        if n.op != "call_function" or not isinstance(val, torch.Tensor):
+            continue
+        if not is_pointwise(n.target) and op_name(n) not in _MOVED:
+            continue
+        is_comparison = val.dtype is torch.bool and any(is_abstract(a) for a in n.all_input_nodes)
+        # Of integers terms have no arithmetic of their own.
+        is_of_one = is_known(n) and (val.dtype is torch.bool or val.is_floating_point())
+        if is_comparison or (is_of_one and not found.isdisjoint(n.all_input_nodes)):
+            found.add(n)
+    for n in reversed(nodes):
+        if n in found and any(is_known(user) and user not in found for user in n.users):
+            found.remove(n)
+    return found
+
+
+class Semantics:
+    """Terms of the nodes of one captured graph, built on demand and in program order.
+
+    Args:
+        symbolic: `conditions` are terms like others, as part of an activation, and not the values that they have
+            under this routing, as where they say which experts are chosen.
+        whole: lines of nodes that are taken as they are.
+    """
+
+    def __init__(
+        self, nodes: list[fx.Node], shadow: Callable[[fx.Node], torch.Tensor], symbolic: bool = False,
+        whole: frozenset[Line] = frozenset(),
+    ):  # fmt: skip
+        self.T = Terms()
+        self.nodes, self.shadow, self.whole = nodes, shadow, whole
+        self.conditions = conditions(nodes) if symbolic else set()
+        self._terms: dict[fx.Node, Term] = {}
+
+    def term(self, node: fx.Node) -> Term:
+        """The (unresolved) term of a node."""
+        if node not in self._terms:
+            needed, stack = set(), [node]
+            while stack:
+                n = stack.pop()
+                if n not in needed and n not in self._terms:
+                    needed.add(n)
+                    if not is_known(n) or n in self.conditions:
+                        stack.extend(n.all_input_nodes)
+            for n in sorted(needed, key=lambda n: n.meta["index"]):
+                self._terms[n] = self._build(n)
+        return self._terms[node]
+
+    def opaque(self, node: fx.Node) -> Term:
+        val = node.meta.get("val")
+        return self.T.make("node", (node,), tuple(val.shape) if isinstance(val, torch.Tensor) else ())
+
+    def _build(self, node: fx.Node) -> Term:
+        val = node.meta.get("val")
+        if node.op == "get_attr" and node.meta["kind"] in ("param", "buffer") and isinstance(val, FakeTensor):
+            return self.T.make(node.meta["kind"], (node.meta["fqn"],), tuple(val.shape))
+        if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and node not in self.conditions:
+            return self.T.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
+        # `torch.tensor(0.5)`: in arithmetic as a number is, but for the rounding of literals of 16 bit.
+        if node.meta.get("literal") and val.dim() == 0 and val.dtype.itemsize > 2:
+            return self._number(node)
+        if not isinstance(val, torch.Tensor) or node.op != "call_function":
+            return self.opaque(node)
+        if node.meta.get("opaque") or line(node) in self.whole:
+            return self._whole(node)
+        name = op_name(node)
+        if name.startswith(("empty", "new_empty")):
+            return self.T.const(math.nan, val.shape)
+        if is_known(node) and node not in self.conditions and (name not in RULES or not node.all_input_nodes):
+            return self._number(node)
+        if name == "getitem":
+            return self._part(node)
+        found = RULES.get(name)
+        if any(isinstance(a, complex) for a in node.args):
+            out = self._whole(node)
+        elif found is not None:
+            args = [self.value(a) for a in node.args]
+            kwargs = {k: self.value(v) for k, v in node.kwargs.items()}
+            out = found(self, node, *args, **kwargs)
+        elif is_pointwise(node.target):
+            out = self._elementwise(node)
+        else:
+            out = self._whole(node)
+        if out is not None and out.op != "node" and not node.meta["grad"] and not node.meta.get("known"):
+            out = self.T.pw("detach", out)
+        assert out is None or out.shape == tuple(val.shape), (node, node.target, out.shape, val.shape)
+        return out if out is not None else self._whole(node)
+
+    def value(self, a: Any) -> Any:
+        """An argument of a node, with terms for nodes."""
+        if isinstance(a, fx.Node):
+            return self._terms.get(a) or (self.term(a) if isinstance(a.meta.get("val"), torch.Tensor) else a)
+        if isinstance(a, (list, tuple)):
+            return [self.value(x) for x in a]
+        return a
+
+    def _number(self, node: fx.Node) -> Term:
+        val = node.meta["val"]
+        if val.numel() > _LARGEST_ARRAY:
+            return self.opaque(node)
+        return self.T.array(self.shadow(node))
+
+    def numbers(self, node: Any) -> torch.Tensor:
+        """A concrete integer argument."""
+        return torch.as_tensor(node.meta["val"] if isinstance(node, fx.Node) else node, dtype=torch.int64)
+
+    def _elementwise(self, node: fx.Node) -> Term:
+        packet, overload = op_name(node), node.target._overloadname
+        items = tuple(self.value(a) for a in node.args)
+        return self.T.pw(f"{packet}.{overload}", *items, **dict(node.kwargs))
+
+    def _part(self, node: fx.Node) -> Term:
+        """One result of an op with several: values that a selection took are a gather by the concrete indices."""
+        bundle, i = node.args
+        name = op_name(bundle)
+        if i == 0 and name in ("max", "min") and all(u.args[1] == 0 or not u.users for u in bundle.users):
+            dim, keep = SELECTIONS[name](bundle)
+            largest = self.T.row(name, [dim], False, (), self.value(bundle.args[0]))
+            return self.T.reshape(largest, node.meta["val"].shape)
+        if i == 0 and name in SELECTIONS:
+            dim, keep = SELECTIONS[name](bundle)
+            source = self.value(bundle.args[0])
+            picked = self.shadow(bundle)[1]
+            dim %= max(1, len(source.shape))
+            if not keep:
+                picked = picked.unsqueeze(dim)
+            out = gather(self.T, source, dim, picked)
+            out = out if keep else self.T.reshape(out, node.meta["val"].shape)
+            return out if bundle.meta["grad"] else self.T.pw("detach", out)
+        if i == 0 and name == "log_sigmoid_forward":
+            return self.T.pw("log_sigmoid.default", self.value(bundle.args[0]))
+        if i == 0 and name in ("native_layer_norm", "_fused_rms_norm"):
+            return norm(self, bundle)
+        if i == 0 and name == "native_batch_norm" and not bundle.args[5]:
+            return batch_norm(self, bundle) or self._whole(node)
+        if i == 0 and name == "native_dropout" and (not bundle.args[2] or bundle.args[1] == 0):
+            return self.value(bundle.args[0])
+        return self._whole(node)
+
+    def _whole(self, node: fx.Node) -> Term:
+        """What an op that no rule explains makes of parameters and buffers alone (of weights that are normalised or
+        quantised, say): a value of its own for each expert. Of anything else: the node as it is."""
+        if not from_state(node):
+            return self.opaque(node)
+        call, part = (node.args[0], node.args[1]) if op_name(node) == "getitem" else (node, None)
+        operands: list[Term] = []
+
+        def static(a: Any) -> Any:
+            if isinstance(a, fx.Node):
+                operands.append(self.value(a))
+                return Operand(len(operands) - 1)
+            return tuple(map(static, a)) if isinstance(a, (list, tuple)) else a
+
+        args = static(call.args)
+        kwargs = tuple((k, static(v)) for k, v in sorted(call.kwargs.items()))
+        if not all(isinstance(o, Term) and o.op not in ("const", "array") for o in operands):
+            return self.opaque(node)
+        return self.T.make("call", (call.target, args, kwargs, part, *operands), node.meta["val"].shape)

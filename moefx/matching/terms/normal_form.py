@@ -1,0 +1,435 @@
+"""The constructors of terms, which keep them in normal form (see `term`).
+
+The lifter asks for rows with `pick(term, axis, i)`: moving ops are evaluated away, zeros fold, and what is left says
+which input row met which parameters with which weights. Nothing is expanded that nobody asks for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .element_selection import pick, split_axis
+from .index_arithmetic import broadcast, without_row
+from .sum_expansion import resolve
+from .term import Array, Term, TooLarge, Write, is_const, is_pw, number
+
+aten = torch.ops.aten
+_FEW = 256
+_FOLDED = ("const", "permute")  # operands that an einsum in normal form does not have
+
+
+class Terms:
+    """The table of terms of one capture, and their constructors, which keep them in normal form."""
+
+    def __init__(self, most_picks: int = 1_000_000) -> None:
+        self.most_picks = most_picks
+        self._table: dict[tuple, Term] = {}
+        self._arrays: dict[tuple, Array] = {}
+        self._picks: dict[tuple[Term, int, int], Term] = {}
+        self._resolved: dict[Term, Term] = {}
+        self.overwrites = False  # whether there is `OVERWRITTEN`
+        self.writes: dict[tuple[Term, int], tuple[dict[int, list[Write]], Term]] = {}  # see `pick`
+        self.stacked: dict[Term, frozenset[int]] = {}  # parameters, and along which axes routing takes them apart
+
+    def stack(self, found: dict[Term, frozenset[int]]) -> None:
+        """From now on sums over these axes of parameters are written out."""
+        self.stacked = found
+        self._resolved.clear()
+        for t in self._table.values():
+            t.structure = None
+
+    def make(self, op: str, args: tuple, shape: Iterable[int]) -> Term:
+        shape = tuple(shape)
+        key = (op, args, shape)
+        term = self._table.get(key)
+        if term is None:
+            term = self._table[key] = Term(op, args, shape)
+        return term
+
+    def intern(self, value: torch.Tensor) -> Array:
+        value = value.contiguous()
+        key = (value.dtype, value.shape, ctypes.string_at(value.data_ptr(), value.nbytes))
+        return self._arrays.setdefault(key, Array(value))
+
+    # ------------------------------------------------------------------ leaves
+    def const(self, value: float, shape: Iterable[int] = ()) -> Term:
+        value = float(value)
+        return self.make("const", ("nan" if value != value else value,), shape)
+
+    def array(self, value: torch.Tensor) -> Term:
+        value = value.detach().to(torch.float64 if value.is_floating_point() else torch.int64)
+        if value.numel() and (same := _same_number(value)) is not None:
+            return self.const(same, value.shape)
+        return self.make("array", (self.intern(value),), value.shape)
+
+    # ------------------------------------------------------------------ elementwise
+    def pw(self, name: str, *items: Any, **kwargs: Any) -> Term:
+        """An elementwise op on terms and static values, with the identities that routing constants need."""
+        terms = [a for a in items if isinstance(a, Term)]
+        shape = broadcast([t.shape for t in terms])
+        if shape and math.prod(shape) == 1:
+            return self.reshape(
+                self.pw(name, *[self.reshape(a, ()) if isinstance(a, Term) else a for a in items], **kwargs),
+                shape,
+            )
+        items = tuple(self._strip(a) if isinstance(a, Term) else a for a in items)
+        folded = self._fold(name, items, kwargs, shape)
+        if folded is not None:
+            return self.expand(folded, shape)
+        return self.make("pw", (name, tuple(sorted(kwargs.items())), *items), shape)
+
+    def _strip(self, t: Term) -> Term:
+        """Without the leading ones that broadcasting ignores, and scalars as scalars."""
+        if not t.shape or t.shape[0] != 1:
+            return t
+        if math.prod(t.shape) == 1:
+            return self.reshape(t, ())
+        lead = 0
+        while t.shape[lead] == 1:
+            lead += 1
+        return self.reshape(t, t.shape[lead:]) if lead else t
+
+    def _fold(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
+        if name in ("mul", "add", "sub", "div"):
+            a, b = items
+            if name == "mul" and (is_const(a, 0) or is_const(b, 0)):
+                return self.const(0, shape)
+            if name == "div" and is_const(a, 0):
+                return self.const(0, shape)
+            neutral = 0 if name in ("add", "sub") else 1
+            if is_const(b, neutral) and a.shape == shape:
+                return a
+            if name in ("add", "mul") and is_const(a, neutral) and b.shape == shape:
+                return b
+        elif name == "where":
+            if items[0].op == "const":
+                return self.expand(items[1] if items[0].args[0] else items[2], shape)
+            if items[0].op == "array" and not shape:
+                raise AssertionError("scalar arrays are constants")
+        elif name in ("cast", "detach"):
+            again = name == "detach" and is_pw(items[0], name)
+            if again or items[0].op in ("const", "array"):
+                return items[0]
+        if all(t.op in ("const", "array") for t in items if isinstance(t, Term)):
+            return self._compute(name, items, kwargs, shape)
+        return None
+
+    def _compute(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
+        """Elementwise on known numbers, in float64."""
+        if math.prod(broadcast([t.shape for t in items if isinstance(t, Term) and t.op == "array"])) > 1 << 20:
+            return None
+        values = [torch.as_tensor(number(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]
+        if name == "where":
+            values[0] = values[0] != 0
+        packet, _, overload = name.partition(".")
+        op = getattr(aten, packet)
+        try:
+            out = (getattr(op, overload) if overload else op)(*values, **kwargs)
+        except (RuntimeError, TypeError):
+            return None
+        return self.expand(self.array(out), shape)
+
+    # ------------------------------------------------------------------ moving
+    def reshape(self, t: Term, shape: Iterable[int]) -> Term:
+        shape = tuple(shape)
+        if t.shape == shape:
+            return t
+        if t.op == "const":
+            return self.const(number(t), shape)
+        if t.op == "array":
+            return self.array(t.args[0].value.reshape(shape))
+        if t.op == "reshape":
+            return self.reshape(t.args[0], shape)
+        if 1 in t.shape:  # axes of size one are looked through, so that equal values are equal terms
+            squeezed = self.picks(t, {d: 0 for d, n in enumerate(t.shape) if n == 1})
+            return self.reshape(squeezed, shape)
+        return self.make("reshape", (t,), shape)
+
+    def permute(self, t: Term, order: Sequence[int]) -> Term:
+        order = tuple(d % len(t.shape) for d in order)
+        if order == tuple(range(len(order))):
+            return t
+        shape = tuple(t.shape[d] for d in order)
+        if t.op == "const":
+            return self.const(number(t), shape)
+        if t.op == "array":
+            return self.array(t.args[0].value.permute(order))
+        if t.op == "permute":
+            return self.permute(t.args[0], [t.args[1][d] for d in order])
+        return self.make("permute", (t, order), shape)
+
+    def expand(self, t: Term, shape: Iterable[int]) -> Term:
+        shape = tuple(shape)
+        if t.shape == shape:
+            return t
+        if t.op == "const":
+            return self.const(number(t), shape)
+        if len(t.shape) < len(shape):
+            t = self.reshape(t, (1,) * (len(shape) - len(t.shape)) + t.shape)
+        return t if t.shape == shape else self.make("expand", (t,), shape)
+
+    def slice(self, t: Term, dim: int, start: int | None, stop: int | None, step: int = 1) -> Term:
+        dim %= len(t.shape)
+        start, stop, step = slice(start, stop, step).indices(t.shape[dim])
+        size = len(range(start, stop, step))
+        shape = (*t.shape[:dim], size, *t.shape[dim + 1 :])
+        if shape == t.shape:
+            return t
+        if t.op == "const":
+            return self.const(number(t), shape)
+        if t.op == "array":
+            return self.array(t.args[0].value[(slice(None),) * dim + (slice(start, stop, step),)])
+        if t.op == "slice" and t.args[1] == dim:
+            inner, _, first, _, stride = t.args
+            begin = first + start * stride
+            end = begin + (size - 1) * step * stride + 1 if size else begin
+            return self.slice(inner, dim, begin, end, stride * step)
+        if t.op == "reshape" and len(t.shape) == 1 and step == 1:
+            block = math.prod(t.args[0].shape[1:])
+            if size == block and start % block == 0:  # one row of what was flattened
+                return self.reshape(self.pick(t.args[0], 0, start // block), shape)
+        if t.op == "cat" and t.args[0] == dim and step == 1 and size:
+            pieces, low = [], 0
+            for piece in t.args[1:]:
+                a, b = max(start - low, 0), min(stop - low, piece.shape[dim])
+                if a < b:
+                    pieces.append(self.slice(piece, dim, a, b))
+                low += piece.shape[dim]
+            return self.cat(pieces, dim)
+        if (part := self._chunk(t, dim, start, size, step)) is not None:
+            return part
+        return self.make("slice", (t, dim, start, stop, step), shape)
+
+    def _chunk(self, t: Term, dim: int, start: int, size: int, step: int) -> Term | None:
+        """One of several equal parts of a product, such as that with all experts' matrices side by side: as if they
+        were one upon the other. Halves stay: a gate and what it gates are one product."""
+        if step != 1 or not size or t.shape[dim] % size or start % size or t.shape[dim] <= 2 * size:
+            return None
+
+        if units := {d: 0 for d, n in enumerate(t.shape) if n == 1}:  # looked through, as in `reshape`
+            inner = self._chunk(self.picks(t, units), dim - sum(d < dim for d in units), start, size, step)
+            return inner and self.reshape(inner, (*t.shape[:dim], size, *t.shape[dim + 1 :]))
+        apart = split_axis(self, t, dim, [t.shape[dim] // size, size])
+        return None if apart is None else self.pick(apart, dim, start // size)
+
+    def cat(self, terms: Sequence[Term], dim: int) -> Term:
+        terms = [t for t in terms if not (t.shape == (0,) and any(len(s.shape) > 1 for s in terms))]
+        dim %= len(terms[0].shape)
+        terms = [t for t in terms if t.shape[dim]] or [terms[0]]
+        if len(terms) == 1:
+            return terms[0]
+        size = sum(t.shape[dim] for t in terms)
+        shape = (*terms[0].shape[:dim], size, *terms[0].shape[dim + 1 :])
+        if all(t.op == "const" and t.args == terms[0].args for t in terms):
+            return self.const(number(terms[0]), shape)
+        if all(t.op in ("const", "array") for t in terms):
+            numbers = [torch.as_tensor(number(t), dtype=None if t.op == "array" else torch.float64) for t in terms]
+            pieces = [n.expand(t.shape) for n, t in zip(numbers, terms, strict=True)]
+            return self.array(torch.cat(pieces, dim))
+        return self.make("cat", (dim, *terms), shape)
+
+    def index(
+        self, t: Term, dims: Sequence[int], indices: torch.Tensor, position: int, routed: bool = False,
+        from_start: bool = False,
+    ) -> Term:  # fmt: skip
+        """Advanced indexing: `indices` [m, *I] into `dims`; the axes of I stand at `position` of the result.
+        What routing chose stays an index even where it happens to be a range. `from_start`: none is negative."""
+        dims = tuple(dims)
+        if indices.dim() == 1:
+            at = zip(dims, indices.tolist(), strict=True)
+            return self.picks(t, {d: i + t.shape[d] if i < 0 else i for d, i in at})
+        if not from_start:
+            indices = _from_the_start(indices, [t.shape[d] for d in dims])
+        rest = [n for d, n in enumerate(t.shape) if d not in dims]
+        shape = (*rest[:position], *indices.shape[1:], *rest[position:])
+        if t.op == "const":
+            return self.const(number(t), shape)
+        if t.op == "index" and dims == (position,) == (t.args[3],) and t.args[2].value.dim() == 2:
+            inner, inner_dims, first, _ = t.args  # an index of an index
+            return self.index(inner, inner_dims, first.value[:, indices[0]], position, routed, True)
+        if len(dims) > 1 and indices.numel():
+            for q, row in enumerate(indices):  # a coordinate that is the same for all elements
+                if (i := _same_number(row)) is not None:
+                    picked = self.pick(t, dims[q], int(i))
+                    left, indices = [d - (d > dims[q]) for d in dims if d != dims[q]], without_row(indices, q)
+                    every = len(left) == 1 and torch.equal(indices[0], torch.arange(picked.shape[left[0]]))
+                    return self.index(picked, left, indices, position, routed=not every, from_start=True)
+        if not routed and len(dims) == 1 and indices.dim() == 2 and position == dims[0] and indices.numel() > 1:
+            line = indices[0].tolist()
+            first, last, step = line[0], line[-1], line[1] - line[0]
+            if step > 0 and line == list(range(first, last + 1, step)):
+                return self.slice(t, dims[0], first, last + 1, step)
+        return self.make("index", (t, dims, self.intern(indices), position), shape)
+
+    def put(self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool) -> Term:
+        """`base` with `values` [n, *rest] written (or added) at `indices` [m, n] of `dims`."""
+        if indices.shape[1] == 0:
+            return base
+        rest = tuple(n for d, n in enumerate(base.shape) if d not in dims)
+        values = self.expand(values, (indices.shape[1], *rest))
+        indices = _from_the_start(indices, [base.shape[d] for d in dims])
+        if len(dims) == 1 and not accumulate and torch.equal(indices[0], torch.arange(base.shape[dims[0]])):
+            order = [*range(1, dims[0] + 1), 0, *range(dims[0] + 1, len(base.shape))]
+            return self.permute(values, order)  # all of it is written
+        if self._writes_nothing_new(base, dims, indices, values, accumulate):
+            return base
+        return self.make("put", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
+
+    def _writes_nothing_new(
+        self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool
+    ) -> bool:
+        """Whether `put` adds zeros, or writes what is there already: `y[0, 0] += 0 * weight.sum()`."""
+        if accumulate:
+            return is_const(values, 0)
+        if indices.shape[1] > 1:
+            return values is self.index(base, dims, indices, 0)
+        at = dict(zip(dims, indices[:, 0].tolist(), strict=True))
+        return values is self.reshape(self.picks(base, at), values.shape)
+
+    # ------------------------------------------------------------------ contracting
+    def ein(self, inputs: Sequence[str], output: str, operands: Sequence[Term]) -> Term:
+        """An einsum in normal form: no scalars, constants, permutations or size-one labels among the operands."""
+        size = {
+            label: n
+            for labels, t in zip(inputs, operands, strict=True)
+            for label, n in zip(labels, t.shape, strict=True)
+        }
+        shape = tuple(size[label] for label in output)
+        if len(operands) > 1 and 1 not in size.values() and all(t.shape and t.op not in _FOLDED for t in operands):
+            renamed = _rename_labels(tuple(inputs), output)
+            if renamed is not None:
+                return self.make("ein", (*renamed, *operands), shape)
+        if any(is_const(t, 0) for t in operands):
+            return self.const(0, shape)
+        factor, scalars, kept = 1.0, [], []
+        for labels, t in zip(inputs, operands, strict=True):
+            if any(size[label] == 1 for label in labels):
+                t = self.reshape(t, [n for n in t.shape if n != 1])
+                labels = "".join(label for label in labels if size[label] != 1)
+            elsewhere = set("".join(other for other in inputs if other is not labels)) | set(output)
+            if t.op == "const" and set(labels) <= elsewhere:
+                factor *= number(t)
+            elif not labels:
+                scalars.append((t, not kept))
+            else:
+                if t.op == "permute":
+                    labels = "".join(labels[t.args[1].index(d)] for d in range(len(t.shape)))
+                    t = t.args[0]
+                kept.append((labels, t))
+        out = "".join(label for label in output if size[label] != 1)
+        result = self.reshape(self._contract(kept, out, size), shape)
+        for label in set("".join(inputs)) - set(output) - set("".join(labels for labels, _ in kept)):
+            factor *= size[label]
+        for s, leads in scalars:  # in the order that they have as rows of a longer product
+            result = self.pw("mul", s, result) if leads else self.pw("mul", result, s)
+        return self.pw("mul", result, self.const(factor)) if factor != 1 else result
+
+    def _contract(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
+        labels = set("".join(s for s, _ in kept))
+        if not kept or not set(out) <= labels:
+            return self.expand_missing(kept, out, size)
+        if len(kept) == 1:
+            (s, t), gone = kept[0], [i for i, label in enumerate(kept[0][0]) if label not in out]
+            t = self.sum(t, gone)
+            s = "".join(label for label in s if label in out)
+            return self.permute(t, [s.index(label) for label in out])
+        if labels == set(out):  # nothing is summed: a product with broadcasting
+            aligned = [
+                self.reshape(
+                    self.permute(t, [s.index(x) for x in out if x in s]),
+                    [size[x] if x in s else 1 for x in out],
+                )
+                for s, t in kept
+            ]
+            result = aligned[0]
+            for t in aligned[1:]:
+                result = self.pw("mul", result, t)
+            return result
+        renamed = _rename_labels(tuple(s for s, _ in kept), out)
+        assert renamed is not None
+        return self.make("ein", (*renamed, *[t for _, t in kept]), [size[x] for x in out])
+
+    def expand_missing(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
+        have = "".join(label for label in out if any(label in s for s, _ in kept))
+        inner = self._contract(kept, have, size) if kept else self.const(1)
+        inner = self.reshape(inner, [size[x] if x in have else 1 for x in out])
+        return self.expand(inner, [size[x] for x in out])
+
+    # ------------------------------------------------------------------ reducing
+    def sum(self, t: Term, dims: Iterable[int]) -> Term:
+        dims = tuple(sorted(d % len(t.shape) for d in dims))
+        if not dims:
+            return t
+        shape = tuple(n for d, n in enumerate(t.shape) if d not in dims)
+        if t.op == "const":
+            return self.const(number(t) * math.prod(t.shape[d] for d in dims), shape)
+        if t.op == "array":
+            return self.array(t.args[0].value.sum(dims))
+        if all(t.shape[d] == 1 for d in dims):
+            return self.reshape(t, shape)
+        return self.make("sum", (tuple(d - len(t.shape) for d in dims), t), shape)
+
+    def row(self, name: str, dims: Iterable[int], keep: bool, static: tuple, t: Term) -> Term:
+        """An op that acts along `dims` and treats the others as a batch."""
+        dims = tuple(sorted(d % len(t.shape) - len(t.shape) for d in dims))
+        shape = t.shape if keep else tuple(n for d, n in enumerate(t.shape) if d - len(t.shape) not in dims)
+        return self.make("row", (name, dims, keep, static, t), shape)
+
+    # ------------------------------------------------------------------ picking
+    def picks(self, t: Term, where: dict[int, int]) -> Term:
+        for axis in sorted(where, reverse=True):
+            t = self.pick(t, axis, where[axis])
+        return t
+
+    def pick(self, t: Term, axis: int, i: int) -> Term:
+        """`t` at index `i` of `axis`, which disappears."""
+        key = (t, axis, i)
+        found = self._picks.get(key)
+        if found is None:
+            if len(self._picks) > self.most_picks:
+                raise TooLarge
+            found = self._picks[key] = pick(self, t, axis, i)
+        return found
+
+    def resolve(self, t: Term) -> Term:
+        """`t` with the sums over routed axes written out: the normal form in which terms are compared."""
+        found = self._resolved.get(t)
+        if found is None:
+            found = resolve(self, t)
+            self._resolved[t] = self._resolved[found] = found
+        return found
+
+
+@functools.cache
+def _rename_labels(inputs: tuple[str, ...], output: str) -> tuple[tuple[str, ...], str] | None:
+    """Labels of an einsum in the order of their appearance. None: it sums over no label, or its output has others."""
+    labels = set("".join(inputs))
+    if not set(output) < labels:
+        return None
+    names = dict(zip(dict.fromkeys("".join(inputs)), "abcdefghijklmnopqrstuvwxyz", strict=False))
+    return tuple("".join(names[x] for x in s) for s in inputs), "".join(names[x] for x in output)
+
+
+def _from_the_start(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Indices [m, *I] with the negative ones counted from the start of the m axes."""
+    below = indices < 0
+    if not below.any():
+        return indices
+    return torch.where(below, indices + torch.tensor(sizes).reshape(-1, *[1] * (indices.dim() - 1)), indices)
+
+
+def _same_number(value: torch.Tensor) -> float | None:
+    """The number that all elements are, if it is one."""
+    if value.numel() <= _FEW:  # this runs for every row of every mask: faster than two ops on a tensor
+        numbers = value.reshape(-1).tolist()
+        first, same = numbers[0], numbers.count(numbers[0]) == len(numbers)
+    else:
+        first = value.reshape(-1)[0].item()
+        same = bool((value == first).all())
+    return first if same or (first != first and bool(value.isnan().all())) else None

@@ -1,0 +1,95 @@
+"""Ops that work element by element, where torch's own schema does not say all, and constants."""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ...graph_nodes import op_name
+from ..term import Term
+from .rule_registry import Reader, as_term, rule
+
+
+@rule("add", "sub", "rsub", "mul", "div", "true_divide")
+def _arithmetic(
+    S: Reader, n: fx.Node, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None
+) -> Term | None:
+    name = op_name(n)
+    a, b = as_term(S, a), as_term(S, b)
+    if rounding_mode is not None:
+        return S.T.expand(S.T.pw("div.Tensor_mode", a, b, rounding_mode=rounding_mode), n.meta["val"].shape)
+    if name == "rsub":
+        name, a, b = "sub", b, a
+    if alpha != 1:
+        b = S.T.pw("mul", b, S.T.const(alpha))
+    out = S.T.pw({"true_divide": "div"}.get(name, name), a, b)
+    return S.T.expand(out, n.meta["val"].shape)
+
+
+@rule("where")
+def _where(S: Reader, n: fx.Node, c: Term, a: Any, b: Any) -> Term:
+    return S.T.expand(S.T.pw("where", c, as_term(S, a), as_term(S, b)), n.meta["val"].shape)
+
+
+@rule("masked_fill")
+def _masked_fill(S: Reader, n: fx.Node, a: Term, mask: Term, value: Any) -> Term:
+    return S.T.expand(S.T.pw("where", mask, as_term(S, value), a), n.meta["val"].shape)
+
+
+@rule("_to_copy", "to", "type_as")
+def _cast(S: Reader, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
+    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
+    return a if old == new else S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
+
+
+@rule("copy")
+def _copy(S: Reader, n: fx.Node, a: Term, b: Term, *_: Any) -> Term:
+    source = n.args[1].meta["val"].dtype
+    new = n.meta["val"].dtype
+    if source != new and source.is_floating_point:
+        b = S.T.pw("cast", b, dtype=str(new).removeprefix("torch."))
+    return S.T.expand(b, a.shape)
+
+
+@rule("clone", "contiguous", "lift_fresh", "alias", "lift")
+def _same(S: Reader, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
+    return a
+
+
+@rule("detach")
+def _detach(S: Reader, n: fx.Node, a: Term) -> Term:
+    return S.T.pw("detach", a)
+
+
+@rule("fill", "full", "full_like", "new_full")
+def _fill(S: Reader, n: fx.Node, *args: Any, **kw: Any) -> Term:
+    return S.T.expand(as_term(S, args[-1]), n.meta["val"].shape)
+
+
+@rule("zero", "zeros", "zeros_like", "new_zeros")
+def _zeros(S: Reader, n: fx.Node, *_: Any, **kw: Any) -> Term:
+    return S.T.const(0, n.meta["val"].shape)
+
+
+@rule("ones", "ones_like", "new_ones")
+def _ones(S: Reader, n: fx.Node, *_: Any, **kw: Any) -> Term:
+    return S.T.const(1, n.meta["val"].shape)
+
+
+@rule("glu")
+def _glu(S: Reader, n: fx.Node, a: Term, dim: int = -1) -> Term:
+    half = a.shape[dim] // 2
+    gate = S.T.pw("sigmoid.default", S.T.slice(a, dim, half, 2 * half))
+    return S.T.pw("mul", S.T.slice(a, dim, 0, half), gate)
+
+
+@rule("_prelu_kernel")
+def _prelu(S: Reader, n: fx.Node, x: Term, w: Term) -> Term:
+    return S.T.expand(S.T.pw("where", S.T.pw("gt.Scalar", x, 0), x, S.T.pw("mul", x, w)), x.shape)

@@ -1,0 +1,124 @@
+"""Ops that move elements to places which only shapes decide."""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..term import Term
+from .rule_registry import Reader, rule
+
+
+@rule("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as")
+def _reshape(S: Reader, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term | None:
+    if n.args[0].meta["val"].dtype != n.meta["val"].dtype:
+        return None  # a reinterpretation of the bits
+    return S.T.reshape(a, n.meta["val"].shape)
+
+
+@rule("permute")
+def _permute(S: Reader, n: fx.Node, a: Term, order: list[int]) -> Term:
+    return S.T.permute(a, order)
+
+
+@rule("transpose", "t")
+def _transpose(S: Reader, n: fx.Node, a: Term, i: int = 0, j: int = 1) -> Term:
+    order = list(range(len(a.shape)))
+    if len(order) > 1:
+        order[i], order[j] = order[j], order[i]
+    return S.T.permute(a, order)
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def _expand(S: Reader, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
+    return S.T.expand(a, n.meta["val"].shape)
+
+
+@rule("slice")
+def _slice(
+    S: Reader,
+    n: fx.Node,
+    a: Term,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> Term:
+    return S.T.slice(a, dim, start, stop, step)
+
+
+@rule("select")
+def _select(S: Reader, n: fx.Node, a: Term, dim: int, i: int) -> Term:
+    dim %= len(a.shape)
+    return S.T.pick(a, dim, i % a.shape[dim])
+
+
+@rule("cat")
+def _cat(S: Reader, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
+    return S.T.cat(terms, dim)
+
+
+@rule("stack")
+def _stack(S: Reader, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
+    dim %= len(terms[0].shape) + 1
+    return S.T.cat([S.T.reshape(t, (*t.shape[:dim], 1, *t.shape[dim:])) for t in terms], dim)
+
+
+@rule("constant_pad_nd")
+def _pad(S: Reader, n: fx.Node, a: Term, pad: list[int], value: float = 0) -> Term | None:
+    if min(pad) < 0:
+        return None
+    for k in range(len(pad) // 2):
+        dim = len(a.shape) - 1 - k
+        before, after = pad[2 * k : 2 * k + 2]
+        pieces = [S.T.const(value, (*a.shape[:dim], m, *a.shape[dim + 1 :])) for m in (before, after)]
+        a = S.T.cat([pieces[0], a, pieces[1]], dim)
+    return a
+
+
+def _moved(S: Reader, a: Term, dim: int, order: torch.Tensor) -> Term:
+    return S.T.index(a, (dim,), order[None], dim)
+
+
+@rule("repeat")
+def _repeat(S: Reader, n: fx.Node, a: Term, times: list[int]) -> Term:
+    a = S.T.reshape(a, (1,) * (len(times) - len(a.shape)) + a.shape)
+    for dim, k in enumerate(times):
+        if a.shape[dim] == 1:
+            a = S.T.expand(a, (*a.shape[:dim], k, *a.shape[dim + 1 :]))
+        elif k != 1:
+            a = _moved(S, a, dim, torch.arange(a.shape[dim]).repeat(k))
+    return a
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(S: Reader, n: fx.Node, a: Term, times: Any, dim: int | None = None, **kw: Any) -> Term:
+    if dim is None:
+        a, dim = S.T.reshape(a, (math.prod(a.shape),)), 0
+    counts = S.numbers(n.args[1]) if isinstance(n.args[1], fx.Node) else times
+    return _moved(S, a, dim % len(a.shape), torch.arange(a.shape[dim]).repeat_interleave(counts))
+
+
+@rule("flip")
+def _flip(S: Reader, n: fx.Node, a: Term, dims: list[int]) -> Term:
+    for d in dims:
+        a = _moved(S, a, d % len(a.shape), torch.arange(a.shape[d]).flip(0))
+    return a
+
+
+@rule("roll")
+def _roll(S: Reader, n: fx.Node, a: Term, shifts: list[int], dims: list[int] = ()) -> Term | None:
+    if not dims:
+        return None
+    for k, d in zip(shifts, dims, strict=True):
+        a = _moved(S, a, d % len(a.shape), torch.arange(a.shape[d]).roll(k))
+    return a

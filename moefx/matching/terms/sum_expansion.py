@@ -1,0 +1,198 @@
+"""Along which axes routing put different things, and how sums over these are written out."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from .index_arithmetic import reshape_group
+from .term import Term, is_const
+
+if TYPE_CHECKING:
+    from .normal_form import Terms
+
+_WIDEST_SUM = 1 << 16
+
+
+_ORDER = {
+    "const": 0,
+    "array": 0,
+    "param": 1,
+    "buffer": 1,
+    "node": 1,
+    "put": 2,
+    "reshape": 2,
+    "expand": 2,
+    "permute": 2,
+    "index": 3,
+    "sum": 4,
+    "pw": 5,
+}
+
+
+def weight(t: Term) -> tuple[int, int]:
+    inner = t
+    while inner.op in ("reshape", "expand", "permute", "slice"):
+        inner = inner.args[0]
+    return _ORDER.get(inner.op, 9), math.prod(t.shape)
+
+
+def shift(dims: set[int], gone: int) -> list[int]:
+    return [d - (d > gone) for d in dims]
+
+
+def structure(T: Terms, t: Term) -> frozenset[int]:
+    """The axes of `t` along which routing put different things: sums over these are written out."""
+    if t.structure is None:
+        t.structure = frozenset(d for d in _structure(T, t) if t.shape[d] > 1)
+    return t.structure
+
+
+def _structure(T: Terms, t: Term) -> set[int]:
+    match t.op:
+        case "const" | "node" | "buffer" | "call":
+            return set()
+        case "param":
+            return set(T.stacked.get(t, ()))
+        case "array":
+            return set(range(len(t.shape)))
+        case "pw":
+            return {d + len(t.shape) - len(a.shape) for a in t.terms for d in structure(T, a)}
+        case "ein":
+            inputs, output, *operands = t.args
+            routed = {s[d] for s, o in zip(inputs, operands, strict=True) for d in structure(T, o)}
+            return {d for d, label in enumerate(output) if label in routed}
+        case "permute":
+            inner = structure(T, t.args[0])
+            return {d for d, source in enumerate(t.args[1]) if source in inner}
+        case "expand" | "slice":
+            return set(structure(T, t.args[0]))
+        case "cat":
+            dim, *pieces = t.args
+            return (
+                {dim}.union(*[structure(T, p) for p in pieces])
+                if all(p.shape[dim] == 1 for p in pieces)
+                else set().union(*[structure(T, p) for p in pieces])
+            )
+        case "reshape":
+            inner = structure(T, t.args[0])
+            if not inner:
+                return set()
+            return {
+                d for d, n in enumerate(t.shape) if n > 1 and inner & set(reshape_group(t.args[0].shape, t.shape, d)[0])
+            }
+        case "index":
+            inner, dims, indices, position = t.args
+            width = indices.value.dim() - 1
+            rest = [d for d in range(len(inner.shape)) if d not in dims]
+            out = {position + k for k in range(width)}
+            return out | {r if r < position else r + width for r, d in enumerate(rest) if d in structure(T, inner)}
+        case "put":
+            base, dims, _, values, _ = t.args
+            rest = [d for d in range(len(base.shape)) if d not in dims]
+            return set(dims) | set(structure(T, base)) | {rest[d - 1] for d in structure(T, values) if d > 0}
+        case "sum" | "row":
+            inner = t.args[-1]
+            routed = structure(T, inner)
+            if t.op == "row" and t.args[2]:
+                return set(routed)
+            gone = {d % len(inner.shape) for d in t.args[0 if t.op == "sum" else 1]}
+            left = [d for d in range(len(inner.shape)) if d not in gone]
+            return {k for k, d in enumerate(left) if d in routed}
+        case "at":
+            inner, where = t.args
+            free = [d for d in range(len(inner.shape)) if d not in dict(where)]
+            return {k for k, d in enumerate(free) if d in structure(T, inner)}
+    raise AssertionError(t.op)
+
+
+def resolve(T: Terms, t: Term) -> Term:
+    match t.op:
+        case "sum":
+            return _resolve_sum(T, t)
+        case "ein":
+            return _resolve_ein(T, t)
+        case "pw":
+            name, kwargs, *items = t.args
+            resolved: list = list(items)
+            for k in sorted(
+                (k for k, a in enumerate(items) if isinstance(a, Term)),
+                key=lambda k: math.prod(items[k].shape),
+            ):
+                resolved[k] = T.resolve(items[k])
+                if name == "mul" and is_const(resolved[k], 0):
+                    return T.const(0, t.shape)
+            return T.expand(T.pw(name, *resolved, **dict(kwargs)), t.shape)
+        case "row":
+            name, dims, keep, static, inner = t.args
+            return T.row(name, dims, keep, static, T.resolve(inner))
+        case "reshape":
+            return T.reshape(T.resolve(t.args[0]), t.shape)
+        case "permute":
+            return T.permute(T.resolve(t.args[0]), t.args[1])
+        case "expand":
+            return T.expand(T.resolve(t.args[0]), t.shape)
+        case "slice":
+            return T.slice(T.resolve(t.args[0]), *t.args[1:])
+        case "cat":
+            return T.cat([T.resolve(p) for p in t.args[1:]], t.args[0])
+        case "put" | "index" if len(t.shape) == 1 and t.shape[0] <= 4096:
+            parts = [T.reshape(T.resolve(T.pick(t, 0, i)), (1,)) for i in range(t.shape[0])]
+            return T.cat(parts, 0)
+    return t
+
+
+def _resolve_sum(T: Terms, t: Term) -> Term:
+    dims, inner = t.args
+    routed = structure(T, inner) & {d % len(inner.shape) for d in dims}
+    if not routed or inner.shape[min(routed)] > _WIDEST_SUM:
+        return T.sum(T.resolve(inner), dims)
+    axis = min(routed)
+    left = [d % len(inner.shape) for d in dims]
+    left.remove(axis)
+    total = T.const(0, t.shape)
+    for i in range(inner.shape[axis]):
+        total = T.pw("add", total, T.resolve(T.sum(T.pick(inner, axis, i), shift(set(left), axis))))
+    return total
+
+
+def _resolve_ein(T: Terms, t: Term) -> Term:
+    inputs, output, *operands = t.args
+    for s, o in zip(inputs, operands, strict=True):
+        for d in structure(T, o):
+            if s[d] not in output:
+                return _expand_label(T, t, s[d])
+        if o.op == "cat" and s[o.args[0]] not in output:
+            return _split_label(T, t, s[o.args[0]], [p.shape[o.args[0]] for p in o.args[1:]])
+    return T.ein(inputs, output, [T.resolve(o) for o in operands])
+
+
+def _expand_label(T: Terms, t: Term, label: str) -> Term:
+    inputs, output, *operands = t.args
+    n = next(o.shape[s.index(label)] for s, o in zip(inputs, operands, strict=True) if label in s)
+    total = T.const(0, t.shape)
+    order = sorted(range(len(operands)), key=lambda k: weight(operands[k]))
+    for i in range(n):
+        picked = list(operands)
+        for k in order:
+            if label in inputs[k]:
+                picked[k] = T.pick(operands[k], inputs[k].index(label), i)
+                if is_const(T.resolve(picked[k]) if not picked[k].shape else picked[k], 0):
+                    break
+        else:
+            term = T.ein([s.replace(label, "") for s in inputs], output, picked)
+            total = T.pw("add", total, T.resolve(term))
+    return total
+
+
+def _split_label(T: Terms, t: Term, label: str, sizes: list[int]) -> Term:
+    inputs, output, *operands = t.args
+    total, start = T.const(0, t.shape), 0
+    for n in sizes:
+        parts = [
+            T.slice(o, s.index(label), start, start + n) if label in s else o
+            for s, o in zip(inputs, operands, strict=True)
+        ]
+        total = T.pw("add", total, T.resolve(T.ein(inputs, output, parts)))
+        start += n
+    return total

@@ -1,0 +1,471 @@
+"""Token choice as public repositories write it: each block is rewritten, in training and in eval, and never runs the
+original."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal
+
+import moefx
+
+from ..passes.blocks import D, E, Loop, Mlp
+
+
+class TouchesIdle(Loop):
+    """An expert without tokens adds zero times its parameters, so that DDP sees all of them used."""
+
+    def __init__(self, touch):
+        super().__init__(Mlp)
+        self.touch = touch
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            if len(t):
+                out.index_add_(0, t, expert(x[t]) * w[t, k, None])
+            elif self.training:
+                out = self.touch(out, expert, x)
+        return out
+
+
+def one_element(out, expert, x):
+    out[0, 0] += 0.0 * sum(p.sum() for p in expert.parameters())
+    return out
+
+
+def one_row(out, expert, x):
+    out[0] += 0.0 * expert(x[:1])[0]
+    return out
+
+
+def some_rows(out, expert, x):
+    out[:2] += expert(x[:2]) * 0
+    return out
+
+
+def by_index(out, expert, x):
+    return out.index_add(0, torch.tensor([0]), 0.0 * expert(torch.zeros_like(x[:1])))
+
+
+def everywhere(out, expert, x):
+    return out + 0.0 * sum(p.sum() for p in expert.parameters())
+
+
+class CountsInNumpy(Loop):
+    """Tokens in the order of their experts, cut where NumPy says, under `no_grad` as in inference code."""
+
+    def __init__(self, ends, is_off=True):
+        super().__init__(Mlp)
+        self.ends, self.is_off = ends, is_off
+
+    def mixed(self, x, w, ids):
+        with torch.set_grad_enabled(not self.is_off):
+            out, flat = torch.zeros_like(x), ids.flatten()
+            order, start = flat.argsort(stable=True), 0
+            for e, end in enumerate(self.ends(flat)):
+                at = order[start:end]
+                if start < end:
+                    rows = self.experts[e](x[at // self.k]) * w.flatten()[at, None]
+                    out.scatter_add_(0, (at // self.k)[:, None].expand(-1, D), rows)
+                start = end
+            return out
+
+
+def in_numpy(flat):
+    return flat.bincount(minlength=E).numpy().cumsum(0)
+
+
+def through_an_array(flat):
+    return numpy.cumsum(numpy.bincount(numpy.asarray(flat), minlength=E))
+
+
+class LoadLoss(Loop):
+    """The noisy gate of Shazeer et al.: its load is a normal distribution's, which checks its arguments."""
+
+    def __init__(self, load):
+        super().__init__(Mlp)
+        self.load = load
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("std", torch.ones(1))
+
+    def forward(self, x):
+        scores = self.gate(x)
+        top, ids = scores.topk(self.k + 1, -1)
+        out = self.mixed(x, top[:, : self.k].softmax(-1), ids[:, : self.k])
+        return out, self.load(self, scores - top[:, self.k :]).sum(0)
+
+
+def of_buffers(block, margin):
+    return Normal(block.mean, block.std).cdf(margin)
+
+
+def of_numbers(block, margin):
+    return Normal(0.0, 1.0).cdf(margin)
+
+
+def of_the_noise(block, margin):
+    return Normal(block.mean, nn.functional.softplus(margin.mean()) + 1e-2).cdf(margin)
+
+
+def log_probability(block, margin):
+    return Normal(block.mean, block.std).log_prob(margin)
+
+
+class OneMoreAxis(Loop):
+    """Experts that want a batch: `y[mask] = expert(x[mask].unsqueeze(0))`."""
+
+    def __init__(self, call):
+        super().__init__(Mlp)
+        self.call = call
+
+    def mixed(self, x, w, ids):
+        flat, rows = ids.flatten(), x.repeat_interleave(self.k, 0)
+        out = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            mask = flat == e
+            if mask.any():
+                out[mask] = self.call(expert, rows[mask])
+        return (out.view(*w.shape, -1) * w[..., None]).sum(1)
+
+
+def batch_of_one(expert, x):
+    return expert(x.unsqueeze(0))
+
+
+def batches_of_one(expert, x):
+    return expert(x[None, None])
+
+
+def back_again(expert, x):
+    return expert(x[None])[0]
+
+
+def rows_of_one(expert, x):
+    return expert(x[:, None]).squeeze(1)
+
+
+class SharedInList(Loop):
+    """The first experts of the list have all tokens."""
+
+    def __init__(self, shared):
+        super().__init__(Mlp, num_experts=E + shared)
+        self.gate, self.shared = nn.Linear(D, E, bias=False), shared
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            if e < self.shared:
+                out = out + expert(x)
+                continue
+            t, k = torch.where(ids == e - self.shared)
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+        return out
+
+
+class SharedLast(SharedInList):
+    def mixed(self, x, w, ids):
+        out = self.experts[-1](x)
+        for e, expert in enumerate(self.experts[:-1]):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+        return out
+
+
+class Nested(Loop):
+    """Experts in lists of a list, chosen by one number."""
+
+    def __init__(self, order):
+        super().__init__(Mlp, num_experts=6)
+        self.experts = nn.ModuleList(nn.ModuleList(Mlp() for _ in range(3)) for _ in range(2))
+        self.order = order
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.order(self.experts)):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+        return out
+
+
+def by_lists(lists):
+    return [expert for inner in lists for expert in inner]
+
+
+def across_lists(lists):
+    return [expert for column in zip(*lists, strict=True) for expert in column]
+
+
+class PassesThrough(Loop):
+    """Tokens over an expert's capacity keep their row, as in labml.ai's Switch Transformer."""
+
+    def __init__(self, finish, capacity=1.25):
+        super().__init__(Mlp)
+        self.finish, self.capacity = finish, capacity
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).max(-1)
+        places = [(ids == e).nonzero(as_tuple=True)[0] for e in range(E)]
+        capacity, dropped = int(self.capacity * len(x) / E), []
+        for e in range(E):
+            if len(places[e]) > capacity:
+                dropped.append(places[e][capacity:])
+                places[e] = places[e][:capacity]
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out[places[e], :] = expert(x[places[e], :])
+        return self.finish(out, x, w[:, None], dropped)
+
+
+def all_scaled(out, x, w, dropped):
+    if dropped:
+        rows = torch.cat(dropped)
+        out[rows, :] = x[rows, :]
+    return out * w
+
+
+def experts_scaled(out, x, w, dropped):
+    out = out * w
+    if dropped:
+        rows = torch.cat(dropped)
+        out[rows] = x[rows]
+    return out
+
+
+def list_by_list(out, x, w, dropped):
+    for rows in dropped:
+        out[rows] = x[rows]
+    return out * w
+
+
+class OneOutput(Loop):
+    """Experts that predict one number, as in regression and ranking."""
+
+    def __init__(self, mix, bias=True):
+        super().__init__(lambda: nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, 1, bias)))
+        self.mix = mix
+
+    def mixed(self, x, w, ids):
+        return self.mix(self, x, w, ids)
+
+
+def added(block, x, w, ids):
+    out = x.new_zeros(len(x), 1)
+    for e, expert in enumerate(block.experts):
+        t, k = torch.where(ids == e)
+        out.index_add_(0, t, expert(x[t]) * w[t, k, None])
+    return out
+
+
+def squeezed(block, x, w, ids):
+    return added(block, x, w, ids).squeeze(-1).sigmoid()
+
+
+def stacked(block, x, w, ids):
+    every = torch.stack([expert(x) for expert in block.experts], 1)
+    return (every.gather(1, ids[..., None]) * w[..., None]).sum(1)
+
+
+def masked(block, x, w, ids):
+    gates = torch.zeros(len(x), E, dtype=x.dtype).scatter(1, ids, w)
+    return sum(gates[:, e : e + 1] * expert(x) for e, expert in enumerate(block.experts))
+
+
+def beside_a_shared_one(block, x, w, ids):
+    return added(block, x, w, ids) + x.mean(-1, keepdim=True)
+
+
+class Relu(Loop):
+    """ReLU routing: a token has as many experts as positive scores."""
+
+    def __init__(self, choose):
+        super().__init__(Mlp)
+        self.choose = choose
+
+    def forward(self, x):
+        w, out = self.gate(x).relu(), torch.zeros_like(x)
+        for e, (rows, expert) in enumerate(zip(self.choose(w), self.experts, strict=True)):
+            out[rows] = out[rows] + expert(x[rows]) * w[rows, e, None]
+        return out
+
+
+def at_once(w):
+    mask = w > 0
+    return [mask[:, e] for e in range(E)]
+
+
+def one_by_one(w):
+    return [w[:, e] > 0 for e in range(E)]
+
+
+def nonzero(w):
+    return [w[:, e].nonzero()[:, 0] for e in range(E)]
+
+
+class Convolutions(Loop):
+    """Gates and experts are convolutions with kernels of one element, on [B, C, L] or [B, C, H, W]."""
+
+    def __init__(self, conv, add):
+        super().__init__(lambda: nn.Sequential(conv(D, 8, 1), nn.GELU(), conv(8, D, 1)))
+        self.gate, self.add = conv(D, E, 1), add
+
+    def forward(self, x):
+        return self.add(self, x, self.gate(x).softmax(1))
+
+
+def channels_last(block, x, p):
+    w, ids = p.movedim(1, -1).topk(block.k, -1)
+    out = torch.zeros_like(x).movedim(1, -1)
+    for e, expert in enumerate(block.experts):
+        out = out + expert(x).movedim(1, -1) * (w * (ids == e)).sum(-1, keepdim=True)
+    return out.movedim(-1, 1)
+
+
+def channels_second(block, x, p):
+    w, ids = p.topk(block.k, 1)
+    return sum(expert(x) * (w * (ids == e)).sum(1, keepdim=True) for e, expert in enumerate(block.experts))
+
+
+def rows_of_pixels(block, x, p):
+    w, ids = p.topk(block.k, 1)
+    flat, w, ids = (t.movedim(1, -1).flatten(0, -2) for t in (x, w, ids))
+    out = torch.zeros_like(flat)
+    for e, expert in enumerate(block.experts):
+        t, k = torch.where(ids == e)
+        rows = expert(flat[t].view(-1, D, *[1] * (x.dim() - 2))).flatten(1)
+        out = out.index_add(0, t, rows * w[t, k, None])
+    return out.view(len(x), *x.shape[2:], D).movedim(-1, 1)
+
+
+TOUCHES = (one_element, one_row, some_rows, by_index, everywhere)
+BLOCKS = {
+    **{f"idle experts, {f.__name__}": (TouchesIdle, f) for f in TOUCHES},
+    "counts, in NumPy": (CountsInNumpy, in_numpy),
+    "counts, through an array": (CountsInNumpy, through_an_array),
+    "counts, with gradients": (CountsInNumpy, in_numpy, False),
+    **{f"load loss, {f.__name__}": (LoadLoss, f) for f in (of_buffers, of_numbers, of_the_noise, log_probability)},
+    **{f.__name__: (OneMoreAxis, f) for f in (batch_of_one, batches_of_one, back_again, rows_of_one)},
+    "one shared expert in the list": (SharedInList, 1),
+    "two shared experts in the list": (SharedInList, 2),
+    "the last expert is shared": (SharedLast, 1),
+    **{f"one output, {f.__name__}": (OneOutput, f) for f in (added, squeezed, stacked, masked, beside_a_shared_one)},
+    "one output, no bias": (OneOutput, added, False),
+    **{f"passed through, {f.__name__}": (PassesThrough, f) for f in (all_scaled, experts_scaled, list_by_list)},
+    "passed through, few": (PassesThrough, all_scaled, 0.5),
+    "ReLU routing": (Relu, at_once),
+    "nested lists": (Nested, by_lists),
+    "nested lists, across": (Nested, across_lists),
+}
+
+
+def results(model, x):
+    """Outputs, and gradients of the input and of all parameters; zero for one that autograd did not reach."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    outs = [out] if isinstance(out, torch.Tensor) else list(out)
+    if not outs[0].requires_grad:
+        return outs, []
+    loss = sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view_as(o)).sum() for o in outs)
+    inputs = [x, *model.parameters()]
+    grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return outs, [torch.zeros_like(p) if g is None else g for p, g in zip(inputs, grads, strict=True)]
+
+
+@pytest.mark.sampled(32)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_rewritten(name, training):
+    torch.manual_seed(0)
+    kind, *arguments = BLOCKS[name]
+    model = nn.Sequential(kind(*arguments)).double().train(training)
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
+    for tokens in (1, 2, 9, 80):
+        x = torch.randn(tokens, D, dtype=torch.float64)
+        torch.testing.assert_close(results(compiled, x), results(model, x))
+    with torch.no_grad():  # all tokens on few experts, the others idle
+        model[0].gate.weight[2:] = 0
+        x = torch.rand(30, D, dtype=torch.float64)
+    torch.testing.assert_close(results(compiled, x), results(model, x))
+    alone = kind is PassesThrough  # no expert has a place for a single token: the original runs
+    assert moefx.blocks(compiled)[0].fallbacks == alone
+
+
+class Jitters(Loop):
+    """Noise on a copy for the router, which is no copy if the input has that dtype already: experts see it, too."""
+
+    def __init__(self, cast):
+        super().__init__(Mlp)
+        self.cast = cast
+
+    def forward(self, x):
+        h = self.cast(x)
+        if self.training:
+            h *= torch.empty_like(h).uniform_(0.9, 1.1)
+        w, ids = self.route(h.to(self.gate.weight.dtype))
+        return self.mixed(x, w, ids)
+
+
+CASTS = {
+    "to": lambda x: x.to(torch.float32),
+    "by keyword": lambda x: x.to(dtype=torch.float32),
+    "float": lambda x: x.float(),
+    "type": lambda x: x.type(torch.float32),
+    "a copy": lambda x: x.to(torch.float32, copy=True),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cast", CASTS)
+def test_noise_in_place_behind_a_cast(cast, training):
+    torch.manual_seed(0)
+    model = nn.Sequential(Jitters(CASTS[cast])).train(training)
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D),))
+
+    def run(m, x):
+        torch.manual_seed(1)
+        x = x.clone().requires_grad_()
+        given = x * 1
+        out = m(given)
+        return out, given, torch.autograd.grad(out.square().sum(), [x, *m.parameters()])
+
+    for tokens in (2, 9, 80):
+        x = torch.randn(tokens, D)
+        torch.testing.assert_close(run(compiled, x), run(model, x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+    report = moefx.verify(compiled, model, (torch.randn(30, D),))
+    assert report.ok, str(report)
+
+
+IMAGES = {1: ((2, D, 9), (1, D, 4), (3, D, 17)), 2: ((2, D, 3, 5), (1, D, 2, 2), (3, D, 4, 7))}
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_convolutions_of_one_element(axes):
+    torch.manual_seed(0)
+    model = nn.Sequential(Convolutions((nn.Conv1d, nn.Conv2d)[axes - 1], rows_of_pixels)).double()
+    first, *others = (torch.randn(shape, dtype=torch.float64) for shape in IMAGES[axes])
+    compiled = moefx.compile(model, example_inputs=(first,))
+    for x in (first, *others):
+        torch.testing.assert_close(results(compiled, x), results(model, x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("block", "x", "why"),
+    [
+        (lambda: Relu(one_by_one), (9, D), r"comparison of its own \(4 on this line\).*mask = scores > 0"),
+        (lambda: Relu(nonzero), (9, D), r"comparison of its own.*mask = scores > 0"),
+        (lambda: Convolutions(nn.Conv2d, channels_last), (2, D, 3, 5), r"whole images.*flatten\(0, -2\)"),
+        (lambda: Convolutions(nn.Conv1d, channels_second), (2, D, 9), r"whole images.*flatten\(0, -2\)"),
+    ],
+    ids=["one by one", "nonzero", "channels last", "channels second"],
+)
+def test_refused_with_a_remedy_that_is_taken(block, x, why):
+    """The remedies are among the blocks above."""
+    with pytest.raises(moefx.NoMoEBlockFound, match=why):
+        moefx.compile(nn.Sequential(block()), example_inputs=(torch.randn(x),))

@@ -1,0 +1,264 @@
+"""What came out one way in all that was tried, though at another call it may not: right then, or refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+from moefx.errors import NoMoEBlockFound
+
+from ..passes.blocks import D, E, Loop, Mlp
+
+
+class Base(Loop):
+    """Args: held: buffers; expert, choose, finish: in place of what the loop does."""
+
+    def __init__(self, held=(), expert=None, choose=None, finish=None):
+        super().__init__(Mlp)
+        for name, value in dict(held).items():
+            self.register_buffer(name, value if value is None else torch.as_tensor(value))
+        self.of_expert, self.choose, self.finish = expert, choose, finish
+
+    def route(self, x):
+        w, ids = super().route(x)
+        return (w, ids) if self.choose is None else self.choose(self, x, w, ids)
+
+    def expert(self, e, x, w):
+        y = self.experts[e](x)
+        return (y if self.of_expert is None else self.of_expert(self, e, y)) * w
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out if self.finish is None else self.finish(self, out)
+
+
+def check(make, change=None, sizes=(20, 5, 3, 80), crowd=False):
+    """Refused, or right, also when the state is another one."""
+    torch.manual_seed(0)
+    model = make().double()
+    example = torch.randn(20, D, dtype=torch.float64)
+    try:
+        compiled = moefx.compile(
+            copy.deepcopy(model), example_inputs=(example,), plan=moefx.Plan(validation="symbolic")
+        )
+    except NoMoEBlockFound as refused:
+        assert "moefx itself failed" not in str(refused)
+        return False
+    for changed in (False, True) if change else (False,):
+        if changed:
+            with torch.no_grad():
+                change(model), change(compiled)
+        for tokens in sizes:
+            x = torch.randn(1 if crowd else tokens, D, dtype=torch.float64).repeat(tokens if crowd else 1, 1)
+            x = (x + 0.01 * torch.randn_like(x)) * (50 if crowd else 1)
+            inputs = [x.clone().requires_grad_() for _ in range(2)]
+            outs = compiled(inputs[0]), model(inputs[1])
+            torch.testing.assert_close(*outs)
+            grads = [
+                torch.autograd.grad(o.sin().sum(), [i], allow_unused=True) for o, i in zip(outs, inputs, strict=True)
+            ]
+            torch.testing.assert_close(*grads)
+    return True
+
+
+def cut(w):
+    return torch.where(w < 0.3, w * 0, w)
+
+
+def few(m, x, w, ids):
+    return (cut(w) if x.shape[0] < 15 else w), ids
+
+
+def many(m, x, w, ids):
+    return (cut(w) if x.shape[0] > 30 else w), ids
+
+
+def flagged(m, x, w, ids):
+    return (cut(w) if m.flag else w), ids
+
+
+def overflowing(m, x, w, ids):
+    over = ids.reshape(-1).bincount(minlength=E) > 18
+    return torch.where(over[ids] & (w < 0.3), w * 0, w), ids
+
+
+def idle(m, x, w, ids):
+    counts = ids.reshape(-1).bincount(minlength=E)
+    return (cut(w) if (counts == 0).any() else w), ids
+
+
+def thresholds(m, x, w, ids):
+    for threshold in (m.high, m.low):
+        w = torch.where(w < threshold, w * 0.5, w)
+    return w, ids
+
+
+def crowded(m, e, y):
+    return torch.where(y.abs() > 9, y * 0, y) if len(y) > 12 else y
+
+
+def crowded_branch(m, e, y):
+    return y * 0.5 if len(y) > 12 and y.abs().max() > 50 else y
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("choose", [few, many, flagged, overflowing, idle, thresholds])
+def test_a_comparison_that_is_met_elsewhere(choose):
+    held = {"flag": False, "high": 0.4, "low": 1e-3}
+    check(lambda: Base(held, choose=choose), lambda m: m.flag.fill_(True))
+
+
+@pytest.mark.parametrize("expert", [crowded, crowded_branch])
+def test_a_comparison_that_a_crowd_meets(expert):
+    check(lambda: Base(expert=expert), sizes=(40,), crowd=True)
+
+
+def value_of(t):
+    return t.item()
+
+
+def on_two_lines(m, y):
+    a = m.a.item()
+    b = m.b.item()
+    return 2 * y if a and b else y
+
+
+def nested(m, y):
+    if m.a.item() > 0:  # noqa: SIM102
+        if m.b.item() > 0:
+            y = 2 * y
+    return y
+
+
+def on_one_line(m, y):
+    return 2 * y if m.a.item() and not m.b.item() else y
+
+
+def in_a_helper(m, y):
+    return 2 * y if value_of(m.a) > value_of(m.b) else y
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("values", [(False, False, True, True), (0, 0, 1, 1), (-1.0, -1.0, 1.0, 1.0)])
+@pytest.mark.parametrize("finish", [on_two_lines, nested])
+def test_two_reads_that_matter_together(finish, values):
+    a, b, *later = values
+    check(lambda: Base({"a": a, "b": b}, finish=finish), lambda m: (m.a.fill_(later[0]), m.b.fill_(later[1])))
+
+
+@pytest.mark.parametrize("finish", [on_one_line, in_a_helper])
+def test_reads_of_several_tensors_at_one_place(finish):
+    check(lambda: Base({"a": 0.0, "b": 2.0}, finish=finish), lambda m: (m.a.fill_(5.0), m.b.fill_(0.0)))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("step", [0, 0.0])
+@pytest.mark.parametrize("asks", [lambda s: s // 1000 == 3, lambda s: (s // 10) % 10 == 4], ids=["window", "digit"])
+def test_a_window_of_steps(asks, step):
+    made = lambda: Base({"step": step}, finish=lambda m, y: 2 * y if asks(m.step.item()) else y)  # noqa: E731
+    for later in (3000, 40):
+        check(made, lambda m, later=later: m.step.fill_(later))
+
+
+SCALES = torch.tensor([2.0, 0.5, 0.0, 1.5])
+
+
+def scaled(m, e, y):
+    return 2 * y if m.scale[e] > 1 else y
+
+
+def skipped(m, e, y):
+    return y * 0 if m.scale[e] < 1 else y
+
+
+def adapted(m, e, y):
+    return y + y.sin() if m.delta[e].any() else y
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("expert", [scaled, skipped, adapted])
+def test_floats_of_each_expert_are_no_constants(expert):
+    held = {"scale": SCALES, "delta": torch.eye(E)[:1].expand(E, E) * torch.tensor([[1.0], [0], [0], [0]])}
+    check(lambda: Base(held, expert=expert), lambda m: (m.scale.copy_(SCALES.flip(0)), m.delta.fill_(1)))
+
+
+class Alive(Loop):
+    def __init__(self):
+        super().__init__(Mlp)
+        self.register_buffer("alive", torch.tensor([1.0, 1, 0, 1]))
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e in (self.alive > 0.5).nonzero().flatten().tolist():
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+def test_a_loop_over_those_that_are_alive():
+    check(Alive, lambda m: m.alive.fill_(1))
+
+
+def test_a_map_of_floats():
+    assert check(
+        lambda: Base({"place": torch.arange(E).double()}, choose=lambda m, x, w, ids: (w, m.place.long()[ids])),
+        lambda m: m.place.copy_(torch.tensor([3, 1, 0, 2])),
+    )
+
+
+class Biased(Loop):
+    def __init__(self, register):
+        super().__init__(Mlp)
+        getattr(self, register)("bias", None)
+
+    def route(self, x):
+        scores = self.gate(x)
+        if self.bias is not None:
+            scores = scores + self.bias
+        return scores.softmax(-1).topk(self.k, -1)
+
+
+@pytest.mark.parametrize("register", ["register_buffer", "register_parameter"])
+def test_what_is_none_may_come_to_be(register):
+    def change(m):
+        bias = torch.linspace(-2, 2, E, dtype=torch.float64)
+        m.bias = bias if register == "register_buffer" else nn.Parameter(bias)
+
+    assert check(lambda: Biased(register), change)
+
+
+def scaled_in_place(m, x, w, ids):
+    with torch.no_grad():
+        w /= w.sum(-1, keepdim=True)
+    return w, ids
+
+
+def of_a_view(m, x, w, ids):
+    w = w.clone()
+    w.detach().mul_(2)
+    return w, ids
+
+
+def data(m, e, y):
+    y.data.clamp_(max=0.5)
+    return y
+
+
+@pytest.mark.parametrize("how", [dict(choose=scaled_in_place), dict(choose=of_a_view), dict(expert=data)])
+def test_what_autograd_does_not_see_is_refused(how):
+    with pytest.raises(NoMoEBlockFound, match="written where autograd does not see it"):
+        moefx.compile(Base(**how), example_inputs=(torch.randn(20, D),))
+
+
+def test_a_fresh_tensor_may_be_written_without_gradients():
+    def choose(m, x, w, ids):
+        with torch.no_grad():
+            counts = torch.zeros(E, dtype=x.dtype)
+            counts += ids.reshape(-1).bincount(minlength=E)
+        return w / (1 + counts[ids]), ids
+
+    assert check(lambda: Base(choose=choose))

@@ -1,0 +1,502 @@
+"""Capacity: a rule where one says which slots count, else the program's own mask."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+from moefx.errors import Refused
+
+from ..models.strangers import capacity
+from ..passes.blocks import D, E, H, K, Loop, Mlp, rewritten
+
+
+class Queue(Loop):
+    """Each expert takes the first `room` of its slots, in an order that subclasses choose."""
+
+    def __init__(self, room=lambda n: max(2, int(1.1 * K * n / E))):
+        super().__init__(Mlp)
+        self.room = room
+
+    def order(self, t, k, w):
+        return torch.arange(len(t))
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out, room = torch.zeros_like(x), self.room(x.shape[0])
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            first = self.order(t, k, w)[:room]
+            t, k = t[first], k[first]
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class FirstChoices(Queue):
+    def order(self, t, k, w):
+        return torch.argsort(k, stable=True)
+
+
+class Largest(Queue):
+    def order(self, t, k, w):
+        return torch.argsort(w[t, k], descending=True, stable=True)
+
+
+class Last(Queue):
+    def order(self, t, k, w):
+        return torch.arange(len(t)).flip(0)
+
+
+def same(block: nn.Module, *tokens: int) -> None:
+    model = nn.Sequential(block).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
+    for n in tokens:
+        x = torch.randn(n, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("block", "order"), [(Queue, "position_token"), (FirstChoices, "position_slot"), (Largest, "weight")]
+)
+def test_the_rule_is_found_and_kept_to(block, order):
+    match = rewritten(block()).match
+    assert match.drop is not None and match.drop.order == order and match.keep is None
+    assert all(match.drop.capacity({"S": n}) == max(2, int(1.1 * K * n / E)) for n in range(1, 3000))
+    same(block(), 1, 2, 7, 50, 333)
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize(
+    "room",
+    [
+        lambda n: math.ceil(n / E),
+        lambda n: min(n, max(4, math.ceil(n * 1.25 / E))),
+        lambda n: K * ((n + E - 1) // E),
+        lambda n: (n // 3) + (n // 3) % 2 + 1,
+        lambda n: round(0.3 * n) + 1,
+        lambda n: min(int(1.25 * n / E) + int(1.25 * n / E) % 2, 100),
+        lambda n: int(1.1 * K * n / E) + 1,
+        lambda n: max(3, 2 * int(1.1 * n / E)),
+        lambda n: int(n * 1.1) // E + 1,
+    ],
+    ids=["ceil", "clamped", "rounded_up", "even", "round", "capped", "plus_one", "times_two", "divided"],
+)
+def test_rooms(room):
+    capacity = rewritten(Queue(room)).match.drop.capacity
+    assert [capacity({"S": n}) for n in range(1, 600)] == [room(n) for n in range(1, 600)]
+
+
+SEVERAL = 12
+
+
+class Dozen(Queue):
+    """As many experts as no power of two divides by: a size that they divide is rare."""
+
+    def __init__(self, room):
+        super().__init__(room)
+        self.gate = nn.Linear(D, SEVERAL, bias=False)
+        self.experts = nn.ModuleList(Mlp() for _ in range(SEVERAL))
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out, room = torch.zeros_like(x), self.room(x.shape[0])
+        hot = F.one_hot(ids, SEVERAL).reshape(-1, SEVERAL)
+        place = ((hot.cumsum(0) - 1) * hot).sum(-1).reshape(ids.shape)
+        for e in range(SEVERAL):
+            t, k = torch.where((ids == e) & (place < room))
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class Sampled(Dozen):
+    """The number is how many of something are taken: nothing compares it with places."""
+
+    def forward(self, x):
+        best = self.gate(x).topk(min(self.room(x.shape[0]), x.shape[0]), 0).values[-1]
+        w, ids = (self.gate(x) + best).softmax(-1).topk(K, -1)
+        return self.mixed(x, w, ids)
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("block", [Dozen, Sampled])
+@pytest.mark.parametrize(
+    "room",
+    [
+        lambda n: max(math.ceil(n / SEVERAL), 4),
+        lambda n: max(math.ceil(n / SEVERAL * 1.0), 4),
+        lambda n: int(1.25 * n * K / SEVERAL) + 1,
+        lambda n: max(int(n / SEVERAL), 1) + 1,
+        lambda n: 2 if n > 32 else 1,
+    ],
+    ids=["ceil", "float", "plus_one", "floor", "threshold"],
+)
+def test_rooms_that_are_told_apart_at_few_sizes(block, room):
+    """`ceil(q)` and `int(q) + 1` are one number wherever q is not whole."""
+    model = block(room)
+    result = rewritten(model)
+    for n in (1, 2, 12, 24, 30, 31, 32, 33, 36, 47, 48, 49, 60, 96, 97, 120, 240, 252):
+        if all(g.holds({"S": n}) for g in result.match.guards):
+            x = torch.randn(1, D) + 0.01 * torch.randn(n, D)
+            torch.testing.assert_close(result.graph.compile()(model, x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("experts", [13])
+def test_second_choices_that_are_all_dropped(experts, monkeypatch):
+    """Where two experts get all tokens, the first choices may fill just the places that there are."""
+    monkeypatch.setattr(capacity, "E", experts)
+    model = capacity.GShardTop2().double()
+    result = rewritten(model, torch.zeros(9, capacity.D, dtype=torch.float64))
+    for n in (1, 9, 24, 60):
+        x = torch.randn(n, capacity.D, dtype=torch.float64)
+        torch.testing.assert_close(result.graph.compile()(model, x), model(x))
+
+
+class OfImages(Queue):
+    """Several token axes: the capacity is of their product."""
+
+    def __init__(self):
+        super().__init__(lambda n: max(4, math.ceil(2 * n / E * 1.25)))
+
+    def forward(self, x):
+        return super().forward(x.reshape(-1, D)).reshape(x.shape)
+
+
+def test_a_capacity_of_a_product_of_sizes():
+    model = nn.Sequential(OfImages()).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(2, 8, 8, D, dtype=torch.float64),))
+    for size in ((2, 8, 8), (1, 1, 1), (1, 4, 16), (5, 3, 2), (1, 20, 20)):
+        x = torch.randn(*size, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+def test_a_capacity_in_two_pieces_is_lifted_for_the_sizes_that_are_met():
+    """One piece for the example's side; the other one when a call is there, once."""
+    model = nn.Sequential(Queue(lambda n: (int(0.9 * n / E) + 7) // 8 * 8 if n > 20 else 3)).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(33, D, dtype=torch.float64),))
+    block = moefx.blocks(compiled)[0]
+    for n in (21, 333, 20, 5, 600, 12):
+        x = torch.randn(n, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert block.fallbacks == 0 and len(compiled[0].forward.programs) == 2
+
+
+def test_an_order_that_is_no_rule_is_refused():
+    with pytest.raises(Refused, match="by no rule that is known"):
+        rewritten(Last())
+
+
+class Masked(Loop):
+    def keep(self, w):
+        return w > 0.3
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        keep, out = self.keep(w), torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where((ids == e) & keep)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+class SecondIsOptional(Masked):
+    """The first choice always counts, whatever the comparison says about it."""
+
+    def keep(self, w):
+        keep = w > 0.3
+        return torch.cat([torch.ones_like(keep[:, :1]), keep[:, 1:]], 1)
+
+
+@pytest.mark.parametrize("block", [Masked, SecondIsOptional])
+def test_a_mask_of_the_programs_own(block):
+    block = block()
+    match = rewritten(block).match
+    assert match.drop is None and match.keep is not None
+    nn.init.zeros_(block.gate.weight)  # all weights are 1/E: below the threshold
+    same(block, 1, 7, 50)
+
+
+class PassesThrough(Loop):
+    def __init__(self):
+        super().__init__(Mlp, k=1)
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out, room = x.clone(), max(1, int(1.5 * x.shape[0] / E))
+        for e in range(E):
+            t = (ids[:, 0] == e).nonzero().squeeze(-1)[:room]
+            out[t] = self.expert(e, x[t], w[t])
+        return out
+
+
+def test_tokens_without_an_expert_may_pass_through():
+    match = rewritten(PassesThrough()).match
+    assert match.lifted[0].missed is not None and match.drop is not None
+    same(PassesThrough(), 1, 7, 50, 333)
+
+
+def test_padding_goes_to_nobody():
+    class Padding(Loop):
+        def forward(self, x):
+            w, ids = self.route(x)
+            ids = ids.masked_fill(x[:, :1] > 1.0, E)
+            out = torch.zeros_like(x)
+            for e in range(E):
+                t, k = torch.where(ids == e)
+                out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+            return out
+
+    match = rewritten(Padding()).match
+    assert match.drop is None and match.keep is None and match.num_experts == E
+    same(Padding(), 1, 7, 50)
+
+
+class ByProbability(Loop):
+    """Every expert keeps its likeliest tokens (DeepSpeed's policy "probs"): the program's mask says which."""
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        w, ids = scores.topk(K)
+        room = min(len(x), max(4, -(-len(x) * K // E)))
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
+        likely = torch.zeros_like(scores).scatter(1, ids, w).topk(room, dim=0, sorted=False).indices
+        kept = chosen & torch.zeros_like(chosen).scatter(0, likely, True)
+        gates = scores * kept
+        gates, out = gates / gates.sum(-1, keepdim=True).clamp_min(1e-9), torch.zeros_like(x)
+        for e in range(E):
+            t = kept[:, e].nonzero().flatten()
+            out = out.index_add(0, t, self.expert(e, x[t], gates[t, e, None]))
+        return out
+
+
+def test_every_expert_may_keep_its_likeliest_tokens():
+    same(ByProbability(), 1, 7, 50, 333)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "room",
+    [lambda n: 64, lambda n: max(int(1.25 * K * n / E), 40), lambda n: -(-n * K // E // 64) * 64],
+    ids=["constant", "floor", "multiple"],
+)
+def test_a_capacity_that_few_tokens_do_not_fill(room):
+    same(Queue(room), 1, 33, 64, 100, 400)
+
+
+def test_room_for_every_token_is_no_limit():
+    """An expert gets a token once: behind as many places as tokens there is nothing."""
+    block = Queue(lambda n: n)
+    same(block, 1, 9, 60, 300)
+    block.gate.weight.data.zero_()  # all tokens to the same experts
+    same(block, 60, 300)
+    assert not rewritten(Queue(lambda n: n)).match.guards
+
+
+def test_a_capacity_beyond_all_that_is_captured_is_a_guard():
+    """Below it nothing is dropped; above it the original runs."""
+    block = Queue(lambda n: 2000)
+    match = rewritten(block).match
+    assert match.drop is None and [str(g) for g in match.guards] == [f"S*{K} <= 2000 is True"]
+
+
+class Generous(nn.Module):
+    """Weights as they are for the chosen ones, and for each expert, zero where it has no place left: in captures
+    without a drop both are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, 8, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(8, D, H)), nn.Parameter(torch.randn(8, H, D))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(K, -1)
+        w = w / w.sum(-1, keepdim=True)
+        chosen = F.one_hot(ids, 8)
+        queue = chosen.transpose(0, 1).reshape(-1, 8).cumsum(0).view(K, -1, 8).transpose(0, 1)
+        here = (queue <= math.ceil(1.25 * K * len(x) / 8)) & (chosen > 0)
+        h = torch.einsum("td,edh->teh", x, self.up).relu()
+        return torch.einsum("teh,ehd,te->td", h, self.down, (w[..., None] * here).sum(1))
+
+
+def test_weights_that_only_some_captures_tell_apart():
+    torch.manual_seed(0)
+    match = rewritten(Generous()).match
+    assert match.drop is not None and match.drop.order == "position_slot"
+    assert not all(lifted.kept.all() for lifted in match.lifted)
+    same(Generous(), 1, 2, 7, 50, 333)
+
+
+class Buffers(nn.Module):
+    """Slots that have a place are compacted into a buffer [E, C, D]; where most are dropped, fewer rows are left than
+    there are tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, 5, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(5, *s) / 3) for s in ((D, 8), (8, D)))
+
+    def forward(self, x):
+        w, ids = self.gate(x).sigmoid().topk(2)
+        places, flat = (len(x) * 2 + 4) // 5, ids.reshape(-1)
+        hits = F.one_hot(flat, 5)
+        rank = (hits.cumsum(0) * hits).sum(-1) - 1
+        keep = rank < places
+        token, e, rank = torch.arange(len(x)).repeat_interleave(2)[keep], flat[keep], rank[keep]
+        rows = x.new_zeros(5, places, D)
+        rows[e, rank] = x[token]
+        y = torch.bmm(torch.relu(torch.bmm(rows, self.up)), self.down)
+        return torch.zeros_like(x).index_add(0, token, y[e, rank] * w.reshape(-1)[keep, None])
+
+
+def test_buffers():
+    same(Buffers(), 1, 2, 9, 50, 333)
+
+
+class PerSequence(Loop):
+    """Places are counted in each sequence: at 5 sequences of 19 the capacity is what it is at 3 tokens, at one of 40 it
+    is not."""
+
+    def __init__(self):
+        super().__init__(Mlp, k=1)
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        chosen = F.one_hot(ids[..., 0], E)
+        room = float(max(4, int(x.shape[1] * 1.25 / 8)))
+        kept = chosen * ((chosen.cumsum(1) - 1) * chosen < room)
+        return sum(kept[..., e : e + 1] * w * expert(x) for e, expert in enumerate(self.experts))
+
+
+def test_a_capacity_of_each_sequence():
+    model = nn.Sequential(PerSequence()).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(2, 12, D, dtype=torch.float64),))
+    for size in ((2, 12), (1, 40), (5, 19), (3, 100), (1, 1), (4, 33)):
+        x = torch.randn(*size, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Allowed(nn.Module):
+    """The best expert of a token and another one, by a table; a buffer says which experts have a weight.
+
+    Args:
+        loops: over the experts, instead of rows of their weights for each choice.
+        maps: the best one has a table, too.
+    """
+
+    def __init__(self, loops: bool, maps: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        n = 5
+        self.loops, self.maps = loops, maps
+        self.gate = nn.Linear(D, n)
+        self.up, self.down = nn.Parameter(torch.randn(n, D, H)), nn.Parameter(torch.randn(n, H, D))
+        self.register_buffer("allowed", torch.ones(n, dtype=torch.bool))
+        self.register_buffer("table", torch.tensor([2, 0, 1, 4, 3]))
+        self.register_buffer("other", torch.arange(n))
+
+    def forward(self, x):
+        p = self.gate(x).masked_fill(~self.allowed, float("-inf")).softmax(-1)
+        best = p.argmax(-1)
+        i = torch.stack([self.table[p.argmax(-1)], self.other[best] if self.maps else best], -1)
+        w = p.gather(-1, i)
+        if not self.loops:
+            h = torch.einsum("td,tkdh->tkh", x, self.up[i]).relu()
+            return torch.einsum("tkh,tkhd,tk->td", h, self.down[i], w)
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            t, k = torch.where(i == e)
+            out = out.index_add(0, t, (x[t] @ self.up[e]).relu() @ self.down[e] * w[t, k, None])
+        return out
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("maps", [False, True])
+def test_experts_that_a_buffer_does_not_allow_are_experts(loops, maps):
+    """Those that have no weight in the captures in which they are first chosen; the proof says so without numbers."""
+    model = Allowed(loops, maps).double()
+    plan = moefx.Plan(validation="symbolic")
+    x = torch.randn(200, D, dtype=torch.float64)
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x[:9],), plan=plan, strict=not maps)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert len(moefx.blocks(compiled)) == 1 or maps
+
+
+class Third(nn.Module):
+    """Two choices of one gate and a third one of another, which gets the places that are left: mostly none."""
+
+    def __init__(self, n: int = 5, room: int = 6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.other, self.room = nn.Linear(D, n), nn.Linear(D, n), room
+        self.up, self.down = nn.Parameter(torch.randn(n, D, H)), nn.Parameter(torch.randn(n, H, D))
+        self.register_buffer("allowed", torch.ones(n, dtype=torch.bool))
+
+    def forward(self, x):
+        p = self.gate(x).softmax(-1)
+        third = self.other(x).masked_fill(~self.allowed, -1e9).argmax(-1, keepdim=True)
+        i = torch.cat([p.topk(2).indices, third], -1)
+        hot = F.one_hot(i, p.shape[-1])
+        before = hot.transpose(0, 1).reshape(-1, p.shape[-1]).cumsum(0) - 1
+        place = (before.reshape(i.shape[1], -1, p.shape[-1]).transpose(0, 1) * hot).sum(-1)
+        w = p.gather(-1, i) * (place < self.room)
+        places = F.one_hot(place.clamp(max=self.room - 1), self.room).to(x.dtype)
+        combine = torch.einsum("tk,tke,tkc->tec", w, hot.to(x.dtype), places)
+        h = torch.einsum("ecd,edh->ech", torch.einsum("tec,td->ecd", (combine != 0).to(x.dtype), x), self.up).relu()
+        return torch.einsum("tec,ecd->td", combine, torch.einsum("ech,ehd->ecd", h, self.down))
+
+
+def test_a_slot_that_nearly_always_is_dropped():
+    """A few tokens show it; it is never left out."""
+    rewritten = 0
+    for n in (5, 7):
+        model = nn.Sequential(Third(n)).double()
+        compiled = moefx.compile(
+            copy.deepcopy(model),
+            example_inputs=(torch.randn(24, D, dtype=torch.float64),),
+            plan=moefx.Plan(validation="symbolic"),
+            strict=False,
+        )
+        rewritten += len(moefx.blocks(compiled))
+        for tokens in (3, 9, 24, 24, 100):
+            x = torch.randn(tokens, D, dtype=torch.float64)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert rewritten
+
+
+class Threshold(Loop):
+    """Some experts take only the tokens that have enough weight."""
+
+    def __init__(self, strict):
+        super().__init__(Mlp, k=1)
+        self.strict = strict
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            keep = (ids == e) & (w > 0.3) if e in self.strict else ids == e
+            t, k = torch.where(keep)
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("strict", [(2,), (1, 3), tuple(range(E - 1))])
+def test_a_threshold_of_some_experts_is_none_of_all(strict):
+    with pytest.raises(Refused, match="skipped"):
+        rewritten(Threshold(strict))
+
+
+def test_a_threshold_of_all_experts():
+    same(Threshold(range(E)), 1, 9, 100)

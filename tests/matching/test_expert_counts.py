@@ -1,0 +1,163 @@
+"""Experts with no or one token beside others with more, by ways that leave no read to force."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+
+from ..passes.blocks import D
+
+
+class Skips(nn.Module):
+    """A loop over few experts; `run` says what is done with the rows of each. The widths keep captures from having 3, 4
+    or 5 tokens, which would leave experts with one token by chance."""
+
+    def __init__(self, num_experts: int, top_k: int, run):
+        super().__init__()
+        self.num_experts, self.top_k, self.run = num_experts, top_k, run
+        self.router = nn.Linear(D, num_experts, bias=False)
+        widths = (D, 3, 4, 5, D)
+        self.experts = nn.ModuleList(
+            nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)]) for _ in range(num_experts)
+        )
+
+    def forward(self, x):
+        w, ids = self.router(x).softmax(-1).topk(self.top_k)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out = self.run(self, out, expert, x, w, ids, e)
+        return out
+
+
+def _add(out, expert, x, w, t, k):
+    return out.index_add(0, t, expert(x[t]) * w[t, k, None])
+
+
+def any_tokens(block, out, expert, x, w, ids, e):
+    return _add(out, expert, x, w, *torch.where(ids == e))
+
+
+def no_weight(block, out, expert, x, w, ids, e):
+    t, k = torch.where(ids == e)
+    return out if w[t, k].sum() == 0 else _add(out, expert, x, w, t, k)
+
+
+def int_of_count(block, out, expert, x, w, ids, e):
+    mask = ids == e
+    if int(mask.sum()) <= 1:
+        return out
+    return _add(out, expert, x, w, *torch.where(mask))
+
+
+def second_row(block, out, expert, x, w, ids, e):
+    t, k = torch.where(ids == e)
+    try:
+        t[1]
+    except IndexError:
+        return out
+    return _add(out, expert, x, w, t, k)
+
+
+def from_a_list(block, out, expert, x, w, ids, e):
+    t, k = torch.where(ids == e)
+    scale = ([1.0, 0.5] + [1.0] * 1000)[len(t)]
+    return _add(out, expert, x, w * scale, t, k)
+
+
+def nobody(block, out, expert, x, w, ids, e):
+    t, k = torch.where(ids == e)
+    return _add(out, expert, x, w, t, k) + (0.0 if len(t) else 1.0)
+
+
+def any_weight(block, out, expert, x, w, ids, e):
+    t, k = torch.where(ids == e)
+    if not (w[t, k] > 0.4).any():
+        return out
+    return _add(out, expert, x, w, t, k)
+
+
+def sum_of_weights(block, out, expert, x, w, ids, e):
+    t, k = torch.where(ids == e)
+    if w[t, k].sum() < 0.4:
+        return out
+    return _add(out, expert, x, w, t, k)
+
+
+def dense_weights(block, out, expert, x, w, ids, e):
+    dense = torch.zeros(len(x), block.num_experts, dtype=x.dtype).scatter(1, ids, w)[:, e]
+    if not (dense > 0.4).any():
+        return out
+    return out + expert(x) * dense[:, None]
+
+
+def _inputs(tokens: int, alone: int | None) -> torch.Tensor:
+    """Of the scores the first feature decides that of one expert, the second one that of one token."""
+    x = torch.randn(tokens, D, dtype=torch.float64)
+    x[:, 0], x[:, 1] = 1.0, 0.0
+    if alone is not None:
+        x[alone, 1] = 1.0
+    return x
+
+
+@pytest.mark.parametrize(
+    ("run", "num_experts", "top_k"),
+    [
+        (int_of_count, 3, 2), (second_row, 2, 1), (from_a_list, 3, 2), (nobody, 3, 2), (any_weight, 4, 1),
+        (sum_of_weights, 4, 1), (dense_weights, 4, 1),
+    ],
+)  # fmt: skip
+def test_few_tokens_of_an_expert_are_right_or_refused(run, num_experts, top_k):
+    torch.manual_seed(0)
+    model = Skips(num_experts, top_k, run).double()
+    compiled = moefx.compile(
+        copy.deepcopy(model),
+        example_inputs=(_inputs(9, None),),
+        plan=moefx.Plan(validation="symbolic"),
+        strict=False,
+    )
+    for tokens, first, second in ((9, 0, 0), (9, -60, 120), (9, -60, 0), (1, 0, 0), (2, 0, 0), (40, -60, 60.1)):
+        for block in (model, compiled):
+            block.router.weight.data[0, :2] = torch.tensor([first, second])
+        x = _inputs(tokens, tokens // 2)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+class SkipsInBatches(Skips):
+    def forward(self, x):
+        return super().forward(x.reshape(-1, D)).reshape(x.shape)
+
+
+def doubled_in_a_crowd(block, out, expert, x, w, ids, e):
+    if int(torch.bincount(ids.flatten()).max()) > 20:
+        w = w * 2
+    return _add(out, expert, x, w, *torch.where(ids == e))
+
+
+@pytest.mark.parametrize("lead", [(2, 5), (2, 2, 6)])
+@pytest.mark.parametrize("run", [second_row, doubled_in_a_crowd])
+def test_few_tokens_in_batches_are_right_or_refused(run, lead):
+    torch.manual_seed(0)
+    model = SkipsInBatches(2, 1, run).double()
+    x = _inputs(math.prod(lead), None).reshape(*lead, D)
+    compiled = moefx.compile(
+        copy.deepcopy(model), example_inputs=(x,), plan=moefx.Plan(validation="symbolic"), strict=False
+    )
+    for first, second in ((0, 0), (-60, 120)):
+        for block in (model, compiled):
+            block.router.weight.data[0, :2] = torch.tensor([first, second])
+        x = _inputs(math.prod(lead), 3).reshape(*lead, D)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize(("run", "num_experts", "top_k"), [(any_tokens, 2, 1), (any_tokens, 3, 2), (no_weight, 4, 2)])
+def test_what_depends_on_no_count_is_rewritten(run, num_experts, top_k):
+    model = Skips(num_experts, top_k, run).double()
+    compiled = moefx.compile(model, example_inputs=(_inputs(9, None),), plan=moefx.Plan(validation="symbolic"))
+    assert len(moefx.blocks(compiled)) == 1

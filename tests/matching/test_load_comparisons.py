@@ -1,0 +1,193 @@
+"""Comparisons of the experts' loads in Python: each counts for every expert, for few tokens and for many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from moefx.errors import Refused
+from moefx.matching.probes import load_comparisons
+
+from ..passes.blocks import D, Mlp, rewritten
+
+E = 12  # of so few tokens as captures have, not every expert is crowded
+
+
+class Loads(nn.Module):
+    """A loop over experts; `weigh` gives the weights of all tokens, `run` what an expert makes of its rows."""
+
+    def __init__(self, weigh=None, run=None, k: int = 1):
+        super().__init__()
+        self.weigh, self.run, self.k = weigh, run, k
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = nn.ModuleList(Mlp() for _ in range(E))
+        self.penalty = [1.0] * (E - 1) + [0.25]
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(self.k)
+        if self.weigh is not None:
+            w = self.weigh(w, torch.bincount(ids.flatten(), minlength=E).tolist())
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, slot = torch.where(ids == e)
+            if self.run is not None:
+                t, slot, times = self.run(self, e, t, slot)
+            else:
+                times = 1.0
+            if t.numel() == 0:
+                continue
+            out = out.index_add(0, t, expert(x[t]) * w[t, slot, None] * times)
+        return out
+
+
+def last_is_small(m, e, t, k):
+    return t, k, 0.5 if t.shape[0] > 8 and e == E - 1 else 1.0
+
+
+def last_is_small_by_difference(m, e, t, k):
+    return t, k, 0.5 if t.shape[0] - 9 > 0 and e == E - 1 else 1.0
+
+
+def penalised(m, e, t, k):
+    return t, k, m.penalty[e] if len(t) >= 9 else 1.0
+
+
+def needs_a_batch(m, e, t, k):
+    return (t[:0], k[:0], 1.0) if e == E - 1 and t.shape[0] < 10 else (t, k, 1.0)
+
+
+def summed_ones(m, e, t, k):
+    return t, k, 0.5 if torch.ones_like(t).sum() > 8 and e == E - 1 else 1.0
+
+
+def counted_mask(m, e, t, k):
+    return t, k, 0.5 if (t >= 0).sum() > 8 and e == E - 1 else 1.0
+
+
+def share(m, e, t, k):
+    return t, k, 0.5 if t.shape[0] > 8 and t.shape[0] * 2 > 3 * 8 and e == 2 else 1.0
+
+
+def block_of_rows(m, e, t, k):
+    if t.shape[0] < 2:
+        return t, k, 1.0
+    return t, k, 0.5 if t[-1].item() - t[0].item() == t.shape[0] - 1 and t.shape[0] > 2 else 1.0
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        last_is_small,
+        last_is_small_by_difference,
+        penalised,
+        needs_a_batch,
+        summed_ones,
+        counted_mask,
+        share,
+        block_of_rows,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_comparison_that_matters_for_some_expert_is_refused(run):
+    with pytest.raises(Refused):
+        rewritten(Loads(run=run))
+
+
+WEIGHTS = {
+    "even": lambda w, c: w * 0.5 if max(c) == min(c) else w,
+    "neighbours": lambda w, c: w * 0.5 if c[2] == c[3] and c[4] == c[5] and c[0] == c[1] else w,
+    "largest_is_last": lambda w, c: w * 0.5 if max(range(E), key=lambda e: c[e]) == E - 1 and c[-1] > 14 else w,
+    "single_among_many": lambda w, c: w * 0.5 if w.shape[0] > 40 and any(n == 1 for n in c) else w,
+    "crowd_and_idle": lambda w, c: w * 0.5 if max(c) > 8 and sum(c[: E - 1]) == 0 else w,
+    "crowd_and_none_idle": lambda w, c: w * 0.5 if max(c) > 8 and min(c) > 0 else w,
+}
+
+
+@pytest.mark.parametrize("name", list(WEIGHTS))
+def test_loads_that_matter_together_are_refused_or_guarded(name):
+    try:
+        result = rewritten(Loads(weigh=WEIGHTS[name]))
+    except Refused:
+        return
+    assert name == "single_among_many"
+    assert any("40" in str(guard) for guard in result.match.guards)
+
+
+def capacity(m, e, t, k):
+    return (t[:9], k[:9], 1.0) if t.shape[0] > 9 else (t, k, 1.0)
+
+
+def narrowed(m, e, t, k):
+    """Forced where there are fewer, it fails."""
+    return (t.narrow(0, 0, 9), k.narrow(0, 0, 9), 1.0) if t.shape[0] > 9 else (t, k, 1.0)
+
+
+def chunks(m, e, t, k):
+    start, parts = 0, [t[:0]]
+    while start < t.shape[0]:
+        parts.append(t[start : start + 4])
+        start += 4
+    return torch.cat(parts), k, 1.0
+
+
+def padded(m, e, t, k):
+    places = 4
+    while places < t.shape[0]:
+        places *= 2
+    return torch.cat([t, t.new_zeros(places - t.shape[0])])[: t.shape[0]], k, 1.0
+
+
+@pytest.mark.parametrize("run", [capacity, narrowed, chunks, padded], ids=lambda f: f.__name__)
+def test_a_comparison_that_is_the_same_for_all_experts_is_rewritten(run):
+    assert rewritten(Loads(run=run)).match.num_experts == E
+
+
+class Segments(nn.Module):
+    """Sorted tokens; an expert without tokens ends where it starts."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = nn.ModuleList(Mlp() for _ in range(E))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(1)
+        order = ids[:, 0].argsort(stable=True)
+        ends = torch.bincount(ids[:, 0], minlength=E).cumsum(0).tolist()
+        out = torch.zeros_like(x)
+        for e, end in enumerate(ends):
+            start = 0 if e == 0 else ends[e - 1]
+            if start == end:
+                continue
+            t = order[start:end]
+            out[t] = self.experts[e](x[t]) * w[t]
+        return out
+
+
+def test_an_empty_segment_is_no_comparison_of_loads():
+    assert rewritten(Segments()).match.num_experts == E
+
+
+class Stopping(Loads):
+    """Stops when no token is left."""
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(1)
+        out, left = torch.zeros_like(x), x.shape[0]
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+            left -= t.shape[0]
+            if left == 0:
+                break
+        return out
+
+
+def test_a_loop_that_stops_when_no_token_is_left():
+    assert rewritten(Stopping()).match.num_experts == E
+
+
+def test_a_block_that_compares_no_loads_gets_no_captures(monkeypatch):
+    monkeypatch.setattr(load_comparisons, "_sides", None)
+    assert rewritten(Loads(k=2)).match.num_experts == E

@@ -1,0 +1,104 @@
+"""Loops over many experts: one that deviates must show, and the proof must not grow faster than the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moefx.errors import Refused
+from moefx.matching.lift.value_lookup import Lookup
+
+from ..passes.blocks import D, H, Loop, Mlp, rewritten
+
+ODD = 37
+COUNTS = [40, pytest.param(512, marks=pytest.mark.exhaustive)]
+
+
+class Scaled(Loop):
+    """Doubles the output of one expert."""
+
+    def expert(self, e, x, w):
+        return self.experts[e](x) * (2 * w if e == ODD else w)
+
+
+class Borrowed(Loop):
+    """Runs another expert in the place of one."""
+
+    def expert(self, e, x, w):
+        return self.experts[e - 1 if e == ODD else e](x) * w
+
+
+class NotForOneRow(Loop):
+    """Computes otherwise only if one expert has a single row, as long as the loop asks for it."""
+
+    def expert(self, e, x, w):
+        y = self.experts[e](x) * w
+        return y.abs() if e == ODD and len(x) == 1 else y
+
+
+def other_activation(block: Loop) -> None:
+    block.experts[ODD].act = F.silu
+
+
+def no_bias(block: Loop) -> None:
+    block.experts[ODD].down = nn.Linear(H, D, bias=False)
+
+
+def shared_weight(block: Loop) -> None:
+    block.experts[ODD].up.weight = block.experts[3].up.weight
+
+
+def agrees(block: nn.Module, result) -> bool:
+    """Whether the rewritten graph computes what the block does, with every expert chosen."""
+    with torch.no_grad():
+        block.gate.weight.copy_(F.normalize(block.gate.weight, dim=-1))
+    x = torch.cat([3 * block.gate.weight.detach(), torch.randn(64, D, dtype=torch.float64)])  # one token an expert
+    assert set(range(len(block.experts))) <= set(block.route(x)[1].flatten().tolist())
+    return torch.allclose(result.graph.compile()(block, x), block(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", [Scaled, Borrowed, NotForOneRow])
+def test_one_of_many_is_called_otherwise(kind, count):
+    torch.manual_seed(0)
+    block = kind(Mlp, num_experts=count).double()
+    try:
+        result = rewritten(block, torch.zeros(5, D).double())
+    except Refused as why:
+        assert "expert" in str(why) or "size" in str(why) or str(ODD) in str(why)
+    else:
+        assert agrees(block, result)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("change", [other_activation, no_bias, shared_weight])
+def test_one_of_many_is_built_otherwise(change, count):
+    torch.manual_seed(0)
+    block = Loop(Mlp, num_experts=count)
+    change(block)
+    block.double()
+    if change is shared_weight:
+        with pytest.raises(Refused, match="explains which experts were used"):  # whose it is cannot be told
+            rewritten(block, torch.zeros(5, D).double())
+        return
+    result = rewritten(block, torch.zeros(5, D).double())
+    others = [e for e in range(count) if e != ODD]
+    assert sorted(g.ids for g in result.match.groups) == [others, [ODD]]
+    assert agrees(block, result)
+
+
+def test_a_value_that_each_turn_computes_again_is_looked_at_once(monkeypatch):
+    """`weights[t, k, None]` inserts the axis in each turn; the readings of it must not be as many as the experts."""
+    most = 0
+    rows = Lookup.rows
+
+    def counted(self):
+        nonlocal most
+        most = max(most, len(self.readings))
+        return rows(self)
+
+    monkeypatch.setattr(Lookup, "rows", counted)
+    rewritten(Loop(Mlp, num_experts=24))
+    assert 0 < most < 24

@@ -1,0 +1,121 @@
+"""What integers can be under any routing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moefx.capture.concolic import capture
+from moefx.capture.routing import Routing
+from moefx.matching.integer_ranges import UNBOUNDED, Ranges
+
+E = 4
+
+
+class Fn(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn, self.w = fn, nn.Parameter(torch.randn(3, E))
+
+    def forward(self, x):
+        return self.fn(x @ self.w)
+
+
+def ranges(fn):
+    """(range of the result, whether it is decided)."""
+    taken = capture(Fn(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
+    found = Ranges(taken.nodes)
+    bounds = found.of(taken.out)
+    return (None if bounds is None else (int(bounds[0].min()), int(bounds[1].max()))), found.decided(taken.out)
+
+
+@pytest.mark.parametrize(
+    ("fn", "bounds"),
+    [
+        (lambda s: s.topk(2).indices, (0, E - 1)),
+        (lambda s: s.argmax(-1), (0, E - 1)),
+        (lambda s: s.argmax(), (0, 5 * E - 1)),
+        (lambda s: s.sort(-1).indices[:, :2], (0, E - 1)),
+        (lambda s: s.topk(2).indices.reshape(-1).sort()[0], (0, E - 1)),
+        (lambda s: s.topk(2).indices + 3, (3, E + 2)),
+        (lambda s: s.topk(2).indices.clamp(max=1), (0, 1)),
+        (lambda s: torch.bincount(s.argmax(-1), minlength=E), (0, UNBOUNDED)),  # of tokens there may be more
+        (lambda s: (s.argmax(-1) == 1).sum(), (0, UNBOUNDED)),
+        (lambda s: torch.arange(3), (0, 2)),
+        (lambda s: F.one_hot(s.argmax(-1), E).cumsum(-2), (0, UNBOUNDED)),
+        (lambda s: F.one_hot(s.argmax(-1, keepdim=True), E).cumsum(-2), (0, 1)),  # along an axis of one
+        (lambda s: (F.one_hot(s.argmax(-1), E).cumsum(-2) - 1).clamp(max=6), (-1, 6)),
+        (lambda s: s.topk(2).indices - s.argmax(-1, keepdim=True), (1 - E, E - 1)),
+        (lambda s: (s.topk(2).indices - 1) * (s.argmax(-1, keepdim=True) - 1), (2 - E, (E - 2) ** 2)),
+        (lambda s: (s.argmax(-1) == 1).sum() * (s.argmax(-1) == 2).sum(), (0, UNBOUNDED)),
+        (lambda s: (s.argmax(-1) - 1).sum(), (-UNBOUNDED, UNBOUNDED)),
+        (lambda s: s.topk(2).indices & 2, (0, 2)),
+        (lambda s: (s.topk(2).indices + 1) & 3, (0, 3)),  # though 4 & 3 is 0
+        (lambda s: s.argmax(-1) | 2, (2, E + 1)),
+        (lambda s: (s.argmax(-1) == 1) & (s.argmax(-1) == 2), (0, 1)),
+        (lambda s: (s.argmax(-1) - 1).bool(), (0, 1)),
+        (lambda s: F.one_hot(s.argmax(-1), E).cumsum(-2).to(torch.uint8), (0, 255)),
+        (lambda s: F.one_hot(s.argmax(-1), E).cumsum(-2, dtype=torch.int8), (-128, 127)),
+        (lambda s: (i := s.argmax(-1)).masked_fill(i == E - 1, 0), (0, E - 2)),
+        (lambda s: (i := s.argmax(-1)).masked_fill(i == 1, 9), (0, 9)),
+        (lambda s: (i := s.argmax(-1) - 1).masked_fill(i < 0, 7), (0, 7)),
+        (lambda s: torch.where((i := s.argmax(-1)) >= 2, -5, i), (-5, 1)),
+        (lambda s: s.argmax(-1).masked_fill(s.argmax(-1) == E - 1, 0), (0, E - 1)),  # of another node
+        (lambda s: s, None),
+    ],
+)
+def test_bounds(fn, bounds):
+    assert ranges(fn)[0] == bounds
+
+
+@pytest.mark.parametrize(
+    ("fn", "decided"),
+    [
+        (lambda s: (s.topk(2).indices < E).all(), False),
+        (lambda s: (s.topk(2).indices == E).any(), True),
+        (lambda s: (s.topk(2).indices == -1).any(), True),
+        (lambda s: (s.topk(2).indices == E - 1).any(), False),
+        (lambda s: s.amax() > 50.0, False),
+        (lambda s: (s > 0).any(), False),
+        (lambda s: s.argmax(-1).max() >= E, True),
+        (lambda s: ((s.topk(2).indices + 1) & 3).any(), False),
+        (lambda s: (s.argmax(-1) - 5).any(), True),
+        (lambda s: (s.argmax(-1) - 1).any(), False),
+    ],
+)
+def test_decided(fn, decided):
+    found = ranges(fn)[1]
+    assert found == decided or not found  # undecided is always safe
+    if decided:
+        assert found
+
+
+class Looked(Fn):
+    """`fn` of scores and of integers that a buffer holds."""
+
+    def __init__(self, fn):
+        super().__init__(fn)
+        self.register_buffer("ids", torch.tensor([[0], [1], [2], [0], [1]]))
+
+    def forward(self, x):
+        return self.fn(x @ self.w, self.ids + 0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "decided"),
+    [
+        (lambda s, i: (s.gather(1, i), (i == E).any())[1], True),
+        (lambda s, i: ((i == E).any(), s.gather(1, i))[0], False),  # asked before
+        (lambda s, i: (s[i[:, 0]], (i >= 5).any())[1], False),  # of tokens there may be more
+    ],
+)
+def test_lookups_bound_their_indices(fn, decided):
+    taken = capture(Looked(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
+    assert Ranges(taken.nodes, of_call=True).decided(taken.out) == decided
+
+
+def test_one_hot():
+    bounds, _ = ranges(lambda s: F.one_hot(s.argmax(-1), E + 2))
+    assert bounds is None or bounds == (0, 1)

@@ -1,0 +1,187 @@
+"""Refusals name what decides, on the branch that the example takes, and their remedies work."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+from moefx.matching.probes import branch_outcomes
+
+from ..models.case import gradients
+from ..passes.blocks import D, E, Loop, Mlp
+
+BETWEEN_ROWS = r"each expert must treat the rows it gets one by one"
+
+
+class Block(Loop):
+    def __init__(self, fn, **attributes):
+        super().__init__(Mlp)
+        self.fn, self.is_warming_up = fn, False
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x, *rest):
+        return self.fn(self, x, *rest)
+
+    def moe(self, x):
+        return super().forward(x)
+
+    def dense(self, x):
+        weights = self.gate(x).softmax(-1)
+        return sum(expert(x) * weights[:, e, None] for e, expert in enumerate(self.experts))
+
+
+def refusal(model, *inputs):
+    with pytest.raises(moefx.NoMoEBlockFound) as refused:
+        moefx.compile(model, example_inputs=inputs)
+    return " ".join(str(refused.value).split())
+
+
+# ---------------------------------------------------------------------- the branch that the example takes
+def mix_rows(block, x):
+    weights, ids = block.route(x)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        t, k = torch.where(ids == e)
+        rows = x[t] - x[t].mean(0)
+        out = out.index_add(0, t, block.expert(e, rows, weights[t, k, None]))
+    return out
+
+
+@pytest.mark.parametrize(("tokens", "other"), [(3, Block.dense), (400, lambda block, x: block.experts[0](x))])
+def test_speaks_of_the_branch_of_the_example(other, tokens):
+    """The captures of the first proof have 13 to 77 tokens, and take the other branch."""
+    block = Block(lambda block, x: other(block, x) if 8 < x.shape[0] < 300 else mix_rows(block, x))
+    assert BETWEEN_ROWS in refusal(block, torch.randn(tokens, D))
+
+
+# ---------------------------------------------------------------------- buffers that decide
+def warm_up_by_step(block, x):
+    block.step += 1
+    return block.dense(x) if block.step < 100 else block.moe(x)
+
+
+def warm_up_by_attribute(block, x):
+    block.step += 1
+    return block.dense(x) if block.is_warming_up else block.moe(x)
+
+
+@pytest.mark.parametrize("step", [0, 500])
+def test_names_the_buffer_that_decides(step):
+    block = Block(warm_up_by_step)
+    block.step.fill_(step)
+    reason = refusal(block, torch.randn(40, D))
+    assert "the buffer step " in reason and "if block.step < 100" in reason
+    assert "an attribute that is set outside of forward, as in if self.is_warming_up" in reason
+
+
+def test_an_attribute_may_decide():
+    torch.manual_seed(0)
+    model, x = Block(warm_up_by_attribute).double(), torch.randn(40, D, dtype=torch.float64)
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x,))
+    for model.is_warming_up in (False, True):
+        compiled.is_warming_up = model.is_warming_up
+        torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+    assert moefx.explain(compiled).matched[0].calls[:2] == (1, 1)
+
+
+def test_an_attribute_that_leaves_nothing_to_choose():
+    assert "compile it as it is then" in refusal(Block(warm_up_by_attribute, is_warming_up=True), torch.randn(40, D))
+
+
+# ---------------------------------------------------------------------- a choice that is kept
+def keep_choice(block, x):
+    if block.choice is None:
+        block.choice = tuple(t.detach() for t in block.route(x))
+    return block.mixed(x, *block.choice)
+
+
+def keep_ids(block, x):
+    if block.choice is None:
+        block.choice = block.route(x)[1]
+    return block.mixed(x, block.gate(x).softmax(-1).gather(1, block.choice), block.choice)
+
+
+@pytest.mark.parametrize("fn", [keep_choice, keep_ids])
+def test_names_the_attribute_that_keeps_a_choice(fn):
+    reason = refusal(Block(fn, choice=None), torch.randn(40, D))
+    assert "what a call leaves in an attribute changes the next call [choice]" in reason
+    assert "return it and pass it on as an argument" in reason
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = Block(lambda block, x: (block.mixed(x, *block.route(x)), *block.route(x)))
+        self.second = Block(lambda block, x, weights, ids: block.mixed(x, weights, ids))
+
+    def forward(self, x):
+        y, weights, ids = self.first(x)
+        return self.second(y, weights, ids)
+
+
+def test_a_choice_may_be_passed_on():
+    compiled = moefx.compile(Layers(), example_inputs=(torch.randn(40, D),), plan=moefx.Plan(validation="symbolic"))
+    assert [block.name for block in moefx.blocks(compiled)] == ["first", "second"]
+
+
+# ---------------------------------------------------------------------- one expert that computes
+class TakeOrLeave(nn.Module):
+    """Two numbers to choose from, and an expert for the first alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(D, 2), nn.ModuleList([Mlp()])
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(1)
+        t, k = torch.where(ids == 0)
+        return torch.zeros_like(x).index_add(0, t, self.experts[0](x[t]) * weights[t, k, None])
+
+
+def test_one_expert_that_tokens_take_or_leave():
+    assert "there is one expert only that computes anything" in refusal(TakeOrLeave(), torch.randn(40, D))
+
+
+class WriteTwice(nn.Module):
+    """Each token chooses expert 0 besides its own, which then may write to the same row twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(D, 2), nn.ModuleList([Mlp(), Mlp()])
+
+    def forward(self, x):
+        weights, ids = (F.pad(part, (0, 1)) for part in self.gate(x).softmax(-1).topk(1))
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            out[t] += expert(x[t]) * (weights[t, k, None] + 0.1)
+        return out
+
+
+def test_rows_that_are_written_twice():
+    assert "one row is written several times at once" in refusal(WriteTwice(), torch.randn(40, D))
+
+
+# ---------------------------------------------------------------------- refusals that the first captures show
+def take_top_p(block, x):
+    """The best experts, until they have 0.6 of the weight, in turn: no mask has one entry per token and slot."""
+    weights, ids = block.gate(x).softmax(-1).sort(-1, descending=True)
+    number = (weights.cumsum(-1) < 0.6).sum(-1) + 1
+    out = torch.zeros_like(x)
+    for k in range(int(number.max())):
+        for e in range(E):
+            t = torch.where((ids[:, k] == e) & (number > k))[0]
+            out = out.index_add(0, t, block.expert(e, x[t], weights[t, k, None]))
+    return out
+
+
+def test_refuses_unexplained_drops_before_it_looks_further(monkeypatch):
+    monkeypatch.setattr(branch_outcomes, "flip_branches", lambda prover: pytest.fail("the proof went on"))
+    assert "no mask in the program says which" in refusal(Block(take_top_p), torch.randn(40, D))

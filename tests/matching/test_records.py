@@ -1,0 +1,36 @@
+"""Blocks that leave something behind which a graph cannot: refused as soon as they are known to route."""
+
+import torch
+from torch import nn
+
+import moefx
+from moefx.matching.probes import branch_outcomes
+
+D, E = 12, 4
+
+
+class Counting(nn.Module):
+    """How many tokens each expert had, in a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(E))
+        self.usage = torch.zeros(E)
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == e)
+            out[token] += expert(x[token]) * weights[token, slot, None]
+            self.usage[e] += len(token)
+        return out
+
+
+def test_a_record_is_refused_before_branches_are_tried(monkeypatch):
+    tried = []
+    monkeypatch.setattr(branch_outcomes, "flip_branches", tried.append)
+    (block,) = moefx.explain(Counting(), example_inputs=(torch.randn(16, D),)).refused
+    assert "the block writes to usage when it is called" in block.reason
+    assert not tried

@@ -1,0 +1,188 @@
+"""Remedies of refusals, followed word for word: what is refused is rewritten then."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+
+from ..models.case import gradients
+from ..passes.blocks import D, Loop, Mlp
+
+
+class Block(Loop):
+    def __init__(self, fn, expert=Mlp, **attributes):
+        super().__init__(expert)
+        self.fn = fn
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.fn(self, x)
+
+    def moe(self, x):
+        return super().forward(x)
+
+
+def read_count(block, x):
+    count = (block.route(x)[1] == 0).sum().item()
+    return block.moe(x) * (1 + count)
+
+
+def keep_count(block, x):
+    return block.moe(x) * (1 + (block.route(x)[1] == 0).sum())
+
+
+def count_calls(block, x):
+    block.calls += 1
+    return block.moe(x)
+
+
+def draw_in_python(block, x):
+    return block.moe(x * random.random())
+
+
+def draw_as_tensor(block, x):
+    return block.moe(x * torch.rand((), dtype=x.dtype))
+
+
+def normalize_in_place(block, x):
+    with torch.no_grad():
+        block.gate.weight.copy_(F.normalize(block.gate.weight))
+    return block.moe(x)
+
+
+def normalize_a_copy(block, x):
+    scores = F.linear(x, F.normalize(block.gate.weight))
+    return block.mixed(x, *scores.softmax(-1).topk(block.k, -1))
+
+
+def cut(block, x):
+    return torch.cat([block.moe(part) for part in x.chunk(3)])
+
+
+def write_behind_autograd(block, x):
+    h = x * 2
+    h.data.clamp_(-1, 1)
+    return block.moe(h)
+
+
+def write_to_a_copy(block, x):
+    h = x * 2
+    return block.moe(h + (h.clamp(-1, 1) - h).detach())
+
+
+def only_uncrowded(block, x):
+    w, ids = block.route(x)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(block.experts):
+        t, k = torch.where(ids == e)
+        if len(t) <= 20:
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+    return out
+
+
+def weigh_by_a_limit(block, x):
+    w, ids = block.route(x)
+    counts, limit = torch.bincount(ids.flatten(), minlength=len(block.experts)), 20
+    return block.mixed(x, w * (counts <= limit)[ids], ids)
+
+
+def rows_of_choices(block, x):
+    w, ids = block.route(x)
+    rows = torch.arange(len(x)).repeat_interleave(block.k)
+    every = torch.stack([f(x) for f in block.experts], 1)
+    return rows, every[rows, ids.flatten()] * w.flatten()[:, None]
+
+
+def write_rows_at_once(block, x):
+    rows, y = rows_of_choices(block, x)
+    out = torch.zeros_like(x)
+    out[rows] += y
+    return out
+
+
+def add_rows_up(block, x):
+    rows, y = rows_of_choices(block, x)
+    return torch.zeros_like(x).index_add_(0, rows, y)
+
+
+def divide_by_a_tensor(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x, w / torch.tensor(x.shape[0] ** 0.5), ids)
+
+
+def divide_by_a_number(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x, w / x.shape[0] ** 0.5, ids)
+
+
+class BatchNormed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(D, D), nn.BatchNorm1d(D))
+
+
+class LayerNormed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(D, D), nn.LayerNorm(D))
+
+
+class Chunks(nn.Module):
+    """A module for what is done with a part of the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.moe = Loop(Mlp)
+
+    def forward(self, x):
+        return torch.cat([self.moe(part) for part in x.chunk(3)])
+
+
+OUTSIDE = nn.Linear(D, D).double()
+PAIRS = {
+    r"compute with the tensor itself": (lambda: Block(read_count), lambda: Block(keep_count)),
+    r"its attribute calls.*keep it in a buffer": (
+        lambda: Block(count_calls, calls=0),
+        lambda: Block(count_calls, calls=nn.Buffer(torch.zeros((), dtype=torch.int64))),
+    ),
+    r"draw them with torch, as a tensor": (lambda: Block(draw_in_python), lambda: Block(draw_as_tensor)),
+    r"compute with a changed copy": (lambda: Block(normalize_in_place), lambda: Block(normalize_a_copy)),
+    r"cut into 3 parts.*a module of its own": (lambda: Block(cut), Chunks),
+    r"write to a copy, or out of place": (lambda: Block(write_behind_autograd), lambda: Block(write_to_a_copy)),
+    r"make the module that owns it a submodule": (
+        lambda: Block(lambda block, x: OUTSIDE(block.moe(x))),
+        lambda: Block(lambda block, x: block.out(block.moe(x)), out=nn.Linear(D, D)),
+    ),
+    r"weights \* \(counts <= limit\)\[ids\]": (lambda: Block(only_uncrowded), lambda: Block(weigh_by_a_limit)),
+    r"written several times at once.*out.index_add_": (
+        lambda: Block(write_rows_at_once),
+        lambda: Block(add_rows_up),
+    ),
+    r"compute with the numbers themselves": (lambda: Block(divide_by_a_tensor), lambda: Block(divide_by_a_number)),
+    r"each row by itself.*no batch norm": (
+        lambda: Block(Block.moe, BatchNormed),
+        lambda: Block(Block.moe, LayerNormed),
+    ),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("why", PAIRS)
+def test_followed(why):
+    torch.manual_seed(0)
+    refused, remedied = PAIRS[why]
+    x = torch.randn(12, D, dtype=torch.float64)
+    with pytest.raises(moefx.NoMoEBlockFound, match=why):
+        moefx.compile(refused().double(), example_inputs=(x,))
+    model = remedied().double()
+    compiled = moefx.compile(model, example_inputs=(x,))
+    found = []
+    for m in (compiled, model):
+        torch.manual_seed(1)
+        found.append(gradients(m, m, x))
+    torch.testing.assert_close(*found)

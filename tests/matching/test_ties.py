@@ -1,0 +1,146 @@
+"""Choices with equal weights where an expert's last place goes: equal tokens, padding of zeros, a softmax of ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+from moefx.errors import Refused
+
+from ..passes.blocks import D, E, K, Loop, Mlp, rewritten
+
+PLACES = 8
+
+
+class Weighed(Loop):
+    """A mask over all choices, made before the experts, says whose weight counts."""
+
+    def __init__(self, mask: Callable, k: int = K):
+        super().__init__(Mlp, k)
+        self.mask = mask
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        own = torch.zeros(x.shape[0], E, dtype=w.dtype).scatter(1, ids, w)
+        return self.mixed(x, w * self.mask(own, min(PLACES, x.shape[0])).gather(1, ids), ids)
+
+
+def down_to_a_value(own, places):
+    return own >= own.topk(places, 0).values[-1]
+
+
+def down_to_the_least(own, places):
+    return own >= own.topk(places, 0).values.amin(0)
+
+
+def above_a_value(own, places):
+    return own > own.sort(0, descending=True).values[places - 1]
+
+
+def by_kthvalue(own, places):
+    return own >= own.kthvalue(own.shape[0] - places + 1, 0).values
+
+
+def by_rank(own, places):
+    return (own[None] > own[:, None]).sum(1) < places
+
+
+class PerExpert(Loop):
+    """Each expert takes some of its rows."""
+
+    def __init__(self, first: Callable, k: int = K):
+        super().__init__(Mlp, k)
+        self.first = first
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            kept = self.first(w[t, k])
+            t, k = t[kept], k[kept]
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
+def largest(w):
+    return w.argsort(descending=True, stable=True)[:PLACES]
+
+
+def down_to_the_last_place(w):
+    return w >= w.sort(descending=True).values[min(PLACES, len(w)) - 1] if len(w) else w > 0
+
+
+def same_with_ties(block: nn.Module) -> None:
+    model = block.double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
+    one = torch.randn(1, D, dtype=torch.float64)
+    some = torch.randn(10, D, dtype=torch.float64)
+    for x in (one.repeat(30, 1), torch.zeros(30, D, dtype=torch.float64), some.repeat(3, 1), 3000 * some.repeat(3, 1)):
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("k", [2, 1])
+@pytest.mark.parametrize("mask", [down_to_a_value, down_to_the_least, above_a_value, by_kthvalue, by_rank])
+def test_a_mask_by_value_keeps_or_drops_all_that_are_equal(mask, k):
+    same_with_ties(Weighed(mask, k))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("k", [2, 1])
+def test_a_number_of_places_parts_those_that_are_equal(k):
+    assert rewritten(PerExpert(largest, k)).match.drop.order == "weight"
+    same_with_ties(PerExpert(largest, k))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("k", [2, 1])
+def test_rows_taken_down_to_a_value_are_no_number_of_places(k):
+    with pytest.raises(Refused, match="equal are kept or dropped together") as refusal:
+        rewritten(PerExpert(down_to_the_last_place, k))
+    assert "argsort(descending=True, stable=True)[:places]" in refusal.value.remedy  # as `largest` does
+
+
+def largest_and_last(w):
+    return w.numel() - 1 - w.flip(0).argsort(descending=True, stable=True)[:PLACES]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("k", [2, 1])
+def test_the_last_of_equal_choices_are_not_the_first(k):
+    with pytest.raises(Refused, match="of equal ones not those of the first tokens"):
+        rewritten(PerExpert(largest_and_last, k))
+
+
+class ByThreshold(Loop):
+    """Experts of a token down to a value of its scores: all of them where all scores are equal."""
+
+    def __init__(self, on: Callable):
+        super().__init__(Mlp)
+        self.on = on
+
+    def forward(self, x):
+        p = self.gate(x).softmax(-1)
+        g = p * self.on(p)
+        return sum(g[:, e, None] * f(x) for e, f in enumerate(self.experts))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "on",
+    [
+        lambda p: p >= p.topk(K).values[..., -1:],
+        lambda p: p > p.topk(K + 1).values[..., -1:],
+        lambda p: p >= p.kthvalue(E - K + 1, -1, keepdim=True).values,
+        lambda p: p == p.amax(-1, keepdim=True),
+        lambda p: (p[:, None] > p[..., None]).sum(-1) < K,
+    ],
+    ids=["topk", "above", "kthvalue", "max", "rank"],
+)
+def test_experts_of_a_token_down_to_a_value(on):
+    same_with_ties(ByThreshold(on))

@@ -1,0 +1,254 @@
+"""Choices of one token that are the same expert: added up as the original does, or left as it is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moefx
+from moefx.errors import Refused
+
+from ..passes.blocks import D, H, rewritten
+
+E = 6
+INF = float("-inf")
+
+
+class Choosing(nn.Module):
+    """Args: choose: (weights, experts), [T, 2] each, of probabilities; combine: what they are worth together."""
+
+    def __init__(self, choose, combine, given: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.choose, self.combine, self.is_given = choose, combine, given
+        self.gate = nn.Linear(D, E)
+        self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
+        self.others = nn.Parameter(torch.randn(2, E))
+        self.register_buffer("allowed", torch.ones(E, dtype=torch.bool))
+        self.register_buffer("table", torch.tensor([2, 0, 1, 3, 5, 4]))
+        self.register_buffer("tables", torch.tensor([[2, 0, 1, 3, 5, 4], [0, 1, 2, 3, 4, 5]]))
+        self.register_buffer("pairs", torch.stack([torch.arange(E), torch.arange(E).roll(-1)], -1))
+        self.register_buffer("factor", torch.tensor(1))
+
+    def forward(self, x, ids=None):
+        p = self.gate(x).masked_fill(~self.allowed, INF).softmax(-1)
+        w, i = self.choose(self, p) if ids is None else (p.gather(-1, ids), ids)
+        return self.combine(self, x, p, w, i)
+
+    def change(self):
+        """What makes two choices one."""
+        self.allowed.copy_(torch.arange(E) == 0)
+        self.table.copy_(torch.tensor([0, 0, 1, 1, 4, 5]))
+        self.tables[0] = self.table
+        self.pairs.copy_(torch.tensor([[0, 0], [1, 1], [2, 2], [3, 1], [4, 4], [5, 0]]))
+        self.factor.zero_()
+
+
+def second(rest):
+    """A second choice by what is left where the first one is taken out."""
+
+    def choose(m, p):
+        a = p.argmax(-1)
+        i = torch.stack([a, rest(p, F.one_hot(a, E))], -1)
+        return p.gather(-1, i), i
+
+    return choose
+
+
+def of_gates(n):
+    """A choice of each of several gates, of which nothing keeps apart what they choose."""
+
+    def choose(m, p):
+        i = torch.stack([p.argmax(-1), *((p * other).argmax(-1) for other in m.others[: n - 1])], -1)
+        return p.gather(-1, i), i
+
+    return choose
+
+
+def looked_up(number):
+    def choose(m, p):
+        w, i = p.topk(2)
+        return w, number(m, i)
+
+    return choose
+
+
+CHOOSE = {
+    "argmax": second(lambda p, first: (p * (1 - first)).argmax(-1)),
+    "argmax of -inf": second(lambda p, first: p.masked_fill(first.bool(), INF).argmax(-1)),
+    "argsort": second(lambda p, first: (p * (1 - first)).argsort(dim=-1, stable=True)[:, -1]),
+    "two gates": of_gates(2),
+    "three gates": of_gates(3),
+    "table": looked_up(lambda m, i: m.table[i]),
+    "a row of a table": looked_up(lambda m, i: m.tables[0][i]),
+    "pairs": looked_up(lambda m, i: m.pairs[i[:, 0]]),
+    "product": looked_up(lambda m, i: (i * m.factor) % E),
+    "partner": looked_up(lambda m, i: torch.cat([i[:, :1], m.table[i[:, :1]]], -1)),
+    "shifted apart": looked_up(lambda m, i: torch.stack([i[:, 0], (i[:, 1] + 1) % E], -1)),
+}
+
+
+def every(m, x):
+    return torch.einsum("teh,ehd->ted", torch.einsum("td,edh->teh", x, m.up).relu(), m.down)
+
+
+def one_hot(m, x, p, w, i):
+    return torch.einsum("ted,te->td", every(m, x), (F.one_hot(i, E) * w.unsqueeze(-1)).sum(1))
+
+
+def loop(m, x, p, w, i):
+    out = torch.zeros_like(x)
+    for e in range(E):
+        t, k = torch.where(i == e)
+        out = out.index_add(0, t, (x[t] @ m.up[e]).relu() @ m.down[e] * w[t, k, None])
+    return out
+
+
+def scatter(m, x, p, w, i):
+    return torch.einsum("ted,te->td", every(m, x), torch.zeros_like(p).scatter(-1, i, w))
+
+
+def either(m, x, p, w, i):
+    return torch.einsum("ted,te->td", every(m, x), p * F.one_hot(i, E).any(1))
+
+
+def two_sums(m, x, p, w, i):
+    hot = F.one_hot(i, E).to(x.dtype)
+    h = torch.einsum("te,td,edh->teh", hot.sum(1), x, m.up).relu()
+    return torch.einsum("teh,ehd,te->td", h, m.down, (hot * w[..., None]).sum(1))
+
+
+def some_ids():
+    return torch.rand(40, E, generator=torch.Generator().manual_seed(0)).topk(2).indices
+
+
+def check(choose, combine, *ids):
+    mine = Choosing(choose, combine).double()
+    original, x = copy.deepcopy(mine), torch.randn(40, D, dtype=torch.float64)
+    compiled = moefx.compile(mine, example_inputs=(x, *ids))
+    for change in (False, True):
+        if change:
+            mine.change(), original.change()
+            ids = tuple(torch.stack([i[:, 0], i[:, 0]], -1) for i in ids)
+        torch.testing.assert_close(compiled(x, *ids), original(x, *ids))
+    (block,) = moefx.blocks(compiled)
+    assert not block.fallbacks
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("choose", [c for c in CHOOSE if c not in ("product", "partner")])
+@pytest.mark.parametrize("combine", [one_hot, loop])
+def test_choices_that_add_up(choose, combine):
+    check(CHOOSE[choose], combine)
+
+
+@pytest.mark.parametrize("combine", [scatter, two_sums])
+def test_a_second_choice_of_what_the_first_is_masked_in(combine):
+    check(CHOOSE["argmax of -inf"], combine)
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("choose", [c for c in CHOOSE if c != "argmax of -inf"])
+@pytest.mark.parametrize("combine", [scatter, either, two_sums])
+def test_choices_that_do_not(choose, combine):
+    why = "" if choose == "product" else "two choices of a token may be|code outside of the experts|row depends"
+    with pytest.raises(Refused, match=why):  # a factor of 0 hides all experts but one: no capture shows the form
+        rewritten(Choosing(CHOOSE[choose], combine))
+
+
+def again_and_again(times):
+    """The best of what is left, so many times."""
+
+    def choose(m, p):
+        found, rest = [], p
+        for _ in range(times):
+            found.append(rest.argmax(-1))
+            rest = rest * (1 - F.one_hot(found[-1], E))
+        i = torch.stack(found, -1)
+        return p.gather(-1, i), i
+
+    return choose
+
+
+def last_two_scattered(m, x, p, w, i):
+    gates = (F.one_hot(i[:, :1], E) * w[:, :1, None]).sum(1) + torch.zeros_like(p).scatter(-1, i[:, 1:], w[:, 1:])
+    return torch.einsum("ted,te->td", every(m, x), gates)
+
+
+def last_if_new(m, x, p, w, i):
+    return one_hot(m, x, p, torch.cat([w[:, :-1], w[:, -1:] * (i[:, -1:] != i[:, -2:-1])], -1), i)
+
+
+@pytest.mark.parametrize("times", [3])
+@pytest.mark.parametrize("combine", [one_hot, loop, last_if_new])
+def test_more_than_two_that_add_up(times, combine):
+    check(again_and_again(times), combine)
+
+
+@pytest.mark.parametrize("times", [3])
+@pytest.mark.parametrize("combine", [last_two_scattered, scatter])
+def test_more_than_two_that_do_not(times, combine):
+    with pytest.raises(Refused, match="two choices of a token may be"):
+        rewritten(Choosing(again_and_again(times), combine))
+
+
+def compared(m, x, p, w, i):
+    """`one_hot` without its check of the numbers, which is another in each torch."""
+    return torch.einsum("ted,te->td", every(m, x), torch.stack([((i == e) * w).sum(-1) for e in range(E)], -1))
+
+
+@pytest.mark.parametrize("combine", [compared, loop])
+def test_given_experts(combine):
+    check(None, combine, some_ids())
+
+
+def test_given_experts_that_do_not_add_up():
+    with pytest.raises(Refused, match="two choices of a token may be the same expert"):
+        rewritten(Choosing(None, scatter), torch.zeros(40, D), some_ids())
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda m, i: i,
+        lambda m, i: i.flip(-1),
+        lambda m, i: (i + 1).masked_fill(i == 2, 9) - 1,
+        lambda m, i: i.to(torch.int32).t().reshape(2, -1).t().long(),
+    ],
+)
+def test_choices_of_one_topk_are_different(number):
+    """So it does not matter how they are put together."""
+
+    def combine(m, x, p, w, i):
+        return scatter(m, x, F.pad(p, (0, 8)), w, i)
+
+    def scatter(m, x, p, w, i):
+        return torch.einsum("ted,te->td", every(m, x), torch.zeros_like(p).scatter(-1, i, w)[:, :E])
+
+    check(looked_up(number), combine)
+
+
+def test_numbers_from_the_end():
+    """An index of -1 is the last expert, and no row of a sorted list of experts."""
+
+    def gathered(m, x, p, w, i):
+        return torch.einsum("tkh,tkhd,tk->td", torch.einsum("td,tkdh->tkh", x, m.up[i]).relu(), m.down[i], w)
+
+    check(looked_up(lambda m, i: i), gathered)
+    with pytest.raises(Refused, match="below 0"):
+        rewritten(Choosing(CHOOSE["table"], gathered))
+
+
+def test_what_is_worth_nothing_shows_nothing():
+    """The least likely expert has no weight where a buffer masks it: two such choices add up, whatever is done."""
+
+    def choose(m, p):
+        i = torch.stack([p.argmin(-1), (p - 0.2).square().argmax(-1)], -1)
+        return p.gather(-1, i), i
+
+    with pytest.raises(Refused, match="two choices of a token may be the same expert"):
+        rewritten(Choosing(choose, scatter))
