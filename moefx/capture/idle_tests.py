@@ -18,12 +18,13 @@ from torch import nn
 
 from ..errors import Refused
 from ..util.user_code import is_user_file
-from .outcome_flow import BOX, CONTAINERS, OPTION, TEST, UNKNOWN, Flow, Value, parameters
+from .outcome_flow import BOX, CONTAINERS, LOAD, OPTION, TEST, UNKNOWN, Flow, Value, parameters
 from .source import Source, user_frames, user_step
 
 # A boolean that tells of tokens; the truth of a number or a tensor; a list, or a loop with as many turns as there are
 # rows; an item of a container, or turns of a loop, by a number of the routing.
-ASKS, TRUTH, ROWS, KEYS = "asks", "truth", "rows", "keys"
+# A comparison of an expert's load, which captures show both ways.
+ASKS, TRUTH, ROWS, KEYS, LOADS = "asks", "truth", "rows", "keys", "loads"
 _MAX_ROUNDS = 12
 _MAX_LOOKS = 3
 _JUMPS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT")
@@ -99,7 +100,12 @@ class _Code:
         if source.where is not None:
             return _events(self.at.get(source.where), how)
         nodes = [n for n in self.at.values() if n.lineno <= source.line <= (n.end_lineno or 0)]
-        return {k: v for n in nodes if isinstance(n, _ASKING) or how != ASKS for k, v in _events(n, how).items()}
+        return {
+            k: v
+            for n in nodes
+            if isinstance(n, _ASKING) or how not in (ASKS, LOADS)
+            for k, v in _events(n, how).items()
+        }
 
     def expression(self, source: Source) -> ast.expr | None:
         """The call, or the like, that a frame was at which called another function."""
@@ -134,9 +140,14 @@ def _events(node: ast.AST | None, how: str) -> dict[ast.expr, Value]:
         is_kept = isinstance(node, (ast.SetComp, ast.DictComp, ast.Set, ast.Dict)) or called in _KEYED_CALLS
         is_filled = isinstance(node, ast.Subscript) or called in _KEYED_FILLS
         return {node: box} if is_kept else {node: Value(KEYS)} if is_filled else {}  # type: ignore[dict-item]
-    if isinstance(node, ast.Subscript) or (how == ASKS and called in _LOOKUPS) or not isinstance(node, ast.expr):
+    if (
+        isinstance(node, ast.Subscript)
+        or (how in (ASKS, LOADS) and called in _LOOKUPS)
+        or not isinstance(node, ast.expr)
+    ):
         return {}
-    return {node: box if how == ROWS or called == "groupby" else Value(TEST, "constant")}
+    kind = LOAD if how == LOADS and isinstance(node, ast.Compare) else TEST
+    return {node: box if how == ROWS or called == "groupby" else Value(kind, "constant")}
 
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
@@ -189,7 +200,7 @@ class _Analysis:
             code = self._code(calls[0])
             for node, value in code.events(calls[0], how).items():
                 known = self.events.setdefault(self._owner(code, node, calls[0]), {})
-                if how not in (TRUTH, KEYS) or node not in known:
+                if how not in (TRUTH, KEYS, LOADS) or node not in known:
                     known[node] = value
         for _ in range(_MAX_ROUNDS):
             before = {owner: dict(events) for owner, events in self.events.items()}

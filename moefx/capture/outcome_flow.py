@@ -4,6 +4,9 @@ A block may leave an expert out that has no tokens. It may not remember in Pytho
 sees a decision on that. An abstract interpreter runs the statements on `Value`s that only say whether a name depends on
 such an outcome. Under a test of an outcome, tensors may be stored and lists filled; a plain number that is stored there
 depends on the outcome from the end of the branch on. Lists that depend on it may be iterated over and given to torch.
+
+Comparisons of an expert's load are shown both ways for each expert (see `matching.probes.load_comparisons`). What is
+made of one may be used in the turn of its expert (`LOAD`), and is an outcome like others in the next turn.
 """
 
 from __future__ import annotations
@@ -24,10 +27,14 @@ from .sizes import Number
 Env: TypeAlias = "dict[str, Value]"
 _MAX_PASSES = 6  # over the body of a loop
 
+# What decides whether a statement runs: no outcome, the load of this turn's expert, or outcomes.
+FREE, BY_LOAD, BY_OUTCOME = 0, 1, 2
+
 # Kinds of values, of which "" depends on no outcome.
 TEST = "test"  # tells of one expert whether it has tokens, or is one of several such questions
 PLAIN = "plain"  # a number, string or flag that was made of outcomes
 BOX = "box"  # a container whose length or keys depend on outcomes
+LOAD = "load"  # a test or a number made of a load that Python compares, in the turn of this expert alone
 TESTS, BOXES = "tests", "boxes"  # a container of a fixed length, of those
 OPTION = "option"  # None, or a tensor
 KEYS = "keys"  # of an access to a container, at a key that the routing says
@@ -46,23 +53,23 @@ class Value(NamedTuple):
     stamp: frozenset[int] = frozenset()
     parts: tuple[Any, ...] = ()
 
-    def joined(self, other: Value, is_tested: bool, seen: str) -> Value:
+    def joined(self, other: Value, tested: int, seen: str) -> Value:
         """The value where two ways meet. Args: `seen`: the type that the name was seen to have while the code ran."""
         if self == other:
             return self
         types_ = {self.type, other.type}
         type_ = next((t for t in (CONSTANT, LIST, TENSOR, UNKNOWN, NONE) if t in types_), UNKNOWN)
         kinds = {self.kind, other.kind} - {""}
-        kind = min(kinds, key=(PLAIN, TEST, BOX, BOXES, TESTS, OPTION).index) if kinds else ""
-        if is_tested and not kind and self.stamp != other.stamp:
+        kind = min(kinds, key=(PLAIN, TEST, BOX, BOXES, TESTS, LOAD, OPTION).index) if kinds else ""
+        if tested and not kind and self.stamp != other.stamp:
             if types_ <= {CONSTANT, NONE} or (CONSTANT in types_ and seen == CONSTANT):
-                kind = PLAIN
+                kind = PLAIN if tested == BY_OUTCOME else LOAD
             elif LIST in types_:
                 kind = BOX
             elif NONE in types_:
                 kind = OPTION
         parts = (
-            tuple(a.joined(b, is_tested, "") for a, b in zip(self.parts, other.parts, strict=True))
+            tuple(a.joined(b, tested, "") for a, b in zip(self.parts, other.parts, strict=True))
             if len(self.parts) == len(other.parts)
             else ()
         )
@@ -111,9 +118,9 @@ class Flow:
     ):
         self.events, self.names, self.outer_names, self.call = events, names, outer_names, call
         self.escapes: dict[ast.AST, Escape] = {}
-        self.returns: list[tuple[Value, bool]] = []
-        self.is_tested = False  # whether an outcome decides if a statement runs
-        self.exits: list[tuple[str, Env, bool]] = []  # continue, break, raise
+        self.returns: list[tuple[Value, int]] = []
+        self.tested = FREE  # what decides if a statement runs
+        self.exits: list[tuple[str, Env, int]] = []  # continue, break, raise
         self.returned = False  # under a test
         self.outer: set[str] = set()
 
@@ -122,11 +129,11 @@ class Flow:
             return self.value(function.body, dict(given))
         env = self.block(function.body, dict(given))
         if env is not None and self.returns:
-            self.returns.append((Value("", NONE), self.is_tested))
+            self.returns.append((Value("", NONE), self.tested))
         if not self.returns:
             return Value("", NONE)
-        is_tested = any(tested for _, tested in self.returns)
-        return functools.reduce(lambda a, b: a.joined(b, is_tested, ""), [v for v, _ in self.returns])
+        tested = max(tested for _, tested in self.returns)
+        return functools.reduce(lambda a, b: a.joined(b, tested, ""), [v for v, _ in self.returns])
 
     # ------------------------------------------------------------------ statements
     def block(self, statements: Iterable[ast.stmt], env: Env | None) -> Env | None:
@@ -155,7 +162,7 @@ class Flow:
     def _augassign(self, s: ast.AugAssign, env: Env) -> Env:
         old, new = self.value(_loaded(s.target), env), self.value(s.value, env)
         if isinstance(s.target, ast.Name) and (old.kind == BOX or old.type == LIST):
-            if self.is_tested or new.kind:
+            if self.tested or new.kind:
                 env[s.target.id] = Value(BOX, new.type if new.kind else _item_type(s.value), frozenset([id(s)]))
             return env
         self.store(s.target, self.operation(s, old, new), env, s.value)
@@ -163,17 +170,17 @@ class Flow:
 
     def _return(self, s: ast.Return, env: Env) -> None:
         value = self.value(s.value, env) if s.value is not None else Value("", NONE)
-        self.returns.append((value._replace(stamp=frozenset([id(s)])), self.is_tested))
-        self.returned = self.returned or self.is_tested
+        self.returns.append((value._replace(stamp=frozenset([id(s)])), self.tested))
+        self.returned = self.returned or bool(self.tested)
 
     def _raise(self, s: ast.Raise, env: Env) -> None:
-        self.exits.append(("raise", env, self.is_tested))
+        self.exits.append(("raise", env, self.tested))
 
     def _continue(self, s: ast.Continue, env: Env) -> None:
-        self.exits.append(("continue", env, self.is_tested))
+        self.exits.append(("continue", env, self.tested))
 
     def _break(self, s: ast.Break, env: Env) -> None:
-        self.exits.append(("break", env, self.is_tested))
+        self.exits.append(("break", env, self.tested))
 
     def _global(self, s: ast.Global, env: Env) -> Env:
         self.outer |= {*s.names}
@@ -185,71 +192,71 @@ class Flow:
         return self.branches(self.test(s.test, env), [s.body, s.orelse], env)
 
     def _match(self, s: Any, env: Env) -> Env | None:
-        is_tested = self.test(s.subject, env)
-        for case in s.cases:
-            is_tested = (case.guard is not None and self.test(case.guard, env)) or is_tested
-        return self.branches(is_tested, [*[case.body for case in s.cases], []], env)
+        guards = [self.test(case.guard, env) for case in s.cases if case.guard is not None]
+        tested = max([self.test(s.subject, env), *guards])
+        return self.branches(tested, [*[case.body for case in s.cases], []], env)
 
-    def branches(self, is_tested: bool, several: list[list[ast.stmt]], env: Env) -> Env | None:
-        before = self.is_tested
+    def branches(self, tested: int, several: list[list[ast.stmt]], env: Env) -> Env | None:
+        before = self.tested
         ends = []
         for statements in several:
-            self.is_tested = before or is_tested
-            ends.append((self.block(statements, dict(env)), self.is_tested))
+            self.tested = max(before, tested)
+            ends.append((self.block(statements, dict(env)), self.tested))
         left = [end for end, _ in ends if end is not None]
         # what follows runs only if no branch left the loop or the function, on an outcome
-        inner = any(tested for end, tested in ends if end is not None) and not is_tested
-        self.is_tested = before or inner or (is_tested and 0 < len(left) < len(ends))
-        return functools.reduce(lambda a, b: self.join(a, b, is_tested or inner), left) if left else None
+        inner = FREE if tested else max((by for end, by in ends if end is not None), default=FREE)
+        self.tested = max(before, inner, tested if 0 < len(left) < len(ends) else FREE)
+        return functools.reduce(lambda a, b: self.join(a, b, max(tested, inner)), left) if left else None
 
     def _for(self, s: ast.For, env: Env) -> Env | None:
-        return self.loop(s, env, lambda e: self.bind(s.target, s.iter, e))
+        return self.loop(s, env, lambda e: BY_OUTCOME if self.bind(s.target, s.iter, e) else FREE)
 
     _asyncfor = _for
 
     def _while(self, s: ast.While, env: Env) -> Env | None:
         return self.loop(s, env, lambda e: self.test(s.test, e))
 
-    def loop(self, s: Any, env: Env, start: Callable[[Env], bool]) -> Env | None:
-        before, outer, head = self.is_tested, self.exits, env
+    def loop(self, s: Any, env: Env, start: Callable[[Env], int]) -> Env | None:
+        before, outer, head = self.tested, self.exits, env
         is_left = False  # by a break, on an outcome
-        breaks: list[tuple[Env, bool]] = []
+        breaks: list[tuple[Env, int]] = []
         for _ in range(_MAX_PASSES):
             self.exits, turn = [], dict(head)
-            of_outcome = start(turn)
-            self.is_tested = before or of_outcome or is_left
+            decided = start(turn)
+            after = dict if decided == BY_LOAD else _after_turn  # a loop over one expert's rows is no turn of its own
+            self.tested = max(before, decided, BY_OUTCOME if is_left else FREE)
             end = self.block(s.body, turn)
-            ends = [(end, self.is_tested)] if end is not None else []
-            ends += [(e, tested) for kind, e, tested in self.exits if kind == "continue"]
-            breaks = [(e, tested) for kind, e, tested in self.exits if kind == "break"]
-            is_left = is_left or any(tested for _, tested in breaks) or self.returned
+            ends = [(end, self.tested)] if end is not None else []
+            ends += [(e, by) for kind, e, by in self.exits if kind == "continue"]
+            breaks = [(after(e), by) for kind, e, by in self.exits if kind == "break"]
+            is_left = is_left or any(by for _, by in breaks) or self.returned
             outer += [e for e in self.exits if e[0] == "raise"]
-            skips = any(tested for _, tested in ends)
+            skips = max((by for _, by in ends), default=FREE)
             new = functools.reduce(lambda a, b: self.join(a, b, skips), [e for e, _ in ends]) if ends else head
-            new = self.join(head, new, of_outcome or is_left)
+            new = self.join(head, after(new), BY_OUTCOME if is_left else decided)
             if new == head:
                 break
             head = new
-        self.exits, self.is_tested = outer, before or is_left
+        self.exits, self.tested = outer, max(before, BY_OUTCOME if is_left else FREE)
         end = self.block(s.orelse, dict(head))
-        self.is_tested = before or self.returned
+        self.tested = BY_OUTCOME if self.returned else before
         left = [e for e in (end, *[e for e, _ in breaks]) if e is not None]
-        return functools.reduce(lambda a, b: self.join(a, b, is_left), left) if left else None
+        return functools.reduce(lambda a, b: self.join(a, b, BY_OUTCOME if is_left else FREE), left) if left else None
 
     def _try(self, s: ast.Try, env: Env) -> Env | None:
-        outer, self.exits, before = self.exits, [], self.is_tested
+        outer, self.exits, before = self.exits, [], self.tested
         end = self.block(s.body, dict(env))
-        raised = any(tested for kind, _, tested in self.exits if kind == "raise")
+        raised = max((by for kind, _, by in self.exits if kind == "raise"), default=FREE)
         self.exits = outer + [e for e in self.exits if e[0] != "raise" or not s.handlers]
         if end is not None:
             end = self.block(s.orelse, end)
         ends = [end] if end is not None else []
         for handler in s.handlers:
-            self.is_tested = before or raised
+            self.tested = max(before, raised)
             middle = self.join(env, end, raised) if end is not None else env
             if (caught := self.block(handler.body, dict(middle))) is not None:
                 ends.append(caught)
-        self.is_tested = before or self.returned
+        self.tested = BY_OUTCOME if self.returned else before
         found = functools.reduce(lambda a, b: self.join(a, b, raised), ends) if ends else None
         after = self.block(s.finalbody, found if found is not None else dict(env))
         return after if found is not None else None
@@ -267,7 +274,7 @@ class Flow:
 
     _asyncwith = _with
 
-    def join(self, a: Env, b: Env, is_tested: bool) -> Env:
+    def join(self, a: Env, b: Env, tested: int) -> Env:
         if a is b:
             return a
         found = {}
@@ -275,7 +282,7 @@ class Flow:
             one, other = a.get(name), b.get(name)
             if one is None or other is None:  # stored on one of the ways: it is read on that alone, or was there before
                 one, other = one or self.seen(name), other or self.seen(name)
-            found[name] = one.joined(other, is_tested, self.type_seen(name))
+            found[name] = one.joined(other, tested, self.type_seen(name))
         return found
 
     # ------------------------------------------------------------------ names
@@ -305,7 +312,7 @@ class Flow:
 
     def store(self, target: ast.AST, value: Value, env: Env, source: ast.AST) -> None:
         if isinstance(target, ast.Name):
-            if target.id in self.outer and (value.kind or (self.is_tested and value.type == CONSTANT)):
+            if target.id in self.outer and (value.kind or (self.tested and value.type == CONSTANT)):
                 self.escape(target)
             env[target.id] = value._replace(stamp=frozenset([id(target)]))
         elif isinstance(target, ast.Starred):
@@ -316,21 +323,21 @@ class Flow:
                 kind = {BOX: PLAIN, TESTS: TEST, BOXES: BOX}.get(value.kind, value.kind)
                 self.store(one, parts[i] if parts else Value(kind, UNKNOWN), env, source)
         elif isinstance(target, ast.Attribute):
-            if value.kind not in ("", OPTION) or (self.is_tested and value.type in (CONSTANT, LIST)):
+            if value.kind not in ("", OPTION) or (self.tested and value.type in (CONSTANT, LIST)):
                 self.escape(target)
         elif isinstance(target, ast.Subscript):
             index, base = self.value(target.slice, env), self.value(target.value, env)
             is_container = base.kind in (BOX, TESTS, BOXES) or base.type == LIST
             if target in self.events:  # by a number of the routing
                 self.mark(target.value, env, value, True)
-            elif is_container and (self.is_tested or value.kind or index.kind):
+            elif is_container and (self.tested or value.kind or index.kind):
                 self.mark(target.value, env, value)
             elif value.kind in (PLAIN, TEST, TESTS) or index.kind in (PLAIN, TEST):
                 self.escape(target)
 
     def mark(self, container: ast.AST, env: Env, item: Value, is_decided: bool = False) -> None:
         """A container was filled, as an outcome decided."""
-        kind = BOX if self.is_tested or is_decided or item.kind not in (TEST, PLAIN) else TESTS
+        kind = BOX if self.tested or is_decided or item.kind not in (TEST, PLAIN, LOAD) else TESTS
         while isinstance(container, (ast.Subscript, ast.Call, ast.Attribute)):
             if isinstance(container, ast.Subscript):
                 kind = BOXES
@@ -373,16 +380,23 @@ class Flow:
     def escape(self, node: ast.AST) -> None:
         self.escapes.setdefault(node, Escape(node))
 
-    def test(self, node: ast.AST, env: Env) -> bool:
-        """Whether an outcome decides a test; one on what was made of outcomes escapes."""
+    def test(self, node: ast.AST, env: Env) -> int:
+        """What decides a test; one on what was made of outcomes escapes."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return self.test(node.operand, env) or node in self.events
+            return max(self.test(node.operand, env), self.asks(node))
         if isinstance(node, ast.BoolOp):
-            return any([self.test(v, env) for v in node.values]) or node in self.events
+            return max([self.test(v, env) for v in node.values] + [self.asks(node)])
         value = self.value(node, env)
         if value.kind == PLAIN:
             self.escape(node)
-        return value.kind in (TEST, PLAIN, BOX, OPTION) or node in self.events
+        if value.kind in (TEST, PLAIN, BOX, OPTION):
+            return BY_OUTCOME
+        return max(BY_LOAD if value.kind == LOAD else FREE, self.asks(node))
+
+    def asks(self, node: ast.AST) -> int:
+        """Whether an expression asks for tokens itself."""
+        event = self.events.get(node)
+        return FREE if event is None else BY_LOAD if event.kind == LOAD else BY_OUTCOME
 
     def value(self, node: ast.AST | None, env: Env) -> Value:
         if node is None:
@@ -425,7 +439,8 @@ class Flow:
     def _tuple_(self, node: ast.Tuple, env: Env) -> Value:
         parts = tuple(self.value(e.value if isinstance(e, ast.Starred) else e, env) for e in node.elts)
         kinds = {p.kind for p in parts}
-        kind = PLAIN if PLAIN in kinds else TESTS if kinds & {TEST, TESTS} else BOXES if kinds & {BOX, BOXES} else ""
+        several = TESTS if kinds & {TEST, TESTS} else BOXES if kinds & {BOX, BOXES} else LOAD if LOAD in kinds else ""
+        kind = PLAIN if PLAIN in kinds else several
         is_constant = parts and all(p.type in (CONSTANT, NONE) for p in parts)
         return Value(kind, CONSTANT if is_constant or not parts else UNKNOWN, frozenset(), parts)
 
@@ -438,7 +453,9 @@ class Flow:
 
     def _dict_(self, node: ast.Dict, env: Env) -> Value:
         kinds = {self.value(v, env).kind for v in (*node.values, *[k for k in node.keys if k is not None])}
-        return Value(PLAIN if PLAIN in kinds else TESTS if TEST in kinds else BOXES if BOX in kinds else "", LIST)
+        return Value(
+            PLAIN if PLAIN in kinds else TESTS if kinds & {TEST, LOAD} else BOXES if BOX in kinds else "", LIST
+        )
 
     def _namedexpr_(self, node: ast.NamedExpr, env: Env) -> Value:
         value = self.value(node.value, env)
@@ -453,17 +470,22 @@ class Flow:
         kinds = {v.kind for v in values}
         if PLAIN in kinds:
             return Value(PLAIN, CONSTANT)
-        if kinds & {TEST} or any(v in self.events for v in node.values):
+        asked = max(map(self.asks, node.values))
+        if TEST in kinds or asked == BY_OUTCOME:
             return Value(TEST, CONSTANT)
-        return functools.reduce(lambda a, b: a.joined(b, False, ""), values)
+        if kinds == {LOAD} or asked:
+            return Value(LOAD, CONSTANT)
+        return functools.reduce(lambda a, b: a.joined(b, FREE, ""), values)
 
     def _unaryop_(self, node: ast.UnaryOp, env: Env) -> Value:
         if isinstance(node.op, ast.Not):
             value = self.value(node.operand, env)
-            is_asked = value.kind in (TEST, BOX, OPTION) or node.operand in self.events
-            return Value(PLAIN if value.kind == PLAIN else TEST if is_asked else "", CONSTANT)
+            asked = self.asks(node.operand)
+            is_asked = value.kind in (TEST, BOX, OPTION) or asked == BY_OUTCOME
+            kind = LOAD if value.kind == LOAD or asked else ""
+            return Value(PLAIN if value.kind == PLAIN else TEST if is_asked else kind, CONSTANT)
         value = self.value(node.operand, env)
-        return value._replace(kind=PLAIN) if value.kind else value
+        return value._replace(kind=PLAIN) if value.kind not in ("", LOAD) else value
 
     def _binop_(self, node: ast.BinOp, env: Env) -> Value:
         return self.operation(node, self.value(node.left, env), self.value(node.right, env))
@@ -479,6 +501,9 @@ class Flow:
             return Value(BOX, left.type if left.kind else right.type)
         if kinds == {OPTION}:
             return Value("", TENSOR)
+        if kinds == {LOAD}:
+            is_number = all(v.kind or v.type == CONSTANT for v in (left, right))
+            return Value(LOAD, CONSTANT) if is_number else Value("", TENSOR)
         for one, other in ((left, right), (right, left)):
             if one.kind in (PLAIN, TEST, TESTS) and not other.kind and other.type not in (CONSTANT, LIST, NONE):
                 self.escape(node)
@@ -488,6 +513,8 @@ class Flow:
     def _compare_(self, node: ast.Compare, env: Env) -> Value:
         left, *others = values = [self.value(v, env) for v in (node.left, *node.comparators)]
         kinds = {v.kind for v in values} - {""}
+        if kinds == {LOAD}:
+            return Value(LOAD, CONSTANT)
         op = type(node.ops[0]).__name__
         if not kinds:
             is_plain = all(v.type in (CONSTANT, NONE) for v in values) or op in ("Is", "IsNot", "In", "NotIn")
@@ -507,9 +534,9 @@ class Flow:
         return Value(PLAIN, CONSTANT)
 
     def _ifexp_(self, node: ast.IfExp, env: Env) -> Value:
-        is_tested = self.test(node.test, env)
+        tested = self.test(node.test, env)
         one, other = self.value(node.body, env), self.value(node.orelse, env)
-        return one._replace(stamp=frozenset([1])).joined(other._replace(stamp=frozenset([2])), is_tested, "")
+        return one._replace(stamp=frozenset([1])).joined(other._replace(stamp=frozenset([2])), tested, "")
 
     def _joinedstr_(self, node: ast.JoinedStr, env: Env) -> Value:
         parts = [self.value(v.value, env) for v in node.values if isinstance(v, ast.FormattedValue)]
@@ -523,12 +550,12 @@ class Flow:
 
     def _yield_(self, node: ast.Yield, env: Env) -> Value:
         value = self.value(node.value, env)
-        self.returns.append((Value(BOX if self.is_tested else value.kind and BOXES, value.type), False))
+        self.returns.append((Value(BOX if self.tested else value.kind and BOXES, value.type), False))
         return Value()
 
     def _slice_(self, node: ast.Slice, env: Env) -> Value:
         kinds = {self.value(v, env).kind for v in (node.lower, node.upper, node.step) if v is not None} - {""}
-        return Value(PLAIN if kinds else "", CONSTANT)
+        return Value(LOAD if kinds == {LOAD} else PLAIN if kinds else "", CONSTANT)
 
     def _subscript_(self, node: ast.Subscript, env: Env) -> Value:
         base, index = self.value(node.value, env), self.value(node.slice, env)
@@ -542,8 +569,13 @@ class Flow:
             return Value(TEST if base.kind == TESTS or (base.type == CONSTANT and not index.kind) else "", base.type)
         if base.kind in (PLAIN, TEST):
             return Value(PLAIN, CONSTANT)
+        if base.kind == LOAD:
+            return base
         if index.kind in (PLAIN, TEST):
             return Value(PLAIN, UNKNOWN)
+        if index.kind == LOAD:
+            is_part = isinstance(node.slice, ast.Slice)
+            return Value((BOX if base.type == LIST else "") if is_part else LOAD, UNKNOWN)
         if len(base.parts) and isinstance(node.slice, ast.Constant) and type(node.slice.value) is int:
             return base.parts[node.slice.value] if node.slice.value < len(base.parts) else Value()
         held = self.object_of(node.value)
@@ -555,14 +587,14 @@ class Flow:
         for part in node.generators:
             is_box = self.bind(part.target, part.iter, inner) or is_box
             is_box = any([self.test(condition, inner) for condition in part.ifs]) or is_box
-        before, self.is_tested = self.is_tested, self.is_tested or is_box
+        before, self.tested = self.tested, max(self.tested, BY_OUTCOME if is_box else FREE)
         item = self.value(node.value if isinstance(node, ast.DictComp) else node.elt, inner)
-        self.is_tested = before
+        self.tested = before
         if item.kind == PLAIN and not is_box:
             return Value(PLAIN, CONSTANT)
         if is_box:
             return Value(BOX, item.type)
-        kind = {TEST: TESTS, TESTS: TESTS, BOX: BOXES, BOXES: BOXES}.get(item.kind, "")
+        kind = {TEST: TESTS, LOAD: TESTS, TESTS: TESTS, BOX: BOXES, BOXES: BOXES}.get(item.kind, "")
         return Value(kind, item.type if kind else LIST)
 
     _setcomp_ = _generatorexp_ = _dictcomp_ = _listcomp_
@@ -595,7 +627,11 @@ class Flow:
                 if TESTS in kinds:
                     self.escape(node)
                 return Value("", TENSOR)
-            if self.object_of(node.func) is None and isinstance(node.func, ast.Attribute) and kinds <= {BOX, BOXES}:
+            if (
+                self.object_of(node.func) is None
+                and isinstance(node.func, ast.Attribute)
+                and kinds <= {BOX, BOXES, LOAD}
+            ):
                 return Value("", TENSOR)  # of a tensor: `rows.split(counts)`, `out.index_add(0, ids, y)`
             found = self.call(function, values)
             if found is not None:
@@ -608,6 +644,8 @@ class Flow:
             is_list = name in CONTAINERS
             is_number = name in _OF_NUMBERS and any(v.type != CONSTANT for v in values)
             return Value("", LIST if is_list else CONSTANT if name in _PLAIN_CALLS and not is_number else UNKNOWN)
+        if kinds == {LOAD} and name not in CONTAINERS and name != "range":
+            return Value(LOAD, CONSTANT)
         type_ = CONSTANT if any(v.type == CONSTANT for v in values if v.kind) else UNKNOWN
         if name in ("takewhile", "dropwhile", "filter") or (name in CONTAINERS and BOX in kinds):
             return Value(BOX, type_)
@@ -628,13 +666,13 @@ class Flow:
         is_container = value.kind in (BOX, TESTS, BOXES) or value.type == LIST
         if is_container and name in _FILLS:
             is_decided = owner in self.events or node in self.events or (name in ("extend", "update") and BOX in kinds)
-            if self.is_tested or kinds or is_decided:
+            if self.tested or kinds or is_decided:
                 self.mark(owner, env, values[-1] if values else Value(), is_decided)
             return Value("", NONE)
         if is_container and name in _EMPTIES:
-            if self.is_tested or kinds:
+            if self.tested or kinds:
                 self.mark(owner, env, Value("", value.type))
-            is_in_turn = self.is_tested or not value.kind
+            is_in_turn = self.tested or not value.kind
             return Value("" if is_in_turn else PLAIN, UNKNOWN)
         if value.kind in (BOX, TESTS, BOXES):
             if name in ("keys", "values", "items", "copy", "__iter__"):
@@ -651,6 +689,11 @@ class Flow:
             if isinstance(child, ast.expr):
                 self.value(child, env)
         return Value()
+
+
+def _after_turn(env: Env) -> Env:
+    """What is made of an expert's load is an outcome like others for the next expert."""
+    return {name: value._replace(kind=PLAIN) if value.kind == LOAD else value for name, value in env.items()}
 
 
 def type_of(held: Any) -> str:

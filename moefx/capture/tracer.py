@@ -53,7 +53,7 @@ from .forms import (
     require_one_dtype,
     with_leading_ones,
 )
-from .idle_tests import ASKS, KEYS, Questions
+from .idle_tests import ASKS, KEYS, LOADS, Questions
 from .recorder import Recorder, grad_enabled
 from .routing import Routing
 from .shadows import shadow
@@ -108,7 +108,7 @@ class Tracer(Recorder):
     # ------------------------------------------------------------------ numbers of the routing (a `CountLog`)
     def compared(self, count: Any, op: str, other: Any, value: bool) -> bool:
         if is_asked_by_number():
-            self.ask(ASKS)
+            self.ask(ASKS if tells_empty(count, op, other) else LOADS)
         if isinstance(other, (Count, Share)) and op in ("eq", "ne") and user_step() != "COMPARE_OP":
             return value  # keys of a dict: whether two ids are one is no branch
         if tells_empty(count, op, other):
