@@ -35,16 +35,20 @@ def _is_single_integer(n: fx.Node) -> bool:
 
 def from_floats(node: fx.Node) -> bool:
     """Whether an integer follows from arguments or abstract floats: it is part of the routing."""
-    stack, seen = [node], set()
-    while stack:
-        n = stack.pop()
-        if n in seen:
-            continue
-        seen.add(n)
-        if n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor):
-            return True
-        stack += n.all_input_nodes
-    return False
+
+    def of(n: fx.Node, are: list[bool]) -> bool:
+        return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor) or any(are)
+
+    return remembered(node, "from_floats", of)
+
+
+def follows_from_inputs(node: fx.Node) -> bool:
+    """Whether arguments, parameters or buffers take part in a value, rather than constants alone."""
+
+    def of(n: fx.Node, are: list[bool]) -> bool:
+        return n.op == "placeholder" or (n.op == "get_attr" and n.meta.get("kind") != "constant") or any(are)
+
+    return remembered(node, "of inputs", of)
 
 
 def has_ancestor(node: fx.Node, ancestor: fx.Node) -> bool:

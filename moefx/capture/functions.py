@@ -20,7 +20,7 @@ from ..errors import Refused
 from . import autocast
 from .captured import below_modes, is_float, tensors_in
 from .counts import LENGTH, counted
-from .forms import require_one_dtype_under
+from .forms import follows_from_inputs, require_one_dtype_under
 from .idle_tests import ROWS
 from .sizes import Number, Size, evaluate, plain, sized
 from .source import user_source
@@ -62,8 +62,11 @@ class Functions(TorchFunctionMode):
         if tracer.sizes.given:
             tracer.given, tracer.sizes.given = before | tracer.sizes.given, frozenset()
         try:
-            if func in _LISTS and _is_along_rows(func, args, options) and self._has_rows_of_routing(args[0]):
-                tracer.ask(ROWS)
+            if func in _LISTS and _is_along_rows(func, args, options):
+                if self._has_rows_of_routing(args[0]):
+                    tracer.ask(ROWS)
+                elif isinstance(size := self._shape(args[0])[0], Size):
+                    tracer.sizes.leak(size.expr)
             return self._called(func, args, options, touched, given)
         except Exception:
             tracer.note_error(any(map(self._has_rows_of_routing, tensors_in((args, options)))))
@@ -216,6 +219,9 @@ class Functions(TorchFunctionMode):
             out = torch.Size([counted(first, LENGTH, tracer), *out[1:]])
         elif out and type(out[0]) is int and (several := self._several(t, out[0])) is not None:
             out = torch.Size([several, *out[1:]])
+        with below_modes(), torch.DisableTorchFunction():
+            if not _is_batched(t) and not follows_from_inputs(node := tracer.node_of(t)):
+                tracer.note_plain(node, tuple(n if type(n) is int else None for n in out))
         return out
 
     def _has_rows_of_routing(self, t: Any) -> bool:
@@ -263,7 +269,10 @@ class Functions(TorchFunctionMode):
             if is_float(t) or t.dtype is torch.bool or _is_batched(t):
                 return value
             node = self.tracer.node_of(t)
-            return counted(value, node, self.tracer) if from_floats(node) else value
+            if from_floats(node):
+                return counted(value, node, self.tracer)
+            self.tracer.note_plain(node, value)
+            return value
 
 
 def _is_along_rows(func: Any, args: tuple, options: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..util.user_code import is_user_file
-from .outcome_flow import BOX, CONTAINERS, LOAD, OPTION, TEST, UNKNOWN, Flow, Value, parameters
+from .outcome_flow import BOX, CONTAINERS, FREE, LOAD, OPTION, TEST, UNKNOWN, Flow, Value, parameters
 from .source import Source, user_frames, user_step
 
 # A boolean that tells of tokens; the truth of a number or a tensor; a list, or a loop with as many turns as there are
@@ -250,9 +250,23 @@ class _Analysis:
         if (value := returned.get(inner)) is not None and _is_remembered(value):
             self.escapes.setdefault(inner, "returns")
 
-    def _flow(self, function: ast.AST, given: dict[str, Value]) -> Value:
+    def _flow(
+        self,
+        function: ast.AST,
+        given: Mapping[str, Value],
+        tested: int = FREE,
+        called: types.FunctionType | None = None,
+        owner: Any = None,
+    ) -> Value:
         names: dict[str, list[Any]] = {}
         globals_: dict[str, Any] = {}
+        if called is not None:  # what it sees, whether or not it was at work when somebody asked
+            code, cells = called.__code__, called.__closure__ or ()
+            globals_ = called.__globals__
+            closure = zip(code.co_freevars, cells, strict=True)
+            names = {name: [cell.cell_contents] for name, cell in closure if cell != types.CellType()}
+            if owner is not None:
+                names[code.co_varnames[0]] = [owner]
         for source, several in self.questions.names.items():
             if source.file == self.files.get(function) and _is_within(source, function):
                 for own, outer in several:
@@ -260,6 +274,7 @@ class _Analysis:
                         names.setdefault(name, []).append(held)
                     globals_ = outer
         flow = Flow(self.events.get(function, {}), names, globals_, self._called)
+        flow.tested = tested
         self.running.append(function)
         value = flow.run(function, given)
         self.running.pop()
@@ -267,8 +282,9 @@ class _Analysis:
             self.escapes.setdefault(node, self.files.get(function, "?"))
         return value
 
-    def _called(self, function: Any, values: list[Value]) -> Value | None:
+    def _called(self, function: Any, values: list[Value], tested: int, env: Mapping[str, Value]) -> Value | None:
         """What a function of the user's makes of such values; None if it is not known."""
+        owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         has_self = isinstance(function, (nn.Module, types.MethodType))
         if isinstance(function, nn.Module):
             function = type(function).forward
@@ -281,7 +297,8 @@ class _Analysis:
             return None
         self.files[nodes[0]] = file
         own = parameters(nodes[0], values, has_self)
-        return self._flow(nodes[0], own)
+        is_nested = bool(self.running) and any(nodes[0] is inner for inner in ast.walk(self.running[-1]))
+        return self._flow(nodes[0], {**env, **own} if is_nested else own, tested, function, owner)
 
 
 def _is_within(source: Source, function: ast.AST) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import itertools
 import types
@@ -62,12 +63,12 @@ class Value(NamedTuple):
         kinds = {self.kind, other.kind} - {""}
         kind = min(kinds, key=(PLAIN, TEST, BOX, BOXES, TESTS, LOAD, OPTION).index) if kinds else ""
         if tested and not kind and self.stamp != other.stamp:
-            if types_ <= {CONSTANT, NONE} or (CONSTANT in types_ and seen == CONSTANT):
-                kind = PLAIN if tested == BY_OUTCOME else LOAD
-            elif LIST in types_:
+            if LIST in types_:
                 kind = BOX
-            elif NONE in types_:
+            elif types_ == {TENSOR, NONE} or (NONE in types_ and seen == TENSOR):
                 kind = OPTION
+            elif types_ != {TENSOR} and seen != TENSOR:
+                kind = PLAIN if tested == BY_OUTCOME else LOAD
         parts = (
             tuple(a.joined(b, tested, "") for a, b in zip(self.parts, other.parts, strict=True))
             if len(self.parts) == len(other.parts)
@@ -92,10 +93,13 @@ _EMPTIES = {"pop", "popleft", "popitem", "remove", "discard", "clear"}
 _LOGS = {"debug", "info", "warning", "error", "log", "warn", "print", "critical", "exception", "write"}
 _OF_ANY_ITEM = {"dtype", "device", "shape", "size", "dim", "ndim", "new_zeros", "new_empty", "new_full", "new_ones"}
 _EMPTY_TESTS = {("Eq", 0), ("NotEq", 0), ("Gt", 0), ("LtE", 0), ("GtE", 1), ("Lt", 1)}
+_READS = {"copy", "count", "get", "index", "items", "keys", "reverse", "sort", "values"}
+_PURE_MODULES = ("math", "operator", "_operator", "einops", "copy")
 _PLAIN_CALLS = {
     "len", "int", "float", "bool", "str", "abs", "round", "any", "all", "min", "max", "sum", "repr", "hash", "ord",
     "chr", "isinstance", "hasattr", "divmod", "pow", "next", "range", "format", "bin",
 }  # fmt: skip
+_PURE = _PLAIN_CALLS - {"next"} | {"type", "slice", "print", "getattr", "super", "complex", "callable", "id"}
 _OF_NUMBERS = {"min", "max", "abs", "sum", "round", "divmod", "pow", "int", "len"}  # may remember where they come from
 
 
@@ -106,7 +110,8 @@ class Flow:
         events: what expressions evaluate to that ask for tokens.
         names: what names held, as seen while the function ran.
         outer_names: those of its module.
-        call: analyses another function, given its name's value and the values of the arguments.
+        call: analyses another function, given its name's value, the values of the arguments, what decides whether it
+            runs, and the names here, which a nested function sees.
     """
 
     def __init__(
@@ -114,7 +119,7 @@ class Flow:
         events: Mapping[ast.AST, Value],
         names: Mapping[str, list[Any]],
         outer_names: Mapping[str, Any],
-        call: Callable[[Any, list[Any]], Any],
+        call: Callable[[Any, list[Any], int, Env], Any],
     ):
         self.events, self.names, self.outer_names, self.call = events, names, outer_names, call
         self.escapes: dict[ast.AST, Escape] = {}
@@ -123,8 +128,10 @@ class Flow:
         self.exits: list[tuple[str, Env, int]] = []  # continue, break, raise
         self.returned = False  # under a test
         self.outer: set[str] = set()
+        self.shared: set[str] = set()  # names whose value has other names
 
     def run(self, function: Any, given: Mapping[str, Value]) -> Value:
+        self.shared = _shared_names(function)
         if isinstance(function, ast.Lambda):
             return self.value(function.body, dict(given))
         env = self.block(function.body, dict(given))
@@ -133,7 +140,9 @@ class Flow:
         if not self.returns:
             return Value("", NONE)
         tested = max(tested for _, tested in self.returns)
-        return functools.reduce(lambda a, b: a.joined(b, tested, ""), [v for v, _ in self.returns])
+        value = functools.reduce(lambda a, b: a.joined(b, tested, ""), [v for v, _ in self.returns])
+        is_generator = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))
+        return value._replace(type=UNKNOWN) if is_generator and not value.kind else value
 
     # ------------------------------------------------------------------ statements
     def block(self, statements: Iterable[ast.stmt], env: Env | None) -> Env | None:
@@ -146,6 +155,8 @@ class Flow:
 
     def _expr(self, s: ast.Expr, env: Env) -> Env:
         self.value(s.value, env)
+        if self.tested and not isinstance(s.value, (ast.Call, ast.Await, ast.Yield, ast.Constant)):
+            self.escape(s)  # an operator of an object that may keep something
         return env
 
     def _assign(self, s: ast.Assign, env: Env) -> Env:
@@ -258,21 +269,41 @@ class Flow:
                 ends.append(caught)
         self.tested = BY_OUTCOME if self.returned else before
         found = functools.reduce(lambda a, b: self.join(a, b, raised), ends) if ends else None
-        after = self.block(s.finalbody, found if found is not None else dict(env))
-        return after if found is not None else None
+        if s.finalbody:
+            left = self.exits[len(outer) :]  # these run it too
+            ends = [(e, by) for _, e, by in left] + ([(found, self.tested)] if found is not None else [])
+            self.tested = max([self.tested, *[by for _, by in ends]])
+            every = functools.reduce(lambda a, b: self.join(a, b, self.tested), [e for e, _ in ends] or [dict(env)])
+            after = self.block(s.finalbody, every)
+            self.tested = BY_OUTCOME if self.returned else before
+            if after is None:
+                return None
+            self.exits[len(outer) :] = [(kind, after, by) for kind, _, by in left]
+            found = after if found is not None else None
+        return found
 
     _trystar = _try
 
     def _with(self, s: ast.With, env: Env) -> Env | None:
         for item in s.items:
             value = self.value(item.context_expr, env)
-            if value.kind:
+            call = item.context_expr
+            function = self.object_of(call.func) if isinstance(call, ast.Call) else None
+            is_known = _is_of_torch(function) or function is contextlib.nullcontext or _root(
+                getattr(call, "func", call)) == "torch"  # fmt: skip
+            asks = any(node in self.events for one in s.body for node in ast.walk(one))
+            if value.kind or ((self.tested or asks) and not is_known):
                 self.escape(item.context_expr)
             if item.optional_vars is not None:
                 self.store(item.optional_vars, Value(), env, item.context_expr)
         return self.block(s.body, env)
 
     _asyncwith = _with
+
+    def _delete(self, s: ast.Delete, env: Env) -> Env:
+        if self.tested:
+            self.escape(s)
+        return env
 
     def join(self, a: Env, b: Env, tested: int) -> Env:
         if a is b:
@@ -290,7 +321,7 @@ class Flow:
         """The type of all values that a name was seen to hold; numbers that remember where they come from are such."""
         held = self.names.get(name) or [self.outer_names.get(name)]
         found = {type_of(v) for v in held} - {NONE}
-        return found.pop() if len(found) == 1 else TENSOR if TENSOR in found else UNKNOWN
+        return found.pop() if len(found) == 1 else TENSOR if found == {TENSOR, CONSTANT} else UNKNOWN
 
     def seen(self, name: str) -> Value:
         return Value("", self.type_seen(name))
@@ -308,11 +339,17 @@ class Flow:
                 return own.get(node.attr, found)
             if isinstance(owner, (type, types.ModuleType)):
                 return getattr(owner, node.attr, None)
+        if isinstance(node, ast.Subscript):  # an item like the others
+            held = self.object_of(node.value)
+            if isinstance(held, (list, tuple, nn.ModuleList, nn.Sequential)):
+                return next(iter(held), None)
+            if isinstance(held, (dict, nn.ModuleDict)):
+                return next(iter(held.values()), None)
         return None
 
     def store(self, target: ast.AST, value: Value, env: Env, source: ast.AST) -> None:
         if isinstance(target, ast.Name):
-            if target.id in self.outer and (value.kind or (self.tested and value.type == CONSTANT)):
+            if target.id in self.outer and (value.kind or (self.tested and value.type != TENSOR)):
                 self.escape(target)
             env[target.id] = value._replace(stamp=frozenset([id(target)]))
         elif isinstance(target, ast.Starred):
@@ -323,7 +360,8 @@ class Flow:
                 kind = {BOX: PLAIN, TESTS: TEST, BOXES: BOX}.get(value.kind, value.kind)
                 self.store(one, parts[i] if parts else Value(kind, UNKNOWN), env, source)
         elif isinstance(target, ast.Attribute):
-            if value.kind not in ("", OPTION) or (self.tested and value.type in (CONSTANT, LIST)):
+            is_kept = value.type == TENSOR and isinstance(self.object_of(target.value), nn.Module)
+            if value.kind not in ("", OPTION) or (self.tested and not is_kept):
                 self.escape(target)
         elif isinstance(target, ast.Subscript):
             index, base = self.value(target.slice, env), self.value(target.value, env)
@@ -332,12 +370,19 @@ class Flow:
                 self.mark(target.value, env, value, True)
             elif is_container and (self.tested or value.kind or index.kind):
                 self.mark(target.value, env, value)
-            elif value.kind in (PLAIN, TEST, TESTS) or index.kind in (PLAIN, TEST):
+            elif (
+                value.kind in (PLAIN, TEST, TESTS)
+                or index.kind in (PLAIN, TEST)
+                or (self.tested and base.type != TENSOR)
+            ):
                 self.escape(target)
 
     def mark(self, container: ast.AST, env: Env, item: Value, is_decided: bool = False) -> None:
         """A container was filled, as an outcome decided."""
         kind = BOX if self.tested or is_decided or item.kind not in (TEST, PLAIN, LOAD) else TESTS
+        if isinstance(container, ast.Name) and container.id in self.shared:
+            self.escape(container)  # others may ask it under another name
+            return
         while isinstance(container, (ast.Subscript, ast.Call, ast.Attribute)):
             if isinstance(container, ast.Subscript):
                 kind = BOXES
@@ -365,6 +410,10 @@ class Flow:
         value = self.value(source, env)
         if value.kind == PLAIN:
             self.escape(source)
+        if _name_of(getattr(source, "func", source)) == "items" and len(parts) == 2 and value.kind == BOXES:
+            self.store(parts[0], Value("", CONSTANT), env, source)
+            self.store(parts[1], Value(BOX, value.type), env, source)
+            return is_event
         kind = {TESTS: TEST, BOXES: BOX}.get(value.kind, "")
         type_ = CONSTANT if called == "range" else value.type if value.kind else UNKNOWN
         if isinstance(target, ast.Name) and type_ == UNKNOWN:
@@ -434,6 +483,8 @@ class Flow:
         if value.kind in (PLAIN, TEST):
             return value
         held = self.object_of(node)
+        if held is None and value.type == TENSOR and node.attr not in ("dtype", "device"):
+            return Value("", TENSOR)
         return Value("", type_of(held) if held is not None else UNKNOWN)
 
     def _tuple_(self, node: ast.Tuple, env: Env) -> Value:
@@ -518,7 +569,8 @@ class Flow:
         op = type(node.ops[0]).__name__
         if not kinds:
             is_plain = all(v.type in (CONSTANT, NONE) for v in values) or op in ("Is", "IsNot", "In", "NotIn")
-            return Value("", CONSTANT if is_plain else UNKNOWN)
+            is_tensor = any(v.type == TENSOR for v in values)
+            return Value("", CONSTANT if is_plain else TENSOR if is_tensor else UNKNOWN)
         if len(others) == 1 and OPTION in kinds and op in ("Is", "IsNot"):
             return Value(TEST, CONSTANT)
         if len(others) == 1 and op in ("In", "NotIn") and not left.kind and others[0].kind in (BOX, BOXES):
@@ -543,7 +595,10 @@ class Flow:
         return Value(PLAIN if any(p.kind not in ("", OPTION) for p in parts) else "", CONSTANT)
 
     def _lambda_(self, node: ast.Lambda, env: Env) -> Value:
-        return Value()  # its body is a function of its own
+        for name in ast.walk(node.body):  # its body is a function of its own
+            if isinstance(name, ast.Name) and name.id in env and env[name.id].kind in (PLAIN, TEST, BOX, TESTS, BOXES):
+                self.escape(name)
+        return Value()
 
     def _await_(self, node: Any, env: Env) -> Value:
         return self.value(node.value, env)
@@ -578,8 +633,10 @@ class Flow:
             return Value((BOX if base.type == LIST else "") if is_part else LOAD, UNKNOWN)
         if len(base.parts) and isinstance(node.slice, ast.Constant) and type(node.slice.value) is int:
             return base.parts[node.slice.value] if node.slice.value < len(base.parts) else Value()
-        held = self.object_of(node.value)
-        return Value("", type_of(held[0]) if type(held) in (list, tuple) and held else UNKNOWN)
+        if base.type == TENSOR:
+            return Value("", TENSOR)
+        held = self.object_of(node)
+        return Value("", type_of(held) if held is not None else UNKNOWN)
 
     def _listcomp_(self, node: Any, env: Env) -> Value:
         inner = dict(env)
@@ -611,35 +668,40 @@ class Flow:
         kinds = {v.kind for v in values} - {"", OPTION}
         is_builtin = isinstance(node.func, ast.Name) and name not in env and hasattr(builtins, name)
         if is_builtin or name in CONTAINERS:
-            return self._builtin(name, values, kinds)
+            return self._builtin(node, name, values, kinds)
         if isinstance(node.func, ast.Attribute) and (found := self._method(node, name, values, kinds, env)) is not None:
             return found
-        owner = self.value(node.func, env)
-        if owner.kind in (PLAIN, TEST):
+        if self.value(node.func, env).kind in (PLAIN, TEST):
             self.escape(node)
             return Value("", TENSOR)
-        if not kinds:
-            return Value()
-        if PLAIN not in kinds and TEST not in kinds:
-            function = self.object_of(node.func)
-            is_of_torch = _root(node.func) in ("torch", "F") or getattr(function, "__module__", "").startswith("torch.")
-            if is_of_torch and not isinstance(function, nn.Module):
+        function = self.object_of(node.func)
+        if not kinds & {PLAIN, TEST}:
+            if self._gives_tensors(node, function, kinds, env):
                 if TESTS in kinds:
                     self.escape(node)
                 return Value("", TENSOR)
-            if (
-                self.object_of(node.func) is None
-                and isinstance(node.func, ast.Attribute)
-                and kinds <= {BOX, BOXES, LOAD}
-            ):
-                return Value("", TENSOR)  # of a tensor: `rows.split(counts)`, `out.index_add(0, ids, y)`
-            found = self.call(function, values)
-            if found is not None:
+            if (found := self.call(function, values, self.tested, env)) is not None:
                 return found
-        self.escape(node)
+        if kinds or (self.tested and not _is_pure(function)):
+            self.escape(node)  # who knows what it keeps
         return Value()
 
-    def _builtin(self, name: str, values: list[Value], kinds: set[str]) -> Value:
+    def _gives_tensors(self, node: ast.Call, function: Any, kinds: set[str], env: Env) -> bool:
+        """Whether a call is one of torch, of a submodule, or of a method of a tensor: it keeps nothing in Python."""
+        if isinstance(function, nn.Module):
+            return not kinds
+        if isinstance(function, type) and not issubclass(function, torch.Tensor):
+            return False
+        if _root(node.func) in ("torch", "F") or _is_of_torch(function):
+            return True
+        if function is None and isinstance(node.func, ast.Attribute) and kinds and kinds <= {BOX, BOXES, LOAD}:
+            return True  # of a tensor: `rows.split(counts)`, `out.index_add(0, ids, y)`
+        return not kinds and self.value(node.func, env).type == TENSOR
+
+    def _builtin(self, node: ast.Call, name: str, values: list[Value], kinds: set[str]) -> Value:
+        is_fresh = name == "next" and isinstance(node.args[0], ast.GeneratorExp)
+        if self.tested and name not in _PURE and name not in CONTAINERS and not is_fresh:
+            self.escape(node)  # `next(iterator)`, `setattr(...)`
         if not kinds:
             is_list = name in CONTAINERS
             is_number = name in _OF_NUMBERS and any(v.type != CONSTANT for v in values)
@@ -678,8 +740,12 @@ class Flow:
             if name in ("keys", "values", "items", "copy", "__iter__"):
                 return value
             return Value(OPTION, UNKNOWN) if name == "get" else Value(PLAIN, CONSTANT)
-        if name == "join" and kinds:
-            return Value(PLAIN, CONSTANT)
+        if value.type == CONSTANT and not value.kind:  # of a string
+            return Value(PLAIN if kinds - {OPTION} else "", CONSTANT)
+        if value.type == LIST and not value.kind:
+            if self.tested and name not in _READS:
+                self.escape(node)
+            return None if kinds else Value()
         if value.kind == PLAIN and name not in _OF_ANY_ITEM:
             return Value(PLAIN, value.type)
         return None
@@ -699,11 +765,42 @@ def _after_turn(env: Env) -> Env:
 def type_of(held: Any) -> str:
     if held is None:
         return NONE
-    if isinstance(held, (Number, torch.Tensor)):
+    if isinstance(held, (Number, torch.Tensor, nn.Module)) or _holds_tensors(held):
         return TENSOR
     if isinstance(held, (bool, int, float, str)):
         return CONSTANT
     return LIST if isinstance(held, (list, dict, set)) else UNKNOWN
+
+
+def _holds_tensors(held: Any) -> bool:
+    """Whether a value is a tuple of tensors, which `where` and `topk` return."""
+    return isinstance(held, tuple) and bool(held) and all(type_of(v) == TENSOR for v in held)
+
+
+def _shared_names(function: ast.AST) -> set[str]:
+    """The names whose value gets another name or is put into a container, and those of which a method is taken without
+    a call: `note = seen.add`."""
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            value = node.value
+            items = [value] if not isinstance(value, (ast.Tuple, ast.List, ast.Set, ast.Dict)) else [*_items_of(value)]
+            found |= {_root(i) for i in items if isinstance(i, (ast.Name, ast.Attribute))}
+    return found
+
+
+def _items_of(display: Any) -> list[ast.expr]:
+    return display.values if isinstance(display, ast.Dict) else display.elts
+
+
+def _is_of_torch(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").split(".")[0] in ("torch", "torchvision")
+
+
+def _is_pure(function: Any) -> bool:
+    """Whether a function is known to keep nothing. An object that is made keeps what it is given until it is stored."""
+    module = (getattr(function, "__module__", None) or "").split(".")[0]
+    return isinstance(function, type) or module in _PURE_MODULES
 
 
 def _loaded(target: ast.AST) -> ast.AST:

@@ -91,6 +91,7 @@ class Tracer(Recorder):
         self.coins: dict[tuple[int, torch.Size], torch.Tensor] = {}  # outcomes of what comes out mixed, by question
         self.numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # what choices are made of then
         self.reads: list[HostRead] = []
+        self.plain_reads: dict[tuple[Source, ...], list[Any]] = {}  # integers, by the calls that read them
         self.questions = Questions()
         self.turned: Counter[tuple[Source, ...]] = Counter()  # how many times a read came out otherwise
         self.calls: list[Call] = []
@@ -300,7 +301,15 @@ class Tracer(Recorder):
         is_asked = t.dtype is torch.bool or is_float(t) or self._is_state(node)
         if t.dtype is torch.bool and from_floats(node) and is_asked_of_tensor():
             self.ask(ASKS)
+        if not is_asked:
+            self.note_plain(node, value)
         return self._noted(value, node) if is_asked else value
+
+    def note_plain(self, node: fx.Node, value: Any) -> None:
+        """Python reads integers that no routing and no state determines: see `matching.probes.plain_integers`."""
+        is_computed = node.op == "call_function" or node.meta.get("kind") == "constant"
+        if is_computed and leaves_of(node) == {False}:
+            self.plain_reads.setdefault(user_calls(), []).append(value)
 
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__

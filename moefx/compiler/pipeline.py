@@ -20,6 +20,7 @@ from ..capture.collisions import ModelNumbers
 from ..capture.effects import silenced
 from ..capture.identity_questions import refuse_identity_questions
 from ..capture.inputs import Arguments
+from ..capture.opaque_state import refuse_opaque_state
 from ..capture.readings import readings, with_batch_of_one
 from ..capture.sizes import SizeGuard
 from ..capture.skipped_calls import SkippedCall, Skipping, skipping
@@ -146,6 +147,7 @@ def _rewrite_block(
         set_name(stand_in, format_path(path))
     if objects:
         refuse_identity_questions(block)
+    refuse_opaque_state(block)
     start = time.perf_counter()
     # 1.-3. match, explain dropped slots, rewrite into the dialect
     with silenced(block), skipping(block, skipped) as read:

@@ -42,6 +42,7 @@ from .probes import (
     repeated_experts,
     token_numbers,
 )
+from .probes.plain_integers import refuse_plain_integers
 from .probes.turning_integers import counting, with_turns
 from .terms.node_semantics import conditions
 from .terms.parameter_places import Place, sibling_names
@@ -360,6 +361,7 @@ class Prover:
         leaked_sizes.round_sizes(self)
         leaked_sizes.same_by_chance(self)
         refuse_remembered(self.questions)
+        refuse_plain_integers(self)
         idle_experts.concentrate(self)
         self._align()
         self._merged()  # raises before more captures are made
