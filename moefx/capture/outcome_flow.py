@@ -131,7 +131,6 @@ class Flow:
         self.shared: set[str] = set()  # names whose value has other names
 
     def run(self, function: Any, given: Mapping[str, Value]) -> Value:
-        self.shared = _shared_names(function)
         if isinstance(function, ast.Lambda):
             return self.value(function.body, dict(given))
         env = self.block(function.body, dict(given))
@@ -348,17 +347,20 @@ class Flow:
         return None
 
     def store(self, target: ast.AST, value: Value, env: Env, source: ast.AST) -> None:
+        self.share(source, target, env)
         if isinstance(target, ast.Name):
             if target.id in self.outer and (value.kind or (self.tested and value.type != TENSOR)):
                 self.escape(target)
-            env[target.id] = value._replace(stamp=frozenset([id(target)]))
+            type_ = self.type_seen(target.id) if value.type == UNKNOWN and not value.kind else value.type
+            env[target.id] = value._replace(type=type_, stamp=frozenset([id(target)]))
         elif isinstance(target, ast.Starred):
             self.store(target.value, value, env, source)
         elif isinstance(target, (ast.Tuple, ast.List)):
             parts = value.parts if len(value.parts) == len(target.elts) else None
             for i, one in enumerate(target.elts):
                 kind = {BOX: PLAIN, TESTS: TEST, BOXES: BOX}.get(value.kind, value.kind)
-                self.store(one, parts[i] if parts else Value(kind, UNKNOWN), env, source)
+                type_ = TENSOR if value.type == TENSOR else UNKNOWN
+                self.store(one, parts[i] if parts else Value(kind, type_), env, source)
         elif isinstance(target, ast.Attribute):
             is_kept = value.type == TENSOR and isinstance(self.object_of(target.value), nn.Module)
             if value.kind not in ("", OPTION) or (self.tested and not is_kept):
@@ -376,6 +378,12 @@ class Flow:
                 or (self.tested and base.type != TENSOR)
             ):
                 self.escape(target)
+
+    def share(self, source: ast.AST, target: ast.AST, env: Env) -> None:
+        """Note lists that get another name, by themselves or by one of their methods (`note = seen.add`)."""
+        owner = source.value if isinstance(source, ast.Attribute) else source
+        if any(isinstance(n, (ast.Name, ast.Attribute)) and self.value(n, env).type == LIST for n in (source, owner)):
+            self.shared |= {_root(source), *([target.id] if isinstance(target, ast.Name) else [])}
 
     def mark(self, container: ast.AST, env: Env, item: Value, is_decided: bool = False) -> None:
         """A container was filled, as an outcome decided."""
@@ -489,6 +497,9 @@ class Flow:
 
     def _tuple_(self, node: ast.Tuple, env: Env) -> Value:
         parts = tuple(self.value(e.value if isinstance(e, ast.Starred) else e, env) for e in node.elts)
+        self.shared |= {
+            e.id for e, part in zip(node.elts, parts, strict=True) if isinstance(e, ast.Name) and part.type == LIST
+        }
         kinds = {p.kind for p in parts}
         several = TESTS if kinds & {TEST, TESTS} else BOXES if kinds & {BOX, BOXES} else LOAD if LOAD in kinds else ""
         kind = PLAIN if PLAIN in kinds else several
@@ -775,22 +786,6 @@ def type_of(held: Any) -> str:
 def _holds_tensors(held: Any) -> bool:
     """Whether a value is a tuple of tensors, which `where` and `topk` return."""
     return isinstance(held, tuple) and bool(held) and all(type_of(v) == TENSOR for v in held)
-
-
-def _shared_names(function: ast.AST) -> set[str]:
-    """The names whose value gets another name or is put into a container, and those of which a method is taken without
-    a call: `note = seen.add`."""
-    found: set[str] = set()
-    for node in ast.walk(function):
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
-            value = node.value
-            items = [value] if not isinstance(value, (ast.Tuple, ast.List, ast.Set, ast.Dict)) else [*_items_of(value)]
-            found |= {_root(i) for i in items if isinstance(i, (ast.Name, ast.Attribute))}
-    return found
-
-
-def _items_of(display: Any) -> list[ast.expr]:
-    return display.values if isinstance(display, ast.Dict) else display.elts
 
 
 def _is_of_torch(function: Any) -> bool:

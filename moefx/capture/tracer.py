@@ -301,7 +301,7 @@ class Tracer(Recorder):
         is_asked = t.dtype is torch.bool or is_float(t) or self._is_state(node)
         if t.dtype is torch.bool and from_floats(node) and is_asked_of_tensor():
             self.ask(ASKS)
-        if not is_asked:
+        if not is_asked and not from_floats(node):
             self.note_plain(node, value)
         return self._noted(value, node) if is_asked else value
 

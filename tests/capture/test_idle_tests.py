@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import array
+import heapq
 import itertools
 import logging
+import types
 from collections import defaultdict
+from fractions import Fraction
 
 import pytest
 import torch
@@ -156,6 +160,76 @@ class Masks(Buckets):
         return self.run(x, w, buckets, 0.5 if busy == [0, 1] else 1.0)  # decides
 
 
+def keeping(make, keep, ask):
+    """A block that keeps in some object which experts are busy, and asks it how many."""
+
+    class Keeps(Buckets):
+        def of_buckets(self, x, w, ids, buckets):
+            kept = make()
+            for e, (t, _) in enumerate(buckets):
+                if t.numel() == 0:
+                    continue
+                new = keep(kept, e)
+                kept = kept if new is None else new
+            return self.run(x, w, buckets, 0.5 if ask(kept) == 3 else 1.0)
+
+    return Keeps
+
+
+def count_sent():
+    n = 0
+    while True:
+        n += yield n
+
+
+_KEEPERS = {
+    "a heap": keeping(list, lambda kept, e: heapq.heappush(kept, e), len),
+    "an array": keeping(lambda: array.array("l"), lambda kept, e: kept.append(e), len),
+    "a method of a list": keeping(list, lambda kept, e: list.append(kept, e), len),
+    "an object": keeping(
+        types.SimpleNamespace, lambda kept, e: setattr(kept, f"e{e}", e), lambda kept: len(vars(kept))
+    ),
+    "a tuple": keeping(tuple, lambda kept, e: (*kept, e), len),
+    "a fraction": keeping(lambda: Fraction(0), lambda kept, e: kept + 1, lambda kept: kept),
+    "the shape of a tensor": keeping(lambda: torch.empty(0), lambda kept, e: torch.empty(len(kept) + 1), len),
+    "a tensor of integers": keeping(lambda: torch.zeros((), dtype=torch.long), lambda kept, e: kept + 1, int),
+}
+
+
+class Aliased(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        busy = set()
+        note = busy.add
+        for e, (t, _) in enumerate(buckets):
+            if t.numel():
+                note(e)  # decides
+        return self.run(x, w, buckets, 0.5 if len(busy) == 3 else 1.0)
+
+
+class Sent(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        counter = count_sent()
+        next(counter)
+        for t, _ in buckets:
+            if t.numel():
+                counter.send(1)  # decides
+        return self.run(x, w, buckets, 0.5 if counter.send(0) == 3 else 1.0)
+
+
+class Finally(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        busy = 0
+        for t, _ in buckets:
+            rows = None
+            try:
+                if t.numel() == 0:
+                    continue
+                rows = t
+            finally:
+                busy += rows is not None
+        return self.run(x, w, buckets, 0.5 if busy == 3 else 1.0)  # decides
+
+
 class Attribute(Buckets):
     collapsed = False
 
@@ -187,7 +261,7 @@ class Returned(Buckets):
 
 _DECISIONS = [
     Counted, Listed, Text, Flagged, ForElse, While, Table, Helper, Unique, Keys, Counts, Runs, Lambda, Masks,
-    Attribute, Caught,
+    Aliased, Sent, Finally, Attribute, Caught,
 ]  # fmt: skip
 
 
@@ -204,6 +278,12 @@ def test_a_decision_by_which_experts_are_idle_is_refused_at_its_line(kind):
         assert file == "test_idle_tests.py"
         assert "# decides" in lines.readlines()[int(line) - 1]
     assert refusal.value.remedy
+
+
+@pytest.mark.parametrize("kind", _KEEPERS.values(), ids=_KEEPERS)
+def test_no_object_remembers_which_experts_are_idle(kind):
+    with pytest.raises(Refused, match=r"by which experts have tokens|reads a number off a tensor"):
+        rewritten(kind(), torch.zeros(40, 6))
 
 
 def test_an_outcome_is_not_returned():
