@@ -35,6 +35,10 @@ _MODULES = _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribution.block_dist
 _MODULES |= {"order_hosts": ".runtime.hosts", "rewrite_graph": ".frontends.dynamo.backend"}
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     # The rest loads on first use: `import moefx` must stay cheap beside `import torch`.
     if name in __all__:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from ._version import __version__
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -76,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m moefx", description="A compiler for mixture-of-experts training in PyTorch."
     )
+    top.add_argument("--version", action="version", version=f"moefx {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="{demo,explain,verify,plan,bench,env}")
 
     demo = commands.add_parser("demo", help="train a small MoE model, original beside compiled; write report.html")

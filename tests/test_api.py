@@ -296,3 +296,8 @@ class TestCalls:
             assert block.fallbacks == 0 and len(block.forward.programs) == 2
         else:
             assert 3 <= block.fallbacks <= 5 and len(block.forward.programs) == 1
+
+
+def test_completion_shows_the_public_names_and_no_others():
+    assert [name for name in dir(moefx) if not name.startswith("_")] == sorted(set(moefx.__all__))
+    assert all(getattr(moefx, name) is not None for name in dir(moefx))

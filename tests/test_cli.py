@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import moefx
 from moefx import cli
 
 USER_MODULE = """
@@ -144,7 +146,9 @@ def test_env_names_versions_and_devices(capsys):
 def test_torch_does_not_complain_of_a_missing_numpy():
     program = """
 import sys
+from pathlib import Path
 sys.modules["numpy"] = None
+import moefx
 from moefx import cli
 status = cli.main(["env"])
 import torch._subclasses.functional_tensor  # with which torch notices
@@ -168,3 +172,11 @@ def test_the_module_runs_as_a_program(tmp_path, arguments, status):
     )
     assert result.returncode == status, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_version_is_printed_by_both_commands():
+    here = Path(sys.executable).parent / "moefx"
+    commands = [[sys.executable, "-m", "moefx"], *([[str(here)]] if here.exists() else [])]
+    for command in commands:
+        printed = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+        assert printed == f"moefx {moefx.__version__}\n"
