@@ -38,8 +38,10 @@ from ..matching.lift.anti_unification import FOREIGN
 from ..matching.lift.lifter import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
 from ..matching.lift.repeated_choices import TWICE
 from ..matching.match_result import Match
-from ..matching.prove import NO_SIZES, Prover
+from ..matching.proof_state import ProofState
+from ..matching.prove import prove
 from ..matching.refusal_causes import CONVOLVING, MIXING, explain, explain_branch, explain_limit
+from ..matching.size_choice import NO_SIZES
 from ..passes.capacity_limit import limit
 from ..passes.checkpoint import checkpoint
 from ..passes.fuse import fuse
@@ -230,48 +232,47 @@ def _explain_images(refusal: Refused) -> Refused:
 def _prove_arguments(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, RewriteResult]:
     """Prove with the most likely reading of the program. If that is refused, try the other readings, then other
     sizes."""
-    prover = Prover(block, arguments, guess_num_experts(block))
+    state = ProofState(block, arguments, guess_num_experts(block))
     try:
-        return _prove_sizes(prover, names)
+        return _prove_sizes(state, names)
     except Refused as refusal:
-        for way in prover.other_ways():
+        for options in state.other_options():
             with contextlib.suppress(Refused):
-                return _prove_sizes(Prover(block, arguments, prover.hint, **way), names)
+                return _prove_sizes(ProofState(block, arguments, state.hint, options=options), names)
         raise refusal from None
 
 
-def _explain_refusal(refusal: Refused, prover: Prover) -> Refused:
+def _explain_refusal(refusal: Refused, state: ProofState) -> Refused:
     """Return a refusal that names the cause in the program, if the match only reports where it stopped."""
-    if prover.first is None:
+    if state.first is None:
         return refusal
-    if of_branch := explain_branch(prover):
+    if of_branch := explain_branch(state):
         return of_branch
     if NOT_TOGETHER in refusal.reason:
-        return explain_limit(prover.first) or refusal
+        return explain_limit(state.first) or refusal
     if not any(text in refusal.reason for text in _ENDINGS):
         return refusal
-    sizes, fixed = prover.first.sizes.dims, prover.arguments.fixed
-    series = [dim for dim in prover.arguments.lead[1:] if dim in sizes or dim in fixed]
+    sizes, fixed = state.first.sizes.dims, state.arguments.fixed
+    series = [dim for dim in state.arguments.lead[1:] if dim in sizes or dim in fixed]
     positions = {**sizes, **fixed}[series[-1]] if series else None
-    return explain(prover.first, positions) or refusal
+    return explain(state.first, positions) or refusal
 
 
-def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, RewriteResult]:
+def _prove_sizes(state: ProofState, names: Placeholders) -> tuple[Match, RewriteResult]:
     """Prove for all sizes. If that fails, prove for the sizes that take the example's branches, and guard on them.
 
     Raises:
         Refused: no proof holds for the example's sizes.
     """
-    arguments = prover.arguments
+    arguments = state.arguments
 
     def prove_side(side: tuple[SizeGuard, ...]) -> tuple[Match, RewriteResult]:
-        ways = prover.symbolic, prover.whole, prover.late
-        return _rewrite_or_explain(Prover(prover.block, arguments, prover.hint, side, *ways), names)
+        return _rewrite_or_explain(ProofState(state.block, arguments, state.hint, side, state.options), names)
 
     try:
-        match, rewritten = _rewrite_or_explain(prover, names)
+        match, rewritten = _rewrite_or_explain(state, names)
     except Exception as error:  # also the user's own, such as an assertion on sizes
-        side = prover.side()
+        side = state.side_guards()
         if not side or not (isinstance(error, Refused) or is_users_own(error)):
             raise
         try:
@@ -289,7 +290,8 @@ def _prove_sizes(prover: Prover, names: Placeholders) -> tuple[Match, RewriteRes
     with contextlib.suppress(Refused):
         return _check_example(prove_side(side))
     with contextlib.suppress(Refused):
-        again = Prover(prover.block, arguments.shifted(), prover.hint, (), prover.symbolic, prover.whole)
+        options = dataclasses.replace(state.options, late="")
+        again = ProofState(state.block, arguments.shifted(), state.hint, options=options)
         return _check_example(_rewrite_or_explain(again, names))
     return _check_example((match, rewritten))
 
@@ -323,18 +325,18 @@ def _check_example(found: tuple[Match, RewriteResult]) -> tuple[Match, RewriteRe
     return found
 
 
-def _rewrite_or_explain(prover: Prover, names: Placeholders) -> tuple[Match, RewriteResult]:
+def _rewrite_or_explain(state: ProofState, names: Placeholders) -> tuple[Match, RewriteResult]:
     """As `_match_and_rewrite`, with the cause of a refusal."""
     try:
-        return _match_and_rewrite(prover, names)
+        return _match_and_rewrite(state, names)
     except Refused as refusal:
-        raise _explain_refusal(refusal, prover) from refusal
+        raise _explain_refusal(refusal, state) from refusal
 
 
-def _match_and_rewrite(prover: Prover, names: Placeholders) -> tuple[Match, RewriteResult]:
+def _match_and_rewrite(state: ProofState, names: Placeholders) -> tuple[Match, RewriteResult]:
     """Capture and match, explain dropped slots, and rewrite into the dialect."""
     # 1. capture and match: captures under different routings agree on one canonical form
-    match = prover.prove()
+    match = prove(state)
     # 2. drops: the slots that a rule or the program's own mask removes
     explain_drops(match)
     # 3. the dialect, with the user's own modules around it

@@ -7,7 +7,7 @@ from torch import fx, nn
 from moefx.capture.inputs import Arguments
 from moefx.capture.routing import Routing
 from moefx.ir.block_graph import BlockGraph
-from moefx.matching.prove import Prover
+from moefx.matching.proof_state import ProofState
 
 
 def captured_graph(block: nn.Module, name: str, args: tuple, kwargs: dict, num_experts: int) -> BlockGraph:
@@ -17,7 +17,7 @@ def captured_graph(block: nn.Module, name: str, args: tuple, kwargs: dict, num_e
         args, kwargs: the arguments of a call; of floats only the shapes matter.
     """
     arguments = Arguments(args, kwargs)
-    taken = Prover(block, arguments, num_experts).capture(
+    taken = ProofState(block, arguments, num_experts).capture(
         Routing("diverse"), arguments.choose(max(29, num_experts // 2), 0)
     )
     graph, copies = fx.Graph(), {}

@@ -15,7 +15,7 @@ from .graph_nodes import ORDERED, asked_number, is_routed, op_name
 from .probes.branch_outcomes import DECIDE_OUTSIDE, buffers_read
 
 if TYPE_CHECKING:
-    from .prove import Prover
+    from .proof_state import ProofState
 
 MIXING = (
     "each sample chooses experts for all of its positions, and the experts compute with several positions at once: "
@@ -73,15 +73,15 @@ def explain_limit(capture: Capture) -> Refused | None:
     return None
 
 
-def explain_branch(prover: Prover) -> Refused | None:
+def explain_branch(state: ProofState) -> Refused | None:
     """A refusal that names the buffer without which experts would be chosen, if there is one."""
-    if prover.first is None or prover.lifted:
+    if state.first is None or state.forms:
         return None
-    routing, sizes = prover.first.tracer.routing.again(), prover.first.sizes.dims
-    for read in prover.first.reads:
+    routing, sizes = state.first.tracer.routing.again(), state.first.sizes.dims
+    for read in state.first.reads:
         if type(read.value) is bool and (buffers := buffers_read(read)):
             try:
-                prover.lift(routing, sizes, {read.calls: not read.value})
+                state.lift(routing, sizes, {read.calls: not read.value})
             except Exception:  # nor are any then; the program's own
                 continue
             return Refused(

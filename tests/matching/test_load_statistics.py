@@ -11,7 +11,7 @@ from torch import nn
 
 import moefx
 from moefx.capture.routing import Routing
-from moefx.matching import prove
+from moefx.matching.proof_state import ProofState
 
 D, E, K = 8, 4, 2
 STATISTICS = {
@@ -133,14 +133,14 @@ def test_statistics_of_loads_that_change_rows_are_right_or_refused(least_tokens)
 def _loads_of_captures(monkeypatch: pytest.MonkeyPatch, least_tokens: int) -> list[tuple[int, list[int]]]:
     """Tokens and loads of the captures that agreed."""
     found: list[tuple[int, list[int]]] = []
-    add = prove.Prover.add
+    add = ProofState.add_evidence
 
-    def noted(self: Any, lifted: Any, sizes: dict[str, int]) -> None:
-        loads = torch.bincount(lifted.ids.flatten(), minlength=E).tolist()
-        found.append((len(lifted.ids), loads))
-        add(self, lifted, sizes)
+    def noted(self: Any, form: Any, *more: Any, **options: Any) -> None:
+        loads = torch.bincount(form.ids.flatten(), minlength=E).tolist()
+        found.append((len(form.ids), loads))
+        add(self, form, *more, **options)
 
-    monkeypatch.setattr(prove.Prover, "add", noted)
+    monkeypatch.setattr(ProofState, "add_evidence", noted)
     torch.manual_seed(0)
     model = Weighted(lambda n: 0, least_tokens)
     moefx.compile(model, example_inputs=(torch.randn(4, 12, D),), plan=moefx.Plan(validation="symbolic"))

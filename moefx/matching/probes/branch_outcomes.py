@@ -29,12 +29,11 @@ from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import is_of_state, is_random, is_routed, line, numbers, op_name
 from ..integer_ranges import UNBOUNDED, Ranges
-from ..lift.form_agreement import same_form
 from . import empty_experts, zero_rows
 
 if TYPE_CHECKING:
     from ..lift.canonical_form import Lifted
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 DECIDE_OUTSIDE = (
     "decide it by an attribute that is set outside of forward, as in if self.is_warming_up, and compile the model as "
@@ -57,20 +56,20 @@ _INTEGER = "an integer made of floats that came out the same everywhere"
 _ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # which argument is the dimension
 
 
-def flip_branches(prover: Prover) -> None:
+def flip_branches(state: ProofState) -> None:
     """A branch that went one way in every capture is forced the other way once, where it was met: it must not matter.
     Nor must those that are met only then, or several of them at once. A float that Python read is given the values
     that turn any comparison with it."""
     named: list[float] | None = None
     first: list[tuple[HostRead, Any]] = []  # of those that were met without any force, how they may come out, too
     is_first = True
-    while doubtful := _doubtful(prover):
+    while doubtful := _doubtful(state):
         for read, seen, taken in doubtful:
-            prover.settled.add(read.calls)
-            if len(seen) == 1 and not _weighs_rows(read) and _is_shown(prover, read):
+            state.settle(read.calls)
+            if len(seen) == 1 and not _weighs_rows(read) and _is_shown(state, read):
                 continue
             what = _COUNT if len(seen) == 1 and empty_experts.asks_for_tokens(read) else _READ
-            if what == _READ and _asks_for_limit(prover, read):
+            if what == _READ and _asks_for_limit(state, read):
                 what = LIMIT
             if what == _READ and (buffers := buffers_read(read)):
                 what = f"{_BUFFER} {', '.join(buffers)}"
@@ -79,59 +78,59 @@ def flip_branches(prover: Prover) -> None:
             kinds = {type(v) for v in seen}
             others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
             if kinds & {float, int}:
-                named = _numbers_named(prover.block) if named is None else named
+                named = _numbers_named(state.block) if named is None else named
                 others = [1e30, -1e30, 0.0] if float in kinds else [10**6, -1, 0]
                 between = named if float in kinds else list(dict.fromkeys(map(round, named)))
-                others += _that_turn(prover, read, taken, others, between)
+                others += _that_turn(state, read, taken, others, between)
             for value in others:
                 flips: dict[Any, Any] = {read.calls: often(taken, read.calls, value)}
-                if not force(prover, read.source, flips, what, taken) and read.node is None:
-                    prover.lengths.add(read.calls)  # with so few rows it is no error of the original's
+                if not force(state, read.source, flips, what, taken) and read.node is None:
+                    state.add_unforced_length(read.calls)  # with so few rows it is no error of the original's
             if is_first and others:
                 first.append((read, others[0]))
         is_first = False
     together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _MOST_PAIRED else ())
     for several in (some for some in together if len(some) > 1):
-        taken = prover.lifted[0].capture
+        taken = state.reference.capture
         outcomes: dict[Any, Any] = {read.calls: often(taken, read.calls, value) for read, value in several}
-        force(prover, several[0][0].source, outcomes, _READ)
+        force(state, several[0][0].source, outcomes, _READ)
 
 
-def _doubtful(prover: Prover) -> list[tuple[HostRead, set[Any], Capture]]:
+def _doubtful(state: ProofState) -> list[tuple[HostRead, set[Any], Capture]]:
     """What Python read, and not asked about before: how it came out, if that was one way in all captures, and the first
     of these."""
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     without_rows: dict[tuple[Source, ...], set[Any]] = {}
     met: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         for read in lifted.capture.reads:
             seen = outcomes if not _weighs_rows(read) or _has_rows(read) else without_rows
             seen.setdefault(read.calls, set()).add(read.value)
             met.setdefault(read.calls, (read, lifted.capture))
     outcomes = without_rows | outcomes
-    for calls in _of_zero_weights(prover):
+    for calls in _of_zero_weights(state):
         outcomes[calls] = {True, False}
     # that an expert without tokens is skipped says nothing of one with a single token (`if n <= 1: continue`)
     single = {calls for calls, (read, _) in met.items() if _asks_for_single(read) and outcomes[calls] == {True, False}}
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         doubtful = [read for read in lifted.capture.reads if len(outcomes[read.calls]) == 1]
         ranges = Ranges.with_more_tokens(lifted.capture) if doubtful else None
         for read in doubtful:
             if ranges and read.node is not None and not _weighs_rows(read) and ranges.decided(read.node, read.asked):
                 outcomes[read.calls] = {True, False}
-    for calls, read in _of_large_counts(prover).items():
+    for calls, read in _of_large_counts(state).items():
         outcomes[calls], met[calls] = {read.value}, (read, met[calls][1])
     open_ = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
-    open_ = [calls for calls in open_ if calls not in prover.settled]
+    open_ = [calls for calls in open_ if not state.is_settled(calls)]
     return [(met[calls][0], outcomes[calls], met[calls][1]) for calls in open_]
 
 
-def _of_zero_weights(prover: Prover) -> set[tuple[Source, ...]]:
+def _of_zero_weights(state: ProofState) -> set[tuple[Source, ...]]:
     """Reads of whether what an expert's results are multiplied by is zero: it does not matter how these come out, as
     experts without tokens show, which are left out."""
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     found: dict[tuple[Source, ...], set[bool | None]] = {}
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         for read in filter(zero_rows.asks_for_zero, lifted.capture.reads):
             outcomes.setdefault(read.calls, set()).add(read.value)
             if _has_rows(read):
@@ -139,13 +138,13 @@ def _of_zero_weights(prover: Prover) -> set[tuple[Source, ...]]:
     return {calls for calls, seen in found.items() if False not in seen and True in seen and len(outcomes[calls]) == 2}
 
 
-def _of_large_counts(prover: Prover) -> dict[tuple[Source, ...], HostRead]:
+def _of_large_counts(state: ProofState) -> dict[tuple[Source, ...], HostRead]:
     """Comparisons of counts with several numbers at one place, as `n in range(300)` or a loop over limits makes them,
     that would be new for a larger count: it equals none of the numbers, and is beyond all limits. By place one that
     would turn."""
     equal: dict[tuple[Source, ...], list[HostRead | None]] = {}  # by capture one that was equal
     limits_at: dict[tuple[Source, ...], dict[float, list[HostRead]]] = {}
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         ranges = Ranges.with_more_tokens(lifted.capture)
         met: dict[tuple[Source, ...], HostRead | None] = {}
         for read in lifted.capture.reads:
@@ -166,11 +165,11 @@ def _of_large_counts(prover: Prover) -> dict[tuple[Source, ...], HostRead]:
     return found
 
 
-def _asks_for_limit(prover: Prover, read: HostRead) -> bool:
+def _asks_for_limit(state: ProofState, read: HostRead) -> bool:
     """Whether a count is compared with a number."""
     if read.asked is None or type(read.asked[1]) not in (int, float):
         return False
-    captures = (lifted.capture for lifted in prover.lifted if any(read is r for r in lifted.capture.reads))
+    captures = (lifted.capture for lifted in state.forms if any(read is r for r in lifted.capture.reads))
     return any(is_unbounded(Ranges.with_more_tokens(taken), read) for taken in captures)
 
 
@@ -194,24 +193,24 @@ class _Decision:
     columns: list[set[int]] = dataclasses.field(default_factory=list)  # how what may be alike came out
 
 
-def mix_decisions(prover: Prover) -> None:
+def mix_decisions(state: ProofState) -> None:
     """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
     tokens' first choices, or for all of one expert, looks like a constant, and so do floats that were cast to one
     integer, or of which the same one was chosen everywhere: once they are made to come out otherwise."""
-    doubtful = [d for d in _decisions(prover) if any(len(values) == 1 for values in d.columns)]
+    doubtful = [d for d in _decisions(state) if any(len(values) == 1 for values in d.columns)]
     of_turns = {frozenset(d.made_of): d for d in reversed(doubtful)}  # of a loop's turns the first
     for flipped, decision in reversed(of_turns.items()):
-        _force_each(prover, decision.source, flipped, decision.what, decision.met)
+        _force_each(state, decision.source, flipped, decision.what, decision.met)
     comparisons = [d for d in doubtful if d.what == _COMPARISON]
     if len(comparisons) > 1:  # one may matter only where another comes out otherwise, too
         every = frozenset().union(*[d.made_of for d in comparisons])
-        _force_each(prover, comparisons[0].source, every, _TOGETHER, comparisons[0].met[:1])
+        _force_each(state, comparisons[0].source, every, _TOGETHER, comparisons[0].met[:1])
 
 
-def _decisions(prover: Prover) -> list[_Decision]:
+def _decisions(state: ProofState) -> list[_Decision]:
     """Each once, by where it is: those that no capture was made to take otherwise."""
     found: dict[tuple[Any, str, str], _Decision] = {}
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         for n in lifted.capture.nodes:
             made_of = decided_by_floats(n)
             mine = set(map(place_of, made_of))
@@ -225,7 +224,7 @@ def _decisions(prover: Prover) -> list[_Decision]:
             decision = found.setdefault(place, _Decision(decided.meta["source"], what))
             decision.made_of |= mine
             decision.met.append(lifted)
-            columns = [set(v.unique().tolist()) for v in _columns(n.meta["val"], decided, lifted, prover.num_experts)]
+            columns = [set(v.unique().tolist()) for v in _columns(n.meta["val"], decided, lifted, state.num_experts)]
             if columns:
                 # of an expert's tokens in an order: what comes last where there are many was not seen everywhere
                 known = decision.columns or columns
@@ -234,13 +233,13 @@ def _decisions(prover: Prover) -> list[_Decision]:
 
 
 def _force_each(
-    prover: Prover, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[Lifted]
+    state: ProofState, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[Lifted]
 ) -> None:
     """In one capture of each kind, once."""
     for taken in one_of_each_kind(met):
-        if (flipped, taken.tracer) not in prover.settled:
-            prover.settled.add((flipped, taken.tracer))
-            force(prover, source, dict.fromkeys(flipped, MIXED), what, taken, is_safe=False)
+        if not state.is_settled((flipped, taken.tracer)):
+            state.settle((flipped, taken.tracer))
+            force(state, source, dict.fromkeys(flipped, MIXED), what, taken, is_safe=False)
 
 
 def _name(a: Any) -> Any:
@@ -275,22 +274,22 @@ def _columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted, experts: int) 
     return [val]
 
 
-def carry_over(prover: Prover) -> None:
+def carry_over(state: ProofState) -> None:
     """What a call leaves in the block's attributes must not change what the next call computes."""
-    first = prover.lifted[0].capture
-    buffers = dict(prover.block.named_buffers())  # these are read when the call comes
+    first = state.reference.capture
+    buffers = dict(state.block.named_buffers())  # these are read when the call comes
     left = {str(e.target): e.node for e in first.effects if e.kind == "attribute" and e.target not in buffers}
     if not left:
         return
     with contextlib.ExitStack() as stack:
         for path, node in left.items():
             owner, _, key = path.rpartition(".")
-            state = vars(prover.block.get_submodule(owner))
-            stack.callback(state.update, {key: state[key]}) if key in state else stack.callback(state.pop, key)
-            state[key] = pytree.tree_map_only(fx.Node, _other_value, node)
+            values = vars(state.block.get_submodule(owner))
+            stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
+            values[key] = pytree.tree_map_only(fx.Node, _other_value, node)
         try:
-            again = prover.lift(Routing("diverse", 0), prover.sizes[0])
-            same_form(prover.lifted[0], again)
+            again = state.lift(Routing("diverse", 0), state.sizes[0])
+            state.require_same_form(again)
         except Refused as why:
             raise _left_behind(left) from why
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
@@ -309,30 +308,28 @@ def _left_behind(left: dict[str, Any]) -> Refused:
 
 
 def force(
-    prover: Prover, source: Source, flips: Flips, what: str, taken: Capture | None = None, is_safe: bool = True
+    state: ProofState, source: Source, flips: Flips, what: str, taken: Capture | None = None, is_safe: bool = True
 ) -> bool:
     """Have the program of a capture, the first one's or another's, go the other way; from here on that is one of the
     captures that must agree. An error there, as a check for NaN ends in, would be one in the original, too; unless
     `is_safe`, only one that the program raises itself: of two masks that are equal in it one alone may have been
     forced. Returns whether the program came to its end."""
-    at = index_of(prover, taken)
-    tracer, sizes, optional = prover.lifted[at].capture.tracer, prover.sizes[at], prover.lifted[at].optional
+    at = index_of(state, taken)
+    tracer, sizes, optional = state.forms[at].capture.tracer, state.sizes[at], state.forms[at].optional
     try:
-        forced = prover.lift(tracer.routing.again(), sizes, {**tracer.flips, **flips})
-        same_form(prover.lifted[0], forced)
+        forced = state.lift(tracer.routing.again(), sizes, {**tracer.flips, **flips})
+        state.require_same_form(forced)
     except Refused as why:
         if optional is None:
             raise changes(source, what) from why
-        prover.extra_guards.append(optional)
-        del prover.lifted[at], prover.sizes[at]
+        state.drop_evidence(at)
         return True
     except Exception as error:
         if is_safe or is_users_own(error):
             return False
         raise changes(source, what) from error
-    forced.optional = optional
-    forced.forced_read = source if what in (_READ, _COUNT, _ZERO, LIMIT) or what.startswith(_BUFFER) else None
-    prover.add(forced, sizes)
+    is_read = what in (_READ, _COUNT, _ZERO, LIMIT) or what.startswith(_BUFFER)
+    state.add_evidence(forced, sizes, optional, source if is_read else None)
     return True
 
 
@@ -346,9 +343,9 @@ def often(taken: Capture, calls: tuple[Source, ...], value: Any) -> Any:
     return Often(value, _TURNS * len(met) + _TURNS, others)
 
 
-def index_of(prover: Prover, taken: Capture | None) -> int:
-    """Of a capture among the prover's; the first one's where it is not there."""
-    return next((i for i, one in enumerate(prover.lifted) if one.capture is taken), 0)
+def index_of(state: ProofState, taken: Capture | None) -> int:
+    """Of a capture among the state's; the first one's where it is not there."""
+    return next((i for i, one in enumerate(state.forms) if one.capture is taken), 0)
 
 
 def changes(source: Source, what: str) -> Refused:
@@ -367,16 +364,16 @@ def changes(source: Source, what: str) -> Refused:
     )
 
 
-def _that_turn(prover: Prover, read: HostRead, taken: Capture, known: list[Any], values: list[Any]) -> list[Any]:
+def _that_turn(state: ProofState, read: HostRead, taken: Capture, known: list[Any], values: list[Any]) -> list[Any]:
     """The values with which the program does what it does with none of the known ones: it runs other ops, or computes
     with other numbers than the value itself."""
-    at = index_of(prover, taken)
-    tracer = prover.lifted[at].capture.tracer
+    at = index_of(state, taken)
+    tracer = state.forms[at].capture.tracer
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
         with contextlib.suppress(Exception):  # it may check the value
             flips = {**tracer.flips, read.calls: value}
-            nodes = prover.capture(tracer.routing.again(), prover.sizes[at], flips).nodes
+            nodes = state.capture(tracer.routing.again(), state.sizes[at], flips).nodes
             return value, list(map(line, nodes)), numbers(nodes)
         return None
 
@@ -468,10 +465,10 @@ def _has_rows(read: HostRead) -> bool:
     return True
 
 
-def _is_shown(prover: Prover, read: HostRead) -> bool:
+def _is_shown(state: ProofState, read: HostRead) -> bool:
     """Whether few tokens show what is done about an expert that nobody chose."""
     try:
-        return empty_experts.seen_without(prover, read)
+        return empty_experts.seen_without(state, read)
     except Refused as why:
         raise changes(read.source, _READ) from why
 

@@ -25,10 +25,9 @@ from ...errors import Refused
 from ..graph_nodes import is_given, is_known, is_of_call, line, op_name, values
 from ..integer_ranges import NARROW, Ranges
 from ..lift.canonical_form import Lifted
-from ..lift.form_agreement import same_form
 
 if TYPE_CHECKING:
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 _LOOKUPS = {"embedding", "gather", "index", "index_select"}  # in what is one number everywhere there is no other
 # Of numbers that are not special these give back one that they are given.
@@ -103,7 +102,7 @@ def operands(n: fx.Node) -> list[fx.Node]:
     return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
 
 
-def settle(prover: Prover) -> None:
+def settle(state: ProofState) -> None:
     """What came out one way in all captures is looked at once more with each of the numbers that turn something, then
     made to come out otherwise, on the way on which it was met: what is asked behind a branch only is asked there.
 
@@ -113,27 +112,27 @@ def settle(prover: Prover) -> None:
     """
     columns: list[dict[Place, Seen]] = []
     settled: set[Place] = set()
-    turns = [*(leaf.turns for leaf in prover.arguments.tensors), *prover.arguments.held.values()]
+    turns = [*(leaf.turns for leaf in state.arguments.tensors), *state.arguments.held.values()]
     more = range(_MORE, _MORE + max(map(len, turns), default=0) + 1) if any(turns) else ()
-    seeds = iter((*(MORE_SEEDS if holds_integers(prover.block) else ()), *more))
+    seeds = iter((*(MORE_SEEDS if holds_integers(state.block) else ()), *more))
     while True:
-        columns += [seen(lifted.capture) for lifted in prover.lifted[len(columns) :]]
+        columns += [seen(lifted.capture) for lifted in state.forms[len(columns) :]]
         place = next((p for p in _doubtful(columns) if p not in settled), None)
         if place is None:
             return
         if (seed := next(seeds, None)) is not None:
-            lifted = prover.lift(Routing("diverse", seed), prover.sizes[0])
-            same_form(prover.lifted[0], lifted)
-            prover.add(lifted, prover.sizes[0])
+            lifted = state.lift(Routing("diverse", seed), state.sizes[0])
+            state.require_same_form(lifted)
+            state.add_evidence(lifted, state.sizes[0])
             continue
         settled.add(place)
         met = next(i for i, column in enumerate(columns) if place in column)
-        _without(prover, columns[met][place].node, met)
+        _without(state, columns[met][place].node, met)
 
 
-def doubtful_nodes(prover: Prover) -> list[fx.Node]:
+def doubtful_nodes(state: ProofState) -> list[fx.Node]:
     """The nodes of the first capture that came out one way in all captures."""
-    columns = [seen(lifted.capture) for lifted in prover.lifted]
+    columns = [seen(lifted.capture) for lifted in state.forms]
     return [columns[0][place].node for place in _doubtful(columns) if place in columns[0]]
 
 
@@ -152,9 +151,9 @@ def _doubtful(columns: list[dict[Place, Seen]]) -> list[Place]:
     return [place for place, one in several if one.is_doubtful]
 
 
-def _without(prover: Prover, node: fx.Node, met: int) -> None:
+def _without(state: ProofState, node: fx.Node, met: int) -> None:
     """Have a node of this capture come out otherwise. That must not matter to the experts."""
-    source, taken, sizes = node.meta["source"], prover.lifted[met].capture.tracer, prover.sizes[met]
+    source, taken, sizes = node.meta["source"], state.forms[met].capture.tracer, state.sizes[met]
     what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {op_name(node)}"
     refusal = Refused(
         f"what the experts do hangs on {what} of given integers or buffers that came out the same for all that "
@@ -164,17 +163,17 @@ def _without(prover: Prover, node: fx.Node, met: int) -> None:
     )
     flips = {**taken.flips, (source, str(node.target), True): MIXED}
     try:
-        lifted = prover.lift(taken.routing.again(), sizes, flips)
-        same_form(prover.lifted[0], lifted)
+        lifted = state.lift(taken.routing.again(), sizes, flips)
+        state.require_same_form(lifted)
     except Refused as why:
         raise refusal from why
     except Exception as error:
         if is_users_own(error):  # the original raises it, too
             return
         raise refusal from error
-    if _use(lifted) != _use(prover.lifted[met]) or not torch.equal(lifted.kept, prover.lifted[met].kept):
+    if _use(lifted) != _use(state.forms[met]) or not torch.equal(lifted.kept, state.forms[met].kept):
         raise refusal
-    prover.add(lifted, sizes)
+    state.add_evidence(lifted, sizes)
 
 
 def _use(lifted: Lifted) -> list[Any]:

@@ -19,19 +19,18 @@ from ...capture.source import Source
 from ...errors import Refused
 from ..lift.canonical_form import Lifted, count_sequences
 from ..lift.distinct_choices import as_slots
-from ..lift.form_agreement import same_form
 from ..lift.routed_nodes import made_of
 from .branch_outcomes import force, index_of, one_of_each_kind, place_of
 
 if TYPE_CHECKING:
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 _WHAT = "a second choice, which was the same as the first one everywhere,"
 _TIMES = 12  # that values are looked for with which they differ
 _Place = tuple[Source, str, bool]
 
 
-def tell_apart(prover: Prover) -> None:
+def tell_apart(state: ProofState) -> None:
     """Have choices that the routed sum is made of come out otherwise than the one that was found.
 
     Raises:
@@ -39,7 +38,7 @@ def tell_apart(prover: Prover) -> None:
     """
     alike: dict[_Place, list[Lifted]] = {}
     apart: set[_Place] = set()
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         for n in _others(lifted):
             for place in map(place_of, decided_by_floats(n)):
                 if place in lifted.capture.tracer.flips or not _are_alike(n.meta["val"], lifted.ids, lifted):
@@ -48,7 +47,7 @@ def tell_apart(prover: Prover) -> None:
     for place, several in alike.items():
         if place not in apart and _may_differ(several[0], place):
             for taken in one_of_each_kind(several):
-                _part(prover, place, taken)
+                _part(state, place, taken)
 
 
 def _others(lifted: Lifted) -> list[fx.Node]:
@@ -106,17 +105,17 @@ def _may_differ(lifted: Lifted, place: _Place) -> bool:
     return False
 
 
-def _part(prover: Prover, place: _Place, taken: Capture) -> None:
+def _part(state: ProofState, place: _Place, taken: Capture) -> None:
     """Make a choice come out otherwise. What was read off nodes that were alike is read off those that show then."""
-    tracer, sizes = taken.tracer, prover.sizes[index_of(prover, taken)]
+    tracer, sizes = taken.tracer, state.sizes[index_of(state, taken)]
     try:
-        force(prover, place[0], {place: MIXED}, _WHAT, taken, is_safe=False)
+        force(state, place[0], {place: MIXED}, _WHAT, taken, is_safe=False)
     except Refused as why:
         flips: dict[Any, Any] = {**tracer.flips, place: MIXED}
         try:
-            parted = prover.lift_as(prover.capture(tracer.routing.again(), sizes, flips), None)
-            prover.read_as(parted)
-            same_form(prover.lifted[0], parted)
+            parted = state.lift_as(state.capture(tracer.routing.again(), sizes, flips), None)
+            state.read_all_as(parted)
+            state.require_same_form(parted)
         except Refused:
             raise why from None
-        prover.add(parted, sizes)
+        state.add_evidence(parted, sizes)

@@ -1,6 +1,6 @@
 """Capacities, numbers and lines that only more tokens show than a capture has.
 
-Each function takes a prover with its captures and goes on to where the program may change. What holds there too is
+Each function takes a state with its captures and goes on to where the program may change. What holds there too is
 one more capture that must agree; else the form is guarded to hold below it.
 """
 
@@ -26,7 +26,7 @@ from .load_statistics import is_load_statistic
 from .reached_limits import UNKNOWN, limits, not_reached
 
 if TYPE_CHECKING:
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 MOST_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
 _LOOKUPS = {"index", "index_select", "gather", "embedding", "bucketize", "searchsorted"}
@@ -35,13 +35,13 @@ _MOVES = {"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "flatten"
 _COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
 
 
-def overflow(prover: Prover) -> None:
+def overflow(state: ProofState) -> None:
     """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
     guarded to hold only where there are too few to."""
-    slots, seen = prover.lifted[0].slots, [limits(lifted.capture, prover.lengths) for lifted in prover.lifted]
+    slots, seen = state.reference.slots, [limits(lifted.capture, state.unforced_lengths) for lifted in state.forms]
     for turn in range(4):
         places = not_reached(seen)
-        most = [_most_of_one(lifted) for lifted in prover.lifted]
+        most = [_most_of_one(lifted) for lifted in state.forms]
         left: set[int] = set()
         for place, found in places.items():
             # of a capacity that grows with the tokens and has room for all of them there is nothing behind
@@ -60,18 +60,18 @@ def overflow(prover: Prover) -> None:
                 "tried: it is no count itself, so at how many tokens that changes cannot be told",
                 source=str(place[0]), culprits=(place[1],),
             )  # fmt: skip
-        tokens = prover.arguments.tokens_near(int(lowest / 0.85) + 10)
-        sizes = prover.sequence(tokens)
-        if tokens > MOST_TOKENS or not prover.is_within(sizes):
+        tokens = state.arguments.tokens_near(int(lowest / 0.85) + 10)
+        sizes = state.size_choice.choose_sequence(tokens)
+        if tokens > MOST_TOKENS or not state.size_choice.is_within(sizes):
             break
         try:  # some limits are those of all choices, some of the first ones
-            lifted = prover.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
-            prover.agree(lifted)
+            lifted = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
+            state.require_agreement(lifted)
         except Exception:  # the program's own too, at sizes that it is not made for
             break
-        prover.add(lifted, sizes)
-        seen.append(limits(lifted.capture, prover.lengths))
-    prover.extra_guards.append(SizeGuard(f"{prover.arguments.tokens}*{slots}", "le", str(lowest), True))
+        state.add_evidence(lifted, sizes)
+        seen.append(limits(lifted.capture, state.unforced_lengths))
+    state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
 
 
 def _most_of_one(lifted: Lifted) -> int:
@@ -83,23 +83,23 @@ def _most_of_one(lifted: Lifted) -> int:
     return tokens if is_of_topk and not lifted.index.columns else lifted.slots * tokens
 
 
-def spread_numbers(prover: Prover) -> None:
+def spread_numbers(state: ProofState) -> None:
     """Numbers made of counts or positions that look like constants at few tokens are made to differ."""
-    for (source, op), what in {**_same_everywhere(prover), **_never_cut(prover)}.items():
-        force(prover, source, {(source, op, True): SPREAD}, what)
+    for (source, op), what in {**_same_everywhere(state), **_never_cut(state)}.items():
+        force(state, source, {(source, op, True): SPREAD}, what)
 
 
-def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
+def _same_everywhere(state: ProofState) -> dict[tuple[Source, str], str]:
     """Functions of counts, ranks and positions that came out as one number (`counts // 300`, `relu(counts - 300)`,
     `table[arange(T) // 300]`), one truth (`isin(ranks, few)`) or one place (`stack([ranks, limits]).argmax(0)`), though
     not all was one that they are of. Not comparisons of which the limit is known: see `overflow`."""
     made: dict[tuple[Source, str, Any], set[Any]] = {}
     of: dict[tuple[Source, str, Any], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
-    for lifted in prover.lifted:
-        for place, limit in limits(lifted.capture, prover.lengths).items():
+    for lifted in state.forms:
+        for place, limit in limits(lifted.capture, state.unforced_lengths).items():
             limited.setdefault(place, set()).add(limit)
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         ranges = Ranges.with_more_tokens(lifted.capture)
         sizes = token_sizes(lifted.capture)
         for n in filter(is_known, lifted.capture.nodes):
@@ -124,14 +124,14 @@ def _same_everywhere(prover: Prover) -> dict[tuple[Source, str], str]:
             if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool) and ranges.decided(n):
                 seen |= {0, 1}
     same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
-    same = {key: seen for key, seen in same.items() if _is_constant(prover, key)}
+    same = {key: seen for key, seen in same.items() if _is_constant(state, key)}
     return {key: _told(next(iter(seen))) for key, seen in same.items()}
 
 
-def _is_constant(prover: Prover, place: tuple[Source, str]) -> bool:
+def _is_constant(state: ProofState, place: tuple[Source, str]) -> bool:
     """Whether an op has one value in all captures, also in those in which its value asks nothing of crowds."""
     seen: set[Any] = set()
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         for n in filter(is_known, lifted.capture.nodes):
             if n.op == "call_function" and (n.meta["source"], str(n.target)) == place:
                 seen |= _outcomes(lifted.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
@@ -195,10 +195,10 @@ def _grows(ranges: Ranges, node: fx.Node) -> bool:
     return remembered(node, "grows", grows)
 
 
-def _never_cut(prover: Prover) -> dict[tuple[Source, str], str]:
+def _never_cut(state: ProofState) -> dict[tuple[Source, str], str]:
     """Fixed limits that nothing came to: `positions % 700`, `counts.clamp(max=300)`."""
     limits_at: dict[tuple[Source, str], set[str]] = {}
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         for n in lifted.capture.nodes:
             if op_name(n) not in _CUTS or not is_known(n) or n.meta["val"].dtype is torch.bool:
                 continue

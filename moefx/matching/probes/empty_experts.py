@@ -19,11 +19,10 @@ from ...capture.sizes import COMPARE
 from ...errors import Refused
 from ..graph_nodes import is_known, is_routed, op_name, remembered
 from ..integer_ranges import NARROW
-from ..lift.form_agreement import same_form
 
 if TYPE_CHECKING:
     from ..lift.canonical_form import Lifted
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 _CAPTURES = 8
 _MOVES = {"_to_copy", "clone", "detach", "flatten", "reshape", "squeeze", "unsqueeze", "view"}
@@ -148,7 +147,7 @@ def _is_count(node: Any) -> bool:
     return False
 
 
-def seen_without(prover: Prover, read: HostRead) -> bool:
+def seen_without(state: ProofState, read: HostRead) -> bool:
     """Add a capture of few tokens in which an expert has no tokens that had some in all others, if that is all that the
     program asks.
 
@@ -164,12 +163,12 @@ def seen_without(prover: Prover, read: HostRead) -> bool:
     why: Refused | None = None
     for seed in range(_CAPTURES):
         try:
-            if (lifted := _with_few(prover, read, seed)) is None:
+            if (lifted := _with_few(state, read, seed)) is None:
                 continue
         except Refused as refusal:
             why = refusal  # few tokens may not show the form: others will
             continue
-        prover.add(lifted, prover.sequence(2 + seed % 2))
+        state.add_evidence(lifted, state.size_choice.choose_sequence(2 + seed % 2))
         return True
     if question is None:
         return False
@@ -179,18 +178,18 @@ def seen_without(prover: Prover, read: HostRead) -> bool:
     return read.value == question.if_some and _is_of_an_expert(question.mask)
 
 
-def _with_few(prover: Prover, read: HostRead, seed: int) -> Lifted | None:
+def _with_few(state: ProofState, read: HostRead, seed: int) -> Lifted | None:
     """A capture of two or three tokens; None if what was read is the same there."""
-    sizes = prover.sequence(2 + seed % 2)
+    sizes = state.size_choice.choose_sequence(2 + seed % 2)
     routing = Routing(("flooded", "diverse")[seed // 2 % 2], 40 + seed)
-    if not prover.is_within(sizes):
+    if not state.size_choice.is_within(sizes):
         return None
     try:
-        taken = prover.capture(routing, sizes)
+        taken = state.capture(routing, sizes)
     except Exception:
         return None  # the program does not run on so few
     if all(other.value == read.value for other in taken.reads if other.calls == read.calls):
         return None
-    lifted = prover.lift_captured(taken)  # a second capture under the same `Routing` chooses other experts
-    same_form(prover.lifted[0], lifted)
+    lifted = state.lift_captured(taken)  # a second capture under the same `Routing` chooses other experts
+    state.require_same_form(lifted)
     return lifted

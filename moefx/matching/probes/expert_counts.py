@@ -13,17 +13,16 @@ from ...capture.captured import HostRead, decided_by_floats, is_abstract
 from ...capture.routing import Routing
 from ...errors import Refused
 from ..lift.canonical_form import Lifted
-from ..lift.form_agreement import same_form
 
 if TYPE_CHECKING:
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 _COUNTS = (0, 1, 2)
 _CONTROLS = (3, 2)  # if neither can be shown, the counts show nothing
 _MOST_EXPERTS = 3  # to try
 
 
-def vary_counts(prover: Prover) -> None:
+def vary_counts(state: ProofState) -> None:
     """Add captures in which one expert has few tokens, if no capture shows that. If Python reads something that is
     made of floats, also some in which its only token scores all experts nearly alike: `if weights.max() < 0.4` skips
     such an expert.
@@ -31,21 +30,21 @@ def vary_counts(prover: Prover) -> None:
     Raises:
         Refused: an expert without tokens, or with one or two, changes the form.
     """
-    seen = _seen(prover)
+    seen = _seen(state)
     routings = [("spared", 0, count) for count in _COUNTS if count not in seen]
-    if any(_is_of_floats(read) for lifted in prover.lifted for read in lifted.capture.reads):
-        routings += [("unsure", 0, 1), ("unsure", prover.num_experts, 1)]
-    experts = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids[:_MOST_EXPERTS]
-    for sizes, expert in itertools.product(_few_sizes(prover) if routings else (), experts):
+    if any(_is_of_floats(read) for lifted in state.forms for read in lifted.capture.reads):
+        routings += [("unsure", 0, 1), ("unsure", state.num_experts, 1)]
+    experts = max(state.reference.groups, key=lambda g: len(g.ids)).ids[:_MOST_EXPERTS]
+    for sizes, expert in itertools.product(_few_sizes(state) if routings else (), experts):
         controls = (Routing("spared", expert, (expert,) * count) for count in _CONTROLS)
-        if not any(isinstance(_capture_count(prover, expert, control, sizes), Lifted) for control in controls):
+        if not any(isinstance(_capture_count(state, expert, control, sizes), Lifted) for control in controls):
             continue
         for kind, offset, count in routings:
-            found = _capture_count(prover, expert, Routing(kind, expert + offset, (expert,) * count), sizes)
+            found = _capture_count(state, expert, Routing(kind, expert + offset, (expert,) * count), sizes)
             if isinstance(found, Refused):
                 raise found
             if found is not None:
-                prover.add(found, sizes)
+                state.add_evidence(found, sizes)
         return
 
 
@@ -53,37 +52,37 @@ def _is_of_floats(read: HostRead) -> bool:
     return read.node is not None and (is_abstract(read.node) or bool(decided_by_floats(read.node)))
 
 
-def _seen(prover: Prover) -> set[int]:
+def _seen(state: ProofState) -> set[int]:
     """The numbers of tokens that experts have in captures of several tokens that nothing was forced in."""
     seen: set[int] = set()
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         if lifted.optional is None and len(lifted.ids) > 1 and not lifted.capture.tracer.flips:
-            experts = [e for group in prover.lifted[0].groups for e in group.ids]
+            experts = [e for group in state.reference.groups for e in group.ids]
             seen |= {int((lifted.ids == e).sum()) for e in experts}
     return seen
 
 
-def _few_sizes(prover: Prover) -> list[dict[str, int]]:
+def _few_sizes(state: ProofState) -> list[dict[str, int]]:
     """As few tokens as a group with two tokens for one expert needs, and as few as the captures' way is taken with."""
-    slots, experts = prover.lifted[0].slots, prover.num_experts
+    slots, experts = state.reference.slots, state.num_experts
     if experts <= slots:
         return []
-    sizes = prover.as_captured(prover.arguments.tokens_near(7, avoid=(slots,)))
-    return [sizes] if prover.is_within(sizes) else []
+    sizes = state.size_choice.choose_as_captured(state.arguments.tokens_near(7, avoid=(slots,)))
+    return [sizes] if state.size_choice.is_within(sizes) else []
 
 
-def _capture_count(prover: Prover, expert: int, routing: Routing, sizes: dict[str, int]) -> Lifted | Refused | None:
+def _capture_count(state: ProofState, expert: int, routing: Routing, sizes: dict[str, int]) -> Lifted | Refused | None:
     """A capture in which only the tokens that prefer an expert choose it, the refusal of its form, or None if others
     do."""
     try:
-        taken = prover.capture(routing, sizes)
+        taken = state.capture(routing, sizes)
     except Exception:
         return None  # the program is not made for such sizes
     try:
-        lifted = prover.lift_captured(taken)
+        lifted = state.lift_captured(taken)
         if int((lifted.ids == expert).sum()) != len(routing.prefer):
             return None
-        same_form(prover.lifted[0], lifted)
+        state.require_same_form(lifted)
     except Refused as why:
         return why
     return lifted

@@ -17,12 +17,11 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.routing import Routing
 from ...errors import Refused
-from ..lift.form_agreement import same_form
 from .call_integers import doubtful_nodes
 from .turning_integers import evaluate, integer_ancestors, path_from
 
 if TYPE_CHECKING:
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 _MOST_CAPTURES = 4
 _MOST_NUMBERS = 64
@@ -44,15 +43,15 @@ class Concentration(NamedTuple):
         return torch.full_like(value, self.number)
 
 
-def leave_idle(prover: Prover) -> None:
+def leave_idle(state: ProofState) -> None:
     """Add captures in which tokens concentrate on one number of an argument, if that decides what came out one way.
 
     Captures that do not have the form of the others are left to the probes that force an outcome.
     """
-    taken, turned = prover.lifted[0].capture, dict[Concentration, set[fx.Node]]()
-    open_ = set(doubtful_nodes(prover)[:_MOST_NODES])
+    taken, turned = state.reference.capture, dict[Concentration, set[fx.Node]]()
+    open_ = set(doubtful_nodes(state)[:_MOST_NODES])
     for node in open_:
-        for concentration in _turning(prover, taken, node):
+        for concentration in _turning(state, taken, node):
             turned.setdefault(concentration, set()).add(node)
     for _ in range(_MOST_CAPTURES):
         best = max(turned, key=lambda c: len(turned[c] & open_), default=None)
@@ -60,31 +59,31 @@ def leave_idle(prover: Prover) -> None:
             return
         open_ -= turned.pop(best)
         with contextlib.suppress(Refused):
-            lifted = prover.lift(Routing("diverse", 0), prover.sizes[0], {best.position: best})
-            same_form(prover.lifted[0], lifted)
-            prover.add(lifted, prover.sizes[0])
+            lifted = state.lift(Routing("diverse", 0), state.sizes[0], {best.position: best})
+            state.require_same_form(lifted)
+            state.add_evidence(lifted, state.sizes[0])
 
 
-def concentrate(prover: Prover) -> None:
+def concentrate(state: ProofState) -> None:
     """Check that many tokens that all choose the same experts are given what they are given among others: a program
     that asks which experts are idle may do something else then.
 
     Raises:
         Refused: they are not.
     """
-    if not prover.questions.sites:
+    if not state.questions.sites:
         return
-    most = max(range(len(prover.sizes)), key=lambda i: math.prod(prover.sizes[i].values()))
-    for seed in (0, prover.num_experts - 1):
-        lifted = prover.lift(Routing("crowded", seed), prover.sizes[most])
-        same_form(prover.lifted[0], lifted)
+    most = max(range(len(state.sizes)), key=lambda i: math.prod(state.sizes[i].values()))
+    for seed in (0, state.num_experts - 1):
+        lifted = state.lift(Routing("crowded", seed), state.sizes[most])
+        state.require_same_form(lifted)
 
 
-def _turning(prover: Prover, taken: Capture, node: fx.Node) -> Iterator[Concentration]:
+def _turning(state: ProofState, taken: Capture, node: fx.Node) -> Iterator[Concentration]:
     """The concentrations under which a boolean comes out otherwise than it did."""
     made = integer_ancestors(node)
     for leaf in (n for n in made if n.op == "placeholder"):
-        argument = prover.arguments.tensors[leaf.meta["position"]]
+        argument = state.arguments.tensors[leaf.meta["position"]]
         if argument.together > 1 or not argument.is_of_tokens:
             continue
         run = _Run(taken, leaf, path_from(leaf, made), node)

@@ -21,11 +21,10 @@ from ...errors import CaptureError, Refused
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import numbers
 from ..lift.canonical_form import most_tokens
-from ..lift.form_agreement import same_form
 from .crowded_experts import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
 _MARGIN = 0.85  # for tokens that do not go where the crowd goes
@@ -37,21 +36,21 @@ _ROUND_SIZES = (64, 100, 128, 210)  # powers, a square, and multiples of the fir
 class _Usual:
     """What all captures have in common: the lines that ran, and numbers that were the same in all."""
 
-    def __init__(self, prover: Prover):
-        many = [lifted.capture for lifted in prover.lifted if math.prod(lifted.tokens) > 1]
-        self.prover = prover
+    def __init__(self, state: ProofState):
+        many = [lifted.capture for lifted in state.forms if math.prod(lifted.tokens) > 1]
+        self.state = state
         self.every = set().union(*map(_lines, many))
         self.always = set.intersection(*map(_lines, many))
         columns = list(map(_all_numbers, many))
         self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
         self.most = 4 * max(len(c.nodes) for c in many)
-        self.routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
-        self.has_drops = any(not lifted.kept.all() for lifted in prover.lifted)
+        self.routed = any(lifted.capture.sizes.routed for lifted in state.forms)
+        self.has_drops = any(not lifted.kept.all() for lifted in state.forms)
         # Counts of a crowded expert, and of experts that have as many each: what part of all tokens these are.
-        even = prover.lifted[0].slots / prover.num_experts
+        even = state.reference.slots / state.num_experts
         self.crowds = {"crowded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
         # comparisons that came out both ways do not keep any size out
-        self.guards = [g for g in prover.seen_guards() if all(g.holds(sizes) for sizes in prover.sizes)]
+        self.guards = [g for g in state.seen_guards() if all(g.holds(sizes) for sizes in state.sizes)]
         self.answers: dict[tuple[str, int], tuple[bool, bool]] = {}
 
     def has_moved(self, taken: Capture) -> bool:
@@ -84,10 +83,10 @@ class _Usual:
         return self.answers[kind, tokens]
 
     def _differs_in(self, kind: str, tokens: int) -> tuple[bool, bool]:
-        sizes = self.prover.sequence(tokens)
+        sizes = self.state.size_choice.choose_sequence(tokens)
         if not all(g.holds(sizes) for g in self.guards):
             return False, False
-        taken = self.prover.capture(Routing(kind, 8), sizes, most=self.most)
+        taken = self.state.capture(Routing(kind, 8), sizes, most=self.most)
         are_same = self.always <= _lines(taken) <= self.every and not (self.routed and self._has_other_form(taken))
         return not are_same, self.has_moved(taken)
 
@@ -95,55 +94,55 @@ class _Usual:
         """Whether a capture has not the form of the others, or drops choices where none of them does. A plain number of
         the routing, such as an entry of a list of budgets, may decide that and leave the lines as they are."""
         try:
-            lifted = self.prover.lift_captured(taken)
-            same_form(self.prover.lifted[0], lifted)
+            lifted = self.state.lift_captured(taken)
+            self.state.require_same_form(lifted)
         except Refused:
             return True
         return not self.has_drops and not lifted.kept.all()
 
 
-def leaked_sizes(prover: Prover) -> None:
+def leaked_sizes(state: ProofState) -> None:
     """A size, or how many tokens an expert got, that became a plain number (`int(n / 2)`) may decide a branch, or
     what `max(4, int(n / 2))` is, unseen. So more sizes are captured. Where one runs other lines than all before, the
     form is guarded to hold below it; where a number changes that was the same before, it is one more capture that
     must agree."""
-    routed = any(lifted.capture.sizes.routed for lifted in prover.lifted)
-    if not routed and not _has_leaks(prover) and not _changes_later(prover):
+    routed = any(lifted.capture.sizes.routed for lifted in state.forms)
+    if not routed and not _has_leaks(state) and not _changes_later(state):
         return
-    usual, moved = _Usual(prover), False
+    usual, moved = _Usual(state), False
     # of one sequence: what is the same for 5 sequences of 19 may be another for one of 40
-    arguments = prover.arguments
-    below = max(sizes[arguments.dims[-1]] * arguments.each for sizes in prover.sizes) if arguments.dims else 1
+    arguments = state.arguments
+    below = max(sizes[arguments.dims[-1]] * arguments.each for sizes in state.sizes) if arguments.dims else 1
 
     def only_below(high: int) -> SizeGuard:
         return SizeGuard(arguments.tokens, "lt", str(high), True)
 
-    proven = max(math.prod(lifted.tokens) for lifted in prover.lifted)
-    longest = most_tokens(prover.lifted, times=4)
+    proven = max(math.prod(lifted.tokens) for lifted in state.forms)
+    longest = most_tokens(state.forms, times=4)
     for tokens in map(arguments.tokens_near, _LEAK_SIZES):
         if tokens <= below:
             continue
         if tokens > longest:
-            prover.extra_guards.append(only_below(max(below, proven) + 1))
+            state.add_guard(only_below(max(below, proven) + 1))
             return
         try:
             other_lines, other_numbers = usual.differs(tokens)
         except CaptureError:  # too long, so a loop over the tokens
-            prover.extra_guards.append(only_below(max(below, proven) + 1))
+            state.add_guard(only_below(max(below, proven) + 1))
             return
         if other_lines:
-            prover.extra_guards.append(only_below(usual.first(0, below, tokens)))
+            state.add_guard(only_below(usual.first(0, below, tokens)))
             return
         if other_numbers and not moved:
             first = usual.first(1, below, tokens)
-            if not _also_at(prover, first, only_below(first), usual.has_moved):
-                prover.extra_guards.append(only_below(first))
+            if not _also_at(state, first, only_below(first), usual.has_moved):
+                state.add_guard(only_below(first))
                 return
             moved = True
         below = tokens
 
 
-def round_sizes(prover: Prover) -> None:
+def round_sizes(state: ProofState) -> None:
     """A plain number may say of a size that it is a power of two, a square, a multiple of something
     (`math.gcd(n, 64)`), which those of the captures are not: then some that are all of that are looked at, too, and
     those that the code names.
@@ -151,81 +150,84 @@ def round_sizes(prover: Prover) -> None:
     Raises:
         Refused: something else is done there than at the sizes right before and after.
     """
-    if not _has_leaks(prover) or not prover.arguments.dims:
+    if not _has_leaks(state) or not state.arguments.dims:
         return
-    usual = _Usual(prover)
-    named = [n for n in trace_closure(collect_code(prover.block)).numbers if type(n) is int and _FEW < n <= MOST_TOKENS]
+    usual = _Usual(state)
+    named = [n for n in trace_closure(collect_code(state.block)).numbers if type(n) is int and _FEW < n <= MOST_TOKENS]
     sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MOST_NAMED]})
-    for n in itertools.takewhile(lambda n: n < most_tokens(prover.lifted, times=4), sizes):
+    for n in itertools.takewhile(lambda n: n < most_tokens(state.forms, times=4), sizes):
         try:
             if not any(here := usual.differs(n)):
                 continue
-            beside = [_next(prover, n, step) for step in (-1, 1)]
+            beside = [_next(state, n, step) for step in (-1, 1)]
             before, after = map(usual.differs, beside)
         except CaptureError:  # too long, so a loop over the tokens
-            prover.extra_guards.append(SizeGuard(prover.arguments.tokens, "lt", str(n), True))
+            state.add_guard(SizeGuard(state.arguments.tokens, "lt", str(n), True))
             return
         if any(at and not (low or high) for at, low, high in zip(here, before, after, strict=True)):
-            leaks = sorted(set().union(*[lifted.capture.sizes.leaks for lifted in prover.lifted]))
+            leaks = sorted(set().union(*[lifted.capture.sizes.leaks for lifted in state.forms]))
             raise Refused(
                 f"for {n} tokens something else is done than for {beside[0]} or {beside[1]}: it follows from sizes "
                 f"that became plain numbers ({', '.join(leaks[:3])})"
             )
 
 
-def _next(prover: Prover, tokens: int, step: int) -> int:
+def _next(state: ProofState, tokens: int, step: int) -> int:
     """The next number of tokens that is one of other sizes."""
     several = range(tokens + step, tokens + _FEW * step, step)
-    return next((n for n in several if prover.sequence(n) != prover.sequence(tokens)), tokens + step)
+    return next(
+        (n for n in several if state.size_choice.choose_sequence(n) != state.size_choice.choose_sequence(tokens)),
+        tokens + step,
+    )
 
 
-def _has_leaks(prover: Prover) -> bool:
-    return any(lifted.capture.sizes.leaks for lifted in prover.lifted)
+def _has_leaks(state: ProofState) -> bool:
+    return any(lifted.capture.sizes.leaks for lifted in state.forms)
 
 
-def same_by_chance(prover: Prover) -> None:
+def same_by_chance(state: ProofState) -> None:
     """What was computed from sizes (`S % 2`) and was the same at all of these may be another at sizes between them: the
     form is guarded to hold where it is the same."""
-    largest = prover.arguments.each * max(math.prod(sizes.values()) for sizes in prover.sizes)
-    for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in prover.lifted])):
+    largest = state.arguments.each * max(math.prod(sizes.values()) for sizes in state.sizes)
+    for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in state.forms])):
         with contextlib.suppress(ArithmeticError, ValueError):
-            seen = {evaluate(text, sizes) for sizes in prover.sizes}
-            between = {evaluate(text, prover.sequence(n)) for n in range(2, largest + 1)}
+            seen = {evaluate(text, sizes) for sizes in state.sizes}
+            between = {evaluate(text, state.size_choice.choose_sequence(n)) for n in range(2, largest + 1)}
             if len(seen) == 1 and between != seen:
-                prover.extra_guards.append(SizeGuard(text, "eq", str(seen.pop()), True))
+                state.add_guard(SizeGuard(text, "eq", str(seen.pop()), True))
 
 
-def _changes_later(prover: Prover) -> bool:
+def _changes_later(state: ProofState) -> bool:
     """Whether something that was computed from sizes was the same so far, where it was, and is not for more tokens: of
     `S // 16` and 1 the larger is 1 at 3 tokens, at which no division is seen, and at 17 and 29, at which one is."""
-    later = [prover.sequence(tokens) for tokens in _LEAK_SIZES]
-    for text in set().union(*[lifted.capture.sizes.used for lifted in prover.lifted]):
+    later = [state.size_choice.choose_sequence(tokens) for tokens in _LEAK_SIZES]
+    for text in set().union(*[lifted.capture.sizes.used for lifted in state.forms]):
         with contextlib.suppress(ArithmeticError, ValueError):
-            used = [s for li, s in zip(prover.lifted, prover.sizes, strict=True) if text in li.capture.sizes.used]
+            used = [s for li, s in zip(state.forms, state.sizes, strict=True) if text in li.capture.sizes.used]
             seen = {evaluate(text, sizes) for sizes in used}
             if len(seen) == 1 and {evaluate(text, sizes) for sizes in later} != seen:
                 return True
     return False
 
 
-def _also_at(prover: Prover, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
+def _also_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
     """Whether the form holds at so many tokens in a sequence too, where a number has moved."""
     if 2 * tokens > MOST_TOKENS:
         return False
-    arguments = prover.arguments
+    arguments = state.arguments
     several = (arguments.choose(times * tokens, 1) for times in _SEQUENCES)  # not one: S is to be told from B*S
     sizes = next((s for s in several if arguments.each * s[arguments.dims[-1]] >= tokens), None)
     if sizes is None:
         return False
     try:
-        lifted = prover.lift(Routing("diverse", 8), sizes)
-        same_form(prover.lifted[0], lifted)
+        lifted = state.lift(Routing("diverse", 8), sizes)
+        state.require_same_form(lifted)
     except Refused:
         return False
     if not has_moved(lifted.capture):
         return False  # it has moved back
     lifted.optional = below
-    prover.add(lifted, sizes)
+    state.add_evidence(lifted, sizes)
     return True
 
 

@@ -25,7 +25,7 @@ from .branch_outcomes import LIMIT, changes, force, is_unbounded, often
 from .reached_limits import is_made_of_rows
 
 if TYPE_CHECKING:
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 _MOST_TOKENS = 130  # of captures that show uneven loads
 _MOST_EVEN = 600  # of one that crowds every expert
@@ -68,37 +68,37 @@ class _Side(NamedTuple):
     optional: SizeGuard | None
 
 
-def vary_loads(prover: Prover) -> None:
+def vary_loads(state: ProofState) -> None:
     """Add captures of uneven and of even loads, and some in which comparisons of a load come out for each expert as
     they do for a crowd, if Python compares any.
 
     Raises:
         Refused: one changes the form.
     """
-    if not (found := _comparisons(prover)):
+    if not (found := _comparisons(state)):
         return
-    first = prover.lifted[0].capture
+    first = state.reference.capture
     bases = [first]
-    for side in _sides(prover):
-        shown = [taken for routing in _routings(prover) if (taken := _add(prover, routing, side, found)) is not None]
-        found = {**_comparisons(prover), **found}
-        outcomes = _outcomes(prover, side)
+    for side in _sides(state):
+        shown = [taken for routing in _routings(state) if (taken := _add(state, routing, side, found)) is not None]
+        found = {**_comparisons(state), **found}
+        outcomes = _outcomes(state, side)
         for comparison in found.values():
-            _force_crowd(prover, comparison, shown[-1:] + shown[:1], outcomes)
+            _force_crowd(state, comparison, shown[-1:] + shown[:1], outcomes)
         bases += shown[-1:]
-    outcomes = _outcomes(prover, None)
+    outcomes = _outcomes(state, None)
     for comparison in found.values():
-        _force_crowd(prover, comparison, [first], outcomes)
+        _force_crowd(state, comparison, [first], outcomes)
     ordered = [c for c in found.values() if c.limit is not None]
     for base in bases if len(ordered) > 1 else ():
         flips: dict[Any, Any] = {c.read.calls: often(base, c.read.calls, c.in_a_crowd) for c in ordered}
-        force(prover, ordered[0].read.source, flips, LIMIT, base)
+        force(state, ordered[0].read.source, flips, LIMIT, base)
 
 
-def _comparisons(prover: Prover) -> dict[_Calls, _Comparison]:
+def _comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
     """Each once, by where it is: those of a number that grows with the tokens, other than whether there are any."""
     found: dict[_Calls, _Comparison] = {}
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         for read in lifted.capture.reads:
             op, other = (compared := _compared(read)) or ("", None)
             if compared is None or read.calls in found or op not in TWO_SIDED:
@@ -140,10 +140,10 @@ def _is_of_load(capture: Capture, read: HostRead) -> bool:
     return bool((found[1] >= UNBOUNDED // 2).any())
 
 
-def _routings(prover: Prover) -> list[Routing]:
+def _routings(state: ProofState) -> list[Routing]:
     """A crowd at the last or the first expert, of which the others have one token, and one of them none; all tokens at
     the last one; and as many for each."""
-    last = prover.num_experts - 1
+    last = state.num_experts - 1
     return [
         Routing("crowded", last, tuple(range(last - 1))),
         Routing("crowded", 0, tuple(range(last, 1, -1))),
@@ -152,11 +152,11 @@ def _routings(prover: Prover) -> list[Routing]:
     ]
 
 
-def _sides(prover: Prover) -> list[_Side]:
+def _sides(state: ProofState) -> list[_Side]:
     """The ways in which the comparisons of sizes came out, with sizes of many tokens; first those of most tokens."""
     found: dict[tuple[bool, ...], _Side] = {}
-    for lifted, sizes in zip(prover.lifted, prover.sizes, strict=True):
-        way, tokens = _way(prover, sizes), math.prod(lifted.tokens)
+    for lifted, sizes in zip(state.forms, state.sizes, strict=True):
+        way, tokens = _way(state, sizes), math.prod(lifted.tokens)
         known = found.get(way)
         best = -1 if known is None else _worth(math.prod(known.sizes.values()))
         if tokens > 1 and _worth(math.prod(sizes.values())) > best:
@@ -168,54 +168,53 @@ def _worth(tokens: int) -> float:
     return tokens if tokens <= _MOST_TOKENS else 1 / tokens
 
 
-def _way(prover: Prover, sizes: dict[str, int]) -> tuple[bool, ...]:
+def _way(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]:
     """How the comparisons of sizes come out that came out both ways."""
-    guards = dict.fromkeys(prover.seen_guards())
-    return tuple(g.holds(sizes) for g in guards if len({g.holds(one) for one in prover.sizes}) == 2)
+    guards = dict.fromkeys(state.seen_guards())
+    return tuple(g.holds(sizes) for g in guards if len({g.holds(one) for one in state.sizes}) == 2)
 
 
-def _outcomes(prover: Prover, side: _Side | None) -> dict[_Calls, set[Any]]:
+def _outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[Any]]:
     """How Python's reads came out, on one side or on all."""
     found: dict[_Calls, set[Any]] = {}
-    for lifted, sizes in zip(prover.lifted, prover.sizes, strict=True):
-        if side is None or _way(prover, sizes) == side.way:
+    for lifted, sizes in zip(state.forms, state.sizes, strict=True):
+        if side is None or _way(state, sizes) == side.way:
             for read in lifted.capture.reads:
                 found.setdefault(read.calls, set()).add(read.value)
     return found
 
 
-def _add(prover: Prover, routing: Routing, side: _Side, found: dict[_Calls, _Comparison]) -> Capture | None:
+def _add(state: ProofState, routing: Routing, side: _Side, found: dict[_Calls, _Comparison]) -> Capture | None:
     """The capture under a routing; None if the program does not run there, or shows nothing."""
     try:
-        taken = prover.capture(routing, side.sizes)
+        taken = state.capture(routing, side.sizes)
     except Refused:
         raise
     except Exception:  # the program's own
         return None
     try:
-        lifted = prover.lift_captured(taken)
-        prover.agree(lifted)
+        lifted = state.lift_captured(taken)
+        state.require_agreement(lifted)
     except NothingRouted:
         return None
     except Refused as why:
         if side.optional is None:
-            raise changes(_turned(prover, taken, found).source, LIMIT) from why
-        prover.extra_guards.append(side.optional)
+            raise changes(_turned(state, taken, found).source, LIMIT) from why
+        state.add_guard(side.optional)
         return None
-    lifted.optional = side.optional
-    prover.add(lifted, side.sizes)
+    state.add_evidence(lifted, side.sizes, side.optional)
     return taken
 
 
-def _turned(prover: Prover, taken: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
+def _turned(state: ProofState, taken: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
     """Of the comparisons one that came out in a capture as it did not in the first one, if there is such."""
-    first = {(read.calls, read.value) for read in prover.lifted[0].capture.reads}
+    first = {(read.calls, read.value) for read in state.reference.capture.reads}
     new = [r for r in taken.reads if r.calls in found and (r.calls, r.value) not in first]
     return next(iter(new), next(iter(found.values())).read)
 
 
 def _force_crowd(
-    prover: Prover, comparison: _Comparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
+    state: ProofState, comparison: _Comparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
 ) -> None:
     """Have a comparison come out for all experts as it does for a crowd. An equality that came out both ways on this
     side is left, and which of two loads is larger: forced, these would contradict the loads."""
@@ -231,9 +230,9 @@ def _force_crowd(
             if all(read.value is value for read in base.reads if read.calls == calls):
                 continue
             try:
-                is_shown = force(prover, comparison.read.source, {calls: often(base, calls, value)}, LIMIT, base)
+                is_shown = force(state, comparison.read.source, {calls: often(base, calls, value)}, LIMIT, base)
             except Refused:
-                if not _crowds_every_expert(prover, comparison):
+                if not _crowds_every_expert(state, comparison):
                     raise
                 return
             limit = comparison.limit
@@ -242,34 +241,34 @@ def _force_crowd(
                 and limit is not None
                 and limit > 1
                 and not comparison.read.of
-                and not _crowds_every_expert(prover, comparison)
+                and not _crowds_every_expert(state, comparison)
             ):
-                slots = prover.lifted[0].slots
-                prover.extra_guards.append(SizeGuard(f"{prover.arguments.tokens}*{slots}", "lt", str(limit), True))
+                slots = state.reference.slots
+                state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "lt", str(limit), True))
                 return
 
 
-def _crowds_every_expert(prover: Prover, comparison: _Comparison) -> bool:
+def _crowds_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     """Add a capture in which each expert really has as many tokens as a crowd, if it takes no more than there may be.
     Returns whether a comparison came out so for each, and the form is that of the others."""
-    slots, experts = prover.lifted[0].slots, prover.num_experts
+    slots, experts = state.reference.slots, state.num_experts
     if (limit := comparison.limit) is None:
         return False
     if comparison.read.of:  # a number made of the load
         limit = max(limit, _MOST_EVEN * slots // (2 * experts))
-    tokens = prover.arguments.tokens_near(experts * -(-(limit + 1) // slots) + experts)
-    sizes = prover.sequence(tokens)
-    if tokens > _MOST_EVEN or not prover.is_within(sizes):
+    tokens = state.arguments.tokens_near(experts * -(-(limit + 1) // slots) + experts)
+    sizes = state.size_choice.choose_sequence(tokens)
+    if tokens > _MOST_EVEN or not state.size_choice.is_within(sizes):
         return False
     try:
-        lifted = prover.lift(Routing("even"), sizes)
-        prover.agree(lifted)
+        lifted = state.lift(Routing("even"), sizes)
+        state.require_agreement(lifted)
     except Exception:  # the program's own too
         return False
     outcomes = {read.value for read in lifted.capture.reads if read.calls == comparison.read.calls}
     if outcomes != {comparison.in_a_crowd}:
         return False
-    prover.add(lifted, sizes)
+    state.add_evidence(lifted, sizes)
     return True
 
 

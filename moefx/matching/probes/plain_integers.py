@@ -20,17 +20,17 @@ from ...errors import Refused
 
 if TYPE_CHECKING:
     from ...capture.source import Source
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 
-def refuse_plain_integers(prover: Prover) -> None:
+def refuse_plain_integers(state: ProofState) -> None:
     """Compare what Python reads at one place in all captures that read as often there.
 
     Raises:
         Refused: the values differ.
     """
     seen: dict[tuple[tuple[Source, ...], int], Any] = {}
-    for lifted in prover.lifted:
+    for lifted in state.forms:
         for calls, values in lifted.capture.tracer.plain_reads.items():
             if seen.setdefault((calls, len(values)), values) != values:
                 source = calls[0] if calls else None

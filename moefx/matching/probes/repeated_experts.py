@@ -19,13 +19,13 @@ from ...capture.routing import Routing
 from ...capture.tracer import Flips
 from ...errors import Refused
 from ..graph_nodes import op_name
-from ..lift.canonical_form import Lifted, with_all_experts
+from ..lift.canonical_form import Lifted
 from ..lift.distinct_choices import MOVES, are_different, as_slots
 from ..lift.form_agreement import same_form
 from ..lift.repeated_choices import NotTwice
 
 if TYPE_CHECKING:
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 _MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # of one tensor, of which no element is new
 _LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}
@@ -34,25 +34,25 @@ _EACH = 3  # of so many tokens one chooses otherwise
 _Change = Callable[[list[torch.Tensor]], torch.Tensor]  # of the slots' choices so far, [T] each: what the last is to be
 
 
-def fall_together(prover: Prover) -> None:
+def fall_together(state: ProofState) -> None:
     """Have tokens choose an expert twice, where they may.
 
     Raises:
         Refused: what the two choices are worth does not add up, or cannot be made to show.
     """
-    first, sizes, experts = prover.lifted[0], prover.sizes[0], prover.seen
-    if are_different(first, experts, prover.lifted):
+    first, sizes, experts = state.reference, state.sizes[0], state.seen_experts
+    if are_different(first, experts, state.forms):
         return
     made = _made(first, experts)
     pairs = _pairs(first.slots)
     if len(first.ids) < _EACH * len(pairs):  # each needs a token, and others are to show the form
-        sizes = prover.choose(_EACH * len(pairs), 0)
-        same_form(first, first := prover.lift(Routing("diverse", 0), sizes))
+        sizes = state.size_choice.choose(_EACH * len(pairs), 0)
+        same_form(first, first := state.lift(Routing("diverse", 0), sizes))
         made = _made(first, experts)
     culprits = tuple(dict.fromkeys(op_name(node) for node, _ in made))
     source = str(made[-1][0].meta["source"])
     again = NotTwice(source, culprits)
-    lifted = _otherwise(prover, sizes, _changes(first, made, _as_before(pairs)), again)
+    lifted = _otherwise(state, sizes, _changes(first, made, _as_before(pairs)), again)
     if lifted is not None and not all(_has_shown(lifted, i, pairs) for i in range(len(pairs))):
         raise again
     if any(map(_is_looked_up, (node for node, _ in made))):
@@ -60,7 +60,7 @@ def fall_together(prover: Prover) -> None:
             "what the program looks up as an expert's number may be below 0, which it takes for one from the end",
             culprits=culprits, source=source, remedy="let the numbers that topk gives choose",
         )  # fmt: skip
-        lifted = _otherwise(prover, sizes, _changes(first, made, _nobody), nobody)
+        lifted = _otherwise(state, sizes, _changes(first, made, _nobody), nobody)
         if lifted is not None and any(e < 0 for group in lifted.groups for e in group.ids):
             raise nobody
 
@@ -72,20 +72,19 @@ def _has_shown(lifted: Lifted, i: int, pairs: list[tuple[int, int | None]]) -> b
     return any(bool(lifted.kept[t, slots].any()) and len({*lifted.ids[t, slots].tolist()}) == 1 for t in tokens)
 
 
-def _otherwise(prover: Prover, sizes: dict[str, int], flips: Flips, refusal: Refused) -> Lifted | None:
+def _otherwise(state: ProofState, sizes: dict[str, int], flips: Flips, refusal: Refused) -> Lifted | None:
     """The form where tokens choose as they are told to; None where the program does not run then: nor does the
     original."""
-    first = prover.lifted[0]
     try:
-        taken = prover.capture(Routing("diverse", 0), sizes, flips)
+        taken = state.capture(Routing("diverse", 0), sizes, flips)
     except Exception as error:
         if isinstance(error, Refused):
             raise refusal from error
         return None
     try:
-        lifted = prover.lift_as(taken, with_all_experts(prover.lifted))
-        same_form(first, lifted)
-        prover.read_as(lifted)
+        lifted = state.lift_captured(taken)
+        state.require_same_form(lifted)
+        state.read_all_as(lifted)
     except Refused as why:
         raise refusal from why
     return lifted

@@ -7,90 +7,92 @@ from typing import TYPE_CHECKING
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...errors import Refused
-from ..lift.canonical_form import Lifted, with_all_experts
-from ..lift.form_agreement import same_form
+from ..lift.canonical_form import Lifted
 from ..lift.lifter import NothingRouted
 
 if TYPE_CHECKING:
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 _TRIES = 6
 _TRIES_ELSEWHERE = 2  # where the program may go another way, which has no experts
 
 
-def more_slots(prover: Prover) -> None:
+def more_slots(state: ProofState) -> None:
     """Where many choices are dropped, those that come last may be in all captures: a few tokens have places for
     them."""
-    if all(bool(lifted.kept.all()) for lifted in prover.lifted):
+    if all(bool(lifted.kept.all()) for lifted in state.forms):
         return
-    sizes = prover.sequence(prover.arguments.tokens_near(5))
-    lifted = _lifted(prover, Routing("diverse", 6), sizes) if prover.is_within(sizes) else None
-    if isinstance(lifted, Lifted) and lifted.slots > prover.lifted[0].slots:
-        prover.add(lifted, sizes)
+    sizes = state.size_choice.choose_sequence(state.arguments.tokens_near(5))
+    lifted = _lifted(state, Routing("diverse", 6), sizes) if state.size_choice.is_within(sizes) else None
+    if isinstance(lifted, Lifted) and lifted.slots > state.reference.slots:
+        state.add_evidence(lifted, sizes)
 
 
-def other_sizes(prover: Prover) -> None:
+def other_sizes(state: ProofState) -> None:
     """A form that does not hold for one token, or for many, is guarded.
 
     Raises:
         Refused: it does not for a few, or for many by no comparison of sizes.
     """
-    arguments = prover.arguments
+    arguments = state.arguments
     one, more_than_one = arguments.sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
-    many = [arguments.choose(3 * max(29, prover.hint // 4), 2)] if prover.hint <= 64 else []
-    near = arguments.tokens_near(3, avoid=(prover.lifted[0].slots,))
-    several = [prover.sequence(near), arguments.sequence(near)]
-    before = len(prover.lifted)
-    for sizes in filter(prover.is_within, several if several[0] != several[1] else several[:1]):
-        _few(prover, sizes)
-    if len(prover.lifted) == before and prover.is_within(sizes := prover.as_captured(near)) and sizes not in several:
-        _few(prover, sizes)  # of the captures' side of a comparison of sizes
-    for sizes in filter(prover.is_within, [one, *many]):
+    many = [arguments.choose(3 * max(29, state.hint // 4), 2)] if state.hint <= 64 else []
+    near = arguments.tokens_near(3, avoid=(state.reference.slots,))
+    several = [state.size_choice.choose_sequence(near), arguments.sequence(near)]
+    before = len(state.forms)
+    for sizes in filter(state.size_choice.is_within, several if several[0] != several[1] else several[:1]):
+        _few(state, sizes)
+    if (
+        len(state.forms) == before
+        and state.size_choice.is_within(sizes := state.size_choice.choose_as_captured(near))
+        and sizes not in several
+    ):
+        _few(state, sizes)  # of the captures' side of a comparison of sizes
+    for sizes in filter(state.size_choice.is_within, [one, *many]):
         # comparisons that came out both ways before do not keep these sizes out
-        asked = [g for g in prover.seen_guards() if all(g.holds(s) for s in prover.sizes)]
+        asked = [g for g in state.seen_guards() if all(g.holds(s) for s in state.sizes)]
         apart = more_than_one if sizes == one else next((g for g in asked if not g.holds(sizes)), None)
         # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
-        most = max(prover.lifted[0].groups, key=lambda g: len(g.ids)).ids
+        most = max(state.reference.groups, key=lambda g: len(g.ids)).ids
         more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
-        if sizes == one and not prover.is_as_captured(one):
+        if sizes == one and not state.size_choice.is_as_captured(one):
             more = more[:_TRIES_ELSEWHERE]
         if sizes != one:  # a limit on counts may drop all tokens, but for those that a crowd leaves to others
             more = [*more[-2:], Routing("flooded", 5), Routing("flooded", 6)]
         found: Lifted | Exception = Refused("no routing was tried")
         for routing in [Routing("diverse", 5), *more]:
-            found = _of_one_form(prover, routing, sizes)
+            found = _of_one_form(state, routing, sizes)
             if isinstance(found, Lifted) or (sizes != one and not isinstance(found, NothingRouted)):
                 break
         if isinstance(found, Lifted):
-            found.optional = apart
-            prover.add(found, sizes)
+            state.add_evidence(found, sizes, optional=apart)
         elif apart is None:
             raise found
         elif sizes == one and all(g.holds(one) for g in asked):
-            prover.extra_guards.append(more_than_one)
+            state.add_guard(more_than_one)
 
 
-def _of_one_form(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
+def _of_one_form(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
     """A capture that has the form of the others, or why it has not."""
-    found = _lifted(prover, routing, sizes)
+    found = _lifted(state, routing, sizes)
     if isinstance(found, Lifted):
         try:
-            same_form(prover.lifted[0], found)
+            state.require_same_form(found)
         except Refused as why:
             return why
     return found
 
 
-def _few(prover: Prover, sizes: dict[str, int]) -> None:
+def _few(state: ProofState, sizes: dict[str, int]) -> None:
     """A few tokens that spread out, and a few that crowd on some experts and leave the others idle: a program
     that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
-    first = prover.lifted[0]
+    first = state.reference
     busy = max(first.groups, key=lambda g: len(g.ids)).ids[0]
     found: list[Lifted] = []
     unclear: list[Refused] = []  # so few may show too little
     differs: list[Refused] = []
     for kind, seed in (("diverse", 5), ("crowded", busy)):
-        lifted = _at_work(prover, kind, seed, sizes)
+        lifted = _at_work(state, kind, seed, sizes)
         if isinstance(lifted, NothingRouted) and found:
             lifted = Refused(
                 "no expert runs for a few tokens that all choose the same experts",
@@ -100,36 +102,36 @@ def _few(prover: Prover, sizes: dict[str, int]) -> None:
         if isinstance(lifted, Refused):
             unclear.append(lifted)
         elif isinstance(lifted, Lifted):
-            is_apart = not all(g.holds(prover.sizes[0]) for g in lifted.capture.sizes.guards)
+            is_apart = not all(g.holds(state.sizes[0]) for g in lifted.capture.sizes.guards)
             try:
-                same_form(first, lifted)
+                state.require_same_form(lifted)
                 found.append(lifted)
             except Refused as why:
                 (unclear if is_apart else differs).append(why)
     if differs or (unclear and found):
         raise (differs or unclear)[-1]
     for lifted in found if len(found) == 2 else ():
-        prover.add(lifted, sizes)
+        state.add_evidence(lifted, sizes)
 
 
-def _at_work(prover: Prover, kind: str, seed: int, sizes: dict[str, int]) -> Lifted | Exception:
+def _at_work(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> Lifted | Exception:
     """The form of a capture: of several the first in which an expert has something to do, as a few tokens may all be
     masked."""
     found: Lifted | Exception = Refused("no routing was tried")
-    for n in range(_TRIES if prover.is_as_captured(sizes) else _TRIES_ELSEWHERE):
-        found = _lifted(prover, Routing(kind, seed + n * prover.num_experts), sizes)
+    for n in range(_TRIES if state.size_choice.is_as_captured(sizes) else _TRIES_ELSEWHERE):
+        found = _lifted(state, Routing(kind, seed + n * state.num_experts), sizes)
         if not isinstance(found, NothingRouted):
             break
     return found
 
 
-def _lifted(prover: Prover, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
+def _lifted(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
     """The form of a capture; else why it has none, or what the program raises at sizes that it is not made for."""
     try:
-        taken = prover.capture(routing, sizes)
+        taken = state.capture(routing, sizes)
     except Exception as error:
         return error
     try:
-        return prover.lift_as(taken, with_all_experts(prover.lifted))
+        return state.lift_captured(taken)
     except Refused as why:
         return why

@@ -27,7 +27,7 @@ from ..integer_ranges import NARROW
 from .call_integers import MORE_SEEDS, Seen, is_one, operands, seen
 
 if TYPE_CHECKING:
-    from ..prove import Prover
+    from ..proof_state import ProofState
 
 Turn = tuple[int | str, int]  # which of the tensor arguments, or the name of a buffer, and a number for it
 _COUNT = 2  # of what may be a flag
@@ -36,36 +36,36 @@ _MOST_OF_A_TENSOR = 6
 _MOST = 100
 
 
-def with_turns(prover: Prover, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
-    """The arguments of a prover, with such numbers where there are any; and the first capture, if it was made."""
-    arguments, tried = prover.arguments, set[Turn]()
-    if not any(leaf.takes_turns for leaf in arguments.tensors) and not holds_integers(prover.block):
+def with_turns(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
+    """The arguments of a state, with such numbers where there are any; and the first capture, if it was made."""
+    arguments, tried = state.arguments, set[Turn]()
+    if not any(leaf.takes_turns for leaf in arguments.tensors) and not holds_integers(state.block):
         return arguments, None
-    while (taken := _capture(prover, arguments, sizes)) is not None:
-        doubtful = _doubtful(prover, arguments, sizes, taken)
+    while (taken := _capture(state, arguments, sizes)) is not None:
+        doubtful = _doubtful(state, arguments, sizes, taken)
         found = {turn for one in doubtful if (turn := _turning(taken, one, arguments)) is not None} - tried
         if not found:
             break
         tried |= found
-        if runs(prover, every := arguments.turned(found), sizes):
+        if runs(state, every := arguments.turned(found), sizes):
             arguments = every
             continue
         for turn in sorted(found, key=str):
-            if runs(prover, alone := arguments.turned({turn}), sizes):
+            if runs(state, alone := arguments.turned({turn}), sizes):
                 arguments = alone
     return arguments, taken
 
 
-def counting(prover: Prover, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
+def counting(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
     """The arguments with a 2 here and there among integers that are 0 and 1, and a capture with these; None where there
     are none, or the program does not run on others."""
-    tensors = enumerate(prover.arguments.tensors)
+    tensors = enumerate(state.arguments.tensors)
     masks = {(i, _COUNT) for i, t in tensors if t.takes_turns and t.is_mask and not t.is_single}
-    taken = _capture(prover, arguments := prover.arguments.turned(masks), sizes) if masks else None
+    taken = _capture(state, arguments := state.arguments.turned(masks), sizes) if masks else None
     return (arguments, taken) if taken is not None else None
 
 
-def _doubtful(prover: Prover, arguments: Arguments, sizes: dict[str, int], taken: Capture) -> list[Seen]:
+def _doubtful(state: ProofState, arguments: Arguments, sizes: dict[str, int], taken: Capture) -> list[Seen]:
     """What came out one way; of what hangs on buffers, which have other values in each, in several captures."""
 
     def is_open(one: Seen) -> bool:
@@ -74,28 +74,26 @@ def _doubtful(prover: Prover, arguments: Arguments, sizes: dict[str, int], taken
     found = {place: one for place, one in seen(taken).items() if is_open(one)}
     if any(map(is_of_state, itertools.chain.from_iterable(integer_ancestors(one.node) for one in found.values()))):
         for seed in MORE_SEEDS:
-            more = _capture(prover, arguments, sizes, seed)
+            more = _capture(state, arguments, sizes, seed)
             others = seen(more) if more is not None else {}
             found = {p: new for p, one in found.items() if is_open(new := one | others.get(p, one))}
     return [*found.values()]
 
 
-def runs(prover: Prover, arguments: Arguments, sizes: dict[str, int]) -> bool:
+def runs(state: ProofState, arguments: Arguments, sizes: dict[str, int]) -> bool:
     """Whether the program runs with all numbers of these arguments: of a single one each call has another."""
     most = max(map(len, (*(leaf.turns for leaf in arguments.tensors), *arguments.held.values())))
-    return all(_capture(prover, arguments, sizes, seed) is not None for seed in range(most + 1))
+    return all(_capture(state, arguments, sizes, seed) is not None for seed in range(most + 1))
 
 
-def _capture(prover: Prover, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
+def _capture(state: ProofState, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
     """A capture with these arguments; None where the program does not run on them."""
-    before, prover.arguments = prover.arguments, arguments
-    try:
-        taken = prover.capture(Routing("diverse", seed), sizes)
-        return taken if all(map(_is_within, taken.nodes)) else None
-    except Exception:  # the program's own
-        return None
-    finally:
-        prover.arguments = before
+    with state.trying_arguments(arguments):
+        try:
+            taken = state.capture(Routing("diverse", seed), sizes)
+            return taken if all(map(_is_within, taken.nodes)) else None
+        except Exception:  # the program's own
+            return None
 
 
 def _is_within(n: fx.Node) -> bool:

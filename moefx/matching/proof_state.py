@@ -1,0 +1,397 @@
+"""The state of a proof: captures with their canonical forms, and guards.
+
+`prove` and the probes read a `ProofState` through its properties, and change it through its methods only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ..capture.captured import Capture
+from ..capture.concolic import capture
+from ..capture.idle_tests import Questions
+from ..capture.inputs import Arguments
+from ..capture.routing import Routing
+from ..capture.sizes import SizeGuard, SizeLog
+from ..capture.source import Source
+from ..capture.tracer import Flips
+from ..errors import Refused
+from .graph_nodes import Line, line
+from .lift.canonical_form import Lifted, with_all_experts
+from .lift.distinct_choices import are_different
+from .lift.form_agreement import same_form
+from .lift.lifter import Late, Lifter
+from .lift.repeated_choices import NotTwice
+from .lift.routed_nodes import has_rows_of_padding, padded
+from .size_choice import SizeChoice
+from .terms.node_semantics import conditions
+from .terms.parameter_places import sibling_names
+
+_MIN_TOKENS = 29  # of the first capture
+_MAX_GROWTH = 20  # nodes of a capture with forced outcomes, in captures without
+NodePlaces = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of the values of each group of experts
+
+
+@dataclasses.dataclass(frozen=True)
+class LiftOptions:
+    """One reading of the program.
+
+    Attributes:
+        symbolic: comparisons of floats are part of activations (see `Semantics`).
+        whole: lines whose nodes are taken as they are.
+        late: the routed sum is complete only after the last write to it, or at the last node (see `Lifter`).
+    """
+
+    symbolic: bool = False
+    whole: frozenset[Line] = frozenset()
+    late: Late = ""
+
+
+class ProofState:
+    """The evidence of one proof.
+
+    Args:
+        hint: an upper bound on the number of experts, from which the number of tokens of captures follows.
+        within: restrict the proof to sizes at which these hold; at others the program may do something else.
+
+    Attributes:
+        siblings: numbers of modules that stand beside each other (see `sibling_names`).
+        size_choice: chooses the sizes of captures.
+        questions: what all captures asked about experts without tokens.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        arguments: Arguments,
+        hint: int = 8,
+        within: tuple[SizeGuard, ...] = (),
+        options: LiftOptions | None = None,
+    ):
+        self.block, self.hint, self.within, self.options = block, hint, within, options or LiftOptions()
+        self.siblings = sibling_names(block)
+        self.size_choice = SizeChoice(self, first_tokens=max(_MIN_TOKENS, hint // 4))
+        self.questions = Questions()
+        self._arguments = arguments
+        self._first: Capture | None = None
+        self._forms: list[Lifted] = []
+        self._sizes: list[dict[str, int]] = []
+        self._guards: list[SizeGuard] = []
+        self._expert_parameters: set[str] | None = None
+        self._num_experts = 0
+        self._by_slots = False
+        self._compares_floats = False
+        self._asked: dict[SizeGuard, list[dict[str, int]]] = {}  # comparisons, and the sizes at which they were made
+        self._settled: set[Hashable] = set()
+        self._unforced_lengths: set[tuple[Source, ...]] = set()
+
+    # ------------------------------------------------------------------ read
+    @property
+    def arguments(self) -> Arguments:
+        """The arguments of the next captures."""
+        return self._arguments
+
+    @property
+    def first(self) -> Capture | None:
+        """The capture that explains a refusal; None before there is one."""
+        return self._first
+
+    @property
+    def forms(self) -> tuple[Lifted, ...]:
+        """The canonical forms of all captures."""
+        return tuple(self._forms)
+
+    @property
+    def reference(self) -> Lifted:
+        """The form that those of all other captures must equal."""
+        return self._forms[0]
+
+    @property
+    def sizes(self) -> tuple[dict[str, int], ...]:
+        """The sizes of all captures, in the order of `forms`."""
+        return tuple(self._sizes)
+
+    @property
+    def guards(self) -> tuple[SizeGuard, ...]:
+        """Conditions on sizes beside the comparisons that the program makes."""
+        return tuple(self._guards)
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts there are; 0 before that is known."""
+        return self._num_experts
+
+    @property
+    def expert_parameters(self) -> frozenset[str]:
+        """FQNs of the experts' parameters, as far as captures have shown them."""
+        return frozenset(self._expert_parameters or ())
+
+    @property
+    def unforced_lengths(self) -> frozenset[tuple[Source, ...]]:
+        """Calls that read how many rows an expert has, of which no other outcome could be forced."""
+        return frozenset(self._unforced_lengths)
+
+    @property
+    def seen_experts(self) -> set[int]:
+        """Experts that were at work in some capture."""
+        return {e for form in self._forms for g in form.groups for e in g.ids}
+
+    def seen_guards(self) -> list[SizeGuard]:
+        """The comparisons of sizes that captures made."""
+        return [g for form in self._forms for g in form.capture.sizes.guards]
+
+    def side_guards(self) -> tuple[SizeGuard, ...]:
+        """Return the comparisons of sizes whose outcome at the example's sizes differs from that in some capture, with
+        the example's outcome."""
+        example = self._arguments.sizes
+        sides = dict.fromkeys(g if g.holds(example) else dataclasses.replace(g, value=not g.value) for g in self._asked)
+        tried = [sizes for several in self._asked.values() for sizes in several]
+        return tuple(g for g in sides if not all(g.holds(sizes) for sizes in tried))
+
+    def other_options(self) -> Iterator[LiftOptions]:
+        """Yield other readings of the program, for when this one is refused: comparisons as parts of activations; the
+        sum after all writes to it; hidden states some of which are padding as they are."""
+        if self._compares_floats and not self.options.symbolic:
+            yield LiftOptions(symbolic=True)
+        if any(not form.kept.all() for form in self._forms):
+            yield from (LiftOptions(late="write"), LiftOptions(late="any"))
+        is_masked = any(leaf.example is not None and not leaf.is_single for leaf in self._arguments.tensors)
+        if self._first is None or not (is_masked or has_rows_of_padding(self._first, self._arguments.width)):
+            return
+        if lines := padded(self.block, self._first, self._arguments.width):
+            yield LiftOptions(whole=lines)
+
+    # --------------------------------------------------------------- capture
+    def capture(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None, most: int = 0) -> Capture:
+        """Capture the block once.
+
+        Args:
+            flips: outcomes that are forced.
+            most: the largest number of nodes; 0 for any.
+
+        Raises:
+            Refused, CaptureError: the capture cannot be followed. Errors of the program pass through.
+        """
+        try:
+            return self._capture(routing, sizes, flips, most)
+        except IndexError:
+            if (places := self._arguments.in_places()) is None:
+                raise
+            self._arguments = places
+            return self._capture(routing, sizes, flips, most)
+
+    def _capture(self, routing: Routing, sizes: dict[str, int], flips: Flips | None, most: int) -> Capture:
+        args, kwargs = self._arguments.at(sizes, seed=routing.seed)
+        if flips and self._forms:  # a number that is not the program's own may be how often a loop runs
+            most = _MAX_GROWTH * len(self._forms[0].capture.nodes)
+        held = self._arguments.held
+        log = SizeLog(sizes, tuple(self._arguments.fixed.values()))
+        try:
+            captured = capture(self.block, args, kwargs, routing, flips=flips, sizes=log, most_nodes=most, held=held)
+        finally:  # an assertion on a size tells which sizes the program takes
+            log.rename(self._asked)
+            for guard in log.guards:
+                self._asked.setdefault(guard, []).append(sizes)
+        if captured.tracer.refusals:
+            raise captured.tracer.refusals[0]
+        self._compares_floats = self._compares_floats or bool(conditions(captured.nodes))
+        self.questions.add(captured.tracer.questions)
+        return captured
+
+    # ------------------------------------------------------------------ lift
+    def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> Lifted:
+        """Capture the block once, and lift the capture as the others were."""
+        return self.lift_captured(self.capture(routing, sizes, flips))
+
+    def lift_captured(self, captured: Capture) -> Lifted:
+        """Lift a capture as the others were."""
+        return self.lift_as(captured, with_all_experts(self._forms) if self._forms else None)
+
+    def lift_as(self, captured: Capture, like: Lifted | None, is_last: bool = False) -> Lifted:
+        """Lift a capture.
+
+        Args:
+            like: the form of another capture, whose nodes are tried first.
+            is_last: read values off the last nodes that fit.
+
+        Raises:
+            Refused: it has no canonical form.
+        """
+        options = self.options
+        lifter = Lifter(
+            self.block, captured, like, options.symbolic, self._by_slots, is_last, options.whole, options.late
+        )
+        form = lifter.lift(self._expert_parameters)
+        self._expert_parameters = self._expert_parameters or lifter.experts
+        form.groups.sort(key=lambda g: g.ids[0])
+        return form
+
+    def lift_first(self, captured: Capture) -> Lifted:
+        """Lift the first capture. If a token may choose an expert twice, read weights off nodes with one value per
+        slot if there are any: a gate per expert has one value for two slots of one expert."""
+        form, refusal = None, None
+        try:
+            form = self.lift_as(captured, None)
+        except NotTwice as why:
+            refusal = why
+        experts = {e for g in form.groups for e in g.ids} if form is not None else set[int]()
+        if form is not None and are_different(form, experts, follows_masks=False):
+            return form
+        self._by_slots = True
+        try:
+            return self.lift_as(captured, None)
+        except Refused:
+            self._by_slots = False
+        if form is None:
+            raise refusal or AssertionError
+        return form
+
+    def lift_again(self, old: Lifted, like: Lifted, template: Lifted, is_last: bool = False) -> Lifted:
+        """Lift a capture once more, from the nodes of another form, or from the last ones that fit.
+
+        Raises:
+            Refused: its form is not that of `template` then.
+        """
+        new = self.lift_as(old.capture, like, is_last)
+        same_form(template, new)
+        new.optional = old.optional
+        return new
+
+    # ------------------------------------------------------------- agreement
+    def require_same_form(self, form: Lifted) -> None:
+        """Raise `Refused` unless a form is that of all captures."""
+        same_form(self._forms[0], form)
+
+    def require_agreement(self, form: Lifted) -> None:
+        """Require a form to be that of all captures. If the new capture drops slots and they do not, weights may have
+        to be read off other nodes, which are zero for a dropped slot: then lift all captures from these.
+
+        Raises:
+            Refused: the forms differ.
+        """
+        try:
+            same_form(self._forms[0], form)
+        except Refused:
+            if form.kept.all():
+                raise
+            self._forms = [self.lift_again(one, form, form) for one in self._forms]
+
+    def read_all_as(self, form: Lifted) -> None:
+        """Lift all captures from the nodes that another form was read off.
+
+        Raises:
+            Refused: they cannot be.
+        """
+        if are_same_places(find_places(form), find_places(self._forms[0])):
+            return
+        again = [self.lift_again(one, form, form) for one in self._forms]
+        if not all(are_same_places(find_places(one), find_places(form)) for one in again):
+            raise Refused("which weight a choice has depends on the routing", source=str(form.cut.meta["source"]))
+        self._forms = again
+
+    # ---------------------------------------------------------------- change
+    def set_first(self, captured: Capture) -> None:
+        self._first = captured
+
+    def set_num_experts(self, count: int) -> None:
+        self._num_experts = count
+
+    def add_evidence(
+        self,
+        form: Lifted,
+        sizes: dict[str, int],
+        optional: SizeGuard | None = None,
+        forced_read: Source | None = None,
+    ) -> None:
+        """Add a capture.
+
+        Args:
+            optional: the guard that replaces it if the proof has to do without it.
+            forced_read: the branch of Python's that was forced.
+        """
+        form.optional = optional or form.optional
+        form.forced_read = forced_read or form.forced_read
+        self._forms.append(form)
+        self._sizes.append(sizes)
+
+    def drop_evidence(self, index: int) -> None:
+        """Drop a capture that the proof can do without, and add the guard that replaces it."""
+        guard = self._forms[index].optional
+        assert guard is not None
+        self.add_guard(guard)
+        del self._forms[index], self._sizes[index]
+
+    def replace_forms(self, forms: list[Lifted]) -> None:
+        """Replace the form of each capture by another one of it."""
+        assert len(forms) == len(self._forms)
+        self._forms = [*forms]
+
+    def set_reference(self, index: int) -> None:
+        """Put a capture first: its form is the one that all others must have."""
+        self._forms.insert(0, self._forms.pop(index))
+        self._sizes.insert(0, self._sizes.pop(index))
+
+    def keep_evidence(self, indices: list[int]) -> None:
+        """Drop all captures but these."""
+        self._forms, self._sizes = [self._forms[i] for i in indices], [self._sizes[i] for i in indices]
+
+    def add_guard(self, guard: SizeGuard) -> None:
+        """Restrict the proof to sizes at which a condition holds."""
+        self._guards.append(guard)
+
+    def settle(self, key: Hashable) -> None:
+        """Note that a probe has looked into something."""
+        self._settled.add(key)
+
+    def is_settled(self, key: Hashable) -> bool:
+        return key in self._settled
+
+    def add_unforced_length(self, calls: tuple[Source, ...]) -> None:
+        """Note a read of how many rows an expert has, of which no other outcome could be forced."""
+        self._unforced_lengths.add(calls)
+
+    def use_arguments(self, arguments: Arguments) -> None:
+        """Use other arguments for all further captures."""
+        self._arguments = arguments
+
+    @contextlib.contextmanager
+    def trying_arguments(self, arguments: Arguments) -> Iterator[None]:
+        """Use other arguments within a `with` statement."""
+        before, self._arguments = self._arguments, arguments
+        try:
+            yield
+        finally:
+            self._arguments = before
+
+    def restart(self, arguments: Arguments, form: Lifted) -> None:
+        """Replace the only capture by one with other arguments, and use these for all further captures."""
+        self._arguments, self._forms = arguments, [form]
+
+    def capture_again(self, arguments: Arguments) -> None:
+        """Capture everything again with other arguments, and use these for all further captures.
+
+        Raises:
+            Refused: a capture has no canonical form then.
+        """
+        self._arguments = arguments
+        routings = [form.capture.tracer.routing.again() for form in self._forms]
+        self._forms = [self.lift(*of) for of in zip(routings, self._sizes, strict=True)]
+
+
+def find_places(form: Lifted) -> NodePlaces:
+    """Return the lines that compute the expert index, and the values of each group of experts that the capture met."""
+    chosen = tuple(map(line, form.index.nodes))
+    return chosen, *(tuple(line(n) for ref in g.values for n in ref.nodes) if g.ids else None for g in form.groups)
+
+
+def are_same_places(places: NodePlaces, others: NodePlaces) -> bool:
+    """Compare the places of two captures, for the groups of experts that both met."""
+    return all(p == q for p, q in zip(places, others, strict=True) if p is not None and q is not None)
+
+
+__all__ = ["LiftOptions", "NodePlaces", "ProofState", "are_same_places", "find_places"]

@@ -1,0 +1,95 @@
+"""Choose the sizes of captures: about so many tokens, on the side of each comparison that the proof is for."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..capture.sizes import SizeGuard
+from ..errors import Refused
+from .guarded_sizes import find_sequence, find_sizes
+
+if TYPE_CHECKING:
+    from .proof_state import ProofState
+
+NO_SIZES = "no sizes were found at which all that is compared with them comes out as for the example"
+_SEQUENCE_LENGTHS = (1, 2, 3, 7, 29, 131, 517)
+_FIRST_VARIANTS = 3  # the first captures, whose sizes differ
+
+
+class SizeChoice:
+    """Reads the evidence of a proof and chooses sizes for its next captures.
+
+    Args:
+        first_tokens: number of tokens of the first capture.
+    """
+
+    def __init__(self, state: ProofState, first_tokens: int):
+        self.first_tokens = first_tokens
+        self._state = state
+        self._sequences: dict[tuple[int, int], dict[str, int]] = {}  # by the numbers of tokens and of captures
+        self._agreed: dict[int, list[SizeGuard]] = {}  # by the number of captures
+
+    def choose(self, tokens: int, variant: int) -> dict[str, int]:
+        """Choose sizes with about `tokens` tokens.
+
+        If the guards of the proof exclude them, choose more or fewer tokens. The first variants then avoid numbers of
+        tokens that a capture has: a program proven at one size would take sizes for constants.
+
+        Raises:
+            Refused: no sizes fulfil the guards of the proof.
+        """
+        arguments, within = self._state.arguments, self._state.within
+        sizes = arguments.choose(tokens, variant)
+        known = {math.prod(one.values()) for one in self._state.sizes}
+        if not within or (self.is_within(sizes) and math.prod(sizes.values()) not in known):
+            return sizes
+        is_first = variant < _FIRST_VARIANTS
+        # the first three differ, if they are chosen for the same number of tokens
+        if found := find_sizes(arguments, within, self.first_tokens if is_first else tokens):
+            sizes = found[variant % (_FIRST_VARIANTS if is_first else len(found))]
+            if is_first and math.prod(sizes.values()) in known:  # 7 * 11 and 11 * 7: numbers made of 77 are equal
+                return next((one for one in found if math.prod(one.values()) not in known), sizes)
+            return sizes
+        for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
+            sizes = arguments.choose(n, variant)
+            if self.is_within(sizes):
+                return sizes
+        raise Refused(NO_SIZES)
+
+    def choose_sequence(self, tokens: int) -> dict[str, int]:
+        """Choose one sequence of `tokens` tokens.
+
+        If the guards of the proof exclude single sequences, or the captures' comparisons exclude all lengths of them,
+        choose as few sequences as possible with `tokens` tokens or a few more. Check the result with `is_within`: it
+        may be a single sequence that the guards exclude.
+        """
+        key = tokens, len(self._state.forms)
+        if key not in self._sequences:
+            one = [*map(self._state.arguments.sequence, _SEQUENCE_LENGTHS)]
+            guards = [g for g in self._agreed_guards() if not any(g.holds(sizes) for sizes in one)]
+            self._sequences[key] = find_sequence(self._state.arguments, (*self._state.within, *guards), tokens)
+        return self._sequences[key]
+
+    def choose_as_captured(self, tokens: int) -> dict[str, int]:
+        """Choose sizes with `tokens` tokens, or a few more, at which each comparison has the captures' outcome."""
+        return find_sequence(self._state.arguments, (*self._state.within, *self._agreed_guards()), tokens)
+
+    def is_as_captured(self, sizes: dict[str, int]) -> bool:
+        """Whether each comparison that had one outcome in all captures has it at these sizes."""
+        return all(g.holds(sizes) for g in self._agreed_guards())
+
+    def is_within(self, sizes: dict[str, int]) -> bool:
+        """Whether the guards that the proof is restricted to hold."""
+        return all(g.holds(sizes) for g in self._state.within)
+
+    def _agreed_guards(self) -> list[SizeGuard]:
+        """Comparisons that had one outcome in all captures."""
+        count = len(self._state.forms)
+        if count not in self._agreed:
+            guards = dict.fromkeys(self._state.seen_guards())
+            self._agreed[count] = [g for g in guards if all(g.holds(sizes) for sizes in self._state.sizes)]
+        return self._agreed[count]
+
+
+__all__ = ["NO_SIZES", "SizeChoice"]
