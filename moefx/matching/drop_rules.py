@@ -25,7 +25,7 @@ from .graph_nodes import asked_number, numbers, op_name
 from .lift.canonical_form import Body, Lifted, Ref, walk
 from .lift.expert_index import aligned
 from .match_result import DropRule, Match
-from .probes.branch_outcomes import ASK_ROWS
+from .probes.forced_outcome import ASK_ROWS
 from .terms.index_arithmetic import unravel
 from .terms.node_semantics import Semantics
 from .terms.normal_form import Terms

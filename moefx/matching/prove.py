@@ -18,20 +18,9 @@ from .lift.distinct_choices import are_different
 from .lift.lifter import ONE_EXPERT, NothingRouted
 from .lift.routed_nodes import chooses_for_sequences
 from .match_result import Expert, Match
-from .probes import (
-    branch_outcomes,
-    call_integers,
-    coinciding_choices,
-    crowded_experts,
-    expert_counts,
-    expert_coverage,
-    idle_experts,
-    leaked_sizes,
-    load_comparisons,
-    repeated_experts,
-    token_numbers,
-)
 from .probes.plain_integers import refuse_plain_integers
+from .probes.probe import Probe
+from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
 from .probes.turning_integers import counting, with_turns
 from .proof_state import ProofState, are_same_places, find_places
 from .terms.parameter_places import Place
@@ -48,38 +37,24 @@ def prove(state: ProofState) -> Match:
         Refused: there is none, or some routing, outcome or size changes it without a guard that tells when.
     """
     capture_first_routings(state)
-    token_numbers.more_slots(state)
-    expert_coverage.every_expert(state)
+    run_probes(state, COVERAGE)
     refuse_single_expert(state)
     agree(state)
     refuse_early(state)
-    idle_experts.leave_idle(state)
-    branch_outcomes.flip_branches(state)
-    branch_outcomes.mix_decisions(state)
-    coinciding_choices.tell_apart(state)
-    call_integers.settle(state)
-    crowded_experts.spread_numbers(state)
-    crowded_experts.overflow(state)
-    branch_outcomes.carry_over(state)
-    repeated_experts.fall_together(state)
-    token_numbers.other_sizes(state)
-    expert_counts.vary_counts(state)
-    load_comparisons.vary_loads(state)
-    crowded_experts.overflow(state)  # limits that more tokens have, `min(T, 64)`
-    branch_outcomes.flip_branches(state)  # that only crowds, few tokens or many came to
-    branch_outcomes.mix_decisions(state)
-    crowded_experts.spread_numbers(state)  # what has other values in the captures since
-    crowded_experts.overflow(state)
-    leaked_sizes.leaked_sizes(state)
-    leaked_sizes.round_sizes(state)
-    leaked_sizes.same_by_chance(state)
+    run_probes(state, INTERVENTIONS)
     refuse_remembered(state.questions)
     refuse_plain_integers(state)
-    idle_experts.concentrate(state)
+    run_probes(state, CONFIRMATIONS)
     align_sources(state)
     merge_groups(state)  # raises before more captures are made
     complete_evidence(state)
     return build_match(state, list(state.forms), list(state.sizes))
+
+
+def run_probes(state: ProofState, probes: Iterable[Probe]) -> None:
+    """Run probes in order."""
+    for probe in probes:
+        probe.run(state)
 
 
 # ------------------------------------------------------------------ first captures

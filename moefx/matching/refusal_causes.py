@@ -12,7 +12,8 @@ from ..capture.captured import Capture
 from ..capture.counts import is_empty_test
 from ..errors import Refused
 from .graph_nodes import ORDERED, asked_number, is_routed, op_name
-from .probes.branch_outcomes import DECIDE_OUTSIDE, buffers_read
+from .probes.branch_outcomes import buffers_read
+from .probes.forced_outcome import DECIDE_OUTSIDE
 
 if TYPE_CHECKING:
     from .proof_state import ProofState

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
+from moefx.matching import prove
+from moefx.matching.probes.crowded_experts import spread_numbers
 
 from ..passes.blocks import D, E, K, Loop, Mlp
 
@@ -120,7 +122,8 @@ def test_what_levels_off_is_right_or_refused(name):
 
 def test_the_numeric_check_sees_a_crowd(monkeypatch):
     """The net under the proof: with nothing to tell it of large counts, the rewrite is still refused."""
-    monkeypatch.setattr("moefx.matching.probes.crowded_experts.spread_numbers", lambda prover: None)
+    others = tuple(probe for probe in prove.INTERVENTIONS if probe.run is not spread_numbers)
+    monkeypatch.setattr(prove, "INTERVENTIONS", others)
     with pytest.raises(moefx.NoMoEBlockFound, match="a crowd of tokens"):
         moefx.compile(
             nn.Sequential(Weighted(CHANGES["divided"])).double(),

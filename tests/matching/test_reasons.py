@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
-from moefx.matching.probes import branch_outcomes
+from moefx.matching import prove
+from moefx.matching.probes.probe import Probe
 
 from ..models.case import gradients
 from ..passes.blocks import D, E, Loop, Mlp
@@ -183,5 +184,6 @@ def take_top_p(block, x):
 
 
 def test_refuses_unexplained_drops_before_it_looks_further(monkeypatch):
-    monkeypatch.setattr(branch_outcomes, "flip_branches", lambda prover: pytest.fail("the proof went on"))
+    goes_on = Probe(lambda state: pytest.fail("the proof went on"), "")
+    monkeypatch.setattr(prove, "INTERVENTIONS", (goes_on,))
     assert "no mask in the program says which" in refusal(Block(take_top_p), torch.randn(40, D))

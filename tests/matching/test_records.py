@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.matching.probes import branch_outcomes
+from moefx.matching import prove
+from moefx.matching.probes.probe import Probe
 
 D, E = 12, 4
 
@@ -30,7 +31,7 @@ class Counting(nn.Module):
 
 def test_a_record_is_refused_before_branches_are_tried(monkeypatch):
     tried = []
-    monkeypatch.setattr(branch_outcomes, "flip_branches", tried.append)
+    monkeypatch.setattr(prove, "INTERVENTIONS", (Probe(tried.append, ""),))
     (block,) = moefx.explain(Counting(), example_inputs=(torch.randn(16, D),)).refused
     assert "the block writes to usage when it is called" in block.reason
     assert not tried

@@ -7,53 +7,31 @@ only one way is refused. `crowds` does the same for what many tokens change.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import MIXED, Capture, HostRead, Often, decided_by_floats
+from ...capture.captured import Capture, HostRead, decided_by_floats
 from ...capture.counts import LENGTH, is_empty_test
-from ...capture.routing import Routing
-from ...capture.sizes import COMPARE, value_of
-from ...capture.source import Source, is_users_own
-from ...capture.tracer import Flips
+from ...capture.sizes import COMPARE
+from ...capture.source import Source
 from ...errors import Refused
 from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import is_of_state, is_random, is_routed, line, numbers, op_name
 from ..integer_ranges import UNBOUNDED, Ranges
 from . import empty_experts, zero_rows
+from .forced_outcome import BUFFER, COUNT, LIMIT, READ, ZERO, find_capture, force_outcome, refuse_change, repeat_outcome
 
 if TYPE_CHECKING:
-    from ..lift.canonical_form import Lifted
     from ..proof_state import ProofState
 
-DECIDE_OUTSIDE = (
-    "decide it by an attribute that is set outside of forward, as in if self.is_warming_up, and compile the model as "
-    "it is after that; other calls run the original"
-)
-ASK_ROWS = "to skip an expert without tokens, ask for its rows: if rows.shape[0] == 0"
 _NO_LIMIT = 1e9
 _MOST_NUMBERS = 80
 _MOST_PAIRED = 5  # reads
-_FEW = 5  # tokens
-_TURNS = 3  # times as often as it was met a read comes out otherwise
-_READ = "a value read from a tensor"
-_COUNT = "a count of tokens read from a tensor"
-_BUFFER = "the buffer"
-LIMIT = "the number of tokens of an expert read from a tensor"
-_ZERO = "whether a sum of an expert's rows or weights is zero"
-_COMPARISON = "a comparison that came out the same everywhere"
-_TOGETHER = "one of several comparisons that came out the same everywhere"
-_INTEGER = "an integer made of floats that came out the same everywhere"
-_ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # which argument is the dimension
 
 
 def flip_branches(state: ProofState) -> None:
@@ -68,13 +46,13 @@ def flip_branches(state: ProofState) -> None:
             state.settle(read.calls)
             if len(seen) == 1 and not _weighs_rows(read) and _is_shown(state, read):
                 continue
-            what = _COUNT if len(seen) == 1 and empty_experts.asks_for_tokens(read) else _READ
-            if what == _READ and _asks_for_limit(state, read):
+            what = COUNT if len(seen) == 1 and empty_experts.asks_for_tokens(read) else READ
+            if what == READ and _asks_for_limit(state, read):
                 what = LIMIT
-            if what == _READ and (buffers := buffers_read(read)):
-                what = f"{_BUFFER} {', '.join(buffers)}"
+            if what == READ and (buffers := buffers_read(read)):
+                what = f"{BUFFER} {', '.join(buffers)}"
             if zero_rows.asks_for_zero(read):
-                what = _ZERO
+                what = ZERO
             kinds = {type(v) for v in seen}
             others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
             if kinds & {float, int}:
@@ -83,8 +61,8 @@ def flip_branches(state: ProofState) -> None:
                 between = named if float in kinds else list(dict.fromkeys(map(round, named)))
                 others += _that_turn(state, read, taken, others, between)
             for value in others:
-                flips: dict[Any, Any] = {read.calls: often(taken, read.calls, value)}
-                if not force(state, read.source, flips, what, taken) and read.node is None:
+                flips: dict[Any, Any] = {read.calls: repeat_outcome(taken, read.calls, value)}
+                if not force_outcome(state, read.source, flips, what, taken) and read.node is None:
                     state.add_unforced_length(read.calls)  # with so few rows it is no error of the original's
             if is_first and others:
                 first.append((read, others[0]))
@@ -92,8 +70,8 @@ def flip_branches(state: ProofState) -> None:
     together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _MOST_PAIRED else ())
     for several in (some for some in together if len(some) > 1):
         taken = state.reference.capture
-        outcomes: dict[Any, Any] = {read.calls: often(taken, read.calls, value) for read, value in several}
-        force(state, several[0][0].source, outcomes, _READ)
+        outcomes: dict[Any, Any] = {read.calls: repeat_outcome(taken, read.calls, value) for read, value in several}
+        force_outcome(state, several[0][0].source, outcomes, READ)
 
 
 def _doubtful(state: ProofState) -> list[tuple[HostRead, set[Any], Capture]]:
@@ -182,192 +160,10 @@ def is_unbounded(ranges: Ranges, read: HostRead) -> bool:
     return LENGTH in of or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
 
 
-@dataclasses.dataclass
-class _Decision:
-    """A comparison of floats, or an integer made of floats, in all captures."""
-
-    source: Source
-    what: str
-    made_of: set[tuple[Source, str, bool]] = dataclasses.field(default_factory=set)  # to come out otherwise
-    met: list[Lifted] = dataclasses.field(default_factory=list)
-    columns: list[set[int]] = dataclasses.field(default_factory=list)  # how what may be alike came out
-
-
-def mix_decisions(state: ProofState) -> None:
-    """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
-    tokens' first choices, or for all of one expert, looks like a constant, and so do floats that were cast to one
-    integer, or of which the same one was chosen everywhere: once they are made to come out otherwise."""
-    doubtful = [d for d in _decisions(state) if any(len(values) == 1 for values in d.columns)]
-    of_turns = {frozenset(d.made_of): d for d in reversed(doubtful)}  # of a loop's turns the first
-    for flipped, decision in reversed(of_turns.items()):
-        _force_each(state, decision.source, flipped, decision.what, decision.met)
-    comparisons = [d for d in doubtful if d.what == _COMPARISON]
-    if len(comparisons) > 1:  # one may matter only where another comes out otherwise, too
-        every = frozenset().union(*[d.made_of for d in comparisons])
-        _force_each(state, comparisons[0].source, every, _TOGETHER, comparisons[0].met[:1])
-
-
-def _decisions(state: ProofState) -> list[_Decision]:
-    """Each once, by where it is: those that no capture was made to take otherwise."""
-    found: dict[tuple[Any, str, str], _Decision] = {}
-    for lifted in state.forms:
-        for n in lifted.capture.nodes:
-            made_of = decided_by_floats(n)
-            mine = set(map(place_of, made_of))
-            if not mine or mine & lifted.capture.tracer.flips.keys():
-                continue
-            is_boolean = n.meta["val"].dtype is torch.bool
-            decided = n if is_boolean else made_of[0]
-            compared = str([_name(a) for a in decided.args] if is_boolean else [])
-            place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
-            what = _COMPARISON if is_boolean else _INTEGER
-            decision = found.setdefault(place, _Decision(decided.meta["source"], what))
-            decision.made_of |= mine
-            decision.met.append(lifted)
-            columns = [set(v.unique().tolist()) for v in _columns(n.meta["val"], decided, lifted, state.num_experts)]
-            if columns:
-                # of an expert's tokens in an order: what comes last where there are many was not seen everywhere
-                known = decision.columns or columns
-                decision.columns = [a | b for a, b in zip(known, columns, strict=False)]
-    return list(found.values())
-
-
-def _force_each(
-    state: ProofState, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[Lifted]
-) -> None:
-    """In one capture of each kind, once."""
-    for taken in one_of_each_kind(met):
-        if not state.is_settled((flipped, taken.tracer)):
-            state.settle((flipped, taken.tracer))
-            force(state, source, dict.fromkeys(flipped, MIXED), what, taken, is_safe=False)
-
-
-def _name(a: Any) -> Any:
-    """What is compared: numbers, and parameters by their names."""
-    return a if not isinstance(a, fx.Node) else a.meta["fqn"] if a.op == "get_attr" else ""
-
-
-def one_of_each_kind(met: list[Lifted]) -> list[Capture]:
-    """The first capture, and of crowds and of tokens that spread out those with the most tokens: what is asked may
-    matter only beside something else that many tokens, or a crowd, bring about. Few tokens may not show the form."""
-    many = sorted((one for one in met if len(one.ids) > _FEW), key=lambda one: len(one.ids))
-    largest = {one.capture.tracer.routing.kind: one for one in many}
-    return list({id(one.capture): one.capture for one in (met[0], *largest.values())}.values())
-
-
-def place_of(n: fx.Node) -> tuple[Source, str, bool]:
-    """As `Flips` have it."""
-    return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
-
-
-def _columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted, experts: int) -> Sequence[torch.Tensor]:
-    """The elements that may be alike: of all tokens' first choices, of all choices of an expert, of all that came first
-    in an order, or all."""
-    if val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel():
-        flat = val.reshape(-1, lifted.slots)
-        by_expert = [flat[lifted.ids == e] for e in range(experts)] if val.dtype is torch.bool else []
-        return [*flat.unbind(-1), *by_expert]
-    if op_name(decided) in _ORDERS and val.dim():
-        at = _ORDERS[op_name(decided)]
-        dim: Any = decided.kwargs.get("dim", decided.args[at] if len(decided.args) > at else -1)
-        return val.unbind(dim)
-    return [val]
-
-
-def carry_over(state: ProofState) -> None:
-    """What a call leaves in the block's attributes must not change what the next call computes."""
-    first = state.reference.capture
-    buffers = dict(state.block.named_buffers())  # these are read when the call comes
-    left = {str(e.target): e.node for e in first.effects if e.kind == "attribute" and e.target not in buffers}
-    if not left:
-        return
-    with contextlib.ExitStack() as stack:
-        for path, node in left.items():
-            owner, _, key = path.rpartition(".")
-            values = vars(state.block.get_submodule(owner))
-            stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
-            values[key] = pytree.tree_map_only(fx.Node, _other_value, node)
-        try:
-            again = state.lift(Routing("diverse", 0), state.sizes[0])
-            state.require_same_form(again)
-        except Refused as why:
-            raise _left_behind(left) from why
-    names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
-    if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in left for n in again.capture.nodes):
-        raise _left_behind(left)
-
-
-def _left_behind(left: dict[str, Any]) -> Refused:
-    node = next((n for n in pytree.tree_leaves(left) if isinstance(n, fx.Node)), None)
-    return Refused(
-        "what a call leaves in an attribute changes the next call",
-        culprits=tuple(left),
-        source=str(node.meta["source"]) if node is not None else "",
-        remedy="compute it in every call; to use one choice in several blocks, return it and pass it on as an argument",
-    )
-
-
-def force(
-    state: ProofState, source: Source, flips: Flips, what: str, taken: Capture | None = None, is_safe: bool = True
-) -> bool:
-    """Have the program of a capture, the first one's or another's, go the other way; from here on that is one of the
-    captures that must agree. An error there, as a check for NaN ends in, would be one in the original, too; unless
-    `is_safe`, only one that the program raises itself: of two masks that are equal in it one alone may have been
-    forced. Returns whether the program came to its end."""
-    at = index_of(state, taken)
-    tracer, sizes, optional = state.forms[at].capture.tracer, state.sizes[at], state.forms[at].optional
-    try:
-        forced = state.lift(tracer.routing.again(), sizes, {**tracer.flips, **flips})
-        state.require_same_form(forced)
-    except Refused as why:
-        if optional is None:
-            raise changes(source, what) from why
-        state.drop_evidence(at)
-        return True
-    except Exception as error:
-        if is_safe or is_users_own(error):
-            return False
-        raise changes(source, what) from error
-    is_read = what in (_READ, _COUNT, _ZERO, LIMIT) or what.startswith(_BUFFER)
-    state.add_evidence(forced, sizes, optional, source if is_read else None)
-    return True
-
-
-def often(taken: Capture, calls: tuple[Source, ...], value: Any) -> Any:
-    """A value for a read to come out as. A boolean does so a few times as often as it was met in a capture, and where
-    it compares what it compared there: a loop may ask until it is another."""
-    if type(value) is not bool:
-        return value
-    met = [read for read in taken.reads if read.calls == calls]
-    others = frozenset(value_of(read.asked[1]) for read in met if read.asked is not None)
-    return Often(value, _TURNS * len(met) + _TURNS, others)
-
-
-def index_of(state: ProofState, taken: Capture | None) -> int:
-    """Of a capture among the state's; the first one's where it is not there."""
-    return next((i for i, one in enumerate(state.forms) if one.capture is taken), 0)
-
-
-def changes(source: Source, what: str) -> Refused:
-    remedies = {
-        _COUNT: ASK_ROWS,
-        _ZERO: ASK_ROWS,
-        LIMIT: "give each of its tokens the same, however many they are; drop tokens by a mask over all choices, as "
-        "in weights * (counts <= limit)[ids]",
-    }
-    return Refused(
-        f"{what} changes what is computed: {source.text}",
-        source=str(source),
-        remedy=DECIDE_OUTSIDE
-        if what.startswith(_BUFFER)
-        else remedies.get(what, "moefx needs one formula for all tokens"),
-    )
-
-
 def _that_turn(state: ProofState, read: HostRead, taken: Capture, known: list[Any], values: list[Any]) -> list[Any]:
     """The values with which the program does what it does with none of the known ones: it runs other ops, or computes
     with other numbers than the value itself."""
-    at = index_of(state, taken)
+    at = find_capture(state, taken)
     tracer = state.forms[at].capture.tracer
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
@@ -470,14 +266,4 @@ def _is_shown(state: ProofState, read: HostRead) -> bool:
     try:
         return empty_experts.seen_without(state, read)
     except Refused as why:
-        raise changes(read.source, _READ) from why
-
-
-def _other_value(node: fx.Node) -> torch.Tensor:
-    val = node.meta["val"]
-    return _random(val) if isinstance(val, FakeTensor) else val.clone()
-
-
-def _random(like: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)  # not the user's
-    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)
+        raise refuse_change(read.source, READ) from why

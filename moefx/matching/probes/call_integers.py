@@ -102,7 +102,7 @@ def operands(n: fx.Node) -> list[fx.Node]:
     return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
 
 
-def settle(state: ProofState) -> None:
+def vary_call_integers(state: ProofState) -> None:
     """What came out one way in all captures is looked at once more with each of the numbers that turn something, then
     made to come out otherwise, on the way on which it was met: what is asked behind a branch only is asked there.
 

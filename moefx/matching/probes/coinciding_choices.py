@@ -20,7 +20,8 @@ from ...errors import Refused
 from ..lift.canonical_form import Lifted, count_sequences
 from ..lift.distinct_choices import as_slots
 from ..lift.routed_nodes import made_of
-from .branch_outcomes import force, index_of, one_of_each_kind, place_of
+from .float_decisions import one_of_each_kind, place_of
+from .forced_outcome import find_capture, force_outcome
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -30,7 +31,7 @@ _TIMES = 12  # that values are looked for with which they differ
 _Place = tuple[Source, str, bool]
 
 
-def tell_apart(state: ProofState) -> None:
+def separate_choices(state: ProofState) -> None:
     """Have choices that the routed sum is made of come out otherwise than the one that was found.
 
     Raises:
@@ -107,9 +108,9 @@ def _may_differ(lifted: Lifted, place: _Place) -> bool:
 
 def _part(state: ProofState, place: _Place, taken: Capture) -> None:
     """Make a choice come out otherwise. What was read off nodes that were alike is read off those that show then."""
-    tracer, sizes = taken.tracer, state.sizes[index_of(state, taken)]
+    tracer, sizes = taken.tracer, state.sizes[find_capture(state, taken)]
     try:
-        force(state, place[0], {place: MIXED}, _WHAT, taken, is_safe=False)
+        force_outcome(state, place[0], {place: MIXED}, _WHAT, taken, is_safe=False)
     except Refused as why:
         flips: dict[Any, Any] = {**tracer.flips, place: MIXED}
         try:

@@ -6,93 +6,38 @@ one more capture that must agree; else the form is guarded to hold below it.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from ...capture.captured import SHAPE_ONLY, SPREAD, Capture, remembered
-from ...capture.routing import Routing
-from ...capture.sizes import SizeGuard
 from ...capture.source import Source
-from ...errors import Refused
 from ..graph_nodes import SELECTIONS, is_known, is_routed, op_name, place_axis, values
 from ..integer_ranges import MOVES, UNBOUNDED, Ranges, token_sizes
-from ..lift.canonical_form import Lifted
-from .branch_outcomes import force
 from .empty_experts import asks_for_chosen
+from .forced_outcome import force_outcome
 from .load_statistics import is_load_statistic
-from .reached_limits import UNKNOWN, limits, not_reached
+from .reached_limits import limits
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-MOST_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
 _LOOKUPS = {"index", "index_select", "gather", "embedding", "bucketize", "searchsorted"}
 _CUTS = {"clamp", "clamp_max", "minimum", "remainder", "fmod", "bitwise_and", "__and__"}
-_MOVES = {"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "flatten", "reshape", "view"}
 _COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
-
-
-def overflow(state: ProofState) -> None:
-    """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
-    guarded to hold only where there are too few to."""
-    slots, seen = state.reference.slots, [limits(lifted.capture, state.unforced_lengths) for lifted in state.forms]
-    for turn in range(4):
-        places = not_reached(seen)
-        most = [_most_of_one(lifted) for lifted in state.forms]
-        left: set[int] = set()
-        for place, found in places.items():
-            # of a capacity that grows with the tokens and has room for all of them there is nothing behind
-            pairs = [(s.get(place), n) for s, n in zip(seen, most, strict=True)]
-            if len(found) == 1:
-                left |= found
-            elif short := {limit for limit, n in pairs if limit and limit < n}:
-                left |= short | found & {UNKNOWN}
-        if not left:
-            return
-        lowest = min(left)
-        if lowest == UNKNOWN:
-            place = next(place for place, found in places.items() if UNKNOWN in found)
-            raise Refused(
-                "a number made of counts or positions is compared with another, and came out the same in all that was "
-                "tried: it is no count itself, so at how many tokens that changes cannot be told",
-                source=str(place[0]), culprits=(place[1],),
-            )  # fmt: skip
-        tokens = state.arguments.tokens_near(int(lowest / 0.85) + 10)
-        sizes = state.size_choice.choose_sequence(tokens)
-        if tokens > MOST_TOKENS or not state.size_choice.is_within(sizes):
-            break
-        try:  # some limits are those of all choices, some of the first ones
-            lifted = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
-            state.require_agreement(lifted)
-        except Exception:  # the program's own too, at sizes that it is not made for
-            break
-        state.add_evidence(lifted, sizes)
-        seen.append(limits(lifted.capture, state.unforced_lengths))
-    state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
-
-
-def _most_of_one(lifted: Lifted) -> int:
-    """How many choices one expert may get: of a token's `topk` one, else all of them."""
-    tokens, node = math.prod(lifted.tokens), lifted.index.node
-    while op_name(node) in _MOVES and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    is_of_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
-    return tokens if is_of_topk and not lifted.index.columns else lifted.slots * tokens
 
 
 def spread_numbers(state: ProofState) -> None:
     """Numbers made of counts or positions that look like constants at few tokens are made to differ."""
     for (source, op), what in {**_same_everywhere(state), **_never_cut(state)}.items():
-        force(state, source, {(source, op, True): SPREAD}, what)
+        force_outcome(state, source, {(source, op, True): SPREAD}, what)
 
 
 def _same_everywhere(state: ProofState) -> dict[tuple[Source, str], str]:
     """Functions of counts, ranks and positions that came out as one number (`counts // 300`, `relu(counts - 300)`,
     `table[arange(T) // 300]`), one truth (`isin(ranks, few)`) or one place (`stack([ranks, limits]).argmax(0)`), though
-    not all was one that they are of. Not comparisons of which the limit is known: see `overflow`."""
+    not all was one that they are of. Not comparisons of which the limit is known: see `overflow_limits`."""
     made: dict[tuple[Source, str, Any], set[Any]] = {}
     of: dict[tuple[Source, str, Any], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
@@ -108,7 +53,7 @@ def _same_everywhere(state: ProofState) -> dict[tuple[Source, str], str]:
                 continue
             place = (by.meta["source"], str(by.target))
             is_of_loads = is_load_statistic(lifted.capture, n)
-            # `overflow` looks beyond a fixed limit, and not beyond one that grows with the tokens
+            # `overflow_limits` looks beyond a fixed limit, and not beyond one that grows with the tokens
             is_limit = place in limited and not (is_of_loads and len(limited[place]) > 1)
             asks_crowds = not is_limit and (is_of_loads or _asks_crowds(ranges, n, by))
             if not (_levels_off(n) or _asks_positions(n, sizes) or asks_crowds):

@@ -22,7 +22,7 @@ _CONTROLS = (3, 2)  # if neither can be shown, the counts show nothing
 _MOST_EXPERTS = 3  # to try
 
 
-def vary_counts(state: ProofState) -> None:
+def vary_expert_counts(state: ProofState) -> None:
     """Add captures in which one expert has few tokens, if no capture shows that. If Python reads something that is
     made of floats, also some in which its only token scores all experts nearly alike: `if weights.max() < 0.4` skips
     such an expert.
@@ -88,4 +88,4 @@ def _capture_count(state: ProofState, expert: int, routing: Routing, sizes: dict
     return lifted
 
 
-__all__ = ["vary_counts"]
+__all__ = ["vary_expert_counts"]

@@ -24,7 +24,7 @@ _CHANCE = 1e-3
 _MOST_NUMBERS = 4096
 
 
-def every_expert(state: ProofState) -> None:
+def show_all_experts(state: ProofState) -> None:
     """More captures, until every expert was seen at work: one that differs must not hide.
 
     Raises:

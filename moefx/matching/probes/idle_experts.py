@@ -43,7 +43,7 @@ class Concentration(NamedTuple):
         return torch.full_like(value, self.number)
 
 
-def leave_idle(state: ProofState) -> None:
+def leave_experts_idle(state: ProofState) -> None:
     """Add captures in which tokens concentrate on one number of an argument, if that decides what came out one way.
 
     Captures that do not have the form of the others are left to the probes that force an outcome.
@@ -64,7 +64,7 @@ def leave_idle(state: ProofState) -> None:
             state.add_evidence(lifted, state.sizes[0])
 
 
-def concentrate(state: ProofState) -> None:
+def concentrate_tokens(state: ProofState) -> None:
     """Check that many tokens that all choose the same experts are given what they are given among others: a program
     that asks which experts are idle may do something else then.
 

@@ -21,7 +21,7 @@ from ...errors import CaptureError, Refused
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import numbers
 from ..lift.canonical_form import most_tokens
-from .crowded_experts import MOST_TOKENS
+from .reached_limits import MAX_CROWD_TOKENS
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -101,7 +101,7 @@ class _Usual:
         return not self.has_drops and not lifted.kept.all()
 
 
-def leaked_sizes(state: ProofState) -> None:
+def vary_leaked_sizes(state: ProofState) -> None:
     """A size, or how many tokens an expert got, that became a plain number (`int(n / 2)`) may decide a branch, or
     what `max(4, int(n / 2))` is, unseen. So more sizes are captured. Where one runs other lines than all before, the
     form is guarded to hold below it; where a number changes that was the same before, it is one more capture that
@@ -142,7 +142,7 @@ def leaked_sizes(state: ProofState) -> None:
         below = tokens
 
 
-def round_sizes(state: ProofState) -> None:
+def try_round_sizes(state: ProofState) -> None:
     """A plain number may say of a size that it is a power of two, a square, a multiple of something
     (`math.gcd(n, 64)`), which those of the captures are not: then some that are all of that are looked at, too, and
     those that the code names.
@@ -153,7 +153,9 @@ def round_sizes(state: ProofState) -> None:
     if not _has_leaks(state) or not state.arguments.dims:
         return
     usual = _Usual(state)
-    named = [n for n in trace_closure(collect_code(state.block)).numbers if type(n) is int and _FEW < n <= MOST_TOKENS]
+    named = [
+        n for n in trace_closure(collect_code(state.block)).numbers if type(n) is int and _FEW < n <= MAX_CROWD_TOKENS
+    ]
     sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MOST_NAMED]})
     for n in itertools.takewhile(lambda n: n < most_tokens(state.forms, times=4), sizes):
         try:
@@ -185,7 +187,7 @@ def _has_leaks(state: ProofState) -> bool:
     return any(lifted.capture.sizes.leaks for lifted in state.forms)
 
 
-def same_by_chance(state: ProofState) -> None:
+def guard_constant_expressions(state: ProofState) -> None:
     """What was computed from sizes (`S % 2`) and was the same at all of these may be another at sizes between them: the
     form is guarded to hold where it is the same."""
     largest = state.arguments.each * max(math.prod(sizes.values()) for sizes in state.sizes)
@@ -212,7 +214,7 @@ def _changes_later(state: ProofState) -> bool:
 
 def _also_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
     """Whether the form holds at so many tokens in a sequence too, where a number has moved."""
-    if 2 * tokens > MOST_TOKENS:
+    if 2 * tokens > MAX_CROWD_TOKENS:
         return False
     arguments = state.arguments
     several = (arguments.choose(times * tokens, 1) for times in _SEQUENCES)  # not one: S is to be told from B*S

@@ -21,7 +21,8 @@ from ...errors import Refused
 from ..graph_nodes import ORDERED, TWO_SIDED, is_routed, op_name
 from ..integer_ranges import UNBOUNDED, Ranges, token_sizes
 from ..lift.lifter import NothingRouted
-from .branch_outcomes import LIMIT, changes, force, is_unbounded, often
+from .branch_outcomes import is_unbounded
+from .forced_outcome import LIMIT, force_outcome, refuse_change, repeat_outcome
 from .reached_limits import is_made_of_rows
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ def vary_loads(state: ProofState) -> None:
         _force_crowd(state, comparison, [first], outcomes)
     ordered = [c for c in found.values() if c.limit is not None]
     for base in bases if len(ordered) > 1 else ():
-        flips: dict[Any, Any] = {c.read.calls: often(base, c.read.calls, c.in_a_crowd) for c in ordered}
-        force(state, ordered[0].read.source, flips, LIMIT, base)
+        flips: dict[Any, Any] = {c.read.calls: repeat_outcome(base, c.read.calls, c.in_a_crowd) for c in ordered}
+        force_outcome(state, ordered[0].read.source, flips, LIMIT, base)
 
 
 def _comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
@@ -199,7 +200,7 @@ def _add(state: ProofState, routing: Routing, side: _Side, found: dict[_Calls, _
         return None
     except Refused as why:
         if side.optional is None:
-            raise changes(_turned(state, taken, found).source, LIMIT) from why
+            raise refuse_change(_turned(state, taken, found).source, LIMIT) from why
         state.add_guard(side.optional)
         return None
     state.add_evidence(lifted, side.sizes, side.optional)
@@ -230,7 +231,9 @@ def _force_crowd(
             if all(read.value is value for read in base.reads if read.calls == calls):
                 continue
             try:
-                is_shown = force(state, comparison.read.source, {calls: often(base, calls, value)}, LIMIT, base)
+                is_shown = force_outcome(
+                    state, comparison.read.source, {calls: repeat_outcome(base, calls, value)}, LIMIT, base
+                )
             except Refused:
                 if not _crowds_every_expert(state, comparison):
                     raise

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from ...capture.captured import Capture
+from ...capture.routing import Routing
+from ...capture.sizes import SizeGuard
 from ...capture.source import Source
+from ...errors import Refused
 from ..graph_nodes import ORDERED, TWO_SIDED, is_known, is_routed, op_name, remembered
 from ..integer_ranges import NARROW, UNBOUNDED, Ranges, token_sizes
+from ..lift.canonical_form import Lifted
 from .load_statistics import has_loads
 
+if TYPE_CHECKING:
+    from ..proof_state import ProofState
+
+MAX_CROWD_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
+_MOVES = {"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "flatten", "reshape", "view"}
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # up to which all integers are there
 UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
 _PASSED_ON = {"_to_copy", "clone", "detach", "view", "reshape", "expand", "permute", "unsqueeze", "squeeze", "select"}
@@ -29,6 +38,54 @@ _BENT = {
 
 
 Place = tuple[Source, str]
+
+
+def overflow_limits(state: ProofState) -> None:
+    """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
+    guarded to hold only where there are too few to."""
+    slots, seen = state.reference.slots, [limits(lifted.capture, state.unforced_lengths) for lifted in state.forms]
+    for turn in range(4):
+        places = not_reached(seen)
+        most = [_most_of_one(lifted) for lifted in state.forms]
+        left: set[int] = set()
+        for place, found in places.items():
+            # of a capacity that grows with the tokens and has room for all of them there is nothing behind
+            pairs = [(s.get(place), n) for s, n in zip(seen, most, strict=True)]
+            if len(found) == 1:
+                left |= found
+            elif short := {limit for limit, n in pairs if limit and limit < n}:
+                left |= short | found & {UNKNOWN}
+        if not left:
+            return
+        lowest = min(left)
+        if lowest == UNKNOWN:
+            place = next(place for place, found in places.items() if UNKNOWN in found)
+            raise Refused(
+                "a number made of counts or positions is compared with another, and came out the same in all that was "
+                "tried: it is no count itself, so at how many tokens that changes cannot be told",
+                source=str(place[0]), culprits=(place[1],),
+            )  # fmt: skip
+        tokens = state.arguments.tokens_near(int(lowest / 0.85) + 10)
+        sizes = state.size_choice.choose_sequence(tokens)
+        if tokens > MAX_CROWD_TOKENS or not state.size_choice.is_within(sizes):
+            break
+        try:  # some limits are those of all choices, some of the first ones
+            lifted = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
+            state.require_agreement(lifted)
+        except Exception:  # the program's own too, at sizes that it is not made for
+            break
+        state.add_evidence(lifted, sizes)
+        seen.append(limits(lifted.capture, state.unforced_lengths))
+    state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
+
+
+def _most_of_one(lifted: Lifted) -> int:
+    """How many choices one expert may get: of a token's `topk` one, else all of them."""
+    tokens, node = math.prod(lifted.tokens), lifted.index.node
+    while op_name(node) in _MOVES and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    is_of_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
+    return tokens if is_of_topk and not lifted.index.columns else lifted.slots * tokens
 
 
 def limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:
@@ -234,4 +291,4 @@ def _is_truth(ranges: Ranges, a: Any) -> bool:
     return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
 
 
-__all__ = ["UNKNOWN", "is_made_of_rows", "limits", "not_reached"]
+__all__ = ["MAX_CROWD_TOKENS", "UNKNOWN", "is_made_of_rows", "limits", "not_reached", "overflow_limits"]

@@ -34,7 +34,7 @@ _EACH = 3  # of so many tokens one chooses otherwise
 _Change = Callable[[list[torch.Tensor]], torch.Tensor]  # of the slots' choices so far, [T] each: what the last is to be
 
 
-def fall_together(state: ProofState) -> None:
+def repeat_experts(state: ProofState) -> None:
     """Have tokens choose an expert twice, where they may.
 
     Raises:

@@ -17,7 +17,7 @@ _TRIES = 6
 _TRIES_ELSEWHERE = 2  # where the program may go another way, which has no experts
 
 
-def more_slots(state: ProofState) -> None:
+def show_all_slots(state: ProofState) -> None:
     """Where many choices are dropped, those that come last may be in all captures: a few tokens have places for
     them."""
     if all(bool(lifted.kept.all()) for lifted in state.forms):
@@ -28,7 +28,7 @@ def more_slots(state: ProofState) -> None:
         state.add_evidence(lifted, sizes)
 
 
-def other_sizes(state: ProofState) -> None:
+def vary_token_counts(state: ProofState) -> None:
     """A form that does not hold for one token, or for many, is guarded.
 
     Raises:

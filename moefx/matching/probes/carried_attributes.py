@@ -1,0 +1,60 @@
+"""Attributes that a call leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.routing import Routing
+from ...errors import Refused
+
+if TYPE_CHECKING:
+    from ..proof_state import ProofState
+
+
+def carry_attributes_over(state: ProofState) -> None:
+    """What a call leaves in the block's attributes must not change what the next call computes."""
+    first = state.reference.capture
+    buffers = dict(state.block.named_buffers())  # these are read when the call comes
+    left = {str(e.target): e.node for e in first.effects if e.kind == "attribute" and e.target not in buffers}
+    if not left:
+        return
+    with contextlib.ExitStack() as stack:
+        for path, node in left.items():
+            owner, _, key = path.rpartition(".")
+            values = vars(state.block.get_submodule(owner))
+            stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
+            values[key] = pytree.tree_map_only(fx.Node, _other_value, node)
+        try:
+            again = state.lift(Routing("diverse", 0), state.sizes[0])
+            state.require_same_form(again)
+        except Refused as why:
+            raise _left_behind(left) from why
+    names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
+    if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in left for n in again.capture.nodes):
+        raise _left_behind(left)
+
+
+def _left_behind(left: dict[str, Any]) -> Refused:
+    node = next((n for n in pytree.tree_leaves(left) if isinstance(n, fx.Node)), None)
+    return Refused(
+        "what a call leaves in an attribute changes the next call",
+        culprits=tuple(left),
+        source=str(node.meta["source"]) if node is not None else "",
+        remedy="compute it in every call; to use one choice in several blocks, return it and pass it on as an argument",
+    )
+
+
+def _other_value(node: fx.Node) -> torch.Tensor:
+    val = node.meta["val"]
+    return _random(val) if isinstance(val, FakeTensor) else val.clone()
+
+
+def _random(like: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)  # not the user's
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)

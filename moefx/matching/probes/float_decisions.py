@@ -1,0 +1,117 @@
+"""Comparisons of floats with one outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...capture.captured import MIXED, Capture, decided_by_floats
+from ...capture.source import Source
+from ..graph_nodes import op_name
+from ..lift.canonical_form import Lifted
+from .forced_outcome import force_outcome
+
+if TYPE_CHECKING:
+    from ..proof_state import ProofState
+
+_COMPARISON = "a comparison that came out the same everywhere"
+_TOGETHER = "one of several comparisons that came out the same everywhere"
+_INTEGER = "an integer made of floats that came out the same everywhere"
+_ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # which argument is the dimension
+_FEW = 5  # tokens
+
+
+@dataclasses.dataclass
+class _Decision:
+    """A comparison of floats, or an integer made of floats, in all captures."""
+
+    source: Source
+    what: str
+    made_of: set[tuple[Source, str, bool]] = dataclasses.field(default_factory=set)  # to come out otherwise
+    met: list[Lifted] = dataclasses.field(default_factory=list)
+    columns: list[set[int]] = dataclasses.field(default_factory=list)  # how what may be alike came out
+
+
+def mix_decisions(state: ProofState) -> None:
+    """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
+    tokens' first choices, or for all of one expert, looks like a constant, and so do floats that were cast to one
+    integer, or of which the same one was chosen everywhere: once they are made to come out otherwise."""
+    doubtful = [d for d in _decisions(state) if any(len(values) == 1 for values in d.columns)]
+    of_turns = {frozenset(d.made_of): d for d in reversed(doubtful)}  # of a loop's turns the first
+    for flipped, decision in reversed(of_turns.items()):
+        _force_each(state, decision.source, flipped, decision.what, decision.met)
+    comparisons = [d for d in doubtful if d.what == _COMPARISON]
+    if len(comparisons) > 1:  # one may matter only where another comes out otherwise, too
+        every = frozenset().union(*[d.made_of for d in comparisons])
+        _force_each(state, comparisons[0].source, every, _TOGETHER, comparisons[0].met[:1])
+
+
+def _decisions(state: ProofState) -> list[_Decision]:
+    """Each once, by where it is: those that no capture was made to take otherwise."""
+    found: dict[tuple[Any, str, str], _Decision] = {}
+    for lifted in state.forms:
+        for n in lifted.capture.nodes:
+            made_of = decided_by_floats(n)
+            mine = set(map(place_of, made_of))
+            if not mine or mine & lifted.capture.tracer.flips.keys():
+                continue
+            is_boolean = n.meta["val"].dtype is torch.bool
+            decided = n if is_boolean else made_of[0]
+            compared = str([_name(a) for a in decided.args] if is_boolean else [])
+            place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
+            what = _COMPARISON if is_boolean else _INTEGER
+            decision = found.setdefault(place, _Decision(decided.meta["source"], what))
+            decision.made_of |= mine
+            decision.met.append(lifted)
+            columns = [set(v.unique().tolist()) for v in _columns(n.meta["val"], decided, lifted, state.num_experts)]
+            if columns:
+                # of an expert's tokens in an order: what comes last where there are many was not seen everywhere
+                known = decision.columns or columns
+                decision.columns = [a | b for a, b in zip(known, columns, strict=False)]
+    return list(found.values())
+
+
+def _force_each(
+    state: ProofState, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[Lifted]
+) -> None:
+    """In one capture of each kind, once."""
+    for taken in one_of_each_kind(met):
+        if not state.is_settled((flipped, taken.tracer)):
+            state.settle((flipped, taken.tracer))
+            force_outcome(state, source, dict.fromkeys(flipped, MIXED), what, taken, is_safe=False)
+
+
+def _name(a: Any) -> Any:
+    """What is compared: numbers, and parameters by their names."""
+    return a if not isinstance(a, fx.Node) else a.meta["fqn"] if a.op == "get_attr" else ""
+
+
+def one_of_each_kind(met: list[Lifted]) -> list[Capture]:
+    """The first capture, and of crowds and of tokens that spread out those with the most tokens: what is asked may
+    matter only beside something else that many tokens, or a crowd, bring about. Few tokens may not show the form."""
+    many = sorted((one for one in met if len(one.ids) > _FEW), key=lambda one: len(one.ids))
+    largest = {one.capture.tracer.routing.kind: one for one in many}
+    return list({id(one.capture): one.capture for one in (met[0], *largest.values())}.values())
+
+
+def place_of(n: fx.Node) -> tuple[Source, str, bool]:
+    """As `Flips` have it."""
+    return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
+
+
+def _columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted, experts: int) -> Sequence[torch.Tensor]:
+    """The elements that may be alike: of all tokens' first choices, of all choices of an expert, of all that came first
+    in an order, or all."""
+    if val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel():
+        flat = val.reshape(-1, lifted.slots)
+        by_expert = [flat[lifted.ids == e] for e in range(experts)] if val.dtype is torch.bool else []
+        return [*flat.unbind(-1), *by_expert]
+    if op_name(decided) in _ORDERS and val.dim():
+        at = _ORDERS[op_name(decided)]
+        dim: Any = decided.kwargs.get("dim", decided.args[at] if len(decided.args) > at else -1)
+        return val.unbind(dim)
+    return [val]

@@ -1,0 +1,37 @@
+"""A probe: one way in which captures may agree although the form does not hold in general."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..proof_state import ProofState
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """One probe of the list.
+
+    Attributes:
+        run: finds the targets in the evidence, intervenes in a capture of each, and judges the result: one more
+            capture that must agree, a guard, or `Refused`.
+        protects_from: the wrong rewrite that it prevents.
+        again: why it runs again, or "".
+    """
+
+    run: Callable[[ProofState], None]
+    protects_from: str
+    again: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+    def repeat(self, why: str) -> Probe:
+        """The same probe, later in the list."""
+        return dataclasses.replace(self, again=why)
+
+
+__all__ = ["Probe"]

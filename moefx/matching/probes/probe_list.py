@@ -1,0 +1,63 @@
+"""All probes, in the order in which a proof runs them.
+
+Cheap probes come first, so that a refusal is early. A probe that looks at the evidence of others runs again after them.
+"""
+
+from __future__ import annotations
+
+from .branch_outcomes import flip_branches
+from .call_integers import vary_call_integers
+from .carried_attributes import carry_attributes_over
+from .coinciding_choices import separate_choices
+from .crowded_experts import spread_numbers
+from .expert_counts import vary_expert_counts
+from .expert_coverage import show_all_experts
+from .float_decisions import mix_decisions
+from .idle_experts import concentrate_tokens, leave_experts_idle
+from .leaked_sizes import guard_constant_expressions, try_round_sizes, vary_leaked_sizes
+from .load_comparisons import vary_loads
+from .probe import Probe
+from .reached_limits import overflow_limits
+from .repeated_experts import repeat_experts
+from .token_numbers import show_all_slots, vary_token_counts
+
+_FLIP = Probe(flip_branches, "a branch of Python that took one way in all captures")
+_MIX = Probe(mix_decisions, "a comparison of floats with one outcome, which looks like a constant")
+_SPREAD = Probe(spread_numbers, "a function of counts or positions with one value while tokens are few")
+_OVERFLOW = Probe(overflow_limits, "a capacity that no capture reached, so that nothing seems to be dropped")
+
+# Before captures are compared: each slot and each expert is in some capture.
+COVERAGE = (
+    Probe(show_all_slots, "slots that a limit drops in all captures"),
+    Probe(show_all_experts, "an expert that differs from the others and was never chosen"),
+)
+# Each forces what no capture has shown.
+INTERVENTIONS = (
+    Probe(leave_experts_idle, "a refusal of programs that only ask which experts the ids of a call leave idle"),
+    _FLIP,
+    _MIX,
+    Probe(separate_choices, "a second choice that equals the first one in all captures"),
+    Probe(vary_call_integers, "ids, lengths or buffers that look like constants"),
+    _SPREAD,
+    _OVERFLOW,
+    Probe(carry_attributes_over, "an attribute that a call leaves behind and the next call reads"),
+    Probe(repeat_experts, "a token that selects one expert in two slots, whose weights do not add up"),
+    Probe(vary_token_counts, "another form for one token, for a few, or for many"),
+    Probe(vary_expert_counts, "another form for an expert with no token, with one or with two"),
+    Probe(vary_loads, "a comparison of loads that matters for one expert, or on one side of the sizes"),
+    _OVERFLOW.repeat("limits of captures with more tokens, `min(T, 64)`"),
+    _FLIP.repeat("branches that only crowds, few tokens or many reach"),
+    _MIX.repeat("decisions that only crowds, few tokens or many reach"),
+    _SPREAD.repeat("numbers of the captures since"),
+    _OVERFLOW.repeat("limits of the captures since"),
+    Probe(vary_leaked_sizes, "a size that became a plain number and decides something at more tokens"),
+    Probe(try_round_sizes, "a plain number that tells powers of two, squares or multiples from other sizes"),
+    Probe(guard_constant_expressions, "an expression of sizes with one value at the captures' sizes by chance"),
+)
+# After the code of the block was read.
+CONFIRMATIONS = (
+    Probe(concentrate_tokens, "another form if all tokens choose the same experts, in programs that ask who is idle"),
+)
+PROBES = (*COVERAGE, *INTERVENTIONS, *CONFIRMATIONS)
+
+__all__ = ["CONFIRMATIONS", "COVERAGE", "INTERVENTIONS", "PROBES"]
