@@ -200,7 +200,12 @@ def _install_program(
 
 
 def explain(
-    model: nn.Module, *, mesh: Any = None, plan: Plan | str | None = None, example_inputs: Any = None
+    model: nn.Module,
+    *,
+    mesh: Any = None,
+    plan: Plan | str | None = None,
+    example_inputs: Any = None,
+    trace: bool = False,
 ) -> Explanation:
     """Explain which blocks `compile` rewrites in a model, or rewrote in a compiled one, with the numeric check.
 
@@ -209,6 +214,8 @@ def explain(
             refused. The model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree
             on the blocks, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; collective over the
             whole mesh if the planner decides. A compiled model says how it was spread, without communication.
+        trace: print the steps of each proof, too: the probes that ran, and for a refused block how far each node came
+            that was tried as the routed sum, and each integer tensor that was tried as its expert index.
 
     Raises:
         InvalidPlan: as in `compile`. CaptureError, InvalidInput: the model does not run on the example.
@@ -216,13 +223,13 @@ def explain(
     given: Any = model
     if _is_compiled_function(given):
         record, forwards = _find_graph_regions(given)
-        return _explain_record(given.__name__, record or Record((), (), 0.0), forwards)
+        return _explain_record(given.__name__, record or Record((), (), 0.0), forwards, trace)
     model = _unwrap_model(given)
     record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
         record = UNCHANGED.get(model) or _find_graph_regions(given)[0]
     if record is not None:
-        return _explain_record(type(model).__name__, record, _find_forwards(given))
+        return _explain_record(type(model).__name__, record, _find_forwards(given), trace)
     proven = agree_on_proof(model, example_inputs, _check_plan(plan, mesh), mesh)
     plan, found = proven.plan, proven.found
     spreads, gradients = {}, ()
@@ -246,10 +253,11 @@ def explain(
         found.seconds,
         planned=proven.decision,
         gradients=gradients,
+        trace=trace,
     )
 
 
-def _explain_record(name: str, record: Record, forwards: dict[str, BlockForward]) -> Explanation:
+def _explain_record(name: str, record: Record, forwards: dict[str, BlockForward], trace: bool) -> Explanation:
     """The explanation of a compiled model: its record, with the calls and the later programs of its blocks."""
     reports = []
     for report in record.matched:
@@ -267,7 +275,7 @@ def _explain_record(name: str, record: Record, forwards: dict[str, BlockForward]
         )
         notes = (*report.notes, *sorted(notes))
         reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))
-    more = {"planned": record.planned, "gradients": record.gradients}
+    more = {"planned": record.planned, "gradients": record.gradients, "trace": trace}
     return Explanation(name, tuple(reports), record.refused, record.seconds, _count_providers(), **more)
 
 

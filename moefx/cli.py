@@ -95,6 +95,9 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("target", help=TARGET_HELP)
     explain.add_argument("--meta", action="store_true", help="build the model on the meta device: no memory, any size")
     explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.add_argument(
+        "--trace", action="store_true", help="print the probes of each proof, and the near miss of each refusal"
+    )
     explain.add_argument("--graphs", action="store_true", help="print the rewritten graph of every block as well")
     add_plan(explain)
     explain.set_defaults(run=run_explain)
@@ -286,11 +289,11 @@ def run_explain(arguments: argparse.Namespace) -> int:
     plan = read_plan(arguments.plan)
     model, inputs = load(arguments.target, "meta" if arguments.meta else None)
     if not arguments.graphs:
-        explanation = moefx.explain(model, plan=plan, example_inputs=inputs)
+        explanation = moefx.explain(model, plan=plan, example_inputs=inputs, trace=arguments.trace)
         print(explanation.to_json() if arguments.json else explanation)
         return 0 if explanation.matched else 1
     compiled = moefx.compile(model, plan=plan, example_inputs=inputs)
-    explanation = moefx.explain(compiled)
+    explanation = moefx.explain(compiled, trace=arguments.trace)
     print(explanation.to_json() if arguments.json else explanation)
     for block in moefx.blocks(compiled):
         print(f"\n{block.graph}")

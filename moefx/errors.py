@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .inspection.proof_trace import ProofTrace
 
 
 class MoefxError(Exception):
@@ -51,7 +55,10 @@ class Refused(MoefxError):
         culprits: names of the operations or parameters that prevent the rewrite.
         source: `file.py:line` of the user's code, or "".
         remedy: the change after which the block matches, or "".
+        trace: the steps of the proof up to here; None if there was no proof.
     """
+
+    trace: ProofTrace | None = None
 
     def __init__(self, reason: str, *, culprits: tuple[str, ...] = (), source: str = "", remedy: str = ""):
         self.reason, self.culprits, self.source, self.remedy = reason, culprits, source, remedy

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..inspection.explain import BlockReport
+from ..inspection.proof_trace import ProofTrace
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_body import ExpertBody
 from ..runtime.program import Program
@@ -50,6 +51,7 @@ def build_report(
         drop=drop, holds_for=program.holds_for, routings=len(match.lifted), validation=verdict, seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
         bodies=tuple(_read_body(n) for n in mlps), notes=() if spread is None else (str(spread),),
+        trace=ProofTrace(match.probe_runs),
     )  # fmt: skip
 
 

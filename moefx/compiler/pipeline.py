@@ -29,6 +29,7 @@ from ..capture.surroundings import ARGUMENT
 from ..capture.worker import run_in_worker
 from ..errors import CaptureError, Refused
 from ..inspection.history import History
+from ..inspection.proof_trace import CutAttempt, ProofTrace
 from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path, placeholder_name
 from ..ir.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
@@ -220,13 +221,15 @@ def _explain_images(refusal: Refused) -> Refused:
     """Explain the refusal of a block whose features are not the last axis, if the refusal names no specific reason."""
     if not refusal.reason.startswith((UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS)):
         return refusal
-    return Refused(
+    explained = Refused(
         "experts receive whole images or series with channels in the second axis, but only experts on rows can be "
         "matched",
         source=refusal.source,
         remedy="make rows of the pixels, x.movedim(1, -1).flatten(0, -2), and give each expert its rows: to nn.Conv1d "
         "as rows[t][:, :, None], to nn.Conv2d as rows[t][:, :, None, None]",
     )
+    explained.trace = refusal.trace
+    return explained
 
 
 def _prove_arguments(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, RewriteResult]:
@@ -316,12 +319,14 @@ def _check_example(found: tuple[Match, RewriteResult]) -> tuple[Match, RewriteRe
 
         own, guards = text(match.arguments.sizes), match.guards
         others = [f", such as {text(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
-        raise Refused(
+        refusal = Refused(
             f"the proof does not hold for the example's own sizes ({own}): it requires {failed[0]}",
             source=failed[0].source or str(match.lifted[0].cut.meta["source"]),
             remedy=f"pass example_inputs of sizes for which it holds{(*others, '')[0]}; "
             "calls like this one then run the original",
         )
+        refusal.trace = ProofTrace(match.probe_runs)
+        raise refusal
     return found
 
 
@@ -330,7 +335,19 @@ def _rewrite_or_explain(state: ProofState, names: Placeholders) -> tuple[Match, 
     try:
         return _match_and_rewrite(state, names)
     except Refused as refusal:
-        raise _explain_refusal(refusal, state) from refusal
+        refusal.trace = ProofTrace(state.probe_runs, _find_failed_cuts(refusal))
+        explained = _explain_refusal(refusal, state)
+        explained.trace = refusal.trace
+        raise explained from refusal
+
+
+def _find_failed_cuts(refusal: BaseException | None) -> tuple[CutAttempt, ...]:
+    """Return the cuts that a lifter tried, if a refusal stems from a capture without a canonical form."""
+    while refusal is not None:
+        if isinstance(refusal, Refused) and refusal.trace is not None:
+            return refusal.trace.cuts
+        refusal = refusal.__cause__
+    return ()
 
 
 def _match_and_rewrite(state: ProofState, names: Placeholders) -> tuple[Match, RewriteResult]:

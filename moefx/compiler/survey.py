@@ -23,6 +23,7 @@ from ..capture.routing import Routing
 from ..capture.skipped_calls import SkippedCall, Skipping
 from ..capture.source import is_own_mistake
 from ..errors import CaptureError, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
+from ..inspection.proof_trace import ProofTrace
 from ..ir.guards.attribute_reads import (
     BLOCK_MODE,
     AttributeLocation,
@@ -54,6 +55,7 @@ class Refusal:
         remedy: the change after which it would match, or "".
         likely: it holds expert-like parameters; otherwise it only selects something, as sparse attention does.
         seen: the reason describes the module; otherwise it says why nothing was seen.
+        trace: the steps of its proof; None if there was no proof.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Refusal:
     remedy: str = ""
     likely: bool = True
     seen: bool = True
+    trace: ProofTrace | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
@@ -230,7 +233,7 @@ def _try_chains(
         try:
             made = _prove_equal_modules(name, modules, found, plan, tell)
         except Refused as why:
-            refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy)
+            refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy, trace=why.trace)
             if NOT_ROUTED in why.reason:
                 if name not in found.branches:
                     continue
@@ -414,7 +417,9 @@ def _rewrite(
         return rewrite_block(module, name, call.args, call.kwargs, plan, skipped)
     except Refused as why:
         if is_graph:
-            raise Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT) from why
+            refusal = Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT)
+            refusal.trace = why.trace
+            raise refusal from why
         raise
     except CaptureError as error:
         if cache := _find_cache((call.args, call.kwargs)):

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..ir import op_providers
 from ..lowering import triton
+from .proof_trace import ProofTrace
 
 # How the GEMMs read lists of expert weights (`op_providers.weight_paths`). The last two copy in every call.
 _WEIGHTS = {
@@ -42,6 +43,7 @@ class BlockReport:
         calls: calls of these blocks so far (rewritten, original, guard failures).
         also_for: specialisations that later calls compiled.
         bodies: expressions of the fused experts as JSON, with the widths of their up-projections.
+        trace: the probes of the proof.
     """
 
     names: tuple[str, ...]
@@ -62,6 +64,7 @@ class BlockReport:
     notes: tuple[str, ...] = ()
     also_for: tuple[str, ...] = ()
     bodies: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    trace: ProofTrace = dataclasses.field(default_factory=ProofTrace, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -85,6 +88,7 @@ class Explanation:
         kernels: tile configurations of the GPU kernels with their reasons (see `lowering.triton.configurations`).
         planned: the planner's `planner.decision.Decision`; None without `plan="auto"`.
         gradients: over a mesh, the reduction of each group of parameters.
+        trace: print the steps of each proof, too.
     """
 
     model: str
@@ -98,14 +102,15 @@ class Explanation:
     kernels: tuple[str, ...] = dataclasses.field(default_factory=triton.configurations)
     planned: Any = None
     gradients: tuple[str, ...] = ()
+    trace: bool = False
 
     def to_json(self) -> str:
         return json.dumps(
             {
                 "model": self.model,
                 "seconds": self.seconds,
-                "matched": [{**dataclasses.asdict(m), "no_kernels": m.no_kernels} for m in self.matched],
-                "refused": [dataclasses.asdict(r) for r in self.refused],
+                "matched": [{**self._to_dict(m), "no_kernels": m.no_kernels} for m in self.matched],
+                "refused": [self._to_dict(r) for r in self.refused],
                 "paths": [list(p) for p in self.paths],
                 "kernels": list(self.kernels),
                 "weights": dict(self.weights),
@@ -113,6 +118,12 @@ class Explanation:
                 "gradients": list(self.gradients),
             }
         )
+
+    def _to_dict(self, report: Any) -> dict[str, Any]:
+        fields = dataclasses.asdict(report)
+        if not self.trace:
+            fields.pop("trace", None)
+        return fields
 
     def __str__(self) -> str:
         blocks = sum(len(m.names) for m in self.matched)
@@ -139,12 +150,13 @@ class Explanation:
                 guard = f", {failed} guard failures" if failed else ""
                 lines.append(f"    calls       {rewritten} rewritten, {original} original{guard}")
             lines += [f"    note        {n}" for n in m.notes]
+            lines += self._format_trace(m.trace)
         if self.gradients:
             lines += ["", "  gradients, for those of the mean loss of all ranks"]
             lines += [f"    {line}" for line in self.gradients]
         if self.planned is not None:
             lines += ["", *(f"  {line}" for line in str(self.planned).splitlines())]
-        for r in merge_refusals(self.refused):
+        for r in self.refused if self.trace else merge_refusals(self.refused):
             where = f"   {r.source}" if r.source else ""
             what = f"refused: {r.name or 'the model'}{where}" if r.seen else "nothing found"
             lines += ["", f"  {what}", f"    {r.reason}"]
@@ -152,6 +164,7 @@ class Explanation:
                 lines.append(f"    culprits    {', '.join(r.culprits)}")
             if r.remedy:
                 lines.append(f"    to match    {r.remedy}" if r.seen else f"    {r.remedy}")
+            lines += self._format_trace(r.trace)
         if self.paths:
             lines += [
                 "",
@@ -161,6 +174,11 @@ class Explanation:
             lines.append(f"  weights     {self._format_weights()}")
             lines += [f"  kernel      {line}" for line in self.kernels]
         return "\n".join(lines)
+
+    def _format_trace(self, trace: ProofTrace | None) -> list[str]:
+        if not self.trace or trace is None:
+            return []
+        return [f"    {line}" for line in trace.format_lines()]
 
     def _format_weights(self) -> str:
         found = dict(self.weights)

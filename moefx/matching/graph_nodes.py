@@ -125,6 +125,13 @@ ORDERED = {"lt", "le", "gt", "ge"}
 TWO_SIDED = {*ORDERED, "eq", "ne"}
 
 
+def describe_node(node: fx.Node) -> tuple[str, str]:
+    """Return the operation of a node with its shape, and its source line, as texts for reports."""
+    val = node.meta.get("val")
+    shape = f" [{', '.join(map(str, val.shape))}]" if isinstance(val, torch.Tensor) else ""
+    return f"{op_name(node) or node.op}{shape}", str(node.meta.get("source") or "")
+
+
 def asked_number(read: HostRead) -> tuple[str, Any]:
     """Which comparison Python reads, and with what (`("lt", 8)`), whether it compares a number itself or an op does;
     `("", None)` if it is none."""

@@ -21,6 +21,7 @@ from ..capture.captured import Capture
 from ..capture.inputs import Arguments
 from ..capture.routing import Routing
 from ..capture.sizes import SizeGuard, evaluate
+from ..inspection.proof_trace import ProbeRun
 from .capacity_formulas import Formula, find_formula
 from .guarded_sizes import find_sequence, find_sizes
 from .lift.canonical_form import Body, Lifted, Ref, most_tokens
@@ -94,6 +95,7 @@ class Match:
     keep: list[Ref] | None = None
     within: tuple[SizeGuard, ...] = ()  # the way the program goes for the example, where it has two
     without_tokens: bool = False
+    probe_runs: tuple[ProbeRun, ...] = ()  # of the proof
     probes: dict[str, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
 
     def probe(self, kind: str = "diverse") -> list[tuple[dict[str, int], Capture]]:

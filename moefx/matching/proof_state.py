@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..capture.sizes import SizeGuard, SizeLog
 from ..capture.source import Source
 from ..capture.tracer import Flips
 from ..errors import Refused
+from ..inspection.proof_trace import ProbeRun
 from .graph_nodes import Line, line
 from .lift.canonical_form import Lifted, with_all_experts
 from .lift.distinct_choices import are_different
@@ -88,6 +90,7 @@ class ProofState:
         self._compares_floats = False
         self._asked: dict[SizeGuard, list[dict[str, int]]] = {}  # comparisons, and the sizes at which they were made
         self._settled: set[Hashable] = set()
+        self._probe_runs: list[ProbeRun] = []
         self._unforced_lengths: set[tuple[Source, ...]] = set()
 
     # ------------------------------------------------------------------ read
@@ -130,6 +133,11 @@ class ProofState:
     def expert_parameters(self) -> frozenset[str]:
         """FQNs of the experts' parameters, as far as captures have shown them."""
         return frozenset(self._expert_parameters or ())
+
+    @property
+    def probe_runs(self) -> tuple[ProbeRun, ...]:
+        """The probes that ran, in order."""
+        return tuple(self._probe_runs)
 
     @property
     def unforced_lengths(self) -> frozenset[tuple[Source, ...]]:
@@ -354,6 +362,19 @@ class ProofState:
     def add_unforced_length(self, calls: tuple[Source, ...]) -> None:
         """Note a read of how many rows an expert has, of which no other outcome could be forced."""
         self._unforced_lengths.add(calls)
+
+    @contextlib.contextmanager
+    def record_probe(self, name: str, again: str = "") -> Iterator[None]:
+        """Record a run of a probe, which takes place within a `with` statement."""
+        start, captures, guards = time.perf_counter(), len(self._forms), len(self._guards)
+        refused = True
+        try:
+            yield
+            refused = False
+        finally:
+            ms = (time.perf_counter() - start) * 1e3
+            counts = len(self._forms) - captures, len(self._guards) - guards
+            self._probe_runs.append(ProbeRun(name, ms, *counts, again, refused))
 
     def use_arguments(self, arguments: Arguments) -> None:
         """Use other arguments for all further captures."""

@@ -52,9 +52,10 @@ def prove(state: ProofState) -> Match:
 
 
 def run_probes(state: ProofState, probes: Iterable[Probe]) -> None:
-    """Run probes in order."""
+    """Run probes in order, and record each."""
     for probe in probes:
-        probe.run(state)
+        with state.record_probe(probe.name, probe.again):
+            probe.run(state)
 
 
 # ------------------------------------------------------------------ first captures
@@ -299,6 +300,7 @@ def build_match(state: ProofState, forms: list[Lifted], sizes: list[dict[str, in
         state.capture,
         state.lift,
         within=state.within,
+        probe_runs=state.probe_runs,
     )
 
 

@@ -210,7 +210,7 @@ def _prove_candidates(
 def build_refusal(error: Exception, name: str, where: str) -> Refusal:
     """Turn an exception into the refusal of a region."""
     why = error if isinstance(error, Refused) else refuse_own_bug(error, where)
-    return Refusal(name, why.reason, why.source or where, why.culprits, why.remedy)
+    return Refusal(name, why.reason, why.source or where, why.culprits, why.remedy, trace=why.trace)
 
 
 def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegion:

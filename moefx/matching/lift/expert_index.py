@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...inspection.proof_trace import IndexAttempt
+from ..graph_nodes import describe_node
 from ..terms.parameter_places import Place
 from ..terms.term import Term
 from .canonical_form import Lifted, Ref, count_sequences
@@ -20,6 +22,7 @@ from .expert_owners import Key, Owners
 _MOST_SLOTS = 64
 _MOST_COLUMNS = 12
 _MOST_EXPERTS_OF_A_MASK = 128
+_MAX_ATTEMPTS = 12  # that a refusal reports
 
 
 class Choice(NamedTuple):
@@ -51,6 +54,15 @@ def choice(
         return found
     candidates = search.candidates(inside)
     return search.one_node(candidates) or search.columns(candidates) or search.mask()
+
+
+def find_near_misses(
+    owners: Owners, tokens: tuple[int, ...], summands: list[list[Term]], nodes: list[fx.Node], inside: set[fx.Node]
+) -> tuple[IndexAttempt, ...]:
+    """Report how far the candidates for the expert index came if `choice` found none, the closest first."""
+    search = _Search(owners, tokens, summands, nodes)
+    attempts = [search.explain_miss(*candidate) for candidate in search.candidates(inside)[:_MAX_ATTEMPTS]]
+    return tuple(sorted(attempts, key=lambda attempt: -attempt.explained))
 
 
 class _Search:
@@ -101,6 +113,19 @@ class _Search:
                 if ref.node.meta["val"].dtype is not torch.bool:  # a truth leaves nothing out
                     first = first or Choice(ref, ids, slots)
         return first
+
+    def explain_miss(self, ref: Ref, ids: torch.Tensor) -> IndexAttempt:
+        """Report for how many tokens a candidate names all experts that they use."""
+        node, source = describe_node(ref.node)
+        names, entries = self.natural, ids.shape[1]
+        if names is None:
+            return IndexAttempt(node, source, 0, "no numbering of the experts fits it")
+        rows = zip(self.keys, ids.tolist(), strict=True)
+        explained = sum({names[key] for key in row} <= set(chosen) for row, chosen in rows)
+        reason = f"names the experts of {explained} of {self.T} tokens"
+        if entries < self.widest:
+            reason += f", and has {entries} of up to {self.widest} slots"
+        return IndexAttempt(node, source, explained, reason)
 
     def as_before(self, like: Lifted) -> Choice | None:
         """The nodes that chose the experts in the other capture, at the same places of this one."""

@@ -21,14 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import Capture, decided_by_floats
 from ...errors import Refused
+from ...inspection.proof_trace import CutAttempt, ProofTrace
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import Line, is_given, is_of_call, is_random, line, op_name
+from ..graph_nodes import Line, describe_node, is_given, is_of_call, is_random, line, op_name
 from ..terms.parameter_places import parameter_of
 from ..terms.sum_expansion import structure
 from ..terms.term import OVERWRITTEN, Term, TooLarge, is_const, is_pw
 from .anti_unification import Skeletons, Unifier
 from .canonical_form import Group, Lifted, count_sequences, has_matrices
-from .expert_index import Choice, choice, every_expert_for_every_token, is_taken_or_left
+from .expert_index import Choice, choice, every_expert_for_every_token, find_near_misses, is_taken_or_left
 from .expert_owners import Key, Owners
 from .repeated_choices import NotTwice, Sums, repeated
 from .residual_terms import missed, place_keyless, shared
@@ -78,9 +79,17 @@ class Lifter:
         self._new_reach = lambda: Reach(block, capture, symbolic, like, whole)
         self.reach = self._new_reach()
         self.experts: set[str] = set()  # FQNs of the experts' parameters, once lifted
+        self.attempts: list[CutAttempt] = []  # the nodes that were tried as the routed sum
 
     def lift(self, experts: set[str] | None = None) -> Lifted:
         """The canonical form. `experts`: FQNs of the experts' parameters as far as another capture has shown them."""
+        try:
+            return self._lift_sets(experts)
+        except Refused as refusal:
+            refusal.trace = ProofTrace(cuts=tuple(self.attempts))
+            raise
+
+    def _lift_sets(self, experts: set[str] | None) -> Lifted:
         try:
             if experts is not None:
                 return self._lift(experts)
@@ -131,9 +140,12 @@ class Lifter:
             if (numbers := numbering(cut)) is None:
                 continue
             self.owners = Owners(self.reach, self.experts, numbers)
+            attempt = CutAttempt(*describe_node(cut))
             try:
-                return self._canonical(cut)
+                return self._canonical(cut, attempt)
             except Refused as refusal:
+                attempt.reason = refusal.reason
+                self.attempts.append(attempt)
                 if not refusal.source:
                     refusal = Refused(
                         refusal.reason,
@@ -218,10 +230,12 @@ class Lifter:
                     return str(user.meta["source"])
         return ""
 
-    def _canonical(self, cut: fx.Node) -> Lifted:
+    def _canonical(self, cut: fx.Node, attempt: CutAttempt) -> Lifted:
         tokens = tuple(cut.meta["val"].shape[:-1])
         routed, rest = self._summands(cut)
-        index, ids, slots = self._choice(cut, tokens, routed)
+        attempt.reached += 1
+        index, ids, slots = self._choice(cut, tokens, routed, attempt)
+        attempt.reached += 1
         nodes = feeding(self.reach, cut, self.routed, self.like)
         known = [e for group in (self.like.groups if self.like is not None else ()) for e in group.ids]
         highest = max([*known, *(int(ids[t, k]) for t, row in enumerate(slots) for k in row)])  # of ids that count
@@ -251,6 +265,7 @@ class Lifter:
             kept[t] = True  # for now
         lookup.dropped = [(t, k, chosen[t][k]) for t, k in (~kept).nonzero().tolist()]
         lookup.counted = [(t, k, chosen[t][k]) for t, k in kept.nonzero().tolist() if t not in twice]
+        attempt.reached += 1
         groups = self._groups(cut, lookup, instances, chosen)
         if twice:
             every = {t: [(t, k, e) for k, e in enumerate(chosen[t])] for t in sorted(twice)}
@@ -317,7 +332,7 @@ class Lifter:
             raise NothingRouted(str(cut.meta["source"]), any(map(is_of_call, self.capture.nodes)))
         return routed, rest
 
-    def _choice(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]]) -> Choice:
+    def _choice(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]], attempt: CutAttempt) -> Choice:
         # what the sum is made of first: statistics of another choice may have the same numbers; nothing from behind it
         last, end = made_of(cut), cut.meta["index"]
         before = (n for n in self.capture.nodes if n not in self.routed and n.meta["index"] < end)
@@ -325,6 +340,7 @@ class Lifter:
         found = choice(self.owners, tokens, routed, nodes, self.inside, self.like)
         if found is not None:
             return found
+        attempt.indices = find_near_misses(self.owners, tokens, routed, nodes, self.inside)
         if is_taken_or_left(self.owners, routed):
             raise Refused(ONE_EXPERT, source=str(cut.meta["source"]))
         if every_expert_for_every_token(self.owners, routed):

@@ -1,0 +1,120 @@
+"""The steps of a proof, which `explain(trace=True)` prints: the probes that ran, and the near miss of a refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+_MAX_CUTS = 4  # printed
+_MAX_INDICES = 4  # printed for each
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeRun:
+    """One run of a probe.
+
+    Attributes:
+        captures: number of captures that it added to the evidence, less those that it replaced by a guard.
+        guards: number of guards that it added.
+        again: why it ran again, or "".
+        refused: the block was refused there.
+    """
+
+    name: str
+    ms: float
+    captures: int
+    guards: int
+    again: str = ""
+    refused: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexAttempt:
+    """An integer tensor that was tried as the expert index.
+
+    Attributes:
+        node: its operation and shape.
+        source: the user's `file.py:line`, or "".
+        explained: number of tokens whose experts it names.
+        reason: why it is not the expert index.
+    """
+
+    node: str
+    source: str
+    explained: int
+    reason: str
+
+
+@dataclasses.dataclass
+class CutAttempt:
+    """A node that was tried as the routed sum.
+
+    Attributes:
+        node: its operation and shape.
+        source: the user's `file.py:line`, or "".
+        reached: number of steps that succeeded, of `STEPS`.
+        reason: why it is not the routed sum.
+        indices: the integer tensors that were tried as its expert index, the closest first.
+    """
+
+    node: str
+    source: str
+    reached: int = 0
+    reason: str = ""
+    indices: tuple[IndexAttempt, ...] = ()
+
+
+STEPS = ("rows as sums", "expert index", "value of each slot", "one template for all experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProofTrace:
+    """What happened in a proof.
+
+    Attributes:
+        probes: the probes that ran, in order.
+        cuts: if a capture has no canonical form, the nodes that were tried as its routed sum.
+    """
+
+    probes: tuple[ProbeRun, ...] = ()
+    cuts: tuple[CutAttempt, ...] = ()
+
+    def format_lines(self) -> list[str]:
+        """Format a table of the probes, then the near miss: the cuts that came furthest."""
+        return [*_format_probes(self.probes), *_format_cuts(self.cuts)]
+
+
+def _format_probes(probes: Sequence[ProbeRun]) -> list[str]:
+    if not probes:
+        return []
+    width = max(len(probe.name) for probe in probes)
+    lines = [f"{'probe':{width}}      ms  captures  guards"]
+    for probe in probes:
+        note = "   refused" if probe.refused else f"   again: {probe.again}" if probe.again else ""
+        lines.append(f"{probe.name:{width}} {probe.ms:7.1f}  {probe.captures:8}  {probe.guards:6}{note}")
+    return lines
+
+
+def _format_cuts(cuts: Sequence[CutAttempt]) -> list[str]:
+    lines = []
+    distinct = {(cut.node, cut.source, cut.reason): cut for cut in cuts}
+    furthest = sorted(distinct.values(), key=lambda cut: -cut.reached)
+    for cut in furthest[:_MAX_CUTS]:
+        step = STEPS[min(cut.reached, len(STEPS) - 1)]
+        lines += [f"tried as the routed sum: {_format_node(cut)}", f"  failed at {step}: {cut.reason}"]
+        for index in cut.indices[:_MAX_INDICES]:
+            lines.append(f"  tried as the expert index: {_format_node(index)}: {index.reason}")
+        if len(cut.indices) > _MAX_INDICES:
+            lines.append(f"  and {len(cut.indices) - _MAX_INDICES} more integer tensors")
+        if step == "expert index" and not cut.indices:
+            lines.append("  no integer tensor has entries for each token")
+    if len(furthest) > _MAX_CUTS:
+        lines.append(f"and {len(furthest) - _MAX_CUTS} more nodes")
+    return lines
+
+
+def _format_node(attempt: CutAttempt | IndexAttempt) -> str:
+    return attempt.node + (f" ({attempt.source})" if attempt.source else "")
+
+
+__all__ = ["STEPS", "CutAttempt", "IndexAttempt", "ProbeRun", "ProofTrace"]
