@@ -21,7 +21,7 @@ from .match_result import Expert, Match
 from .probes.plain_integers import refuse_plain_integers
 from .probes.probe import Probe
 from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
-from .probes.turning_integers import counting, with_turns
+from .probes.turning_integers import find_counting_arguments, find_turning_arguments
 from .proof_state import ProofState, are_same_places, find_places
 from .terms.parameter_places import Place
 from .unsupported_effects import refuse_records
@@ -63,7 +63,7 @@ def capture_first_routings(state: ProofState) -> None:
     """Capture and lift the block under three routings with different numbers of tokens: tokens that spread out, that
     prefer some experts, and that crowd on a few."""
     tokens = state.size_choice.first_tokens
-    arguments, first = with_turns(state, state.size_choice.choose(tokens, 0))
+    arguments, first = find_turning_arguments(state, state.size_choice.choose(tokens, 0))
     state.use_arguments(arguments)
     plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
     for variant, (kind, n) in enumerate(plans):
@@ -89,7 +89,7 @@ def capture_first_routings(state: ProofState) -> None:
 def _count_masks(state: ProofState, sizes: dict[str, int]) -> None:
     """Try larger numbers in integers that were 0 and 1: they may be factors, as a factor of 1 does not show, or
     choose experts as a comparison with them does. If the form or the expert index changes, keep the larger numbers."""
-    if (counted := counting(state, sizes)) is None:
+    if (counted := find_counting_arguments(state, sizes)) is None:
         return
     arguments, captured = counted
     try:

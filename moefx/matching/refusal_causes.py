@@ -12,7 +12,7 @@ from ..capture.captured import Capture
 from ..capture.counts import is_empty_test
 from ..errors import Refused
 from .graph_nodes import ORDERED, asked_number, is_routed, op_name
-from .probes.branch_outcomes import buffers_read
+from .probes.branch_outcomes import find_buffers
 from .probes.forced_outcome import DECIDE_OUTSIDE
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def explain_branch(state: ProofState) -> Refused | None:
         return None
     routing, sizes = state.first.tracer.routing.again(), state.first.sizes.dims
     for read in state.first.reads:
-        if type(read.value) is bool and (buffers := buffers_read(read)):
+        if type(read.value) is bool and (buffers := find_buffers(read)):
             try:
                 state.lift(routing, sizes, {read.calls: not read.value})
             except Exception:  # nor are any then; the program's own

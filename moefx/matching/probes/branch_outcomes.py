@@ -1,7 +1,17 @@
-"""Branches, comparisons and attributes that came out one way in all captures.
+"""Force branches of Python that took one way in all captures.
 
-The program is made to go the other way, and what that gives is one more capture that must agree: a form that holds
-only one way is refused. `crowds` does the same for what many tokens change.
+Protects from a branch whose other way computes something else::
+
+    for e in range(num_experts):
+        token, slot = torch.where(chosen == e)
+        y = experts[e](x[token])
+        if y.norm() > 5:  # abstract floats: False in all captures
+            y = 5 * y / y.norm()
+        out[token] += y * weights[token, slot, None]
+
+`flip_branches` captures the program again with the other outcome of each read, and of several reads at once. The
+capture must have the canonical form of the others; else the block is refused, or restricted by a guard. A float that
+Python reads takes values that turn the comparisons of the code.
 """
 
 from __future__ import annotations
@@ -29,9 +39,9 @@ from .forced_outcome import BUFFER, COUNT, LIMIT, READ, ZERO, find_capture, forc
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_NO_LIMIT = 1e9
-_MOST_NUMBERS = 80
-_MOST_PAIRED = 5  # reads
+_MAX_NAMED = 1e9
+_MAX_NUMBERS = 80
+_MAX_PAIRED_READS = 5  # reads
 
 
 def flip_branches(state: ProofState) -> None:
@@ -41,25 +51,25 @@ def flip_branches(state: ProofState) -> None:
     named: list[float] | None = None
     first: list[tuple[HostRead, Any]] = []  # of those that were met without any force, how they may come out, too
     is_first = True
-    while doubtful := _doubtful(state):
+    while doubtful := _find_doubtful_reads(state):
         for read, seen, taken in doubtful:
             state.settle(read.calls)
-            if len(seen) == 1 and not _weighs_rows(read) and _is_shown(state, read):
+            if len(seen) == 1 and not _is_about_rows(read) and _is_shown(state, read):
                 continue
-            what = COUNT if len(seen) == 1 and empty_experts.asks_for_tokens(read) else READ
-            if what == READ and _asks_for_limit(state, read):
+            what = COUNT if len(seen) == 1 and empty_experts.is_token_test(read) else READ
+            if what == READ and _is_limit_test(state, read):
                 what = LIMIT
-            if what == READ and (buffers := buffers_read(read)):
+            if what == READ and (buffers := find_buffers(read)):
                 what = f"{BUFFER} {', '.join(buffers)}"
-            if zero_rows.asks_for_zero(read):
+            if zero_rows.is_zero_test(read):
                 what = ZERO
             kinds = {type(v) for v in seen}
             others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
             if kinds & {float, int}:
-                named = _numbers_named(state.block) if named is None else named
+                named = _find_named_numbers(state.block) if named is None else named
                 others = [1e30, -1e30, 0.0] if float in kinds else [10**6, -1, 0]
                 between = named if float in kinds else list(dict.fromkeys(map(round, named)))
-                others += _that_turn(state, read, taken, others, between)
+                others += _find_turning_values(state, read, taken, others, between)
             for value in others:
                 flips: dict[Any, Any] = {read.calls: repeat_outcome(taken, read.calls, value)}
                 if not force_outcome(state, read.source, flips, what, taken) and read.node is None:
@@ -67,14 +77,14 @@ def flip_branches(state: ProofState) -> None:
             if is_first and others:
                 first.append((read, others[0]))
         is_first = False
-    together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _MOST_PAIRED else ())
+    together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _MAX_PAIRED_READS else ())
     for several in (some for some in together if len(some) > 1):
         taken = state.reference.capture
         outcomes: dict[Any, Any] = {read.calls: repeat_outcome(taken, read.calls, value) for read, value in several}
         force_outcome(state, several[0][0].source, outcomes, READ)
 
 
-def _doubtful(state: ProofState) -> list[tuple[HostRead, set[Any], Capture]]:
+def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Capture]]:
     """What Python read, and not asked about before: how it came out, if that was one way in all captures, and the first
     of these."""
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
@@ -82,41 +92,43 @@ def _doubtful(state: ProofState) -> list[tuple[HostRead, set[Any], Capture]]:
     met: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
     for lifted in state.forms:
         for read in lifted.capture.reads:
-            seen = outcomes if not _weighs_rows(read) or _has_rows(read) else without_rows
+            seen = outcomes if not _is_about_rows(read) or _has_rows(read) else without_rows
             seen.setdefault(read.calls, set()).add(read.value)
             met.setdefault(read.calls, (read, lifted.capture))
     outcomes = without_rows | outcomes
-    for calls in _of_zero_weights(state):
+    for calls in _find_zero_weight_reads(state):
         outcomes[calls] = {True, False}
     # that an expert without tokens is skipped says nothing of one with a single token (`if n <= 1: continue`)
-    single = {calls for calls, (read, _) in met.items() if _asks_for_single(read) and outcomes[calls] == {True, False}}
+    single = {
+        calls for calls, (read, _) in met.items() if _is_single_token_test(read) and outcomes[calls] == {True, False}
+    }
     for lifted in state.forms:
         doubtful = [read for read in lifted.capture.reads if len(outcomes[read.calls]) == 1]
         ranges = Ranges.with_more_tokens(lifted.capture) if doubtful else None
         for read in doubtful:
-            if ranges and read.node is not None and not _weighs_rows(read) and ranges.decided(read.node, read.asked):
+            if ranges and read.node is not None and not _is_about_rows(read) and ranges.decided(read.node, read.asked):
                 outcomes[read.calls] = {True, False}
-    for calls, read in _of_large_counts(state).items():
+    for calls, read in _find_large_count_reads(state).items():
         outcomes[calls], met[calls] = {read.value}, (read, met[calls][1])
     open_ = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
     open_ = [calls for calls in open_ if not state.is_settled(calls)]
     return [(met[calls][0], outcomes[calls], met[calls][1]) for calls in open_]
 
 
-def _of_zero_weights(state: ProofState) -> set[tuple[Source, ...]]:
+def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
     """Reads of whether what an expert's results are multiplied by is zero: it does not matter how these come out, as
     experts without tokens show, which are left out."""
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     found: dict[tuple[Source, ...], set[bool | None]] = {}
     for lifted in state.forms:
-        for read in filter(zero_rows.asks_for_zero, lifted.capture.reads):
+        for read in filter(zero_rows.is_zero_test, lifted.capture.reads):
             outcomes.setdefault(read.calls, set()).add(read.value)
             if _has_rows(read):
                 found.setdefault(read.calls, set()).add(zero_rows.adds_nothing(read))
     return {calls for calls, seen in found.items() if False not in seen and True in seen and len(outcomes[calls]) == 2}
 
 
-def _of_large_counts(state: ProofState) -> dict[tuple[Source, ...], HostRead]:
+def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostRead]:
     """Comparisons of counts with several numbers at one place, as `n in range(300)` or a loop over limits makes them,
     that would be new for a larger count: it equals none of the numbers, and is beyond all limits. By place one that
     would turn."""
@@ -143,7 +155,7 @@ def _of_large_counts(state: ProofState) -> dict[tuple[Source, ...], HostRead]:
     return found
 
 
-def _asks_for_limit(state: ProofState, read: HostRead) -> bool:
+def _is_limit_test(state: ProofState, read: HostRead) -> bool:
     """Whether a count is compared with a number."""
     if read.asked is None or type(read.asked[1]) not in (int, float):
         return False
@@ -160,7 +172,9 @@ def is_unbounded(ranges: Ranges, read: HostRead) -> bool:
     return LENGTH in of or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
 
 
-def _that_turn(state: ProofState, read: HostRead, taken: Capture, known: list[Any], values: list[Any]) -> list[Any]:
+def _find_turning_values(
+    state: ProofState, read: HostRead, taken: Capture, known: list[Any], values: list[Any]
+) -> list[Any]:
     """The values with which the program does what it does with none of the known ones: it runs other ops, or computes
     with other numbers than the value itself."""
     at = find_capture(state, taken)
@@ -188,7 +202,7 @@ def _that_turn(state: ProofState, read: HostRead, taken: Capture, known: list[An
     return found
 
 
-def buffers_read(read: HostRead) -> list[str]:
+def find_buffers(read: HostRead) -> list[str]:
     """The names of the buffers that a value follows from, if it follows from nothing else."""
     stack = [read.node] if read.node is not None else [n for n in read.of if isinstance(n, fx.Node)]
     found, seen = list[str](), set[fx.Node]()
@@ -205,19 +219,19 @@ def buffers_read(read: HostRead) -> list[str]:
     return sorted(found)
 
 
-def _numbers_named(block: nn.Module) -> list[float]:
+def _find_named_numbers(block: nn.Module) -> list[float]:
     """Where a comparison with a step or a temperature may turn: the numbers in the code and the attributes of a block,
     what is next to them, what is between, and products of two."""
     found = set(trace_closure(collect_code(block)).numbers)
     found |= {v for v in find_attributes(block).values() if type(v) in (int, float) and math.isfinite(v)}
-    own = sorted(n for n in found if abs(n) < _NO_LIMIT)
+    own = sorted(n for n in found if abs(n) < _MAX_NAMED)
     near = [n + d for d in (0, 1, -1) for n in own]
     between = [(a + b) / 2 for a, b in itertools.pairwise(own)]
     products = [a * b for a, b in itertools.combinations([n for n in own if abs(n) > 1], 2)]
-    return [*dict.fromkeys([*near, *between, *products])][:_MOST_NUMBERS]
+    return [*dict.fromkeys([*near, *between, *products])][:_MAX_NUMBERS]
 
 
-def _asks_for_single(read: HostRead) -> bool:
+def _is_single_token_test(read: HostRead) -> bool:
     """Whether a comparison tells one token from more, of which an idle expert has the outcome, too."""
     asked = read.asked
     if asked is None and read.node is not None and op_name(read.node) in COMPARE and is_routed(read.node.args[0]):
@@ -225,12 +239,12 @@ def _asks_for_single(read: HostRead) -> bool:
     return asked is not None and type(asked[1]) is int and asked in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
 
 
-def _weighs_rows(read: HostRead) -> bool:
+def _is_about_rows(read: HostRead) -> bool:
     """Whether a boolean says something of the floats of an expert's rows, and does nothing else than that: `if not
     (weights[token, slot] > 0.4).any()`. Without rows its outcome tells nothing of rows."""
     if read.node is None or read.asked is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
-    if zero_rows.asks_for_zero(read):
+    if zero_rows.is_zero_test(read):
         return True
     weighed = [n for n in decided_by_floats(read.node) if n.meta["ragged"]]
     if all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed):
@@ -264,6 +278,6 @@ def _has_rows(read: HostRead) -> bool:
 def _is_shown(state: ProofState, read: HostRead) -> bool:
     """Whether few tokens show what is done about an expert that nobody chose."""
     try:
-        return empty_experts.seen_without(state, read)
+        return empty_experts.show_idle_expert(state, read)
     except Refused as why:
         raise refuse_change(read.source, READ) from why

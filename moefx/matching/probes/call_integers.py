@@ -1,9 +1,14 @@
-"""What is computed from integers of a call, given ones (ids of tokens, lengths) or buffers (steps, counts), and looks
-like a constant.
+"""Vary what follows from integers of a call (token ids, lengths, steps in buffers) and looks like a constant.
 
-Without padding in the example `ids != 0` is true everywhere, and so is `steps < 1000` in the first steps. So numbers
-are looked for with which it is not: see `turns`. What still came out one way in all captures is made to come out
-otherwise: the experts must not depend on that.
+Protects from padding, special tokens or a warm-up that the example does not have::
+
+    mask = ids != pad_id  # True everywhere without padding in the example
+    weights = weights * mask[:, None]
+    if step < warmup_steps:  # True in the first steps
+        ...
+
+`turning_integers` puts numbers into the arguments that change such results. `vary_call_integers` captures with each of
+them. It then forces another outcome of what had one outcome in all captures; the experts must not depend on that.
 """
 
 from __future__ import annotations
@@ -34,13 +39,13 @@ _LOOKUPS = {"embedding", "gather", "index", "index_select"}  # in what is one nu
 _CUTS = {"clamp", "clamp_max", "clamp_min", "maximum", "minimum", "remainder"}
 _LEVELS = {*_CUTS, "abs", "bitwise_and", "bitwise_or", "fmod", "relu", "__and__", "__or__"}
 _COMPUTES = {"_to_copy", "all", "any", "bucketize", "floor_divide", "isin", "searchsorted"}  # and pointwise ops
-MORE_SEEDS = (2, 3, 4)  # of captures in which buffers have other values
-_MORE = 50  # the first of the seeds for numbers that turn something
+BUFFER_SEEDS = (2, 3, 4)  # of captures in which buffers have other values
+_FIRST_TURNING_SEED = 50  # the first of the seeds for numbers that turn something
 Place = tuple[Any, str, int]  # the calls that led there, the op, and how many times it came before
 
 
 @dataclasses.dataclass
-class Seen:
+class Observation:
     """What an op on a call's integers gave: two values at the most, or the one that all elements have; of which values;
     whether it gave what it was given; and how often the program came there."""
 
@@ -54,23 +59,23 @@ class Seen:
     def is_doubtful(self) -> bool:
         return self.is_same or (len(self.values) == 1 and len(self.of) > 1)
 
-    def __or__(self, other: Seen) -> Seen:
+    def __or__(self, other: Observation) -> Observation:
         is_same = self.is_same and other.is_same
-        return Seen(self.node, self.values | other.values, self.of | other.of, is_same)
+        return Observation(self.node, self.values | other.values, self.of | other.of, is_same)
 
 
-def seen(capture: Capture) -> dict[Place, Seen]:
+def observe_integers(capture: Capture) -> dict[Place, Observation]:
     """What the ops on a call's integers gave, by their places in the program."""
-    found: dict[Place, Seen] = {}
+    found: dict[Place, Observation] = {}
     counts = Counter[Any]()
     ranges: list[Ranges] = []
     for n in filter(_is_of_call, capture.nodes):
         where = (n.meta.get("calls") or n.meta["source"], str(n.target))
         counts[where] += 1
-        made_of = operands(n)
+        made_of = find_operands(n)
         of = set().union(*[values(capture, a) for a in (made_of[:1] if op_name(n) in _LOOKUPS else made_of)])
-        is_same = _levels_off(n) and any(is_one(capture.shadow(a), capture.shadow(n)) for a in made_of)
-        one = Seen(n, values(capture, n), of, is_same)
+        is_same = _can_level_off(n) and any(are_equal(capture.shadow(a), capture.shadow(n)) for a in made_of)
+        one = Observation(n, values(capture, n), of, is_same)
         is_one_way = one.is_same or len(one.values) == 1  # doubtful, or beside other captures
         if is_one_way and not ranges:
             ranges.append(Ranges(capture.nodes, of_call=True))
@@ -84,20 +89,20 @@ def seen(capture: Capture) -> dict[Place, Seen]:
 def _is_decided(ranges: Ranges, n: fx.Node) -> bool:
     """Whether it comes out so whatever is given: `(ids % 4).clamp(max=3)`."""
     found = ranges.of(n)
-    of = [ranges.of(a) for a in operands(n)] if op_name(n) in _CUTS else []
-    return ranges.decided(n) or any(found and r and all(map(is_one, found, r)) for r in of)
+    of = [ranges.of(a) for a in find_operands(n)] if op_name(n) in _CUTS else []
+    return ranges.decided(n) or any(found and r and all(map(are_equal, found, r)) for r in of)
 
 
-def _levels_off(n: fx.Node) -> bool:
+def _can_level_off(n: fx.Node) -> bool:
     return op_name(n) in _LEVELS or (op_name(n) == "_to_copy" and n.meta["val"].dtype in NARROW)
 
 
-def is_one(a: torch.Tensor, b: torch.Tensor) -> bool:
+def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same elements, of whatever types."""
     return a.shape == b.shape and bool((a == b).all())
 
 
-def operands(n: fx.Node) -> list[fx.Node]:
+def find_operands(n: fx.Node) -> list[fx.Node]:
     """The tensors that an op takes, or, for one of several results, those that they are of."""
     return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
 
@@ -110,14 +115,14 @@ def vary_call_integers(state: ProofState) -> None:
         Refused: the experts depend on it, as it seems. One capture that was made so does not show how: of several
             masks it may have changed one alone, as no ids would.
     """
-    columns: list[dict[Place, Seen]] = []
+    columns: list[dict[Place, Observation]] = []
     settled: set[Place] = set()
     turns = [*(leaf.turns for leaf in state.arguments.tensors), *state.arguments.held.values()]
-    more = range(_MORE, _MORE + max(map(len, turns), default=0) + 1) if any(turns) else ()
-    seeds = iter((*(MORE_SEEDS if holds_integers(state.block) else ()), *more))
+    more = range(_FIRST_TURNING_SEED, _FIRST_TURNING_SEED + max(map(len, turns), default=0) + 1) if any(turns) else ()
+    seeds = iter((*(BUFFER_SEEDS if holds_integers(state.block) else ()), *more))
     while True:
-        columns += [seen(lifted.capture) for lifted in state.forms[len(columns) :]]
-        place = next((p for p in _doubtful(columns) if p not in settled), None)
+        columns += [observe_integers(lifted.capture) for lifted in state.forms[len(columns) :]]
+        place = next((p for p in _find_doubtful_places(columns) if p not in settled), None)
         if place is None:
             return
         if (seed := next(seeds, None)) is not None:
@@ -127,23 +132,23 @@ def vary_call_integers(state: ProofState) -> None:
             continue
         settled.add(place)
         met = next(i for i, column in enumerate(columns) if place in column)
-        _without(state, columns[met][place].node, met)
+        _force_other_value(state, columns[met][place].node, met)
 
 
-def doubtful_nodes(state: ProofState) -> list[fx.Node]:
+def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
     """The nodes of the first capture that came out one way in all captures."""
-    columns = [seen(lifted.capture) for lifted in state.forms]
-    return [columns[0][place].node for place in _doubtful(columns) if place in columns[0]]
+    columns = [observe_integers(lifted.capture) for lifted in state.forms]
+    return [columns[0][place].node for place in _find_doubtful_places(columns) if place in columns[0]]
 
 
-def _doubtful(columns: list[dict[Place, Seen]]) -> list[Place]:
+def _find_doubtful_places(columns: list[dict[Place, Observation]]) -> list[Place]:
     """Places where one thing came out in all captures. The turns of a loop are places of their own, unless the routing
     decides how many there are: then a turn is not the same expert's in each capture."""
     met_all = [(place, one) for column in columns for place, one in column.items()]
     turns: dict[Any, set[int]] = {}
     for place, one in met_all:
         turns.setdefault(place[:2], set()).add(one.turns)
-    found: dict[Any, list[tuple[Place, Seen]]] = {}
+    found: dict[Any, list[tuple[Place, Observation]]] = {}
     for place, one in met_all:
         key = place if len(turns[place[:2]]) == 1 else place[:2]
         found.setdefault(key, []).append((place, one))
@@ -151,7 +156,7 @@ def _doubtful(columns: list[dict[Place, Seen]]) -> list[Place]:
     return [place for place, one in several if one.is_doubtful]
 
 
-def _without(state: ProofState, node: fx.Node, met: int) -> None:
+def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
     """Have a node of this capture come out otherwise. That must not matter to the experts."""
     source, taken, sizes = node.meta["source"], state.forms[met].capture.tracer, state.sizes[met]
     what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {op_name(node)}"
@@ -171,12 +176,14 @@ def _without(state: ProofState, node: fx.Node, met: int) -> None:
         if is_users_own(error):  # the original raises it, too
             return
         raise refusal from error
-    if _use(lifted) != _use(state.forms[met]) or not torch.equal(lifted.kept, state.forms[met].kept):
+    if _find_read_lines(lifted) != _find_read_lines(state.forms[met]) or not torch.equal(
+        lifted.kept, state.forms[met].kept
+    ):
         raise refusal
     state.add_evidence(lifted, sizes)
 
 
-def _use(lifted: Lifted) -> list[Any]:
+def _find_read_lines(lifted: Lifted) -> list[Any]:
     """Which nodes the experts, and what is added for all tokens, are read off."""
     counts, at = Counter[Any](), {}
     for n in lifted.capture.nodes:
@@ -191,10 +198,10 @@ def _is_of_call(n: fx.Node) -> bool:
     buffers, which have other values in each capture, only what makes others of them."""
     if n.op != "call_function" or not isinstance(n.meta.get("val"), torch.Tensor) or not is_known(n):
         return False
-    is_one = is_given(n) or (is_of_call(n) and _computes(n))
-    return is_one and not any(map(is_abstract, operands(n)))
+    is_one = is_given(n) or (is_of_call(n) and _is_computation(n))
+    return is_one and not any(map(is_abstract, find_operands(n)))
 
 
-def _computes(n: fx.Node) -> bool:
+def _is_computation(n: fx.Node) -> bool:
     """Whether an op makes other numbers of those that it is given, rather than move or reduce them."""
     return op_name(n) in _COMPUTES or torch.Tag.pointwise in getattr(n.target, "tags", ())

@@ -1,4 +1,15 @@
-"""Attributes that a call leaves behind."""
+"""Change attributes that a call leaves behind, and capture the next call.
+
+Protects from a call that depends on the call before it::
+
+    weights, chosen = self.router(x).softmax(-1).topk(2)
+    if self.last is not None:
+        weights = 0.9 * weights + 0.1 * self.last
+    self.last = weights.mean()
+
+A capture starts from the attributes that the user has set, so it does not show the second call. The probe puts other
+values there, captures again, and refuses the block if the form or the operations change.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +40,18 @@ def carry_attributes_over(state: ProofState) -> None:
             owner, _, key = path.rpartition(".")
             values = vars(state.block.get_submodule(owner))
             stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
-            values[key] = pytree.tree_map_only(fx.Node, _other_value, node)
+            values[key] = pytree.tree_map_only(fx.Node, _change_value, node)
         try:
             again = state.lift(Routing("diverse", 0), state.sizes[0])
             state.require_same_form(again)
         except Refused as why:
-            raise _left_behind(left) from why
+            raise _refuse_carried(left) from why
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
     if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in left for n in again.capture.nodes):
-        raise _left_behind(left)
+        raise _refuse_carried(left)
 
 
-def _left_behind(left: dict[str, Any]) -> Refused:
+def _refuse_carried(left: dict[str, Any]) -> Refused:
     node = next((n for n in pytree.tree_leaves(left) if isinstance(n, fx.Node)), None)
     return Refused(
         "what a call leaves in an attribute changes the next call",
@@ -50,11 +61,11 @@ def _left_behind(left: dict[str, Any]) -> Refused:
     )
 
 
-def _other_value(node: fx.Node) -> torch.Tensor:
+def _change_value(node: fx.Node) -> torch.Tensor:
     val = node.meta["val"]
-    return _random(val) if isinstance(val, FakeTensor) else val.clone()
+    return _draw_like(val) if isinstance(val, FakeTensor) else val.clone()
 
 
-def _random(like: torch.Tensor) -> torch.Tensor:
+def _draw_like(like: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)  # not the user's
     return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)

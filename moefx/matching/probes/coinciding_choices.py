@@ -1,8 +1,15 @@
-"""Choices that came out alike in every capture, and need not.
+"""Separate two choices that were equal in all captures.
 
-Scores behind a limit, `minimum(scores, most)`, choose what the scores themselves do until one comes to the limit. Of
-two such choices either may be taken for the one that says which experts are at work, and a mask made of the other one
-lets all pass. So where other values of parameters and buffers tell them apart, they are made to come out otherwise.
+Protects from a second choice that only looks like the first one::
+
+    chosen = scores.topk(2).indices
+    limited = torch.minimum(scores, limit).topk(2).indices  # equal until a score reaches the limit
+    mask = (chosen == limited).all(-1)  # True in all captures
+    out = mix(x, weights * mask[:, None], chosen)
+
+Either choice could be taken for the expert index, and the mask for a constant. If other values of parameters and
+buffers make the choices differ, the probe forces another outcome of the second choice. The form must stay the same, or
+values are read off nodes that show the difference.
 """
 
 from __future__ import annotations
@@ -20,14 +27,14 @@ from ...errors import Refused
 from ..lift.canonical_form import Lifted, count_sequences
 from ..lift.distinct_choices import as_slots
 from ..lift.routed_nodes import made_of
-from .float_decisions import one_of_each_kind, place_of
+from .float_decisions import choose_captures, locate_decision
 from .forced_outcome import find_capture, force_outcome
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_WHAT = "a second choice, which was the same as the first one everywhere,"
-_TIMES = 12  # that values are looked for with which they differ
+_SECOND_CHOICE = "a second choice, which was the same as the first one everywhere,"
+_MAX_TRIALS = 12  # that values are looked for with which they differ
 _Place = tuple[Source, str, bool]
 
 
@@ -40,18 +47,18 @@ def separate_choices(state: ProofState) -> None:
     alike: dict[_Place, list[Lifted]] = {}
     apart: set[_Place] = set()
     for lifted in state.forms:
-        for n in _others(lifted):
-            for place in map(place_of, decided_by_floats(n)):
+        for n in _find_other_choices(lifted):
+            for place in map(locate_decision, decided_by_floats(n)):
                 if place in lifted.capture.tracer.flips or not _are_alike(n.meta["val"], lifted.ids, lifted):
                     apart.add(place)
                 alike.setdefault(place, []).append(lifted)
     for place, several in alike.items():
-        if place not in apart and _may_differ(several[0], place):
-            for taken in one_of_each_kind(several):
-                _part(state, place, taken)
+        if place not in apart and _can_differ(several[0], place):
+            for taken in choose_captures(several):
+                _separate(state, place, taken)
 
 
-def _others(lifted: Lifted) -> list[fx.Node]:
+def _find_other_choices(lifted: Lifted) -> list[fx.Node]:
     """Integers and masks that the sum is made of, with entries for each token, of which the choice is not made."""
     if "m" in lifted.index.axes:  # every expert is a slot there
         return []
@@ -62,11 +69,11 @@ def _others(lifted: Lifted) -> list[fx.Node]:
 def _is_of_tokens(n: fx.Node, lifted: Lifted) -> bool:
     if not decided_by_floats(n) or not (val := n.meta["val"]).numel():
         return False
-    by_token = _by_token(val, lifted)
+    by_token = _align_with_tokens(val, lifted)
     return by_token is not None and (val.dtype is not torch.bool or by_token.shape[1] > int(lifted.ids.max()))
 
 
-def _by_token(val: torch.Tensor, lifted: Lifted) -> torch.Tensor | None:
+def _align_with_tokens(val: torch.Tensor, lifted: Lifted) -> torch.Tensor | None:
     """The entries of each token, [T, N], or of its sequence; None if there are no such."""
     tokens, shape = len(lifted.ids), tuple(val.shape)
     if any(shape[: len(lead)] == lead for lead in (lifted.tokens, (tokens,))):
@@ -80,7 +87,7 @@ def _by_token(val: torch.Tensor, lifted: Lifted) -> torch.Tensor | None:
 def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: Lifted) -> bool:
     """Whether integers are for each token some of its choices, or all of them and others; whether a mask of experts is
     the same for all that were chosen."""
-    of_tokens = _by_token(val, lifted)
+    of_tokens = _align_with_tokens(val, lifted)
     assert of_tokens is not None
     if val.dtype is torch.bool:
         return len(of_tokens.gather(1, ids).unique()) == 1
@@ -88,12 +95,12 @@ def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: Lifted) -> bool:
     return bool(same.any(1).all()) or bool(same.any(2).all())
 
 
-def _may_differ(lifted: Lifted, place: _Place) -> bool:
+def _can_differ(lifted: Lifted, place: _Place) -> bool:
     """Whether with other values of parameters and buffers the two choices do not come out alike."""
     refs = lifted.index.columns or (lifted.index,)
-    others = [n for n in _others(lifted) if place in map(place_of, decided_by_floats(n))]
+    others = [n for n in _find_other_choices(lifted) if place in map(locate_decision, decided_by_floats(n))]
     nodes = sorted(made_of(*lifted.index.nodes, *others), key=lambda n: n.meta["index"])
-    for seed in range(_TIMES):
+    for seed in range(_MAX_TRIALS):
         try:
             with torch.random.fork_rng(devices=()):  # a router may draw noise
                 torch.default_generator.manual_seed(seed)
@@ -106,11 +113,11 @@ def _may_differ(lifted: Lifted, place: _Place) -> bool:
     return False
 
 
-def _part(state: ProofState, place: _Place, taken: Capture) -> None:
+def _separate(state: ProofState, place: _Place, taken: Capture) -> None:
     """Make a choice come out otherwise. What was read off nodes that were alike is read off those that show then."""
     tracer, sizes = taken.tracer, state.sizes[find_capture(state, taken)]
     try:
-        force_outcome(state, place[0], {place: MIXED}, _WHAT, taken, is_safe=False)
+        force_outcome(state, place[0], {place: MIXED}, _SECOND_CHOICE, taken, is_safe=False)
     except Refused as why:
         flips: dict[Any, Any] = {**tracer.flips, place: MIXED}
         try:

@@ -1,7 +1,14 @@
-"""Capacities, numbers and lines that only more tokens show than a capture has.
+"""Spread numbers made of counts or positions that have one value while tokens are few.
 
-Each function takes a state with its captures and goes on to where the program may change. What holds there too is
-one more capture that must agree; else the form is guarded to hold below it.
+Protects from functions that change with many tokens::
+
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    weights = weights / (1 + counts // 300)[chosen]  # 1 in captures of 29 tokens
+    position = torch.arange(len(x)) % 700
+    weights = weights * (position < 650)[:, None]
+
+The results look like constants. The probe captures again with different numbers in their place, and requires the form
+of the other captures. Comparisons with a known limit belong to `reached_limits`.
 """
 
 from __future__ import annotations
@@ -15,10 +22,10 @@ from ...capture.captured import SHAPE_ONLY, SPREAD, Capture, remembered
 from ...capture.source import Source
 from ..graph_nodes import SELECTIONS, is_known, is_routed, op_name, place_axis, values
 from ..integer_ranges import MOVES, UNBOUNDED, Ranges, token_sizes
-from .empty_experts import asks_for_chosen
+from .empty_experts import is_chosen_test
 from .forced_outcome import force_outcome
 from .load_statistics import is_load_statistic
-from .reached_limits import limits
+from .reached_limits import find_limits
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -30,11 +37,11 @@ _COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
 
 def spread_numbers(state: ProofState) -> None:
     """Numbers made of counts or positions that look like constants at few tokens are made to differ."""
-    for (source, op), what in {**_same_everywhere(state), **_never_cut(state)}.items():
+    for (source, op), what in {**_find_constant_numbers(state), **_find_uncut_numbers(state)}.items():
         force_outcome(state, source, {(source, op, True): SPREAD}, what)
 
 
-def _same_everywhere(state: ProofState) -> dict[tuple[Source, str], str]:
+def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     """Functions of counts, ranks and positions that came out as one number (`counts // 300`, `relu(counts - 300)`,
     `table[arange(T) // 300]`), one truth (`isin(ranks, few)`) or one place (`stack([ranks, limits]).argmax(0)`), though
     not all was one that they are of. Not comparisons of which the limit is known: see `overflow_limits`."""
@@ -42,7 +49,7 @@ def _same_everywhere(state: ProofState) -> dict[tuple[Source, str], str]:
     of: dict[tuple[Source, str, Any], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
     for lifted in state.forms:
-        for place, limit in limits(lifted.capture, state.unforced_lengths).items():
+        for place, limit in find_limits(lifted.capture, state.unforced_lengths).items():
             limited.setdefault(place, set()).add(limit)
     for lifted in state.forms:
         ranges = Ranges.with_more_tokens(lifted.capture)
@@ -55,22 +62,22 @@ def _same_everywhere(state: ProofState) -> dict[tuple[Source, str], str]:
             is_of_loads = is_load_statistic(lifted.capture, n)
             # `overflow_limits` looks beyond a fixed limit, and not beyond one that grows with the tokens
             is_limit = place in limited and not (is_of_loads and len(limited[place]) > 1)
-            asks_crowds = not is_limit and (is_of_loads or _asks_crowds(ranges, n, by))
-            if not (_levels_off(n) or _asks_positions(n, sizes) or asks_crowds):
+            asks_crowds = not is_limit and (is_of_loads or _is_of_crowds(ranges, n, by))
+            if not (_can_level_off(n) or _is_of_positions(n, sizes) or asks_crowds):
                 continue
-            if asks_for_chosen(n) and _outcomes(lifted.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
+            if is_chosen_test(n) and _find_outcomes(lifted.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
                 continue
             key = (*place, n.args[1] if by is not n else None)
             seen = made.setdefault(key, set())
             if len(seen) > 1:
                 continue
-            seen |= _outcomes(lifted.capture, n, by)
+            seen |= _find_outcomes(lifted.capture, n, by)
             of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in by.all_input_nodes])
             if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool) and ranges.decided(n):
                 seen |= {0, 1}
     same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
     same = {key: seen for key, seen in same.items() if _is_constant(state, key)}
-    return {key: _told(next(iter(seen))) for key, seen in same.items()}
+    return {key: _describe_outcome(next(iter(seen))) for key, seen in same.items()}
 
 
 def _is_constant(state: ProofState, place: tuple[Source, str]) -> bool:
@@ -79,11 +86,11 @@ def _is_constant(state: ProofState, place: tuple[Source, str]) -> bool:
     for lifted in state.forms:
         for n in filter(is_known, lifted.capture.nodes):
             if n.op == "call_function" and (n.meta["source"], str(n.target)) == place:
-                seen |= _outcomes(lifted.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
+                seen |= _find_outcomes(lifted.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
     return len(seen) <= 1
 
 
-def _told(seen: Any) -> str:
+def _describe_outcome(seen: Any) -> str:
     if isinstance(seen, bool):
         return f"a comparison that is {str(seen).lower()} for few tokens"
     if isinstance(seen, tuple):
@@ -91,26 +98,26 @@ def _told(seen: Any) -> str:
     return f"a number that is {seen:g} for few tokens"
 
 
-def _outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
+def _find_outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
     """Two of the values, or the one that all elements have; of places two of the rows that there are of them."""
     found = values(capture, n)
     if n.meta["val"].dtype is torch.bool:
         return set(map(bool, found))
-    axis = _axis_of_places(n, by)
+    axis = _find_place_axis(n, by)
     if axis is None or len(found) < 2:
         return found
     rows = capture.shadow(n).movedim(axis, -1).flatten(0, -2).unique(dim=0)
     return set(map(tuple, rows[:2].tolist()))
 
 
-def _axis_of_places(n: fx.Node, by: fx.Node) -> int | None:
+def _find_place_axis(n: fx.Node, by: fx.Node) -> int | None:
     """Along which several places were found in each row."""
     if n.meta["val"].dim() < 2 or (n.args[1:2] != (1,) if by is not n else op_name(n) != "argsort"):
         return None
     return place_axis(n) if by is n else SELECTIONS[op_name(by)](by)[0] if op_name(by) in SELECTIONS else None
 
 
-def _asks_crowds(ranges: Ranges, n: fx.Node, by: fx.Node) -> bool:
+def _is_of_crowds(ranges: Ranges, n: fx.Node, by: fx.Node) -> bool:
     """Whether an op computes something of numbers that grow with the tokens."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or not val.numel() or by.target in SHAPE_ONLY:
@@ -118,11 +125,11 @@ def _asks_crowds(ranges: Ranges, n: fx.Node, by: fx.Node) -> bool:
     of = [a for a in by.all_input_nodes if getattr(a.meta.get("val"), "dtype", torch.bool) is not torch.bool]
     if op_name(by) == "_to_copy":  # floats that are rounded
         of = [a for a in of if a.meta["val"].is_floating_point() or val.dtype is torch.bool]
-        return not val.is_floating_point() and any(_grows(ranges, a) for a in of)
-    return op_name(by) not in MOVES | _COPIES and any(_grows(ranges, a) for a in of)
+        return not val.is_floating_point() and any(_is_growing(ranges, a) for a in of)
+    return op_name(by) not in MOVES | _COPIES and any(_is_growing(ranges, a) for a in of)
 
 
-def _grows(ranges: Ranges, node: fx.Node) -> bool:
+def _is_growing(ranges: Ranges, node: fx.Node) -> bool:
     """Whether a number may be any if there are enough tokens."""
 
     def grows(n: fx.Node, are: list[bool]) -> bool:
@@ -140,7 +147,7 @@ def _grows(ranges: Ranges, node: fx.Node) -> bool:
     return remembered(node, "grows", grows)
 
 
-def _never_cut(state: ProofState) -> dict[tuple[Source, str], str]:
+def _find_uncut_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     """Fixed limits that nothing came to: `positions % 700`, `counts.clamp(max=300)`."""
     limits_at: dict[tuple[Source, str], set[str]] = {}
     for lifted in state.forms:
@@ -156,7 +163,7 @@ def _never_cut(state: ProofState) -> dict[tuple[Source, str], str]:
     return dict.fromkeys(fixed, "a number that is cut off for many tokens")
 
 
-def _asks_positions(n: fx.Node, sizes: set[int]) -> bool:
+def _is_of_positions(n: fx.Node, sizes: set[int]) -> bool:
     """Whether an op asks something of positions among all tokens and is no plain limit: `700 - p < 0`."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or is_routed(n) or n.target in SHAPE_ONLY:
@@ -166,7 +173,7 @@ def _asks_positions(n: fx.Node, sizes: set[int]) -> bool:
     return bool(asked) and all(v.dtype != torch.bool and a.all_input_nodes for a, v in asked)
 
 
-def _levels_off(n: fx.Node) -> bool:
+def _can_level_off(n: fx.Node) -> bool:
     """Whether an op makes one number of each: not all that do have the tag of a pointwise op."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel() or op_name(n) in _COPIES:

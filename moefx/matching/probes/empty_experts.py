@@ -1,7 +1,13 @@
-"""Branches that skip an expert without tokens: `if mask.any()`, `if mask.sum() == 0`, `if start == end`.
+"""Show branches that skip an expert without tokens. A part of `branch_outcomes`.
 
-If there are few experts, each of them has tokens in all captures, and the branch is taken one way. Forcing it the other
-way would contradict the mask or the counts. Captures of two or three tokens leave an expert without tokens instead.
+Protects from a wrong refusal of tests for tokens::
+
+    mask = chosen == e
+    if mask.any():  # or mask.sum() == 0, start == end
+        out[mask] += experts[e](x[mask])
+
+With few experts each one has tokens in all captures, and the branch takes one way. A forced outcome would contradict
+the mask. A capture of two or three tokens leaves an expert without tokens instead.
 """
 
 from __future__ import annotations
@@ -24,12 +30,12 @@ if TYPE_CHECKING:
     from ..lift.canonical_form import Lifted
     from ..proof_state import ProofState
 
-_CAPTURES = 8
+_MAX_CAPTURES = 8
 _MOVES = {"_to_copy", "clone", "detach", "flatten", "reshape", "squeeze", "unsqueeze", "view"}
 _NEGATIONS = {"bitwise_not", "logical_not"}
 _REDUCTIONS = {"amax", "any", "count_nonzero", "max", "sum"}
 _STEPS = _MOVES | _NEGATIONS | _REDUCTIONS | COMPARE.keys()
-_FEW = (0, 1, 2, 3, 4, 7, 8, 64, 10**6)  # entries that are true
+_COUNTS_TO_ASK = (0, 1, 2, 3, 4, 7, 8, 64, 10**6)  # entries that are true
 
 
 class _Question(NamedTuple):
@@ -42,7 +48,7 @@ class _Question(NamedTuple):
     if_some: bool
 
 
-def _question(read: HostRead) -> _Question | None:
+def _read_question(read: HostRead) -> _Question | None:
     """What was read, if it says no more of a mask than whether any of its entries is true."""
     steps: list[fx.Node] = []
     node = read.node
@@ -53,7 +59,7 @@ def _question(read: HostRead) -> _Question | None:
             return None
         steps.append(node)
         node = node.all_input_nodes[0]
-    none, *some = [_answer([*reversed(steps)], read.asked, count) for count in _FEW]
+    none, *some = [_answer_for_count([*reversed(steps)], read.asked, count) for count in _COUNTS_TO_ASK]
     if none is None or any(answer is not (not none) for answer in some):
         return None
     return _Question(node, not none)
@@ -64,7 +70,7 @@ def _is_mask(node: fx.Node) -> bool:
     return isinstance(val, torch.Tensor) and val.dtype == torch.bool and val.dim() > 0
 
 
-def _answer(steps: list[fx.Node], asked: tuple[str, Any] | None, count: int) -> bool | None:
+def _answer_for_count(steps: list[fx.Node], asked: tuple[str, Any] | None, count: int) -> bool | None:
     """How a question about a mask of which `count` entries are true comes out; None where that cannot be said."""
     value: int | bool | None = None  # of a number: while there is none, these are entries
     for n in steps:
@@ -77,15 +83,15 @@ def _answer(steps: list[fx.Node], asked: tuple[str, Any] | None, count: int) -> 
         elif name not in _MOVES:
             if value is None:  # of the entries: others are true then
                 return None
-            value = not value if name in _NEGATIONS else _compared(name, value, n.args[1])
+            value = not value if name in _NEGATIONS else _compare(name, value, n.args[1])
             if value is None:
                 return None
     if value is None:
         return None
-    return bool(value) if asked is None else _compared(asked[0], value, asked[1])
+    return bool(value) if asked is None else _compare(asked[0], value, asked[1])
 
 
-def _compared(name: str, value: int | bool, number: Any) -> bool | None:
+def _compare(name: str, value: int | bool, number: Any) -> bool | None:
     if name not in COMPARE or type(number) not in (int, float, bool):
         return None
     return bool(getattr(operator, name)(value, number))
@@ -98,7 +104,7 @@ def _is_of_an_expert(mask: Any) -> bool:
     return op_name(mask) == "eq" and is_known(mask) and is_routed(mask)
 
 
-def asks_for_tokens(read: HostRead) -> bool:
+def is_token_test(read: HostRead) -> bool:
     """Whether a count is compared with 0 or with another count, as `if start == end` does to skip an idle expert."""
     if read.node is not None and _is_narrow(read.node):
         return False
@@ -120,7 +126,7 @@ def _is_narrow(node: fx.Node) -> bool:
     return remembered(node, "narrow", of)
 
 
-def asks_for_chosen(node: fx.Node) -> bool:
+def is_chosen_test(node: fx.Node) -> bool:
     """Whether a comparison tells for each expert if it has tokens (`greater(one_hot(ids).sum((0, 1)), 0)`): more tokens
     leave an expert that has some as it is."""
     name = op_name(node)
@@ -147,7 +153,7 @@ def _is_count(node: Any) -> bool:
     return False
 
 
-def seen_without(state: ProofState, read: HostRead) -> bool:
+def show_idle_expert(state: ProofState, read: HostRead) -> bool:
     """Add a capture of few tokens in which an expert has no tokens that had some in all others, if that is all that the
     program asks.
 
@@ -157,13 +163,13 @@ def seen_without(state: ProofState, read: HostRead) -> bool:
     Raises:
         Refused: the program does something else there than to leave the expert out.
     """
-    question = _question(read)
-    if question is None and not asks_for_tokens(read):
+    question = _read_question(read)
+    if question is None and not is_token_test(read):
         return False
     why: Refused | None = None
-    for seed in range(_CAPTURES):
+    for seed in range(_MAX_CAPTURES):
         try:
-            if (lifted := _with_few(state, read, seed)) is None:
+            if (lifted := _lift_few_tokens(state, read, seed)) is None:
                 continue
         except Refused as refusal:
             why = refusal  # few tokens may not show the form: others will
@@ -178,7 +184,7 @@ def seen_without(state: ProofState, read: HostRead) -> bool:
     return read.value == question.if_some and _is_of_an_expert(question.mask)
 
 
-def _with_few(state: ProofState, read: HostRead, seed: int) -> Lifted | None:
+def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> Lifted | None:
     """A capture of two or three tokens; None if what was read is the same there."""
     sizes = state.size_choice.choose_sequence(2 + seed % 2)
     routing = Routing(("flooded", "diverse")[seed // 2 % 2], 40 + seed)

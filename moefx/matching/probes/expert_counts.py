@@ -1,7 +1,15 @@
-"""Experts with no, one or two tokens beside others with more.
+"""Vary how many tokens one expert has: none, one or two, beside others with more.
 
-A count that became a plain number (`int(count) <= 1`), or an op that fails on so few rows (`rows[1]` in a `try`),
-leaves no read that could be forced. If experts are few, each of them may have several tokens in all other captures.
+Protects from a rule for experts with few tokens that leaves no read to force::
+
+    count = int((chosen == e).sum())  # a plain number
+    if count <= 1:
+        continue
+    rows = x[token]
+    second = rows[1] if len(rows) > 1 else rows[0]
+
+With few experts, each of them has several tokens in all other captures. If Python reads something made of floats, a
+single token also scores all experts nearly alike, for branches such as `if weights.max() < 0.4`.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ if TYPE_CHECKING:
 
 _COUNTS = (0, 1, 2)
 _CONTROLS = (3, 2)  # if neither can be shown, the counts show nothing
-_MOST_EXPERTS = 3  # to try
+_MAX_EXPERTS = 3  # to try
 
 
 def vary_expert_counts(state: ProofState) -> None:
@@ -30,12 +38,12 @@ def vary_expert_counts(state: ProofState) -> None:
     Raises:
         Refused: an expert without tokens, or with one or two, changes the form.
     """
-    seen = _seen(state)
+    seen = _find_seen_counts(state)
     routings = [("spared", 0, count) for count in _COUNTS if count not in seen]
     if any(_is_of_floats(read) for lifted in state.forms for read in lifted.capture.reads):
         routings += [("unsure", 0, 1), ("unsure", state.num_experts, 1)]
-    experts = max(state.reference.groups, key=lambda g: len(g.ids)).ids[:_MOST_EXPERTS]
-    for sizes, expert in itertools.product(_few_sizes(state) if routings else (), experts):
+    experts = max(state.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
+    for sizes, expert in itertools.product(_choose_few_sizes(state) if routings else (), experts):
         controls = (Routing("spared", expert, (expert,) * count) for count in _CONTROLS)
         if not any(isinstance(_capture_count(state, expert, control, sizes), Lifted) for control in controls):
             continue
@@ -52,7 +60,7 @@ def _is_of_floats(read: HostRead) -> bool:
     return read.node is not None and (is_abstract(read.node) or bool(decided_by_floats(read.node)))
 
 
-def _seen(state: ProofState) -> set[int]:
+def _find_seen_counts(state: ProofState) -> set[int]:
     """The numbers of tokens that experts have in captures of several tokens that nothing was forced in."""
     seen: set[int] = set()
     for lifted in state.forms:
@@ -62,7 +70,7 @@ def _seen(state: ProofState) -> set[int]:
     return seen
 
 
-def _few_sizes(state: ProofState) -> list[dict[str, int]]:
+def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
     """As few tokens as a group with two tokens for one expert needs, and as few as the captures' way is taken with."""
     slots, experts = state.reference.slots, state.num_experts
     if experts <= slots:

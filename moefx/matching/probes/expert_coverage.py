@@ -1,4 +1,13 @@
-"""Every expert is to be seen at work: how many there are, and captures in which those are chosen that were not yet."""
+"""Show each expert at work in some capture.
+
+Protects from an expert that differs and is never chosen::
+
+    experts = nn.ModuleList([Mlp() for _ in range(63)] + [WideMlp()])  # 29 tokens choose 58 of 64 experts
+    ids = table[token_ids]  # a table of zeros that is loaded later: only expert 0 is at work
+
+The probe counts the experts by their parameters, prefers missing ones in more captures, and puts ids into arguments and
+buffers that choose them. It refuses the block if some expert cannot be made to work.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +23,14 @@ from ...errors import Refused
 from ..graph_nodes import is_of_call, op_name
 from ..integer_ranges import UNBOUNDED, Ranges
 from ..terms.parameter_places import Place, Siblings, expert_indices, tensor_at
-from .turning_integers import Turn, evaluate, integer_ancestors, path_from, runs
+from .turning_integers import Turn, can_run, evaluate_path, find_integer_ancestors, find_path
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_MOST_EXTRA = 8
-_CHANCE = 1e-3
-_MOST_NUMBERS = 4096
+_MAX_EXTRA = 8
+_MIN_CHANCE = 1e-3
+_MAX_NUMBERS = 4096
 
 
 def show_all_experts(state: ProofState) -> None:
@@ -31,11 +40,11 @@ def show_all_experts(state: ProofState) -> None:
         Refused: some cannot be made to work.
     """
     extra = 0
-    state.set_num_experts(_total(state))
-    if missing := set(range(state.num_experts)) - state.seen_experts - _zeros(state):
+    state.set_num_experts(_count_experts(state))
+    if missing := set(range(state.num_experts)) - state.seen_experts - _find_zero_experts(state):
         _choose_by_numbers(state, missing)
-    while missing := sorted(set(range(state.num_experts)) - state.seen_experts - _zeros(state)):
-        if extra == _MOST_EXTRA:
+    while missing := sorted(set(range(state.num_experts)) - state.seen_experts - _find_zero_experts(state)):
+        if extra == _MAX_EXTRA:
             raise Refused(
                 f"{len(missing)} of {state.num_experts} experts were never chosen under any routing tried, "
                 f"the first is expert {missing[0]}"
@@ -45,8 +54,8 @@ def show_all_experts(state: ProofState) -> None:
         before = set(missing)
         prefer = tuple(missing) * max(1, 16 // len(missing))
         state.add_evidence(state.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes), sizes)
-        if before == set(range(state.num_experts)) - state.seen_experts - _zeros(state) and extra > 2:
-            extra = _MOST_EXTRA
+        if before == set(range(state.num_experts)) - state.seen_experts - _find_zero_experts(state) and extra > 2:
+            extra = _MAX_EXTRA
 
 
 def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
@@ -57,27 +66,27 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
         return
     found: set[Turn] = set()
     for node in first.index.nodes:
-        ancestors = integer_ancestors(node)
+        ancestors = find_integer_ancestors(node)
         for leaf in (n for n in ancestors if n.op == "placeholder"):
             argument = state.arguments.tensors[leaf.meta["position"]]
-            numbers = _numbers_choosing(first.capture, node, leaf, missing) if argument.takes_turns else {}
+            numbers = _find_choosing_numbers(first.capture, node, leaf, missing) if argument.takes_turns else {}
             found |= {(leaf.meta["position"], n) for n in numbers.values() if argument.takes(n)}
             missing = missing - numbers.keys()
         for leaf in (n for n in ancestors if n.op == "get_attr" and not n.meta["val"].is_floating_point()):
             found |= {(leaf.meta["fqn"], e) for e in missing if takes(leaf.meta["val"], e)}
     arguments = state.arguments.turned(found)
-    if found and runs(state, arguments, state.sizes[0]):
+    if found and can_run(state, arguments, state.sizes[0]):
         state.capture_again(arguments)
 
 
-def _numbers_choosing(taken: Capture, node: fx.Node, leaf: fx.Node, experts: set[int]) -> dict[int, int]:
+def _find_choosing_numbers(taken: Capture, node: fx.Node, leaf: fx.Node, experts: set[int]) -> dict[int, int]:
     """For experts the first number of an argument that chooses them, among the small ones."""
     value, found = leaf.meta["val"], dict[int, int]()
-    path = path_from(leaf, integer_ancestors(node))
-    for start in range(0, _MOST_NUMBERS if value.numel() else 0, max(1, value.numel())):
+    path = find_path(leaf, find_integer_ancestors(node))
+    for start in range(0, _MAX_NUMBERS if value.numel() else 0, max(1, value.numel())):
         tried = (torch.arange(value.numel()) + start).to(value.dtype)
         try:
-            chosen = evaluate(taken, path, {leaf: tried.view(value.shape)})[node].reshape(value.numel(), -1)
+            chosen = evaluate_path(taken, path, {leaf: tried.view(value.shape)})[node].reshape(value.numel(), -1)
         except Exception:  # no such entry in a table
             break
         for e in experts - found.keys():
@@ -87,24 +96,24 @@ def _numbers_choosing(taken: Capture, node: fx.Node, leaf: fx.Node, experts: set
     return found
 
 
-def _zeros(state: ProofState) -> set[int]:
+def _find_zero_experts(state: ProofState) -> set[int]:
     """Ids that are chosen now and then and never contribute: experts that do nothing. So often that it is not by
     chance, as it may be where a mask or a capacity drops many slots, or where a buffer allows some experts only:
     it allows others in another capture."""
     chosen = [(one, one.ids.flatten().tolist()) for one in state.forms]
     slots = [seen for one, ids in chosen for seen in zip(ids, one.kept.flatten().tolist(), strict=True)]
     captures = [(e, bool(one.kept[one.ids == e].any())) for one, ids in chosen for e in set(ids)]
-    by_slots, by_captures = _never(slots), _never(captures)
+    by_slots, by_captures = _find_never_true(slots), _find_never_true(captures)
     return {e for e, n in Counter(e for e, _ in captures).items() if e in by_slots & by_captures and n > 1}
 
 
-def _total(state: ProofState) -> int:
+def _count_experts(state: ProofState) -> int:
     """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""
     first = state.reference
     total = max(state.seen_experts) + 1
     for group in first.groups:
         for table in group.tables:
-            total = max(total, _siblings(state, table), _stack(state, table, group.tables))
+            total = max(total, _count_siblings(state, table), _count_stacked(state, table, group.tables))
     for node in first.index.nodes:
         if op_name(node) in ("masked_fill", "where"):  # a number that is put may be nobody's
             continue
@@ -114,18 +123,18 @@ def _total(state: ProofState) -> int:
     return total
 
 
-def _stack(state: ProofState, table: dict[int, Place], tables: list[dict[int, Place]]) -> int:
+def _count_stacked(state: ProofState, table: dict[int, Place], tables: list[dict[int, Place]]) -> int:
     """How many parts a tensor has, if the experts count them; as many for each of the tables that share it."""
     if any(expert_indices(place, state.siblings)[:1] != [e] for e, place in table.items()):
         return 0
-    tensor, length = _stack_of(state, next(iter(table.values())))
+    tensor, length = _find_stack(state, next(iter(table.values())))
     taken = set(table.values())
-    others = [set(t.values()) for t in tables if _stack_of(state, next(iter(t.values()))) == (tensor, length)]
+    others = [set(t.values()) for t in tables if _find_stack(state, next(iter(t.values()))) == (tensor, length)]
     apart = [places for places in others if not places & taken]
     return length // (1 + len(apart))
 
 
-def _stack_of(state: ProofState, place: Place) -> tuple[Any, int]:
+def _find_stack(state: ProofState, place: Place) -> tuple[Any, int]:
     """What a place is a part of, and how many parts that has."""
     shape = tensor_at(state.block, place.fqn).shape
     for i, (op, *rest) in enumerate(place.steps):
@@ -139,7 +148,7 @@ def _stack_of(state: ProofState, place: Place) -> tuple[Any, int]:
     return place.fqn, 0
 
 
-def _siblings(state: ProofState, table: dict[int, Place]) -> int:
+def _count_siblings(state: ProofState, table: dict[int, Place]) -> int:
     """How many modules stand beside each other where the experts' places differ, if they count the experts. A shared
     expert in their list does not count."""
     names = {e: place.fqn.split(".") for e, place in table.items()}
@@ -152,8 +161,8 @@ def _siblings(state: ProofState, table: dict[int, Place]) -> int:
     return 0
 
 
-def _never(seen: list[tuple[int, bool]]) -> set[int]:
+def _find_never_true(seen: list[tuple[int, bool]]) -> set[int]:
     """What never came true, and so often not that this is not by chance."""
     tried, came = Counter(e for e, _ in seen), Counter(e for e, is_true in seen if is_true)
     missed = 1 - came.total() / max(1, sum(n for e, n in tried.items() if e in came))
-    return {e for e, n in tried.items() if e not in came and missed**n < _CHANCE}
+    return {e for e, n in tried.items() if e not in came and missed**n < _MIN_CHANCE}

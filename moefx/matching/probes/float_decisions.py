@@ -1,4 +1,14 @@
-"""Comparisons of floats with one outcome."""
+"""Mix the outcomes of comparisons of floats that had one outcome in all captures.
+
+Protects from thresholds, and from floats that become one integer::
+
+    weights, chosen = scores.softmax(-1).topk(2)
+    weights = weights * (weights > 0.01)  # True for all tokens
+    chosen = chosen + (scores.amax(-1, keepdim=True) > 9).long()  # 0 for all tokens
+
+A comparison with one outcome for all tokens, for all first slots, or for all tokens of an expert looks like a constant.
+So does an integer made of floats. The probe captures again with mixed outcomes, of each and of all together.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +32,7 @@ _COMPARISON = "a comparison that came out the same everywhere"
 _TOGETHER = "one of several comparisons that came out the same everywhere"
 _INTEGER = "an integer made of floats that came out the same everywhere"
 _ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # which argument is the dimension
-_FEW = 5  # tokens
+_FEW_TOKENS = 5  # tokens
 
 
 @dataclasses.dataclass
@@ -40,7 +50,7 @@ def mix_decisions(state: ProofState) -> None:
     """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
     tokens' first choices, or for all of one expert, looks like a constant, and so do floats that were cast to one
     integer, or of which the same one was chosen everywhere: once they are made to come out otherwise."""
-    doubtful = [d for d in _decisions(state) if any(len(values) == 1 for values in d.columns)]
+    doubtful = [d for d in _find_decisions(state) if any(len(values) == 1 for values in d.columns)]
     of_turns = {frozenset(d.made_of): d for d in reversed(doubtful)}  # of a loop's turns the first
     for flipped, decision in reversed(of_turns.items()):
         _force_each(state, decision.source, flipped, decision.what, decision.met)
@@ -50,24 +60,26 @@ def mix_decisions(state: ProofState) -> None:
         _force_each(state, comparisons[0].source, every, _TOGETHER, comparisons[0].met[:1])
 
 
-def _decisions(state: ProofState) -> list[_Decision]:
+def _find_decisions(state: ProofState) -> list[_Decision]:
     """Each once, by where it is: those that no capture was made to take otherwise."""
     found: dict[tuple[Any, str, str], _Decision] = {}
     for lifted in state.forms:
         for n in lifted.capture.nodes:
             made_of = decided_by_floats(n)
-            mine = set(map(place_of, made_of))
+            mine = set(map(locate_decision, made_of))
             if not mine or mine & lifted.capture.tracer.flips.keys():
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
             decided = n if is_boolean else made_of[0]
-            compared = str([_name(a) for a in decided.args] if is_boolean else [])
+            compared = str([_name_operand(a) for a in decided.args] if is_boolean else [])
             place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
             what = _COMPARISON if is_boolean else _INTEGER
             decision = found.setdefault(place, _Decision(decided.meta["source"], what))
             decision.made_of |= mine
             decision.met.append(lifted)
-            columns = [set(v.unique().tolist()) for v in _columns(n.meta["val"], decided, lifted, state.num_experts)]
+            columns = [
+                set(v.unique().tolist()) for v in _split_columns(n.meta["val"], decided, lifted, state.num_experts)
+            ]
             if columns:
                 # of an expert's tokens in an order: what comes last where there are many was not seen everywhere
                 known = decision.columns or columns
@@ -79,31 +91,31 @@ def _force_each(
     state: ProofState, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[Lifted]
 ) -> None:
     """In one capture of each kind, once."""
-    for taken in one_of_each_kind(met):
+    for taken in choose_captures(met):
         if not state.is_settled((flipped, taken.tracer)):
             state.settle((flipped, taken.tracer))
             force_outcome(state, source, dict.fromkeys(flipped, MIXED), what, taken, is_safe=False)
 
 
-def _name(a: Any) -> Any:
+def _name_operand(a: Any) -> Any:
     """What is compared: numbers, and parameters by their names."""
     return a if not isinstance(a, fx.Node) else a.meta["fqn"] if a.op == "get_attr" else ""
 
 
-def one_of_each_kind(met: list[Lifted]) -> list[Capture]:
+def choose_captures(met: list[Lifted]) -> list[Capture]:
     """The first capture, and of crowds and of tokens that spread out those with the most tokens: what is asked may
     matter only beside something else that many tokens, or a crowd, bring about. Few tokens may not show the form."""
-    many = sorted((one for one in met if len(one.ids) > _FEW), key=lambda one: len(one.ids))
+    many = sorted((one for one in met if len(one.ids) > _FEW_TOKENS), key=lambda one: len(one.ids))
     largest = {one.capture.tracer.routing.kind: one for one in many}
     return list({id(one.capture): one.capture for one in (met[0], *largest.values())}.values())
 
 
-def place_of(n: fx.Node) -> tuple[Source, str, bool]:
+def locate_decision(n: fx.Node) -> tuple[Source, str, bool]:
     """As `Flips` have it."""
     return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
 
 
-def _columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted, experts: int) -> Sequence[torch.Tensor]:
+def _split_columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted, experts: int) -> Sequence[torch.Tensor]:
     """The elements that may be alike: of all tokens' first choices, of all choices of an expert, of all that came first
     in an order, or all."""
     if val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel():

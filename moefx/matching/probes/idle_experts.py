@@ -1,7 +1,16 @@
-"""Experts that given integers leave idle: `if (ids % E == e).any()` is true for every expert while tokens spread out.
+"""Leave experts idle by the integers of a call, and crowd all tokens on the same experts.
 
-Captures in which all tokens have one id show what the program does about an expert without tokens. They are made only
-if that is all that the program asks: a limit on an expert's tokens must not look like such a question.
+Protects from a wrong refusal of the first loop, and from a wrong rewrite of the second one::
+
+    for e in range(num_experts):
+        if (ids % num_experts == e).any():  # True for every expert while ids spread out
+            out[ids % num_experts == e] = experts[e](x[ids % num_experts == e])
+
+    idle = [e for e in range(num_experts) if not (chosen == e).any()]
+    scale = 2.0 if len(idle) > 5 else 1.0
+
+`leave_experts_idle` adds captures in which all tokens have one id, if the program asks for nothing but tokens.
+`concentrate_tokens` checks the form of many tokens that choose the same experts, if the program asks who is idle.
 """
 
 from __future__ import annotations
@@ -17,15 +26,15 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.routing import Routing
 from ...errors import Refused
-from .call_integers import doubtful_nodes
-from .turning_integers import evaluate, integer_ancestors, path_from
+from .call_integers import find_doubtful_nodes
+from .turning_integers import evaluate_path, find_integer_ancestors, find_path
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_MOST_CAPTURES = 4
-_MOST_NUMBERS = 64
-_MOST_NODES = 64
+_MAX_CAPTURES = 4
+_MAX_NUMBERS = 64
+_MAX_NODES = 64
 
 
 class Concentration(NamedTuple):
@@ -49,11 +58,11 @@ def leave_experts_idle(state: ProofState) -> None:
     Captures that do not have the form of the others are left to the probes that force an outcome.
     """
     taken, turned = state.reference.capture, dict[Concentration, set[fx.Node]]()
-    open_ = set(doubtful_nodes(state)[:_MOST_NODES])
+    open_ = set(find_doubtful_nodes(state)[:_MAX_NODES])
     for node in open_:
-        for concentration in _turning(state, taken, node):
+        for concentration in _find_concentrations(state, taken, node):
             turned.setdefault(concentration, set()).add(node)
-    for _ in range(_MOST_CAPTURES):
+    for _ in range(_MAX_CAPTURES):
         best = max(turned, key=lambda c: len(turned[c] & open_), default=None)
         if best is None or not turned[best] & open_:
             return
@@ -79,15 +88,15 @@ def concentrate_tokens(state: ProofState) -> None:
         state.require_same_form(lifted)
 
 
-def _turning(state: ProofState, taken: Capture, node: fx.Node) -> Iterator[Concentration]:
+def _find_concentrations(state: ProofState, taken: Capture, node: fx.Node) -> Iterator[Concentration]:
     """The concentrations under which a boolean comes out otherwise than it did."""
-    made = integer_ancestors(node)
+    made = find_integer_ancestors(node)
     for leaf in (n for n in made if n.op == "placeholder"):
         argument = state.arguments.tensors[leaf.meta["position"]]
         if argument.together > 1 or not argument.is_of_tokens:
             continue
-        run = _Run(taken, leaf, path_from(leaf, made), node)
-        numbers = leaf.meta["val"].unique()[:_MOST_NUMBERS].tolist()
+        run = _Run(taken, leaf, find_path(leaf, made), node)
+        numbers = leaf.meta["val"].unique()[:_MAX_NUMBERS].tolist()
         outcomes = {number: run.outcome(torch.full_like(leaf.meta["val"], number)) for number in numbers}
         as_it_was = taken.shadow(node).tolist()
         others = [n for n, outcome in outcomes.items() if outcome is not None and outcome != as_it_was]
@@ -106,7 +115,7 @@ class _Run(NamedTuple):
 
     def outcome(self, value: torch.Tensor) -> Any:
         with contextlib.suppress(Exception):  # no such entry in a table
-            return evaluate(self.taken, self.path, {self.leaf: value})[self.node].tolist()
+            return evaluate_path(self.taken, self.path, {self.leaf: value})[self.node].tolist()
         return None
 
     def asks_for_none(self, idle: int, busy: int) -> bool:

@@ -1,7 +1,15 @@
-"""Sizes that became plain numbers (`int(n / 2)`, `math.gcd(n, 64)`): what follows from them is not seen, only met.
+"""Vary sizes that became plain numbers: what follows from them leaves no comparison to guard on.
 
-As in `crowds`: what holds at further sizes too is one more capture that must agree; else the form is guarded, or it is
-refused.
+Protects from code that depends on a size unseen::
+
+    n = int(len(x) / 2)  # a plain number
+    places = max(4, n // 50)  # 4 in all captures
+    if math.gcd(len(x), 64) == 64 or str(len(x)).endswith("00"):
+        weights = weights / 2
+
+`vary_leaked_sizes` captures up to 2053 tokens and searches the size at which lines or numbers change. `try_round_sizes`
+tries powers of two, squares and numbers of the code. `guard_constant_expressions` adds a guard on an expression of
+sizes that has one value at the captures' sizes, and others between them.
 """
 
 from __future__ import annotations
@@ -29,19 +37,19 @@ if TYPE_CHECKING:
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
 _MARGIN = 0.85  # for tokens that do not go where the crowd goes
 _SEQUENCES = (2, 3, 6, 10)  # of which one is captured
-_FEW, _MOST_NAMED = 8, 8
+_FEW, _MAX_NAMED = 8, 8
 _ROUND_SIZES = (64, 100, 128, 210)  # powers, a square, and multiples of the first primes
 
 
-class _Usual:
+class _CommonBehaviour:
     """What all captures have in common: the lines that ran, and numbers that were the same in all."""
 
     def __init__(self, state: ProofState):
         many = [lifted.capture for lifted in state.forms if math.prod(lifted.tokens) > 1]
         self.state = state
-        self.every = set().union(*map(_lines, many))
-        self.always = set.intersection(*map(_lines, many))
-        columns = list(map(_all_numbers, many))
+        self.every = set().union(*map(_collect_lines, many))
+        self.always = set.intersection(*map(_collect_lines, many))
+        columns = list(map(_collect_numbers, many))
         self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
         self.most = 4 * max(len(c.nodes) for c in many)
         self.routed = any(lifted.capture.sizes.routed for lifted in state.forms)
@@ -54,7 +62,7 @@ class _Usual:
         self.answers: dict[tuple[str, int], tuple[bool, bool]] = {}
 
     def has_moved(self, taken: Capture) -> bool:
-        there = _all_numbers(taken)  # of a loop's turns one may have another number
+        there = _collect_numbers(taken)  # of a loop's turns one may have another number
         return any(v != self.same[at] for at, v in there.items() if at in self.same)
 
     def differs(self, tokens: int) -> tuple[bool, bool]:
@@ -63,14 +71,14 @@ class _Usual:
         lines, moved = zip(*[self.differs_in(kind, tokens) for kind in self.crowds], strict=True)
         return any(lines), any(moved)
 
-    def first(self, which: int, low: int, high: int) -> int:
+    def find_first(self, which: int, low: int, high: int) -> int:
         """The least number of tokens at which lines (0) or numbers (1) are others; of numbers of the routing a bound
         below which no expert gets as many tokens as it takes."""
         found: dict[str, int] = {}
         for kind in (kind for kind in self.crowds if self.differs_in(kind, high)[which]):
             # the captures of `low` tokens may have gone another way than the crowd
             start = low if not self.differs_in(kind, low)[which] else 1
-            found[kind] = _first(lambda n, k=kind: self.differs_in(k, n)[which], start, high)
+            found[kind] = _bisect_first(lambda n, k=kind: self.differs_in(k, n)[which], start, high)
         if not self.routed:
             return min(found.values())
         return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in found.items())))
@@ -87,7 +95,9 @@ class _Usual:
         if not all(g.holds(sizes) for g in self.guards):
             return False, False
         taken = self.state.capture(Routing(kind, 8), sizes, most=self.most)
-        are_same = self.always <= _lines(taken) <= self.every and not (self.routed and self._has_other_form(taken))
+        are_same = self.always <= _collect_lines(taken) <= self.every and not (
+            self.routed and self._has_other_form(taken)
+        )
         return not are_same, self.has_moved(taken)
 
     def _has_other_form(self, taken: Capture) -> bool:
@@ -109,7 +119,7 @@ def vary_leaked_sizes(state: ProofState) -> None:
     routed = any(lifted.capture.sizes.routed for lifted in state.forms)
     if not routed and not _has_leaks(state) and not _changes_later(state):
         return
-    usual, moved = _Usual(state), False
+    usual, moved = _CommonBehaviour(state), False
     # of one sequence: what is the same for 5 sequences of 19 may be another for one of 40
     arguments = state.arguments
     below = max(sizes[arguments.dims[-1]] * arguments.each for sizes in state.sizes) if arguments.dims else 1
@@ -131,11 +141,11 @@ def vary_leaked_sizes(state: ProofState) -> None:
             state.add_guard(only_below(max(below, proven) + 1))
             return
         if other_lines:
-            state.add_guard(only_below(usual.first(0, below, tokens)))
+            state.add_guard(only_below(usual.find_first(0, below, tokens)))
             return
         if other_numbers and not moved:
-            first = usual.first(1, below, tokens)
-            if not _also_at(state, first, only_below(first), usual.has_moved):
+            first = usual.find_first(1, below, tokens)
+            if not _confirm_at(state, first, only_below(first), usual.has_moved):
                 state.add_guard(only_below(first))
                 return
             moved = True
@@ -152,16 +162,16 @@ def try_round_sizes(state: ProofState) -> None:
     """
     if not _has_leaks(state) or not state.arguments.dims:
         return
-    usual = _Usual(state)
+    usual = _CommonBehaviour(state)
     named = [
         n for n in trace_closure(collect_code(state.block)).numbers if type(n) is int and _FEW < n <= MAX_CROWD_TOKENS
     ]
-    sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MOST_NAMED]})
+    sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MAX_NAMED]})
     for n in itertools.takewhile(lambda n: n < most_tokens(state.forms, times=4), sizes):
         try:
             if not any(here := usual.differs(n)):
                 continue
-            beside = [_next(state, n, step) for step in (-1, 1)]
+            beside = [_find_next(state, n, step) for step in (-1, 1)]
             before, after = map(usual.differs, beside)
         except CaptureError:  # too long, so a loop over the tokens
             state.add_guard(SizeGuard(state.arguments.tokens, "lt", str(n), True))
@@ -174,7 +184,7 @@ def try_round_sizes(state: ProofState) -> None:
             )
 
 
-def _next(state: ProofState, tokens: int, step: int) -> int:
+def _find_next(state: ProofState, tokens: int, step: int) -> int:
     """The next number of tokens that is one of other sizes."""
     several = range(tokens + step, tokens + _FEW * step, step)
     return next(
@@ -212,7 +222,7 @@ def _changes_later(state: ProofState) -> bool:
     return False
 
 
-def _also_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
+def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
     """Whether the form holds at so many tokens in a sequence too, where a number has moved."""
     if 2 * tokens > MAX_CROWD_TOKENS:
         return False
@@ -233,7 +243,7 @@ def _also_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Callab
     return True
 
 
-def _first(differs: Callable[[int], bool], low: int, high: int) -> int:
+def _bisect_first(differs: Callable[[int], bool], low: int, high: int) -> int:
     """The least size that differs, between one that does not and one that does."""
     while high - low > 1:
         middle = (low + high) // 2
@@ -241,7 +251,7 @@ def _first(differs: Callable[[int], bool], low: int, high: int) -> int:
     return high
 
 
-def _lines(taken: Capture) -> set[tuple[str, str]]:
+def _collect_lines(taken: Capture) -> set[tuple[str, str]]:
     """Which lines of the user's ran, which ops they came to, with which numbers as arguments, and what the call
     changed."""
     ran: set[tuple[str, str]] = set()
@@ -251,7 +261,7 @@ def _lines(taken: Capture) -> set[tuple[str, str]]:
     return ran | {(effect.kind, str(effect.target)) for effect in taken.effects}
 
 
-def _all_numbers(taken: Capture) -> dict[Any, int | float | None]:
+def _collect_numbers(taken: Capture) -> dict[Any, int | float | None]:
     """Those that ops are called with, and those that are returned."""
     returned = enumerate(pytree.tree_leaves(taken.out))
     return {**numbers(taken.nodes), **{i: plain(v) for i, v in returned if isinstance(v, (int, float))}}

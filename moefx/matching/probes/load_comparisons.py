@@ -1,8 +1,15 @@
-"""Comparisons that Python makes of the experts' loads, seen both ways for each expert and on each side of the sizes.
+"""Vary the loads that Python compares, for each expert and on each side of a comparison of sizes.
 
-`if n > 9 and e == last` comes out both ways at its line as soon as any expert is crowded, and says nothing of the one
-that matters. So where loads are compared, captures are added in which they are as uneven and as even as they come, and
-in which a comparison comes out for all experts as it does for a crowd.
+Protects from a comparison that matters for one expert only::
+
+    for e, expert in enumerate(experts):
+        token, slot = torch.where(chosen == e)
+        y = expert(x[token])
+        if len(token) > 9 and e == num_experts - 1:  # both outcomes of the first part were seen, at other experts
+            y = y / 2
+
+The probe adds captures with the most uneven and the most even loads. It forces the outcome of a crowd for all experts,
+and if that contradicts the loads, captures enough tokens to crowd each one.
 """
 
 from __future__ import annotations
@@ -28,9 +35,9 @@ from .reached_limits import is_made_of_rows
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_MOST_TOKENS = 130  # of captures that show uneven loads
-_MOST_EVEN = 600  # of one that crowds every expert
-_MOST_SIDES = 4
+_MAX_TOKENS = 130  # of captures that show uneven loads
+_MAX_EVEN_TOKENS = 600  # of one that crowds every expert
+_MAX_SIDES = 4
 _Calls = tuple[Source, ...]
 
 
@@ -76,18 +83,22 @@ def vary_loads(state: ProofState) -> None:
     Raises:
         Refused: one changes the form.
     """
-    if not (found := _comparisons(state)):
+    if not (found := _find_comparisons(state)):
         return
     first = state.reference.capture
     bases = [first]
-    for side in _sides(state):
-        shown = [taken for routing in _routings(state) if (taken := _add(state, routing, side, found)) is not None]
-        found = {**_comparisons(state), **found}
-        outcomes = _outcomes(state, side)
+    for side in _find_sides(state):
+        shown = [
+            taken
+            for routing in _list_routings(state)
+            if (taken := _add_capture(state, routing, side, found)) is not None
+        ]
+        found = {**_find_comparisons(state), **found}
+        outcomes = _find_outcomes(state, side)
         for comparison in found.values():
             _force_crowd(state, comparison, shown[-1:] + shown[:1], outcomes)
         bases += shown[-1:]
-    outcomes = _outcomes(state, None)
+    outcomes = _find_outcomes(state, None)
     for comparison in found.values():
         _force_crowd(state, comparison, [first], outcomes)
     ordered = [c for c in found.values() if c.limit is not None]
@@ -96,12 +107,12 @@ def vary_loads(state: ProofState) -> None:
         force_outcome(state, ordered[0].read.source, flips, LIMIT, base)
 
 
-def _comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
+def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
     """Each once, by where it is: those of a number that grows with the tokens, other than whether there are any."""
     found: dict[_Calls, _Comparison] = {}
     for lifted in state.forms:
         for read in lifted.capture.reads:
-            op, other = (compared := _compared(read)) or ("", None)
+            op, other = (compared := _read_comparison(read)) or ("", None)
             if compared is None or read.calls in found or op not in TWO_SIDED:
                 continue
             asks_for_any = is_empty_test(op, other) and not read.of  # not `n - 9 > 0`
@@ -110,15 +121,15 @@ def _comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
     return found
 
 
-def _compared(read: HostRead) -> tuple[str, Any] | None:
+def _read_comparison(read: HostRead) -> tuple[str, Any] | None:
     """What was asked of a number, by Python or by an op of which Python reads the result."""
     if read.asked is not None:
         return read.asked
-    node = _comparison_node(read)
+    node = _find_comparison_node(read)
     return None if node is None else (op_name(node), node.args[1])
 
 
-def _comparison_node(read: HostRead) -> fx.Node | None:
+def _find_comparison_node(read: HostRead) -> fx.Node | None:
     node = read.node
     while node is not None and op_name(node) in ("any", "all") and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -133,7 +144,7 @@ def _is_of_load(capture: Capture, read: HostRead) -> bool:
         op, other = read.asked
         is_never = not read.of and op not in ORDERED and type(other) in (int, float) and (other < 0 or other % 1 != 0)
         return is_unbounded(ranges, read) and not is_never
-    of: Any = node.args[0] if (node := _comparison_node(read)) is not None else None
+    of: Any = node.args[0] if (node := _find_comparison_node(read)) is not None else None
     if of is None or not token_sizes(capture).isdisjoint(of.meta["val"].shape):  # of each token, as its position is
         return False
     if (found := ranges.of(of)) is None:
@@ -141,7 +152,7 @@ def _is_of_load(capture: Capture, read: HostRead) -> bool:
     return bool((found[1] >= UNBOUNDED // 2).any())
 
 
-def _routings(state: ProofState) -> list[Routing]:
+def _list_routings(state: ProofState) -> list[Routing]:
     """A crowd at the last or the first expert, of which the others have one token, and one of them none; all tokens at
     the last one; and as many for each."""
     last = state.num_experts - 1
@@ -153,39 +164,39 @@ def _routings(state: ProofState) -> list[Routing]:
     ]
 
 
-def _sides(state: ProofState) -> list[_Side]:
+def _find_sides(state: ProofState) -> list[_Side]:
     """The ways in which the comparisons of sizes came out, with sizes of many tokens; first those of most tokens."""
     found: dict[tuple[bool, ...], _Side] = {}
     for lifted, sizes in zip(state.forms, state.sizes, strict=True):
-        way, tokens = _way(state, sizes), math.prod(lifted.tokens)
+        way, tokens = _find_way(state, sizes), math.prod(lifted.tokens)
         known = found.get(way)
-        best = -1 if known is None else _worth(math.prod(known.sizes.values()))
-        if tokens > 1 and _worth(math.prod(sizes.values())) > best:
+        best = -1 if known is None else _rank_tokens(math.prod(known.sizes.values()))
+        if tokens > 1 and _rank_tokens(math.prod(sizes.values())) > best:
             found[way] = _Side(way, sizes, lifted.optional)
-    return sorted(found.values(), key=lambda side: -math.prod(side.sizes.values()))[:_MOST_SIDES]
+    return sorted(found.values(), key=lambda side: -math.prod(side.sizes.values()))[:_MAX_SIDES]
 
 
-def _worth(tokens: int) -> float:
-    return tokens if tokens <= _MOST_TOKENS else 1 / tokens
+def _rank_tokens(tokens: int) -> float:
+    return tokens if tokens <= _MAX_TOKENS else 1 / tokens
 
 
-def _way(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]:
+def _find_way(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]:
     """How the comparisons of sizes come out that came out both ways."""
     guards = dict.fromkeys(state.seen_guards())
     return tuple(g.holds(sizes) for g in guards if len({g.holds(one) for one in state.sizes}) == 2)
 
 
-def _outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[Any]]:
+def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[Any]]:
     """How Python's reads came out, on one side or on all."""
     found: dict[_Calls, set[Any]] = {}
     for lifted, sizes in zip(state.forms, state.sizes, strict=True):
-        if side is None or _way(state, sizes) == side.way:
+        if side is None or _find_way(state, sizes) == side.way:
             for read in lifted.capture.reads:
                 found.setdefault(read.calls, set()).add(read.value)
     return found
 
 
-def _add(state: ProofState, routing: Routing, side: _Side, found: dict[_Calls, _Comparison]) -> Capture | None:
+def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_Calls, _Comparison]) -> Capture | None:
     """The capture under a routing; None if the program does not run there, or shows nothing."""
     try:
         taken = state.capture(routing, side.sizes)
@@ -200,14 +211,14 @@ def _add(state: ProofState, routing: Routing, side: _Side, found: dict[_Calls, _
         return None
     except Refused as why:
         if side.optional is None:
-            raise refuse_change(_turned(state, taken, found).source, LIMIT) from why
+            raise refuse_change(_find_turned_read(state, taken, found).source, LIMIT) from why
         state.add_guard(side.optional)
         return None
     state.add_evidence(lifted, side.sizes, side.optional)
     return taken
 
 
-def _turned(state: ProofState, taken: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
+def _find_turned_read(state: ProofState, taken: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
     """Of the comparisons one that came out in a capture as it did not in the first one, if there is such."""
     first = {(read.calls, read.value) for read in state.reference.capture.reads}
     new = [r for r in taken.reads if r.calls in found and (r.calls, r.value) not in first]
@@ -235,7 +246,7 @@ def _force_crowd(
                     state, comparison.read.source, {calls: repeat_outcome(base, calls, value)}, LIMIT, base
                 )
             except Refused:
-                if not _crowds_every_expert(state, comparison):
+                if not _crowd_every_expert(state, comparison):
                     raise
                 return
             limit = comparison.limit
@@ -244,24 +255,24 @@ def _force_crowd(
                 and limit is not None
                 and limit > 1
                 and not comparison.read.of
-                and not _crowds_every_expert(state, comparison)
+                and not _crowd_every_expert(state, comparison)
             ):
                 slots = state.reference.slots
                 state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "lt", str(limit), True))
                 return
 
 
-def _crowds_every_expert(state: ProofState, comparison: _Comparison) -> bool:
+def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     """Add a capture in which each expert really has as many tokens as a crowd, if it takes no more than there may be.
     Returns whether a comparison came out so for each, and the form is that of the others."""
     slots, experts = state.reference.slots, state.num_experts
     if (limit := comparison.limit) is None:
         return False
     if comparison.read.of:  # a number made of the load
-        limit = max(limit, _MOST_EVEN * slots // (2 * experts))
+        limit = max(limit, _MAX_EVEN_TOKENS * slots // (2 * experts))
     tokens = state.arguments.tokens_near(experts * -(-(limit + 1) // slots) + experts)
     sizes = state.size_choice.choose_sequence(tokens)
-    if tokens > _MOST_EVEN or not state.size_choice.is_within(sizes):
+    if tokens > _MAX_EVEN_TOKENS or not state.size_choice.is_within(sizes):
         return False
     try:
         lifted = state.lift(Routing("even"), sizes)

@@ -1,7 +1,11 @@
-"""Functions of the experts' loads: how many experts are idle, whether the largest load is twice the smallest.
+"""Find functions of the experts' loads, such as the number of idle experts. A part of `crowded_experts`.
 
-Captures show a few patterns of loads, and a function of loads may have one value under all of them. `crowds` then makes
-it have others.
+Protects from a statistic with one value under the few patterns of loads that captures show::
+
+    loads = torch.bincount(chosen.flatten(), minlength=num_experts)
+    weights = weights * torch.where((loads == 0).sum() == 2, 0.5, 1.0)
+
+`spread_numbers` forces other values of these functions.
 """
 
 from __future__ import annotations

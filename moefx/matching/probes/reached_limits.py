@@ -1,7 +1,13 @@
-"""Limits that a capture did not come to: a capacity of 64 places, say, at 29 tokens.
+"""Go beyond limits that no capture reached, such as a capacity of 64 slots at 29 tokens.
 
-Where every expert had room for all its tokens the program seems to drop nothing. So the numbers that cut rows off, or
-that counts and ranks are compared with, are looked for, and what lies beyond them is captured, or left alone.
+Protects from a capacity that seems to drop nothing::
+
+    rank = F.one_hot(chosen, num_experts).cumsum(0).gather(1, chosen)
+    weights = weights * (rank <= 64)  # True in captures of 29 tokens
+    token = torch.where(chosen == e)[0][:64]
+
+`find_limits` reads the numbers that counts and ranks are compared with, and the ends of slices. `overflow_limits`
+captures enough tokens to go beyond them. If that takes too many tokens, a guard restricts the form to fewer.
 """
 
 from __future__ import annotations
@@ -43,10 +49,10 @@ Place = tuple[Source, str]
 def overflow_limits(state: ProofState) -> None:
     """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
     guarded to hold only where there are too few to."""
-    slots, seen = state.reference.slots, [limits(lifted.capture, state.unforced_lengths) for lifted in state.forms]
+    slots, seen = state.reference.slots, [find_limits(lifted.capture, state.unforced_lengths) for lifted in state.forms]
     for turn in range(4):
-        places = not_reached(seen)
-        most = [_most_of_one(lifted) for lifted in state.forms]
+        places = find_unreached(seen)
+        most = [_count_most(lifted) for lifted in state.forms]
         left: set[int] = set()
         for place, found in places.items():
             # of a capacity that grows with the tokens and has room for all of them there is nothing behind
@@ -75,11 +81,11 @@ def overflow_limits(state: ProofState) -> None:
         except Exception:  # the program's own too, at sizes that it is not made for
             break
         state.add_evidence(lifted, sizes)
-        seen.append(limits(lifted.capture, state.unforced_lengths))
+        seen.append(find_limits(lifted.capture, state.unforced_lengths))
     state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
 
 
-def _most_of_one(lifted: Lifted) -> int:
+def _count_most(lifted: Lifted) -> int:
     """How many choices one expert may get: of a token's `topk` one, else all of them."""
     tokens, node = math.prod(lifted.tokens), lifted.index.node
     while op_name(node) in _MOVES and node.args and isinstance(node.args[0], fx.Node):
@@ -88,17 +94,17 @@ def _most_of_one(lifted: Lifted) -> int:
     return tokens if is_of_topk and not lifted.index.columns else lifted.slots * tokens
 
 
-def limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:
+def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:
     """By place in the program, the number that no count or rank of this capture came to, though under another routing
     it may; None where one did. Computed once for a capture.
 
     Args:
         lengths: calls in which Python compares how many rows an expert has, and which are looked at too.
     """
-    return capture.once(("limits", frozenset(lengths)), lambda: _limits(capture, lengths))
+    return capture.once(("limits", frozenset(lengths)), lambda: _find_limits(capture, lengths))
 
 
-def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, int | None]:
+def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, int | None]:
     found: dict[Place, int | None] = {}
 
     def note(place: Place, limit: int, is_reached: bool) -> None:
@@ -113,7 +119,7 @@ def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, i
         if n.op != "call_function":
             continue
         name, is_narrow = op_name(n), _is_narrow(n)
-        if exact := _exact_up_to(capture, n):
+        if exact := _find_exact_limit(capture, n):
             found[n.meta["source"], str(n.target)] = exact
             continue
         is_compared = name in TWO_SIDED and is_known(n)
@@ -128,10 +134,10 @@ def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, i
         if found.get(place, UNKNOWN) is None:  # another turn of a loop came to it
             continue
         if name == "slice":
-            for end, reached in _end(capture, n):
+            for end, reached in _find_ends(capture, n):
                 note(place, end, reached)
         elif is_compared:
-            for rows, limit, reached, has_both in _compared(capture, n, name):
+            for rows, limit, reached, has_both in _find_compared(capture, n, name):
                 ranges = ranges or Ranges.with_more_tokens(capture)
                 if has_loads(capture, rows) and not _grows(ranges, rows):
                     continue  # more tokens do not bring it there
@@ -145,14 +151,14 @@ def _limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, i
     return found
 
 
-def not_reached(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[int]]:
+def find_unreached(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[int]]:
     """The limits at the places where no capture came to one, from those of each capture."""
     places = dict.fromkeys(place for column in columns for place in column)
     found = {place: {column[place] for column in columns if place in column} for place in places}
     return {place: seen for place, seen in found.items() if None not in seen}  # type: ignore[misc]
 
 
-def _end(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
+def _find_ends(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
     """Where rows of an expert, or tokens, begin or end, counted from the start or from the end, and whether some are on
     the other side."""
     source, dim, start, end = (*n.args, *(0, None, None)[len(n.args) - 1 :])[:4]
@@ -167,11 +173,11 @@ def _end(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
             yield bound, rows > bound
 
 
-def _compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node, int, bool, bool]]:
+def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node, int, bool, bool]]:
     """(what is compared, with which number, whether that was reached, whether it came out both ways)."""
     left, right = n.args[:2]
     for rows, other in ((left, right), (right, left)):
-        limit = _number(other)
+        limit = _read_number(other)
         if limit is None or not isinstance(rows, fx.Node) or not is_known(rows):
             continue
         value = capture.shadow(rows)
@@ -193,7 +199,7 @@ def is_made_of_rows(node: fx.Node) -> bool:
     return remembered(node, "of_rows", lambda n, are: bool(n.meta.get("ragged")) or any(are))
 
 
-def _number(x: Any) -> int | None:
+def _read_number(x: Any) -> int | None:
     """A number that all elements are compared with; of 0, 1, 2, ... the first that is not among them."""
     if type(x) in (int, float):
         return math.ceil(max(-UNBOUNDED, min(x, UNBOUNDED))) if x == x else None
@@ -225,7 +231,7 @@ def _is_narrow(n: fx.Node) -> bool:
     return is_routed(n) and len(n.all_input_nodes) == 1 and is_known(n.all_input_nodes[0])
 
 
-def _exact_up_to(capture: Capture, n: fx.Node) -> int | None:
+def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
     """Of integers that were floats of few digits, the number up to which these tell all integers apart, if they count
     tokens or say where these are: `arange(T).bfloat16().long()`."""
     before = n.all_input_nodes[0] if op_name(n) == "_to_copy" and n.all_input_nodes else None
@@ -291,4 +297,4 @@ def _is_truth(ranges: Ranges, a: Any) -> bool:
     return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
 
 
-__all__ = ["MAX_CROWD_TOKENS", "UNKNOWN", "is_made_of_rows", "limits", "not_reached", "overflow_limits"]
+__all__ = ["MAX_CROWD_TOKENS", "UNKNOWN", "find_limits", "find_unreached", "is_made_of_rows", "overflow_limits"]

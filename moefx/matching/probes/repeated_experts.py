@@ -1,8 +1,13 @@
-"""Choices of one token that may be the same expert.
+"""Let a token choose one expert in two slots, if nothing in the program prevents it.
 
-Those of one `topk` are different experts. A second `argmax` may choose the first one again, and a map of experts may
-take two of them to one: a mask has that expert once then, a sum over the choices twice. So where nothing in the program
-keeps choices apart they are made to fall together in one capture, and what each of them is worth must add up there.
+Protects from weights that do not add up then::
+
+    first = scores.argmax(-1)
+    second = (scores * (1 - F.one_hot(first, num_experts))).argmax(-1)  # equal if all other scores are 0
+    gates = torch.zeros_like(scores).scatter(1, torch.stack([first, second], 1), weights)  # one weight remains
+
+A `topk` gives different experts. A second `argmax`, or a table of experts, may give one expert twice. A mask then has
+the expert once, and a sum over slots twice. The probe forces such choices in one capture, whose sums must fit the form.
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ if TYPE_CHECKING:
 
 _MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # of one tensor, of which no element is new
 _LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}
-_FEW = 8  # slots of which all pairs are tried
-_EACH = 3  # of so many tokens one chooses otherwise
+_MAX_PAIRED_SLOTS = 8  # slots of which all pairs are tried
+_TOKENS_PER_CHANGE = 3  # of so many tokens one chooses otherwise
 _Change = Callable[[list[torch.Tensor]], torch.Tensor]  # of the slots' choices so far, [T] each: what the last is to be
 
 
@@ -43,16 +48,16 @@ def repeat_experts(state: ProofState) -> None:
     first, sizes, experts = state.reference, state.sizes[0], state.seen_experts
     if are_different(first, experts, state.forms):
         return
-    made = _made(first, experts)
-    pairs = _pairs(first.slots)
-    if len(first.ids) < _EACH * len(pairs):  # each needs a token, and others are to show the form
-        sizes = state.size_choice.choose(_EACH * len(pairs), 0)
+    made = _find_makers(first, experts)
+    pairs = _pair_slots(first.slots)
+    if len(first.ids) < _TOKENS_PER_CHANGE * len(pairs):  # each needs a token, and others are to show the form
+        sizes = state.size_choice.choose(_TOKENS_PER_CHANGE * len(pairs), 0)
         same_form(first, first := state.lift(Routing("diverse", 0), sizes))
-        made = _made(first, experts)
+        made = _find_makers(first, experts)
     culprits = tuple(dict.fromkeys(op_name(node) for node, _ in made))
     source = str(made[-1][0].meta["source"])
     again = NotTwice(source, culprits)
-    lifted = _otherwise(state, sizes, _changes(first, made, _as_before(pairs)), again)
+    lifted = _lift_with_choices(state, sizes, _build_flips(first, made, _repeat_earlier(pairs)), again)
     if lifted is not None and not all(_has_shown(lifted, i, pairs) for i in range(len(pairs))):
         raise again
     if any(map(_is_looked_up, (node for node, _ in made))):
@@ -60,19 +65,19 @@ def repeat_experts(state: ProofState) -> None:
             "what the program looks up as an expert's number may be below 0, which it takes for one from the end",
             culprits=culprits, source=source, remedy="let the numbers that topk gives choose",
         )  # fmt: skip
-        lifted = _otherwise(state, sizes, _changes(first, made, _nobody), nobody)
+        lifted = _lift_with_choices(state, sizes, _build_flips(first, made, _choose_nobody), nobody)
         if lifted is not None and any(e < 0 for group in lifted.groups for e in group.ids):
             raise nobody
 
 
 def _has_shown(lifted: Lifted, i: int, pairs: list[tuple[int, int | None]]) -> bool:
     """Whether some token has chosen an expert twice in these slots, and is given something for it."""
-    tokens = [t for t in lifted.twice if _chooses_otherwise(t, i, pairs)]
+    tokens = [t for t in lifted.twice if _is_changed_token(t, i, pairs)]
     slots = [*range(lifted.slots)] if pairs[i][1] is None else [*pairs[i]]
     return any(bool(lifted.kept[t, slots].any()) and len({*lifted.ids[t, slots].tolist()}) == 1 for t in tokens)
 
 
-def _otherwise(state: ProofState, sizes: dict[str, int], flips: Flips, refusal: Refused) -> Lifted | None:
+def _lift_with_choices(state: ProofState, sizes: dict[str, int], flips: Flips, refusal: Refused) -> Lifted | None:
     """The form where tokens choose as they are told to; None where the program does not run then: nor does the
     original."""
     try:
@@ -91,7 +96,7 @@ def _otherwise(state: ProofState, sizes: dict[str, int], flips: Flips, refusal: 
 
 
 # ---------------------------------------------------------------------- where choices come from
-def _made(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
+def _find_makers(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
     """What made the choices, in program order, each with the places that those of a token have in it: int64 [T, K], or
     [T, 1] where each slot has a node of its own."""
     found = []
@@ -104,7 +109,9 @@ def _made(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor
                 moves.append(node)
                 node = node.args[0]
                 continue
-            earlier = _without_fill(node, lifted.capture, experts) or (_shifted(node) if len(refs) == 1 else None)
+            earlier = _find_unfilled(node, lifted.capture, experts) or (
+                _find_unshifted(node) if len(refs) == 1 else None
+            )
             if earlier is None:
                 break
             node = earlier
@@ -117,14 +124,14 @@ def _made(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor
     return sorted(found, key=lambda made: made[0].meta["index"])
 
 
-def _shifted(node: fx.Node) -> fx.Node | None:
+def _find_unshifted(node: fx.Node) -> fx.Node | None:
     """The choices to all of which an op adds one number."""
     if op_name(node) in ("add", "sub") and len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node):
         return node.args[0]
     return None
 
 
-def _without_fill(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Node | None:
+def _find_unfilled(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Node | None:
     """The choices in place of some of which an op puts a number of nobody."""
     if op_name(node) == "masked_fill":
         ways = [(node.args[0], node.args[2])]
@@ -146,7 +153,7 @@ def _is_looked_up(node: fx.Node) -> bool:
     return op_name(node) in _LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
 
 
-def _changes(lifted: Lifted, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Flips:
+def _build_flips(lifted: Lifted, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Flips:
     """How ops are to come out for some tokens to choose otherwise."""
     chosen: list[torch.Tensor] = []
     places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by what is run, and which time
@@ -174,31 +181,35 @@ def _changes(lifted: Lifted, made: list[tuple[fx.Node, torch.Tensor]], change: _
     return {place: changing(turns) for place, turns in places.items()}
 
 
-def _pairs(slots: int) -> list[tuple[int, int | None]]:
+def _pair_slots(slots: int) -> list[tuple[int, int | None]]:
     """Slots of which the second may have what the first has; None: all of them."""
-    few = [*itertools.combinations(range(slots), 2)] if slots <= _FEW else [*itertools.pairwise(range(slots))]
+    few = (
+        [*itertools.combinations(range(slots), 2)]
+        if slots <= _MAX_PAIRED_SLOTS
+        else [*itertools.pairwise(range(slots))]
+    )
     return [*few, (0, None)] if slots > 2 else [*few]
 
 
-def _chooses_otherwise(token: Any, i: int, pairs: list[tuple[int, int | None]]) -> Any:
+def _is_changed_token(token: Any, i: int, pairs: list[tuple[int, int | None]]) -> Any:
     """Whether a token, or which of several, is one of those that show a pair of slots."""
-    return token % (_EACH * len(pairs)) == _EACH * i + 1
+    return token % (_TOKENS_PER_CHANGE * len(pairs)) == _TOKENS_PER_CHANGE * i + 1
 
 
-def _as_before(pairs: list[tuple[int, int | None]]) -> _Change:
+def _repeat_earlier(pairs: list[tuple[int, int | None]]) -> _Change:
     """Some tokens choose an expert again: each of the pairs does in one of them."""
 
     def change(chosen: list[torch.Tensor]) -> torch.Tensor:
         found, slot = chosen[-1].clone(), len(chosen) - 1
         for i, (first, again) in enumerate(pairs):
             if slot == again or (again is None and slot):
-                at = _chooses_otherwise(torch.arange(len(found)), i, pairs)
+                at = _is_changed_token(torch.arange(len(found)), i, pairs)
                 found[at] = chosen[first][at].to(found.dtype)
         return found
 
     return change
 
 
-def _nobody(chosen: list[torch.Tensor]) -> torch.Tensor:
-    which = (torch.arange(len(chosen[-1])) % _EACH == 1) & (len(chosen) == 1)
+def _choose_nobody(chosen: list[torch.Tensor]) -> torch.Tensor:
+    which = (torch.arange(len(chosen[-1])) % _TOKENS_PER_CHANGE == 1) & (len(chosen) == 1)
     return torch.where(which, -1, chosen[-1])

@@ -1,4 +1,15 @@
-"""One token, a few, and many: sizes at which code often takes another way, or shows what others hide."""
+"""Vary the number of tokens: one, a few, and many.
+
+Protects from another way for few tokens, and from slots that limits drop in all captures::
+
+    if len(x) == 1:
+        return experts[chosen[0, 0]](x)
+    capacity = len(x) // num_experts
+    token = torch.where(chosen == e)[0][:capacity]  # with few experts, the second slots are always behind
+
+`show_all_slots` captures a few tokens, which have places for all slots. `vary_token_counts` restricts the form by a
+guard if one token, or many, do not have it, and refuses the block if a few do not.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +24,8 @@ from ..lift.lifter import NothingRouted
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_TRIES = 6
-_TRIES_ELSEWHERE = 2  # where the program may go another way, which has no experts
+_MAX_TRIALS = 6
+_MAX_TRIALS_ELSEWHERE = 2  # where the program may go another way, which has no experts
 
 
 def show_all_slots(state: ProofState) -> None:
@@ -23,7 +34,7 @@ def show_all_slots(state: ProofState) -> None:
     if all(bool(lifted.kept.all()) for lifted in state.forms):
         return
     sizes = state.size_choice.choose_sequence(state.arguments.tokens_near(5))
-    lifted = _lifted(state, Routing("diverse", 6), sizes) if state.size_choice.is_within(sizes) else None
+    lifted = _try_lift(state, Routing("diverse", 6), sizes) if state.size_choice.is_within(sizes) else None
     if isinstance(lifted, Lifted) and lifted.slots > state.reference.slots:
         state.add_evidence(lifted, sizes)
 
@@ -41,13 +52,13 @@ def vary_token_counts(state: ProofState) -> None:
     several = [state.size_choice.choose_sequence(near), arguments.sequence(near)]
     before = len(state.forms)
     for sizes in filter(state.size_choice.is_within, several if several[0] != several[1] else several[:1]):
-        _few(state, sizes)
+        _vary_few_tokens(state, sizes)
     if (
         len(state.forms) == before
         and state.size_choice.is_within(sizes := state.size_choice.choose_as_captured(near))
         and sizes not in several
     ):
-        _few(state, sizes)  # of the captures' side of a comparison of sizes
+        _vary_few_tokens(state, sizes)  # of the captures' side of a comparison of sizes
     for sizes in filter(state.size_choice.is_within, [one, *many]):
         # comparisons that came out both ways before do not keep these sizes out
         asked = [g for g in state.seen_guards() if all(g.holds(s) for s in state.sizes)]
@@ -56,12 +67,12 @@ def vary_token_counts(state: ProofState) -> None:
         most = max(state.reference.groups, key=lambda g: len(g.ids)).ids
         more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
         if sizes == one and not state.size_choice.is_as_captured(one):
-            more = more[:_TRIES_ELSEWHERE]
+            more = more[:_MAX_TRIALS_ELSEWHERE]
         if sizes != one:  # a limit on counts may drop all tokens, but for those that a crowd leaves to others
             more = [*more[-2:], Routing("flooded", 5), Routing("flooded", 6)]
         found: Lifted | Exception = Refused("no routing was tried")
         for routing in [Routing("diverse", 5), *more]:
-            found = _of_one_form(state, routing, sizes)
+            found = _lift_with_form(state, routing, sizes)
             if isinstance(found, Lifted) or (sizes != one and not isinstance(found, NothingRouted)):
                 break
         if isinstance(found, Lifted):
@@ -72,9 +83,9 @@ def vary_token_counts(state: ProofState) -> None:
             state.add_guard(more_than_one)
 
 
-def _of_one_form(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
+def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
     """A capture that has the form of the others, or why it has not."""
-    found = _lifted(state, routing, sizes)
+    found = _try_lift(state, routing, sizes)
     if isinstance(found, Lifted):
         try:
             state.require_same_form(found)
@@ -83,7 +94,7 @@ def _of_one_form(state: ProofState, routing: Routing, sizes: dict[str, int]) -> 
     return found
 
 
-def _few(state: ProofState, sizes: dict[str, int]) -> None:
+def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     """A few tokens that spread out, and a few that crowd on some experts and leave the others idle: a program
     that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
     first = state.reference
@@ -92,7 +103,7 @@ def _few(state: ProofState, sizes: dict[str, int]) -> None:
     unclear: list[Refused] = []  # so few may show too little
     differs: list[Refused] = []
     for kind, seed in (("diverse", 5), ("crowded", busy)):
-        lifted = _at_work(state, kind, seed, sizes)
+        lifted = _lift_at_work(state, kind, seed, sizes)
         if isinstance(lifted, NothingRouted) and found:
             lifted = Refused(
                 "no expert runs for a few tokens that all choose the same experts",
@@ -114,18 +125,18 @@ def _few(state: ProofState, sizes: dict[str, int]) -> None:
         state.add_evidence(lifted, sizes)
 
 
-def _at_work(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> Lifted | Exception:
+def _lift_at_work(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> Lifted | Exception:
     """The form of a capture: of several the first in which an expert has something to do, as a few tokens may all be
     masked."""
     found: Lifted | Exception = Refused("no routing was tried")
-    for n in range(_TRIES if state.size_choice.is_as_captured(sizes) else _TRIES_ELSEWHERE):
-        found = _lifted(state, Routing(kind, seed + n * state.num_experts), sizes)
+    for n in range(_MAX_TRIALS if state.size_choice.is_as_captured(sizes) else _MAX_TRIALS_ELSEWHERE):
+        found = _try_lift(state, Routing(kind, seed + n * state.num_experts), sizes)
         if not isinstance(found, NothingRouted):
             break
     return found
 
 
-def _lifted(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
+def _try_lift(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
     """The form of a capture; else why it has none, or what the program raises at sizes that it is not made for."""
     try:
         taken = state.capture(routing, sizes)

@@ -1,8 +1,12 @@
-"""Integers of a call for which what the program asks about them comes out otherwise than for those of the example.
+"""Find numbers for the integers of a call that change what the program asks about them. A part of `call_integers`.
 
-Padding, special tokens, the end of a range, the last step of a warm-up: the program names the numbers, or others that
-these follow from. They take part in all captures, among the arguments' and buffers' own, as far as the program runs on
-them.
+Protects from tests of ids whose outcome the example never has::
+
+    is_special = (ids == 50256) | (ids >= vocabulary_size - 3)
+    position = (step % period == period - 1)
+
+The program names such numbers, or others from which they follow by sums and products. They join the values of the
+arguments and buffers in all captures, as far as the program runs on them.
 """
 
 from __future__ import annotations
@@ -24,69 +28,71 @@ from ...capture.inputs import Arguments
 from ...capture.routing import Routing, takes
 from ..graph_nodes import is_of_call, is_of_state, lookups
 from ..integer_ranges import NARROW
-from .call_integers import MORE_SEEDS, Seen, is_one, operands, seen
+from .call_integers import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 Turn = tuple[int | str, int]  # which of the tensor arguments, or the name of a buffer, and a number for it
-_COUNT = 2  # of what may be a flag
-_LARGE = 1 << 30
-_MOST_OF_A_TENSOR = 6
-_MOST = 100
+_NOT_A_FLAG = 2  # of what may be a flag
+_MAX_NUMBER = 1 << 30
+_MAX_OF_TENSOR = 6
+_MAX_TRIALS = 100
 
 
-def with_turns(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
+def find_turning_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
     """The arguments of a state, with such numbers where there are any; and the first capture, if it was made."""
     arguments, tried = state.arguments, set[Turn]()
     if not any(leaf.takes_turns for leaf in arguments.tensors) and not holds_integers(state.block):
         return arguments, None
-    while (taken := _capture(state, arguments, sizes)) is not None:
-        doubtful = _doubtful(state, arguments, sizes, taken)
-        found = {turn for one in doubtful if (turn := _turning(taken, one, arguments)) is not None} - tried
+    while (taken := _try_capture(state, arguments, sizes)) is not None:
+        doubtful = _observe_doubtful(state, arguments, sizes, taken)
+        found = {turn for one in doubtful if (turn := _find_turn(taken, one, arguments)) is not None} - tried
         if not found:
             break
         tried |= found
-        if runs(state, every := arguments.turned(found), sizes):
+        if can_run(state, every := arguments.turned(found), sizes):
             arguments = every
             continue
         for turn in sorted(found, key=str):
-            if runs(state, alone := arguments.turned({turn}), sizes):
+            if can_run(state, alone := arguments.turned({turn}), sizes):
                 arguments = alone
     return arguments, taken
 
 
-def counting(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
+def find_counting_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
     """The arguments with a 2 here and there among integers that are 0 and 1, and a capture with these; None where there
     are none, or the program does not run on others."""
     tensors = enumerate(state.arguments.tensors)
-    masks = {(i, _COUNT) for i, t in tensors if t.takes_turns and t.is_mask and not t.is_single}
-    taken = _capture(state, arguments := state.arguments.turned(masks), sizes) if masks else None
+    masks = {(i, _NOT_A_FLAG) for i, t in tensors if t.takes_turns and t.is_mask and not t.is_single}
+    taken = _try_capture(state, arguments := state.arguments.turned(masks), sizes) if masks else None
     return (arguments, taken) if taken is not None else None
 
 
-def _doubtful(state: ProofState, arguments: Arguments, sizes: dict[str, int], taken: Capture) -> list[Seen]:
+def _observe_doubtful(
+    state: ProofState, arguments: Arguments, sizes: dict[str, int], taken: Capture
+) -> list[Observation]:
     """What came out one way; of what hangs on buffers, which have other values in each, in several captures."""
 
-    def is_open(one: Seen) -> bool:
+    def is_open(one: Observation) -> bool:
         return one.is_doubtful or _is_one_truth(one)
 
-    found = {place: one for place, one in seen(taken).items() if is_open(one)}
-    if any(map(is_of_state, itertools.chain.from_iterable(integer_ancestors(one.node) for one in found.values()))):
-        for seed in MORE_SEEDS:
-            more = _capture(state, arguments, sizes, seed)
-            others = seen(more) if more is not None else {}
+    found = {place: one for place, one in observe_integers(taken).items() if is_open(one)}
+    if any(map(is_of_state, itertools.chain.from_iterable(find_integer_ancestors(one.node) for one in found.values()))):
+        for seed in BUFFER_SEEDS:
+            more = _try_capture(state, arguments, sizes, seed)
+            others = observe_integers(more) if more is not None else {}
             found = {p: new for p, one in found.items() if is_open(new := one | others.get(p, one))}
     return [*found.values()]
 
 
-def runs(state: ProofState, arguments: Arguments, sizes: dict[str, int]) -> bool:
+def can_run(state: ProofState, arguments: Arguments, sizes: dict[str, int]) -> bool:
     """Whether the program runs with all numbers of these arguments: of a single one each call has another."""
     most = max(map(len, (*(leaf.turns for leaf in arguments.tensors), *arguments.held.values())))
-    return all(_capture(state, arguments, sizes, seed) is not None for seed in range(most + 1))
+    return all(_try_capture(state, arguments, sizes, seed) is not None for seed in range(most + 1))
 
 
-def _capture(state: ProofState, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
+def _try_capture(state: ProofState, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
     """A capture with these arguments; None where the program does not run on them."""
     with state.trying_arguments(arguments):
         try:
@@ -104,14 +110,14 @@ def _is_within(n: fx.Node) -> bool:
     return True
 
 
-def _is_one_truth(one: Seen) -> bool:
+def _is_one_truth(one: Observation) -> bool:
     """Also of a single integer, a step say, which is one in each capture."""
     return one.node.meta["val"].dtype is torch.bool and len(one.values) == 1
 
 
-def _turning(taken: Capture, one: Seen, arguments: Arguments) -> Turn | None:
+def _find_turn(taken: Capture, one: Observation, arguments: Arguments) -> Turn | None:
     """A number that turns what came out one way, if it stands here and there in one argument or buffer."""
-    made_of = integer_ancestors(one.node)
+    made_of = find_integer_ancestors(one.node)
     for leaf in sorted(made_of, key=lambda n: (n.op != "placeholder", n.meta["index"])):
         if leaf.op == "placeholder" and arguments.tensors[leaf.meta["position"]].takes_turns:
             key, leaf_takes = leaf.meta["position"], arguments.tensors[leaf.meta["position"]].takes
@@ -119,16 +125,16 @@ def _turning(taken: Capture, one: Seen, arguments: Arguments) -> Turn | None:
             key, leaf_takes = leaf.meta["fqn"], partial(takes, leaf.meta["val"])
         else:
             continue
-        given, way = leaf.meta["val"], path_from(leaf, made_of)
+        given, way = leaf.meta["val"], find_path(leaf, made_of)
         here = (torch.arange(given.numel()) % 3 == 0).view(given.shape)
-        for number in filter(leaf_takes, itertools.islice(_numbers(taken, one, way), _MOST)):
+        for number in filter(leaf_takes, itertools.islice(_propose_numbers(taken, one, way), _MAX_TRIALS)):
             with contextlib.suppress(Exception):  # no such entry in a table
-                if _turns(taken, one, way, {leaf: torch.where(here, number, given)}):
+                if _is_turned(taken, one, way, {leaf: torch.where(here, number, given)}):
                     return key, number
     return None
 
 
-def integer_ancestors(node: fx.Node) -> set[fx.Node]:
+def find_integer_ancestors(node: fx.Node) -> set[fx.Node]:
     """A node and what it is computed from, of a call's integers."""
     found, stack = {node}, [node]
     while stack:
@@ -139,7 +145,7 @@ def integer_ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def path_from(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
+def find_path(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
     """What is computed from an argument or a buffer, itself first."""
     found, stack = {leaf}, [leaf]
     while stack:
@@ -149,7 +155,9 @@ def path_from(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
     return sorted(found, key=lambda n: n.meta["index"])
 
 
-def evaluate(taken: Capture, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+def evaluate_path(
+    taken: Capture, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]
+) -> dict[fx.Node, torch.Tensor]:
     """The values of the nodes of a path, whose first, an argument or a buffer, has another value."""
     for n in path:
         if n.op == "call_function":
@@ -161,27 +169,27 @@ def evaluate(taken: Capture, path: list[fx.Node], values: dict[fx.Node, torch.Te
     return values
 
 
-def _turns(taken: Capture, one: Seen, way: list[fx.Node], values: dict[fx.Node, torch.Tensor]) -> bool:
+def _is_turned(taken: Capture, one: Observation, way: list[fx.Node], values: dict[fx.Node, torch.Tensor]) -> bool:
     """Whether a node comes out otherwise where an argument or a buffer has these values."""
-    out = evaluate(taken, way, values)[one.node]
+    out = evaluate_path(taken, way, values)[one.node]
     if one.is_same:
-        known = (values[a] if a in values else taken.shadow(a) for a in operands(one.node))
-        return not any(is_one(a, out) for a in known)
+        known = (values[a] if a in values else taken.shadow(a) for a in find_operands(one.node))
+        return not any(are_equal(a, out) for a in known)
     return set(out.unique().tolist()) != one.values
 
 
-def _numbers(taken: Capture, one: Seen, way: list[fx.Node]) -> Iterator[int]:
+def _propose_numbers(taken: Capture, one: Observation, way: list[fx.Node]) -> Iterator[int]:
     """Those that the program names or compares with, what is next to them, their sums, products and differences; of a
     table the places at which it has something else."""
     named = {v: None for n in way for v in pytree.tree_leaves((n.args, n.kwargs)) if type(v) in (int, float)}
-    for a in {a: None for n in way for a in operands(n) if a not in way}:
+    for a in {a: None for n in way for a in find_operands(n) if a not in way}:
         known = taken.shadow(a).flatten()
-        named |= dict.fromkeys(known.unique()[:_MOST_OF_A_TENSOR].tolist())
+        named |= dict.fromkeys(known.unique()[:_MAX_OF_TENSOR].tolist())
         others = (known != next(iter(one.values))).nonzero().flatten()
-        named |= dict.fromkeys(others[:_MOST_OF_A_TENSOR].tolist())
+        named |= dict.fromkeys(others[:_MAX_OF_TENSOR].tolist())
     narrow = {n.meta["val"].dtype for n in way if n.meta.get("val") is not None} & NARROW
     named |= dict.fromkeys(torch.iinfo(dtype).max + 1 for dtype in narrow)
-    own = [int(v) for v in [*named, 0] if abs(v) < _LARGE]
+    own = [int(v) for v in [*named, 0] if abs(v) < _MAX_NUMBER]
     near = [v + d for d in (0, 1, -1) for v in own]
     pairs = [n for a, b in itertools.product(own, repeat=2) for n in (a * b, a + b, a - b, b - a)]
     yield from dict.fromkeys([*near, *pairs, *(n + d for d in (1, -1) for n in pairs)])

@@ -1,7 +1,13 @@
-"""Sums of an expert's rows or weights that are compared with zero: `if weights[t, k].sum() == 0: continue`.
+"""Find tests whether an expert's rows or weights sum to zero. A part of `branch_outcomes`.
 
-Without rows such a sum is zero, but it may be with rows, too. Then an expert with tokens is left out, which is as it
-would be without the comparison only if all that the expert adds is multiplied by what is zero.
+Protects from an expert that is left out although it has tokens::
+
+    token, slot = torch.where(chosen == e)
+    if weights[token, slot].sum() == 0:  # no tokens, or tokens with weights of zero
+        continue
+    out[token] += experts[e](x[token]) * weights[token, slot, None]
+
+Leaving the expert out changes nothing only if all that it adds is multiplied by what is zero.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ _NOT_BELOW_ZERO = {
 _WRITES = {"index_add": 3, "index_put": 2, "scatter_add": 3}  # where the argument is that is written
 
 
-def asks_for_zero(read: HostRead) -> bool:
+def is_zero_test(read: HostRead) -> bool:
     """Whether all that Python reads is if floats of an expert's rows are zero."""
     if read.node is None or read.asked is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
@@ -58,11 +64,11 @@ def _adds_nothing(compared: fx.Node) -> bool | None:
         node = node.args[0]
     if op_name(node) not in ("index", "index_select", "gather") or not _is_not_below_zero(node):
         return False
-    left = [*_leaving(node)]
+    left = [*_find_leaving(node)]
     return None if not left else all(_leaves_as_it_was(n, node) for n in left)
 
 
-def _leaving(weights: fx.Node) -> Iterator[fx.Node]:
+def _find_leaving(weights: fx.Node) -> Iterator[fx.Node]:
     """The ops that make floats of all tokens from those of the expert's rows, but for what is only asked."""
     seen = {a for a in weights.all_input_nodes[1:] if a.meta["ragged"]}
     stack = [*seen]
@@ -106,14 +112,14 @@ def _is_zero(n: Any, weights: fx.Node) -> bool:
     if not isinstance(n, fx.Node) or n.op != "call_function":
         return False
     name = op_name(n)
-    if n is weights or (name == op_name(weights) and _picked(n) == _picked(weights)):
+    if n is weights or (name == op_name(weights) and _identify_pick(n) == _identify_pick(weights)):
         return True
     if name in _PRODUCTS:
         return any(_is_zero(a, weights) for a in n.args[:2])
     return name in {*_VIEWS, "div", "neg", "sum"} and _is_zero(n.args[0], weights)
 
 
-def _picked(n: fx.Node) -> int:
+def _identify_pick(n: fx.Node) -> int:
     """A number for what is picked: `w[t, k, None]` picks the same as `w[t, k]`."""
     of: Any = n.args[0]
     while op_name(of) == "unsqueeze":
@@ -132,4 +138,4 @@ def _is_not_below_zero(n: Any) -> bool:
     return name in _VIEWS | _PICKS | {"amax", "sum"} and _is_not_below_zero(n.args[0])
 
 
-__all__ = ["adds_nothing", "asks_for_zero"]
+__all__ = ["adds_nothing", "is_zero_test"]
