@@ -45,9 +45,12 @@ _MAX_PAIRED_READS = 5  # reads
 
 
 def flip_branches(state: ProofState) -> None:
-    """A branch that went one way in every capture is forced the other way once, where it was met: it must not matter.
-    Nor must those that are met only then, or several of them at once. A float that Python read is given the values
-    that turn any comparison with it."""
+    """Force each branch the other way where it was met, and several at once: it must not matter. Branches that are met
+    only then are forced, too. A float that Python reads takes values that turn each comparison with it.
+
+    Raises:
+        Refused: another outcome changes the form.
+    """
     named: list[float] | None = None
     first: list[tuple[HostRead, Any]] = []  # of those that were met without any force, how they may come out, too
     is_first = True

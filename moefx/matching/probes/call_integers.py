@@ -46,8 +46,14 @@ Place = tuple[Any, str, int]  # the calls that led there, the op, and how many t
 
 @dataclasses.dataclass
 class Observation:
-    """What an op on a call's integers gave: two values at the most, or the one that all elements have; of which values;
-    whether it gave what it was given; and how often the program came there."""
+    """The result of an operation on integers of a call.
+
+    Attributes:
+        values: two of its values, or the one that all elements have.
+        of: values of its operands.
+        is_same: the result equals an operand.
+        turns: how often the program came there.
+    """
 
     node: fx.Node
     values: set[float]
@@ -65,7 +71,7 @@ class Observation:
 
 
 def observe_integers(capture: Capture) -> dict[Place, Observation]:
-    """What the ops on a call's integers gave, by their places in the program."""
+    """Return the results of the operations on integers of a call, by their places in the program."""
     found: dict[Place, Observation] = {}
     counts = Counter[Any]()
     ranges: list[Ranges] = []
@@ -98,22 +104,22 @@ def _can_level_off(n: fx.Node) -> bool:
 
 
 def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same elements, of whatever types."""
+    """Whether two tensors have the same elements, of any types."""
     return a.shape == b.shape and bool((a == b).all())
 
 
 def find_operands(n: fx.Node) -> list[fx.Node]:
-    """The tensors that an op takes, or, for one of several results, those that they are of."""
+    """Return the tensors that an operation takes. For one of several results: those of the operation."""
     return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
 
 
 def vary_call_integers(state: ProofState) -> None:
-    """What came out one way in all captures is looked at once more with each of the numbers that turn something, then
-    made to come out otherwise, on the way on which it was met: what is asked behind a branch only is asked there.
+    """Capture with each number that turns something, then force another outcome of each result with one outcome so
+    far, in the capture that met it: a test behind a branch is only met there.
 
     Raises:
-        Refused: the experts depend on it, as it seems. One capture that was made so does not show how: of several
-            masks it may have changed one alone, as no ids would.
+        Refused: the experts seem to depend on it. How, one forced capture does not show: of several equal masks it
+            may have changed one alone, as no ids would.
     """
     columns: list[dict[Place, Observation]] = []
     settled: set[Place] = set()
@@ -136,7 +142,7 @@ def vary_call_integers(state: ProofState) -> None:
 
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
-    """The nodes of the first capture that came out one way in all captures."""
+    """Return the nodes of the first capture with one outcome in all captures."""
     columns = [observe_integers(lifted.capture) for lifted in state.forms]
     return [columns[0][place].node for place in _find_doubtful_places(columns) if place in columns[0]]
 

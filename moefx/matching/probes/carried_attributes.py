@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 
 def carry_attributes_over(state: ProofState) -> None:
-    """What a call leaves in the block's attributes must not change what the next call computes."""
+    """Change the attributes that a call leaves behind, and require the form of the next call to be the same.
+
+    Raises:
+        Refused: the next call depends on them.
+    """
     first = state.reference.capture
     buffers = dict(state.block.named_buffers())  # these are read when the call comes
     left = {str(e.target): e.node for e in first.effects if e.kind == "attribute" and e.target not in buffers}

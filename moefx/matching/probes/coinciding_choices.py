@@ -39,7 +39,7 @@ _Place = tuple[Source, str, bool]
 
 
 def separate_choices(state: ProofState) -> None:
-    """Have choices that the routed sum is made of come out otherwise than the one that was found.
+    """Force another outcome of choices that contribute to the routed sum and equal the expert index.
 
     Raises:
         Refused: the form is another one then.

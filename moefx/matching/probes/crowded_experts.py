@@ -36,7 +36,11 @@ _COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
 
 
 def spread_numbers(state: ProofState) -> None:
-    """Numbers made of counts or positions that look like constants at few tokens are made to differ."""
+    """Force different values of numbers that look like constants while tokens are few.
+
+    Raises:
+        Refused: other values change the form.
+    """
     for (source, op), what in {**_find_constant_numbers(state), **_find_uncut_numbers(state)}.items():
         force_outcome(state, source, {(source, op, True): SPREAD}, what)
 

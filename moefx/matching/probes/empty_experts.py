@@ -127,8 +127,8 @@ def _is_narrow(node: fx.Node) -> bool:
 
 
 def is_chosen_test(node: fx.Node) -> bool:
-    """Whether a comparison tells for each expert if it has tokens (`greater(one_hot(ids).sum((0, 1)), 0)`): more tokens
-    leave an expert that has some as it is."""
+    """Whether a comparison tells for each expert if it has tokens (`greater(one_hot(ids).sum((0, 1)), 0)`): more
+    tokens do not change its result for an expert that has some."""
     name = op_name(node)
     return name in COMPARE and is_empty_test(name, node.args[1]) and _is_count(node.args[0])
 
@@ -154,11 +154,11 @@ def _is_count(node: Any) -> bool:
 
 
 def show_idle_expert(state: ProofState, read: HostRead) -> bool:
-    """Add a capture of few tokens in which an expert has no tokens that had some in all others, if that is all that the
-    program asks.
+    """Add a capture of few tokens that leaves an expert idle which had tokens in all others, if the program asks for
+    nothing but tokens.
 
     Returns:
-        Whether there is no need to force the answer.
+        Whether the outcome need not be forced.
 
     Raises:
         Refused: the program does something else there than to leave the expert out.

@@ -31,9 +31,8 @@ _MAX_EXPERTS = 3  # to try
 
 
 def vary_expert_counts(state: ProofState) -> None:
-    """Add captures in which one expert has few tokens, if no capture shows that. If Python reads something that is
-    made of floats, also some in which its only token scores all experts nearly alike: `if weights.max() < 0.4` skips
-    such an expert.
+    """Add captures in which one expert has few tokens, if no capture shows that. If Python reads something made of
+    floats, add some in which its only token scores all experts nearly alike.
 
     Raises:
         Refused: an expert without tokens, or with one or two, changes the form.

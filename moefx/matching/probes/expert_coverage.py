@@ -34,7 +34,7 @@ _MAX_NUMBERS = 4096
 
 
 def show_all_experts(state: ProofState) -> None:
-    """More captures, until every expert was seen at work: one that differs must not hide.
+    """Count the experts, and capture until each one was at work.
 
     Raises:
         Refused: some cannot be made to work.

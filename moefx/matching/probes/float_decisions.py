@@ -47,9 +47,12 @@ class _Decision:
 
 
 def mix_decisions(state: ProofState) -> None:
-    """A comparison of floats that came out the same for all elements in every capture (`weight > 0.01`), or for all
-    tokens' first choices, or for all of one expert, looks like a constant, and so do floats that were cast to one
-    integer, or of which the same one was chosen everywhere: once they are made to come out otherwise."""
+    """Force mixed outcomes of comparisons of floats, and of integers made of floats, that had one outcome in all
+    captures.
+
+    Raises:
+        Refused: mixed outcomes change the form.
+    """
     doubtful = [d for d in _find_decisions(state) if any(len(values) == 1 for values in d.columns)]
     of_turns = {frozenset(d.made_of): d for d in reversed(doubtful)}  # of a loop's turns the first
     for flipped, decision in reversed(of_turns.items()):
@@ -103,15 +106,15 @@ def _name_operand(a: Any) -> Any:
 
 
 def choose_captures(met: list[Lifted]) -> list[Capture]:
-    """The first capture, and of crowds and of tokens that spread out those with the most tokens: what is asked may
-    matter only beside something else that many tokens, or a crowd, bring about. Few tokens may not show the form."""
+    """Choose the first capture, and of each kind of routing the one with the most tokens: a decision may matter only
+    beside what many tokens, or a crowd, bring about. Few tokens may not show the form."""
     many = sorted((one for one in met if len(one.ids) > _FEW_TOKENS), key=lambda one: len(one.ids))
     largest = {one.capture.tracer.routing.kind: one for one in many}
     return list({id(one.capture): one.capture for one in (met[0], *largest.values())}.values())
 
 
 def locate_decision(n: fx.Node) -> tuple[Source, str, bool]:
-    """As `Flips` have it."""
+    """Return the place of a node as `Flips` name it."""
     return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
 
 

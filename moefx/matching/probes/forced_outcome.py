@@ -32,10 +32,24 @@ _REPEATS = 3  # times as often as a capture met a read it has another outcome
 def force_outcome(
     state: ProofState, source: Source, flips: Flips, what: str, taken: Capture | None = None, is_safe: bool = True
 ) -> bool:
-    """Have the program of a capture, the first one's or another's, go the other way; from here on that is one of the
-    captures that must agree. An error there, as a check for NaN ends in, would be one in the original, too; unless
-    `is_safe`, only one that the program raises itself: of two masks that are equal in it one alone may have been
-    forced. Returns whether the program came to its end."""
+    """Capture again with forced outcomes, and judge the result.
+
+    If it has the form of all captures, it becomes evidence. If it has another form, the block is refused; a capture
+    that the proof can do without is replaced by its guard. If the program raises an error, the original would raise
+    it, too.
+
+    Args:
+        what: what is forced, for the refusal.
+        taken: the capture to repeat; the first one if None.
+        is_safe: the forced outcomes can occur together. If not, only an error that the program itself raises is
+            accepted: of two masks that are equal in the program, one alone may have been forced.
+
+    Returns:
+        Whether the program came to its end.
+
+    Raises:
+        Refused: the outcome changes the form.
+    """
     at = find_capture(state, taken)
     tracer, sizes, optional = state.forms[at].capture.tracer, state.sizes[at], state.forms[at].optional
     try:
@@ -56,8 +70,8 @@ def force_outcome(
 
 
 def repeat_outcome(taken: Capture, calls: tuple[Source, ...], value: Any) -> Any:
-    """A value for a read to come out as. A boolean does so a few times as often as it was met in a capture, and where
-    it compares what it compared there: a loop may ask until it is another."""
+    """Build the forced outcome of a read. A boolean is forced a few times as often as a capture met it, and where it
+    compares the same numbers: a loop may ask until the outcome changes."""
     if type(value) is not bool:
         return value
     met = [read for read in taken.reads if read.calls == calls]
@@ -66,11 +80,12 @@ def repeat_outcome(taken: Capture, calls: tuple[Source, ...], value: Any) -> Any
 
 
 def find_capture(state: ProofState, taken: Capture | None) -> int:
-    """Of a capture among the state's; the first one's where it is not there."""
+    """Return the index of a capture in the evidence; 0 if it is not there."""
     return next((i for i, one in enumerate(state.forms) if one.capture is taken), 0)
 
 
 def refuse_change(source: Source, what: str) -> Refused:
+    """Build the refusal of a block whose form depends on an outcome."""
     remedies = {
         COUNT: ASK_ROWS,
         ZERO: ASK_ROWS,

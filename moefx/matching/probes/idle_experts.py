@@ -74,11 +74,10 @@ def leave_experts_idle(state: ProofState) -> None:
 
 
 def concentrate_tokens(state: ProofState) -> None:
-    """Check that many tokens that all choose the same experts are given what they are given among others: a program
-    that asks which experts are idle may do something else then.
+    """Check the form of many tokens that all choose the same experts, if the program asks which experts are idle.
 
     Raises:
-        Refused: they are not.
+        Refused: it is another one.
     """
     if not state.questions.sites:
         return

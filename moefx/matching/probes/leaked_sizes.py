@@ -112,10 +112,8 @@ class _CommonBehaviour:
 
 
 def vary_leaked_sizes(state: ProofState) -> None:
-    """A size, or how many tokens an expert got, that became a plain number (`int(n / 2)`) may decide a branch, or
-    what `max(4, int(n / 2))` is, unseen. So more sizes are captured. Where one runs other lines than all before, the
-    form is guarded to hold below it; where a number changes that was the same before, it is one more capture that
-    must agree."""
+    """Capture more tokens, if a size or a load became a plain number. If other lines run than in all captures, guard
+    the form to hold below that size. If a number changes that was constant, add a capture there, which must agree."""
     routed = any(lifted.capture.sizes.routed for lifted in state.forms)
     if not routed and not _has_leaks(state) and not _changes_later(state):
         return
@@ -153,12 +151,10 @@ def vary_leaked_sizes(state: ProofState) -> None:
 
 
 def try_round_sizes(state: ProofState) -> None:
-    """A plain number may say of a size that it is a power of two, a square, a multiple of something
-    (`math.gcd(n, 64)`), which those of the captures are not: then some that are all of that are looked at, too, and
-    those that the code names.
+    """Compare sizes that are powers of two, squares and multiples, or that the code names, with their neighbours.
 
     Raises:
-        Refused: something else is done there than at the sizes right before and after.
+        Refused: such a size has other lines or numbers than its neighbours.
     """
     if not _has_leaks(state) or not state.arguments.dims:
         return
@@ -198,8 +194,8 @@ def _has_leaks(state: ProofState) -> bool:
 
 
 def guard_constant_expressions(state: ProofState) -> None:
-    """What was computed from sizes (`S % 2`) and was the same at all of these may be another at sizes between them: the
-    form is guarded to hold where it is the same."""
+    """Guard each expression of sizes (`S % 2`) that is constant over the captures, and not over the sizes between
+    them."""
     largest = state.arguments.each * max(math.prod(sizes.values()) for sizes in state.sizes)
     for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in state.forms])):
         with contextlib.suppress(ArithmeticError, ValueError):

@@ -77,8 +77,8 @@ class _Side(NamedTuple):
 
 
 def vary_loads(state: ProofState) -> None:
-    """Add captures of uneven and of even loads, and some in which comparisons of a load come out for each expert as
-    they do for a crowd, if Python compares any.
+    """Add captures of uneven and even loads, and captures in which comparisons of loads have the outcome of a crowd
+    for each expert, if Python compares loads.
 
     Raises:
         Refused: one changes the form.

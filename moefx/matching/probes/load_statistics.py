@@ -24,7 +24,7 @@ def is_load_statistic(capture: Capture, node: fx.Node) -> bool:
     """Whether a value follows from loads alone, and another op uses it.
 
     A mask of one expert's tokens has an axis of tokens, so `(ids == e).any()` is no such statistic. `loads.min() == 0`
-    is one. `doubts` looks at a value that only Python reads.
+    is one. `branch_outcomes` looks at a value that only Python reads.
     """
     if node.op != "call_function" or node.target in SHAPE_ONLY or not node.users or not has_loads(capture, node):
         return False

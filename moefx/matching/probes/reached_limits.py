@@ -47,8 +47,12 @@ Place = tuple[Source, str]
 
 
 def overflow_limits(state: ProofState) -> None:
-    """Limits that the captures did not come to are gone beyond, with as many tokens as that takes; else the form is
-    guarded to hold only where there are too few to."""
+    """Capture as many tokens as it takes to go beyond the limits that no capture reached. If that fails, guard the
+    form to hold for fewer tokens.
+
+    Raises:
+        Refused: a limit is no plain count, so the number of tokens that reaches it is unknown.
+    """
     slots, seen = state.reference.slots, [find_limits(lifted.capture, state.unforced_lengths) for lifted in state.forms]
     for turn in range(4):
         places = find_unreached(seen)
@@ -95,11 +99,11 @@ def _count_most(lifted: Lifted) -> int:
 
 
 def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:
-    """By place in the program, the number that no count or rank of this capture came to, though under another routing
-    it may; None where one did. Computed once for a capture.
+    """Return, by place in the program, the number that no count or rank of a capture reached, though another routing
+    may; None where one did. Computed once per capture.
 
     Args:
-        lengths: calls in which Python compares how many rows an expert has, and which are looked at too.
+        lengths: calls in which Python compares how many rows an expert has; these count, too.
     """
     return capture.once(("limits", frozenset(lengths)), lambda: _find_limits(capture, lengths))
 
@@ -152,7 +156,7 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
 
 
 def find_unreached(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[int]]:
-    """The limits at the places where no capture came to one, from those of each capture."""
+    """Return the limits of the places at which no capture reached one."""
     places = dict.fromkeys(place for column in columns for place in column)
     found = {place: {column[place] for column in columns if place in column} for place in places}
     return {place: seen for place, seen in found.items() if None not in seen}  # type: ignore[misc]

@@ -40,10 +40,10 @@ _Change = Callable[[list[torch.Tensor]], torch.Tensor]  # of the slots' choices 
 
 
 def repeat_experts(state: ProofState) -> None:
-    """Have tokens choose an expert twice, where they may.
+    """Let tokens choose an expert twice, if the program allows it.
 
     Raises:
-        Refused: what the two choices are worth does not add up, or cannot be made to show.
+        Refused: the two weights do not add up, or no capture shows it.
     """
     first, sizes, experts = state.reference, state.sizes[0], state.seen_experts
     if are_different(first, experts, state.forms):

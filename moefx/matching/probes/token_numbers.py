@@ -29,8 +29,7 @@ _MAX_TRIALS_ELSEWHERE = 2  # where the program may go another way, which has no 
 
 
 def show_all_slots(state: ProofState) -> None:
-    """Where many choices are dropped, those that come last may be in all captures: a few tokens have places for
-    them."""
+    """Capture a few tokens, which have places for all slots, if captures drop slots."""
     if all(bool(lifted.kept.all()) for lifted in state.forms):
         return
     sizes = state.size_choice.choose_sequence(state.arguments.tokens_near(5))
@@ -40,10 +39,10 @@ def show_all_slots(state: ProofState) -> None:
 
 
 def vary_token_counts(state: ProofState) -> None:
-    """A form that does not hold for one token, or for many, is guarded.
+    """Capture one token, a few, and many. Guard a form that one token, or many, do not have.
 
     Raises:
-        Refused: it does not for a few, or for many by no comparison of sizes.
+        Refused: a few tokens do not have the form, or many do not and no comparison of sizes tells them apart.
     """
     arguments = state.arguments
     one, more_than_one = arguments.sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
