@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.captured import SHAPE_ONLY, Capture, HostRead, is_abstract, remembered
 from ..capture.skipped_calls import UnknownResult
+from .op_classes import INDEXED_WRITES, LOOKUPS, TWO_SIDED
 
 
 def op_name(node: fx.Node) -> str:
@@ -46,10 +47,7 @@ SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
 }
 
 
-_INDEXED = {
-    "embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select", "scatter",
-    "scatter_add",
-}  # fmt: skip
+_INDEXED = LOOKUPS | INDEXED_WRITES
 
 
 def lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int, range]]:
@@ -119,10 +117,6 @@ def _numbers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int | float]]
     elif isinstance(tree, dict):
         for key, item in tree.items():
             yield from _numbers(item, (*path, key))
-
-
-ORDERED = {"lt", "le", "gt", "ge"}
-TWO_SIDED = {*ORDERED, "eq", "ne"}
 
 
 def describe_node(node: fx.Node) -> tuple[str, str]:

@@ -25,6 +25,7 @@ from ..capture.captured import Capture
 from ..capture.counts import Count
 from ..capture.sizes import plain
 from .graph_nodes import SELECTIONS, is_of_state, lookups, op_name, place_axis
+from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, MONOTONE
 
 aten = torch.ops.aten
 Range = tuple[torch.Tensor, torch.Tensor]  # of a shape that broadcasts to the node's
@@ -32,27 +33,6 @@ UNBOUNDED = 1 << 40  # grows with the number of tokens
 NARROW = {torch.int8, torch.uint8, torch.int16}  # that counts overflow; those that overflow 32 bits fill no memory
 
 _FEW = 8  # as many as there may be groups of experts, or choices of a token
-
-MOVES = {
-    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "select",
-    "slice", "clone", "alias", "detach", "_to_copy", "cat", "stack", "index_select", "flip", "repeat",
-}  # fmt: skip
-_MONOTONE = {
-    "add",
-    "sum",
-    "clamp",
-    "maximum",
-    "minimum",
-    "logical_and",
-    "logical_or",
-    "any",
-    "cumsum",
-    "amax",
-    "max",
-}
-_ARITHMETIC = {"sub", "mul", "bitwise_and", "bitwise_or"}
-_ALONG = {"sum", "cumsum", "any", "amax"}  # their numbers are axes
-_COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "greater")
 
 
 def token_sizes(capture: Capture) -> set[int]:
@@ -201,7 +181,7 @@ class Ranges:
 
         try:
             is_of_truths = val.dtype is torch.bool and name in ("bitwise_and", "bitwise_or")
-            if name in MOVES | _ALONG or is_of_truths or (name in _MONOTONE and not _negative(node)):
+            if name in ELEMENT_MOVES | AXIS_REDUCTIONS or is_of_truths or (name in MONOTONE and not _negative(node)):
                 args, kwargs = bound(0)
                 lo = node.target(*args, **kwargs)
                 args, kwargs = bound(1)
@@ -216,7 +196,7 @@ class Ranges:
                         exact &= lo == 0
                     lo, hi = torch.where(below & ~exact, -UNBOUNDED, lo), torch.where(exact, hi, UNBOUNDED)
                 return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
-            if name in _ARITHMETIC and not node.kwargs and not node.args[2:]:
+            if name in CLOSED_ON_INTEGERS and not node.kwargs and not node.args[2:]:
                 return _arithmetic(name, *(self._pair(x) for x in node.args[:2]))
             if name in ("floor_divide", "div") and not isinstance(node.args[1], fx.Node) and not _negative(node):
                 return tuple(node.target(x, *node.args[1:], **node.kwargs) for x in self._known[node.args[0]])
@@ -224,7 +204,7 @@ class Ranges:
                 lo, hi = self._known[node.args[0]]
                 inside = (lo >= 0) & (hi < node.args[1])
                 return torch.where(inside, lo, 0), torch.where(inside, hi, node.args[1] - 1)
-            if name in _COMPARE:
+            if name in COMPARISONS:
                 if self._here is not None and any(self._is_size(x) for x in node.args[:2]):
                     return self._here.of(node)
                 a, b = (self._pair(x) for x in node.args[:2])
@@ -245,7 +225,7 @@ class Ranges:
         kept, put = (node.args[0], node.args[2]) if name == "masked_fill" else (node.args[2], node.args[1])
         whole = self._pair(kept)
         lo, hi = _hull_of(whole)
-        if op_name(mask) in _COMPARE and mask.args[0] is kept and type(mask.args[1]) is int:
+        if op_name(mask) in COMPARISONS and mask.args[0] is kept and type(mask.args[1]) is int:
             lo, hi = _without(op_name(mask), mask.args[1], lo, hi)
         (plo, phi), (klo, khi) = self._pair(put), whole
         return torch.minimum(plo, klo.clamp(min=lo)), torch.maximum(phi, khi.clamp(max=hi))

@@ -11,7 +11,8 @@ from torch import fx
 from ..capture.captured import Capture
 from ..capture.counts import is_empty_test
 from ..errors import Refused
-from .graph_nodes import ORDERED, asked_number, is_routed, op_name
+from .graph_nodes import asked_number, is_routed, op_name
+from .op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
 from .probes.branch_outcomes import find_buffers
 from .probes.forced_outcome import DECIDE_OUTSIDE
 
@@ -23,9 +24,6 @@ MIXING = (
     "only experts that treat positions one by one are followed"
 )
 CONVOLVING = "the experts are convolutions that make a token of its neighbours"
-_RANDOM_ORDERS = {"randperm", "randint", "multinomial"}
-_PRODUCTS = {"addmm", "bmm", "linear", "matmul", "mm"}
-_RECURRENCES = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 
 
 def explain(capture: Capture, positions: int | None) -> Refused | None:
@@ -97,7 +95,7 @@ def explain_branch(state: ProofState) -> Refused | None:
 def _random_order(capture: Capture) -> fx.Node | None:
     """What draws integers that rows are taken by, or put in places by."""
     for n in capture.nodes:
-        if op_name(n) in _RANDOM_ORDERS and not any(a.meta.get("known") is False for a in n.all_input_nodes):
+        if op_name(n) in RANDOM_INTEGERS and not any(a.meta.get("known") is False for a in n.all_input_nodes):
             users, seen = [n], {n}
             while users:
                 for user in users.pop().users:
@@ -120,10 +118,10 @@ def _mixing(capture: Capture, positions: int) -> fx.Node | None:
             continue
         name, shape = op_name(n), val.shape
         if (
-            (name in _PRODUCTS and shape[-1] == positions)
+            (name in CONTRACTIONS_OF_ROWS and shape[-1] == positions)
             or (name == "convolution" and positions in shape[2:] and max(n.args[1].meta["val"].shape[2:]) > 1)  # type: ignore
             or ("scaled_dot_product" in name and shape[-2] == positions)
-            or (name in _RECURRENCES and positions in shape[:2])
+            or (name in RECURRENCES and positions in shape[:2])
         ):
             return n
     return None

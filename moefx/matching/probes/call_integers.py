@@ -30,15 +30,12 @@ from ...errors import Refused
 from ..graph_nodes import is_given, is_known, is_of_call, line, op_name, values
 from ..integer_ranges import NARROW, Ranges
 from ..lift.canonical_form import Lifted
+from ..op_classes import CUTS, INTEGER_FUNCTIONS, LEVELS, LOOKUPS
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_LOOKUPS = {"embedding", "gather", "index", "index_select"}  # in what is one number everywhere there is no other
 # Of numbers that are not special these give back one that they are given.
-_CUTS = {"clamp", "clamp_max", "clamp_min", "maximum", "minimum", "remainder"}
-_LEVELS = {*_CUTS, "abs", "bitwise_and", "bitwise_or", "fmod", "relu", "__and__", "__or__"}
-_COMPUTES = {"_to_copy", "all", "any", "bucketize", "floor_divide", "isin", "searchsorted"}  # and pointwise ops
 BUFFER_SEEDS = (2, 3, 4)  # of captures in which buffers have other values
 _FIRST_TURNING_SEED = 50  # the first of the seeds for numbers that turn something
 Place = tuple[Any, str, int]  # the calls that led there, the op, and how many times it came before
@@ -79,7 +76,7 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
         where = (n.meta.get("calls") or n.meta["source"], str(n.target))
         counts[where] += 1
         made_of = find_operands(n)
-        of = set().union(*[values(capture, a) for a in (made_of[:1] if op_name(n) in _LOOKUPS else made_of)])
+        of = set().union(*[values(capture, a) for a in (made_of[:1] if op_name(n) in LOOKUPS else made_of)])
         is_same = _can_level_off(n) and any(are_equal(capture.shadow(a), capture.shadow(n)) for a in made_of)
         one = Observation(n, values(capture, n), of, is_same)
         is_one_way = one.is_same or len(one.values) == 1  # doubtful, or beside other captures
@@ -95,12 +92,12 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
 def _is_decided(ranges: Ranges, n: fx.Node) -> bool:
     """Whether it comes out so whatever is given: `(ids % 4).clamp(max=3)`."""
     found = ranges.of(n)
-    of = [ranges.of(a) for a in find_operands(n)] if op_name(n) in _CUTS else []
+    of = [ranges.of(a) for a in find_operands(n)] if op_name(n) in CUTS else []
     return ranges.decided(n) or any(found and r and all(map(are_equal, found, r)) for r in of)
 
 
 def _can_level_off(n: fx.Node) -> bool:
-    return op_name(n) in _LEVELS or (op_name(n) == "_to_copy" and n.meta["val"].dtype in NARROW)
+    return op_name(n) in LEVELS or (op_name(n) == "_to_copy" and n.meta["val"].dtype in NARROW)
 
 
 def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -210,4 +207,4 @@ def _is_of_call(n: fx.Node) -> bool:
 
 def _is_computation(n: fx.Node) -> bool:
     """Whether an op makes other numbers of those that it is given, rather than move or reduce them."""
-    return op_name(n) in _COMPUTES or torch.Tag.pointwise in getattr(n.target, "tags", ())
+    return op_name(n) in INTEGER_FUNCTIONS or torch.Tag.pointwise in getattr(n.target, "tags", ())

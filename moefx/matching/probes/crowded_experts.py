@@ -21,7 +21,8 @@ from torch import fx
 from ...capture.captured import SHAPE_ONLY, SPREAD, Capture, remembered
 from ...capture.source import Source
 from ..graph_nodes import SELECTIONS, is_known, is_routed, op_name, place_axis, values
-from ..integer_ranges import MOVES, UNBOUNDED, Ranges, token_sizes
+from ..integer_ranges import UNBOUNDED, Ranges, token_sizes
+from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
 from .empty_experts import is_chosen_test
 from .forced_outcome import force_outcome
 from .load_statistics import is_load_statistic
@@ -30,9 +31,7 @@ from .reached_limits import find_limits
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_LOOKUPS = {"index", "index_select", "gather", "embedding", "bucketize", "searchsorted"}
-_CUTS = {"clamp", "clamp_max", "minimum", "remainder", "fmod", "bitwise_and", "__and__"}
-_COPIES = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}
+_LOOKUPS = LOOKUPS | SEARCHES
 
 
 def spread_numbers(state: ProofState) -> None:
@@ -130,7 +129,7 @@ def _is_of_crowds(ranges: Ranges, n: fx.Node, by: fx.Node) -> bool:
     if op_name(by) == "_to_copy":  # floats that are rounded
         of = [a for a in of if a.meta["val"].is_floating_point() or val.dtype is torch.bool]
         return not val.is_floating_point() and any(_is_growing(ranges, a) for a in of)
-    return op_name(by) not in MOVES | _COPIES and any(_is_growing(ranges, a) for a in of)
+    return op_name(by) not in ELEMENT_MOVES | NEW_TENSORS and any(_is_growing(ranges, a) for a in of)
 
 
 def _is_growing(ranges: Ranges, node: fx.Node) -> bool:
@@ -146,7 +145,7 @@ def _is_growing(ranges: Ranges, node: fx.Node) -> bool:
         if not n.all_input_nodes:
             return bool(n.meta.get("ragged")) and len(val.unique()) > 1
         is_pointwise = torch.Tag.pointwise in getattr(n.target, "tags", ())
-        return any(are) or (is_routed(n) and not is_pointwise and op_name(n) not in MOVES | _LOOKUPS)
+        return any(are) or (is_routed(n) and not is_pointwise and op_name(n) not in ELEMENT_MOVES | _LOOKUPS)
 
     return remembered(node, "grows", grows)
 
@@ -156,7 +155,7 @@ def _find_uncut_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     limits_at: dict[tuple[Source, str], set[str]] = {}
     for lifted in state.forms:
         for n in lifted.capture.nodes:
-            if op_name(n) not in _CUTS or not is_known(n) or n.meta["val"].dtype is torch.bool:
+            if op_name(n) not in COUNT_CUTS or not is_known(n) or n.meta["val"].dtype is torch.bool:
                 continue
             if isinstance(before := n.args[0], fx.Node):
                 uncut = is_known(before) and torch.equal(lifted.capture.shadow(n), lifted.capture.shadow(before))
@@ -180,7 +179,7 @@ def _is_of_positions(n: fx.Node, sizes: set[int]) -> bool:
 def _can_level_off(n: fx.Node) -> bool:
     """Whether an op makes one number of each: not all that do have the tag of a pointwise op."""
     val: Any = n.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel() or op_name(n) in _COPIES:
+    if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel() or op_name(n) in NEW_TENSORS:
         return False
     return op_name(n) in _LOOKUPS or any(
         isinstance(v := a.meta.get("val"), torch.Tensor) and v.shape == val.shape for a in n.all_input_nodes

@@ -25,16 +25,14 @@ from ...capture.sizes import COMPARE
 from ...errors import Refused
 from ..graph_nodes import is_known, is_routed, op_name, remembered
 from ..integer_ranges import NARROW
+from ..op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
 
 if TYPE_CHECKING:
     from ..lift.canonical_form import Lifted
     from ..proof_state import ProofState
 
 _MAX_CAPTURES = 8
-_MOVES = {"_to_copy", "clone", "detach", "flatten", "reshape", "squeeze", "unsqueeze", "view"}
-_NEGATIONS = {"bitwise_not", "logical_not"}
-_REDUCTIONS = {"amax", "any", "count_nonzero", "max", "sum"}
-_STEPS = _MOVES | _NEGATIONS | _REDUCTIONS | COMPARE.keys()
+_STEPS = FLAT_MOVES | NEGATIONS | MASK_REDUCTIONS | COMPARE.keys()
 _COUNTS_TO_ASK = (0, 1, 2, 3, 4, 7, 8, 64, 10**6)  # entries that are true
 
 
@@ -77,13 +75,13 @@ def _answer_for_count(steps: list[fx.Node], asked: tuple[str, Any] | None, count
         name = op_name(n)
         if n.meta["val"].dtype in NARROW:  # 256 are 0 in 8 bits
             return None
-        if name in _REDUCTIONS:
+        if name in MASK_REDUCTIONS:
             if value is None:
                 value = count if name in ("sum", "count_nonzero") else count > 0
-        elif name not in _MOVES:
+        elif name not in FLAT_MOVES:
             if value is None:  # of the entries: others are true then
                 return None
-            value = not value if name in _NEGATIONS else _compare(name, value, n.args[1])
+            value = not value if name in NEGATIONS else _compare(name, value, n.args[1])
             if value is None:
                 return None
     if value is None:
@@ -99,7 +97,7 @@ def _compare(name: str, value: int | bool, number: Any) -> bool | None:
 
 def _is_of_an_expert(mask: Any) -> bool:
     """Whether a mask says who chose an expert: `ids == e`."""
-    while op_name(mask) in _MOVES | {"any"}:
+    while op_name(mask) in FLAT_MOVES | {"any"}:
         mask = mask.args[0]
     return op_name(mask) == "eq" and is_known(mask) and is_routed(mask)
 
@@ -147,7 +145,7 @@ def _is_count(node: Any) -> bool:
         elif name == "scatter":  # what `one_hot` does
             base = node.args[0]
             return counted and isinstance(base, fx.Node) and op_name(base) == "zeros" and node.args[3:] == (1,)
-        elif name not in _MOVES | {"permute", "transpose"}:
+        elif name not in FLAT_MOVES | {"permute", "transpose"}:
             return False
         node = node.args[0]
     return False

@@ -25,9 +25,10 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.source import Source
 from ...errors import Refused
-from ..graph_nodes import ORDERED, TWO_SIDED, is_routed, op_name
+from ..graph_nodes import is_routed, op_name
 from ..integer_ranges import UNBOUNDED, Ranges, token_sizes
 from ..lift.lifter import NothingRouted
+from ..op_classes import ORDERED, TWO_SIDED
 from .branch_outcomes import is_unbounded
 from .forced_outcome import LIMIT, force_outcome, refuse_change, repeat_outcome
 from .reached_limits import is_made_of_rows

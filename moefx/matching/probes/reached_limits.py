@@ -24,23 +24,18 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...capture.source import Source
 from ...errors import Refused
-from ..graph_nodes import ORDERED, TWO_SIDED, is_known, is_routed, op_name, remembered
+from ..graph_nodes import is_known, is_routed, op_name, remembered
 from ..integer_ranges import NARROW, UNBOUNDED, Ranges, token_sizes
 from ..lift.canonical_form import Lifted
+from ..op_classes import AXIS_MOVES, BENT, ORDERED, RESHAPED_COPIES, TWO_SIDED
 from .load_statistics import has_loads
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 MAX_CROWD_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
-_MOVES = {"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "flatten", "reshape", "view"}
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # up to which all integers are there
 UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
-_PASSED_ON = {"_to_copy", "clone", "detach", "view", "reshape", "expand", "permute", "unsqueeze", "squeeze", "select"}
-_BENT = {
-    "pow", "square", "sqrt", "rsqrt", "exp", "log", "reciprocal", "div", "floor_divide", "true_divide", "sign", "sgn",
-    "neg", "abs", "remainder", "fmod", "tanh", "sigmoid", "rsub", "bitwise_right_shift", "__rshift__", "__lshift__",
-}  # fmt: skip
 
 
 Place = tuple[Source, str]
@@ -92,7 +87,7 @@ def overflow_limits(state: ProofState) -> None:
 def _count_most(lifted: Lifted) -> int:
     """How many choices one expert may get: of a token's `topk` one, else all of them."""
     tokens, node = math.prod(lifted.tokens), lifted.index.node
-    while op_name(node) in _MOVES and node.args and isinstance(node.args[0], fx.Node):
+    while op_name(node) in RESHAPED_COPIES and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     is_of_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
     return tokens if is_of_topk and not lifted.index.columns else lifted.slots * tokens
@@ -242,7 +237,7 @@ def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
     dtype = before.meta["val"].dtype if before is not None and is_known(before) else None
     if before is None or dtype not in _EXACT or n.meta["val"].is_floating_point():
         return None
-    while op_name(before) in _PASSED_ON and before.meta["val"].is_floating_point():
+    while op_name(before) in AXIS_MOVES and before.meta["val"].is_floating_point():
         before = before.all_input_nodes[0]
     if not is_known(before):
         return None
@@ -258,7 +253,7 @@ def _is_bounded(ranges: Ranges, n: fx.Node, limit: int = UNBOUNDED // 2) -> bool
     found = ranges.of(n)
     if found is not None:
         return bool((found[1] < limit).all()) and bool((found[0] > -limit).all())
-    is_same = op_name(n) in _PASSED_ON and n.all_input_nodes
+    is_same = op_name(n) in AXIS_MOVES and n.all_input_nodes
     return bool(is_same) and _is_bounded(ranges, n.all_input_nodes[0], limit)
 
 
@@ -293,7 +288,7 @@ def _is_bent(ranges: Ranges, n: fx.Node, grown: list[fx.Node], limit: int) -> bo
         return not any(_is_truth(ranges, a) for a in operands)
     if name in ("add", "sub") and any(type(a) in (int, float) and abs(a) > 1 for a in operands):  # type: ignore[arg-type]
         return True
-    return name in _BENT or (name == "sub" and not is_routed(operands[0]))
+    return name in BENT or (name == "sub" and not is_routed(operands[0]))
 
 
 def _is_truth(ranges: Ranges, a: Any) -> bool:

@@ -28,12 +28,12 @@ from ..lift.canonical_form import Lifted
 from ..lift.distinct_choices import MOVES, are_different, as_slots
 from ..lift.form_agreement import same_form
 from ..lift.repeated_choices import NotTwice
+from ..op_classes import TABLE_LOOKUPS
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 _MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # of one tensor, of which no element is new
-_LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}
 _MAX_PAIRED_SLOTS = 8  # slots of which all pairs are tried
 _TOKENS_PER_CHANGE = 3  # of so many tokens one chooses otherwise
 _Change = Callable[[list[torch.Tensor]], torch.Tensor]  # of the slots' choices so far, [T] each: what the last is to be
@@ -150,7 +150,7 @@ def _find_unfilled(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Nod
 def _is_looked_up(node: fx.Node) -> bool:
     """Whether integers are read from a buffer of integers."""
     of = node.args[0] if node.args else None
-    return op_name(node) in _LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
+    return op_name(node) in TABLE_LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
 
 
 def _build_flips(lifted: Lifted, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Flips:

@@ -20,17 +20,8 @@ from torch import fx
 
 from ...capture.captured import HostRead, decided_by_floats, is_abstract, question
 from ..graph_nodes import op_name
+from ..op_classes import NOT_NEGATIVE, PICKS, PRODUCTS, SIZE_REDUCTIONS, VIEWS
 
-_VIEWS = {
-    "_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "flatten", "permute", "reshape", "select",
-    "slice", "squeeze", "transpose", "unsqueeze", "view",
-}  # fmt: skip
-_PICKS = {"gather", "getitem", "index", "index_select", "sort", "topk"}
-_REDUCTIONS = {"amax", "any", "count_nonzero", "linalg_vector_norm", "sum"}
-_PRODUCTS = {"bmm", "dot", "mm", "mul", "mv"}
-_NOT_BELOW_ZERO = {
-    "_softmax", "abs", "exp", "linalg_vector_norm", "relu", "sigmoid", "softplus", "square",
-}  # fmt: skip
 _WRITES = {"index_add": 3, "index_put": 2, "scatter_add": 3}  # where the argument is that is written
 
 
@@ -53,14 +44,14 @@ def adds_nothing(read: HostRead) -> bool | None:
 
 def _is_of_rows(n: fx.Node) -> bool:
     """Whether a number was summed up from rows of an expert."""
-    while n.all_input_nodes and op_name(n) in _REDUCTIONS | _VIEWS | _NOT_BELOW_ZERO | {"eq", "ne", "mul", "pow"}:
+    while n.all_input_nodes and op_name(n) in SIZE_REDUCTIONS | VIEWS | NOT_NEGATIVE | {"eq", "ne", "mul", "pow"}:
         n = n.all_input_nodes[0]
     return bool(n.meta["ragged"])
 
 
 def _adds_nothing(compared: fx.Node) -> bool | None:
     node: Any = compared.args[0]
-    while op_name(node) in _REDUCTIONS | _VIEWS:
+    while op_name(node) in SIZE_REDUCTIONS | VIEWS:
         node = node.args[0]
     if op_name(node) not in ("index", "index_select", "gather") or not _is_not_below_zero(node):
         return False
@@ -114,9 +105,9 @@ def _is_zero(n: Any, weights: fx.Node) -> bool:
     name = op_name(n)
     if n is weights or (name == op_name(weights) and _identify_pick(n) == _identify_pick(weights)):
         return True
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         return any(_is_zero(a, weights) for a in n.args[:2])
-    return name in {*_VIEWS, "div", "neg", "sum"} and _is_zero(n.args[0], weights)
+    return name in {*VIEWS, "div", "neg", "sum"} and _is_zero(n.args[0], weights)
 
 
 def _identify_pick(n: fx.Node) -> int:
@@ -131,11 +122,11 @@ def _is_not_below_zero(n: Any) -> bool:
     if not isinstance(n, fx.Node):
         return isinstance(n, (int, float)) and n >= 0
     name = op_name(n)
-    if name in _NOT_BELOW_ZERO or (isinstance(n.meta.get("val"), torch.Tensor) and _is_truth(n)):
+    if name in NOT_NEGATIVE or (isinstance(n.meta.get("val"), torch.Tensor) and _is_truth(n)):
         return True
     if name in ("mul", "div", "add"):
         return all(_is_not_below_zero(a) for a in n.args[:2])
-    return name in _VIEWS | _PICKS | {"amax", "sum"} and _is_not_below_zero(n.args[0])
+    return name in VIEWS | PICKS | {"amax", "sum"} and _is_not_below_zero(n.args[0])
 
 
 __all__ = ["adds_nothing", "is_zero_test"]

@@ -1,0 +1,61 @@
+"""Sets of ATen operations by what they do with the elements of a tensor, each once.
+
+Two sets that differ have different names, and say why. A member decides what a proof looks at: a larger set is not a
+safer one.
+"""
+
+from __future__ import annotations
+
+# Comparisons of elements.
+ORDERED = {"lt", "le", "gt", "ge"}
+TWO_SIDED = {*ORDERED, "eq", "ne"}
+COMPARISONS = {*TWO_SIDED, "greater"}  # also by an alias that stays in the graph
+
+# Moves: the elements stay what they are.
+COPIES = {"_to_copy", "clone", "detach"}
+RESHAPES = {"flatten", "reshape", "view"}
+RESHAPED_COPIES = {*COPIES, *RESHAPES, "_unsafe_view", "contiguous"}  # the same elements in the same order
+FLAT_MOVES = {*COPIES, *RESHAPES, "squeeze", "unsqueeze"}  # also with axes of 1: one mask stays one mask
+VIEWS = {*FLAT_MOVES, "_unsafe_view", "alias", "expand", "permute", "select", "slice", "transpose"}  # of one tensor
+AXIS_MOVES = VIEWS - {"_unsafe_view", "alias", "flatten", "slice", "transpose"}  # between two conversions of a dtype
+ELEMENT_MOVES = {*VIEWS, "cat", "flip", "index_select", "repeat", "stack", "t"} - {"flatten"}  # of several tensors, too
+NEW_TENSORS = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}  # as large as another, no numbers
+
+# Lookups: elements of a tensor by integers.
+LOOKUPS = {"embedding", "gather", "index", "index_select"}
+TABLE_LOOKUPS = {*LOOKUPS, "take"}  # in tables of experts
+SEARCHES = {"bucketize", "searchsorted"}
+INDEXED_WRITES = {"index_add", "index_copy", "index_fill", "index_put", "scatter", "scatter_add"}
+PICKS = {"gather", "getitem", "index", "index_select", "sort", "topk"}  # some elements, each one of the tensor's own
+
+# Cuts: for numbers that are not special, the result is an operand.
+UPPER_CUTS = {"clamp", "clamp_max", "minimum", "remainder"}
+CUTS = {*UPPER_CUTS, "clamp_min", "maximum"}
+BIT_MASKS = {"bitwise_and", "__and__"}
+COUNT_CUTS = {*UPPER_CUTS, *BIT_MASKS, "fmod"}  # of numbers that only grow
+LEVELS = {*CUTS, *BIT_MASKS, "abs", "bitwise_or", "fmod", "relu", "__or__"}  # also of negative numbers and of bits
+
+# Reductions.
+REDUCTIONS = {"amax", "any", "count_nonzero", "sum"}
+MASK_REDUCTIONS = {*REDUCTIONS, "max"}  # of booleans
+SIZE_REDUCTIONS = {*REDUCTIONS, "linalg_vector_norm"}  # of floats: zero if all are zero
+AXIS_REDUCTIONS = {"sum", "cumsum", "any", "amax"}  # their numbers are axes
+
+# Arithmetic.
+NEGATIONS = {"bitwise_not", "logical_not"}
+CONTRACTIONS_OF_ROWS = {"addmm", "bmm", "linear", "matmul", "mm"}
+PRODUCTS = {"bmm", "dot", "mm", "mul", "mv"}  # zero if an operand is zero
+NOT_NEGATIVE = {"_softmax", "abs", "exp", "linalg_vector_norm", "relu", "sigmoid", "softplus", "square"}
+CLOSED_ON_INTEGERS = {"sub", "mul", "bitwise_and", "bitwise_or"}
+MONOTONE = {
+    "add", "sum", "clamp", "maximum", "minimum", "logical_and", "logical_or", "any", "cumsum", "amax", "max",
+}  # fmt: skip
+BENT = {
+    "pow", "square", "sqrt", "rsqrt", "exp", "log", "reciprocal", "div", "floor_divide", "true_divide", "sign", "sgn",
+    "neg", "abs", "remainder", "fmod", "tanh", "sigmoid", "rsub", "bitwise_right_shift", "__rshift__", "__lshift__",
+}  # fmt: skip
+INTEGER_FUNCTIONS = {"_to_copy", "all", "any", "bucketize", "floor_divide", "isin", "searchsorted"}  # not pointwise
+
+# Other.
+RANDOM_INTEGERS = {"randperm", "randint", "multinomial"}
+RECURRENCES = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
