@@ -35,7 +35,6 @@ from ..op_classes import CUTS, INTEGER_FUNCTIONS, LEVELS, LOOKUPS
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-# Of numbers that are not special these give back one that they are given.
 BUFFER_SEEDS = (2, 3, 4)  # of captures in which buffers have other values
 _FIRST_TURNING_SEED = 50  # the first of the seeds for numbers that turn something
 Place = tuple[Any, str, int]  # the calls that led there, the op, and how many times it came before

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 MAX_CROWD_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # up to which all integers are there
 UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
-
-
 Place = tuple[Source, str]
 
 
