@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import moefx
 from moefx.bench import mirror_group
 from moefx.bench.ep import Layer, Step
-from moefx.bench.results import write
+from moefx.bench.results import append_row
 from moefx.bench.shapes import SHAPES
 
 RANKS = 4
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default=None)
     options = parser.parse_args()
-    mirror_group.init(RANKS, lambda leaving: 31e-6 + leaving / 322e9)
+    mirror_group.init_mirror_group(RANKS, lambda leaving: 31e-6 + leaving / 322e9)
     tp = options.tensor_parallel
     mesh = init_device_mesh("cuda", (RANKS // tp, tp), mesh_dim_names=("dp", "tp"))
     shape = next(s for s in SHAPES if s.name == options.shape)
@@ -89,7 +89,7 @@ def main() -> None:
         row |= dict(ms=statistics.median(found), kept_mib=memory[way])
         print(f"{shape.name} TP={tp}  {way:26} {row['ms']:7.2f} ms  {row['kept_mib']:8.1f} MiB kept", flush=True)
         if options.out:
-            write(row, options.out)
+            append_row(row, options.out)
 
 
 if __name__ == "__main__":

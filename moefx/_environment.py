@@ -81,10 +81,13 @@ def kernels() -> dict[str, str]:
     from .lowering.triton import autotune, tile_configs, tuning
 
     device = torch.device("cuda", torch.cuda.current_device())
-    found = {name: tuning.choice(name, device, torch.bfloat16, (2048, 2048, 1024)) for name in tile_configs.KERNELS}
+    found = {
+        name: tuning.find_nearest_config(name, device, torch.bfloat16, (2048, 2048, 1024))
+        for name in tile_configs.KERNELS
+    }
     lines = {name: f"{chosen.text}; {why}" for name, (chosen, why, _) in found.items()}
-    kept, seconds = autotune.kept(tuning.gpu(device)), autotune.seconds_left()
-    place = _without_home(autotune.directory())
+    kept, seconds = autotune.read_cached_lines(tuning.gpu_name(device)), autotune.seconds_left()
+    place = _without_home(autotune.cache_directory())
     return lines | {"tuned here": f"{len(kept)} shapes ({place}), {seconds:.0f} s for more in a process"}
 
 

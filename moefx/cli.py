@@ -353,9 +353,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
         batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.replace(" ", "").split(",")
     )
     if model.lower() not in MODELS and Path(model).exists():
-        from .planner.model_configs import config_of
+        from .planner.model_configs import load_config
 
-        model = config_of(model)
+        model = load_config(model)
     elif ":" in model:
         model, more["example_inputs"] = load(model, "meta")
     ranking = plan(model, arguments.platform, arguments.gpus, **more)

@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from moefx import cli
 from moefx.bench import ep, layers, moe, peers, results, routing, stages, tune
 from moefx.bench.peers import ABLATION, PEERS, Inputs
-from moefx.bench.shapes import SHAPES, Shape, routed, shape_of, tensors
+from moefx.bench.shapes import SHAPES, Shape, parse_shape, random_routing, random_tensors
 
 ROOT = Path(__file__).parents[1]
 SMALL = Shape("small", T=96, d=32, h=16, E=8, K=2)
@@ -24,8 +24,8 @@ UNGATED = dataclasses.replace(SMALL, gated=False)
 
 
 def inputs_of(shape: Shape) -> Inputs:
-    x, w1, w2, grad = tensors(shape, device="cpu")
-    return Inputs(shape, x, w1, w2, grad, *routed(shape, device="cpu"))
+    x, w1, w2, grad = random_tensors(shape, device="cpu")
+    return Inputs(shape, x, w1, w2, grad, *random_routing(shape, device="cpu"))
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ ON_A_CPU = ["moefx", "torch grouped_mm", "transformers", "transformers eager"]
 def test_outputs_and_gradients(inputs, name):
     if name.startswith("transformers"):
         pytest.importorskip("transformers.models.qwen3_moe")
-    errors = moe.errors(inputs, PEERS[name](inputs).step())
+    errors = moe.result_errors(inputs, PEERS[name](inputs).step())
     assert set(errors) == {"out", "grad_x", "grad_weights", "grad_w1", "grad_w2"}
     assert all(0 < error < 0.02 for error in errors.values()), errors
 
@@ -49,7 +49,7 @@ def test_outputs_and_gradients(inputs, name):
 def test_experts_without_a_gate(name):
     inputs = inputs_of(UNGATED)
     assert UNGATED.matrices == 2 and inputs.w1.shape == (8, 16, 32)
-    errors = moe.errors(inputs, (PEERS | ABLATION)[name](inputs).step())
+    errors = moe.result_errors(inputs, (PEERS | ABLATION)[name](inputs).step())
     assert len(errors) == 5 and all(0 < error < 0.02 for error in errors.values()), errors
 
 
@@ -61,7 +61,7 @@ def test_peers_that_need_a_gate_say_so(name):
 
 @pytest.mark.parametrize("name", ABLATION)
 def test_outputs_and_gradients_of_the_ablation(inputs, name):
-    errors = moe.errors(inputs, ABLATION[name](inputs).step())
+    errors = moe.result_errors(inputs, ABLATION[name](inputs).step())
     assert len(errors) == 5 and all(0 < error < 0.02 for error in errors.values()), errors
 
 
@@ -96,7 +96,7 @@ def test_an_error_is_seen(inputs):
     for i in range(5):
         results = [out, *gradients]
         results[i] = results[i] * 1.1
-        assert sum(error > 0.05 for error in moe.errors(inputs, tuple(results)).values()) == 1
+        assert sum(error > 0.05 for error in moe.result_errors(inputs, tuple(results)).values()) == 1
 
 
 @pytest.mark.parametrize("keep, columns", [("h", 2 * SMALL.K * SMALL.h), ("x", 0)])
@@ -110,23 +110,23 @@ def test_saved_bytes(inputs, keep, columns):
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "hot"])
 def test_routings(kind):
-    ids, weights = routed(SMALL, device="cpu", kind=kind)
+    ids, weights = random_routing(SMALL, device="cpu", kind=kind)
     loads = torch.bincount(ids.reshape(-1), minlength=SMALL.E)
     assert loads.sum() == SMALL.T * SMALL.K and (kind == "hot") == (int(loads.max()) == SMALL.T)
-    found, expected = (make(ids, weights, SMALL.E) for make in (routing.moefx, routing.sorting))
+    found, expected = (make(ids, weights, SMALL.E) for make in (routing.moefx, routing.sort_by_expert))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_shapes_by_their_names():
-    assert shape_of("olmoe") == SHAPES[1]
-    assert shape_of("olmoe@512") == Shape("olmoe@512", 512, 2048, 1024, 64, 8)
-    assert shape_of("96x32x16x8x2") == Shape("96x32x16x8x2", 96, 32, 16, 8, 2)
-    assert shape_of("blaze_c1/silu") == Shape("blaze_c1/silu", 65536, 512, 2048, 4, 1, gated=False)
-    assert shape_of("96x32x16x8x2/silu") == Shape("96x32x16x8x2/silu", 96, 32, 16, 8, 2, gated=False)
+    assert parse_shape("olmoe") == SHAPES[1]
+    assert parse_shape("olmoe@512") == Shape("olmoe@512", 512, 2048, 1024, 64, 8)
+    assert parse_shape("96x32x16x8x2") == Shape("96x32x16x8x2", 96, 32, 16, 8, 2)
+    assert parse_shape("blaze_c1/silu") == Shape("blaze_c1/silu", 65536, 512, 2048, 4, 1, gated=False)
+    assert parse_shape("96x32x16x8x2/silu") == Shape("96x32x16x8x2/silu", 96, 32, 16, 8, 2, gated=False)
     for text in ("olmo", "olmoe@many", "1x2x3x4", "1x2x3x4x5x6", "axbxcxdxe", "olmoe/relu", "1x2x3x4x5/silu/silu"):
         with pytest.raises(ValueError, match=r"expected one of qwen3_30b, .*, NAME@T or TxdxhxExK"):
-            shape_of(text)
+            parse_shape(text)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_kernels_of_a_profile():
 
     events = [event("aten::mm", 9.0, "CPU"), event("short", 1500.0, "CUDA"), event("long", 4000.0, "CUDA")]
     events += [event("nothing", 0.0, "CUDA"), event("Optimizer.step#AdamW.step", 9000.0, "CUDA")]
-    assert layers.kernels(events) == [
+    assert layers.list_kernels(events) == [
         dict(kernel="long", ms=4.0, calls=2),
         dict(kernel="short", ms=1.5, calls=2),
     ]
     with torch.profiler.profile() as profile, torch.profiler.record_function("Optimizer.step"):
         torch.ones(8, 8) @ torch.ones(8, 8)
     assert {e.is_user_annotation for e in profile.key_averages()} == {False, True}
-    assert layers.kernels(profile.key_averages()) == []  # the attributes are there
+    assert layers.list_kernels(profile.key_averages()) == []  # the attributes are there
 
 
 def test_all_are_commands():
@@ -176,7 +176,7 @@ def test_all_are_commands():
 def test_lines_follow_their_environment(tmp_path):
     path = tmp_path / "out.jsonl"
     for ms in (1.0, 2.0):
-        results.write({"ms": ms}, str(path))
+        results.append_row({"ms": ms}, str(path))
     environment, *rows = map(json.loads, path.read_text().splitlines())
     assert environment["environment"]["versions"]["torch"] == torch.__version__
     assert rows == [{"ms": 1.0}, {"ms": 2.0}]
@@ -189,9 +189,9 @@ def test_what_of_the_exchanges_is_hidden(tmp_path):
         ("gemm", 2.5, 3.5),
         ("mirrored_exchange", 5.0, 6.0),
     ]
-    assert ep.shares(spans) == {"exchange_ms": 3.0, "compute_ms": 3.5, "hidden_ms": 1.5}
+    assert ep.overlap_times(spans) == {"exchange_ms": 3.0, "compute_ms": 3.5, "hidden_ms": 1.5}
     pytest.importorskip("matplotlib")
-    ep.timeline({"dedup": spans, "flat": spans[1:]}, tmp_path / "steps.png")
+    ep.plot_timeline({"dedup": spans, "flat": spans[1:]}, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").stat().st_size > 5000
 
 

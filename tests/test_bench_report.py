@@ -55,7 +55,7 @@ def test_what_is_kept_has_no_ceiling(tmp_path):
     path = tmp_path / "results.jsonl"
     rows = (row("a", peer, 1.0) | dict(saved_bytes_per_token=100.0, peak_mib=5.0) for peer in ("moefx", CEILING))
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    *_, saved, peak = report.tables(report.read(path)[1]).strip().split("\n\n")
+    *_, saved, peak = report.format_tables(report.read_results(path)[1]).strip().split("\n\n")
     assert saved.splitlines()[1:] == [f" {'moefx':>20}", f"a{'100':>20}"]
     assert peak.splitlines()[-1].split() == ["a", "5"]
 
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_named(tmp_path, capsys):
 
 
 def test_the_committed_results_name_their_environment():
-    environment, results = report.read(RESULTS)
+    environment, results = report.read_results(RESULTS)
     assert "H200" in environment["devices"]["accelerator"] and environment["versions"]["triton"]
     assert {shape for shape, _ in results} == {shape.name for shape in SHAPES}
-    assert len(results) == 30 and all(report.fraction(rows, "moefx") for rows in results.values())
+    assert len(results) == 30 and all(report.fraction_of_ceiling(rows, "moefx") for rows in results.values())

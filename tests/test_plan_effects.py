@@ -17,11 +17,11 @@ from moefx.compiler.plan_check import check_effects, check_layout
 from moefx.errors import InvalidPlan
 from moefx.frontends.dynamo import backend
 from moefx.planner.auto import decide
-from moefx.planner.catalogue import model_of
+from moefx.planner.catalogue import find_model
 from moefx.planner.decision import Facts
-from moefx.planner.local_platform import Here
-from moefx.planner.mesh_axes import uses
-from moefx.planner.platforms import platform_of
+from moefx.planner.local_platform import LocalPlatform
+from moefx.planner.mesh_axes import list_axis_uses
+from moefx.planner.platforms import find_platform
 from moefx.runtime.sharding import resolve_expert_axes
 
 from .passes.blocks import D, Gated, Loop
@@ -210,15 +210,15 @@ def test_an_axis_that_is_not_for_experts(axis):
 
 def decided(**sizes: int) -> Plan:
     asked = Plan(expert_axis="auto", checkpoint="auto", memory=139e9, zero=1)
-    here = Here(platform_of("dgx-h100"), "said")
-    facts = {rank: Facts(asked, model_of("olmoe-1b-7b"), 1, 4096, "said", here) for rank in range(8)}
+    here = LocalPlatform(find_platform("dgx-h100"), "said")
+    facts = {rank: Facts(asked, find_model("olmoe-1b-7b"), 1, 4096, "said", here) for rank in range(8)}
     return decide(facts, 0, mesh_of(**sizes)).plan
 
 
 @pytest.mark.parametrize("name", ["replicate", "dp_replicate", "replicas"])
 def test_auto_leaves_replicas_alone(name):
     for sizes in ({name: 2, "shard": 4}, {"shard": 4, name: 2}):
-        assert len(uses(mesh_of(**sizes), Plan(expert_axis="auto"))) == 3
+        assert len(list_axis_uses(mesh_of(**sizes), Plan(expert_axis="auto"))) == 3
         assert decided(**sizes).expert_axis == "shard"
     assert decided(**{name: 2, "ep": 4}).expert_axis == "ep"
     with pytest.raises(InvalidPlan, match=f"experts over {name} .8. to choose from"):

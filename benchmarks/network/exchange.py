@@ -21,7 +21,7 @@ from moefx.bench import link_times
 from moefx.distribution.block_distribution import spread_blocks
 from moefx.ir.ops.uneven_all_to_all import get_group, start
 from moefx.planner.communication import row_bytes
-from moefx.planner.simulation.routing_skew import traffic
+from moefx.planner.simulation.routing_skew import count_traffic
 from moefx.runtime.links import measure_handling
 
 HIDDEN = 8  # of an expert: what they compute is not measured here
@@ -91,8 +91,8 @@ class Counter:
 def links_between(node_size: int, above: list[int], longest: float) -> dict[str, Any]:
     """What `bench platform` measures of the network here."""
     cpu, exchanges = torch.device("cpu"), []
-    for level, unit in link_times.levels(cpu, node_size, above):
-        exchanges += link_times.measured(level, unit, node_size, cpu, 20, longest)
+    for level, unit in link_times.list_levels(cpu, node_size, above):
+        exchanges += link_times.measure_level(level, unit, node_size, cpu, 20, longest)
     handling = measure_handling(dist.group.WORLD.group_name, cpu)
     return {"handling": handling, "exchanges": [dataclasses.asdict(each) for each in exchanges]}
 
@@ -104,7 +104,7 @@ def rows_by_hop(ids: torch.Tensor, args: argparse.Namespace, way: str) -> dict[s
     units = [world, *sorted(args.levels, reverse=True), args.node_size, 1]
     sizes = [large // small for large, small in itertools.pairwise(units)] if way in ("rbd", "halo") else [world]
     sources = torch.arange(world).repeat_interleave(args.tokens)
-    found = traffic(ids.sort(-1).values.t(), sources, args.experts, sizes, way)
+    found = count_traffic(ids.sort(-1).values.t(), sources, args.experts, sizes, way)
     there, back, *_ = row_bytes(args.dim, 1 if way == "flat" else args.top_k, args.experts // world, args.top_k > 1)
     every = [*found.hops, *([] if found.beside is None else [found.beside])]
     sent = sum(int(hop.sum() - hop.trace()) for hop in every) * (there + back)

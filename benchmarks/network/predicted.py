@@ -20,11 +20,11 @@ import torch
 from benchmarks.environment import environment
 from benchmarks.network.case import ROOT, Case, measured
 from benchmarks.network.links import missing
-from moefx.bench.link_times import Repeated
-from moefx.bench.platform_results import Findings
-from moefx.planner.communication import exchange, level_values, whole_link
-from moefx.planner.platforms import Platform, platform_of
-from moefx.planner.simulation.network import fabric
+from moefx.bench.link_times import RepeatedExchange
+from moefx.bench.platform_results import PlatformResults
+from moefx.planner.communication import build_exchange_sheet, combine_links, level_values
+from moefx.planner.platforms import Platform, find_platform
+from moefx.planner.simulation.network import build_fabric
 
 CASES = (
     Case(2, 2, 512, 1024), Case(2, 2, 1024, 2048), Case(4, 2, 256, 2048), Case(4, 2, 512, 1024),
@@ -35,35 +35,42 @@ PARTS = {"dispatch": "there", "combine": "back"}
 
 
 def platform(links: dict) -> Platform:
-    found = Findings("the emulated network", None, links["handling"], [Repeated(**r) for r in links["exchanges"]])
+    found = PlatformResults(
+        "the emulated network", None, links["handling"], [RepeatedExchange(**r) for r in links["exchanges"]]
+    )
     *finer, last = found.networks()
     networks = (*finer, dataclasses.replace(last, ranks=0))
-    return dataclasses.replace(platform_of("dgx-h100"), networks=networks, handling=found.handling)
+    return dataclasses.replace(find_platform("dgx-h100"), networks=networks, handling=found.handling)
 
 
 def closed(case: Case, here: Platform, way: str, width: int) -> float:
     """Seconds of one direction, rows of so many bytes."""
     sizes, networks = here.levels(case.nodes * case.ranks)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
-    level = level_values(sizes, links, whole_link(sizes, links), here.handling)
-    return exchange(len(sizes))(E=case.experts, k=case.top_k, t=case.tokens, w=width, w1=width, **level)[f"T_{way}"]
+    level = level_values(sizes, links, combine_links(sizes, links), here.handling)
+    return build_exchange_sheet(len(sizes))(E=case.experts, k=case.top_k, t=case.tokens, w=width, w1=width, **level)[
+        f"T_{way}"
+    ]
 
 
 def of_rows(here: Platform, traffic: dict, width: int) -> float:
     """Seconds of one direction, of the rows that were sent."""
     hops = torch.tensor(traffic["hops"]).double()
     ranks, by_level = hops.shape[-1], len(hops) > 1
-    links = fabric(here, range(ranks))
+    links = build_fabric(here, range(ranks))
     behind = [ranks // units for units in itertools.accumulate(traffic["sizes"], operator.mul, initial=1)]
     latencies = [next(n.latency for n in here.networks if not n.ranks or unit <= n.ranks) for unit in behind[:-1]]
     if not by_level:
         latencies = [max(n.latency for n in here.networks)]
-    took = [float(links.busiest(hop * width)) + alpha for hop, alpha in zip(hops, latencies, strict=True)]
+    took = [float(links.busiest_link_seconds(hop * width)) + alpha for hop, alpha in zip(hops, latencies, strict=True)]
     *before, last = took
     first, moved = sum(before), hops
     if traffic["beside"] is not None:
         beside = torch.tensor(traffic["beside"]).double()
-        first, moved = max(first, float(links.busiest(beside * width)) + latencies[-1]), torch.cat([hops, beside[None]])
+        first, moved = (
+            max(first, float(links.busiest_link_seconds(beside * width)) + latencies[-1]),
+            torch.cat([hops, beside[None]]),
+        )
     handled = float((moved.sum(1) + moved.sum(2)).sum(0).max()) / 2
     return first + last + handled * width * here.handling
 

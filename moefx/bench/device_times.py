@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..lowering.triton.timing import milliseconds, settle
 from .peers import Inputs, moefx
-from .rate_fit import Gemm, Measured
-from .shapes import Shape, routed, tensors
+from .rate_fit import ExpertTime, GemmTime
+from .shapes import Shape, random_routing, random_tensors
 
 _LONGEST = 0.03
 # (columns, inner): of routers and small experts, of experts and attention, of large ones
@@ -38,7 +38,7 @@ _EXPERTS = (
 _ATTENTION = ((1, 8192, 32, 128), (4, 4096, 32, 128), (4, 4096, 16, 64), (16, 1024, 32, 128))
 
 
-class Attention(NamedTuple):
+class AttentionTime(NamedTuple):
     """Causal attention of sequences, forward and backward.
 
     Attributes:
@@ -109,17 +109,17 @@ class Machine:
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, device=self.device).to(self.dtype)
 
-    def gemm(self, rows: int, columns: int, inner: int) -> Gemm:
+    def gemm(self, rows: int, columns: int, inner: int) -> GemmTime:
         a, b = self.random(rows, inner), self.random(columns, inner)
-        return Gemm(rows, columns, inner, self.seconds(lambda: F.linear(a, b)))
+        return GemmTime(rows, columns, inner, self.seconds(lambda: F.linear(a, b)))
 
-    def gemms(self) -> Iterator[Gemm]:
+    def gemms(self) -> Iterator[GemmTime]:
         for columns, inner in _GEMMS:
             for rows in _ROWS:
                 if 2 * rows * columns * inner <= self.most_flop:
                     yield self.gemm(rows, columns, inner)
 
-    def attention(self) -> Iterator[Attention]:
+    def attention(self) -> Iterator[AttentionTime]:
         limit = self.most_flop / 6  # forward and backward, not as fast as a product
         for sequences, tokens, heads, head_size in _ATTENTION:
             while 2 * sequences * heads * tokens**2 * head_size > limit and tokens > 256:
@@ -129,7 +129,7 @@ class Machine:
             def step(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> None:
                 torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
 
-            yield Attention(sequences, tokens, heads, head_size, self.seconds(step))
+            yield AttentionTime(sequences, tokens, heads, head_size, self.seconds(step))
 
     @functools.cached_property
     def copy(self) -> float:
@@ -151,12 +151,12 @@ class Machine:
             found.append(Shape(f"{T}x{d}x{h}x{E}x{K}", T, d, h, E, K))
         return list(dict.fromkeys(found))
 
-    def expert(self, shape: Shape) -> Iterator[Measured]:
+    def expert(self, shape: Shape) -> Iterator[ExpertTime]:
         """Forward, and forward with backward."""
-        x, w1, w2, grad = tensors(shape, self.dtype, str(self.device))
-        work = moefx(Inputs(shape, x, w1, w2, grad, *routed(shape, str(self.device))))
-        yield Measured(shape, self.seconds(work.forward), False)
-        yield Measured(shape, self.seconds(work.step), True)
+        x, w1, w2, grad = random_tensors(shape, self.dtype, str(self.device))
+        work = moefx(Inputs(shape, x, w1, w2, grad, *random_routing(shape, str(self.device))))
+        yield ExpertTime(shape, self.seconds(work.forward), False)
+        yield ExpertTime(shape, self.seconds(work.step), True)
 
     @functools.cached_property
     def most_flop(self) -> float:

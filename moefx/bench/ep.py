@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import moefx
 
 from . import mirror_group
-from .results import add_shapes, parser, write
-from .shapes import Shape, activation, tensors
+from .results import add_shapes, append_row, build_parser
+from .shapes import Shape, activation, random_tensors
 
 WAYS = ("flat", "dedup", "rbd", "halo", "gather")
 _EXCHANGES = ("nccl", "mirrored_exchange")  # in the names of their kernels
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
     def __init__(self, shape: Shape, shared: bool = False):
         super().__init__()
-        _, w1, w2, _ = tensors(shape)
+        _, w1, w2, _ = random_tensors(shape)
         self.shape = shape
         self.up, self.down = nn.Parameter(w1), nn.Parameter(w2)
         self.router = nn.Linear(shape.d, shape.E, bias=False, device="cuda", dtype=torch.bfloat16)
@@ -154,7 +154,7 @@ class CapturedStep(Step):
         self.graph.replay()
 
 
-def shares(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+def overlap_times(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
     """ms in which exchanges ran, in which others did, and both at once: what of the exchanges is hidden."""
     exchanges = _union([(b, e) for name, b, e in kernels if _of_exchange(name)])
     others = _union([(b, e) for name, b, e in kernels if not _of_exchange(name)])
@@ -180,7 +180,7 @@ def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-def timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: Path) -> None:
+def plot_timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: Path) -> None:
     """A picture of one step of each way: exchanges above everything else, on one axis of time."""
     from matplotlib.figure import Figure  # in the extra `bench`
 
@@ -193,7 +193,7 @@ def timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: Path)
         for lane, color in enumerate(("tab:blue", "tab:orange")):
             axes.broken_barh(list(parts.values())[lane], (lane + 0.1, 0.8), color=color)
         axes.set_yticks([0.5, 1.5], list(parts))
-        hidden = shares(spans)
+        hidden = overlap_times(spans)
         axes.set_title(
             f"{way}: exchanges {hidden['exchange_ms']:.2f} ms, {hidden['hidden_ms']:.2f} ms of them beside others "
             f"({hidden['compute_ms']:.2f} ms)",
@@ -204,7 +204,7 @@ def timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: Path)
     figure.savefig(path, dpi=110)
 
 
-def steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, node_size: int) -> dict[str, Step]:
+def build_steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, node_size: int) -> dict[str, Step]:
     """Of one GPU with all experts, and of each way: its name, and fields of the plan behind it
     ("dedup,chunks=2,disable=overlap")."""
     torch.manual_seed(0)
@@ -231,7 +231,7 @@ def steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, nod
     return found
 
 
-def errors(found: dict[str, Step]) -> dict[str, float]:
+def output_errors(found: dict[str, Step]) -> dict[str, float]:
     """The relative difference of each way's output from that of one GPU, on the same tokens."""
     first, *_ = found.values()
     x = torch.randn((first.shape.T, first.shape.d), device="cuda", dtype=torch.bfloat16, generator=first.generator)
@@ -240,7 +240,7 @@ def errors(found: dict[str, Step]) -> dict[str, float]:
 
 
 def measure(found: dict[str, Step]) -> dict[str, dict[str, Any]]:
-    wrong = errors(found)
+    wrong = output_errors(found)
     times: dict[str, list[float]] = {way: [] for way in found}
     for _ in range(_ROUNDS):  # in turns
         for way, step in found.items():
@@ -250,12 +250,12 @@ def measure(found: dict[str, Step]) -> dict[str, dict[str, Any]]:
         torch.cuda.reset_peak_memory_stats()
         kernels = step.kernels()
         more = {"error": wrong[way], "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-        rows[way] = {"ms": statistics.median(times[way]), **shares(kernels), **more, "kernels": kernels}
+        rows[way] = {"ms": statistics.median(times[way]), **overlap_times(kernels), **more, "kernels": kernels}
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("ep", __doc__)
+    made = build_parser("ep", __doc__)
     add_shapes(made)
     made.add_argument("--ways", default=" ".join(("one", *WAYS)), help="'one' and ways, with plan fields behind")
     made.add_argument("--tokens", type=int, default=8192, help="of a rank")
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--plot", default=None, metavar="FILE", help="a picture of the profiled steps of each shape")
     options = made.parse_args(argv)
     if options.mirror:
-        mirror_group.init(options.mirror, lambda leaving: options.latency + leaving / options.bandwidth)
+        mirror_group.init_mirror_group(options.mirror, lambda leaving: options.latency + leaving / options.bandwidth)
     elif "LOCAL_RANK" not in os.environ:
         raise SystemExit("bench ep: run it with torchrun, a process for each GPU, or with --mirror RANKS on one")
     else:
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("ep",))
     for shape in options.shapes:
         shape = dataclasses.replace(shape, T=options.tokens)
-        found = steps(shape, mesh, options.ways.split(), options.shared, options.node_size)
+        found = build_steps(shape, mesh, options.ways.split(), options.shared, options.node_size)
         rows = measure(found)
         found.clear()  # a captured graph keeps its communicator: the process group could not end
         slowest = torch.tensor([row["ms"] for row in rows.values()], device="cuda")
@@ -295,12 +295,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             numbers = "  ".join(f"{name} {value:.3f}" for name, value in row.items() if isinstance(value, float))
             print(f"{shape.name:12} {way:28} {numbers}", flush=True)
             if options.out:
-                write(row, options.out)
+                append_row(row, options.out)
         if options.plot:
             path = Path(options.plot)
             if len(options.shapes) > 1:
                 path = path.with_stem(f"{path.stem}_{shape.name}")
-            timeline(kernels, path)
+            plot_timeline(kernels, path)
             print(f"wrote {path}", flush=True)
     dist.destroy_process_group()
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from .results import parser, write
+from .results import append_row, build_parser
 
 _SHOWN = 25  # kernels
 SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compiled", "moefx backend")
 
 
-def build(system: str, layers: int) -> torch.nn.Module:
+def build_model(system: str, layers: int) -> torch.nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -61,7 +61,7 @@ def build(system: str, layers: int) -> torch.nn.Module:
     return torch.compile(model) if system.endswith("compiled") else model  # pyright: ignore[reportReturnType]
 
 
-def kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
+def list_kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
     """Name, ms and calls of each kernel in a profile, the longest first."""
     found = [e for e in events if e.device_type.name == "CUDA" and e.self_device_time_total > 0]
     found = [e for e in found if not e.is_user_annotation]  # a range of the optimizer's, around its kernels
@@ -70,7 +70,7 @@ def kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def measure(system: str, steps: int, layers: int, batch: int, length: int, has_profile: bool = False) -> dict[str, Any]:
-    model = build(system, layers)
+    model = build_model(system, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator(device="cuda").manual_seed(1)
     ids = torch.randint(0, 32000, (steps, batch, length), device="cuda", generator=generator)
@@ -96,7 +96,7 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int, has_p
     if has_profile:
         with torch.profiler.profile() as profile:
             train(ids[-1])
-        row["kernels"] = kernels(profile.key_averages())
+        row["kernels"] = list_kernels(profile.key_averages())
     if system.startswith("moefx"):
         from ..ir import op_providers
 
@@ -105,7 +105,7 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int, has_p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("layers", __doc__)
+    made = build_parser("layers", __doc__)
     made.add_argument("--systems", default=",".join(SYSTEMS))
     made.add_argument("--steps", type=int, default=10)
     made.add_argument("--layers", type=int, default=4)
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         row = measure(system, options.steps, options.layers, options.batch, options.length, options.profile)
         if options.out:
-            write(row, options.out)
+            append_row(row, options.out)
         print(
             f"{system:20} {row['ms']:8.1f} ms a step  peak {row['peak_gib']:6.2f} GiB  "
             f"losses {' '.join(f'{x:.3f}' for x in row['losses'][:4])} {', '.join(row.get('providers', []))}",

@@ -20,7 +20,7 @@ from ..ir.expert_placement import TopologyLevel
 from ..ir.ops.uneven_all_to_all import get_group, start, wait
 from ..runtime.topology import ExpertAxis
 from ..util.unit_text import amount
-from .rate_fit import link
+from .rate_fit import fit_link
 
 SIZES = tuple(4**i for i in range(5, 15))  # bytes that a rank has: 1 KiB to 256 MiB
 PARTS = 20
@@ -28,7 +28,7 @@ _WARM_UP, _LEAST = 3, 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeated:
+class RepeatedExchange:
     """One size of message at one level.
 
     Attributes:
@@ -61,7 +61,7 @@ class Repeated:
         )
 
 
-def levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[tuple[TopologyLevel, int]]:
+def list_levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[tuple[TopologyLevel, int]]:
     """Fine to coarse, (level, ranks in a unit of it): the ranks of a node, nodes, and units above of so many ranks.
     Collective."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
@@ -73,9 +73,9 @@ def levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[t
     return found
 
 
-def measured(
+def measure_level(
     level: TopologyLevel, unit: int, node: int, device: torch.device, repeats: int, longest: float
-) -> Iterator[Repeated]:
+) -> Iterator[RepeatedExchange]:
     """All-to-all and sends of growing sizes, as often as `repeats` says or takes `longest` seconds, as long as that is
     some times; two sizes at least, of which latency and bandwidth are. Collective."""
     for what in (_all_to_all, _p2p):
@@ -85,19 +85,19 @@ def measured(
             leaving, work = what(level, device, size)
             seconds = _repeated(work, device, times)
             name = what.__name__.strip("_")
-            yield Repeated(name, level.axis, level.size, unit, unit <= node, leaving, seconds)
+            yield RepeatedExchange(name, level.axis, level.size, unit, unit <= node, leaving, seconds)
             times = min(times, int(longest / (4 * statistics.median(seconds))))
             if times < _LEAST and count > 1:
                 break
             times = max(times, _LEAST)
 
 
-def fitted(found: Sequence[Repeated]) -> tuple[float, float]:
+def fit_medians(found: Sequence[RepeatedExchange]) -> tuple[float, float]:
     """(latency in seconds, bytes a second) by the medians."""
-    return link([r.num_bytes for r in found], [r.median for r in found])
+    return fit_link([r.num_bytes for r in found], [r.median for r in found])
 
 
-def spread(found: Sequence[Repeated]) -> tuple[float, ...]:
+def measure_spread(found: Sequence[RepeatedExchange]) -> tuple[float, ...]:
     """Seconds over the median of their size: the means of `PARTS` equal parts of them all, in ascending order. Sizes at
     which latency is most of the time do not count, unless there are no others: their hiccups are not those of rows."""
     least = min(r.median for r in found)

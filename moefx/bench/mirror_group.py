@@ -106,7 +106,7 @@ class _Queued(dist.Work):
         return True
 
 
-def init(size: int, seconds: Callable[[int], float]) -> None:
+def init_mirror_group(size: int, seconds: Callable[[int], float]) -> None:
     """Make a group of so many copies of this process the default one."""
 
     def made(_: Any, rank: int, size: int, __: Any) -> MirrorGroup:

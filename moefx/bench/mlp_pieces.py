@@ -10,22 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lowering.triton import build_pft, tuning
-from ..lowering.triton.expert_mlp_call import Run
+from ..lowering.triton.expert_mlp_call import KernelCall
 from ..lowering.triton.tile_configs import Config
-from .routing import sorting
-from .shapes import Shape, activation, body, routed, tensors
+from .routing import sort_by_expert
+from .shapes import Shape, activation, expert_body, random_routing, random_tensors
 
 
-class Case:
+class MlpPieces:
     """The tensors of one shape, and what a step does with them, one piece of work after the other."""
 
     def __init__(self, shape: Shape, device: str = "cuda", kind: str = "uniform"):
         self.shape = shape
-        self.x, self.w1, self.w2, self.grad = tensors(shape, device=device)
-        self.ids, self.weights = routed(shape, device, kind)
+        self.x, self.w1, self.w2, self.grad = random_tensors(shape, device=device)
+        self.ids, self.weights = random_routing(shape, device, kind)
         self.token_ids, _, self.offsets, self.inverse, row_weights = self.route()
         args = (self.x, self.token_ids, self.offsets, self.inverse, row_weights, [self.w1], [], [self.w2], [])
-        self.run = Run(args, body(shape).to_json(), "h", None)
+        self.run = KernelCall(args, expert_body(shape).to_json(), "h", None)
         rows = shape.T * shape.K
 
         def empty(*size: int) -> Tensor:
@@ -73,7 +73,7 @@ class Case:
         return gemms | {"act_backward": (2, both)}
 
     def chosen(self, kernel: str) -> Config:
-        return tuning.choice(kernel, self.x.device, self.x.dtype, self.sizes(kernel))[0]
+        return tuning.find_nearest_config(kernel, self.x.device, self.x.dtype, self.sizes(kernel))[0]
 
     def sizes(self, kernel: str) -> tuple[int, int, int]:
         """(columns, inner, mean rows of an expert), by which `tuning.config` chooses."""
@@ -127,7 +127,7 @@ class Case:
             return F.linear(self.x, router).float().softmax(-1).topk(s.K)
 
         def dispatch() -> object:
-            token_ids, _, offsets, inverse, _ = sorting(self.ids, self.weights, s.E)
+            token_ids, _, offsets, inverse, _ = sort_by_expert(self.ids, self.weights, s.E)
             return inverse.reshape(-1), offsets[1:], self.x[token_ids]
 
         def experts() -> object:

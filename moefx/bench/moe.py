@@ -24,15 +24,15 @@ from ..ir import op_providers
 from ..lowering.triton.timing import milliseconds, settle
 from . import CEILING
 from .peers import ABLATION, PEERS, TUNED_IN, Inputs, Work, compile_share
-from .results import add_routings, add_shapes, add_workers, in_parallel, parser, write
-from .shapes import Shape, activation, routed, tensors
+from .results import add_routings, add_shapes, add_workers, append_row, build_parser, compile_in_parallel
+from .shapes import Shape, activation, random_routing, random_tensors
 
 _REPEATS = 15
 
 
-def inputs_of(shape: Shape, routing: str) -> Inputs:
-    x, w1, w2, grad = tensors(shape)
-    ids, weights = routed(shape, kind=routing)
+def build_inputs(shape: Shape, routing: str) -> Inputs:
+    x, w1, w2, grad = random_tensors(shape)
+    ids, weights = random_routing(shape, kind=routing)
     return Inputs(shape, x, w1, w2, grad, ids, weights)
 
 
@@ -45,7 +45,7 @@ def weight_gradients(inputs: Inputs, expert: int) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, (w1, w2), grad)
 
 
-def errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, float]:
+def result_errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, float]:
     """Norm-wise, of the output and gradient of x on some tokens and of one expert's weight gradients."""
     expert = int(torch.bincount(inputs.ids.reshape(-1)).argmax())
     out, grad_x, grad_weights, grad_w1, grad_w2 = results
@@ -85,12 +85,12 @@ def saved_bytes(inputs: Inputs, work: Work) -> int:
 
 
 def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
-    inputs = inputs_of(shape, routing)
+    inputs = build_inputs(shape, routing)
     work = (PEERS | ABLATION)[peer](inputs)
     row: dict[str, Any] = dict(shape=shape.name, peer=peer, routing=routing)
     results = work.step()
     if len(results) == 5:
-        row["errors"] = errors(inputs, results)
+        row["errors"] = result_errors(inputs, results)
     del results
     row["saved_bytes_per_token"] = saved_bytes(inputs, work) / shape.T
     settle(work.step)
@@ -109,7 +109,7 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("moe", __doc__)
+    made = build_parser("moe", __doc__)
     add_shapes(made)
     add_routings(made)
     made.add_argument("--peers", default=",".join(PEERS), help=", ".join(PEERS))
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.share is not None:
         for peer, shape in itertools.product(peers, options.shapes):
             if shape.gated:  # what is tuned in Triton takes no other
-                compile_share(peer, inputs_of(shape.small, "uniform"), options.share, options.workers)
+                compile_share(peer, build_inputs(shape.small, "uniform"), options.share, options.workers)
     elif options.here:
         for peer, shape in itertools.product(peers, options.shapes):
             for routing in options.routing[:1] if peer == CEILING else options.routing:
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shapes = ["--shapes", ",".join(shape.name for shape in options.shapes)]
         for peer in peers:
             if peer in TUNED_IN and find_spec(TUNED_IN[peer].partition(".")[0]):
-                seconds = in_parallel(__spec__.name, ["--peers", peer, *shapes], options.workers)
+                seconds = compile_in_parallel(__spec__.name, ["--peers", peer, *shapes], options.workers)
                 print(f"{peer}: what it may choose from compiled in {seconds:.0f} s", flush=True)
         for peer in peers * options.rounds:
             command = [sys.executable, "-m", __spec__.name, "--peers", peer, "--here", *shapes]
@@ -153,7 +153,7 @@ def _report(shape: Shape, peer: str, routing: str, out: str | None) -> None:
     except Exception as error:  # a peer that is not installed, or of another version
         row = dict(shape=shape.name, peer=peer, routing=routing, error=f"{type(error).__name__}: {error}"[:300])
     if out:
-        write(row, out)
+        append_row(row, out)
     print(f"{shape.name:10} {routing:8} {peer:24} {_text(row)}  ({time.time() - begin:.0f} s)", flush=True)
     torch.cuda.empty_cache()  # raises where a peer's kernel has broken the GPU's context, and nothing can follow
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import CEILING
-from .routing import sorting
-from .shapes import Shape, activation, body
+from .routing import sort_by_expert
+from .shapes import Shape, activation, expert_body
 
 
 @dataclasses.dataclass
@@ -53,7 +53,7 @@ class Work:
     step: Callable[[], tuple[Tensor, ...]]
 
 
-def autograd(inputs: Inputs, function: Callable[..., Tensor]) -> Work:
+def time_autograd(inputs: Inputs, function: Callable[..., Tensor]) -> Work:
     """The work of a differentiable function of (x, weights, w1, w2)."""
     leaves = inputs.leaves()
 
@@ -72,7 +72,7 @@ def moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None =
     """moefx's public ops: routing arrays (or those of `dispatch`) and expert MLP."""
     from ..ir.ops import dialect
 
-    expert = body(inputs.shape, inputs.x.dtype).to_json()
+    expert = expert_body(inputs.shape, inputs.x.dtype).to_json()
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         if dispatch is None:
@@ -83,21 +83,21 @@ def moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None =
         arguments = (x, token_ids, offsets, inverse, row_weights, [w1], [], [w2], [])
         return dialect.expert_mlp(*arguments, body=expert, keep=keep, reduce=True)[0]
 
-    return autograd(inputs, function)
+    return time_autograd(inputs, function)
 
 
 def torch_loop(inputs: Inputs) -> Work:
     """Plain torch: tokens sorted by expert, and a loop over the experts."""
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        token, _, offsets, _, row_weights = sorting(inputs.ids, weights, inputs.shape.E)
+        token, _, offsets, _, row_weights = sort_by_expert(inputs.ids, weights, inputs.shape.E)
         rows = []
         for e, part in enumerate(x[token].tensor_split(offsets[1:-1].tolist())):
             rows.append(F.linear(activation(inputs.shape, F.linear(part, w1[e])), w2[e]))
         out = torch.cat(rows) * row_weights[:, None].to(x.dtype)
         return torch.zeros_like(x).index_add(0, token, out)
 
-    return autograd(inputs, function)
+    return time_autograd(inputs, function)
 
 
 def torch_grouped_mm(inputs: Inputs, wrap: Callable[..., Any] = lambda function: function) -> Work:
@@ -115,7 +115,7 @@ def torch_grouped_mm(inputs: Inputs, wrap: Callable[..., Any] = lambda function:
         by_slot = rows[inverse].view(num_tokens, num_slots, -1)
         return (by_slot * weights[..., None].to(rows.dtype)).sum(1)
 
-    return autograd(inputs, wrap(function))
+    return time_autograd(inputs, wrap(function))
 
 
 def torch_grouped_mm_compiled(inputs: Inputs) -> Work:
@@ -143,7 +143,7 @@ def transformers_experts(inputs: Inputs, implementation: str) -> Work:
         arguments = (x, inputs.ids, weights.to(x.dtype))
         return torch.func.functional_call(experts, dict(gate_up_proj=w1, down_proj=w2), arguments)
 
-    return autograd(inputs, function)
+    return time_autograd(inputs, function)
 
 
 def scattermoe(inputs: Inputs) -> Work:
@@ -158,7 +158,7 @@ def scattermoe(inputs: Inputs) -> Work:
         act, gates = activation(inputs.shape, hidden), weights.to(x.dtype)
         return parallel_linear(act, w2.transpose(1, 2), 1, *places, gates=gates, grouped_in=True)
 
-    return autograd(inputs, function)
+    return time_autograd(inputs, function)
 
 
 def liger(inputs: Inputs) -> Work:
@@ -171,7 +171,7 @@ def liger(inputs: Inputs) -> Work:
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return LigerFusedMoEFunction.apply(x, w1, w2, ids, weights)
 
-    return autograd(inputs, function)
+    return time_autograd(inputs, function)
 
 
 def sonic_moe(inputs: Inputs) -> Work:
@@ -199,7 +199,7 @@ def sonic_moe(inputs: Inputs) -> Work:
             *(reverse, None, False, ActivationType.SWIGLU),
         )
 
-    return autograd(inputs, function)
+    return time_autograd(inputs, function)
 
 
 def bmm_ceiling(inputs: Inputs) -> Work:
@@ -238,8 +238,8 @@ PEERS: dict[str, Callable[[Inputs], Work]] = {
 # What makes the difference, one thing after the other, as in MoEBlaze's tables 4 and 5.
 ABLATION: dict[str, Callable[[Inputs], Work]] = {
     "torch loop": torch_loop,
-    "+ kernels": functools.partial(moefx, keep="all", dispatch=sorting),
-    "+ checkpointing": functools.partial(moefx, keep="h", dispatch=sorting),
+    "+ kernels": functools.partial(moefx, keep="all", dispatch=sort_by_expert),
+    "+ checkpointing": functools.partial(moefx, keep="h", dispatch=sort_by_expert),
     "+ dispatch": moefx,
 }
 

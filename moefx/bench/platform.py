@@ -24,19 +24,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planner.platforms import PLATFORMS, platform_of
+from ..planner.platforms import PLATFORMS, find_platform
 from ..runtime.links import measure_handling
 from ..runtime.topology import resolve_node_size
 from . import link_times
 from .device_times import Machine
-from .link_times import Repeated
-from .platform_results import Device, Findings, report
-from .rate_fit import Measured
-from .results import parser, write
+from .link_times import RepeatedExchange
+from .platform_results import DeviceResults, PlatformResults, format_report
+from .rate_fit import ExpertTime
+from .results import append_row, build_parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("platform", __doc__, out="write the platform to this file (default: platform.json)")
+    made = build_parser("platform", __doc__, out="write the platform to this file (default: platform.json)")
     made.set_defaults(out="platform.json")
     text = "device: no exchanges; exchanges: the device is --base's"
     made.add_argument("--only", choices=["device", "exchanges"], help=text)
@@ -58,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         made.error("--only exchanges measures no device: say whose it is with --base")
     if options.raw and Path(options.raw).exists():
         made.error(f"--raw {options.raw} is there already, and a file holds one run")
-    base = platform_of(options.base) if options.base else None  # before minutes of work
+    base = find_platform(options.base) if options.base else None  # before minutes of work
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         made.error("--plot needs matplotlib: pip install 'moefx[plot]'")
     if options.read:
-        found = Findings.read(options.read)
+        found = PlatformResults.read(options.read)
     else:
         device = _join(options.device)
         try:
@@ -73,16 +73,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         finally:
             dist.destroy_process_group()
         for row in found.rows() if options.raw else ():
-            write(row, options.raw)
+            append_row(row, options.raw)
     platform = found.platform(options.name, base)
-    print(report(found, platform))
+    print(format_report(found, platform))
     Path(options.out).write_text(platform.to_json() + "\n")
     if options.plot:
         plot(found.exchanges, options.plot)
     print(f"wrote {', '.join(filter(None, (options.out, options.raw, options.plot)))}")
 
 
-def _measured(options: Any, device: torch.device) -> Findings:
+def _measured(options: Any, device: torch.device) -> PlatformResults:
     """Collective."""
     os.environ.setdefault("MOEFX_AUTOTUNE", "600")  # the last shapes are to run as well-tuned kernels as the first
     world = dist.get_world_size()
@@ -90,7 +90,7 @@ def _measured(options: Any, device: torch.device) -> Findings:
     how = f"{machine.name}, {machine.dtype}, torch {torch.__version__}, {dist.get_backend()} over {world} ranks"
     nodes, whole = resolve_node_size(options.node_size, world), dist.group.WORLD
     is_device, is_network = options.only != "exchanges", options.only != "device"
-    levels = link_times.levels(device, nodes, options.levels) if is_network and world > 1 else []
+    levels = link_times.list_levels(device, nodes, options.levels) if is_network and world > 1 else []
     steps = Steps(dist.get_rank() == 0)
     if is_device:
         steps.tell("a copy and a large GEMM, which say what sizes suit this device")
@@ -98,14 +98,14 @@ def _measured(options: Any, device: torch.device) -> Findings:
     steps.total = len(levels) + is_network + (3 + len(shapes) if is_device else 0)
     alone = _device(machine, steps) if is_device else None
     if not is_network:
-        return Findings(how, alone)
-    exchanges: list[Repeated] = []
+        return PlatformResults(how, alone)
+    exchanges: list[RepeatedExchange] = []
     for level, unit in levels:
         steps.tell(f"exchanges between {level.size} {'ranks of a node' if unit <= nodes else 'units'}")
-        exchanges += link_times.measured(level, unit, nodes, device, options.repeats, options.seconds)
+        exchanges += link_times.measure_level(level, unit, nodes, device, options.repeats, options.seconds)
     steps.tell("packing rows")
     assert whole is not None
-    return Findings(how, alone, measure_handling(whole.group_name, device), exchanges)
+    return PlatformResults(how, alone, measure_handling(whole.group_name, device), exchanges)
 
 
 class Steps:
@@ -121,16 +121,16 @@ class Steps:
             print(f"bench platform: {seconds:4.0f} s, step {self.number}{of}: {text}", file=sys.stderr, flush=True)
 
 
-def _device(machine: Machine, steps: Steps) -> Device:
+def _device(machine: Machine, steps: Steps) -> DeviceResults:
     steps.tell("GEMMs")
     gemms = list(machine.gemms())
     steps.tell("attention")
     attention = list(machine.attention())
-    experts: list[Measured] = []
+    experts: list[ExpertTime] = []
     for shape in machine.shapes:
         steps.tell(f"experts {shape.name}")
         experts += machine.expert(shape)
-    return Device(machine.name, machine.copy, machine.capacity, machine.overhead(), gemms, attention, experts)
+    return DeviceResults(machine.name, machine.copy, machine.capacity, machine.overhead(), gemms, attention, experts)
 
 
 def _join(kind: str | None) -> torch.device:
@@ -149,7 +149,7 @@ def _join(kind: str | None) -> torch.device:
     return device
 
 
-def plot(exchanges: Sequence[Repeated], path: str) -> None:
+def plot(exchanges: Sequence[RepeatedExchange], path: str) -> None:
     """Every repetition by size, a picture for each level and kind of exchange (as X-MoE figure 18)."""
     from matplotlib.figure import Figure  # in the extra `plot`
 

@@ -12,16 +12,16 @@ from typing import Any
 from ..errors import InvalidInput
 from ..planner.platforms import FITTED, Network, Platform
 from . import link_times
-from .device_times import Attention
-from .link_times import Repeated
-from .rate_fit import Gemm, Measured, dense_rates, errors, expert_rates, gemm_errors
-from .shapes import shape_of
+from .device_times import AttentionTime
+from .link_times import RepeatedExchange
+from .rate_fit import ExpertTime, GemmTime, expert_errors, fit_dense_rates, fit_expert_rates, gemm_errors
+from .shapes import parse_shape
 
 _LEVELS = ("node", "nodes", "units of nodes", "units above")  # where no base names them
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class DeviceResults:
     """Of one device by itself.
 
     Attributes:
@@ -33,13 +33,13 @@ class Device:
     copy: float
     capacity: float
     overhead: float
-    gemms: list[Gemm] = dataclasses.field(default_factory=list)
-    attention: list[Attention] = dataclasses.field(default_factory=list)
-    experts: list[Measured] = dataclasses.field(default_factory=list)
+    gemms: list[GemmTime] = dataclasses.field(default_factory=list)
+    attention: list[AttentionTime] = dataclasses.field(default_factory=list)
+    experts: list[ExpertTime] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
-class Findings:
+class PlatformResults:
     """All that one run measured.
 
     Attributes:
@@ -49,9 +49,9 @@ class Findings:
     """
 
     how: str
-    device: Device | None = None
+    device: DeviceResults | None = None
     handling: float = 0.0
-    exchanges: list[Repeated] = dataclasses.field(default_factory=list)
+    exchanges: list[RepeatedExchange] = dataclasses.field(default_factory=list)
 
     def rows(self) -> list[Mapping[str, Any]]:
         """For JSON lines: of exchanges every repetition's seconds."""
@@ -65,7 +65,7 @@ class Findings:
         return [*rows, *({"exchange": dataclasses.asdict(each)} for each in self.exchanges)]
 
     @classmethod
-    def read(cls, path: str | Path) -> Findings:
+    def read(cls, path: str | Path) -> PlatformResults:
         """What `rows` made, of a file with one run.
 
         Raises:
@@ -78,10 +78,10 @@ class Findings:
             (run,) = of["run"]
             device = None
             if "device" in of:
-                gemms, attention = [Gemm(**x) for x in of["gemm"]], [Attention(**x) for x in of["attention"]]
-                experts = [Measured(**(x | {"shape": shape_of(x["shape"])})) for x in of["experts"]]
-                device = Device(**of["device"][0], gemms=gemms, attention=attention, experts=experts)
-            return cls(**run, device=device, exchanges=[Repeated(**x) for x in of.get("exchange", [])])
+                gemms, attention = [GemmTime(**x) for x in of["gemm"]], [AttentionTime(**x) for x in of["attention"]]
+                experts = [ExpertTime(**(x | {"shape": parse_shape(x["shape"])})) for x in of["experts"]]
+                device = DeviceResults(**of["device"][0], gemms=gemms, attention=attention, experts=experts)
+            return cls(**run, device=device, exchanges=[RepeatedExchange(**x) for x in of.get("exchange", [])])
         except OSError as error:
             raise InvalidInput(f"no file {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
@@ -98,13 +98,13 @@ class Findings:
             raise InvalidInput("exchanges alone make no platform: a base must say whose device it is")
         numbers: dict[str, Any] = {"handling": self.handling} if self.handling else {}
         if self.device is not None:
-            numbers |= figures(self.device, base.peak if base else None)
+            numbers |= fit_figures(self.device, base.peak if base else None)
         sources = dict.fromkeys(numbers, f"measured: {self.how}")
         if self.device is not None:
             sources |= dict.fromkeys(FITTED, f"fitted to measured times: {self.how}")
             numbers["device"] = self.device.name
             sources["peak"] = base.sources.get("peak", base.name) if base else f"{sources['peak']}; the fastest GEMM"
-        networks = joined(self.networks(), base, self.device.copy if self.device else 0.0)
+        networks = join_networks(self.networks(), base, self.device.copy if self.device else 0.0)
         if base is None:
             return Platform(name=name, networks=networks, sources=sources, **numbers)
         return dataclasses.replace(base, name=name, networks=networks, sources=base.sources | sources, **numbers)
@@ -116,26 +116,26 @@ class Findings:
         for i, ((unit, is_node), group) in enumerate(levels):
             found = list(group)
             exchanges, sends = ([r for r in found if r.what == what] for what in ("all_to_all", "p2p"))
-            latency, bandwidth = link_times.fitted(exchanges)
-            _, p2p = link_times.fitted(sends)
+            latency, bandwidth = link_times.fit_medians(exchanges)
+            _, p2p = link_times.fit_medians(sends)
             name = _LEVELS[min(i if is_node else max(i, 1), len(_LEVELS) - 1)]
-            spread = link_times.spread(exchanges)
+            spread = link_times.measure_spread(exchanges)
             made.append(Network(name, unit, bandwidth, latency, p2p, f"measured: {self.how}", spread))
         return made
 
 
-def figures(device: Device, peak: float | None) -> dict[str, float]:
+def fit_figures(device: DeviceResults, peak: float | None) -> dict[str, float]:
     """Of a `Platform`. Without a peak it is the most that any GEMM reached."""
     peak = peak or max(gemm.flop / gemm.seconds for gemm in device.gemms)
     shares = [3 * a.flop / a.seconds / peak for a in device.attention]
     return {
         "capacity": device.capacity, "peak": peak, "memory_bandwidth": device.copy, "overhead": device.overhead,
         "attention_efficiency": min(sum(shares) / len(shares), 1.0),
-        **dense_rates(device.gemms, peak), **expert_rates(device.experts),
+        **fit_dense_rates(device.gemms, peak), **fit_expert_rates(device.experts),
     }  # fmt: skip
 
 
-def joined(measured: Sequence[Network], base: Platform | None, copy: float) -> tuple[Network, ...]:
+def join_networks(measured: Sequence[Network], base: Platform | None, copy: float) -> tuple[Network, ...]:
     """Those that were measured, fine to coarse: in place of the finest ones of a base, of as many ranks as it says; the
     coarsest without an end if nothing says where it has one.
 
@@ -161,12 +161,12 @@ def joined(measured: Sequence[Network], base: Platform | None, copy: float) -> t
     return (*own, *base.networks[len(own) :])
 
 
-def report(found: Findings, made: Platform) -> str:
+def format_report(found: PlatformResults, made: Platform) -> str:
     """What was measured, and how well the rates say it again."""
     return "\n".join([*(_of_device(found.device, made) if found.device else []), *map(str, found.exchanges)])
 
 
-def _of_device(device: Device, made: Platform) -> list[str]:
+def _of_device(device: DeviceResults, made: Platform) -> list[str]:
     lines = [f"{device.name}: {device.capacity / 2**30:.1f} GiB, of which {device.overhead / 2**30:.2f} are taken"]
     lines.append(f"copy        {device.copy / 1e9:9.1f} GB/s, read and written together")
     for what, choose in (("fastest", max), ("slowest", min)):
@@ -179,7 +179,7 @@ def _of_device(device: Device, made: Platform) -> list[str]:
     for shape, seconds, is_step in device.experts:
         speed = (3 if is_step else 1) * shape.matrices * shape.flops / seconds / 1e12
         lines.append(f"experts     {speed:9.3f} TFLOP/s, {shape.name}, {'and backward' if is_step else 'forward'}")
-    again = {"GEMMs": gemm_errors(device.gemms, made), "experts": list(errors(device.experts, made).values())}
+    again = {"GEMMs": gemm_errors(device.gemms, made), "experts": list(expert_errors(device.experts, made).values())}
     for what, wrong in again.items():
         lines.append(f"rates of {what} say these times again to {min(wrong):+.1%} .. {max(wrong):+.1%}")
     return lines

@@ -15,10 +15,10 @@ from ..planner.compute import FORWARD
 from ..planner.layout import Layout
 from ..planner.platforms import FREE, Platform
 from ..planner.step_formulas import TILE
-from .shapes import Shape, shape_of
+from .shapes import Shape, parse_shape
 
 
-class Measured(NamedTuple):
+class ExpertTime(NamedTuple):
     """Seconds of the experts of a shape, forward, or forward and backward."""
 
     shape: Shape
@@ -26,7 +26,7 @@ class Measured(NamedTuple):
     is_step: bool
 
 
-class Gemm(NamedTuple):
+class GemmTime(NamedTuple):
     """Seconds of [rows, inner] times [inner, columns]."""
 
     rows: int
@@ -44,16 +44,16 @@ class Gemm(NamedTuple):
         return 2.0 * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
 
 
-def measured(path: Path, peer: str = "moefx") -> list[Measured]:
+def read_expert_times(path: Path, peer: str = "moefx") -> list[ExpertTime]:
     """What `python -m moefx bench moe --out path` wrote of a peer."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
-        Measured(shape_of(row["shape"]), row[key] / 1000, key == "step_ms")
+        ExpertTime(parse_shape(row["shape"]), row[key] / 1000, key == "step_ms")
         for row in rows if row.get("peer") == peer for key in ("forward_ms", "step_ms")
     ]  # fmt: skip
 
 
-def expert_rates(times: Sequence[Measured]) -> dict[str, float]:
+def fit_expert_rates(times: Sequence[ExpertTime]) -> dict[str, float]:
     """`expert_gemm`, `expert_rows`, `expert_weights` and `expert_launch` of a `Platform`. A part that the times give no
     sign of takes none: its rate is `FREE`.
 
@@ -63,14 +63,14 @@ def expert_rates(times: Sequence[Measured]) -> dict[str, float]:
     parts = [[x / time.seconds for x in _parts(time)] for time in times]
     if len(times) < 4 or int(torch.linalg.matrix_rank(torch.tensor(parts, dtype=torch.float64))) < 4:
         raise ValueError(f"{len(times)} times do not tell FLOP, rows, weights and launches apart")
-    gemm, rows, weights, launch = shares(parts)
+    gemm, rows, weights, launch = fit_shares(parts)
     return {
         "expert_gemm": _rate(gemm), "expert_rows": _rate(rows), "expert_weights": _rate(weights),
         "expert_launch": launch * 1e-6,
     }  # fmt: skip
 
 
-def dense_rates(gemms: Sequence[Gemm], peak: float) -> dict[str, float]:
+def fit_dense_rates(gemms: Sequence[GemmTime], peak: float) -> dict[str, float]:
     """`matmul_efficiency`, `dense_rows` and `dense_launch` of a `Platform`.
 
     Args:
@@ -80,21 +80,23 @@ def dense_rates(gemms: Sequence[Gemm], peak: float) -> dict[str, float]:
     parts = [(g.flop * 1e-12 / g.seconds, g.operands * 1e-12 / g.seconds, 1e-6 / g.seconds) for g in ordered]
     tried = []
     for bound in range(len(parts) + 1):  # so many take as long as their operands, the others as their FLOP
-        gemm, rows, launch = shares([(0.0, v, t) if i < bound else (f, 0.0, t) for i, (f, v, t) in enumerate(parts)])
+        gemm, rows, launch = fit_shares(
+            [(0.0, v, t) if i < bound else (f, 0.0, t) for i, (f, v, t) in enumerate(parts)]
+        )
         wrong = sum((max(f * gemm, v * rows) + t * launch - 1) ** 2 for f, v, t in parts)
         tried.append((wrong, gemm, rows, launch))
     _, gemm, rows, launch = min(tried)
     return {"matmul_efficiency": min(_rate(gemm) / peak, 1.0), "dense_rows": _rate(rows), "dense_launch": launch * 1e-6}
 
 
-def gemm_errors(gemms: Iterable[Gemm], platform: Platform) -> list[float]:
+def gemm_errors(gemms: Iterable[GemmTime], platform: Platform) -> list[float]:
     """Predicted over measured, less 1, of each."""
     rates = platform.dense_rates()
     speed = rates["peak"] * rates["e_gemm"]
     return [(max(g.flop / speed, g.operands / rates["v_dense"]) + rates["t_dense"]) / g.seconds - 1 for g in gemms]
 
 
-def link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """(latency in seconds, bytes a second) of exchanges of which so many bytes left each rank.
 
     Medians: of what sizes that take about as long as the shortest take beside their bytes, and of what a byte of the
@@ -110,7 +112,7 @@ def link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
     return latency, 1 / per_byte if per_byte else FREE
 
 
-def shares(parts: Sequence[Sequence[float]]) -> list[float]:
+def fit_shares(parts: Sequence[Sequence[float]]) -> list[float]:
     """Factors, none below 0, with which the parts of each row add up to 1 as nearly as they can. A part whose factor
     would be below 0 is left out."""
     table = torch.tensor(parts, dtype=torch.float64)
@@ -130,21 +132,21 @@ def _rate(tera: float) -> float:
     return 1e12 / tera if tera > 0 else FREE
 
 
-def predicted(shape: Shape, platform: Platform) -> dict[str, float]:
+def predict_experts(shape: Shape, platform: Platform) -> dict[str, float]:
     """Results of `FORWARD` for experts of a shape: `T_experts` and `T_experts_step` are seconds."""
     return _forward(shape, platform.expert_rates())
 
 
-def errors(times: Iterable[Measured], platform: Platform) -> dict[tuple[str, bool], float]:
+def expert_errors(times: Iterable[ExpertTime], platform: Platform) -> dict[tuple[str, bool], float]:
     """By shape and whether it is a step: predicted over measured, less 1."""
     found = {}
     for shape, seconds, is_step in times:
-        result = predicted(shape, platform)["T_experts_step" if is_step else "T_experts"]
+        result = predict_experts(shape, platform)["T_experts_step" if is_step else "T_experts"]
         found[shape.name, is_step] = result / seconds - 1
     return found
 
 
-def _parts(time: Measured) -> tuple[float, float, float, float]:
+def _parts(time: ExpertTime) -> tuple[float, float, float, float]:
     """Seconds of each part at a TFLOP or a TB a second, or with launches of a microsecond; the others take none."""
     alone = []
     for chosen in ("v_gemm", "v_rows", "v_weights", "t_launch"):

@@ -29,7 +29,7 @@ METRICS = {
 }
 
 
-def read(path: Path) -> tuple[Mapping[str, Any], Results]:
+def read_results(path: Path) -> tuple[Mapping[str, Any], Results]:
     """(environment, results) of JSON lines."""
     environment: Mapping[str, Any] = {}
     found: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
@@ -56,18 +56,18 @@ def _median(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return {**succeeded[-1], **medians}
 
 
-def peers_of(results: Results) -> list[str]:
+def list_peers(results: Results) -> list[str]:
     names = dict.fromkeys(peer for rows in results.values() for peer in rows)
     return sorted(names, key=lambda name: (name == CEILING, name != "moefx"))
 
 
-def tables(results: Results) -> str:
+def format_tables(results: Results) -> str:
     """One for each metric; what failed, and the slowest routings, are named below."""
     lines = []
     names = {what: _name(*what) for what in results}
     width = max(map(len, names.values()), default=0)
     for metric, (title, how) in METRICS.items():
-        peers = [peer for peer in peers_of(results) if any(metric in rows.get(peer, {}) for rows in results.values())]
+        peers = [peer for peer in list_peers(results) if any(metric in rows.get(peer, {}) for rows in results.values())]
         if metric not in ("step_ms", "forward_ms"):
             peers = [peer for peer in peers if peer != CEILING]  # it keeps nothing that an answer needs
         if peers:
@@ -88,14 +88,14 @@ def _name(shape: str, routing: str) -> str:
 def _cell(rows: Rows, peer: str, metric: str, how: str) -> str:
     if metric not in rows.get(peer, {}):
         return "-"
-    part = fraction(rows, peer) if metric == "step_ms" and peer != CEILING else None
+    part = fraction_of_ceiling(rows, peer) if metric == "step_ms" and peer != CEILING else None
     return f"{rows[peer][metric]:{how}}" + (f" ({part:.2f})" if part else "")
 
 
 def _slowest(results: Results) -> list[str]:
     """Of each peer, how much longer its step takes where routing costs most."""
     lines = []
-    for peer in peers_of(results):
+    for peer in list_peers(results):
         times = {what: rows[peer]["step_ms"] for what, rows in results.items() if "step_ms" in rows.get(peer, {})}
         slower = {
             what: ms / times[what[0], "uniform"]
@@ -108,7 +108,7 @@ def _slowest(results: Results) -> list[str]:
     return lines
 
 
-def fraction(rows: Rows, peer: str) -> float | None:
+def fraction_of_ceiling(rows: Rows, peer: str) -> float | None:
     """Of the ceiling."""
     if not all("step_ms" in rows.get(name, {}) for name in (peer, CEILING)):
         return None
@@ -122,13 +122,13 @@ def plot(environment: Mapping[str, Any], results: Results, path: Path) -> None:
 
     routings = list(dict.fromkeys(routing for _, routing in results))
     shapes = list(dict.fromkeys(shape for shape, _ in results))
-    colors = {peer: f"C{i}" for i, peer in enumerate(peer for peer in peers_of(results) if peer != CEILING)}
+    colors = {peer: f"C{i}" for i, peer in enumerate(peer for peer in list_peers(results) if peer != CEILING)}
     figure = Figure(figsize=(1.2 * len(shapes) + 2, 1 + 3 * len(routings)), layout="constrained")
     width = 0.8 / max(1, len(colors))
     for routing, axes in zip(routings, figure.subplots(len(routings), squeeze=False)[:, 0], strict=True):
         for n, shape in enumerate(shapes):
             rows = results.get((shape, routing), {})
-            parts = {peer: part for peer in colors if (part := fraction(rows, peer))}
+            parts = {peer: part for peer in colors if (part := fraction_of_ceiling(rows, peer))}
             for i, (peer, part) in enumerate(parts.items()):  # side by side, without gaps for those not measured
                 axes.bar(n + (i - (len(parts) - 1) / 2) * width, part, width, color=colors[peer])
         axes.axhline(1.0, color="black", linewidth=0.8)
@@ -149,10 +149,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, default=None, help="a picture; needs matplotlib")
     options = parser.parse_args(argv)
     try:
-        environment, results = read(options.results)
+        environment, results = read_results(options.results)
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"{options.results}: {type(error).__name__}: {error}")
-    print(tables(results))
+    print(format_tables(results))
     if options.plot:
         plot(environment, results, options.plot)
         print(f"wrote {options.plot}")

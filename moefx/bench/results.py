@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from .._environment import environment
-from .shapes import SHAPES, Shape, shape_of
+from .shapes import SHAPES, Shape, parse_shape
 
 
-def parser(name: str, description: str | None, out: str = "append JSON lines to this file") -> argparse.ArgumentParser:
+def build_parser(
+    name: str, description: str | None, out: str = "append JSON lines to this file"
+) -> argparse.ArgumentParser:
     """Of `python -m moefx bench NAME`."""
     formatter = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(
@@ -38,7 +40,7 @@ def add_routings(made: argparse.ArgumentParser) -> None:
 
 def _shapes(text: str) -> list[Shape]:
     try:
-        return [shape_of(name) for name in text.split(",")]
+        return [parse_shape(name) for name in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -48,7 +50,7 @@ def add_workers(made: argparse.ArgumentParser) -> None:
     made.add_argument("--share", type=int, default=None, help=argparse.SUPPRESS)
 
 
-def in_parallel(module: str, arguments: Sequence[str], workers: int) -> float:
+def compile_in_parallel(module: str, arguments: Sequence[str], workers: int) -> float:
     """Run a benchmark in so many processes, each with a `--share` of what is to be compiled (Triton keeps it on disk);
     the seconds that took."""
     begin = time.time()
@@ -59,7 +61,7 @@ def in_parallel(module: str, arguments: Sequence[str], workers: int) -> float:
     return time.time() - begin
 
 
-def write(row: Mapping[str, Any], path: str) -> None:
+def append_row(row: Mapping[str, Any], path: str) -> None:
     """Append a JSON line; the first one of a file tells where and with what it was measured."""
     file = Path(path)
     if not file.exists():

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..ir.ops import dialect
 from ..lowering.triton.timing import milliseconds
-from .results import parser, write
-from .shapes import Shape, routed
+from .results import append_row, build_parser
+from .shapes import Shape, random_routing
 
 CHOICES = "128/8,256/8,16/4,8/2,128/4,40/8"  # experts / choices of a token
 
@@ -27,7 +27,7 @@ def moefx(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[Tensor | N
     return dialect.build_pft(ids, weights, None, num_experts=num_experts)
 
 
-def sorting(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[Tensor]:
+def sort_by_expert(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[Tensor]:
     """As `dialect.build_pft`."""
     flat, num_slots = ids.reshape(-1), ids.shape[1]
     order = flat.argsort(stable=True)
@@ -39,7 +39,7 @@ def sorting(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[Tensor]:
     return (*(array.to(torch.int32) for array in arrays), weights.reshape(-1)[order])
 
 
-SYSTEMS = {"moefx": moefx, "torch's sort": sorting}
+SYSTEMS = {"moefx": moefx, "torch's sort": sort_by_expert}
 
 
 def measure(ids: Tensor, weights: Tensor, num_experts: int) -> dict[str, float]:
@@ -51,17 +51,17 @@ def measure(ids: Tensor, weights: Tensor, num_experts: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parser("routing", __doc__)
+    options = build_parser("routing", __doc__)
     options.add_argument("--tokens", type=int, default=2**20)
     options.add_argument("--choices", default=CHOICES)
     options.add_argument("--routing", default="uniform", help="uniform, zipf or hot")
     chosen = options.parse_args(argv)
     for experts, slots in (map(int, pair.split("/")) for pair in chosen.choices.split(",")):
         shape = Shape(f"{experts}/{slots}", chosen.tokens, 1, 1, experts, slots)
-        times = measure(*routed(shape, kind=chosen.routing), experts)
+        times = measure(*random_routing(shape, kind=chosen.routing), experts)
         row = dataclasses.asdict(shape) | dict(routing=chosen.routing, ms=times)
         if chosen.out:
-            write(row, chosen.out)
+            append_row(row, chosen.out)
         print(f"{shape.name:8} " + "  ".join(f"{name} {ms:.3f} ms" for name, ms in times.items()), flush=True)
 
 

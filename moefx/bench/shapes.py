@@ -69,7 +69,7 @@ _BY_NAME = {shape.name: shape for shape in SHAPES} | {  # and the rest of MoEBla
 _UNGATED = "/silu"
 
 
-def shape_of(text: str) -> Shape:
+def parse_shape(text: str) -> Shape:
     """One that has a name, also with another number of tokens (`olmoe@512`), or any other one (TxdxhxExK); with `/silu`
     behind it that of experts without a gate."""
     sizes, gated = text.removesuffix(_UNGATED), not text.endswith(_UNGATED)
@@ -86,7 +86,7 @@ def shape_of(text: str) -> Shape:
         ) from None
 
 
-def routed(shape: Shape, device: str = "cuda", kind: str = "uniform", seed: int = 0) -> tuple[Tensor, Tensor]:
+def random_routing(shape: Shape, device: str = "cuda", kind: str = "uniform", seed: int = 0) -> tuple[Tensor, Tensor]:
     """(ids [T,K], weights [T,K] float32). "uniform": random scores, max/mean rows an expert about 1.1 to 1.3;
     "zipf": expert e is wanted as 1/(e+1); "hot": every token's first choice is expert 0."""
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -102,7 +102,7 @@ def routed(shape: Shape, device: str = "cuda", kind: str = "uniform", seed: int 
     return ids, weights
 
 
-def tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> tuple[Tensor, ...]:
+def random_tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> tuple[Tensor, ...]:
     """x [T,d], w1 [E,2h,d] (gate above up; [E,h,d] without a gate), w2 [E,d,h], grad [T,d]."""
     generator = torch.Generator(device=device).manual_seed(1)
 
@@ -127,7 +127,7 @@ def activation(shape: Shape, hidden: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def body(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> ExpertBody:
+def expert_body(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> ExpertBody:
     """Gate above up in one stack, the routing weight applied to the output in the dtype of the rows."""
     return ExpertBody(
         up=(Gemm(1, True),),

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 
 from ..lowering.triton.timing import milliseconds, settle
-from .mlp_pieces import Case
-from .results import add_routings, add_shapes, parser, write
+from .mlp_pieces import MlpPieces
+from .results import add_routings, add_shapes, append_row, build_parser
 
 
-def measure(case: Case) -> list[dict[str, object]]:
+def measure_stages(case: MlpPieces) -> list[dict[str, object]]:
     """A row for each stage."""
     rows, stages = [], case.stages()
     settle(lambda: [work() for _, _, work in stages.values()])
@@ -28,14 +28,14 @@ def measure(case: Case) -> list[dict[str, object]]:
     return rows
 
 
-def forward(case: Case) -> list[dict[str, object]]:
+def measure_forward(case: MlpPieces) -> list[dict[str, object]]:
     """A row for each part of a forward and each system."""
     works = [(name, system, work) for name, parts in case.parts().items() for system, work in parts.items()]
     settle(lambda: [work() for _, _, work in works])
     return [dict(stage=name, system=system, ms=milliseconds(work)) for name, system, work in works]
 
 
-def ceilings() -> list[dict[str, object]]:
+def measure_ceilings() -> list[dict[str, object]]:
     """A large matrix product of torch's, and a copy."""
     a, b = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
     product = milliseconds(lambda: a @ b)
@@ -48,16 +48,16 @@ def ceilings() -> list[dict[str, object]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("stages", __doc__)
+    made = build_parser("stages", __doc__)
     add_shapes(made)
     add_routings(made)
     made.add_argument("--forward", action="store_true", help="the parts of a forward, beside torch's grouped_mm")
     options = made.parse_args(argv)
-    measured = [] if options.forward else [("this GPU", "", ceilings())]
+    measured = [] if options.forward else [("this GPU", "", measure_ceilings())]
     for shape in options.shapes:
         for kind in options.routing:
-            case = Case(shape, kind=kind)
-            measured.append((shape.name, kind, forward(case) if options.forward else measure(case)))
+            case = MlpPieces(shape, kind=kind)
+            measured.append((shape.name, kind, measure_forward(case) if options.forward else measure_stages(case)))
             del case
             torch.cuda.empty_cache()
     for shape, kind, rows in measured:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             more = row["system"] if options.forward else f"{row['tflops']:7.0f} TFLOP/s {row['gbs']:7.0f} GB/s"
             print(f"  {row['stage']:20} {row['ms']:9.3f} ms  {more}", flush=True)
             if options.out:
-                write(dict(shape=shape, routing=kind) | row, options.out)
+                append_row(dict(shape=shape, routing=kind) | row, options.out)
 
 
 if __name__ == "__main__":

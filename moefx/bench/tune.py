@@ -15,19 +15,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..lowering.triton.autotune import timed
-from ..lowering.triton.tile_configs import KERNELS, Config, candidates, target
-from ..lowering.triton.tuning import line
-from .mlp_pieces import Case
-from .results import add_shapes, add_workers, in_parallel, parser, write
+from ..lowering.triton.autotune import time_candidates
+from ..lowering.triton.tile_configs import KERNELS, Config, list_candidates, target
+from ..lowering.triton.tuning import format_line
+from .mlp_pieces import MlpPieces
+from .results import add_shapes, add_workers, append_row, build_parser, compile_in_parallel
 from .shapes import Shape
 
 _SETTLED = 0.04  # seconds
 
 
-def jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
+def list_jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
     for kernel in kernels:
-        for cut in candidates(kernel, torch.device("cuda"), torch.bfloat16):
+        for cut in list_candidates(kernel, torch.device("cuda"), torch.bfloat16):
             yield kernel, cut
 
 
@@ -35,9 +35,9 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) 
     """Run each share-th job on few tokens: sizes that change from call to call are not compiled in."""
     for shape in shapes:
         case = None
-        for i, (kernel, cut) in enumerate(jobs(kernels)):
+        for i, (kernel, cut) in enumerate(list_jobs(kernels)):
             if i % of == share:
-                case = case or Case(shape.small)
+                case = case or MlpPieces(shape.small)
                 try:
                     case.choices()[kernel][1](cut)
                 except Exception as error:
@@ -46,7 +46,7 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = parser("tune", __doc__)
+    made = build_parser("tune", __doc__)
     add_shapes(made)
     made.add_argument("--kernels", default=",".join(KERNELS))
     add_workers(made)
@@ -60,24 +60,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         return compile_share(shapes, kernels, options.share, options.workers)
     # Shapes differ in little that is compiled in: one process each would repeat the others' work.
     arguments = ["--kernels", options.kernels, "--shapes", ",".join(shape.name for shape in shapes)]
-    print(f"compiled in {in_parallel(__spec__.name, arguments, options.workers):.0f} s", flush=True)
+    print(f"compiled in {compile_in_parallel(__spec__.name, arguments, options.workers):.0f} s", flush=True)
     for shape in shapes:
-        case = Case(shape)
+        case = MlpPieces(shape)
         for kernel, (matrices, work) in case.choices().items():
             if kernel not in kernels:
                 continue
-            cuts = candidates(kernel, torch.device("cuda"), torch.bfloat16)
+            cuts = list_candidates(kernel, torch.device("cuda"), torch.bfloat16)
             left = options.seconds - (time.time() - begin)
-            times, is_complete = timed(cuts, work, rounds=options.rounds, repeats=3, seconds=left, settled=_SETTLED)
+            times, is_complete = time_candidates(
+                cuts, work, rounds=options.rounds, repeats=3, seconds=left, settled=_SETTLED
+            )
             if not is_complete:
                 return print("out of time")
             results = [(statistics.median(ms), cut) for cut, ms in times.items()]
             for ms, cut in results if options.out else ():
                 row = dict(shape=shape.name, kernel=kernel, ms=ms, tflops=matrices * shape.flops / ms / 1e9)
-                write({**row, "config": dataclasses.asdict(cut)}, options.out)
+                append_row({**row, "config": dataclasses.asdict(cut)}, options.out)
             results.sort(key=lambda r: r[0])
             if options.table and results:
-                best = line(target(torch.device("cuda")), "bfloat16", kernel, case.sizes(kernel), results[0][1])
+                best = format_line(target(torch.device("cuda")), "bfloat16", kernel, case.sizes(kernel), results[0][1])
                 with open(options.table, "a") as file:
                     print(best, file=file)
             for ms, cut in results[:3]:

@@ -77,14 +77,14 @@ def agree_on_proof(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any 
 
 def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tuple[Survey, Decision]:
     """Survey a model and let the planner decide; all ranks of a mesh get the same decision. Collective over a mesh."""
-    from ..planner.auto import decide, facts, platform_of_ranks
+    from ..planner.auto import collect_facts, decide, find_mesh_platform
 
     if mesh is not None:
         from ..distribution.block_distribution import gather_by_rank
     try:
         with compile_lock(), neutral_device(), under(find_device(model).type, None):
             found = run_in_worker(lambda: survey(model, example_inputs, plan))
-        own = facts(model, found, plan, platform_of_ranks(mesh, plan), example_inputs, mesh)
+        own = collect_facts(model, found, plan, find_mesh_platform(mesh, plan), example_inputs, mesh)
     except Exception as error:
         if mesh is not None:
             gather_by_rank(mesh, f"{type(error).__name__}: {error}")

@@ -73,7 +73,7 @@ class BlockReport:
     @property
     def no_kernels(self) -> str:
         """The reason why the fused GPU kernels do not support these experts; "" if they do."""
-        reasons = [triton.why_not(*body) for body in self.bodies]
+        reasons = [triton.explain_unsupported(*body) for body in self.bodies]
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 
 
@@ -99,7 +99,7 @@ class Explanation:
     weights: tuple[tuple[str, int], ...] = dataclasses.field(
         default_factory=lambda: tuple(sorted(op_providers.weight_paths().items()))
     )
-    kernels: tuple[str, ...] = dataclasses.field(default_factory=triton.configurations)
+    kernels: tuple[str, ...] = dataclasses.field(default_factory=triton.list_configurations)
     planned: Any = None
     gradients: tuple[str, ...] = ()
     trace: bool = False

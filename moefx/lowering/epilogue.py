@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.pointwise_derivative import run_in_fresh_thread
 from ..ir.pointwise_expression import Expr, compile_expression, list_variables, to_canonical_text
-from .formula import exactly
+from .formula import to_number
 from .rules import RULES, Underivable, as_number
 
 
@@ -31,7 +31,7 @@ class _NoRule(Underivable):
     """There is neither a rule nor a decomposition for an op."""
 
 
-def formula_of(expr: Expr, names: Sequence[str] | None = None) -> Any:
+def derive_formula(expr: Expr, names: Sequence[str] | None = None) -> Any:
     """The SymPy expression of an expression of the variables `names`, which become symbols.
 
     Raises:
@@ -40,7 +40,7 @@ def formula_of(expr: Expr, names: Sequence[str] | None = None) -> Any:
     return _formulas(to_canonical_text(expr), tuple(list_variables(expr) if names is None else names), None, ())[0]
 
 
-def with_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[str] = ()) -> list[Any]:
+def derive_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[str] = ()) -> list[Any]:
     """[expr, grad * d expr / d wrt[0], ...], the variables named in `ones` (and `grad`, if it is) being 1."""
     others = [name for name in list_variables(expr) if name not in wrt]
     value, *gradients = _formulas(to_canonical_text(expr), (*wrt, *others), grad, tuple(ones))
@@ -138,9 +138,9 @@ class _Reader(TorchDispatchMode):
         if isinstance(argument, torch.Tensor):
             # Unknown is only a constant that torch made from a number.
             known = self.values.get(id(argument))
-            return exactly(argument.item()) if known is None and id(argument) not in self.values else known
+            return to_number(argument.item()) if known is None and id(argument) not in self.values else known
         if isinstance(argument, (int, float)) and not isinstance(argument, bool):
-            return exactly(argument)
+            return to_number(argument)
         return argument
 
 

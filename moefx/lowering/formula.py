@@ -45,7 +45,7 @@ class Add(Primitive):
     def eval(cls, a: Any, b: Any) -> Any:
         if a is S.Zero or b is S.Zero:
             return b if a is S.Zero else a
-        return exactly(float(a) + float(b)) if a.is_Number and b.is_Number else None
+        return to_number(float(a) + float(b)) if a.is_Number and b.is_Number else None
 
 
 class Subtract(Primitive):
@@ -55,7 +55,7 @@ class Subtract(Primitive):
     def eval(cls, a: Any, b: Any) -> Any:
         if a is S.Zero or b is S.Zero:
             return Negate(b) if a is S.Zero else a
-        return exactly(float(a) - float(b)) if a.is_Number and b.is_Number else None
+        return to_number(float(a) - float(b)) if a.is_Number and b.is_Number else None
 
 
 class Negate(Primitive):
@@ -65,7 +65,7 @@ class Negate(Primitive):
     def eval(cls, a: Any) -> Any:
         if isinstance(a, Negate):
             return a.args[0]
-        return exactly(-float(a)) if a.is_Number else None
+        return to_number(-float(a)) if a.is_Number else None
 
 
 class Multiply(Primitive):
@@ -76,7 +76,7 @@ class Multiply(Primitive):
         for one, other in ((a, b), (b, a)):
             if one is S.One or one is S.NegativeOne:
                 return other if one is S.One else Negate(other)
-        return exactly(float(a) * float(b)) if a.is_Number and b.is_Number else None
+        return to_number(float(a) * float(b)) if a.is_Number and b.is_Number else None
 
 
 class Divide(Primitive):
@@ -89,7 +89,7 @@ class Divide(Primitive):
         # Written out in torch 2.11's derivative of silu, whose value has it as a primitive.
         if a is S.One and isinstance(b, Add) and b.args[1] is S.One and isinstance(b.args[0], Exp):
             return Sigmoid(Negate(b.args[0].args[0]))
-        return exactly(float(a) / float(b)) if a.is_Number and b.is_Number and b is not S.Zero else None
+        return to_number(float(a) / float(b)) if a.is_Number and b.is_Number and b is not S.Zero else None
 
 
 class Where(Primitive):
@@ -140,7 +140,7 @@ OneOf = _primitive("OneOf", "({} ^ {})", Condition)
 Not = _primitive("Not", "({} == 0)", Condition)
 
 
-def exactly(number: float) -> Any:
+def to_number(number: float) -> Any:
     """Whole numbers as such, so that factors of 1.0 disappear."""
     if math.isfinite(number):
         return sympy.Integer(int(number)) if number == int(number) else sympy.Float(number, 17)
@@ -151,7 +151,7 @@ def exactly(number: float) -> Any:
 # ------------------------------------------------------------------------------------------------------
 
 
-def source(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:
+def write_function(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:
     """The text of a Python function of `parameters` that returns `results` (a tuple if there are several).
 
     It is written for Triton: `tl.log` and the like, and the functions of `triton.elementary`.
@@ -169,11 +169,11 @@ def source(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:
             texts[expr] = f"t{len(lines)}"
             lines.append(f"    {texts[expr]} = {text}")
     zeros = f"tl.where({parameters[0]} == {parameters[0]}, 0.0, 0.0)"
-    returned = [texts[r] if symbols_of(r) else zeros if r is S.Zero else f"{zeros} + {texts[r]}" for r in results]
+    returned = [texts[r] if list_symbols(r) else zeros if r is S.Zero else f"{zeros} + {texts[r]}" for r in results]
     return "\n".join([f"def {name}({', '.join(parameters)}):", *lines, f"    return {', '.join(returned)}", ""])
 
 
-def symbols_of(formula: Any) -> set[str]:
+def list_symbols(formula: Any) -> set[str]:
     """Names of the variables that occur."""
     return {s.name for s in _operands_first([formula]) if s.is_Symbol}
 

@@ -51,7 +51,7 @@ from .formula import (
     Subtract,
     Tanh,
     Where,
-    exactly,
+    to_number,
 )
 
 
@@ -110,7 +110,7 @@ def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
 
 def _power(x: Any, exponent: Any) -> Any:
     if x.is_Number and float(x) > 0:
-        return Exp2(exponent) if x == 2 else Exp(Multiply(exponent, exactly(math.log(x))))
+        return Exp2(exponent) if x == 2 else Exp(Multiply(exponent, to_number(math.log(x))))
     if not exponent.is_Number or not math.isfinite(exponent):
         raise Underivable(f"a power of {x}" if x.is_Number else "a power whose exponent is not a number")
     if exponent < 0:
@@ -123,7 +123,7 @@ def _power(x: Any, exponent: Any) -> Any:
         square = Multiply(square, square) if rest else square
     if exponent == whole:
         return result
-    fraction = exactly(float(exponent) - whole)  # in (0, 1): the error of the logarithm does not grow
+    fraction = to_number(float(exponent) - whole)  # in (0, 1): the error of the logarithm does not grow
     return Multiply(result, Sqrt(x) if float(fraction) == 0.5 else Exp(Multiply(fraction, Log(x))))
 
 
@@ -137,7 +137,7 @@ def _cast(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _constant(value: Any, **_: Any) -> Any:
-    return NotEqual(exactly(value), S.Zero) if isinstance(value, bool) else value
+    return NotEqual(to_number(value), S.Zero) if isinstance(value, bool) else value
 
 
 def _filled(value: Any) -> Callable[..., Any]:
@@ -162,7 +162,7 @@ RULES: dict[str, Callable[..., Any]] = {
             "expm1": Expm1,
             "log": Log,
             "log2": Log2,
-            "log10": lambda a: Multiply(Log(a), exactly(1 / math.log(10))),
+            "log10": lambda a: Multiply(Log(a), to_number(1 / math.log(10))),
             "log1p": Log1p,
             "sqrt": Sqrt,
             "rsqrt": Rsqrt,

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import MoefxError, UnknownArchitecture
 
 
-def whole_numbers(error: type[MoefxError], where: str = "", /, **sizes: Any) -> None:
+def check_whole_numbers(error: type[MoefxError], where: str = "", /, **sizes: Any) -> None:
     """Raises: `error`: one of the sizes is no whole number above 0."""
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
@@ -126,7 +126,7 @@ class Architecture:
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "num_layers", "num_moe_layers", "num_experts", "top_k", "expert_size")
-        whole_numbers(UnknownArchitecture, f"{self.name}: ", **{name: getattr(self, name) for name in sizes})
+        check_whole_numbers(UnknownArchitecture, f"{self.name}: ", **{name: getattr(self, name) for name in sizes})
         if self.top_k > self.num_experts:
             raise UnknownArchitecture(f"{self.name}: a token takes {self.top_k} of {self.num_experts} experts")
         if self.num_moe_layers > self.num_layers:

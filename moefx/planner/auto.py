@@ -18,25 +18,25 @@ from ..runtime.sharding import is_replica_axis
 from ..runtime.topology import resolve_node_size
 from ..util.unit_text import amount
 from .architecture import Architecture
-from .decision import Decision, Facts, Tried
-from .describe import described
-from .local_platform import VARIABLE, Here, platform_here
-from .mesh_axes import STAGES, Use, uses
-from .search import STATES, estimated, way_of
-from .step_formulas import memory
+from .decision import Candidate, Decision, Facts
+from .describe import describe_survey
+from .local_platform import PLATFORM_VARIABLE, LocalPlatform, find_local_platform
+from .mesh_axes import STAGES, AxisUse, list_axis_uses
+from .search import STATES, choose_way, estimate_entry
+from .step_formulas import evaluate_memory
 
 _POLICIES = ("h", "x")  # "all" keeps more than "h" and takes as long
 
 
-def platform_of_ranks(mesh: Any, asked: Plan) -> Here:
+def find_mesh_platform(mesh: Any, asked: Plan) -> LocalPlatform:
     """The platform of the ranks of a mesh; without one that of a GPU, if there is one."""
     if mesh is None:
-        return platform_here("cuda" if torch.cuda.is_available() else "cpu", asked.node_size)
-    return platform_here(mesh.device_type, resolve_node_size(asked.node_size, torch.distributed.get_world_size()))
+        return find_local_platform("cuda" if torch.cuda.is_available() else "cpu", asked.node_size)
+    return find_local_platform(mesh.device_type, resolve_node_size(asked.node_size, torch.distributed.get_world_size()))
 
 
-def facts(
-    model: nn.Module, found: Survey, asked: Plan, here: Here, example_inputs: Any = None, mesh: Any = None
+def collect_facts(
+    model: nn.Module, found: Survey, asked: Plan, here: LocalPlatform, example_inputs: Any = None, mesh: Any = None
 ) -> Facts:
     """Of this rank.
 
@@ -48,7 +48,7 @@ def facts(
     total, length, source = DEFAULT_TOKENS, DEFAULT_TOKENS, "for want of example inputs"
     try:
         if found.matched:
-            made = described(model, found)
+            made = describe_survey(model, found)
             if example_inputs is not None:
                 total = _tokens_of_call(found, made.hidden_size)
                 length, source = _length(example_inputs, total), "as in the example inputs"
@@ -86,7 +86,7 @@ def decide(told: Mapping[int, Facts | str], own: int, mesh: Any = None, *, is_wh
         changes |= dict(expert_axis=None) if asked.expert_axis == "auto" else {}
         warning = f"the planner cannot make out this model, and takes what is taken without it: {unknown}"
         return Decision(asked.replace(**changes), own_stage, warning=warning)
-    choices = [Use()] if mesh is None else uses(mesh, asked, is_whole=is_whole)
+    choices = [AxisUse()] if mesh is None else list_axis_uses(mesh, asked, is_whole=is_whole)
     if asked.expert_axis == "auto":
         choices = _without_replicas(choices)
     models = {stage: of.model for stage, of in stages.items() if isinstance(of.model, Architecture)}
@@ -124,7 +124,7 @@ def _agreeing(told: Mapping[int, Facts | str]) -> dict[int, Facts]:
 
 def _must_be_alike(of: Facts) -> dict[str, str]:
     fields = {f"Plan({name}=...)": repr(value) for name, value in dataclasses.asdict(of.asked).items()}
-    return fields | {f"their platform, which {VARIABLE} may name": of.here.platform.name}
+    return fields | {f"their platform, which {PLATFORM_VARIABLE} may name": of.here.platform.name}
 
 
 def _merged(told: list[Facts]) -> dict[int, Facts]:
@@ -136,7 +136,7 @@ def _merged(told: list[Facts]) -> dict[int, Facts]:
     return {of.stage: dataclasses.replace(of, **alike) for of in reversed(told)}
 
 
-def _without_replicas(choices: list[Use]) -> list[Use]:
+def _without_replicas(choices: list[AxisUse]) -> list[AxisUse]:
     """Ranks along an axis that is named for replicas keep the same experts."""
     found = [use for use in choices if not any(map(is_replica_axis, use.expert_axis))]
     if not found:
@@ -148,7 +148,7 @@ def _without_replicas(choices: list[Use]) -> list[Use]:
     return found
 
 
-def _dividing(choices: list[Use], models: Iterable[Architecture]) -> list[Use]:
+def _dividing(choices: list[AxisUse], models: Iterable[Architecture]) -> list[AxisUse]:
     numbers = sorted({model.num_experts for model in models})
     found = [use for use in choices if not any(number % use.ep for number in numbers)]
     if not found:
@@ -157,7 +157,7 @@ def _dividing(choices: list[Use], models: Iterable[Architecture]) -> list[Use]:
     return found
 
 
-def _tried(choices: list[Use], model: Architecture, of: Facts, zero: int) -> list[Tried]:
+def _tried(choices: list[AxisUse], model: Architecture, of: Facts, zero: int) -> list[Candidate]:
     """At one stage. As many micro-batches are in flight as 1F1B has."""
     platform, asked, found = of.here.platform, of.asked, []
     for use in choices:
@@ -167,18 +167,18 @@ def _tried(choices: list[Use], model: Architecture, of: Facts, zero: int) -> lis
                 zero=zero, kept=kept, sequences=of.sequences, tokens=of.tokens,
                 microbatches=of.stages - of.stage, schedule="gpipe",
             )  # fmt: skip
-            way = way_of(model, layout, platform, first, asked.dispatch)
-            entry = estimated(model, dataclasses.replace(layout, way=way), platform, first)
-            found.append(Tried(use, entry, entry.memory["M_gpu"] - platform.capacity))
+            way = choose_way(model, layout, platform, first, asked.dispatch)
+            entry = estimate_entry(model, dataclasses.replace(layout, way=way), platform, first)
+            found.append(Candidate(use, entry, entry.memory["M_gpu"] - platform.capacity))
     return found
 
 
-def _slowest(use: Use, tried: Mapping[int, list[Tried]]) -> tuple[float, ...]:
+def _slowest(use: AxisUse, tried: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
     """The best that each stage can do with it, of the stage that does worst."""
     return max((min(t.rank for t in each if t.use == use) for each in tried.values()), default=(0.0,))
 
 
-def _decided(use: Use, first: Tried | None, of: Facts) -> Plan:
+def _decided(use: AxisUse, first: Candidate | None, of: Facts) -> Plan:
     axes: Any = use.expert_axis if len(use.expert_axis) > 1 else next(iter(use.expert_axis), None)
     # What was asked of the planner has no effect any more.
     changes: dict[str, Any] = dict(tokens=of.sequences * of.tokens, memory=None, zero=None)
@@ -189,18 +189,19 @@ def _decided(use: Use, first: Tried | None, of: Facts) -> Plan:
     return of.asked.replace(**changes)
 
 
-def _warning(least: Tried, of: Facts) -> str:
+def _warning(least: Candidate, of: Facts) -> str:
     assert isinstance(of.model, Architecture)
     layout, platform, taken = least.entry.layout, of.here.platform, least.entry.memory
     most = max(STATES, key=taken.__getitem__)
-    again = memory(of.model, dataclasses.replace(layout, recompute=True), platform)["M_gpu"]
+    again = evaluate_memory(of.model, dataclasses.replace(layout, recompute=True), platform)["M_gpu"]
     remedy = (
         "It fits where layers run again in the backward (torch.utils.checkpoint)"
         if again <= platform.capacity
         else "Take fewer tokens, more ranks or more memory"
     )
     return (
-        f"nothing fits {amount(platform.capacity, 'B')} a rank with {of.shown}. What lacks least is taken, {least}: "
+        f"nothing fits {amount(platform.capacity, 'B')} a rank with {of.tokens_text}. What lacks least is taken, "
+        f"{least}: "
         f"{amount(taken['M_gpu'], 'B')}, of which {most} is {amount(taken[most], 'B')}. {remedy}"
     )
 

@@ -15,7 +15,7 @@ from .layout import Layout
 from .memory_formulas import MEMORY
 from .platforms import Platform
 from .sheet import Formula, Sheet
-from .step_formulas import fullest_stage, given, sheet_of
+from .step_formulas import collect_values, find_fullest_stage, find_step_sheet
 
 # What readers call a part; one that is not here goes by the name of its formula.
 LABELS = {
@@ -34,24 +34,24 @@ LABELS = {
 
 def memory_parts(model: Architecture, platform: Platform, layout: Layout) -> dict[str, float]:
     """Bytes by formula, of the stage that needs most; they add up to `M_gpu`."""
-    stage = fullest_stage(model, layout)
-    return values_of(MEMORY, "M_gpu", layout.values(model, stage) | {"M_fw": platform.overhead})
+    stage = find_fullest_stage(model, layout)
+    return evaluate_parts(MEMORY, "M_gpu", layout.values(model, stage) | {"M_fw": platform.overhead})
 
 
 def time_parts(model: Architecture, platform: Platform, layout: Layout, experts_first: bool = True) -> dict[str, float]:
     """Seconds by formula, of a step; they add up to `T_step`."""
-    sheet = sheet_of(layout, platform, experts_first)
-    return values_of(sheet, "T_step", given(model, layout, platform, experts_first))
+    sheet = find_step_sheet(layout, platform, experts_first)
+    return evaluate_parts(sheet, "T_step", collect_values(model, layout, platform, experts_first))
 
 
-def values_of(sheet: Sheet, name: str, values: dict[str, float]) -> dict[str, float]:
+def evaluate_parts(sheet: Sheet, name: str, values: dict[str, float]) -> dict[str, float]:
     """`split` in numbers."""
     terms, with_parts = _split_sheet(sheet, name)
     results = with_parts(**values)
     return {term: results[f"part_{term}"] for term in terms}
 
 
-def split(sheet: Sheet, name: str) -> dict[str, sympy.Expr]:
+def split_sum(sheet: Sheet, name: str) -> dict[str, sympy.Expr]:
     """Of a result that is a sum: its terms, by the formula that they are of, in the order of the sheet."""
     found: dict[str, sympy.Expr] = {}
 
@@ -85,5 +85,5 @@ def _is_sum(sheet: Sheet, formula: Formula) -> bool:
 
 @functools.lru_cache
 def _split_sheet(sheet: Sheet, name: str) -> tuple[tuple[str, ...], Sheet]:
-    terms, unit = split(sheet, name), sheet.formulas[name].unit
+    terms, unit = split_sum(sheet, name), sheet.formulas[name].unit
     return tuple(terms), sheet + Sheet(Formula(f"part_{term}", terms[term], unit, "") for term in terms)

@@ -126,7 +126,7 @@ _RELEASES = [
 MODELS = {model.name: model for model in _RELEASES}
 
 
-def model_of(name: str) -> Architecture:
+def find_model(name: str) -> Architecture:
     """The model of that name, as `MODELS` has it; capitals do not count.
 
     Raises:

@@ -21,7 +21,7 @@ P_dense, P_experts = quantities("P_dense P_experts")
 
 
 @functools.lru_cache
-def exchange(levels: int) -> Sheet:
+def build_exchange_sheet(levels: int) -> Sheet:
     """Of one exchange of a rank's tokens, one direction, over so many levels: rows that leave a rank for each token,
     by level (`rows_flat_2`), and seconds (`T_flat`). One level has none of several hops."""
     sizes = [quantity(f"n{i + 1}") for i in range(levels)]
@@ -134,7 +134,7 @@ def _aligned(num_bytes: int) -> int:
 Links = tuple[tuple[float, float], ...]
 
 
-def whole_link(sizes: tuple[int, ...], links: Links) -> tuple[float, float]:
+def combine_links(sizes: tuple[int, ...], links: Links) -> tuple[float, float]:
     """(alpha, beta) of an even exchange of all ranks at once, where the links of the levels are used side by side: of
     what leaves a rank each level carries its part, and the slowest one is waited for."""
     above, ranks, slowest = 1, math.prod(sizes), 0.0

@@ -26,7 +26,7 @@ _INSTEAD = {
 }  # fmt: skip
 
 
-def sources(platform: Platform) -> str:
+def render_sources(platform: Platform) -> str:
     """Tables of its figures and its networks."""
     rows = []
     for name, value in _numbers(platform).items():
@@ -45,7 +45,7 @@ def sources(platform: Platform) -> str:
     return build_table(["figure", "value", "source"], rows, texts=3) + build_table(head, links, texts=6)
 
 
-def assumptions(model: Architecture, platform: Platform) -> str:
+def render_assumptions(model: Architecture, platform: Platform) -> str:
     """A list: what is a peak and what was measured, and what the formulas leave out."""
     named = {name: source for name, source in platform.sources.items() if name != "fast_domain"}
     named |= {f"links of a {network.name}": network.source for network in platform.networks}

@@ -9,8 +9,8 @@ from .._plan import Plan
 from ..util.unit_text import amount
 from .architecture import Architecture
 from .entries import Entry
-from .local_platform import Here
-from .mesh_axes import Use
+from .local_platform import LocalPlatform
+from .mesh_axes import AxisUse
 
 _SHOWN = 6
 
@@ -32,19 +32,19 @@ class Facts:
     sequences: int
     tokens: int
     source: str
-    here: Here
+    here: LocalPlatform
     stage: int = 0
     stages: int = 1
 
     @property
-    def shown(self) -> str:
+    def tokens_text(self) -> str:
         """`8192 tokens a rank in 2 sequences`"""
         sequences = f" in {self.sequences} sequences" if self.sequences > 1 else ""
         return f"{self.sequences * self.tokens} tokens a rank{sequences}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
+class Candidate:
     """One use of the axes, and one policy.
 
     Attributes:
@@ -52,7 +52,7 @@ class Tried:
         lacking: bytes.
     """
 
-    use: Use
+    use: AxisUse
     entry: Entry
     lacking: float
 
@@ -83,7 +83,7 @@ class Decision:
 
     plan: Plan
     facts: Facts
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[Candidate, ...] = ()
     warning: str = ""
 
     @property
@@ -112,7 +112,7 @@ class Decision:
             spread = f"ZeRO-{zero}" + (", which is yours to do (fully_shard)" if zero else "")
             shared = self.tried[0].use.shared
             alike = f", the same along {shared!r}" if shared else ""
-            lines.append(f"  tokens    {of.shown}, {of.source}{alike}")
+            lines.append(f"  tokens    {of.tokens_text}, {of.source}{alike}")
             lines.append(f"  states    16 bytes a parameter, Adam in mixed precision, {spread}")
             planned = " as planned" if of.asked.memory else ""
             lines.append(f"  memory    {amount(here.platform.capacity, 'B')} a rank{planned}")

@@ -38,10 +38,10 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
     """
     model = getattr(model, "_orig_mod", model)  # inside of what `torch.compile` made of it
     found, _ = survey_and_verify(model, example_inputs, Plan(validation="symbolic"))
-    return described(model, found)
+    return describe_survey(model, found)
 
 
-def described(model: nn.Module, found: Survey) -> Architecture:
+def describe_survey(model: nn.Module, found: Survey) -> Architecture:
     """As `describe`, of a model whose blocks were found."""
     graphs = {name: matched.result.graph for matched in found.matched for name in matched.names}
     if not graphs:

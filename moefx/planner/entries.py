@@ -133,7 +133,7 @@ class Rejected:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class SearchRequest:
     """What a ranking was asked, as of `plan`; `fast_domain` is 0 for any."""
 
     batch: int

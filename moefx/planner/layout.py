@@ -7,14 +7,14 @@ import functools
 from typing import Literal, get_args
 
 from ..errors import InvalidPlan
-from .architecture import Architecture, whole_numbers
+from .architecture import Architecture, check_whole_numbers
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
 Way = Literal["flat", "dedup", "rbd", "halo"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class CheckpointPolicy:
     """What the experts' part of a layer keeps for its backward.
 
     Attributes:
@@ -38,14 +38,16 @@ class Kept:
         return {"none": 0, "up": matrices - 1, "all": matrices}[self.hidden]
 
 
-KEPT = {
-    "h": Kept(),
-    "x": Kept(hidden="none"),
-    "all": Kept(hidden="all"),
-    "x-moe": Kept(rows=1, hidden="all", outputs=1, source="X-MoE table 2"),
-    "tutel": Kept(rows=1, hidden="all", outputs=2, capacity=1.25, source="X-MoE 5.4.1: A_combine in float32"),
+CHECKPOINT_POLICIES = {
+    "h": CheckpointPolicy(),
+    "x": CheckpointPolicy(hidden="none"),
+    "all": CheckpointPolicy(hidden="all"),
+    "x-moe": CheckpointPolicy(rows=1, hidden="all", outputs=1, source="X-MoE table 2"),
+    "tutel": CheckpointPolicy(
+        rows=1, hidden="all", outputs=2, capacity=1.25, source="X-MoE 5.4.1: A_combine in float32"
+    ),
     # A mask of booleans, the same in half precision for `einsum`, and the weights in float32 and in half precision.
-    "deepspeed-moe": Kept(
+    "deepspeed-moe": CheckpointPolicy(
         rows=1, hidden="all", outputs=1, capacity=1.25, mask_bytes=1 + 2 + 4 + 2,
         source="X-MoE sections 3.1 and 5.1; dispatch_mask and combine_weights of DeepSpeed's sharded_moe.py",
     ),
@@ -86,11 +88,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         sizes = ("pp", "tp", "dp", "ep", "sequences", "tokens", "microbatches", "chunks")
-        whole_numbers(InvalidPlan, **{name: getattr(self, name) for name in sizes})
+        check_whole_numbers(InvalidPlan, **{name: getattr(self, name) for name in sizes})
         if (self.tp * self.dp) % self.ep:
             stage = f"tp * dp = {self.tp} * {self.dp} = {self.tp * self.dp}, the ranks of a stage"
             raise InvalidPlan(f"ep={self.ep} does not divide {stage}")
-        for name, choices in (("way", get_args(Way)), ("schedule", get_args(Schedule)), ("kept", KEPT)):
+        for name, choices in (("way", get_args(Way)), ("schedule", get_args(Schedule)), ("kept", CHECKPOINT_POLICIES)):
             if getattr(self, name) not in choices:
                 raise InvalidPlan(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(choices)}")
         if self.zero not in range(4):
@@ -156,7 +158,7 @@ class Layout:
             raise InvalidPlan(f"ep={self.ep} does not divide the {model.num_experts} experts of {model.name}")
         if self.pp > model.num_layers:
             raise InvalidPlan(f"pp={self.pp} stages, but {model.name} has {model.num_layers} layers")
-        kept = KEPT[self.kept]
+        kept = CHECKPOINT_POLICIES[self.kept]
         return _of_model(model) | self.spread(self.zero) | {
             "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
             "b": self.sequences, "s": self.tokens, "m": self.in_flight(stage),

@@ -9,9 +9,9 @@ import re
 import torch
 
 from ..errors import UnknownPlatform
-from .platforms import PLATFORMS, Platform, platform_of
+from .platforms import PLATFORMS, Platform, find_platform
 
-VARIABLE = "MOEFX_PLATFORM"
+PLATFORM_VARIABLE = "MOEFX_PLATFORM"
 _NEUTRAL = "dgx-h100"  # whose figures compare layouts where there are none of the device
 # Words of a device's name, and what it must not have: other boards of that chip are slower, slices have a part of it.
 _RECOGNISED = {"H200": "h200", "H100": "dgx-h100", "A100": "a100-40gb", "MI300X": "mi300x", "MI250X": "frontier"}
@@ -19,7 +19,7 @@ _OTHERS = re.compile(r"PCI|NVL|\bMIG\b", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Here:
+class LocalPlatform:
     """A platform, and why it was taken.
 
     Attributes:
@@ -31,7 +31,7 @@ class Here:
     is_known: bool = True
 
 
-def platform_here(device_type: str, node: int | None = None) -> Here:
+def find_local_platform(device_type: str, node: int | None = None) -> LocalPlatform:
     """The platform of this process.
 
     What MOEFX_PLATFORM names, a shipped platform or a file that `python -m moefx bench platform` writes, is taken as it
@@ -45,28 +45,28 @@ def platform_here(device_type: str, node: int | None = None) -> Here:
     Raises:
         UnknownPlatform: MOEFX_PLATFORM names none, or the device is of another type.
     """
-    if name := os.environ.get(VARIABLE):
+    if name := os.environ.get(PLATFORM_VARIABLE):
         try:
-            return Here(platform_of(name), f"named by {VARIABLE}")
+            return LocalPlatform(find_platform(name), f"named by {PLATFORM_VARIABLE}")
         except UnknownPlatform as error:
-            raise UnknownPlatform(f"{VARIABLE}={name}: {error}") from None
+            raise UnknownPlatform(f"{PLATFORM_VARIABLE}={name}: {error}") from None
     node = node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device, capacity = _device(device_type, node)
-    found = recognised(device)
+    found = recognize_device(device)
     base = PLATFORMS[found or _NEUTRAL]
     nodes, *above = base.networks
     networks = (dataclasses.replace(nodes, ranks=node), *(n for n in above if not n.ranks or n.ranks > node))
     own = dict(device=device, capacity=capacity, networks=networks, sources=base.sources | {"capacity": "measured"})
     if found:
-        return Here(dataclasses.replace(base, **own), f"recognised by {device!r}")
+        return LocalPlatform(dataclasses.replace(base, **own), f"recognised by {device!r}")
     why = (
-        f"no figures for {device!r}: those of {_NEUTRAL} compare layouts. {VARIABLE}=FILE takes what "
+        f"no figures for {device!r}: those of {_NEUTRAL} compare layouts. {PLATFORM_VARIABLE}=FILE takes what "
         "`python -m moefx bench platform --out FILE` measures"
     )
-    return Here(dataclasses.replace(base, name="unknown", **own), why, is_known=False)
+    return LocalPlatform(dataclasses.replace(base, name="unknown", **own), why, is_known=False)
 
 
-def recognised(device: str) -> str | None:
+def recognize_device(device: str) -> str | None:
     """The shipped platform with devices of that name, as torch has it."""
     if _OTHERS.search(device):
         return None
@@ -80,4 +80,4 @@ def _device(device_type: str, node: int) -> tuple[str, float]:
         return found.name, float(found.total_memory)
     if device_type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
         return "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / node
-    raise UnknownPlatform(f"no figures for a device of type {device_type!r}: name its platform by {VARIABLE}")
+    raise UnknownPlatform(f"no figures for a device of type {device_type!r}: name its platform by {PLATFORM_VARIABLE}")

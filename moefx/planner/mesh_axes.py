@@ -21,7 +21,7 @@ STAGES, SHARED, EXPERTS = "pp", "tp", "ep"
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
+class AxisUse:
     """One way.
 
     Attributes:
@@ -57,7 +57,7 @@ class Use:
         return f"experts over {' x '.join(self.expert_axis)} ({self.ep}){ssmb}"
 
 
-def uses(mesh: Any, asked: Plan, *, is_whole: bool = True) -> list[Use]:
+def list_axis_uses(mesh: Any, asked: Plan, *, is_whole: bool = True) -> list[AxisUse]:
     """Of a mesh, those that a plan leaves open, in which an expert sees each token once: ranks with the same tokens
     share experts by SSMB or not at all. An axis "ep" is that of experts, whatever else there is.
 
@@ -73,10 +73,10 @@ def uses(mesh: Any, asked: Plan, *, is_whole: bool = True) -> list[Use]:
     tp = sizes.get(shared, 1) if shared else 1
     ranks = math.prod(size for name, size in sizes.items() if name != STAGES)
 
-    def use(axes: tuple[str, ...], sequence_axis: str | None) -> Use:
+    def use(axes: tuple[str, ...], sequence_axis: str | None) -> AxisUse:
         in_order = tuple(name for name in sizes if name in axes)
         group = mesh.mesh[tuple(slice(None) if name in axes else 0 for name in sizes)]
-        return Use(in_order, sequence_axis, shared or "", tp, ranks // tp, tuple(group.flatten().tolist()))
+        return AxisUse(in_order, sequence_axis, shared or "", tp, ranks // tp, tuple(group.flatten().tolist()))
 
     if asked.expert_axis != "auto" or not sizes:
         return [use(resolve_expert_axes(mesh, asked.expert_axis), asked.sequence_axis)]

@@ -17,7 +17,7 @@ _TRIES = 6  # numbers of GPUs that are searched: some seconds
 
 
 @dataclasses.dataclass(frozen=True)
-class Fewest:
+class MinGpus:
     """What twice the GPUs, twice those and so on have room for, the batch as it is.
 
     Attributes:
@@ -48,7 +48,7 @@ class Fewest:
         return f"Doubling the GPUs, nothing fits up to {self.num_ranks}, and {more}. On {self.num_ranks}, {lacks}."
 
 
-def fewest(ranking: Ranking) -> Fewest | None:
+def find_min_gpus(ranking: Ranking) -> MinGpus | None:
     """The smallest number of GPUs on which something fits. None if something does, or the platform has no more GPUs.
 
     Numbers whose memory, all of it, has no room for the states of the parameters are passed over; of the others the
@@ -66,5 +66,5 @@ def fewest(ranking: Ranking) -> Fewest | None:
     for n in roomy:
         found = first_fit(ranking, n)
         if isinstance(found, Entry):
-            return Fewest(n, found)
-    return Fewest(roomy[-1], nearest=found, is_all=0 < there < 2 * roomy[-1])
+            return MinGpus(n, found)
+    return MinGpus(roomy[-1], nearest=found, is_all=0 < there < 2 * roomy[-1])

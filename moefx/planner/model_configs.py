@@ -25,7 +25,7 @@ _SIZES = (
 _OWN_DEFAULT = ("num_key_value_heads", "head_dim", "n_group", "topk_group")  # files need not have these
 
 
-def config_of(path: str) -> Any:
+def load_config(path: str) -> Any:
     """The transformers config of a file, or of a directory with a `config.json`. Warns of sizes that are not in it.
 
     Raises:
@@ -52,7 +52,7 @@ def describe_config(config: Any, example_inputs: Any = None) -> Architecture:
         UnknownArchitecture: it makes none, or one that does not run or has no experts; with the sizes to blame for it.
     """
     try:
-        return describe(module_of(config), example_inputs)
+        return describe(build_module(config), example_inputs)
     except (UnknownArchitecture, CaptureError) as error:
         sizes, seen = _sizes(config), str(error)
         wrong = list(_wrong(sizes))
@@ -65,7 +65,7 @@ def describe_config(config: Any, example_inputs: Any = None) -> Architecture:
         raise UnknownArchitecture(f"{type(config).__name__}: {'; '.join(wrong)} ({seen})") from error
 
 
-def module_of(config: Any) -> nn.Module:
+def build_module(config: Any) -> nn.Module:
     """The language model of a transformers config, on the meta device.
 
     Raises:

@@ -24,7 +24,7 @@ class Op(NamedTuple):
     chunk: int = 0
 
 
-def order(schedule: Schedule, stages: int, stage: int, microbatches: int, chunks: int = 1) -> list[Op]:
+def list_stage_ops(schedule: Schedule, stages: int, stage: int, microbatches: int, chunks: int = 1) -> list[Op]:
     """What a stage does, one after the other.
 
     Raises:
@@ -74,7 +74,7 @@ def run_events(
     Returns:
         The events of each stage in their order, and when they start and end.
     """
-    ops = [order(schedule, stages, stage, microbatches, chunks) for stage in range(stages)]
+    ops = [list_stage_ops(schedule, stages, stage, microbatches, chunks) for stage in range(stages)]
     ended: dict[tuple[int, Op], Any] = {}
     start: list[list[Any]] = [[] for _ in ops]
     free = [zero for _ in ops]

@@ -144,7 +144,7 @@ class Platform:
         left = group
         for network in self.networks:
             is_last = network is self.networks[-1] or not network.ranks
-            units = 1 if is_last else spans(group, stride, network.ranks)[0]
+            units = 1 if is_last else count_nodes(group, stride, network.ranks)[0]
             if left % units or (units > 1 and group % max(network.ranks // stride, 1)):
                 continue  # unlike parts: counted with the level above
             size, left = left // units, units
@@ -163,7 +163,7 @@ class Platform:
         There are as many rings as a node has ranks of the group, each with a part of the bytes, and each leaves the
         node by the NIC of another rank, as NCCL and RCCL lay them.
         """
-        nodes, each = spans(group, stride, self.node_size)
+        nodes, each = count_nodes(group, stride, self.node_size)
         if nodes == 1 or each == 0:
             return 1 / self.networks[0].bandwidth
         away = 1 / self.network_of(group, stride).bandwidth / each
@@ -221,7 +221,7 @@ def _alike(first: Network, second: Network) -> bool:
     return (first.bandwidth, first.latency) == (second.bandwidth, second.latency)
 
 
-def spans(group: int, stride: int, node: int) -> tuple[int, int]:
+def count_nodes(group: int, stride: int, node: int) -> tuple[int, int]:
     """(nodes, ranks of each node) of a group of ranks `stride` apart, numbered node by node.
 
     EP first: experts have stride 1, their replicas stride EP. DP first: the other way round (X-MoE appendix C.1).
@@ -304,7 +304,7 @@ _SHIPPED = [
 PLATFORMS = {platform.name: platform for platform in _SHIPPED}
 
 
-def platform_of(name: str) -> Platform:
+def find_platform(name: str) -> Platform:
     """A shipped platform by name, or one from a file.
 
     Raises:

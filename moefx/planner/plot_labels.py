@@ -18,7 +18,7 @@ _SIDES = (
 _DISTANCES = (8, 14, 22)  # points
 
 
-def beside(
+def place_labels(
     axes: Axes, named: Sequence[tuple[tuple[float, float], str, str]], lines: Sequence[Any] = (), **style: Any
 ) -> list[Annotation]:
     """Write names beside their points: each where it covers no point and no name before it, and little of the lines.

@@ -15,9 +15,9 @@ from ..util.unit_text import amount
 from .architecture import Architecture
 from .breakdown import LABELS
 from .catalogue import MODELS
-from .plot_labels import beside
-from .regions import Region, border
-from .scaling import Scaled
+from .plot_labels import place_labels
+from .regions import Region, ssmb_border
+from .scaling import ScalingPoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def has_plots() -> bool:
     return True
 
 
-def uri(draw: Callable[..., Figure], *arguments: Any) -> str:
+def render_data_uri(draw: Callable[..., Figure], *arguments: Any) -> str:
     """The figure that a function below draws, as a data URI; the user's own settings of matplotlib do not count."""
     import matplotlib
 
@@ -51,7 +51,7 @@ def uri(draw: Callable[..., Figure], *arguments: Any) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def memory(names: Sequence[str], parts: Sequence[dict[str, float]], capacity: float) -> Figure:
+def plot_memory(names: Sequence[str], parts: Sequence[dict[str, float]], capacity: float) -> Figure:
     """Bytes of a GPU by part, a bar for each layout, and what the GPU has."""
     figure, axes = _bars(names, parts, _GIB)
     axes.axvline(capacity / _GIB, color=_DARK, linestyle="--", linewidth=1.4)
@@ -63,14 +63,14 @@ def memory(names: Sequence[str], parts: Sequence[dict[str, float]], capacity: fl
     return figure
 
 
-def seconds(names: Sequence[str], parts: Sequence[dict[str, float]]) -> Figure:
+def plot_seconds(names: Sequence[str], parts: Sequence[dict[str, float]]) -> Figure:
     """Seconds of a step by part, a bar for each layout."""
     figure, axes = _bars(names, parts, 1)
     axes.set_xlabel("time of a step (s), nothing overlaps")
     return figure
 
 
-def regions(found: Sequence[Region]) -> Figure:
+def plot_regions(found: Sequence[Region]) -> Figure:
     """Step times where something fits, and what is lacking where not."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -102,7 +102,7 @@ def regions(found: Sequence[Region]) -> Figure:
     return figure
 
 
-def advantage(model: Architecture, tokens: int) -> Figure:
+def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
     """Models by choices and width of their experts, and the borders above which SSMB saves more (X-MoE figure 17)."""
     from matplotlib.figure import Figure
 
@@ -116,12 +116,12 @@ def advantage(model: Architecture, tokens: int) -> Figure:
     ends = (0.7 * min(widths), 1.6 * max(widths))
     top = 2.5 * max(choices for _, choices in places)  # room for names
     lines = [
-        axes.plot(ends, [border(length) * w for w in ends], style, color=_DARK, lw=1.2, label=f"border, s = {length}")[
-            0
-        ]
+        axes.plot(
+            ends, [ssmb_border(length) * w for w in ends], style, color=_DARK, lw=1.2, label=f"border, s = {length}"
+        )[0]
         for length, style in zip((2048, 4096, 8192), ("--", "-", ":"), strict=True)
     ]
-    here = [border(tokens) * w for w in ends]
+    here = [ssmb_border(tokens) * w for w in ends]
     axes.fill_between(ends, here, [top] * 2, color=_COLORS[1], alpha=0.25, lw=0, label=f"SSMB saves more, s = {tokens}")
     axes.fill_between(ends, [0.3] * 2, here, color=_COLORS[5], alpha=0.3, lw=0, label=f"TED saves more, s = {tokens}")
     for (width, choices), names in places.items():
@@ -133,11 +133,11 @@ def advantage(model: Architecture, tokens: int) -> Figure:
     _plain_ticks(axes.yaxis, [2**i for i in range(8) if 0.5 < 2**i < top])
     figure.legend(loc="outside right upper", fontsize=8)
     named = [(place, "\n".join(names), "bold" if model.name in names else "normal") for place, names in places.items()]
-    beside(axes, named, lines, fontsize=8, parse_math=False)
+    place_labels(axes, named, lines, fontsize=8, parse_math=False)
     return figure
 
 
-def scaling(strong: Sequence[Scaled], weak: Sequence[Scaled]) -> Figure:
+def plot_scaling(strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -> Figure:
     """Step time by GPUs, the ideal beside it."""
     from matplotlib.figure import Figure
 
@@ -181,7 +181,7 @@ def scaling(strong: Sequence[Scaled], weak: Sequence[Scaled]) -> Figure:
         axes.set_xlim(min(ranks) / 1.4, max(ranks) * 1.9)
         _plain_ticks(axes.xaxis, ranks)
     for axes, named, lines in labels:  # where all is of the size that it will have
-        beside(axes, named, lines, fontsize=8)
+        place_labels(axes, named, lines, fontsize=8)
     return figure
 
 

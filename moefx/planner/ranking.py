@@ -15,17 +15,17 @@ from ..capture.defaults import neutral_device
 from ..errors import NothingFits, UnknownArchitecture, UnknownPlatform
 from ..util.unit_text import amount
 from .architecture import Architecture
-from .catalogue import model_of
-from .entries import COLUMNS, LEGEND, SIZES, TERMS, Asked, Entry, Rejected
+from .catalogue import find_model
+from .entries import COLUMNS, LEGEND, SIZES, TERMS, Entry, Rejected, SearchRequest
 from .layout import Schedule
 from .memory_formulas import MEMORY
-from .min_gpus import Fewest, fewest
-from .platforms import Platform, platform_of
+from .min_gpus import MinGpus, find_min_gpus
+from .platforms import Platform, find_platform
 from .ranking_page import render
 from .search import SearchResult, search_layouts
-from .simulation import Simulated, simulate
-from .step_formulas import given, sheet_of
-from .symbols import Explained, explained
+from .simulation import SimulatedStep, simulate
+from .step_formulas import collect_values, find_step_sheet
+from .symbols import ExplainedFormulas, explain_formulas
 
 _MOST_SIZES = 9  # of a kind that are printed
 
@@ -44,7 +44,7 @@ class Ranking:
     found: SearchResult
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> SearchRequest:
         return self.found.asked
 
     @property
@@ -91,18 +91,18 @@ class Ranking:
         """Formulas, numbers and results of an entry, and what their symbols mean: its memory, then its time."""
         return "\n\n".join(map(str, self.formulas(index)))
 
-    def formulas(self, index: int = 0) -> tuple[Explained, Explained]:
+    def formulas(self, index: int = 0) -> tuple[ExplainedFormulas, ExplainedFormulas]:
         """Of the memory and of the time of an entry, which `explain` prints."""
         entry = self[index]
         layout, platform = entry.layout, self.platform
         stage = 0 if not entry.memory["A_logits"] else layout.pp - 1
-        values = given(self.model, layout, platform, entry.experts_first)
+        values = collect_values(self.model, layout, platform, entry.experts_first)
         return (
-            explained(MEMORY, "M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead),
-            explained(sheet_of(layout, platform, entry.experts_first), "MFU", **values),
+            explain_formulas(MEMORY, "M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead),
+            explain_formulas(find_step_sheet(layout, platform, entry.experts_first), "MFU", **values),
         )
 
-    def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> Simulated:
+    def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> SimulatedStep:
         """A step of an entry as events, beside its formulas: see `planner.simulation.simulate`."""
         entry = self[index]
         more: dict[str, Any] = dict(skew=skew, seed=seed, stragglers=stragglers)
@@ -176,10 +176,10 @@ class Ranking:
             "print(ranking) has the reasons"
         )
 
-    def fewest(self) -> Fewest | None:
+    def fewest(self) -> MinGpus | None:
         """Where nothing fits, the smallest number of GPUs, doubled each time, on which something does. It takes some
         seconds at the most."""
-        return fewest(self)
+        return find_min_gpus(self)
 
 
 def search(model: Architecture, platform: Platform, num_ranks: int, **asked: Any) -> Ranking:
@@ -211,7 +211,7 @@ def plan(
         UnknownArchitecture, UnknownPlatform: no such model or platform; with the names that are near.
         InvalidPlan: invalid sizes.
     """
-    described: Any = model_of(model) if isinstance(model, str) else model
+    described: Any = find_model(model) if isinstance(model, str) else model
     if isinstance(model, nn.Module):
         from .describe import describe  # with capture and all passes
 
@@ -225,7 +225,7 @@ def plan(
             "moefx.plan takes the name of a model, a module, a transformers config or an Architecture, not "
             f"{type(model).__name__}"
         )
-    machine = platform_of(os.fspath(platform)) if isinstance(platform, (str, os.PathLike)) else platform
+    machine = find_platform(os.fspath(platform)) if isinstance(platform, (str, os.PathLike)) else platform
     if not isinstance(machine, Platform):
         raise UnknownPlatform(f"moefx.plan takes a platform, its name or a file, not {type(machine).__name__}")
     return search(

@@ -11,11 +11,11 @@ from ..util.html_page import build_details, build_page, build_table
 from ..util.unit_text import amount
 from . import plots
 from .breakdown import LABELS, memory_parts, time_parts
-from .constants import assumptions, sources
+from .constants import render_assumptions, render_sources
 from .entries import COLUMNS, LEGEND, SIZES, Entry
-from .regions import TRADE_OFF, Region, border, feasible, saved_by_ssmb, trade_off
-from .scaling import Scaled, above_ideal, scaling
-from .symbols import Explained, explained
+from .regions import TRADE_OFF, Region, build_region, saved_by_ssmb, ssmb_border, trade_off_values
+from .scaling import ScalingPoint, explain_above_ideal, search_scaling
+from .symbols import ExplainedFormulas, explain_formulas
 
 if TYPE_CHECKING:
     from .ranking import Ranking
@@ -51,9 +51,9 @@ def render(ranking: Ranking, tell: Tell | None = None) -> str:
         _formulas(ranking) if len(ranking) else "",
         _rejected(ranking),
         "<h3>Where the platform's figures are from</h3>",
-        sources(ranking.platform),
+        render_sources(ranking.platform),
         "<h3>What is assumed</h3>",
-        assumptions(ranking.model, ranking.platform),
+        render_assumptions(ranking.model, ranking.platform),
         "</section>",
     ]
     return build_page(
@@ -96,8 +96,10 @@ def _best(ranking: Ranking, with_plots: bool, say: Tell) -> list[str]:
     pictures = ("", "")
     if with_plots:
         pictures = (
-            _picture(plots.uri(plots.memory, names, bytes_of, platform.capacity), "memory of a GPU by part"),
-            _picture(plots.uri(plots.seconds, names, seconds_of), "time of a step by part"),
+            _picture(
+                plots.render_data_uri(plots.plot_memory, names, bytes_of, platform.capacity), "memory of a GPU by part"
+            ),
+            _picture(plots.render_data_uri(plots.plot_seconds, names, seconds_of), "time of a step by part"),
         )
     return [
         f"<h3>The fastest {len(best)}</h3>" if len(best) > 1 else "<h3>The only one</h3>",
@@ -123,13 +125,14 @@ def _parts(names: Sequence[str], parts: Sequence[dict[str, float]], unit: str) -
 
 def _regions(ranking: Ranking, with_plots: bool, say: Tell) -> str:
     say("what fits")
-    found = [feasible(ranking, ("PP", "EP")), feasible(ranking, ("TP", "EP"))]
+    found = [build_region(ranking, ("PP", "EP")), build_region(ranking, ("TP", "EP"))]
     if not found[0].cells:
         return ""
     picture = ""
     if with_plots:
         picture = _picture(
-            plots.uri(plots.regions, found), "step time where a layout fits, and what is lacking elsewhere"
+            plots.render_data_uri(plots.plot_regions, found),
+            "step time where a layout fits, and what is lacking elsewhere",
         )
     return (
         "<h3>What fits</h3><p class=muted>The step of the fastest layout with these sizes, or by how much the one that "
@@ -155,14 +158,18 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
     model, tokens = ranking.model, ranking.asked.tokens
     ratio = model.top_k / model.expert_size
     rows = [
-        [str(s), f"{border(s):.3g}", f"{ratio:.3g}", "SSMB" if ratio > border(s) else "TED"]
+        [str(s), f"{ssmb_border(s):.3g}", f"{ratio:.3g}", "SSMB" if ratio > ssmb_border(s) else "TED"]
         for s in sorted({2048, 4096, 8192, tokens})
     ]
-    picture = _picture(plots.uri(plots.advantage, model, tokens), "models by top-k and width") if with_plots else ""
+    picture = (
+        _picture(plots.render_data_uri(plots.plot_ssmb_border, model, tokens), "models by top-k and width")
+        if with_plots
+        else ""
+    )
     own = ""
     if len(ranking):
         layout = ranking[0].layout
-        given = trade_off(model, layout)
+        given = trade_off_values(model, layout)
         found = TRADE_OFF(**given)
         has = f", with G = {given['G']:g} ranks for the dense matrices"
         with_ranks = has if layout.tp > 1 else f" has no TP; with G = {given['G']:g} ranks for the dense matrices"
@@ -170,7 +177,7 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         own = (
             f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and the activations of "
             f"n_kept = {given['n_kept']:g} layers at once: {better} saves more.</p>"
-            f"{_explained(explained(TRADE_OFF, 'A_saving', 'M_cost', **given))}{_kept(ranking)}"
+            f"{_explained(explain_formulas(TRADE_OFF, 'A_saving', 'M_cost', **given))}{_kept(ranking)}"
         )
     return (
         "<h3>SSMB or TED</h3><p class=muted>What saves more memory: sequences of MoE blocks over the ranks that share "
@@ -195,18 +202,23 @@ def _kept(ranking: Ranking) -> str:
     )
 
 
-def _explained(shown: Explained) -> str:
+def _explained(shown: ExplainedFormulas) -> str:
     """Formulas, and what their symbols mean."""
     symbols = build_table(["symbol", "value", "meaning"], shown.symbols, texts=3)
     return f"<pre><code>{escape(shown.formulas)}</code></pre>{build_details('what the symbols mean', symbols)}"
 
 
 def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
-    strong, weak = scaling(ranking, False, say), scaling(ranking, True, say)
-    picture = _picture(plots.uri(plots.scaling, strong, weak), "step time by GPUs") if with_plots else ""
+    strong, weak = search_scaling(ranking, False, say), search_scaling(ranking, True, say)
+    picture = (
+        _picture(plots.render_data_uri(plots.plot_scaling, strong, weak), "step time by GPUs") if with_plots else ""
+    )
     whys = [
         why and f"{kind.capitalize()} scaling. {why}"
-        for kind, why in (("strong", above_ideal(ranking, strong)), ("weak", above_ideal(ranking, weak)))
+        for kind, why in (
+            ("strong", explain_above_ideal(ranking, strong)),
+            ("weak", explain_above_ideal(ranking, weak)),
+        )
     ]
     rows = [_scaled(kind, point, points) for kind, points in (("strong", strong), ("weak", weak)) for point in points]
     for row, point in zip(rows, [*strong, *weak], strict=True):
@@ -221,7 +233,7 @@ def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
     )
 
 
-def _scaled(kind: str, point: Scaled, points: Sequence[Scaled]) -> list[str]:
+def _scaled(kind: str, point: ScalingPoint, points: Sequence[ScalingPoint]) -> list[str]:
     sizes = [str(point.num_ranks), str(point.batch)]
     if point.best is None:
         why = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "none divides so"

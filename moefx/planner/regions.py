@@ -15,8 +15,8 @@ from .memory_formulas import MEMORY
 from .paper_formulas import X_MOE
 from .platforms import Platform
 from .sheet import Formula, Sheet, quantities
-from .step_formulas import fullest_stage
-from .symbols import Explained, explained
+from .step_formulas import find_fullest_stage
+from .symbols import ExplainedFormulas, explain_formulas
 
 if TYPE_CHECKING:
     from .ranking import Ranking
@@ -45,7 +45,7 @@ class Region:
     cells: dict[tuple[int, int], Cell]
 
 
-def feasible(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) -> Region:
+def build_region(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) -> Region:
     """Layouts by the sizes of two axes, over all of the others (Piper figure 10)."""
     cells: dict[tuple[int, int], Cell] = {}
     for entry in ranking:  # the fastest first
@@ -72,13 +72,13 @@ TRADE_OFF = Sheet(
 )  # fmt: skip
 
 
-def border(tokens: int, capacity: float = 1.0) -> float:
+def ssmb_border(tokens: int, capacity: float = 1.0) -> float:
     """Choices over an expert's width at which SSMB and TED save alike (X-MoE figure 17): above, SSMB saves more."""
-    anything = dict.fromkeys(X_MOE.given, 1)
+    anything = dict.fromkeys(X_MOE.inputs, 1)
     return X_MOE(**anything | {"S": tokens, "c": capacity})["r_border"]
 
 
-def trade_off(model: Architecture, layout: Layout) -> dict[str, float]:
+def trade_off_values(model: Architecture, layout: Layout) -> dict[str, float]:
     """What `TRADE_OFF` is given. `n_kept`: layers' activations that are kept at once, of all micro-batches in flight. A
     layout without TP is taken as one of two ranks."""
     layers = math.ceil(model.num_moe_layers / layout.pp)
@@ -102,12 +102,12 @@ _SAVED = {
 }
 
 
-def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> Explained | None:
+def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> ExplainedFormulas | None:
     """What a layout with SSMB keeps less than without it, by the formulas of `memory`, with their numbers; None of a
     layout that cannot have it."""
     if layout.tp == 1 or layout.ep % layout.tp:
         return None
     formula = Formula("M_saved", _SAVED[layout.recompute], "B", "of all blocks in flight, on the stage that needs most")
-    stage = fullest_stage(model, with_it := dataclasses.replace(layout, ssmb=True))
+    stage = find_fullest_stage(model, with_it := dataclasses.replace(layout, ssmb=True))
     sheet = MEMORY + Sheet([_LESS, formula])
-    return explained(sheet, "M_saved", **with_it.values(model, stage), M_fw=platform.overhead)
+    return explain_formulas(sheet, "M_saved", **with_it.values(model, stage), M_fw=platform.overhead)

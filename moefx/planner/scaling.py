@@ -19,7 +19,7 @@ _ENOUGH = 0.9  # of what is saved: the parts that make up so much of it are name
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled:
+class ScalingPoint:
     """The best layout on some number of GPUs, or how many bytes the one that lacks least is short of.
 
     Attributes:
@@ -32,14 +32,14 @@ class Scaled:
     best: Entry | None
     lacking: float = 0.0
 
-    def of_ideal(self, first: Scaled) -> float:
+    def of_ideal(self, first: ScalingPoint) -> float:
         """GPU-seconds of a sequence on the smallest number of GPUs, over those on this one."""
         assert self.best and first.best
         ideal = first.best.seconds * first.num_ranks / first.batch
         return ideal / (self.best.seconds * self.num_ranks / self.batch)
 
 
-def scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | None = None) -> list[Scaled]:
+def search_scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | None = None) -> list[ScalingPoint]:
     """The same model on a quarter to four times the GPUs: with the same batch (strong), or as many sequences a GPU."""
     found = []
     for times, over in ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1)):
@@ -54,11 +54,11 @@ def scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | Non
         other = ranking.found if is_same else search_layouts(ranking.model, ranking.platform, ranks, **vars(asked))
         best = other.entries[0] if other.entries else None
         nearest = other.nearest
-        found.append(Scaled(ranks, batch, best, 0.0 if best or not nearest else nearest.lacking))
+        found.append(ScalingPoint(ranks, batch, best, 0.0 if best or not nearest else nearest.lacking))
     return found
 
 
-def above_ideal(ranking: Ranking, points: Sequence[Scaled]) -> str:
+def explain_above_ideal(ranking: Ranking, points: Sequence[ScalingPoint]) -> str:
     """Why the best of these points takes less than the ideal, the first one's GPU-seconds of a sequence; "" if none
     does: its layout does not fit the first number of GPUs, or does not divide it, and what that costs there."""
     fitting = [point for point in points if point.best]
@@ -76,7 +76,7 @@ def above_ideal(ranking: Ranking, points: Sequence[Scaled]) -> str:
     )
 
 
-def _why_not(ranking: Ranking, top: Scaled, first: Scaled) -> str:
+def _why_not(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> str:
     """Why the layout of a point is none on fewer GPUs."""
     assert top.best
     x, model, platform = top.best.layout, ranking.model, ranking.platform
@@ -94,10 +94,10 @@ def _why_not(ranking: Ranking, top: Scaled, first: Scaled) -> str:
     return f"{needs} on {there} ({grown}: spread over DP = {dp} ranks, not {x.dp})"
 
 
-def _dearer(ranking: Ranking, top: Scaled, first: Scaled) -> str:
+def _dearer(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> str:
     """The parts of a step that take less on more GPUs, those that make up most of it."""
 
-    def parts(point: Scaled) -> dict[str, float]:
+    def parts(point: ScalingPoint) -> dict[str, float]:
         assert point.best
         found = time_parts(ranking.model, ranking.platform, point.best.layout, point.best.experts_first)
         return {name: seconds * point.num_ranks / point.batch for name, seconds in found.items()}

@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any, get_args
 from ..errors import InvalidPlan
 from ..runtime.links import choose_fastest
 from ..util.unit_text import amount
-from .architecture import Architecture, whole_numbers
-from .entries import TERMS, Asked, Entry, Rejected
+from .architecture import Architecture, check_whole_numbers
+from .entries import TERMS, Entry, Rejected, SearchRequest
 from .layout import Layout, Schedule
 from .platforms import Platform
-from .step_formulas import given, memory, memory_by_zero, seconds_of_ways, sheet_of, units_above
+from .step_formulas import (
+    collect_values,
+    estimate_ways,
+    evaluate_memory,
+    evaluate_memory_by_zero,
+    find_step_sheet,
+    units_above,
+)
 
 if TYPE_CHECKING:
     from .ranking import Ranking
@@ -34,7 +41,7 @@ _Short = dict[tuple[int, int, int], tuple[float, str]]
 class SearchResult:
     """Layouts that fit, the fastest first, and what was rejected."""
 
-    asked: Asked
+    asked: SearchRequest
     entries: tuple[Entry, ...]
     rejected: tuple[Rejected, ...]
 
@@ -58,7 +65,7 @@ def search_layouts(
     Raises:
         InvalidPlan: invalid sizes.
     """
-    whole_numbers(InvalidPlan, world_size=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
+    check_whole_numbers(InvalidPlan, world_size=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
     for what, number in (("world_size", num_ranks), ("batch", batch)):
         if number > _MOST:
             raise InvalidPlan(f"{what} is {number}, expected {_MOST} at the most")
@@ -78,7 +85,7 @@ def search_layouts(
         raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}. {remedy}")
     reach = platform.fast_domain if fast_domain is None else fast_domain
     rejected, short = _Reasons(), _Short()
-    asked = Asked(batch, tokens, most_sequences, reach, schedules)
+    asked = SearchRequest(batch, tokens, most_sequences, reach, schedules)
     entries = list(_entries(model, platform, num_ranks, asked, rejected, short))
     there = {_region(entry.layout) for entry in entries}
     reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
@@ -97,7 +104,7 @@ def first_fit(ranking: Ranking, num_ranks: int) -> Entry | Rejected | None:
 
 
 def _entries(
-    model: Architecture, platform: Platform, num_ranks: int, asked: Asked, rejected: _Reasons, short: _Short
+    model: Architecture, platform: Platform, num_ranks: int, asked: SearchRequest, rejected: _Reasons, short: _Short
 ) -> Iterator[Entry]:
     """All that fit, in no order; why others are none is left in the last two."""
     reach = asked.fast_domain
@@ -108,7 +115,7 @@ def _entries(
         if not near:
             _reject(rejected, f"crosses the fast domain of {reach} ranks (Piper eq. 10)", EP=layout.ep)
             continue
-        ways = {first: way_of(model, layout, platform, first) for first in near}
+        ways = {first: choose_way(model, layout, platform, first) for first in near}
         orders = _orders(model, layout, asked.schedules)
         for (kept, recompute), (schedule, chunks) in itertools.product(_POLICIES, orders):
             fitting = {}
@@ -125,17 +132,17 @@ def _entries(
             yield from placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
 
 
-def estimated(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> Entry:
+def estimate_entry(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> Entry:
     """Whether or not it fits.
 
     Raises:
         InvalidPlan: the experts are not shared evenly, or there are more stages than layers.
     """
-    return _entry(model, layout, platform, experts_first, memory(model, layout, platform))
+    return _entry(model, layout, platform, experts_first, evaluate_memory(model, layout, platform))
 
 
 def _layouts(
-    model: Architecture, platform: Platform, num_ranks: int, asked: Asked, rejected: _Reasons
+    model: Architecture, platform: Platform, num_ranks: int, asked: SearchRequest, rejected: _Reasons
 ) -> Iterator[Layout]:
     """Ranks, experts and micro-batches, in every way that divides."""
     for pp in _divisors(num_ranks):
@@ -192,7 +199,7 @@ def _reject(rejected: _Reasons, why: str, **sizes: int) -> None:
 def _entry(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool, taken: dict[str, float]
 ) -> Entry:
-    step = sheet_of(layout, platform, experts_first)(**given(model, layout, platform, experts_first))
+    step = find_step_sheet(layout, platform, experts_first)(**collect_values(model, layout, platform, experts_first))
     return Entry(layout, experts_first, taken, step, units_above(layout, platform, experts_first))
 
 
@@ -201,9 +208,11 @@ def _reach(layout: Layout, experts_first: bool) -> int:
     return layout.ep if experts_first else (layout.ep - 1) * layout.expert_replicas + 1
 
 
-def way_of(model: Architecture, layout: Layout, platform: Platform, experts_first: bool, wanted: str = "auto") -> Any:
+def choose_way(
+    model: Architecture, layout: Layout, platform: Platform, experts_first: bool, wanted: str = "auto"
+) -> Any:
     """Of rows: as wanted where there are so many levels, else the fastest, as `Plan(dispatch="auto")` would take it."""
-    seconds = seconds_of_ways(model, layout, platform, experts_first) if layout.ep > 1 else {"flat": 0.0}
+    seconds = estimate_ways(model, layout, platform, experts_first) if layout.ep > 1 else {"flat": 0.0}
     return wanted if wanted in seconds else choose_fastest(seconds)
 
 
@@ -213,7 +222,7 @@ def _fitting(
     """With the least ZeRO that fits, and its memory. Where none does, `short` keeps by region how little was lacking,
     and which term is the largest."""
     region = _region(layout)
-    for zero, found in memory_by_zero(model, layout, platform, (1, 2, 3) if layout.dp > 1 else (0,)):
+    for zero, found in evaluate_memory_by_zero(model, layout, platform, (1, 2, 3) if layout.dp > 1 else (0,)):
         lacking = found["M_gpu"] - platform.capacity
         if lacking <= 0:
             return dataclasses.replace(layout, zero=zero), found

@@ -91,7 +91,7 @@ class Sheet:
         return Sheet([*self, *other])
 
     @functools.cached_property
-    def given(self) -> list[str]:
+    def inputs(self) -> list[str]:
         """Names of the quantities that are not results."""
         return sorted(set().union(*(_names(f.expression) for f in self)) - self.formulas.keys())
 
@@ -106,7 +106,7 @@ class Sheet:
         except KeyError as missing:
             raise TypeError(f"{missing} is not given") from None
 
-    def behind(self, *names: str) -> list[Formula]:
+    def dependencies(self, *names: str) -> list[Formula]:
         """The formulas of these results, and of the results that they use, below them."""
         found, left = [], list(names)
         while left:
@@ -115,11 +115,11 @@ class Sheet:
             left += [n for n in self.formulas if n in _names(formula.expression) and n not in seen]
         return found
 
-    def shown(self, *names: str, **values: float) -> str:
+    def format_results(self, *names: str, **values: float) -> str:
         """The formulas of results, with their numbers put in, and those of the results that they use, below them."""
         results = self(**values)
         known, lines = values | results, []
-        for formula in self.behind(*names):
+        for formula in self.dependencies(*names):
             margin = " " * (len(formula.name) + 1)
             lines += [f"{formula.name} = {_Shown().doprint(formula.expression)}    # {formula.meaning}"]
             numbers = _Shown(known).doprint(formula.expression)
@@ -132,14 +132,14 @@ class Sheet:
         """One Python function of all lines: a search calls it for thousands of plans."""
         printer = _Code()
         lines = [f"    {f.name} = {printer.doprint(f.expression)}" for f in self]
-        given = [f"    {name} = values[{name!r}]" for name in self.given]
+        given = [f"    {name} = values[{name!r}]" for name in self.inputs]
         items = ", ".join(f"{f.name!r}: {f.name}" for f in self)
         space: dict[str, Any] = {"distinct_parts": expected_parts}
         exec("\n".join(["def results(values):", *given, *lines, f"    return {{{items}}}"]), space)
         return space["results"]
 
 
-def put_in(value: float) -> str:
+def format_number(value: float) -> str:
     """A number as it stands in a formula."""
     return f"{value:.6g}" if value < 1e6 else f"{value:.4g}"
 
@@ -169,4 +169,4 @@ class _Shown(StrPrinter):
         self._values = values
 
     def _print_Symbol(self, expr: sympy.Symbol) -> str:
-        return expr.name if self._values is None else put_in(self._values[expr.name])
+        return expr.name if self._values is None else format_number(self._values[expr.name])

@@ -11,9 +11,9 @@ import sympy
 
 from ..errors import InvalidPlan
 from .architecture import Architecture
-from .communication import VOLUMES, exchange, level_values, row_bytes, whole_link
+from .communication import VOLUMES, build_exchange_sheet, combine_links, level_values, row_bytes
 from .compute import FORWARD
-from .layout import KEPT, Layout, Way
+from .layout import CHECKPOINT_POLICIES, Layout, Way
 from .memory_formulas import ACTIVATIONS, STATES, TOTAL
 from .pipeline_order import waiting_share
 from .platforms import Network, Platform
@@ -94,13 +94,13 @@ def flop_per_token(model: Architecture, tokens: int) -> float:
     return 6 * active + 3 * scores
 
 
-def memory(model: Architecture, layout: Layout, platform: Platform) -> dict[str, float]:
+def evaluate_memory(model: Architecture, layout: Layout, platform: Platform) -> dict[str, float]:
     """Results of `MEMORY`, of the stage that needs most: the first, or the last, which has the logits."""
-    ((_, found),) = memory_by_zero(model, layout, platform, (layout.zero,))
+    ((_, found),) = evaluate_memory_by_zero(model, layout, platform, (layout.zero,))
     return found
 
 
-def memory_by_zero(
+def evaluate_memory_by_zero(
     model: Architecture, layout: Layout, platform: Platform, zeros: Iterable[int]
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """`memory` with other stages of ZeRO than the layout's own, each with its number."""
@@ -110,7 +110,7 @@ def memory_by_zero(
         yield zero, found | TOTAL(**found, M_fw=platform.overhead)
 
 
-def fullest_stage(model: Architecture, layout: Layout) -> int:
+def find_fullest_stage(model: Architecture, layout: Layout) -> int:
     """The stage that `memory` is of."""
     return _fullest(model, layout)[0]
 
@@ -130,12 +130,14 @@ def _states(model: Architecture, pp: int, tp: int, dp: int, ep: int) -> dict[int
     return {zero: STATES(**layout.values(model) | layout.spread(zero)) for zero in range(4)}
 
 
-def given(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> dict[str, float]:
+def collect_values(
+    model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True
+) -> dict[str, float]:
     """What the sheets of a step are given. `l_t` layers, `l_t_moe` of them with experts, and `h_t` logits are those of
     the stage that takes longest: one with the most layers, or the last, which has the logits."""
     found = _of_all_stages(model, layout, platform, experts_first)
     kinds = [dict(zip(("l_t", "l_t_moe", "h_t"), kind, strict=True)) for kind in _kinds(model, layout.pp)]
-    one = sheet_of(layout, platform, experts_first)
+    one = find_step_sheet(layout, platform, experts_first)
     kind = kinds[0] if len(kinds) == 1 else max(kinds, key=lambda kind: one(**found, **kind)["T_micro"])
     return _with_bubble(layout, found | kind, one)
 
@@ -166,12 +168,12 @@ def _of_all_stages(model: Architecture, layout: Layout, platform: Platform, expe
     tensor, stages = platform.network_of(layout.tp), platform.network_of(2, stage_ranks)
     sizes, networks = _levels(layout, platform, experts_first)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
-    return values | level_values(sizes, links, whole_link(sizes, links), platform.handling) | {
-        "t": layout.sequences * layout.tokens / values["G"], **widths(model, layout),
+    return values | level_values(sizes, links, combine_links(sizes, links), platform.handling) | {
+        "t": layout.sequences * layout.tokens / values["G"], **row_widths(model, layout),
         "n_z3": int(layout.zero > 2), "BW": platform.memory_bandwidth, "tile": TILE, "skew": 1.0,
         **platform.dense_rates(), **platform.expert_rates(),
         "DP": layout.dp, "R": layout.expert_replicas, "M": layout.microbatches,
-        "n_up": int(KEPT[layout.kept].num_hidden(model.matrices) == 0 and not layout.recompute),
+        "n_up": int(CHECKPOINT_POLICIES[layout.kept].num_hidden(model.matrices) == 0 and not layout.recompute),
         "bubble_of": (layout.pp > 1) * _BUBBLES.get(layout.schedule, 1 / layout.chunks),
         "beta_tp": 1 / tensor.bandwidth, "beta_dp": platform.ring(layout.dp, layout.tp),
         "beta_replicas": platform.ring(layout.expert_replicas, replicas_apart),
@@ -191,7 +193,7 @@ def _kinds(model: Architecture, pp: int) -> list[tuple[int, int, int]]:
     return list(dict.fromkeys(most))
 
 
-def widths(model: Architecture, layout: Layout) -> dict[str, float]:
+def row_widths(model: Architecture, layout: Layout) -> dict[str, float]:
     """Bytes of a row, on average of dispatch, combine and their backwards."""
     places, is_weighted = model.num_experts // layout.ep, model.top_k > 1
     return {
@@ -200,7 +202,7 @@ def widths(model: Architecture, layout: Layout) -> dict[str, float]:
     }
 
 
-def sheet_of(layout: Layout, platform: Platform, experts_first: bool = True) -> Sheet:
+def find_step_sheet(layout: Layout, platform: Platform, experts_first: bool = True) -> Sheet:
     """All formulas of a step of that layout.
 
     Raises:
@@ -210,15 +212,15 @@ def sheet_of(layout: Layout, platform: Platform, experts_first: bool = True) -> 
     if layout.way in ("rbd", "halo") and len(sizes) == 1 < layout.ep:
         where = f"EP={layout.ep} is within one: {networks[0].name!r}"
         raise InvalidPlan(f"way={layout.way!r} goes by levels, but {where}")
-    return sheet(layout.way if layout.ep > 1 else "none", len(sizes))
+    return build_step_sheet(layout.way if layout.ep > 1 else "none", len(sizes))
 
 
-def seconds_of_ways(
+def estimate_ways(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True
 ) -> dict[str, float]:
     """Of one exchange, one direction, by way of rows."""
     sizes, _ = _levels(layout, platform, experts_first)
-    found = exchange(len(sizes))(**_of_all_stages(model, layout, platform, experts_first))
+    found = build_exchange_sheet(len(sizes))(**_of_all_stages(model, layout, platform, experts_first))
     return {way: found[f"T_{way}"] for way in get_args(Way) if f"T_{way}" in found}
 
 
@@ -237,7 +239,7 @@ def _levels(layout: Layout, platform: Platform, experts_first: bool) -> tuple[tu
 
 
 @functools.lru_cache
-def sheet(way: str, num_levels: int) -> Sheet:
+def build_step_sheet(way: str, num_levels: int) -> Sheet:
     """All formulas of a step with that way of rows; `way` "none": experts are on every rank."""
     zero = sympy.Integer(0)
     rows, counts = (zero, zero) if way == "none" else (quantity(f"T_{way}"), quantity("alpha0"))
@@ -245,4 +247,4 @@ def sheet(way: str, num_levels: int) -> Sheet:
         Formula("T_exchange", rows, "s", f"an exchange of rows, one direction: {way}"),
         Formula("T_counts", counts, "s", "an exchange of some bytes: how many rows will come"),
     ]
-    return STATES + FORWARD + exchange(num_levels) + Sheet(chosen) + VOLUMES + STEP
+    return STATES + FORWARD + build_exchange_sheet(num_levels) + Sheet(chosen) + VOLUMES + STEP

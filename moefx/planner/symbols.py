@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from .sheet import Sheet, distinct_parts, put_in
+from .sheet import Sheet, distinct_parts, format_number
 
 # By symbol: its unit, "1" of a number, and what it is. "#": the number of a level of the topology, the coarsest is 1.
 SYMBOLS: dict[str, tuple[str, str]] = {
@@ -117,7 +117,7 @@ _DISTINCT = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Explained:
+class ExplainedFormulas:
     """Formulas with their numbers, and what their symbols mean.
 
     Attributes:
@@ -133,21 +133,21 @@ class Explained:
         return "\n".join([self.formulas, "where", *lines])
 
 
-def explained(sheet: Sheet, *names: str, **values: float) -> Explained:
+def explain_formulas(sheet: Sheet, *names: str, **values: float) -> ExplainedFormulas:
     """The formulas of these results, from top to bottom, and their symbols."""
     used: set[str] = set()
     has_parts = False
-    for formula in sheet.behind(*names):
+    for formula in sheet.dependencies(*names):
         used |= {str(symbol) for symbol in formula.expression.free_symbols}
         has_parts = has_parts or bool(formula.expression.atoms(distinct_parts))
     rows = []
     for symbol in sorted(used - sheet.formulas.keys(), key=lambda name: (name.lower(), name)):
-        unit, text = meaning(symbol)
-        rows.append((symbol, put_in(values[symbol]) + ("" if unit == "1" else f" {unit}"), text))
-    return Explained(sheet.shown(*names, **values), (*rows, *([_DISTINCT] if has_parts else [])))
+        unit, text = find_meaning(symbol)
+        rows.append((symbol, format_number(values[symbol]) + ("" if unit == "1" else f" {unit}"), text))
+    return ExplainedFormulas(sheet.format_results(*names, **values), (*rows, *([_DISTINCT] if has_parts else [])))
 
 
-def meaning(symbol: str) -> tuple[str, str]:
+def find_meaning(symbol: str) -> tuple[str, str]:
     """Its unit, and what it is.
 
     Raises:

@@ -13,7 +13,7 @@ import moefx
 from moefx.ir.ops import row_exchange
 from moefx.ir.ops.uneven_all_to_all import get_group, start
 from moefx.planner.communication import row_bytes
-from moefx.planner.simulation.routing_skew import traffic
+from moefx.planner.simulation.routing_skew import count_traffic
 
 
 class Block(nn.Module):
@@ -51,7 +51,7 @@ class Counter:
 def predicted(ids: torch.Tensor, tokens: int, num_experts: int, sizes: tuple[int, ...], way: str, width: int) -> int:
     """Of this rank, forward and backward, of all ranks' choices [W*T, K]."""
     choices, ranks, own = ids.sort(-1).values.t(), ids.shape[0] // tokens, dist.get_rank()
-    found = traffic(choices, torch.arange(ranks).repeat_interleave(tokens), num_experts, sizes, way)
+    found = count_traffic(choices, torch.arange(ranks).repeat_interleave(tokens), num_experts, sizes, way)
     top_k = ids.shape[1]
     there, back, back_grad, grad = row_bytes(width, 1 if way == "flat" else top_k, num_experts // ranks, top_k > 1)
     total = 0

@@ -19,8 +19,8 @@ from torch import Tensor
 import moefx
 from moefx.ir.pointwise_expression import evaluate, format_expression
 from moefx.lowering import epilogue
-from moefx.lowering.epilogue import formula_of, with_gradients
-from moefx.lowering.formula import source, symbols_of
+from moefx.lowering.epilogue import derive_formula, derive_gradients
+from moefx.lowering.formula import list_symbols, write_function
 from moefx.lowering.rules import Underivable
 from tests.pace import within
 
@@ -229,7 +229,7 @@ def truth(expr: object, env: dict[str, Tensor], wrt: tuple[str, ...] = ("a0", "a
 
 def text_of(expr: object) -> str:
     parameters = ("a0", "a1", "w")
-    return source("vjp", (*parameters, "g"), with_gradients(expr, "g", parameters))
+    return write_function("vjp", (*parameters, "g"), derive_gradients(expr, "g", parameters))
 
 
 def stand_in(dtype: torch.dtype) -> dict[str, object]:
@@ -338,8 +338,8 @@ def test_every_pointwise_op_of_aten_is_right_or_refused():
 )
 def test_factor_of_what_is_linear_and_its_derivative(out):
     y, w = torch.randn(50, dtype=torch.float64), torch.rand(50, dtype=torch.float64).requires_grad_()
-    factor, factor_grad = with_gradients(out, "g", ("w",), ones=("y", "g"))
-    got, got_grad = (run(source("scale", ("w",), [f]), w.detach()) for f in (factor, factor_grad))
+    factor, factor_grad = derive_gradients(out, "g", ("w",), ones=("y", "g"))
+    got, got_grad = (run(write_function("scale", ("w",), [f]), w.detach()) for f in (factor, factor_grad))
     want = evaluate(out, {"y": y, "w": w})
     torch.testing.assert_close(y * got, want.detach())
     if want.requires_grad:
@@ -365,11 +365,14 @@ def test_nothing_is_reordered_or_multiplied_out():
     # 3*x - 3*y would cancel, (a*c)*b overflow, (x + z) - y lose z.
     x, y = torch.tensor([1 / 3 + 2**-24]), torch.tensor([1 / 3])
     expr = ("mul.Tensor", ("sub.Tensor", "a0", "a1"), 3.0)
-    assert run(source("f", ("a0", "a1"), [formula_of(expr)]), x, y) == (x - y) * 3
+    assert run(write_function("f", ("a0", "a1"), [derive_formula(expr)]), x, y) == (x - y) * 3
     expr = ("mul.Tensor", ("mul.Tensor", "a0", "a1"), ("pow.Tensor_Scalar", "a0", 1))
-    assert run(source("f", ("a0", "a1"), [formula_of(expr)]), *torch.tensor([[1e30], [1e-30]])) == 1e30
+    assert run(write_function("f", ("a0", "a1"), [derive_formula(expr)]), *torch.tensor([[1e30], [1e-30]])) == 1e30
     expr = ("add.Tensor", ("sub.Tensor", "a0", "a1"), "w")
-    assert run(source("f", ("a0", "a1", "w"), [formula_of(expr)]), *torch.tensor([[1e8], [1e8], [1e-3]])) == 1e-3
+    assert (
+        run(write_function("f", ("a0", "a1", "w"), [derive_formula(expr)]), *torch.tensor([[1e8], [1e8], [1e-3]]))
+        == 1e-3
+    )
 
 
 def test_the_text_does_not_depend_on_the_process():
@@ -395,8 +398,8 @@ def test_the_text_does_not_depend_on_the_process():
     ],
 )
 def test_numbers(number, text):
-    product = formula_of(("mul.Tensor", "a0", number))
-    assert source("f", ("a0",), [product]) == f"def f(a0):\n    return (a0 * {text})\n"
+    product = derive_formula(("mul.Tensor", "a0", number))
+    assert write_function("f", ("a0",), [product]) == f"def f(a0):\n    return (a0 * {text})\n"
 
 
 def test_repeated_subexpressions_take_no_more_time_or_text():
@@ -420,9 +423,9 @@ def test_deriving_takes_little_time():
 
 
 def test_a_name_that_does_not_occur_has_no_derivative():
-    value, by_a0, by_other = with_gradients(SILU, "g", ("a0", "_"))
-    assert symbols_of(value) == {"a0"}
-    assert symbols_of(by_a0) == {"a0", "g"}
+    value, by_a0, by_other = derive_gradients(SILU, "g", ("a0", "_"))
+    assert list_symbols(value) == {"a0"}
+    assert list_symbols(by_a0) == {"a0", "g"}
     assert by_other == 0
 
 
@@ -478,7 +481,7 @@ REFUSED = [
 )
 def test_what_cannot_be_derived_is_named(expr, reason):
     with pytest.raises(Underivable, match=reason) as caught:
-        with_gradients(expr, "g", ("a0", "a1", "w"))
+        derive_gradients(expr, "g", ("a0", "a1", "w"))
     assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
 
 

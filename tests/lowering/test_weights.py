@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx.ir import op_providers
-from moefx.lowering.torch.weight_lists import matrices, stack, strided_view
+from moefx.lowering.torch.weight_lists import stack_weights, strided_view, unstack_weights
 
 
 def views(num: int = 3, shape: tuple[int, ...] = (4, 5), spacing: int = 20, offset: int = 0) -> list[Tensor]:
@@ -80,7 +80,7 @@ def test_equal_spacing_across_storages_is_an_accident_not_a_view():
 )
 def test_stack(w, path, dtype):
     op_providers.reset_counters()
-    result = stack(w, dtype)
+    result = stack_weights(w, dtype)
     assert result.dtype is dtype
     assert torch.equal(result, (w[0] if len(w) == 1 else torch.stack(list(w))).to(dtype))
     cast = {"cast": 1} if dtype is torch.bfloat16 and path != "stacked_copy" else {}
@@ -104,14 +104,14 @@ def test_what_breaks_the_view_is_noticed_and_stays_right(change):
     changed = change(module)
     w = list(changed)
     with torch.no_grad():
-        torch.testing.assert_close(stack(w, w[0].dtype), torch.stack(w), equal_nan=True)
+        torch.testing.assert_close(stack_weights(w, w[0].dtype), torch.stack(w), equal_nan=True)
 
 
 def test_matrices_never_copy():
     op_providers.reset_counters()
     w = [torch.randn(4, 5) for _ in range(3)]
     stacked = torch.randn(5, 4, 3).permute(2, 1, 0)
-    assert matrices(w, torch.float32) is w
-    read = matrices([stacked], torch.bfloat16)
+    assert unstack_weights(w, torch.float32) is w
+    read = unstack_weights([stacked], torch.bfloat16)
     assert all(m.data_ptr() == s.data_ptr() for m, s in zip(read, stacked, strict=True))
     assert op_providers.weight_paths() == {"separate": 1, "stacked": 1, "cast": 1}

@@ -19,11 +19,11 @@ import moefx
 from moefx import Plan, cli
 from moefx.errors import InvalidPlan, UnknownPlatform
 from moefx.planner.auto import decide
-from moefx.planner.catalogue import model_of
+from moefx.planner.catalogue import find_model
 from moefx.planner.decision import Facts
-from moefx.planner.local_platform import Here
-from moefx.planner.mesh_axes import uses
-from moefx.planner.platforms import platform_of
+from moefx.planner.local_platform import LocalPlatform
+from moefx.planner.mesh_axes import list_axis_uses
+from moefx.planner.platforms import find_platform
 
 from ..passes.blocks import D, E, Gated, Loop
 from .test_describe import Decoder
@@ -60,7 +60,7 @@ def mesh_of(**sizes: int) -> types.SimpleNamespace:
     ],
 )
 def test_uses(sizes, found):
-    made = uses(mesh_of(**sizes), AUTO)
+    made = list_axis_uses(mesh_of(**sizes), AUTO)
     assert [str(use) for use in made] == [f"experts over {text}" for text in found]
     stage = torch.Size(sizes.values()).numel() // sizes.get("pp", 1)
     assert all(use.tp * use.dp == stage and use.layout().num_ranks == stage for use in made)
@@ -68,43 +68,43 @@ def test_uses(sizes, found):
 
 def test_a_plan_leaves_less_open():
     mesh = mesh_of(dp=2, ep=2, tp=2)
-    assert [str(u) for u in uses(mesh, Plan(checkpoint="auto"))] == ["experts over ep (2)"]
+    assert [str(u) for u in list_axis_uses(mesh, Plan(checkpoint="auto"))] == ["experts over ep (2)"]
     asked = Plan(checkpoint="auto", expert_axis=("dp", "tp"), sequence_axis="tp")
-    assert [str(u) for u in uses(mesh, asked)] == ["experts over dp x tp (4), SSMB over tp"]
+    assert [str(u) for u in list_axis_uses(mesh, asked)] == ["experts over dp x tp (4), SSMB over tp"]
     named = mesh_of(ep=2, model=4)
-    assert [str(u) for u in uses(named, AUTO)] == ["experts over ep (2)"]
-    (ssmb,) = uses(named, AUTO.replace(sequence_axis="model"))
+    assert [str(u) for u in list_axis_uses(named, AUTO)] == ["experts over ep (2)"]
+    (ssmb,) = list_axis_uses(named, AUTO.replace(sequence_axis="model"))
     assert str(ssmb) == "experts over ep x model (8), SSMB over model" and ssmb.tp == 4
     # axes are made one by all ranks there are
-    assert [str(u) for u in uses(mesh, AUTO, is_whole=False)] == ["experts over ep (2)"]
+    assert [str(u) for u in list_axis_uses(mesh, AUTO, is_whole=False)] == ["experts over ep (2)"]
 
 
 def test_groups_and_how_near_they_are():
-    h200 = platform_of("h200")  # nodes of eight
+    h200 = find_platform("h200")  # nodes of eight
     for sizes, group, near in (
         (dict(dp=2, ep=8), range(8), True),
         (dict(ep=2, dp=8), (0, 8), False),
         (dict(dp=2, ep=4, tp=2), (0, 2, 4, 6), True),
         (dict(ep=4, dp=2, tp=2), (0, 4, 8, 12), False),
     ):
-        use = uses(mesh_of(**sizes), AUTO)[-1]
+        use = list_axis_uses(mesh_of(**sizes), AUTO)[-1]
         assert use.group == tuple(group) and use.experts_first(h200) is near
 
 
 def test_meshes_without_an_axis_for_experts():
     with pytest.raises(InvalidPlan, match="a mesh of pp=4 has no axis that experts can be spread over"):
-        uses(mesh_of(pp=4), AUTO)
+        list_axis_uses(mesh_of(pp=4), AUTO)
     with pytest.raises(InvalidPlan, match="the axes of the mesh have no names"):
-        uses(types.SimpleNamespace(mesh_dim_names=None, mesh=torch.arange(4)), AUTO)
+        list_axis_uses(types.SimpleNamespace(mesh_dim_names=None, mesh=torch.arange(4)), AUTO)
 
 
 # ---------------------------------------------------------------------- the choice
-MODEL = model_of("olmoe-1b-7b")
+MODEL = find_model("olmoe-1b-7b")
 
 
 def told(asked: Plan = AUTO, model=MODEL, memory: float = 139e9, tokens: int = 4096, **more) -> Facts:
-    platform = dataclasses.replace(platform_of("dgx-h100"), capacity=memory)
-    return Facts(asked, model, 1, tokens, "said", Here(platform, "said"), **more)
+    platform = dataclasses.replace(find_platform("dgx-h100"), capacity=memory)
+    return Facts(asked, model, 1, tokens, "said", LocalPlatform(platform, "said"), **more)
 
 
 @settings(max_examples=30, deadline=None)
@@ -120,7 +120,7 @@ def test_the_fastest_that_fits_is_taken(sizes, memory, tokens, zero):
     assert bool(found.warning) == (not fits)
     assert first.entry.seconds == min(t.entry.seconds for t in fits or [first])
     assert first.lacking == min(t.lacking for t in found.tried) if not fits else first in fits
-    assert len(others) == 2 * len(uses(mesh, AUTO)) - 1
+    assert len(others) == 2 * len(list_axis_uses(mesh, AUTO)) - 1
     more = decide({0: told(AUTO.replace(zero=zero), memory=2 * memory, tokens=tokens)}, 0, mesh)
     if fits and more.tried[0].entry.layout.zero == first.entry.layout.zero:
         assert more.tried[0].entry.seconds <= first.entry.seconds
@@ -278,7 +278,7 @@ def test_explained(monkeypatch):
 
 def test_the_page_shows_what_is_printed():
     """OLMoE on eight H100s, four of 4096 tokens each."""
-    here = Here(platform_of("dgx-h100"), "named by MOEFX_PLATFORM")
+    here = LocalPlatform(find_platform("dgx-h100"), "named by MOEFX_PLATFORM")
     asked = Plan(expert_axis="auto", checkpoint="auto")
     found = decide({0: Facts(asked, MODEL, 4, 4096, "as in the example inputs", here)}, 0, mesh_of(ep=4, tp=2))
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")

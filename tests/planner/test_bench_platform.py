@@ -14,38 +14,48 @@ from hypothesis import strategies as st
 
 import moefx
 from moefx.bench import device_times, link_times, platform
-from moefx.bench.device_times import Attention
-from moefx.bench.link_times import Repeated
-from moefx.bench.platform_results import Device, Findings
-from moefx.bench.rate_fit import Gemm, Measured, dense_rates, gemm_errors, link, predicted, shares
-from moefx.bench.shapes import shape_of
-from moefx.planner.platforms import FITTED, platform_of
+from moefx.bench.device_times import AttentionTime
+from moefx.bench.link_times import RepeatedExchange
+from moefx.bench.platform_results import DeviceResults, PlatformResults
+from moefx.bench.rate_fit import (
+    ExpertTime,
+    GemmTime,
+    fit_dense_rates,
+    fit_link,
+    fit_shares,
+    gemm_errors,
+    predict_experts,
+)
+from moefx.bench.shapes import parse_shape
+from moefx.planner.platforms import FITTED, find_platform
 from tests.distributed.launch import torchrun
 
 SHAPES = [(64, 512, 512), (4096, 512, 512), (64, 4096, 4096), (4096, 4096, 4096), (512, 2048, 1024)]
-H200 = platform_of("h200")
+H200 = find_platform("h200")
 
 
-def gemms(peak: float, bandwidth: float, launch: float) -> list[Gemm]:
-    made = [Gemm(*shape, 1.0) for shape in SHAPES]
+def gemms(peak: float, bandwidth: float, launch: float) -> list[GemmTime]:
+    made = [GemmTime(*shape, 1.0) for shape in SHAPES]
     return [g._replace(seconds=max(g.flop / peak, g.operands / bandwidth) + launch) for g in made]
 
 
-def findings() -> Findings:
+def findings() -> PlatformResults:
     """Times of a machine of 500 TFLOP/s and 2 TB/s with nodes of 4 ranks, links of 100 and 10 GB/s."""
     experts = []
     for name in ("16384x2048x512x64x8", "4096x2048x768x128x8", "65536x512x2048x32x4", "2048x1024x1024x256x8"):
-        result = predicted(shape_of(name), H200)
-        experts += [Measured(shape_of(name), result[f"T_experts{end}"], bool(end)) for end in ("", "_step")]
-    attention = [Attention(1, 1024, 8, 64, 3 * 2.0 * 8 * 1024**2 * 64 / 250e12)]
+        result = predict_experts(parse_shape(name), H200)
+        experts += [ExpertTime(parse_shape(name), result[f"T_experts{end}"], bool(end)) for end in ("", "_step")]
+    attention = [AttentionTime(1, 1024, 8, 64, 3 * 2.0 * 8 * 1024**2 * 64 / 250e12)]
     exchanges = [
-        Repeated(what, level, 4, unit, unit == 4, n, [(alpha + n / bandwidth) * factor for factor in (1.0, 0.9, 3.0)])
+        RepeatedExchange(
+            what, level, 4, unit, unit == 4, n, [(alpha + n / bandwidth) * factor for factor in (1.0, 0.9, 3.0)]
+        )
         for unit, level, alpha, bandwidth in ((4, "ep/intra", 1e-5, 100e9), (16, "ep/inter", 5e-5, 10e9))
         for what in ("all_to_all", "p2p")
         for n in (1e3, 1e6, 1e9)
     ]
-    device = Device("a machine", 2e12, 80 * 2.0**30, 2.0**29, gemms(500e12, 2e12, 5e-6), attention, experts)
-    return Findings("by hand", device, 1e-10, exchanges)
+    device = DeviceResults("a machine", 2e12, 80 * 2.0**30, 2.0**29, gemms(500e12, 2e12, 5e-6), attention, experts)
+    return PlatformResults("by hand", device, 1e-10, exchanges)
 
 
 def test_rates_come_back():
@@ -88,12 +98,12 @@ def test_exchanges_alone_take_the_device_of_a_base():
 def test_rows_are_read_again(tmp_path):
     path = tmp_path / "raw.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in findings().rows()))
-    assert Findings.read(path) == findings()
+    assert PlatformResults.read(path) == findings()
     path.write_text("[1]\n")
     with pytest.raises(moefx.errors.InvalidInput, match=r"is not what one run of `bench platform --raw` wrote"):
-        Findings.read(path)
+        PlatformResults.read(path)
     with pytest.raises(moefx.errors.InvalidInput, match=r"no file .*: No such file"):
-        Findings.read(tmp_path / "none")
+        PlatformResults.read(tmp_path / "none")
 
 
 @settings(max_examples=50, deadline=None)
@@ -102,14 +112,14 @@ def test_shares(factors, seed):
     """Come back where they are there; none is below 0."""
     table = torch.rand(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
     parts = table / (table @ torch.tensor(factors, dtype=torch.float64))[:, None]
-    assert shares(parts.tolist()) == pytest.approx(factors, rel=1e-6)
-    assert min(shares((table * torch.tensor([1.0, 1.0, -0.5])).tolist())) >= 0
+    assert fit_shares(parts.tolist()) == pytest.approx(factors, rel=1e-6)
+    assert min(fit_shares((table * torch.tensor([1.0, 1.0, -0.5])).tolist())) >= 0
 
 
 def test_links_and_gemms_without_a_part():
-    latency, bandwidth = link([1e3, 1e6], [1e-3, 1e-3])
+    latency, bandwidth = fit_link([1e3, 1e6], [1e-3, 1e-3])
     assert latency == pytest.approx(1e-3) and bandwidth > 1e18
-    rates = dense_rates(gemms(500e12, 1e15, 0.0), 1e15)
+    rates = fit_dense_rates(gemms(500e12, 1e15, 0.0), 1e15)
     assert rates["dense_launch"] == pytest.approx(0.0, abs=1e-9) and rates["matmul_efficiency"] == pytest.approx(0.5)
 
 
@@ -117,7 +127,7 @@ def test_links_and_gemms_without_a_part():
 @given(st.floats(50e12, 980e12), st.floats(0.5e12, 20e12), st.floats(1e-6, 1e-4))
 def test_gemms_said_again(peak, bandwidth, launch):
     times = gemms(peak, bandwidth, launch)
-    made = dataclasses.replace(H200, **dense_rates(times, H200.peak))
+    made = dataclasses.replace(H200, **fit_dense_rates(times, H200.peak))
     assert max(map(abs, gemm_errors(times, made))) < 1e-3  # as times that the formula made must be
 
 
@@ -149,7 +159,7 @@ def test_this_machine(quick, tmp_path, capsys, monkeypatch):
 def test_a_file_of_a_platform_is_found_by_name(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(findings().platform("mine").to_json())
-    assert platform_of(str(path)) == findings().platform("mine")
+    assert find_platform(str(path)) == findings().platform("mine")
 
 
 @pytest.mark.exhaustive
@@ -162,11 +172,11 @@ def test_between_ranks(tmp_path):
     command = ["-m", "moefx", "bench", "platform", "--device", "cpu", "--out", str(out), "--raw", str(raw), *options]
     done = torchrun(*command)
     assert done.returncode == 0, done.stderr
-    made, found = moefx.Platform.from_json(out.read_text()), Findings.read(raw)
+    made, found = moefx.Platform.from_json(out.read_text()), PlatformResults.read(raw)
     assert [(n.name, n.ranks) for n in made.networks] == [("node", 8), ("cluster", 0)]
     for network in made.networks:
         assert network.source.startswith("measured") and network.bandwidth > 0 and network.p2p > 0, network
-    assert made.peak == platform_of("dgx-h100").peak and 0 < made.handling < 1e-6
+    assert made.peak == find_platform("dgx-h100").peak and 0 < made.handling < 1e-6
     for unit in (2, 4):
         for what in ("all_to_all", "p2p"):
             sizes = [r.num_bytes for r in found.exchanges if (r.unit, r.what) == (unit, what)]

@@ -7,7 +7,7 @@ import torch
 
 from moefx.errors import UnknownArchitecture
 from moefx.planner.architecture import Architecture, Attention
-from moefx.planner.catalogue import MODELS, model_of
+from moefx.planner.catalogue import MODELS, find_model
 
 RELEASED = [model for model in MODELS.values() if not model.name.startswith("x-moe")]
 # Active parameters that are published for something else, and what they are then.
@@ -38,7 +38,7 @@ def test_published_totals(model):
 )
 def test_x_moe_table_3(name, total, active):
     """Exact in its own convention: two matrices, every layer with experts, "B" is 2^30, no routers."""
-    model = model_of(name)
+    model = find_model(name)
     routers = model.num_layers * model.hidden_size * model.num_experts
     assert round((model.parameters() - routers) / 2**30, 1) == total
     assert round((model.parameters(model.top_k) - routers) / 2**30, 1) == pytest.approx(active, abs=0.051)
@@ -49,7 +49,7 @@ def test_x_moe_table_3(name, total, active):
 )
 def test_x_moe_table_3_with_gates(name, total):
     """What the same sizes would be with SwiGLU experts: half as much again, so not what the table counts."""
-    model = model_of(name)
+    model = find_model(name)
     routers = model.num_layers * model.hidden_size * model.num_experts
     assert round((model.replace(matrices=3).parameters() - routers) / 2**30, 1) == total
 
@@ -94,7 +94,7 @@ def test_against_the_modules(name):
     """To the last norm."""
     transformers = pytest.importorskip("transformers")
     kind, more = CLASSES[name]
-    model = model_of(name)
+    model = find_model(name)
     model = model.replace(num_layers=2, num_moe_layers=min(model.num_moe_layers, 2), vocab_size=96)
     if model.dense_size:
         model = model.replace(num_moe_layers=1)
@@ -111,9 +111,9 @@ def test_against_the_modules(name):
 
 
 def test_names():
-    assert model_of("DeepSeek-V3") is MODELS["deepseek-v3"]
+    assert find_model("DeepSeek-V3") is MODELS["deepseek-v3"]
     with pytest.raises(UnknownArchitecture, match="no model 'deepsek-v3' in the catalogue; did you mean deepseek-v3"):
-        model_of("deepsek-v3")
+        find_model("deepsek-v3")
 
 
 @pytest.mark.parametrize(
@@ -128,4 +128,4 @@ def test_names():
 )
 def test_sizes_that_cannot_be(change, message):
     with pytest.raises(UnknownArchitecture, match=message):
-        model_of("mixtral-8x7b").replace(**change)
+        find_model("mixtral-8x7b").replace(**change)

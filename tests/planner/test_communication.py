@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.planner.communication import REDUNDANCY, VOLUMES, exchange, level_values
-from moefx.planner.platforms import spans
+from moefx.planner.communication import REDUNDANCY, VOLUMES, build_exchange_sheet, level_values
+from moefx.planner.platforms import count_nodes
 from moefx.runtime.links import Link, Links, predict_seconds
 
 
@@ -31,7 +31,7 @@ def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k
     levels = tuple(levels[: len(sizes)])
     links = Links(Link(*whole), tuple(Link(*level) for level in levels), handling)
     theirs = predict_seconds(links, sizes, num_experts, top_k, 4096.0, tokens)
-    found = exchange(len(sizes))(
+    found = build_exchange_sheet(len(sizes))(
         E=num_experts, k=top_k, t=tokens, w=4096.0, w1=4096.0, **level_values(sizes, levels, whole, handling)
     )
     assert {way: found[f"T_{way}"] for way in theirs} == pytest.approx(theirs)
@@ -42,7 +42,7 @@ def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k
 def test_rows_over_levels(sizes, num_experts, top_k):
     """What leaves a rank at any level is all that leaves it, and never more with duplicates taken out."""
     level = level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9))
-    found = exchange(len(sizes))(E=num_experts, k=top_k, t=1, w=1, w1=1, **level)
+    found = build_exchange_sheet(len(sizes))(E=num_experts, k=top_k, t=1, w=1, w1=1, **level)
     ranks, places = math.prod(sizes), range(1, len(sizes) + 1)
     assert found["D"] <= min(top_k, ranks) + 1e-9
     for i in places:
@@ -54,7 +54,7 @@ def test_rows_over_levels(sizes, num_experts, top_k):
 def test_rows_that_leave_the_node():
     """k(N-1)/N of a token in all, D(N-1)/N with duplicates taken out."""
     level = level_values((4, 8), ((0.0, 1e-9),) * 2, (0.0, 1e-9))
-    found = exchange(2)(E=256, k=8, t=1, w=1, w1=1, **level)
+    found = build_exchange_sheet(2)(E=256, k=8, t=1, w=1, w1=1, **level)
     assert found["rows_flat_1"] == 8 * 3 / 4
     assert found["rows_rbd_1"] == pytest.approx(8 * (1 - 0.548) * 3 / 4, rel=2e-3)
 
@@ -75,14 +75,14 @@ class TestPlacement:
         ],
     )
     def test_spans(self, group, stride, found):
-        assert spans(group, stride, 8) == found
+        assert count_nodes(group, stride, 8) == found
 
     def test_small_experts_first_large_replicas_first(self):
         """Bytes over a node's links, a layer and step: rows go there and back, forward and backward."""
 
         def between_nodes(parameters: float, experts_first: bool) -> float:
-            nodes, _ = spans(8, 1 if experts_first else 8, 8)
-            replicas, _ = spans(8, 8 if experts_first else 1, 8)
+            nodes, _ = count_nodes(8, 1 if experts_first else 8, 8)
+            replicas, _ = count_nodes(8, 8 if experts_first else 1, 8)
             given = dict(b=1, s=8192, d=2048, G=1, TP=1, DP=8, R=8, P_dense=0, P_experts=parameters, n_attn=1)
             gradients = VOLUMES(**given)["V_grad_experts"] if replicas > 1 else 0
             return 4 * 2 * 8192 * 2048 * 2 * (1 - 1 / nodes) + gradients

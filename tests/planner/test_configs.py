@@ -11,7 +11,7 @@ import torch
 import moefx
 from moefx import cli
 from moefx.errors import CaptureError, UnknownArchitecture
-from moefx.planner.model_configs import _wrong, config_of
+from moefx.planner.model_configs import _wrong, load_config
 
 pytestmark = pytest.mark.hf
 transformers = pytest.importorskip("transformers")
@@ -55,12 +55,12 @@ def test_sizes_that_a_file_does_not_have(tmp_path):
     config = transformers.MixtralConfig(num_hidden_layers=2)
     path = saved(tmp_path, config, num_local_experts=None, hidden_size=None, num_key_value_heads=None)
     with pytest.warns(UserWarning, match="hidden_size=4096, num_local_experts=8 are defaults of MixtralConfig"):
-        config_of(path)
+        load_config(path)
     if "num_experts" in config.attribute_map:  # another name of the same
         saved(tmp_path, config, num_local_experts=None, num_experts=8)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            config_of(path)
+            load_config(path)
 
 
 DO_NOT_GO_TOGETHER = {

@@ -10,7 +10,7 @@ from torch import nn
 
 import moefx
 from moefx.errors import NoMoEBlockFound, UnknownArchitecture
-from moefx.planner.constants import assumptions
+from moefx.planner.constants import render_assumptions
 from moefx.planner.describe import describe
 
 from ..distributed.models import Model
@@ -144,7 +144,7 @@ def test_no_attention_is_charged_to_a_model_without():
     assert (entry.memory["A_attention"], step["F_proj"], step["F_scores"], step["T_attention"]) == (0, 0, 0, 0)
     assert step["V_tp"] > 0
     assert "no attention was seen in it" in str(ranking)
-    assert "no attention was seen in it" in assumptions(model, ranking.platform)
+    assert "no attention was seen in it" in render_assumptions(model, ranking.platform)
 
 
 def test_plan_takes_modules():

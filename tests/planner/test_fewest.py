@@ -8,7 +8,7 @@ import pytest
 
 from moefx import cli
 from moefx.errors import InvalidPlan, MoefxError, NothingFits
-from moefx.planner.min_gpus import fewest
+from moefx.planner.min_gpus import find_min_gpus
 from moefx.planner.platforms import PLATFORMS, Network
 from moefx.planner.ranking import plan
 
@@ -17,7 +17,7 @@ from ..pace import within
 
 def test_the_smallest_number_of_gpus():
     """Its half has nothing that fits, by searches of their own."""
-    found = fewest(ranking := plan("mixtral-8x22b", "a100-40gb", 8))
+    found = find_min_gpus(ranking := plan("mixtral-8x22b", "a100-40gb", 8))
     assert found and found.entry and found.nearest is None
     assert found.num_ranks == 64 == found.entry.layout.num_ranks
     assert not len(plan("mixtral-8x22b", "a100-40gb", 32)) and found.entry in tuple(
@@ -32,7 +32,7 @@ def test_the_smallest_number_of_gpus():
 def test_where_none_is_enough_the_term_is_named():
     ranking = plan("mixtral-8x22b", "a100-40gb", 32, tokens=2**20)
     with within(5):
-        found = fewest(ranking)
+        found = find_min_gpus(ranking)
     assert found and found.entry is None and found.nearest and found.nearest.term == "M_activations"
     assert f"nothing fits up to {found.num_ranks}, and no more were looked at. On {found.num_ranks}, PP=" in str(found)
     assert "most of it activations (M_activations)" in str(found)
@@ -41,11 +41,11 @@ def test_where_none_is_enough_the_term_is_named():
 def test_it_says_whether_there_are_more():
     """Six doublings that have room for the states are looked at, more would take long."""
     ranking = plan("mixtral-8x22b", "a100-40gb", 32, tokens=2**20)
-    found = fewest(ranking)
+    found = find_min_gpus(ranking)
     assert found and found.num_ranks == 64 * 2**5 and not found.is_all
     node, _ = ranking.platform.networks
     few = dataclasses.replace(ranking.platform, networks=(node, Network("cluster", 100, 25e9)))
-    found = fewest(plan("mixtral-8x22b", few, 32, tokens=2**20))
+    found = find_min_gpus(plan("mixtral-8x22b", few, 32, tokens=2**20))
     assert found and found.num_ranks == 64 and found.is_all
     assert "nothing fits up to 64, and the platform does not have twice as many. On 64, PP=" in str(found)
     with pytest.raises(NothingFits, match=r"or more GPUs \(the platform has 100 at the most\)"):
@@ -53,9 +53,9 @@ def test_it_says_whether_there_are_more():
 
 
 def test_nothing_is_searched_where_something_fits_or_there_are_no_more():
-    assert fewest(plan("olmoe-1b-7b", "h200", 8)) is None
+    assert find_min_gpus(plan("olmoe-1b-7b", "h200", 8)) is None
     node = dataclasses.replace(PLATFORMS["a100-40gb"], networks=(Network("node", 8, 300e9),))
-    assert fewest(plan("deepseek-v3", node, 8)) is None
+    assert find_min_gpus(plan("deepseek-v3", node, 8)) is None
     assert "Doubling" not in str(plan("deepseek-v3", node, 8))
     with pytest.raises(InvalidPlan):
         plan("deepseek-v3", node, 16)
@@ -87,7 +87,7 @@ def test_sizes_are_named_where_there_is_no_table():
 
 
 def test_no_number_divides():
-    found = fewest(plan("olmoe-1b-7b", "h200", 1009, batch=3))
+    found = find_min_gpus(plan("olmoe-1b-7b", "h200", 1009, batch=3))
     assert found and found.entry is None and str(found).endswith(", no layout divides so.")
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moefx.errors import UnknownPlatform
-from moefx.planner.local_platform import platform_here, recognised
-from moefx.planner.platforms import PLATFORMS, platform_of
+from moefx.planner.local_platform import find_local_platform, recognize_device
+from moefx.planner.platforms import PLATFORMS, find_platform
 
 RAM = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -46,14 +46,14 @@ def gpu(monkeypatch, name: str, memory: float) -> None:
     ],
 )
 def test_recognised(device, platform):
-    assert recognised(device) == platform
+    assert recognize_device(device) == platform
 
 
 def test_a_gpu_has_its_own_memory_and_nodes(monkeypatch):
     gpu(monkeypatch, "NVIDIA H200", 100e9)
-    here = platform_here("cuda", 4)
+    here = find_local_platform("cuda", 4)
     assert here.is_known and here.why == "recognised by 'NVIDIA H200'"
-    assert here.platform.capacity == 100e9 and here.platform.peak == platform_of("h200").peak
+    assert here.platform.capacity == 100e9 and here.platform.peak == find_platform("h200").peak
     assert [n.ranks for n in here.platform.networks] == [4, 0]
 
 
@@ -61,37 +61,37 @@ def test_a_gpu_has_its_own_memory_and_nodes(monkeypatch):
 def test_nodes_of_any_size(monkeypatch, node):
     """Units that are not larger than a node are none."""
     gpu(monkeypatch, "AMD Instinct MI250X", 64e9)
-    networks = platform_here("cuda", node).platform.networks
+    networks = find_local_platform("cuda", node).platform.networks
     assert [n.ranks for n in networks] == [node, *(r for r in (32, 256) if r > node), 0]
 
 
 def test_others_have_their_memory_and_say_so(monkeypatch):
     gpu(monkeypatch, "NVIDIA B300", 288e9)
-    here = platform_here("cuda", 8)
+    here = find_local_platform("cuda", 8)
     assert not here.is_known and here.platform.capacity == 288e9
     assert here.why.startswith("no figures for 'NVIDIA B300': those of dgx-h100 compare layouts")
-    assert here.platform.peak == platform_of("dgx-h100").peak and here.platform.name not in PLATFORMS
+    assert here.platform.peak == find_platform("dgx-h100").peak and here.platform.name not in PLATFORMS
 
 
 def test_ranks_of_a_node_share_its_memory():
-    assert platform_here("cpu").platform.capacity == RAM
-    assert platform_here("cpu", 4).platform.capacity == RAM / 4
+    assert find_local_platform("cpu").platform.capacity == RAM
+    assert find_local_platform("cpu", 4).platform.capacity == RAM / 4
 
 
 def test_other_types_of_devices():
     with pytest.raises(UnknownPlatform, match="no figures for a device of type 'xpu': name its platform by MOEFX_PLAT"):
-        platform_here("xpu")
+        find_local_platform("xpu")
 
 
 def test_named(monkeypatch, tmp_path):
     for device_type in ("cpu", "xpu"):
         monkeypatch.setenv("MOEFX_PLATFORM", "frontier")
-        here = platform_here(device_type, 2)
-        assert here.platform == platform_of("frontier") and here.is_known and here.why == "named by MOEFX_PLATFORM"
+        here = find_local_platform(device_type, 2)
+        assert here.platform == find_platform("frontier") and here.is_known and here.why == "named by MOEFX_PLATFORM"
     file = tmp_path / "mine.json"
-    file.write_text(platform_of("h200").to_json())
+    file.write_text(find_platform("h200").to_json())
     monkeypatch.setenv("MOEFX_PLATFORM", str(file))
-    assert platform_here("cpu").platform == platform_of("h200")
+    assert find_local_platform("cpu").platform == find_platform("h200")
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_named(monkeypatch, tmp_path):
 def test_wrong_names(monkeypatch, name, message):
     monkeypatch.setenv("MOEFX_PLATFORM", name)
     with pytest.raises(UnknownPlatform, match=message):
-        platform_here("cpu")
+        find_local_platform("cpu")

@@ -12,14 +12,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import moefx
-from moefx.bench.shapes import shape_of
+from moefx.bench.shapes import parse_shape
 from moefx.errors import InvalidPlan
 from moefx.planner import step_formulas
-from moefx.planner.catalogue import MODELS, model_of
+from moefx.planner.catalogue import MODELS, find_model
 from moefx.planner.layout import Layout
 from moefx.planner.memory_formulas import MEMORY
 from moefx.planner.platforms import PLATFORMS
-from moefx.planner.step_formulas import memory_by_zero
+from moefx.planner.step_formulas import evaluate_memory_by_zero
 
 from ..passes.blocks import D, E, Gated, H, K, Loop, Mlp
 
@@ -37,7 +37,7 @@ def test_what_is_kept_is_what_compile_keeps(kind, matrices, policy):
     example = (torch.randn(9, D, dtype=torch.bfloat16),)
     compiled = moefx.compile(block, plan=moefx.Plan(checkpoint=policy), example_inputs=example)
     (matched,) = moefx.explain(compiled).matched
-    model = model_of("mixtral-8x7b").replace(hidden_size=D, num_experts=E, top_k=K, expert_size=H, matrices=matrices)
+    model = find_model("mixtral-8x7b").replace(hidden_size=D, num_experts=E, top_k=K, expert_size=H, matrices=matrices)
     found = memory(model, Layout(kept=policy, tokens=1))
     assert found["A_dispatch"] + found["A_interm"] == matched.saved_after
 
@@ -49,7 +49,7 @@ ROWS = [json.loads(line) for line in RESULTS.read_text().splitlines()]
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_the_larger_layer_runs_again(is_dense):
     """Inputs of all layers are kept, and all of one layer at a time, with experts or without."""
-    model = model_of("deepseek-v3").replace(dense_size=10**6 if is_dense else 1)
+    model = find_model("deepseek-v3").replace(dense_size=10**6 if is_dense else 1)
     found = memory(model, Layout(recompute=True, ep=8, dp=8))
     larger = found["A_dense_layer" if is_dense else "A_moe_layer"]
     assert found["M_activations"] - found["A_logits"] == model.num_layers * 2 * 4096 * model.hidden_size + larger
@@ -60,8 +60,8 @@ def test_the_larger_layer_runs_again(is_dense):
 )
 def test_what_is_kept_is_what_was_measured(row):
     """On the GPU, ten shapes, to the byte: tokens, hidden rows, ERI arrays."""
-    shape = shape_of(row["shape"])
-    model = model_of("mixtral-8x7b").replace(
+    shape = parse_shape(row["shape"])
+    model = find_model("mixtral-8x7b").replace(
         hidden_size=shape.d, num_experts=shape.E, top_k=shape.K, expert_size=shape.h, matrices=shape.matrices
     )
     found = memory(model, Layout(tokens=shape.T))
@@ -81,7 +81,7 @@ NAMES = st.sampled_from(sorted(MODELS))
 @settings(deadline=None)  # the first one prints and compiles formulas
 @given(LAYOUTS, NAMES)
 def test_more_needs_more(layout, name):
-    model = model_of(name)
+    model = find_model(name)
     assume(model.num_experts % layout.ep == 0)
     found = memory(model, layout)
     assert all(value >= 0 for value in found.values())
@@ -98,7 +98,7 @@ def test_more_needs_more(layout, name):
 @given(LAYOUTS, NAMES)
 def test_states_of_all_ranks_are_those_of_the_model(layout, name):
     """Spread over all ranks (ZeRO-3) there is one copy of everything, but for stages of unequal length."""
-    model = model_of(name)
+    model = find_model(name)
     assume(model.num_experts % layout.ep == 0)
     found = memory(model, dataclasses.replace(layout, zero=3))
     assert found["M_states"] * layout.num_ranks >= 16 * (model.parameters() - model.hidden_size) * (1 - 1e-12)
@@ -147,16 +147,20 @@ def test_layouts_that_cannot_be(fields, message):
 )
 def test_layouts_that_a_model_cannot_have(layout, message):
     with pytest.raises(InvalidPlan, match=message):
-        layout.values(model_of("deepseek-v2"))
+        layout.values(find_model("deepseek-v2"))
 
 
 @pytest.mark.parametrize("pp", [1, 4])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_parts_that_searches_share_add_up(pp, recompute):
     """By stage of ZeRO, states of all layouts of so many ranks with what one keeps: as all formulas in one."""
-    model, platform = model_of("deepseek-v3"), PLATFORMS["h200"]
+    model, platform = find_model("deepseek-v3"), PLATFORMS["h200"]
     layout = Layout(pp=pp, tp=4, dp=16, ep=16, ssmb=True, sequences=2, recompute=recompute, microbatches=8)
-    for zero, found in memory_by_zero(model, layout, platform, (3, 0, 1, 2)):
+    for zero, found in evaluate_memory_by_zero(model, layout, platform, (3, 0, 1, 2)):
         own = dataclasses.replace(layout, zero=zero)
         stages = [MEMORY(**own.values(model, stage), M_fw=platform.overhead) for stage in range(pp)]
-        assert found == max(stages, key=lambda results: results["M_gpu"]) == step_formulas.memory(model, own, platform)
+        assert (
+            found
+            == max(stages, key=lambda results: results["M_gpu"])
+            == step_formulas.evaluate_memory(model, own, platform)
+        )

@@ -12,13 +12,13 @@ import pytest
 
 import moefx
 from moefx import cli
-from moefx.planner.catalogue import model_of
-from moefx.planner.constants import assumptions, sources
+from moefx.planner.catalogue import find_model
+from moefx.planner.constants import render_assumptions, render_sources
 from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform
 from moefx.planner.ranking import plan, search
 from moefx.planner.ranking_page import INSTALL, file_name, has_plots, render
-from moefx.planner.regions import feasible, saved_by_ssmb
-from moefx.planner.scaling import scaling
+from moefx.planner.regions import build_region, saved_by_ssmb
+from moefx.planner.scaling import search_scaling
 from moefx.util.unit_text import amount
 
 from ..pace import within
@@ -91,9 +91,9 @@ def test_numbers_of_pictures_are_on_it(small):
     cells = cells_of(render(small))
     assert amount(small[0].memory["M_optimizer"], "B") in cells
     assert amount(small[0].step["T_optimizer"], "s") in cells
-    for cell in feasible(small).cells.values():
+    for cell in build_region(small).cells.values():
         assert (amount(cell.best.seconds, "s") if cell.best else f"+{amount(cell.lacking, 'B')}") in cells
-    for point in (*scaling(small, False), *scaling(small, True)):
+    for point in (*search_scaling(small, False), *search_scaling(small, True)):
         if point.best:
             assert amount(point.best.seconds, "s") in cells
             assert f"{point.batch * 512 / point.best.seconds:,.0f}" in cells
@@ -107,7 +107,7 @@ def test_long_work_says_where_it_is(large):
 def test_efficiency_is_that_of_the_first_that_fits(without_matplotlib):
     ranking = plan("mixtral-8x7b", "a100-40gb", 20, batch=20)
     text = render(ranking)
-    strong = scaling(ranking, False)
+    strong = search_scaling(ranking, False)
     ideal = strong[2].best.seconds / 2
     assert "100%" in cells_of(text) and f"{ideal / strong[3].best.seconds:.0%}" in cells_of(text)
     assert f"does not fit: {amount(strong[0].lacking, 'B')} too much" in text
@@ -170,7 +170,7 @@ MIXED = Platform(
 
 
 def test_figures_are_measured_or_printed():
-    text = assumptions(model_of("olmoe-1b-7b"), MIXED)
+    text = render_assumptions(find_model("olmoe-1b-7b"), MIXED)
     (measured,) = re.findall(r"Measured: (.*?)\.</li>", text)
     assert measured.split(", ") == [
         "capacity", "matmul_efficiency", "expert_gemm", "expert_rows", "expert_launch", "links of a node"
@@ -180,26 +180,28 @@ def test_figures_are_measured_or_printed():
     (unknown,) = re.findall(r"taken at the best: (.*?)\. Times", text)
     assert {"attention_efficiency", "dense_rows", "expert_weights", "latency of a cluster"} <= set(unknown.split(", "))
     assert not {"expert_gemm", "handling", "overhead", "latency of a node"} & set(unknown.split(", "))
-    nothing = assumptions(model_of("olmoe-1b-7b"), dataclasses.replace(MIXED, sources={}, networks=MIXED.networks[1:]))
+    nothing = render_assumptions(
+        find_model("olmoe-1b-7b"), dataclasses.replace(MIXED, sources={}, networks=MIXED.networks[1:])
+    )
     assert "Nothing was measured" in nothing and "Measured: " not in nothing
 
 
 def test_fitted_rates_are_not_called_measured():
     """Two of the H200's are four times what its memory can do."""
-    text = assumptions(model_of("olmoe-1b-7b"), PLATFORMS["h200"])
+    text = render_assumptions(find_model("olmoe-1b-7b"), PLATFORMS["h200"])
     (measured,), (fitted,) = (
         re.findall(rf"{what}: (.*?)\.</li>", text) for what in ("Measured", "fitted to measured times")
     )
     assert set(fitted.split(", ")) == set(FITTED) and not set(FITTED) & set(measured.split(", "))
     assert "can be above memory_bandwidth" in text
-    shown = cells_of(sources(PLATFORMS["h200"]))
+    shown = cells_of(render_sources(PLATFORMS["h200"]))
     assert shown[shown.index("expert_weights") + 2].startswith("fitted to measured times: ")
     nothing_adds = dataclasses.replace(PLATFORMS["h200"], expert_rows=FREE)
-    assert "adds no time" in cells_of(sources(nothing_adds))
+    assert "adds no time" in cells_of(render_sources(nothing_adds))
 
 
 def test_every_figure_has_its_unit_and_source():
-    shown = cells_of(sources(MIXED))
+    shown = cells_of(render_sources(MIXED))
     for cell in ("139 GiB", "989 TFLOP/s", "4.8 TB/s", "7.773 TB/s", "22.9 us", "312 GB/s", "18 us", "1e-12 s/B"):
         assert cell in shown
     for figure, (value, source) in {
@@ -214,7 +216,7 @@ def test_every_figure_has_its_unit_and_source():
 @pytest.mark.parametrize("name", sorted(PLATFORMS))
 def test_units_of_shipped_figures(name):
     """No figure of a platform is without the unit that readers need."""
-    shown = cells_of(sources(PLATFORMS[name]))
+    shown = cells_of(render_sources(PLATFORMS[name]))
     plain = {"matmul_efficiency", "attention_efficiency", "fast_domain"}
     for field in dataclasses.fields(PLATFORMS[name]):
         if isinstance(getattr(PLATFORMS[name], field.name), (int, float)) and field.name not in plain:

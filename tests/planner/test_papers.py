@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moefx.planner.catalogue import model_of
-from moefx.planner.layout import KEPT, Layout
+from moefx.planner.catalogue import find_model
+from moefx.planner.layout import CHECKPOINT_POLICIES, Layout
 from moefx.planner.memory_formulas import BLOCK, MEMORY
 from moefx.planner.paper_formulas import MOEBLAZE, PIPER, X_MOE
 
@@ -75,7 +75,7 @@ class TestXMoe:
     @pytest.mark.parametrize("fine", [1, 8])
     def test_tables_1_and_2(self, fine):
         """M_spec has the same parameters, and m times the dispatched and combined rows; what lies between is alike."""
-        base = model_of("x-moe-large").replace(num_experts=16, top_k=1, expert_size=16384)
+        base = find_model("x-moe-large").replace(num_experts=16, top_k=1, expert_size=16384)
         spec = base.replace(num_experts=16 * fine, top_k=fine, expert_size=16384 // fine)
         assert spec.expert_parameters() * spec.num_experts == 2 * 16 * 16384 * 7168
         assert spec.expert_parameters() * spec.top_k == 2 * 16384 * 7168
@@ -86,10 +86,10 @@ class TestXMoe:
 
     def test_table_4(self):
         """Of the Large model: 1.125 "GB" are GiB, without capacity or metadata. Each system by what it keeps."""
-        large = model_of("x-moe-large")
+        large = find_model("x-moe-large")
         theory = X_MOE(k=8, S=4096, H=7168, H_FFN=2048, c=1, G=2)["A_theory"]
         assert theory / GIB == 1.125
-        rows = {name: BLOCK(**Layout(kept=name, ep=64, dp=64).values(large)) for name in KEPT}
+        rows = {name: BLOCK(**Layout(kept=name, ep=64, dp=64).values(large)) for name in CHECKPOINT_POLICIES}
         kept = {
             name: sum(found[part] for part in ("A_dispatch", "A_interm", "A_combine", "A_mask")) / GIB
             for name, found in rows.items()
@@ -127,7 +127,7 @@ class TestMoEBlaze:
     )
     def test_table_2_grows_as_what_is_kept(self, matrices, rows):
         """X, the outputs, K rows of F for each tensor, ERI arrays. F is not given: the next test says 2d."""
-        model = model_of("x-moe-small").replace(
+        model = find_model("x-moe-small").replace(
             hidden_size=256, num_experts=128, top_k=4, expert_size=512, matrices=matrices
         )
         for few, many in ((128, 512), (512, 2048)):
@@ -144,7 +144,7 @@ class TestMoEBlaze:
 
 def test_memory_is_piper_s_where_nothing_else_is_said():
     """States: 16 bytes for each of Piper's parameters, and the router's, which it leaves out."""
-    model = model_of("x-moe-small").replace(matrices=3, norms=0)
+    model = find_model("x-moe-small").replace(matrices=3, norms=0)
     layout = Layout(zero=0)
     found = MEMORY(**layout.values(model), M_fw=0)["M_states"]
     theirs = PIPER(**M10B | dict(d_model=2048, d_ffn=1408, E=64, L=28, b=0, EP=1, PP=1, M=1, i=0, B_NIC=1, g=1))["M_u"]

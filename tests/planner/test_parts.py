@@ -9,17 +9,22 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.planner.breakdown import LABELS, memory_parts, split, time_parts, values_of
-from moefx.planner.catalogue import MODELS, model_of
+from moefx.planner.breakdown import LABELS, evaluate_parts, memory_parts, split_sum, time_parts
+from moefx.planner.catalogue import MODELS, find_model
 from moefx.planner.layout import Layout
 from moefx.planner.memory_formulas import MEMORY
-from moefx.planner.platforms import PLATFORMS, platform_of
+from moefx.planner.platforms import PLATFORMS, find_platform
 from moefx.planner.ranking import plan
 from moefx.planner.sheet import Formula, Sheet, quantities
-from moefx.planner.step_formulas import given as given_of
-from moefx.planner.step_formulas import sheet, sheet_of
+from moefx.planner.step_formulas import build_step_sheet, find_step_sheet
+from moefx.planner.step_formulas import collect_values as given_of
 
-SHEETS = [(MEMORY, "M_gpu"), (sheet("dedup", 2), "T_step"), (sheet("halo", 3), "T_step"), (sheet("none", 1), "T_step")]
+SHEETS = [
+    (MEMORY, "M_gpu"),
+    (build_step_sheet("dedup", 2), "T_step"),
+    (build_step_sheet("halo", 3), "T_step"),
+    (build_step_sheet("none", 1), "T_step"),
+]
 
 
 def put_in(whole, expression):
@@ -32,14 +37,14 @@ def put_in(whole, expression):
 @pytest.mark.parametrize(("whole", "name"), SHEETS)
 def test_parts_are_the_whole(whole, name):
     """As formulas: nothing remains."""
-    parts = split(whole, name)
+    parts = split_sum(whole, name)
     assert len(parts) > 10
     assert sympy.expand(put_in(whole, whole.formulas[name].symbol - sum(parts.values()))) == 0
 
 
 @pytest.mark.parametrize(("whole", "name"), SHEETS)
 def test_every_part_has_a_name_for_readers(whole, name):
-    assert set(split(whole, name)) <= set(LABELS)
+    assert set(split_sum(whole, name)) <= set(LABELS)
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,12 +59,12 @@ def test_numbers_add_up(model, platform, powers, experts, kept, zero, flags, way
         pp=pp, tp=tp, dp=dp, ep=min(2**experts, tp * dp), kept=kept, zero=zero, ssmb=flags[0], recompute=flags[1],
         way=way, microbatches=8,
     )  # fmt: skip
-    machine = dataclasses.replace(platform_of(platform), overhead=2.0**30)
-    found, stages = memory_parts(model_of(model), machine, layout), (0, pp - 1)
-    whole = max(MEMORY(**layout.values(model_of(model), at), M_fw=2.0**30)["M_gpu"] for at in stages)
+    machine = dataclasses.replace(find_platform(platform), overhead=2.0**30)
+    found, stages = memory_parts(find_model(model), machine, layout), (0, pp - 1)
+    whole = max(MEMORY(**layout.values(find_model(model), at), M_fw=2.0**30)["M_gpu"] for at in stages)
     assert sum(found.values()) == pytest.approx(whole, rel=1e-12)
     assert all(value >= 0 for value in found.values()) and found["M_gpu"] == 2.0**30
-    assert all(value >= 0 for value in time_parts(model_of(model), machine, layout).values())
+    assert all(value >= 0 for value in time_parts(find_model(model), machine, layout).values())
 
 
 def test_those_of_a_ranking():
@@ -75,9 +80,9 @@ def test_those_of_a_ranking():
 
 def test_shared_experts_that_are_not_there():
     """Neither their rows nor their launches."""
-    platform, layout = dataclasses.replace(platform_of("h200"), dense_launch=1.0), Layout()
+    platform, layout = dataclasses.replace(find_platform("h200"), dense_launch=1.0), Layout()
     for name, launches in (("olmoe-1b-7b", 1), ("deepseek-v3", 4)):
-        found = sheet_of(layout, platform, True)(**given_of(model_of(name), layout, platform, True))
+        found = find_step_sheet(layout, platform, True)(**given_of(find_model(name), layout, platform, True))
         assert found["T_rest"] == pytest.approx(launches, rel=0.01)
 
 
@@ -93,9 +98,9 @@ def test_what_is_opened():
             Formula("whole", n * Z + Y + X * Y + b, "B", ""),
         ]
     )
-    parts = split(made, "whole")
+    parts = split_sum(made, "whole")
     assert parts == {"X": n * X, "Y": 2 * n * Y + Y, "Z": a * n, "whole": X * Y + b}
     given = dict(n=3.0, a=5.0, b=7.0)
-    assert values_of(made, "whole", given) == {"X": 105, "Y": 490, "Z": 15, "whole": 35 * 70 + 7}
-    assert sum(values_of(made, "whole", given).values()) == made(**given)["whole"]
-    assert split(made, "t") == {"t": X / b}
+    assert evaluate_parts(made, "whole", given) == {"X": 105, "Y": 490, "Z": 15, "whole": 35 * 70 + 7}
+    assert sum(evaluate_parts(made, "whole", given).values()) == made(**given)["whole"]
+    assert split_sum(made, "t") == {"t": X / b}

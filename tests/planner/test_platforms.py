@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from moefx.errors import UnknownPlatform
-from moefx.planner.communication import whole_link
-from moefx.planner.platforms import PLATFORMS, Network, Platform, platform_of
+from moefx.planner.communication import combine_links
+from moefx.planner.platforms import PLATFORMS, Network, Platform, find_platform
 
 ALL = pytest.mark.parametrize("platform", PLATFORMS.values(), ids=lambda p: p.name)
 
@@ -26,15 +26,15 @@ def test_every_figure_has_a_source(platform):
 def test_files(platform, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(platform.to_json())
-    assert platform_of(str(path)) == platform
+    assert find_platform(str(path)) == platform
 
 
 def test_names():
-    assert platform_of("Frontier").capacity == 64 * 2**30
+    assert find_platform("Frontier").capacity == 64 * 2**30
     with pytest.raises(UnknownPlatform, match="no platform 'frontiere'; did you mean frontier"):
-        platform_of("frontiere")
+        find_platform("frontiere")
     with pytest.raises(UnknownPlatform, match=r"no platform file no\.json: No such file"):
-        platform_of("no.json")
+        find_platform("no.json")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"networks": [], "colour": 1}', '{"networks": [{"size": 2}]}'])
@@ -42,7 +42,7 @@ def test_files_of_something_else(text, tmp_path):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(UnknownPlatform, match=r"other\.json is no platform file: .*Its fields are name, device"):
-        platform_of(str(path))
+        find_platform(str(path))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_files_of_something_else(text, tmp_path):
     ],
 )
 def test_levels_of_frontier(group, stride, sizes, names):
-    found, networks = platform_of("frontier").levels(group, stride)
+    found, networks = find_platform("frontier").levels(group, stride)
     assert (found, [network.name for network in networks]) == (sizes, names)
 
 
@@ -82,7 +82,7 @@ def test_levels_of_frontier(group, stride, sizes, names):
 )
 def test_platforms_that_cannot_be(change, message):
     with pytest.raises(UnknownPlatform, match=message):
-        dataclasses.replace(platform_of("h200"), **change)
+        dataclasses.replace(find_platform("h200"), **change)
 
 
 def test_units_without_a_limit_are_the_largest():
@@ -94,7 +94,7 @@ def test_units_without_a_limit_are_the_largest():
 def test_as_many_levels_as_links_differ():
     """Three: nodes of 4, switches of 16, and all. Switches with the links of the level above are no level."""
     networks = Network("node", 4, 8e9), Network("switch", 16, 4e9), Network("all", 0, 1e9)
-    tree = dataclasses.replace(platform_of("h200"), networks=networks)
+    tree = dataclasses.replace(find_platform("h200"), networks=networks)
     assert [n.name for n in tree.levels(64)[1]] == ["all", "switch", "node"]
     assert [tree.levels(*group)[0] for group in ((64, 1), (16, 1), (16, 4), (4, 16), (1, 1), (24, 1))] == [
         (4, 4, 4), (4, 4), (4, 4), (4,), (1,), (6, 4),
@@ -105,5 +105,5 @@ def test_as_many_levels_as_links_differ():
 
 def test_the_slowest_level_of_an_even_exchange():
     """Of 16 ranks in 2 nodes 8 of 15 bytes leave the node: with links a tenth as fast these take the time."""
-    assert whole_link((2, 8), ((1e-3, 10e-9), (1e-6, 1e-9))) == pytest.approx((1e-3, 10e-9 * 8 / 15))
-    assert whole_link((8,), ((0.0, 1e-9),)) == pytest.approx((0.0, 1e-9))
+    assert combine_links((2, 8), ((1e-3, 10e-9), (1e-6, 1e-9))) == pytest.approx((1e-3, 10e-9 * 8 / 15))
+    assert combine_links((8,), ((0.0, 1e-9),)) == pytest.approx((0.0, 1e-9))

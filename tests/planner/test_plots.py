@@ -11,8 +11,8 @@ from moefx.planner import plots
 from moefx.planner.breakdown import memory_parts, time_parts
 from moefx.planner.catalogue import MODELS
 from moefx.planner.ranking import plan
-from moefx.planner.regions import border, feasible
-from moefx.planner.scaling import scaling
+from moefx.planner.regions import build_region, ssmb_border
+from moefx.planner.scaling import search_scaling
 
 pytest.importorskip("matplotlib")
 GIB = 2**30
@@ -30,7 +30,7 @@ def texts(axes):
 def test_bars_are_as_long_as_memory(narrow):
     entries = narrow.entries[:4]
     parts = [memory_parts(narrow.model, narrow.platform, e.layout) for e in entries]
-    figure = plots.memory(["a", "b", "c", "d"], parts, narrow.platform.capacity)
+    figure = plots.plot_memory(["a", "b", "c", "d"], parts, narrow.platform.capacity)
     (axes,) = figure.axes
     ends = [0.0] * 4
     for bars in axes.containers:
@@ -49,7 +49,7 @@ def test_bars_are_as_long_as_memory(narrow):
 
 def test_bars_are_as_long_as_steps(narrow):
     parts = [time_parts(narrow.model, narrow.platform, e.layout, e.experts_first) for e in narrow.entries[:3]]
-    (axes,) = plots.seconds(["a", "b", "c"], parts).axes
+    (axes,) = plots.plot_seconds(["a", "b", "c"], parts).axes
     ends = [max(bars[i].get_x() + bars[i].get_width() for bars in axes.containers) for i in range(3)]
     assert ends == pytest.approx([e.seconds for e in narrow.entries[:3]])
     assert "(s)" in axes.get_xlabel()
@@ -57,15 +57,15 @@ def test_bars_are_as_long_as_steps(narrow):
 
 def test_many_parts_are_few_colours():
     parts = [{f"M_{i}": 2.0**i for i in range(15)}]
-    figure = plots.memory(["a"], parts, 2.0**14)
+    figure = plots.plot_memory(["a"], parts, 2.0**14)
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend[-1] == "other" and len(legend) <= 10
     assert "M_14" in legend and "M_0" not in legend
 
 
 def test_cells_say_what_regions_do(narrow):
-    found = [feasible(narrow), feasible(narrow, ("TP", "EP"))]
-    figure = plots.regions(found)
+    found = [build_region(narrow), build_region(narrow, ("TP", "EP"))]
+    figure = plots.plot_regions(found)
     for axes, region in zip(figure.axes, found, strict=False):
         shown = texts(axes)
         assert len(shown) == len(region.rows) * len(region.columns)
@@ -84,16 +84,16 @@ def test_cells_say_what_regions_do(narrow):
 
 def test_one_cell_is_a_picture_too():
     ranking = plan("olmoe-1b-7b", "mi300x", 1, batch=1)
-    assert plots.uri(plots.regions, [feasible(ranking), feasible(ranking, ("TP", "EP"))])
+    assert plots.render_data_uri(plots.plot_regions, [build_region(ranking), build_region(ranking, ("TP", "EP"))])
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "x-moe-super"])
 def test_models_are_above_or_below_the_border(name):
-    (axes,) = plots.advantage(MODELS[name], 4096).axes
+    (axes,) = plots.plot_ssmb_border(MODELS[name], 4096).axes
     lines = {line.get_label(): line for line in axes.lines if str(line.get_label()).startswith("border")}
     for length in (2048, 4096, 8192):
         x, y = lines[f"border, s = {length}"].get_data()
-        assert list(y) == pytest.approx([border(length) * at for at in x])
+        assert list(y) == pytest.approx([ssmb_border(length) * at for at in x])
     (star,) = [line for line in axes.lines if line.get_marker() == "*"]
     assert (star.get_xdata()[0], star.get_ydata()[0]) == (MODELS[name].expert_size, MODELS[name].top_k)
     assert name in [line for text in texts(axes) for line in text.split("\n")]
@@ -113,20 +113,20 @@ def covered(axes):
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "arctic", "x-moe-super"])
 def test_names_of_models_do_not_cover_each_other(name):
-    (axes,) = plots.advantage(MODELS[name], 4096).axes
+    (axes,) = plots.plot_ssmb_border(MODELS[name], 4096).axes
     assert covered(axes) == []
     shown = {line for text in texts(axes) for line in text.split("\n")}
     assert shown == {model for model in MODELS if not model.startswith("x-moe")} | {name}
 
 
 def test_labels_of_steps_do_not_cover_each_other(narrow):
-    for axes in plots.scaling(scaling(narrow, False), scaling(narrow, True)).axes:
+    for axes in plots.plot_scaling(search_scaling(narrow, False), search_scaling(narrow, True)).axes:
         assert covered(axes) == []
 
 
 def test_points_are_steps(narrow):
-    strong, weak = scaling(narrow, False), scaling(narrow, True)
-    figure = plots.scaling(strong, weak)
+    strong, weak = search_scaling(narrow, False), search_scaling(narrow, True)
+    figure = plots.plot_scaling(strong, weak)
     for axes, points in zip(figure.axes, (strong, weak), strict=True):
         fitting = [p for p in points if p.best]
         (line,) = [line for line in axes.lines if line.get_label() == "fastest"]
@@ -138,8 +138,10 @@ def test_points_are_steps(narrow):
 
 def test_where_nothing_fits():
     ranking = plan("deepseek-v3", "a100-40gb", 8)
-    points = scaling(ranking, False)
-    assert plots.uri(plots.scaling, points, points) and plots.uri(plots.regions, [feasible(ranking)])
+    points = search_scaling(ranking, False)
+    assert plots.render_data_uri(plots.plot_scaling, points, points) and plots.render_data_uri(
+        plots.plot_regions, [build_region(ranking)]
+    )
 
 
 def test_nothing_global_is_touched(narrow):
@@ -148,9 +150,9 @@ def test_nothing_global_is_touched(narrow):
     had, rc = "matplotlib.pyplot" in sys.modules, matplotlib.rcParams.copy()
     with matplotlib.rc_context({"font.size": 31, "axes.facecolor": "black"}):
         inside = matplotlib.rcParams.copy()
-        first = plots.uri(plots.advantage, narrow.model, 4096)
+        first = plots.render_data_uri(plots.plot_ssmb_border, narrow.model, 4096)
         assert matplotlib.rcParams.copy() == inside
-    second = plots.uri(plots.advantage, narrow.model, 4096)
+    second = plots.render_data_uri(plots.plot_ssmb_border, narrow.model, 4096)
     assert first == second  # whatever the user's settings are, and each time
     assert matplotlib.rcParams.copy() == rc and ("matplotlib.pyplot" in sys.modules) == had
     kind, _, data = first.partition(",")

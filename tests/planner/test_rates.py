@@ -7,22 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from moefx.bench.platform_results import Findings
-from moefx.bench.rate_fit import Measured, errors, expert_rates, gemm_errors, measured, predicted
+from moefx.bench.platform_results import PlatformResults
+from moefx.bench.rate_fit import (
+    ExpertTime,
+    expert_errors,
+    fit_expert_rates,
+    gemm_errors,
+    predict_experts,
+    read_expert_times,
+)
 from moefx.bench.shapes import SHAPES
-from moefx.planner.platforms import platform_of
+from moefx.planner.platforms import find_platform
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FOUND = Findings.read(RESULTS / "platform_h200.jsonl")
+FOUND = PlatformResults.read(RESULTS / "platform_h200.jsonl")
 GRID = FOUND.device.experts
-TIMES = measured(RESULTS / "experts_h200.jsonl")
-H200 = platform_of("h200")
+TIMES = read_expert_times(RESULTS / "experts_h200.jsonl")
+H200 = find_platform("h200")
 
 
 def test_ten_shapes_within_15_percent():
     """The worst is 11 %, the mean 4 %; none of the ten is among those that the rates are from."""
     platform = FOUND.platform("here", H200)
-    found = errors(TIMES, platform)
+    found = expert_errors(TIMES, platform)
     assert {shape for shape, _ in found} == {shape.name for shape in SHAPES} and len(found) == 20
     assert not {time.shape for time in GRID} & {time.shape for time in TIMES}
     assert max(map(abs, found.values())) < 0.15
@@ -34,13 +41,13 @@ def test_what_the_rates_are_from():
     platform = FOUND.platform("here", H200)
     assert len(FOUND.device.gemms) == 40 and len(GRID) == 28
     assert max(map(abs, gemm_errors(FOUND.device.gemms, platform))) < 0.20
-    assert max(map(abs, errors(GRID, platform).values())) < 0.12
+    assert max(map(abs, expert_errors(GRID, platform).values())) < 0.12
 
 
 def test_the_docs_quote_what_is_left():
     """Of GEMMs too, which are further off than experts."""
     page = " ".join((RESULTS.parents[1] / "docs" / "planner.md").read_text(encoding="utf-8").split())
-    gemms, experts = gemm_errors(FOUND.device.gemms, H200), list(errors(GRID, H200).values())
+    gemms, experts = gemm_errors(FOUND.device.gemms, H200), list(expert_errors(GRID, H200).values())
     for wrong in (gemms, experts):
         assert f"{100 * min(wrong):+.1f} .. {100 * max(wrong):+.1f} %" in page
     assert f"{100 * sum(map(abs, gemms)) / len(gemms):.1f} % on average" in page
@@ -61,18 +68,18 @@ def test_the_shipped_platform_is_this_one():
 
 def test_rates_come_back():
     """Times that the formulas made."""
-    platform = platform_of("mi300x")
+    platform = find_platform("mi300x")
     made = []
     for shape, _, is_step in GRID:
-        seconds = predicted(shape, platform)["T_experts_step" if is_step else "T_experts"]
-        made.append(Measured(shape, seconds + 5e-6 * (3 if is_step else 1), is_step))
-    found = expert_rates(made)
+        seconds = predict_experts(shape, platform)["T_experts_step" if is_step else "T_experts"]
+        made.append(ExpertTime(shape, seconds + 5e-6 * (3 if is_step else 1), is_step))
+    found = fit_expert_rates(made)
     wanted = [platform.peak, platform.memory_bandwidth, platform.memory_bandwidth, 5e-6]
     assert list(found.values()) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_too_few_times():
     with pytest.raises(ValueError, match="3 times do not tell"):
-        expert_rates(GRID[:3])
+        fit_expert_rates(GRID[:3])
     with pytest.raises(ValueError, match="8 times do not tell"):
-        expert_rates(GRID[:1] * 8)
+        fit_expert_rates(GRID[:1] * 8)

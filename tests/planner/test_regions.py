@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from moefx.planner.catalogue import MODELS, model_of
+from moefx.planner.catalogue import MODELS, find_model
 from moefx.planner.layout import Layout
 from moefx.planner.paper_formulas import X_MOE
 from moefx.planner.platforms import PLATFORMS
 from moefx.planner.ranking import plan
-from moefx.planner.regions import TRADE_OFF, border, feasible, saved_by_ssmb, trade_off
-from moefx.planner.scaling import scaling
-from moefx.planner.step_formulas import memory
+from moefx.planner.regions import TRADE_OFF, build_region, saved_by_ssmb, ssmb_border, trade_off_values
+from moefx.planner.scaling import search_scaling
+from moefx.planner.step_formulas import evaluate_memory
 from moefx.util.unit_text import amount
 
 
@@ -29,7 +29,7 @@ def test_cells_are_the_best_of_their_layouts(narrow, axes):
         both = {"PP": layout.pp, "TP": layout.tp, "EP": layout.ep}
         return both[axes[0]], both[axes[1]]
 
-    region = feasible(narrow, axes)
+    region = build_region(narrow, axes)
     fitting = {where for where, cell in region.cells.items() if cell.best}
     assert fitting == {sizes(entry.layout) for entry in narrow}
     for where in fitting:
@@ -44,39 +44,39 @@ def test_cells_are_the_best_of_their_layouts(narrow, axes):
 
 
 def test_both_kinds_of_cells_are_there(narrow):
-    cells = feasible(narrow).cells.values()
+    cells = build_region(narrow).cells.values()
     assert any(cell.best for cell in cells) and any(cell.lacking for cell in cells)
 
 
 def test_what_crosses_the_fast_domain_is_on_no_axis():
     ranking = plan("deepseek-v3", "frontier", 512)
-    assert max(feasible(ranking).columns) == 32
-    assert max(feasible(plan("deepseek-v3", "frontier", 512, fast_domain=0)).columns) == 256
+    assert max(build_region(ranking).columns) == 32
+    assert max(build_region(plan("deepseek-v3", "frontier", 512, fast_domain=0)).columns) == 256
 
 
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_the_border_is_where_both_save_alike(name, tokens):
     """X-MoE eq. 1 and 2; sides of figure 17's own models are in test_papers."""
-    model = model_of(name)
+    model = find_model(name)
     found = X_MOE(k=model.top_k, H_FFN=model.expert_size, H=model.hidden_size, S=tokens, c=1, G=4)
-    assert (model.top_k / model.expert_size > border(tokens)) == (found["A_saving"] > found["M_mincost"])
+    assert (model.top_k / model.expert_size > ssmb_border(tokens)) == (found["A_saving"] > found["M_mincost"])
 
 
 def test_the_trade_off_is_the_paper_s_where_it_has_one():
     """Two matrices, an expert a rank, one layer and micro-batch."""
-    model = model_of("x-moe-large").replace(num_layers=1, num_moe_layers=1)
+    model = find_model("x-moe-large").replace(num_layers=1, num_moe_layers=1)
     layout = Layout(tp=4, dp=64, ep=256, ssmb=True)
-    found = TRADE_OFF(**trade_off(model, layout))
+    found = TRADE_OFF(**trade_off_values(model, layout))
     theirs = X_MOE(k=8, H_FFN=2048, H=7168, S=4096, c=1, G=4)
     assert (found["A_saving"], found["M_cost"]) == (theirs["A_saving"], theirs["M_mincost"])
 
 
 def test_the_trade_off_of_a_stage():
     """Activations of every layer and micro-batch in flight, or of one layer where they run again; states of all."""
-    model, layout = model_of("deepseek-v3"), Layout(pp=4, tp=4, dp=4, ep=16, ssmb=True, microbatches=8)
-    found = TRADE_OFF(**trade_off(model, layout))
-    again = TRADE_OFF(**trade_off(model, dataclasses.replace(layout, recompute=True)))
+    model, layout = find_model("deepseek-v3"), Layout(pp=4, tp=4, dp=4, ep=16, ssmb=True, microbatches=8)
+    found = TRADE_OFF(**trade_off_values(model, layout))
+    again = TRADE_OFF(**trade_off_values(model, dataclasses.replace(layout, recompute=True)))
     assert found["A_saving"] == again["A_saving"] * 15 * 4
     assert found["M_cost"] == again["M_cost"] == 15 * 16 * 4 * 3 * 2048 * 7168 * 3 / 4
 
@@ -85,12 +85,12 @@ def test_the_trade_off_of_a_stage():
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("pp", [1, 4])
 def test_what_ssmb_saves_is_shown_with_its_formula(pp, recompute, kept):
-    model, platform = model_of("deepseek-v3"), PLATFORMS["frontier"]
+    model, platform = find_model("deepseek-v3"), PLATFORMS["frontier"]
     with_it, without = (
         Layout(pp=pp, tp=4, dp=16, ep=16, ssmb=ssmb, kept=kept, recompute=recompute, microbatches=8)
         for ssmb in (True, False)
     )
-    saved = memory(model, without, platform)["M_gpu"] - memory(model, with_it, platform)["M_gpu"]
+    saved = evaluate_memory(model, without, platform)["M_gpu"] - evaluate_memory(model, with_it, platform)["M_gpu"]
     shown = str(saved_by_ssmb(model, with_it, platform))
     assert shown.splitlines()[0].startswith("M_saved = ") and shown.splitlines()[1].endswith(f" = {amount(saved, 'B')}")
     assert shown == str(saved_by_ssmb(model, without, platform))
@@ -100,7 +100,7 @@ def test_what_ssmb_saves_is_shown_with_its_formula(pp, recompute, kept):
 @pytest.mark.parametrize("is_weak", [False, True])
 def test_points_are_rankings_of_their_own(narrow, is_weak):
     told = []
-    points = scaling(narrow, is_weak, told.append)
+    points = search_scaling(narrow, is_weak, told.append)
     assert [p.num_ranks for p in points] == [5, 10, 20, 40, 80] and len(told) == 5
     assert [p.batch for p in points] == ([20, 40, 80, 160, 320] if is_weak else [80] * 5)
     for point in points:
@@ -111,11 +111,11 @@ def test_points_are_rankings_of_their_own(narrow, is_weak):
 
 def test_options_go_along():
     ranking = plan("olmoe-1b-7b", "frontier", 16, batch=32, tokens=512, most_sequences=1, fast_domain=4)
-    for point in scaling(ranking, is_weak=True):
+    for point in search_scaling(ranking, is_weak=True):
         assert point.best.layout.tokens == 512 and point.best.layout.sequences == 1 and point.best.layout.ep <= 4
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(1, [1, 2, 4]), (6, [3, 6, 12, 24]), (7, [7, 14, 28])])
 def test_gpus_are_whole(gpus, expected):
     ranking = plan("olmoe-1b-7b", "mi300x", gpus, batch=84, tokens=512)
-    assert [point.num_ranks for point in scaling(ranking, is_weak=False)] == expected
+    assert [point.num_ranks for point in search_scaling(ranking, is_weak=False)] == expected

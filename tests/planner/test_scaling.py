@@ -8,8 +8,8 @@ import pytest
 
 from moefx.planner.breakdown import time_parts
 from moefx.planner.ranking import plan
-from moefx.planner.scaling import Scaled, above_ideal, scaling
-from moefx.planner.step_formulas import memory
+from moefx.planner.scaling import ScalingPoint, explain_above_ideal, search_scaling
+from moefx.planner.step_formulas import evaluate_memory
 from moefx.util.unit_text import amount
 
 
@@ -21,18 +21,18 @@ def ranking():
 
 @pytest.fixture(scope="module")
 def weak(ranking):
-    return scaling(ranking, is_weak=True)
+    return search_scaling(ranking, is_weak=True)
 
 
 def test_the_cause_of_more_than_ideal(ranking, weak):
     first, top = weak[0], max(weak, key=lambda point: point.of_ideal(weak[0]))
-    said = above_ideal(ranking, weak)
+    said = explain_above_ideal(ranking, weak)
     assert top.of_ideal(first) == first.best.seconds / top.best.seconds > 1.1
     assert f"{top.of_ideal(first):.0%} on {top.num_ranks} GPUs" in said
     for best in (first.best, top.best):
         assert best.short in said
     there = dataclasses.replace(top.best.layout, dp=top.best.layout.dp * first.num_ranks // top.num_ranks)
-    needs = memory(ranking.model, there, ranking.platform)["M_gpu"]
+    needs = evaluate_memory(ranking.model, there, ranking.platform)["M_gpu"]
     assert f"would need {amount(needs, 'B')} of a GPU's 80 GiB on 32 GPUs (optimizer states " in said
     experts = [
         time_parts(ranking.model, ranking.platform, point.best.layout)["T_experts"] * point.num_ranks / point.batch
@@ -42,15 +42,15 @@ def test_the_cause_of_more_than_ideal(ranking, weak):
 
 
 def test_what_does_not_divide_fewer(ranking):
-    strong = scaling(ranking, is_weak=False)
-    assert "would leave 4 of 32 GPUs to share experts among, which EP = 8 does not divide" in above_ideal(
+    strong = search_scaling(ranking, is_weak=False)
+    assert "would leave 4 of 32 GPUs to share experts among, which EP = 8 does not divide" in explain_above_ideal(
         ranking, strong
     )
 
 
 def test_nothing_is_said_where_nothing_is_above(ranking, weak):
     alike = [dataclasses.replace(weak[0], num_ranks=n, batch=8 * n) for n in (32, 64)]
-    slower = Scaled(64, 512, weak[-1].best)
-    assert above_ideal(ranking, alike) == above_ideal(ranking, []) == ""
-    assert above_ideal(ranking, [slower, dataclasses.replace(weak[0], num_ranks=128, batch=1024)]) == ""
-    assert above_ideal(ranking, [Scaled(32, 256, None)]) == ""
+    slower = ScalingPoint(64, 512, weak[-1].best)
+    assert explain_above_ideal(ranking, alike) == explain_above_ideal(ranking, []) == ""
+    assert explain_above_ideal(ranking, [slower, dataclasses.replace(weak[0], num_ranks=128, batch=1024)]) == ""
+    assert explain_above_ideal(ranking, [ScalingPoint(32, 256, None)]) == ""

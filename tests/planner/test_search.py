@@ -12,12 +12,12 @@ import torch
 import moefx
 from moefx import cli
 from moefx.errors import InvalidPlan, UnknownArchitecture, UnknownPlatform
-from moefx.planner.catalogue import model_of
-from moefx.planner.entries import Asked
+from moefx.planner.catalogue import find_model
+from moefx.planner.entries import SearchRequest
 from moefx.planner.layout import Layout
-from moefx.planner.platforms import Network, platform_of
+from moefx.planner.platforms import Network, find_platform
 from moefx.planner.ranking import plan, search
-from moefx.planner.step_formulas import flop_per_token, given, memory, sheet
+from moefx.planner.step_formulas import build_step_sheet, collect_values, evaluate_memory, flop_per_token
 from moefx.util.unit_text import amount
 
 from ..pace import within
@@ -41,7 +41,7 @@ def test_what_fits_holds_to_the_constraints(small):
     for entry in small:
         x = entry.layout
         assert x.num_ranks == 16 and model.num_experts % x.ep == 0 and x.pp <= model.num_layers  # Piper eq. 7 to 9
-        assert memory(model, x, platform)["M_gpu"] == entry.memory["M_gpu"] <= platform.capacity  # eq. 11
+        assert evaluate_memory(model, x, platform)["M_gpu"] == entry.memory["M_gpu"] <= platform.capacity  # eq. 11
         assert x.sequences * x.microbatches * x.dp == 64
     seconds = [entry.seconds for entry in small]
     assert seconds == sorted(seconds)
@@ -75,7 +75,7 @@ def test_memory_is_that_of_the_way():
     flat = [e for e in ranking if e.layout.ep == 256 and e.layout.way == "flat"]
     assert flat
     for entry in flat:
-        assert memory(ranking.model, entry.layout, ranking.platform)["M_gpu"] == entry.memory["M_gpu"]
+        assert evaluate_memory(ranking.model, entry.layout, ranking.platform)["M_gpu"] == entry.memory["M_gpu"]
         assert entry.memory["n_dup"] == ranking.model.top_k
 
 
@@ -87,7 +87,9 @@ def test_what_does_not_fit_says_by_how_much():
         "too much at the least, most of it optimizer states (M_optimizer)"
     )
     assert line.sizes == ({"PP": 1, "TP": 1, "EP": 8},) and line.term == "M_optimizer"
-    least = min(memory(ranking.model, layout, ranking.platform)["M_gpu"] for layout in every_policy(dp=8, ep=8))
+    least = min(
+        evaluate_memory(ranking.model, layout, ranking.platform)["M_gpu"] for layout in every_policy(dp=8, ep=8)
+    )
     assert line.lacking == least - ranking.platform.capacity
     assert "0 layouts fit 40 GiB" in str(ranking)
 
@@ -99,7 +101,7 @@ def every_policy(**ranks):
 
 
 def test_what_was_asked_is_kept(small):
-    assert (small.num_ranks, small.asked) == (16, Asked(64, 4096, 8, 0, ("1f1b",)))
+    assert (small.num_ranks, small.asked) == (16, SearchRequest(64, 4096, 8, 0, ("1f1b",)))
     assert plan("olmoe-1b-7b", "frontier", 8, batch=8, tokens=128).asked.fast_domain == 32
 
 
@@ -162,14 +164,14 @@ def test_a_notebook_shows_a_line(small):
     )
 
 
-MODEL, PLATFORM = model_of("qwen3-30b-a3b"), platform_of("dgx-h100")
+MODEL, PLATFORM = find_model("qwen3-30b-a3b"), find_platform("dgx-h100")
 LAYOUT = Layout(pp=2, tp=2, dp=8, ep=16, ssmb=True, microbatches=8)
 
 
 def seconds(platform=PLATFORM, **changes):
     layout = dataclasses.replace(LAYOUT, **changes)
-    values = given(MODEL, layout, platform)
-    return sheet("dedup", 2)(**values)
+    values = collect_values(MODEL, layout, platform)
+    return build_step_sheet("dedup", 2)(**values)
 
 
 @pytest.mark.parametrize("figure", ["peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency"])
@@ -262,19 +264,19 @@ def test_what_cannot_be_meant(arguments, error, message):
 
 
 def test_search_takes_descriptions():
-    assert search(model_of("olmoe-1b-7b"), platform_of("h200"), 1, batch=8)[0].layout.num_ranks == 1
+    assert search(find_model("olmoe-1b-7b"), find_platform("h200"), 1, batch=8)[0].layout.num_ranks == 1
 
 
 def test_more_gpus_than_a_platform_knows():
     """A file that `bench platform` wrote of one node says nothing of more."""
-    one_node = dataclasses.replace(platform_of("h200"), networks=(Network("node", 8, 300e9),))
+    one_node = dataclasses.replace(find_platform("h200"), networks=(Network("node", 8, 300e9),))
     assert moefx.plan("olmoe-1b-7b", one_node, 8, batch=8)
     with pytest.raises(InvalidPlan, match=r"too few ranks for 16 GPUs.*'node', has 8 ranks"):
         moefx.plan("olmoe-1b-7b", one_node, 16, batch=16)
 
 
 def test_nothing_is_sent_to_no_stage():
-    platform = platform_of("dgx-h100")
+    platform = find_platform("dgx-h100")
     alone, two = (seconds(platform, pp=pp, tp=1, ep=16, ssmb=False, dp=16)["T_p2p"] for pp in (1, 2))
     network = platform.network_of(2, 16)
     once = 2 * 4096 * MODEL.hidden_size / network.bandwidth + network.latency
@@ -313,7 +315,7 @@ def test_schedules_of_pipelines():
 def test_hops_over_three_levels_are_planned():
     """Nodes of 2, switches of 4, and all: `compile` must be told of the switches."""
     networks = Network("node", 2, 100e9), Network("switch", 4, 20e9), Network("all", 0, 1e9)
-    tree = dataclasses.replace(platform_of("a100-40gb"), networks=networks)
+    tree = dataclasses.replace(find_platform("a100-40gb"), networks=networks)
     by_level = [
         e for e in plan("olmoe-1b-7b", tree, 16, batch=64) if e.layout.way in ("rbd", "halo") and e.layout.ep > 1
     ]

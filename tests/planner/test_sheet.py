@@ -19,7 +19,7 @@ SHEET = Sheet(
 
 
 def test_results():
-    assert SHEET.given == ["a", "b"]
+    assert SHEET.inputs == ["a", "b"]
     assert SHEET(a=7, b=2) == {"total": 18, "half": 9, "most": 7}
 
 
@@ -29,7 +29,7 @@ def test_whole_numbers_stay_whole():
 
 
 def test_shown():
-    text = SHEET.shown("half", a=4096, b=1024)
+    text = SHEET.format_results("half", a=4096, b=1024)
     assert text.splitlines() == [
         "half = total/2    # half of it",
         "     = 4.194e+06/2 = 2 MiB",
@@ -56,7 +56,7 @@ def test_distinct():
     for nodes, redundancy in ((2, 0.751), (4, 0.548)):
         assert 1 - sheet(E=256, k=8, N=nodes)["D"] / 8 == pytest.approx(redundancy, abs=0.0005)
     assert sheet(E=256, k=8, N=1)["D"] == 1
-    assert "distinct_parts(256, 8, 2) = 1.993" in sheet.shown("D", E=256, k=8, N=2)
+    assert "distinct_parts(256, 8, 2) = 1.993" in sheet.format_results("D", E=256, k=8, N=2)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from moefx.planner.communication import whole_link
-from moefx.planner.platforms import PLATFORMS, Network, platform_of
-from moefx.planner.simulation.network import fabric, ring, slowed
-from moefx.planner.simulation.routing_skew import choose, popularity, traffic
+from moefx.planner.communication import combine_links
+from moefx.planner.platforms import PLATFORMS, Network, find_platform
+from moefx.planner.simulation.network import build_fabric, draw_slowdowns, estimate_ring
+from moefx.planner.simulation.routing_skew import count_traffic, draw_choices, popularity
 
-FRONTIER = platform_of("frontier")
+FRONTIER = find_platform("frontier")
 TREE = dataclasses.replace(
     FRONTIER, networks=(Network("node", 4, 8e9), Network("switch", 16, 4e9), Network("all", 0, 1e9))
 )
@@ -25,12 +25,12 @@ ALL = pytest.mark.parametrize("platform", [*PLATFORMS.values(), TREE], ids=lambd
 def test_even_traffic_takes_what_the_formula_says(platform, group, stride):
     """A byte from each rank to each."""
     sizes, networks = platform.levels(group, stride)
-    _, beta = whole_link(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
-    links = fabric(platform, range(0, group * stride, stride))
+    _, beta = combine_links(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
+    links = build_fabric(platform, range(0, group * stride, stride))
     even = torch.ones(group, group)
-    assert links.busiest(even).item() == pytest.approx((group - 1) * beta)
+    assert links.busiest_link_seconds(even).item() == pytest.approx((group - 1) * beta)
     if group <= 16:
-        assert links.fair(even) == pytest.approx((group - 1) * beta)
+        assert links.fair_share_seconds(even) == pytest.approx((group - 1) * beta)
 
 
 def test_what_leaves_a_node_shares_one_nic():
@@ -38,17 +38,17 @@ def test_what_leaves_a_node_shares_one_nic():
     above that is almost as fast it is too fast, by what they add."""
     near = dataclasses.replace(TREE, networks=(*TREE.networks[:2], Network("all", 0, 3.9e9)))
     sizes, networks = near.levels(64)
-    _, beta = whole_link(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
-    found = fabric(near, range(64)).busiest(torch.ones(64, 64)).item()
+    _, beta = combine_links(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
+    found = build_fabric(near, range(64)).busiest_link_seconds(torch.ones(64, 64)).item()
     assert found == pytest.approx(60 / 4e9) and 63 * beta == pytest.approx(48 / 3.9e9)
 
 
 def test_a_group_that_does_not_fill_its_nodes():
     """Twelve ranks in nodes of eight are eight and four: for the formula one level, at the rate of what is between."""
     sizes, networks = FRONTIER.levels(12)
-    _, beta = whole_link(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
+    _, beta = combine_links(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
     assert sizes == (12,)
-    assert fabric(FRONTIER, range(12)).busiest(torch.ones(12, 12)).item() == pytest.approx(
+    assert build_fabric(FRONTIER, range(12)).busiest_link_seconds(torch.ones(12, 12)).item() == pytest.approx(
         8 * beta
     )  # of eight ranks all but eight
 
@@ -57,13 +57,13 @@ def test_units_share_what_leads_away_from_them():
     """A rank may use what its neighbours leave of a switch's links, not of another's NIC."""
     one = torch.zeros(64, 64)
     one[0, 60] = 4e9
-    links = fabric(TREE, range(64))
-    assert links.busiest(one).item() == links.fair(one) == 1.0  # its NIC
+    links = build_fabric(TREE, range(64))
+    assert links.busiest_link_seconds(one).item() == links.fair_share_seconds(one) == 1.0  # its NIC
     one[:16, 60] = 4e9  # sixteen to one: its NIC in has all of it
-    assert links.busiest(one).item() == pytest.approx(16)
+    assert links.busiest_link_seconds(one).item() == pytest.approx(16)
     spread = torch.zeros(64, 64)
     spread[torch.arange(16), torch.arange(48, 64)] = 4e9  # a switch's worth: 16 x 1 GB/s
-    assert links.busiest(spread).item() == pytest.approx(4)
+    assert links.busiest_link_seconds(spread).item() == pytest.approx(4)
 
 
 @pytest.mark.parametrize(("ranks", "skew"), [(8, 0.0), (16, 0.0), (16, 1.0), (16, 2.0)])
@@ -71,11 +71,11 @@ def test_drawn_exchanges_keep_their_busiest_link_busy(ranks, skew):
     """So that fair sharing takes no longer than that link alone."""
     generator = torch.Generator().manual_seed(0)
     weights = popularity(64, skew)[torch.randperm(64, generator=generator)]
-    choices = choose(weights, ranks * 256, 6, generator)
+    choices = draw_choices(weights, ranks * 256, 6, generator)
     for way in ("flat", "dedup"):
-        (rows,) = traffic(choices, torch.arange(ranks).repeat_interleave(256), 64, (ranks,), way).hops
-        links = fabric(FRONTIER, range(ranks))
-        assert links.fair(rows) == pytest.approx(links.busiest(rows).item())
+        (rows,) = count_traffic(choices, torch.arange(ranks).repeat_interleave(256), 64, (ranks,), way).hops
+        links = build_fabric(FRONTIER, range(ranks))
+        assert links.fair_share_seconds(rows) == pytest.approx(links.busiest_link_seconds(rows).item())
 
 
 def test_fair_sharing_can_take_longer():
@@ -84,28 +84,28 @@ def test_fair_sharing_can_take_longer():
     flows = torch.zeros(8, 8)
     flows[0, 1] = flows[0, 2] = 1.5
     flows[3, 1] = flows[4, 1] = flows[5, 2] = flows[6, 2] = 0.1
-    links = fabric(FRONTIER, range(8))
-    assert links.busiest(flows * 50e9).item() == pytest.approx(3)
-    assert links.fair(flows * 50e9) == pytest.approx(0.3 + 2 * 1.4)
+    links = build_fabric(FRONTIER, range(8))
+    assert links.busiest_link_seconds(flows * 50e9).item() == pytest.approx(3)
+    assert links.fair_share_seconds(flows * 50e9) == pytest.approx(0.3 + 2 * 1.4)
     generator = torch.Generator().manual_seed(0)
     for _ in range(10):
         flows = torch.rand(6, 6, generator=generator) ** 8 * 1e9
-        links = fabric(FRONTIER, range(6))
-        assert 1 - 1e-9 <= links.fair(flows) / links.busiest(flows).item() < 1.1
+        links = build_fabric(FRONTIER, range(6))
+        assert 1 - 1e-9 <= links.fair_share_seconds(flows) / links.busiest_link_seconds(flows).item() < 1.1
 
 
 @pytest.mark.parametrize("platform", PLATFORMS.values(), ids=lambda p: p.name)
 def test_a_ring_of_one_rank_a_node_is_the_formula(platform):
     size = platform.node_size
     ranks = range(0, 16 * size, size)
-    assert ring(platform, ranks) == pytest.approx(1 / platform.network_of(16, size).bandwidth)
-    assert ring(platform, range(size)) == pytest.approx(1 / platform.networks[0].bandwidth)
-    assert ring(platform, [3]) == 0.0
+    assert estimate_ring(platform, ranks) == pytest.approx(1 / platform.network_of(16, size).bandwidth)
+    assert estimate_ring(platform, range(size)) == pytest.approx(1 / platform.networks[0].bandwidth)
+    assert estimate_ring(platform, [3]) == 0.0
 
 
 def test_a_ring_has_what_its_ranks_have_of_a_switch():
     """Four ranks a switch, one a node: the ring leaves it once, by what the four have of its links: 4 x 1 GB/s."""
-    assert ring(TREE, range(0, 64, 4)) == pytest.approx(1 / 4e9)
+    assert estimate_ring(TREE, range(0, 64, 4)) == pytest.approx(1 / 4e9)
     assert 1 / TREE.network_of(16, 4).bandwidth == 1 / 1e9  # the formula
 
 
@@ -114,16 +114,16 @@ def test_several_rings_use_several_nics(members):
     """Of n ranks in a node each carries an n-th of what leaves it, unless the node itself is slower."""
     ranks = [node * 8 + i * 8 // members for node in range(16) for i in range(members)]
     wanted = max(1 / members / 12.5e9, (members - 1) / members / 50e9)
-    assert ring(FRONTIER, ranks) == pytest.approx(wanted)
-    assert ring(FRONTIER, ranks) < 1 / FRONTIER.network_of(len(ranks), 8 // members).bandwidth
+    assert estimate_ring(FRONTIER, ranks) == pytest.approx(wanted)
+    assert estimate_ring(FRONTIER, ranks) < 1 / FRONTIER.network_of(len(ranks), 8 // members).bandwidth
 
 
 def test_stragglers_are_as_measured():
     """A third of them as each says: the mean of (1, 1, 4) is 2, to five standard deviations."""
     generator = torch.Generator().manual_seed(0)
-    found = slowed(Network("node", 8, 1e9, spread=(1.0, 1.0, 4.0)), (100, 100), generator)
+    found = draw_slowdowns(Network("node", 8, 1e9, spread=(1.0, 1.0, 4.0)), (100, 100), generator)
     assert found.shape == (100, 100) and found.min() >= 1 and found.max() <= 4
     assert found.mean().item() == pytest.approx(2, abs=5 * found.std().item() / 100)
-    assert (slowed(Network("node", 8, 1e9), (5,), generator) == 1).all()
-    assert (slowed(Network("node", 8, 1e9, spread=(1.5,)), (5,), generator) == 1.5).all()
-    assert math.isclose(slowed(Network("node", 8, 1e9, spread=(1.0, 1.0)), (5,), generator).sum(), 5)
+    assert (draw_slowdowns(Network("node", 8, 1e9), (5,), generator) == 1).all()
+    assert (draw_slowdowns(Network("node", 8, 1e9, spread=(1.5,)), (5,), generator) == 1.5).all()
+    assert math.isclose(draw_slowdowns(Network("node", 8, 1e9, spread=(1.0, 1.0)), (5,), generator).sum(), 5)

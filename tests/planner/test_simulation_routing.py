@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.planner.communication import exchange, level_values
-from moefx.planner.simulation.routing_skew import choices_of_ranks, choose, popularity, traffic
+from moefx.planner.communication import build_exchange_sheet, level_values
+from moefx.planner.simulation.routing_skew import count_choices, count_traffic, draw_choices, popularity
 
 WAYS = ("flat", "dedup", "rbd", "halo")
 SIZES = st.lists(st.sampled_from([2, 3, 4]), min_size=1, max_size=3).map(tuple)
@@ -21,7 +21,7 @@ def drawn(sizes, num_experts, top_k, tokens, skew=0.0, seed=0):
     ranks = math.prod(sizes)
     generator = torch.Generator().manual_seed(seed)
     weights = popularity(num_experts, skew)[torch.randperm(num_experts, generator=generator)]
-    return choose(weights, ranks * tokens, top_k, generator), torch.arange(ranks).repeat_interleave(tokens)
+    return draw_choices(weights, ranks * tokens, top_k, generator), torch.arange(ranks).repeat_interleave(tokens)
 
 
 @given(st.integers(1, 9), st.floats(0, 4), st.integers(0, 9))
@@ -35,7 +35,7 @@ def test_a_token_takes_an_expert_once(top_k, skew, seed):
 def test_popular_experts_are_chosen_by_their_weight():
     """Of one choice each, n^-skew to its sum; to five standard deviations."""
     tokens, weights = 100_000, popularity(16, 1.0)
-    found = choose(weights, tokens, 1, torch.Generator().manual_seed(0))
+    found = draw_choices(weights, tokens, 1, torch.Generator().manual_seed(0))
     counts, wanted = torch.bincount(found[0], minlength=16), weights / weights.sum()
     assert ((counts / tokens - wanted).abs() <= 5 * (wanted * (1 - wanted) / tokens).sqrt()).all()
 
@@ -43,7 +43,7 @@ def test_popular_experts_are_chosen_by_their_weight():
 def test_the_second_choice_is_of_what_is_left():
     """Weights 4, 2, 1: the pair (0, 1) comes as 0 then 1 or 1 then 0."""
     tokens = 100_000
-    first, second = choose(torch.tensor([4, 2, 1]), tokens, 2, torch.Generator().manual_seed(0))
+    first, second = draw_choices(torch.tensor([4, 2, 1]), tokens, 2, torch.Generator().manual_seed(0))
     wanted = 4 / 7 * 2 / 3 + 2 / 7 * 4 / 5
     assert ((first == 0) & (second == 1)).double().mean().item() == pytest.approx(
         wanted, abs=5 * math.sqrt(wanted * (1 - wanted) / tokens)
@@ -56,19 +56,19 @@ def test_rows_are_those_of_the_formulas(sizes, num_experts, top_k):
     mean is off by at most five times K / (2 sqrt(tokens))."""
     tokens, ranks = 512, math.prod(sizes)
     choices, sources = drawn(sizes, num_experts, top_k, tokens)
-    wanted = exchange(len(sizes))(
+    wanted = build_exchange_sheet(len(sizes))(
         E=num_experts, k=top_k, t=1, w=1, w1=1, **level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9))
     )
     bound, places = 5 * top_k / 2 / math.sqrt(ranks * tokens), torch.arange(ranks)
     for way in WAYS[:2]:
-        (rows,) = traffic(choices, sources, num_experts, sizes, way).hops
+        (rows,) = count_traffic(choices, sources, num_experts, sizes, way).hops
         for i in range(len(sizes)):
             outer, inner = math.prod(sizes[i:]), math.prod(sizes[i + 1 :])
             here = (places[:, None] // outer == places // outer) & (places[:, None] // inner != places // inner)
             found = rows[here].sum().item() / (ranks * tokens)
             assert found == pytest.approx(wanted[f"rows_{way}_{i + 1}"], abs=bound), (way, i)
     if len(sizes) > 1:
-        rbd, halo = (traffic(choices, sources, num_experts, sizes, way) for way in WAYS[2:])
+        rbd, halo = (count_traffic(choices, sources, num_experts, sizes, way) for way in WAYS[2:])
         for i, rows in enumerate(rbd.hops):
             found = (rows.sum() - rows.diagonal().sum()).item() / (ranks * tokens)
             assert found == pytest.approx(wanted[f"rows_rbd_{i + 1}"], abs=bound)
@@ -86,10 +86,10 @@ def test_no_row_is_lost(sizes, top_k, skew, seed):
     ranks, tokens = math.prod(sizes), 17
     num_experts = 6 * ranks
     choices, sources = drawn(sizes, num_experts, top_k, tokens, skew, seed)
-    made = {way: traffic(choices, sources, num_experts, sizes, way) for way in WAYS}
+    made = {way: count_traffic(choices, sources, num_experts, sizes, way) for way in WAYS}
     flat, dedup = made["flat"].hops[0], made["dedup"].hops[0]
     assert flat.sum() == top_k * ranks * tokens and (flat.sum(1) == top_k * tokens).all()
-    assert (flat.sum(0) == choices_of_ranks(choices, num_experts, ranks)).all()
+    assert (flat.sum(0) == count_choices(choices, num_experts, ranks)).all()
     assert (dedup <= flat).all() and (dedup <= tokens).all()
     arrives = dedup.sum(0)
     assert (made["rbd"].hops[-1].sum(0) == arrives).all()

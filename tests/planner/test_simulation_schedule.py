@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moefx.errors import InvalidPlan
 from moefx.planner.layout import Layout
-from moefx.planner.simulation.schedule import run
+from moefx.planner.simulation.schedule import run_schedule
 
 STAGES, MICROBATCHES = (1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 16, 24)
 PLAIN = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
@@ -27,7 +27,7 @@ def even(schedule, chunks, stages, microbatches, transfer=0.0):
     """A forward takes 1, a backward 2, half of it for gradients of weights."""
     forward = torch.ones(stages, microbatches, dtype=torch.float64)
     weights = forward if schedule.startswith("zb") else None
-    return run(schedule, forward, 2 * forward, weights, chunks=chunks, transfer=transfer)
+    return run_schedule(schedule, forward, 2 * forward, weights, chunks=chunks, transfer=transfer)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), PLAIN)
@@ -95,7 +95,7 @@ def test_nothing_is_done_before_its_time(schedule, chunks):
     generator = torch.Generator().manual_seed(0)
     forward, backward = (torch.rand(4, 8, 3, dtype=torch.float64, generator=generator) + 0.1 for _ in range(2))
     weights = backward / 3 if schedule.startswith("zb") else None
-    found = run(schedule, forward, backward, weights, chunks=chunks, transfer=0.05)
+    found = run_schedule(schedule, forward, backward, weights, chunks=chunks, transfer=0.05)
     when = {
         (stage, op): (start, end)
         for stage in range(4)
@@ -119,9 +119,9 @@ def test_nothing_is_done_before_its_time(schedule, chunks):
 def test_a_slower_stage_sets_the_pace(stages, microbatches, slow):
     """As long as all its work, and never shorter for it."""
     forward = torch.ones(stages, microbatches, dtype=torch.float64)
-    even_ = run("1f1b", forward, 2 * forward).makespan
+    even_ = run_schedule("1f1b", forward, 2 * forward).makespan
     forward[slow % stages] *= 2
-    found = run("1f1b", forward, 2 * forward).makespan
+    found = run_schedule("1f1b", forward, 2 * forward).makespan
     assert found >= max(6 * microbatches, even_)
 
 

@@ -14,22 +14,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from moefx.errors import InvalidPlan
-from moefx.planner.catalogue import model_of
+from moefx.planner.catalogue import find_model
 from moefx.planner.layout import Layout
-from moefx.planner.platforms import Network, platform_of
+from moefx.planner.platforms import Network, find_platform
 from moefx.planner.ranking import plan
 from moefx.planner.simulation import simulate
-from moefx.planner.simulation.stage_work import expert_groups, stages
-from moefx.planner.step_formulas import given, sheet_of
+from moefx.planner.simulation.stage_work import build_stages, list_expert_groups
+from moefx.planner.step_formulas import collect_values, find_step_sheet
 
 from ..pace import within
 
-FRONTIER, DGX, H200, A100 = map(platform_of, ("frontier", "dgx-h100", "h200", "a100-40gb"))
+FRONTIER, DGX, H200, A100 = map(find_platform, ("frontier", "dgx-h100", "h200", "a100-40gb"))
 
 
 def alike(name, layers):
     """A model whose stages have the same to do: layers that divide, all with experts, and no logits."""
-    return model_of(name).replace(num_layers=layers, num_moe_layers=layers, vocab_size=0)
+    return find_model(name).replace(num_layers=layers, num_moe_layers=layers, vocab_size=0)
 
 
 OLMOE, QWEN, DEEPSEEK = alike("olmoe-1b-7b", 16), alike("qwen3-30b-a3b", 48), alike("deepseek-v3", 64)
@@ -56,7 +56,7 @@ def sampling(model, layout, platform, first):
     each other, so that the variance is N at most; times the tensor ranks that have the same tokens. The most of n
     such numbers is sqrt(2 ln n) standard deviations above the mean at most.
     """
-    found = sheet_of(layout, platform, first)(**given(model, layout, platform, first))
+    found = find_step_sheet(layout, platform, first)(**collect_values(model, layout, platform, first))
     tokens = layout.sequences * layout.tokens / (layout.tp if layout.ssmb else 1)
     rows = [value for name, value in found.items() if name.startswith("rows_dedup_") and value] or [math.inf]
     copies = 1 if layout.ssmb else layout.tp
@@ -73,7 +73,7 @@ def test_formulas_and_events_agree(case):
     found = simulate(*case, stragglers=False)
     formulas, parts = found.formulas, found.components
     assert sum(parts.values()) == pytest.approx(found.seconds)
-    step = sheet_of(layout, platform, first)(**given(model, layout, platform, first))
+    step = find_step_sheet(layout, platform, first)(**collect_values(model, layout, platform, first))
     assert sum(formulas.values()) == pytest.approx(step["T_step"])
     logits = layout.microbatches * step["n_pass"] * step["T_logits"]  # of the last stage alone; not quite nothing
     assert formulas["compute"] - logits <= parts["compute"] * (1 + 1e-9) <= formulas["compute"] * (1 + 2e-9)
@@ -96,12 +96,12 @@ def test_formulas_and_events_agree(case):
 
 def test_sums_of_a_stage_are_the_formulas():
     """Of a rank with the mean of choices, whatever is kept and whatever runs again."""
-    whole = model_of("qwen3-30b-a3b")
+    whole = find_model("qwen3-30b-a3b")
     kinds: list[dict[str, Any]] = [{}, dict(kept="x"), dict(recompute=True), dict(zero=3), dict(kept="all")]
     for more in kinds:
         layout = Layout(pp=2, tp=2, dp=4, ep=8, ssmb=True, **more)
-        found = sheet_of(layout, DGX)(**given(whole, layout, DGX))
-        first, last = stages(whole, layout, DGX, True)
+        found = find_step_sheet(layout, DGX)(**collect_values(whole, layout, DGX))
+        first, last = build_stages(whole, layout, DGX, True)
         compute = []
         for stage in (first, last):
             both, mean = (stage.forward, stage.backward), torch.ones(())
@@ -117,8 +117,8 @@ def test_sums_of_a_stage_are_the_formulas():
 def test_layers_that_do_not_divide():
     """Of the model's 61 layers three of 16 stages have 3, the others 4, and only the last one has logits."""
     layout = Layout(pp=16, tp=4, dp=16, ep=16, ssmb=True, way="halo", microbatches=64)
-    model = model_of("deepseek-v3")
-    every = stages(model, layout, FRONTIER, True)
+    model = find_model("deepseek-v3")
+    every = build_stages(model, layout, FRONTIER, True)
     assert sum(stage.moe_layers for stage in every) == model.num_moe_layers
     assert simulate(model, layout, FRONTIER).ratio == pytest.approx(1, abs=0.02)
     assert simulate(DEEPSEEK, layout, FRONTIER).ratio == pytest.approx(1, abs=0.02)
@@ -127,7 +127,7 @@ def test_layers_that_do_not_divide():
 def test_a_thousand_ranks_in_seconds():
     layout = Layout(pp=8, tp=4, dp=32, ep=16, ssmb=True, way="halo", microbatches=32)
     with within(10):
-        found = simulate(model_of("deepseek-v3"), layout, FRONTIER, skew=0.5)
+        found = simulate(find_model("deepseek-v3"), layout, FRONTIER, skew=0.5)
     assert layout.num_ranks == 1024 and found.draws == 32 and 0 <= found.slowest < 1024
 
 
@@ -135,7 +135,7 @@ def test_every_rank_with_an_expert_of_its_own_in_seconds():
     """The largest draw of a catalogue's model: 256 ranks, 4096 tokens each."""
     layout = Layout(dp=1024, ep=256, way="flat")
     with within(10):
-        assert simulate(model_of("deepseek-v3"), layout, FRONTIER).imbalance > 1
+        assert simulate(find_model("deepseek-v3"), layout, FRONTIER).imbalance > 1
 
 
 SMALL = (OLMOE, Layout(pp=2, dp=8, ep=8, microbatches=4, tokens=256), DGX)
@@ -219,7 +219,7 @@ def test_schedules():
     ],
 )
 def test_groups_that_wait_for_each_other(layout, first, pipelines):
-    groups, labels = expert_groups(layout, first)
+    groups, labels = list_expert_groups(layout, first)
     assert groups.shape == (layout.expert_replicas, layout.ep) and labels.max() + 1 == pipelines
     assert groups.flatten().sort().values.tolist() == list(range(layout.tp * layout.dp))
     of_rank = torch.empty(layout.tp * layout.dp, dtype=torch.int64)
@@ -234,7 +234,7 @@ def test_parts_are_the_step(pp, tp, dp, ep, way, microbatches, skew):
     if (tp * dp) % ep:
         return
     layout = Layout(pp=pp, tp=tp, dp=dp, ep=ep, way=way, microbatches=microbatches, tokens=256)
-    found = simulate(model_of("olmoe-1b-7b"), layout, A100, skew=skew)
+    found = simulate(find_model("olmoe-1b-7b"), layout, A100, skew=skew)
     assert sum(found.components.values()) == pytest.approx(found.seconds)
     assert all(seconds >= -1e-9 for seconds in found.components.values())
     assert bool(found.exchanges) == (ep > 1) and list(found.exchanges) == sorted(found.exchanges)

@@ -15,12 +15,15 @@ from moefx.planner.ranking import plan
 from moefx.planner.ranking_page import render
 from moefx.planner.regions import TRADE_OFF, saved_by_ssmb
 from moefx.planner.sheet import Formula, Sheet, distinct, quantities
-from moefx.planner.step_formulas import sheet
-from moefx.planner.symbols import SYMBOLS, explained, meaning
+from moefx.planner.step_formulas import build_step_sheet
+from moefx.planner.symbols import SYMBOLS, explain_formulas, find_meaning
 
-SHEETS = [MEMORY, TRADE_OFF, sheet("none", 1)]
+SHEETS = [MEMORY, TRADE_OFF, build_step_sheet("none", 1)]
 SHEETS += [
-    sheet(way, levels) for way in get_args(Way) for levels in (1, 2, 3) if levels > 1 or way in ("flat", "dedup")
+    build_step_sheet(way, levels)
+    for way in get_args(Way)
+    for levels in (1, 2, 3)
+    if levels > 1 or way in ("flat", "dedup")
 ]
 UNITS = {"1", "B", "s", "FLOP", "FLOP/s", "B/s", "s/B"}
 
@@ -32,12 +35,12 @@ def ranking():
 
 def test_all_have_a_meaning_and_none_is_left_over():
     """A new symbol without a meaning fails here, not where a user asks for it."""
-    given = {name for each in SHEETS for name in each.given}
-    assert all(meaning(name)[0] in UNITS and len(meaning(name)[1]) > 5 for name in given)
+    given = {name for each in SHEETS for name in each.inputs}
+    assert all(find_meaning(name)[0] in UNITS and len(find_meaning(name)[1]) > 5 for name in given)
     assert {name if name in SYMBOLS else re.sub(r"\d+$", "#", name) for name in given} == SYMBOLS.keys()
-    assert meaning("beta3") == ("s/B", "time of a byte that leaves a rank at level 3")
+    assert find_meaning("beta3") == ("s/B", "time of a byte that leaves a rank at level 3")
     with pytest.raises(KeyError):
-        meaning("unheard_of")
+        find_meaning("unheard_of")
 
 
 @pytest.mark.parametrize("each", SHEETS, ids=range(len(SHEETS)))
@@ -66,7 +69,9 @@ def test_each_symbol_of_an_entry_is_explained_once(ranking):
 
 def test_units_and_functions():
     E, k, EP, BW = quantities("E k EP BW")
-    shown = explained(Sheet([Formula("D", distinct(E, k, EP) / BW, "s", "a test")]), "D", E=8, k=2, BW=2e12, EP=4)
+    shown = explain_formulas(
+        Sheet([Formula("D", distinct(E, k, EP) / BW, "s", "a test")]), "D", E=8, k=2, BW=2e12, EP=4
+    )
     assert [row[:2] for row in shown.symbols] == [
         ("BW", "2e+12 B/s"), ("E", "8"), ("EP", "4"), ("k", "2"), ("distinct_parts(E, k, n)", "")
     ]  # fmt: skip
@@ -84,4 +89,4 @@ def test_the_command_and_the_page_have_them(ranking, capsys):
     for shown in on_page:
         for row in shown.symbols:
             assert "".join(f"<td>{escape(cell)}</td>" for cell in row) in page
-    assert f"<td>n_kept</td><td>64</td><td>{escape(meaning('n_kept')[1])}</td>" in page
+    assert f"<td>n_kept</td><td>64</td><td>{escape(find_meaning('n_kept')[1])}</td>" in page

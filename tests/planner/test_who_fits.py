@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from moefx.planner.catalogue import model_of
+from moefx.planner.catalogue import find_model
 from moefx.planner.layout import Layout
 from moefx.planner.paper_formulas import PIPER
-from moefx.planner.platforms import platform_of
-from moefx.planner.step_formulas import memory
+from moefx.planner.platforms import find_platform
+from moefx.planner.step_formulas import evaluate_memory
 
-FRONTIER = platform_of("frontier")
+FRONTIER = find_platform("frontier")
 # X-MoE section 5.2: what each system is swept over. TED keeps what DeepSpeed-MoE does, its dense matrices are shared.
 SYSTEMS = {
     "deepspeed-moe": dict(kept="deepspeed-moe", tp=(1,), ssmb=False),
@@ -24,7 +24,7 @@ SYSTEMS = {
 
 def fits(name: str, system: str, ranks: int) -> bool:
     """Whether one sequence a rank fits under any EP of 32 to 256, ZeRO of 1 or 2."""
-    model, swept = model_of(name), SYSTEMS[system]
+    model, swept = find_model(name), SYSTEMS[system]
     for ep, tp, zero in itertools.product((32, 64, 128, 256), swept["tp"], (1, 2)):
         if model.num_experts % ep:
             continue
@@ -32,7 +32,7 @@ def fits(name: str, system: str, ranks: int) -> bool:
             tp=tp, dp=ranks // tp, ep=ep, zero=zero, kept=swept["kept"], ssmb=swept["ssmb"] and tp > 1,
             tokens=model.context,
         )  # fmt: skip
-        if memory(model, layout, FRONTIER)["M_gpu"] <= FRONTIER.capacity:
+        if evaluate_memory(model, layout, FRONTIER)["M_gpu"] <= FRONTIER.capacity:
             return True
     return False
 
@@ -65,7 +65,7 @@ NOT_PREDICTED = "states and activations alone fit; what else the program took of
 )
 def test_x_moe_figure_10(kept, ranks, ep, ran):
     """Section 5.3, strong scaling of the Medium model."""
-    needed = memory(model_of("x-moe-medium"), Layout(dp=ranks, ep=ep, kept=kept), FRONTIER)["M_gpu"]
+    needed = evaluate_memory(find_model("x-moe-medium"), Layout(dp=ranks, ep=ep, kept=kept), FRONTIER)["M_gpu"]
     assert (needed <= FRONTIER.capacity) == ran
 
 
@@ -81,10 +81,11 @@ def test_x_moe_figure_10(kept, ranks, ep, ran):
 )
 def test_x_moe_table_5(kept, tokens, layers, ran):
     """The Small model on eight A100 of 40 GB."""
-    platform = platform_of("a100-40gb")
-    model = model_of("x-moe-small").replace(num_layers=layers, num_moe_layers=layers)
+    platform = find_platform("a100-40gb")
+    model = find_model("x-moe-small").replace(num_layers=layers, num_moe_layers=layers)
     needed = [
-        memory(model, Layout(dp=8, ep=8, kept=kept, tokens=tokens, zero=zero), platform)["M_gpu"] for zero in (1, 2)
+        evaluate_memory(model, Layout(dp=8, ep=8, kept=kept, tokens=tokens, zero=zero), platform)["M_gpu"]
+        for zero in (1, 2)
     ]
     assert (min(needed) <= platform.capacity) == ran
 
@@ -92,9 +93,10 @@ def test_x_moe_table_5(kept, tokens, layers, ran):
 @pytest.mark.parametrize("layers", [8, 12, 16, 20, 24])
 def test_x_moe_appendix_e_depth(layers):
     """Large, 256 GPUs: X-MoE runs at every depth with TP of 1 or 2, at EP = 64."""
-    model = model_of("x-moe-large").replace(num_layers=layers, num_moe_layers=layers)
+    model = find_model("x-moe-large").replace(num_layers=layers, num_moe_layers=layers)
     needed = [
-        memory(model, Layout(tp=tp, dp=256 // tp, ep=64, kept="x-moe", ssmb=tp > 1), FRONTIER)["M_gpu"] for tp in (1, 2)
+        evaluate_memory(model, Layout(tp=tp, dp=256 // tp, ep=64, kept="x-moe", ssmb=tp > 1), FRONTIER)["M_gpu"]
+        for tp in (1, 2)
     ]
     assert min(needed) <= FRONTIER.capacity
 
@@ -107,7 +109,7 @@ def test_piper_figure_10(nodes, feasible, matrices):
     Its scores with flash attention (4bHs^2 becomes 2bHs, section III.A.1), a sequence a micro-batch. Equation 4 has
     experts of three matrices; the model's 545 B are those of two, for which the hidden width counts two thirds.
     """
-    model, ranks = model_of("x-moe-super"), 8 * nodes
+    model, ranks = find_model("x-moe-super"), 8 * nodes
     found = []
     for ep in (1, 2, 4, 8, 16, 32):
         pp = ranks // ep

@@ -391,7 +391,7 @@ def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 def _grouped_applies(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
     x, token_ids, up, down = args[0], args[1], args[5], args[7]
     first_of_each = up if len(up) <= 2 else [up[0], up[-1]]
-    return token_ids.shape[0] > 0 and grouped_mm.applies(x, dtype, *([w] for w in first_of_each), [down[0]])
+    return token_ids.shape[0] > 0 and grouped_mm.supports_grouped_mm(x, dtype, *([w] for w in first_of_each), [down[0]])
 
 
 def _forward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callable[..., list[Tensor]]:

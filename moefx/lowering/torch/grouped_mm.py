@@ -27,12 +27,12 @@ from ...ir.ops.expert_gemms import (
 )
 from ...ir.ops.token_routing import combine
 from .segments import PftIndex
-from .weight_lists import stack
+from .weight_lists import stack_weights
 
 _ALIGNMENT = 8  # elements of 16 bit: the kernels read 16 bytes at a time
 
 
-def applies(rows: Tensor, dtype: torch.dtype | None, *weights: Sequence[Tensor]) -> bool:
+def supports_grouped_mm(rows: Tensor, dtype: torch.dtype | None, *weights: Sequence[Tensor]) -> bool:
     """Whether the fused kernel takes these rows and these lists of weights."""
     if rows.device.type != "cuda" or (dtype or rows.dtype) is not torch.bfloat16 or rows.shape[0] == 0:
         return False
@@ -59,7 +59,7 @@ def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return torch.nn.functional.grouped_mm(left, right, offs=ends)
 
 
-class Whole:
+class WholeGroup:
     """All rows as one group (see `segments.Group`)."""
 
     index = 0
@@ -84,17 +84,17 @@ class GroupedGemms:
 
     def for_each_group(
         self,
-        work: Callable[[Whole], Any],
-        then: Callable[[Whole, Any], None] | None = None,
+        work: Callable[[WholeGroup], Any],
+        then: Callable[[WholeGroup, Any], None] | None = None,
         *,
         multiplications: int,
     ) -> None:
-        result = work(Whole())
+        result = work(WholeGroup())
         if then is not None:
-            then(Whole(), result)
+            then(WholeGroup(), result)
 
     def weights(self, w: Sequence[Tensor], transposed: bool) -> Tensor:
-        stacked = stack(w, self.dtype)
+        stacked = stack_weights(w, self.dtype)
         return stacked.transpose(1, 2) if transposed else stacked
 
     def flip(self, w: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class GroupedGemms:
 
     def multiply(
         self,
-        group: Whole,
+        group: WholeGroup,
         rows: Tensor,
         w: Tensor,
         out: Tensor | None = None,
@@ -141,16 +141,16 @@ class GroupedGemms:
         product = self.add_bias(group, _gemm(rows.contiguous(), w, self.ends), bias)
         return product if out is None or not add else out.add_(product)
 
-    def outer(self, group: Whole, left: Tensor, right: Tensor, out: None, dtype: torch.dtype) -> Tensor:
+    def outer(self, group: WholeGroup, left: Tensor, right: Tensor, out: None, dtype: torch.dtype) -> Tensor:
         return _gemm(left.contiguous().t(), right.contiguous(), self.ends).to(dtype)
 
-    def add_bias(self, group: Whole, rows: Tensor, bias: Tensor | None) -> Tensor:
+    def add_bias(self, group: WholeGroup, rows: Tensor, bias: Tensor | None) -> Tensor:
         return rows if bias is None else rows.add_(self._by_row(bias, rows))
 
-    def dot_bias(self, group: Whole, rows: Tensor, bias: Tensor) -> Tensor:
+    def dot_bias(self, group: WholeGroup, rows: Tensor, bias: Tensor) -> Tensor:
         return (rows * self._by_row(bias, rows)).sum(1, keepdim=True, dtype=torch.float32)
 
-    def sum_rows(self, group: Whole, rows: Tensor, out: None, dtype: torch.dtype) -> Tensor:
+    def sum_rows(self, group: WholeGroup, rows: Tensor, out: None, dtype: torch.dtype) -> Tensor:
         # A GEMM with ones: float32 accumulation in fixed order, blind to the tail.
         rows = rows.to(self.dtype)
         ones = torch.ones((rows.shape[0], _ALIGNMENT), dtype=rows.dtype, device=rows.device)
@@ -166,14 +166,16 @@ class TokenSum:
     def __init__(self, index: PftIndex):
         self.index, self.rows = index, torch.empty(0, dtype=torch.float32)
 
-    def add(self, group: Whole, rows: Tensor) -> None:
+    def add(self, group: WholeGroup, rows: Tensor) -> None:
         self.rows = rows
 
     def result(self) -> Tensor:
         return combine(self.rows, None, self.index.token_ids, self.index.expert_offsets, self.index.inverse)
 
 
-@grouped_mm.provider("grouped_mm", supports=lambda rows, w, *_, transposed, dtype=None: applies(rows, dtype, w))
+@grouped_mm.provider(
+    "grouped_mm", supports=lambda rows, w, *_, transposed, dtype=None: supports_grouped_mm(rows, dtype, w)
+)
 def _grouped_mm(
     rows: Tensor,
     w: list[Tensor],
@@ -185,23 +187,25 @@ def _grouped_mm(
 ) -> Tensor:
     gemms = GroupedGemms(expert_offsets, check_dtypes("grouped_mm", rows, w, dtype))
     weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
-    product = gemms.multiply(Whole(), rows, gemms.weights(w, transposed))
+    product = gemms.multiply(WholeGroup(), rows, gemms.weights(w, transposed))
     return product if summand is None else product.add_(summand)
 
 
 @grouped_mm_backward.provider(
     "grouped_mm",
     supports=lambda grad, rows, expert_offsets, *, transposed, dtype: (
-        applies(rows, None) and grad.shape[-1] % _ALIGNMENT == 0
+        supports_grouped_mm(rows, None) and grad.shape[-1] % _ALIGNMENT == 0
     ),
 )
 def _grouped_mm_backward(
     grad: Tensor, rows: Tensor, expert_offsets: Tensor, *, transposed: bool, dtype: torch.dtype
 ) -> Tensor:
     left, right = (grad, rows) if transposed else (rows, grad)
-    return GroupedGemms(expert_offsets, rows.dtype).outer(Whole(), left, right, None, dtype)
+    return GroupedGemms(expert_offsets, rows.dtype).outer(WholeGroup(), left, right, None, dtype)
 
 
-@expert_rows_backward.provider("grouped_mm", supports=lambda grad, expert_offsets, *, dtype: applies(grad, None))
+@expert_rows_backward.provider(
+    "grouped_mm", supports=lambda grad, expert_offsets, *, dtype: supports_grouped_mm(grad, None)
+)
 def _expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.dtype) -> Tensor:
-    return GroupedGemms(expert_offsets, grad.dtype).sum_rows(Whole(), grad, None, dtype).contiguous()
+    return GroupedGemms(expert_offsets, grad.dtype).sum_rows(WholeGroup(), grad, None, dtype).contiguous()

@@ -27,7 +27,7 @@ from ...ir.ops.token_routing import combine
 from .cpu_gemm import linear, linear_into, padding
 from .huge_pages import new_buffer
 from .thread_pool import for_each
-from .weight_lists import matrices
+from .weight_lists import unstack_weights
 
 # Rows of a group: at least so many, that Python does not show; at most so many, for the cache.
 _GROUP_ROWS = (512, 2048)
@@ -144,7 +144,7 @@ class SegmentGemms:
     # -- parameters --
 
     def weights(self, w: Sequence[Tensor], transposed: bool) -> Operands:
-        each = Operands(matrices(w, self.dtype), self.dtype)
+        each = Operands(unstack_weights(w, self.dtype), self.dtype)
         return each if transposed else self.flip(each)
 
     def flip(self, w: Operands) -> Operands:

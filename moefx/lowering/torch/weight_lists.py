@@ -11,14 +11,14 @@ from ...ir.op_providers import count_weight_path
 from ...ir.ops.expert_gemms import is_stacked
 
 
-def matrices(w: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+def unstack_weights(w: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
     """Each expert's matrix, for GEMMs one by one. Never copies; who multiplies in another `dtype` casts."""
     stacked = is_stacked(w, 2)
     _count("stacked" if stacked else "separate", w, dtype)
     return w[0].unbind(0) if stacked else w
 
 
-def stack(w: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def stack_weights(w: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """All experts' matrices as one tensor [E,...] for grouped GEMMs; a view where the storage allows it."""
     if is_stacked(w, 2):
         _count("stacked", w, dtype)

@@ -36,25 +36,25 @@ def _takes_routing(topk_ids: Tensor, topk_weights: Tensor | None, *_: Any, drop:
 def _takes_experts(x: Tensor, *args: Any, body: str, dtype: torch.dtype | None = None, **_: Any) -> bool:
     if x.device.type != "cuda" or (dtype or x.dtype) not in _GEMM_DTYPES:
         return False
-    return why_not(body, ExpertBody.from_json(body).up_widths(args[4])) is None
+    return explain_unsupported(body, ExpertBody.from_json(body).up_widths(args[4])) is None
 
 
 @functools.lru_cache(maxsize=1024)
-def why_not(body: str, widths: tuple[int, ...] | None = None) -> str | None:
+def explain_unsupported(body: str, widths: tuple[int, ...] | None = None) -> str | None:
     """Why the kernels do not take a body (its JSON text) with up-projections of these widths; None if they do."""
-    from .pointwise import Underivable, formulas
+    from .pointwise import Underivable, derive_formulas
 
     try:
-        formulas(body, widths)
+        derive_formulas(body, widths)
     except Underivable as reason:
         return str(reason)
     return None
 
 
-def configurations() -> tuple[str, ...]:
+def list_configurations() -> tuple[str, ...]:
     """How the GEMMs of this process were cut so far and why, a line for each kernel and shape."""
     tuning = sys.modules.get(f"{__name__}.tuning")  # where no kernel ran, Triton is not imported for this
-    return tuple(tuning.used()) if tuning else ()
+    return tuple(tuning.list_used_configs()) if tuning else ()
 
 
 def _build_pft(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ import triton
 from triton.errors import TritonError
 
 from ...errors import InvalidPlan
-from .launch_replay import paused
+from .launch_replay import pause_recording
 from .tile_configs import Config
 from .timing import milliseconds, settle
 
@@ -34,7 +34,7 @@ _MIN_FLOPS = 2e9  # of a GEMM: smaller ones take less time than to launch them
 _ROUNDS = 5
 _TOO_LARGE = ("too many resources requested", "PassManager::run failed", "out of resource")
 
-turn = threading.RLock()  # of the thread that tunes; the others wait for what it finds
+tuning_lock = threading.RLock()  # of the thread that tunes; the others wait for what it finds
 _spent = 0.0
 
 
@@ -55,7 +55,7 @@ def _allowed(setting: str, ci: str) -> float:
     return seconds
 
 
-def is_possible(shape: Sequence[int], num_experts: int) -> bool:
+def can_tune(shape: Sequence[int], num_experts: int) -> bool:
     """Whether there is time left, and a GEMM of this shape (see `tuning.choice`) is worth it and may be timed now."""
     columns, inner, rows = shape
     if seconds_left() <= 0 or 2.0 * columns * inner * rows * num_experts < _MIN_FLOPS:
@@ -63,20 +63,22 @@ def is_possible(shape: Sequence[int], num_experts: int) -> bool:
     return not torch.cuda.is_current_stream_capturing()
 
 
-def fastest(name: str, candidates: Sequence[Config], trial: Callable[[Config], object]) -> tuple[Config | None, bool]:
+def find_fastest(
+    name: str, candidates: Sequence[Config], trial: Callable[[Config], object]
+) -> tuple[Config | None, bool]:
     """The fastest candidate, None where none fits; and whether all were tried in the time that is left.
 
     The first one is tried in any case: to run out of time is no worse than not to tune.
     """
     global _spent
-    with turn, paused():
+    with tuning_lock, pause_recording():
         if not _spent:  # the user waits for the first time
             what = "timing GPU kernels for shapes that are not in the tuning table, for up to %.0f s (MOEFX_AUTOTUNE)"
             _log.warning(what, seconds_left())
         _log.info("tuning %s: %d configurations, %.0f s left", name, len(candidates), seconds_left())
         begin = time.perf_counter()
         try:
-            times, is_complete = timed(candidates, trial, rounds=_ROUNDS, repeats=1, seconds=seconds_left())
+            times, is_complete = time_candidates(candidates, trial, rounds=_ROUNDS, repeats=1, seconds=seconds_left())
         finally:
             took = time.perf_counter() - begin
             _spent += took
@@ -85,7 +87,7 @@ def fastest(name: str, candidates: Sequence[Config], trial: Callable[[Config], o
     return best, is_complete
 
 
-def timed(
+def time_candidates(
     candidates: Sequence[Config],
     trial: Callable[[Config], object],
     *,
@@ -135,7 +137,7 @@ def _does_not_fit(error: Exception) -> bool:
 # -------------------------------------------------------------------------------------------
 
 
-def directory() -> Path | None:
+def cache_directory() -> Path | None:
     """Where configurations are kept; None where there is no place."""
     if home := os.environ.get("MOEFX_CACHE"):
         return Path(home)
@@ -147,7 +149,7 @@ def directory() -> Path | None:
 
 def cache_file(gpu: str) -> Path | None:
     """Where the configurations found for a kind of GPU are kept."""
-    place = directory()
+    place = cache_directory()
     return place and place / f"tuning-{re.sub(r'[^0-9A-Za-z]+', '_', gpu)}-{_version()}.jsonl"
 
 
@@ -160,7 +162,7 @@ def _version() -> str:
     return digest.hexdigest()[:12]
 
 
-def kept(gpu: str) -> list[str]:
+def read_cached_lines(gpu: str) -> list[str]:
     """The lines of the file."""
     file = cache_file(gpu)
     try:
@@ -169,7 +171,7 @@ def kept(gpu: str) -> list[str]:
         return []
 
 
-def keep(gpu: str, line: str) -> None:
+def append_cached_line(gpu: str, line: str) -> None:
     file = cache_file(gpu)
     if file is None:
         return

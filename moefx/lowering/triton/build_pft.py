@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ir.ops.token_routing import padded_row_count
-from .launch import cdiv, on
-from .launch_replay import apply, empty, launch, played
+from .launch import cdiv, use_device
+from .launch_replay import apply, empty, launch, replay_or_record
 
 # Entries that are sorted together: by few warps, as what they exchange costs more than the rest.
 _BLOCK, _WARPS = 512, 2
@@ -265,9 +265,9 @@ def build_pft(
         return _build_pft(*arguments, room, num_experts, capacity, drop, block)
 
     if num_rows is None:
-        results = played(key, arguments, (), host_code)
+        results = replay_or_record(key, arguments, (), host_code)
     else:  # of what came from other ranks: other sizes in each call
-        with on(topk_ids.device):
+        with use_device(topk_ids.device):
             results = host_code()
     return tuple(results)  # pyright: ignore[reportReturnType]
 
@@ -342,7 +342,7 @@ def build_pft_backward(grad: Tensor, inverse: Tensor) -> Tensor:
 
     out = empty(tuple(inverse.shape), grad.dtype, grad.device)
     if inverse.numel():
-        with on(grad.device):
+        with use_device(grad.device):
             args = (grad.contiguous(), inverse, out, inverse.numel())
             launch(gather_inverse_kernel, (cdiv(inverse.numel(), _BLOCK),), args, dict(BLOCK=_BLOCK))
     return out

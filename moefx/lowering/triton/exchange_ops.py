@@ -19,7 +19,7 @@ from ...ir.ops.row_packing import Column, Layout, layout_of_rows, max_rows
 from . import destination_kernels as _places
 from . import row_kernels as rows
 from .build_pft import build_pft
-from .launch import block_of, cdiv, launch, on
+from .launch import cdiv, choose_block, launch, use_device
 
 _ELEMENTS = 4096  # of a block
 _TOKENS = 128  # of a block, with all their choices
@@ -30,7 +30,7 @@ def combine(
 ) -> Tensor:
     """See `ir.ops.token_routing.combine`."""
     scale = None if combine_weights is None else rows.as_it_is
-    with on(rows_in.device):
+    with use_device(rows_in.device):
         return sum_rows_of_tokens(rows_in.contiguous(), combine_weights, inverse, rows_in.dtype, scale)
 
 
@@ -40,7 +40,7 @@ def sum_rows_of_tokens(
     """The sum of each token's rows, each times `scale` (a function of kernels) of its weight, [S,width]."""
     (num_tokens, num_slots), width = inverse.shape, rows_in.shape[1]
     out = rows_in.new_empty((num_tokens, width), dtype=dtype)
-    bt, bd = block_of(width)
+    bt, bd = choose_block(width)
     if out.numel():
         launch(
             rows.combine_kernel,
@@ -58,7 +58,7 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
         return place
     table = exchange_routes.build_destination_table(places, topk_ids.device)
     kept = None if keep is None else keep.contiguous().view(torch.uint8)
-    with on(place.device):
+    with use_device(place.device):
         launch(
             _places.place_kernel,
             (cdiv(place.numel(), 1024),),
@@ -76,7 +76,7 @@ def plan_dispatch(
         return exchange_routes.plan_dispatch.reference(place, num_ranks=num_ranks, num_slots=num_slots, dedup=dedup)
     pilot = torch.empty_like(place, memory_format=torch.contiguous_format)
     num_tokens, top_k = place.shape
-    with on(place.device):
+    with use_device(place.device):
         launch(
             _places.pilots_kernel,
             (cdiv(num_tokens, _TOKENS),),
@@ -95,7 +95,7 @@ def count_rows(
         return counts
     wanted, bins = _wanted(tuple(levels), num_slots, dedup, tuple(near), place.device)
     num_tokens, top_k = place.shape
-    with on(place.device):
+    with use_device(place.device):
         launch(
             _places.count_rows_kernel,
             (cdiv(num_tokens, _TOKENS), wanted.shape[0]),
@@ -178,7 +178,7 @@ def pack_rows(
     _, local, local_out = pairs.pop()
     send = _Send(place, token_ids, slot_ids, rank_offsets)
     own = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, local, local_out)
-    with on(packed.device):
+    with use_device(packed.device):
         _move(pairs[: len(tokens)], pairs[len(tokens) :], own, room, send, num_slots, by_choice=not dedup)
     return packed
 
@@ -191,7 +191,7 @@ def join_columns(columns: Sequence[Tensor]) -> Tensor:
         (column, _Rows.of(source), _Rows(packed, layout.num_bytes, begin))
         for column, source, begin in zip(layout.columns, columns, layout.begins, strict=True)
     ]
-    with on(packed.device):
+    with use_device(packed.device):
         _move(*_by_width(pairs), None, packed.shape[0])
     return packed
 
@@ -210,7 +210,7 @@ def split_columns(
         for column, dtype in zip(layout.columns, of_result, strict=True)
     ]
     row = 0
-    with on(device):
+    with use_device(device):
         for buffer in buffers:
             outs = found if len(buffers) == 1 else [out[row : row + buffer.shape[0]] for out in found]
             row += buffer.shape[0]
@@ -259,7 +259,7 @@ def _move(
             strides = source.stride // column.dtype.itemsize, out.stride // dtype.itemsize
             place_args = (source.base, strides[0], out.base, strides[1])
         width = 0 if wide_column is None else wide_column[1]
-        bt, bd = block_of(width, _ELEMENTS) if width else (_TOKENS, 1)
+        bt, bd = choose_block(width, _ELEMENTS) if width else (_TOKENS, 1)
         constants = dict(WIDE=wide_column, NARROW=narrow_column, PLACES=place_column, BT=bt, BD=bd)
         constants |= dict(NARROW_PAD=_padded(narrow_column), PLACES_PAD=_padded(place_column))
         launch(

@@ -21,16 +21,16 @@ from . import warp_specialized
 from .exchange_ops import sum_rows_of_tokens
 from .gemm_backward import act_backward_kernel, outer_kernel
 from .gemm_forward import rows_kernel, up_kernel
-from .launch import block_of, cdiv
+from .launch import cdiv, choose_block
 from .launch_replay import apply, empty, launch
-from .pointwise import Pointwise, pointwise
-from .tile_configs import Config, num_multiprocessors, portable, target
+from .pointwise import Pointwise, build_pointwise
+from .tile_configs import Config, num_multiprocessors, portable_config, target
 from .tiles import schedule_kernel
 from .tuning import config
-from .weight_operands import Weights, describable, describe, stacked_biases
+from .weight_operands import Weights, is_describable, make_descriptor, stack_biases
 
 
-def precision(x: Tensor) -> str:
+def matmul_precision(x: Tensor) -> str:
     """Of float32 products: what torch's own matmul would use, where the matrix units have it."""
     wanted = x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     has_it = wanted and (target(x.device).startswith("sm") or target(x.device) == "gfx942")
@@ -40,7 +40,7 @@ def precision(x: Tensor) -> str:
 _SHARED_BYTES = 227 * 1024 - 4096  # of a block on the GPUs that have tensor descriptors, less what barriers take
 
 
-class Run:
+class KernelCall:
     """One call: its arguments as the kernels take them.
 
     Args:
@@ -55,15 +55,15 @@ class Run:
         self.call = call = dataclasses.replace(call, **{name: _contiguous(getattr(call, name)) for name in names})
         self.up_widths, self.act_width, self.out_width = call.widths
         self.device, self.dtype = call.x.device, call.dtype
-        self.point: Pointwise = pointwise(body, tuple(self.up_widths), target(self.device).startswith("sm"))
+        self.point: Pointwise = build_pointwise(body, tuple(self.up_widths), target(self.device).startswith("sm"))
         self.num_experts = call.expert_offsets.shape[0] - 1
-        self.x = rows_contiguous(call.x)
-        self.up = Weights.alike(call.up, call.body.up[0].transposed, call.dtype)
-        self.up_bias = [stacked_biases(b) for b in call.up_bias]
+        self.x = make_rows_contiguous(call.x)
+        self.up = Weights.of_groups(call.up, call.body.up[0].transposed, call.dtype)
+        self.up_bias = [stack_biases(b) for b in call.up_bias]
         if len({b.stride() for b in self.up_bias if b is not None}) > 1:  # one kernel adds both
             self.up_bias = [_contiguous(b) for b in self.up_bias]
         self.down = Weights.of(call.down, call.body.down.transposed, call.dtype)
-        self.down_bias = stacked_biases(call.down_bias)
+        self.down_bias = stack_biases(call.down_bias)
         # Where a kernel reads no weights, a pointer that may be loaded from.
         self.w = call.token_ids if call.w is None else call.w
         self.schedules: dict[int, tuple[Tensor, int]] = {}
@@ -140,9 +140,9 @@ class Run:
                 self.activate(hidden, act)
             return
         if cut.roles:
-            if warp_specialized.project_up(self, hidden, act, cut):
+            if warp_specialized.try_project_up(self, hidden, act, cut):
                 return
-            cut = portable("up")
+            cut = portable_config("up")
         schedule, max_tiles = self.schedule(cut.bm)
         block = ((2 if point.joined else 1) * cut.bn, cut.bk) if cut.descriptors else None
         w0, w1 = (w.operand(backward=False, block=block) for w in self.part_weights())
@@ -150,10 +150,10 @@ class Run:
         h0, h1 = self.parts(hidden) if hidden else (self.x, self.x)
         stored = [t for t in (h0 if hidden else None, h1 if hidden else None, act) if t is not None]
         described: list[Any] = [None, None, None]
-        if describe_out := cut.store_descriptors and all(map(describable, stored)):
+        if describe_out := cut.store_descriptors and all(map(is_describable, stored)):
             if hidden:
-                described[:2] = (describe(h, cut.bm, (2 if point.joined else 1) * cut.bn) for h in (h0, h1))
-            described[2] = None if act is None else describe(act, cut.bm, cut.bn)
+                described[:2] = (make_descriptor(h, cut.bm, (2 if point.joined else 1) * cut.bn) for h in (h0, h1))
+            described[2] = None if act is None else make_descriptor(act, cut.bm, cut.bn)
         args = (
             *(self.x, self.x.stride(0), call.token_ids, schedule, max_tiles),
             *(w0.source, w1.source, w0.expert, w0.column, w0.inner),
@@ -173,7 +173,7 @@ class Run:
     def activate(self, hidden: Sequence[Tensor], act: Tensor) -> None:
         """The pointwise part by itself."""
         width = self.act_width
-        (h0, h1), (bt, bd) = self.parts(hidden), block_of(width)
+        (h0, h1), (bt, bd) = self.parts(hidden), choose_block(width)
         launch(
             rows.act_kernel,
             (cdiv(self.call.num_rows, bt), cdiv(width, bd)),
@@ -206,11 +206,11 @@ class Run:
         if gather and cut.gather_first:
             terms, gather = [self.gather(term) for term in terms], False
         if cut.roles:
-            if warp_specialized.multiply_rows(
+            if warp_specialized.try_multiply_rows(
                 self, terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, cut=cut
             ):
                 return
-            cut = portable("down")
+            cut = portable_config("down")
         if out.element_size() > terms[0].element_size():
             # The tile on its way out takes as much shared memory again as it does in 16 bit.
             cut = dataclasses.replace(cut, flatten=False, store_descriptors=False)
@@ -219,15 +219,15 @@ class Run:
         is_table = operands[0].access.startswith("table")
         if is_table:  # flattened loops would load through addresses without a pipeline
             cut = dataclasses.replace(cut, flatten=False)
-        described = cut.descriptors and not gather and not is_table and describable(terms[0])
-        described_out = cut.store_descriptors and describable(out)
-        left = [describe(t, cut.bm, cut.bk) if described else t for t in terms]
+        described = cut.descriptors and not gather and not is_table and is_describable(terms[0])
+        described_out = cut.store_descriptors and is_describable(out)
+        left = [make_descriptor(t, cut.bm, cut.bk) if described else t for t in terms]
         args = (
             *(left[0], left[-1], terms[0].stride(0), self.call.token_ids),
             *(schedule, max_tiles),
             *(operands[0].source, operands[-1].source, operands[0].expert, operands[0].column, operands[0].inner),
             *(bias, *((0, 0) if bias is None else bias.stride()), self.w, out),
-            *(describe(out, cut.bm, cut.bn) if described_out else None, width, inner),
+            *(make_descriptor(out, cut.bm, cut.bn) if described_out else None, width, inner),
         )
         constants = dict(
             SCALE=scale,
@@ -266,7 +266,7 @@ class Run:
 
     def tile_constants(self, cut: Config) -> dict[str, Any]:
         return dict(
-            PRECISION=precision(self.x),
+            PRECISION=matmul_precision(self.x),
             BM=cut.bm,
             BN=cut.bn,
             BK=cut.bk,
@@ -297,8 +297,8 @@ class Run:
             self.act_backward(grad, gather, hidden, others, scaled_act, need_w, cut)
 
         cut = cut or self.config("act_backward", width, inner, trial)
-        if cut.roles and cut.fused and not warp_specialized.takes_act_backward(self, grad, hidden, cut):
-            cut = portable("act_backward")
+        if cut.roles and cut.fused and not warp_specialized.supports_act_backward(self, grad, hidden, cut):
+            cut = portable_config("act_backward")
         if gather and cut.gather_first:
             grad, gather = self.gather(grad), False
         num_partials, dots = (cdiv(width, cut.bn) if cut.fused else 1), None
@@ -310,7 +310,7 @@ class Run:
         if not cut.fused:
             grad_act = self.empty(call.num_rows, width) if scaled_act is None else scaled_act
             self.multiply_rows([grad], [self.down], grad_act, backward=True, gather=gather, cut=cut)
-            bt, bd = block_of(width)
+            bt, bd = choose_block(width)
             args = (grad_act, h0, h1, dh0, dh1, h0.stride(0), call.expert_offsets, self.w, dots, call.num_rows)
             args = (*args, width, self.num_experts)
             launch(rows.act_vjp_kernel, (cdiv(call.num_rows, bt),), args, constants | dict(BT=bt, BD=bd))
@@ -371,12 +371,12 @@ class Run:
         height, width = a.shape[1], b.shape[1]
         out = empty((self.num_experts, height, width), dtype, self.device)
         if cut.roles:
-            if warp_specialized.outer(self, left, right, out, cut):
+            if warp_specialized.try_outer(self, left, right, out, cut):
                 return out
-            cut = portable(kernel)
+            cut = portable_config(kernel)
         num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
-        describe_left = cut.descriptors and not gather_left and describable(a)
-        describe_right = cut.descriptors and not gather_right and describable(b)
+        describe_left = cut.descriptors and not gather_left and is_describable(a)
+        describe_right = cut.descriptors and not gather_right and is_describable(b)
         if describe_left or describe_right:  # stages are of what is described; a gathered side takes one buffer
             left_bytes, right_bytes = (n * cut.bk * a.element_size() for n in (cut.bm, cut.bn))
             bytes_of_stage = describe_left * left_bytes + describe_right * right_bytes
@@ -385,10 +385,10 @@ class Run:
         # A tile on its way out lies in shared memory, which has no room for one of float64.
         describe_out = cut.descriptors and width * out.element_size() % 16 == 0 and out.element_size() <= 4
         args = (
-            *(describe(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),
-            *(describe(b, cut.bk, cut.bn) if describe_right else b, b.stride(0)),
+            *(make_descriptor(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),
+            *(make_descriptor(b, cut.bk, cut.bn) if describe_right else b, b.stride(0)),
             *(self.call.token_ids, self.call.expert_offsets),
-            *(describe(out, 1, cut.bm, cut.bn) if describe_out else out, height, width, self.num_experts),
+            *(make_descriptor(out, 1, cut.bm, cut.bn) if describe_out else out, height, width, self.num_experts),
         )
         constants = dict(
             GATHER_LEFT=gather_left,
@@ -406,7 +406,7 @@ class Run:
     def gather(self, tensor: Tensor) -> Tensor:
         """The routed rows [B,width] of a tensor by token."""
         num_rows, width = self.call.num_rows, tensor.shape[1]
-        out, (bt, bd) = self.empty(num_rows, width), block_of(width, 4096)
+        out, (bt, bd) = self.empty(num_rows, width), choose_block(width, 4096)
         launch(
             rows.gather_kernel,
             (cdiv(num_rows, bt), cdiv(width, bd)),
@@ -432,5 +432,5 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.is_contiguous() else apply(Tensor.contiguous, tensor)
 
 
-def rows_contiguous(tensor: Tensor) -> Tensor:
+def make_rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else apply(Tensor.contiguous, tensor)

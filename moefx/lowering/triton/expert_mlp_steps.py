@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ...ir.ops.expert_mlp import split_gradient
-from .expert_mlp_call import Run, precision, rows_contiguous
-from .launch_replay import apply, played
+from .expert_mlp_call import KernelCall, make_rows_contiguous, matmul_precision
+from .launch_replay import apply, replay_or_record
 
 _X, _INVERSE = 0, 3  # among the arguments: sizes of these are numbers of tokens, which kernels of rows do not need
 
@@ -30,8 +30,10 @@ def expert_mlp(
 ) -> list[Tensor]:
     args = args[:9]
     inputs, constants = args[:5], [p for group in args[5:] for p in group]
-    key = ("forward", body, keep, reduce, dtype, precision(args[0]), *map(len, args[5:]))
-    return played(key, inputs, constants, lambda: _forward(Run(args, body, keep, dtype), keep, reduce), (_X, _INVERSE))
+    key = ("forward", body, keep, reduce, dtype, matmul_precision(args[0]), *map(len, args[5:]))
+    return replay_or_record(
+        key, inputs, constants, lambda: _forward(KernelCall(args, body, keep, dtype), keep, reduce), (_X, _INVERSE)
+    )
 
 
 def expert_mlp_backward(
@@ -47,21 +49,21 @@ def expert_mlp_backward(
 ) -> list[Tensor]:
     *forward, kept = args
     inputs, constants = [grad, *forward[:5], *kept], [p for group in forward[5:] for p in group]
-    key = ("backward", body, keep, reduce, dtype, precision(forward[0]), *needs, overwrite, part)
+    key = ("backward", body, keep, reduce, dtype, matmul_precision(forward[0]), *needs, overwrite, part)
     key = (*key, *map(len, forward[5:]))
 
     def host_code() -> list[Tensor]:
-        run = Run(forward, body, keep, dtype, is_beside=part == "weights")
+        run = KernelCall(forward, body, keep, dtype, is_beside=part == "weights")
         if part == "weights":
             return _backward_of_matrices(run, grad, kept, reduce, needs)
         return _backward(run, grad, kept, reduce, needs, overwrite, puts_off=part == "rows")
 
     # of tokens, then: `reduce` returned sums
     by_token = [1 + _X, 1 + _INVERSE, *[0] * reduce]
-    return played(key, inputs, constants, host_code, by_token)
+    return replay_or_record(key, inputs, constants, host_code, by_token)
 
 
-def _forward(run: Run, keep: str, reduce: bool) -> list[Tensor]:
+def _forward(run: KernelCall, keep: str, reduce: bool) -> list[Tensor]:
     call = run.call
     num_tokens, num_rows = call.x.shape[0], call.num_rows
     if num_rows == 0:
@@ -81,7 +83,13 @@ def _forward(run: Run, keep: str, reduce: bool) -> list[Tensor]:
 
 
 def _backward(
-    run: Run, grad: Tensor, kept: Sequence[Tensor], reduce: bool, needs: Sequence[bool], overwrite: bool, puts_off: bool
+    run: KernelCall,
+    grad: Tensor,
+    kept: Sequence[Tensor],
+    reduce: bool,
+    needs: Sequence[bool],
+    overwrite: bool,
+    puts_off: bool,
 ) -> list[Tensor]:
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
     call, point = run.call, run.point
@@ -132,7 +140,7 @@ def _backward(
 
 
 def _backward_of_matrices(
-    run: Run, grad: Tensor, sides: Sequence[Tensor], reduce: bool, needs: Sequence[bool]
+    run: KernelCall, grad: Tensor, sides: Sequence[Tensor], reduce: bool, needs: Sequence[bool]
 ) -> list[Tensor]:
     if run.call.num_rows == 0:
         return _zero_gradients(run, needs)
@@ -141,20 +149,20 @@ def _backward_of_matrices(
     return [*grad_up, *(_grad_down(run, _readable(run, grad), reduce, scaled_act) if needs[4] else [])]
 
 
-def _readable(run: Run, grad: Tensor) -> Tensor:
+def _readable(run: KernelCall, grad: Tensor) -> Tensor:
     if grad.dtype is not run.dtype:
         grad = apply(lambda tensor, dtype=run.dtype: tensor.to(dtype), grad)
-    return rows_contiguous(grad)
+    return make_rows_contiguous(grad)
 
 
-def _grad_down(run: Run, grad: Tensor, by_token: bool, act: Tensor) -> list[Tensor]:
+def _grad_down(run: KernelCall, grad: Tensor, by_token: bool, act: Tensor) -> list[Tensor]:
     sides = ((grad, by_token), (act, False))
     left, right = sides if run.down.out_dim == 0 else sides[::-1]
     parameters = run.call.down
     return split_gradient(run.outer("grad_down", left, right, parameters[0].dtype), parameters, 2)
 
 
-def _grad_up(run: Run, grad_hidden: Sequence[Tensor]) -> list[Tensor]:
+def _grad_up(run: KernelCall, grad_hidden: Sequence[Tensor]) -> list[Tensor]:
     gradients = []
     for grad, w, parameters in zip(grad_hidden, run.up, run.call.up, strict=True):
         sides = ((grad, False), (run.x, True))
@@ -163,7 +171,7 @@ def _grad_up(run: Run, grad_hidden: Sequence[Tensor]) -> list[Tensor]:
     return gradients
 
 
-def _zero_gradients(run: Run, needs: Sequence[bool]) -> list[Tensor]:
+def _zero_gradients(run: KernelCall, needs: Sequence[bool]) -> list[Tensor]:
     call = run.call
     results = [torch.zeros_like(call.x)] if needs[0] else []
     results += [torch.zeros(0, dtype=run.w.dtype, device=run.device)] if needs[1] else []

@@ -72,7 +72,7 @@ def _known(kernel: Any) -> tuple[Any, tuple[str, ...]]:
     return known
 
 
-def described(argument: Any) -> Any:
+def underlying_tensor(argument: Any) -> Any:
     """The tensor of a tensor descriptor, Triton's or Gluon's; what else it is, itself."""
     return argument.base if hasattr(argument, "block_shape") else argument
 
@@ -82,13 +82,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def block_of(width: int, elements: int = 2048) -> tuple[int, int]:
+def choose_block(width: int, elements: int = 2048) -> tuple[int, int]:
     """(rows, columns) of a block in kernels that are bound by memory."""
     columns = min(next_power_of_2(width), elements)
     return max(1, elements // columns), columns
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
     is_elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
     return torch.cuda.device(device) if is_elsewhere else contextlib.nullcontext()

@@ -79,7 +79,7 @@ class Tape:
                 return slot, (tensor.shape, tensor.stride(), distance)
         return None
 
-    def made(self, tensor: Tensor, *step: Any) -> None:
+    def record_tensor(self, tensor: Tensor, *step: Any) -> None:
         """A new tensor, by `step` with the slot as its first argument."""
         slot, key = self._add(tensor), _storage(tensor)
         steps, slots_of = self.steps, self.slots_of
@@ -91,18 +91,18 @@ class Tape:
 
         self.watched.append(weakref.ref(tensor, freed))
 
-    def constant(self, tensor: Tensor) -> None:
+    def record_constant(self, tensor: Tensor) -> None:
         self.fixed[_storage(tensor)] = tensor
 
-    def applied(self, tensor: Tensor, function: Callable[..., Tensor], sources: Sequence[Tensor]) -> None:
+    def record_apply(self, tensor: Tensor, function: Callable[..., Tensor], sources: Sequence[Tensor]) -> None:
         found = tuple(map(self._source, sources))
         self.playable &= None not in found
-        self.made(tensor, _apply, function, found)
+        self.record_tensor(tensor, _apply, function, found)
 
-    def launched(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
+    def record_launch(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
         template, pointers, descriptors = list(args), [], []
         for i, argument in enumerate(args):
-            tensor = launching.described(argument)
+            tensor = launching.underlying_tensor(argument)
             if not isinstance(tensor, Tensor):
                 continue
             storage = _storage(tensor)
@@ -222,7 +222,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """`torch.empty`, recorded."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if (tape := getattr(_state, "tape", None)) is not None:
-        tape.made(tensor, _allocate, shape, dtype, device)
+        tape.record_tensor(tensor, _allocate, shape, dtype, device)
     return tensor
 
 
@@ -231,15 +231,15 @@ def apply(function: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     before = op_providers.thread_weight_paths()
     tensor = function(*sources)
     if (tape := getattr(_state, "tape", None)) is not None:
-        tape.applied(tensor, function, sources)
+        tape.record_apply(tensor, function, sources)
         tape.weight_paths.subtract(op_providers.thread_weight_paths() - before)  # played, it counts itself
     return tensor
 
 
-def constant(tensor: Tensor) -> Tensor:
+def mark_constant(tensor: Tensor) -> Tensor:
     """Says that a tensor made by the host code is the same in every call of the signature."""
     if (tape := getattr(_state, "tape", None)) is not None:
-        tape.constant(tensor)
+        tape.record_constant(tensor)
     return tensor
 
 
@@ -249,7 +249,7 @@ def launch(
     """`launch.launch`, recorded."""
     run = launching.launch(kernel, grid, args, constants, **options)
     if (tape := getattr(_state, "tape", None)) is not None:
-        tape.launched(run, args)
+        tape.record_launch(run, args)
 
 
 @contextlib.contextmanager
@@ -261,12 +261,12 @@ def recording(tape: Tape | None) -> Iterator[None]:
         _state.tape = before
 
 
-def paused() -> contextlib.AbstractContextManager[None]:
+def pause_recording() -> contextlib.AbstractContextManager[None]:
     """What is done meanwhile is not on the tape."""
     return recording(None)
 
 
-def played(
+def replay_or_record(
     key: Hashable,
     inputs: Sequence[Tensor | None],
     constants: Sequence[Tensor],
@@ -283,7 +283,7 @@ def played(
     forms = [_form(t, of_any_length=i in of_any_length) for i, t in enumerate(inputs)]
     key = (key, *forms, tuple(map(_place, constants)))
     assert inputs[0] is not None
-    with launching.on(inputs[0].device):
+    with launching.use_device(inputs[0].device):
         tape = _tapes.get(key)
         if tape is not None:
             for path, times in tape.weight_paths.items():

@@ -146,6 +146,6 @@ def _function(text: str, ptx: bool) -> Any:
     return triton.jit(scope[name])
 
 
-def derived(name: str, parameters: Sequence[str], results: Sequence[Any], ptx: bool = False) -> Any:
+def build_function(name: str, parameters: Sequence[str], results: Sequence[Any], ptx: bool = False) -> Any:
     """`formula.source` as a function for kernels; `ptx`: for those of NVIDIA's GPUs alone."""
-    return _function(formula.source(name, parameters, results), ptx)
+    return _function(formula.write_function(name, parameters, results), ptx)

@@ -11,8 +11,8 @@ import torch
 
 from ...ir import pointwise_expression
 from ...ir.expert_body import ExpertBody
-from ..epilogue import with_gradients
-from ..formula import symbols_of
+from ..epilogue import derive_gradients
+from ..formula import list_symbols
 from ..rules import Underivable
 
 
@@ -66,7 +66,7 @@ class Formulas:
 
 
 @functools.lru_cache(maxsize=1024)
-def formulas(text: str, widths: tuple[int, ...] | None = None) -> Formulas:
+def derive_formulas(text: str, widths: tuple[int, ...] | None = None) -> Formulas:
     """From the JSON text of a body. Needs no Triton.
 
     Args:
@@ -82,17 +82,17 @@ def formulas(text: str, widths: tuple[int, ...] | None = None) -> Formulas:
 
 
 @functools.lru_cache(maxsize=1024)
-def pointwise(text: str, widths: tuple[int, ...] | None = None, ptx: bool = False) -> Pointwise:
+def build_pointwise(text: str, widths: tuple[int, ...] | None = None, ptx: bool = False) -> Pointwise:
     """`formulas` as functions for kernels; `ptx`: for those of NVIDIA's GPUs alone."""
-    from .math_functions import derived  # Triton's import, which `explain` does without
+    from .math_functions import build_function  # Triton's import, which `explain` does without
 
-    found, body = formulas(text, widths), ExpertBody.from_json(text)
+    found, body = derive_formulas(text, widths), ExpertBody.from_json(text)
     scaled = body.out != "y"
     return Pointwise(
-        act=derived("act", found.parameters, found.vjp[:1], ptx),
-        vjp=derived("vjp", (*found.parameters, "g"), found.vjp, ptx),
-        scale=derived("scale", ("w",), [found.scale], ptx) if scaled else None,
-        scale_grad=derived("scale_grad", ("w",), [found.scale_grad], ptx) if scaled else None,
+        act=build_function("act", found.parameters, found.vjp[:1], ptx),
+        vjp=build_function("vjp", (*found.parameters, "g"), found.vjp, ptx),
+        scale=build_function("scale", ("w",), [found.scale], ptx) if scaled else None,
+        scale_grad=build_function("scale_grad", ("w",), [found.scale_grad], ptx) if scaled else None,
         uses_weight="w" in pointwise_expression.list_variables(body.act),
         joined=len(found.order) == 2 and body.parts[0][3] == 2,
         num_parts=len(found.order),
@@ -111,11 +111,11 @@ def _formulas(body: ExpertBody, widths: Sequence[int] | None) -> Formulas:
                 f"{pointwise_expression.format_expression(expr)} has a variable {unknown[0]}, of which nothing is known"
             )
     parameters = (*order, *(["_"] if len(order) == 1 else []), "w")
-    value, *gradients = with_gradients(body.act, "g", parameters)
-    if missing := [name for name in order if name not in symbols_of(value)]:
+    value, *gradients = derive_gradients(body.act, "g", parameters)
+    if missing := [name for name in order if name not in list_symbols(value)]:
         raise Underivable(f"{pointwise_expression.format_expression(body.act)} does not depend on {missing[0]}")
     # With y and its gradient 1 what is left is the factor, and the derivative of that.
-    factor, factor_grad = with_gradients(body.out, "g", ("w",), ones=("y", "g"))
+    factor, factor_grad = derive_gradients(body.out, "g", ("w",), ones=("y", "g"))
     return Formulas(order, parameters, [value, *gradients], factor, factor_grad)
 
 

@@ -110,25 +110,25 @@ _FLOAT32 = _by_kernel(
 KERNELS = tuple(_HOPPER)
 
 
-def default(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
+def default_config(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
     """Where nothing is tuned."""
     if dtype is torch.float32:
         return _FLOAT32[kernel]
     return (_HOPPER_ROLES if target(device) == "sm90" else _PORTABLE)[kernel]
 
 
-def portable(kernel: str) -> Config:
+def portable_config(kernel: str) -> Config:
     """On sm90, where `Config.roles` does not take the tensors."""
     return _HOPPER[kernel]
 
 
-def candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
+def list_candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
     """What tuning tries."""
     if dtype is torch.float32:
-        return [default(kernel, device, dtype), *_FLOAT32_CANDIDATES[kernel]]
+        return [default_config(kernel, device, dtype), *_FLOAT32_CANDIDATES[kernel]]
     if target(device) == "sm90":
         return [cut for cut in _HOPPER_CANDIDATES[kernel] if HAS_ROLES or not cut.roles]
-    return [default(kernel, device, dtype), *_PORTABLE_CANDIDATES[kernel]]
+    return [default_config(kernel, device, dtype), *_PORTABLE_CANDIDATES[kernel]]
 
 
 def _hopper_candidates() -> dict[str, list[Config]]:

@@ -41,19 +41,21 @@ def config(
         shape: (columns of the result, inner size, mean rows of an expert).
         trial: the work to be timed, where tuning may be done.
     """
-    chosen, reason, distance = choice(kernel, device, dtype, shape)
+    chosen, reason, distance = find_nearest_config(kernel, device, dtype, shape)
     if tile_configs.target(device) == "interpreter":
         return chosen
-    if distance > _NEAR and trial and autotune.is_possible(shape, num_experts):
-        with autotune.turn:
-            chosen, reason, distance = choice(kernel, device, dtype, shape)  # another thread may have found it
+    if distance > _NEAR and trial and autotune.can_tune(shape, num_experts):
+        with autotune.tuning_lock:
+            chosen, reason, distance = find_nearest_config(
+                kernel, device, dtype, shape
+            )  # another thread may have found it
             if distance > _NEAR:
                 chosen, reason = _tune(kernel, device, dtype, shape, trial, chosen, reason)
     _used[kernel, f"{_name(dtype)} {_text(shape)}"] = (chosen, reason)
     return chosen
 
 
-def choice(
+def find_nearest_config(
     kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> tuple[Config, str, float]:
     """What `config` chooses without tuning, why, and how far away the shape is that it was tuned for."""
@@ -66,15 +68,15 @@ def choice(
         reason, distance = f"tuned {where} {_text(tuned)}", _distance(tuned, shape)
         reason += "" if its_dtype is dtype else f", {_name(its_dtype)}"
     else:
-        chosen, distance = tile_configs.default(kernel, device, dtype), math.inf
+        chosen, distance = tile_configs.default_config(kernel, device, dtype), math.inf
         reason = f"the default: nothing is tuned for {tile_configs.target(device)} {_name(dtype)}"
     if chosen.roles and not tile_configs.HAS_ROLES:
-        chosen = tile_configs.portable(kernel)
+        chosen = tile_configs.portable_config(kernel)
         reason = f"without Gluon's kernels, which are not known to compile with Triton {triton.__version__}"
     return chosen, reason, distance
 
 
-def used() -> list[str]:
+def list_used_configs() -> list[str]:
     """What `config` chose so far in this process and why, a line for each kernel and shape."""
     return [f"{kernel} {shape}: {chosen.text}; {why}" for (kernel, shape), (chosen, why) in sorted(_used.items())]
 
@@ -88,19 +90,19 @@ def _tune(
     first: Config,
     reason: str,
 ) -> tuple[Config, str]:
-    others = [cut for cut in tile_configs.candidates(kernel, device, dtype) if cut != first]
-    best, is_complete = autotune.fastest(f"{kernel} {_name(dtype)} {_text(shape)}", [first, *others], trial)
+    others = [cut for cut in tile_configs.list_candidates(kernel, device, dtype) if cut != first]
+    best, is_complete = autotune.find_fastest(f"{kernel} {_name(dtype)} {_text(shape)}", [first, *others], trial)
     if best is None:
         return first, f"{reason}; none fit when tuned here"
     key = (tile_configs.target(device), _name(dtype), kernel)
     _entries(device).setdefault(key, []).append((shape, best, _HERE))
     if not is_complete:
         return best, f"tuned {_HERE} {_text(shape)}, until the seconds of MOEFX_AUTOTUNE were used up"
-    autotune.keep(gpu(device), line(*key, shape, best))
+    autotune.append_cached_line(gpu_name(device), format_line(*key, shape, best))
     return best, f"tuned {_HERE} {_text(shape)}"
 
 
-def gpu(device: torch.device) -> str:
+def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
 
 
@@ -118,17 +120,17 @@ def _entries(device: torch.device) -> dict[tuple[str, str, str], list[Entry]]:
         except _MALFORMED as error:
             raise InvalidPlan(f"{TABLE}:{number} is not a line of a tuning table ({error}): {text[:80]}") from None
         entries.setdefault(key, []).append((shape, cut, "for"))
-    for text in autotune.kept(gpu(device)):
+    for text in autotune.read_cached_lines(gpu_name(device)):
         try:
             key, shape, cut = _parsed(text)
         except _MALFORMED:  # half of one, say: what it said is found out again
-            _log.warning("%s: left out what is not a configuration: %.80s", autotune.cache_file(gpu(device)), text)
+            _log.warning("%s: left out what is not a configuration: %.80s", autotune.cache_file(gpu_name(device)), text)
             continue
         entries.setdefault(key, []).append((shape, cut, _HERE))
     return entries
 
 
-def line(target: str, dtype: str, kernel: str, shape: Sequence[int], cut: Config) -> str:
+def format_line(target: str, dtype: str, kernel: str, shape: Sequence[int], cut: Config) -> str:
     """Of a tuning table."""
     row = dict(target=target, dtype=dtype, kernel=kernel, shape=list(shape), config=dataclasses.asdict(cut))
     return json.dumps(row)

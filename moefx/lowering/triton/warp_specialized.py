@@ -19,10 +19,10 @@ from torch import Tensor
 from .launch import cdiv
 from .launch_replay import launch
 from .tile_configs import Config
-from .weight_operands import Weights, describable
+from .weight_operands import Weights, is_describable
 
 if TYPE_CHECKING:
-    from .expert_mlp_call import Run
+    from .expert_mlp_call import KernelCall
 
 # What registers and shared memory have room for. Products with a pointwise part may be half as wide (`Config.bn`):
 # with twice as many warps for that part.
@@ -30,7 +30,7 @@ _BM, _BN, _BK, _WARPS = 128, 256, 64, 8
 _TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # Gluon's names
 
 
-def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cut: Config) -> bool:
+def try_project_up(run: KernelCall, hidden: Sequence[Tensor] | None, act: Tensor | None, cut: Config) -> bool:
     """Whether it was done: H, if it is kept, and the activation."""
     from .hopper_point import hopper_up_kernel
 
@@ -64,8 +64,8 @@ def project_up(run: Run, hidden: Sequence[Tensor] | None, act: Tensor | None, cu
     return True
 
 
-def multiply_rows(
-    run: Run,
+def try_multiply_rows(
+    run: KernelCall,
     terms: Sequence[Tensor],
     weights: Sequence[Weights],
     out: Tensor,
@@ -102,13 +102,13 @@ def multiply_rows(
     return True
 
 
-def takes_act_backward(run: Run, grad: Tensor, hidden: Sequence[Tensor], cut: Config) -> bool:
+def supports_act_backward(run: KernelCall, grad: Tensor, hidden: Sequence[Tensor], cut: Config) -> bool:
     fit = run.act_width % 8 == 0 and _fit(grad, *hidden)
     return fit and _weights([run.down], backward=True, columns=cut.bn) is not None
 
 
 def act_backward(
-    run: Run,
+    run: KernelCall,
     grad: Tensor,
     gather: bool,
     hidden: Sequence[Tensor],
@@ -138,7 +138,7 @@ def act_backward(
     _launch(run, hopper_act_backward_kernel, num_tiles, args, constants, cut, cut.bn, **options)
 
 
-def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
+def try_outer(run: KernelCall, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
     """Whether it was done (see `expert_mlp_call.Run.outer`)."""
     from .hopper import hopper_outer_kernel
 
@@ -158,7 +158,7 @@ def outer(run: Run, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: 
 
 
 def _launch(
-    run: Run,
+    run: KernelCall,
     kernel: Any,
     num_tiles: int,
     args: Sequence[Any],
@@ -177,7 +177,7 @@ def _point_warps(cut: Config) -> int:
 
 def _fit(*tensors: Tensor) -> bool:
     """Whether TMA can describe them: rows of a multiple of 8 elements of 16 bit, each row aligned."""
-    return all(t.dtype in _TYPES and t.shape[-1] % 8 == 0 and describable(t) for t in tensors)
+    return all(t.dtype in _TYPES and t.shape[-1] % 8 == 0 and is_describable(t) for t in tensors)
 
 
 def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> list[Any] | None:

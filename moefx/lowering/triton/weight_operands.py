@@ -14,8 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ir.op_providers import count_weight_path
 from ...ir.ops.expert_gemms import is_stacked
-from ..torch.weight_lists import stack, strided_view
-from .launch_replay import apply, constant
+from ..torch.weight_lists import stack_weights, strided_view
+from .launch_replay import apply, mark_constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Weights:
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], transposed: bool, dtype: torch.dtype) -> Weights:
-        return cls.alike([parameters], transposed, dtype)[0]
+        return cls.of_groups([parameters], transposed, dtype)[0]
 
     @classmethod
-    def alike(cls, groups: Sequence[Sequence[Tensor]], transposed: bool, dtype: torch.dtype) -> list[Weights]:
+    def of_groups(cls, groups: Sequence[Sequence[Tensor]], transposed: bool, dtype: torch.dtype) -> list[Weights]:
         """Of GEMMs that one kernel runs together: all by strides, and these equal, or all by tables. In place where
         that can be, else copied."""
         out_dim, first = 0 if transposed else 1, groups[0][0]
         if all(p.dtype is dtype for group in groups for p in group):
             stacked = all(is_stacked(group, 2) or strided_view(group) is not None for group in groups)
             if stacked:
-                made = [Weights(stack(group, dtype), out_dim) for group in groups]
+                made = [Weights(stack_weights(group, dtype), out_dim) for group in groups]
                 if all(w.tensor.stride() == made[0].tensor.stride() for w in made):
                     return made
             separate = not any(is_stacked(group, 2) for group in groups)
@@ -79,11 +79,11 @@ class Weights:
         column, inner = (first, second) if columns_first else (second, first)
         if self.addresses is not None:
             access = "table, unaligned" if any(a % 16 for a in self.addresses) else "table"
-            table = constant(_table(self.addresses, self.tensor.device))
+            table = mark_constant(_table(self.addresses, self.tensor.device))
             return Operand(table, 0, column, inner, access, columns_first)
         expert = self.tensor.stride(0)
-        if block is not None and describable(self.tensor):
-            described = describe(self.tensor, 1, *(block if columns_first else reversed(block)))
+        if block is not None and is_describable(self.tensor):
+            described = make_descriptor(self.tensor, 1, *(block if columns_first else reversed(block)))
             return Operand(described, expert, column, inner, "descriptor", columns_first)
         access = "strided, wide" if _is_wide(self.tensor) else "strided"
         return Operand(self.tensor, expert, column, inner, access, columns_first)
@@ -101,7 +101,7 @@ class Operand:
     columns_first: bool
 
 
-def describable(tensor: Tensor) -> bool:
+def is_describable(tensor: Tensor) -> bool:
     """Whether TMA takes it: the last dimension contiguous, the others at multiples of 16 bytes, none expanded."""
     *outer, inner = tensor.stride()
     aligned = all(s * tensor.element_size() % 16 == 0 and s > 0 for s in outer)
@@ -117,14 +117,14 @@ def _is_wide(tensor: Tensor) -> bool:
     return (rows - 1) * row + (columns - 1) * column > _MAX_OFFSET
 
 
-def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
+def make_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 def _copy(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """A contiguous stack in a dtype."""
     if any(p.dtype is not dtype for p in parameters):
-        return stack(parameters, dtype).contiguous()
+        return stack_weights(parameters, dtype).contiguous()
     count_weight_path("stacked_copy")
     return parameters[0].contiguous() if is_stacked(parameters, 2) else torch.stack(list(parameters))
 
@@ -144,7 +144,7 @@ def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
         return other.submit(make).result()
 
 
-def stacked_biases(biases: Sequence[Tensor] | None) -> Tensor | None:
+def stack_biases(biases: Sequence[Tensor] | None) -> Tensor | None:
     """[E,width], a copy where they are separate and not equally spaced."""
     if biases is None:
         return None

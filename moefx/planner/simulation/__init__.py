@@ -9,6 +9,6 @@ The files, from below:
     training.py       a step
 """
 
-from .training import Simulated, simulate
+from .training import SimulatedStep, simulate
 
-__all__ = ["Simulated", "simulate"]
+__all__ = ["SimulatedStep", "simulate"]

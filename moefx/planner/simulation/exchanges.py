@@ -10,9 +10,9 @@ from torch import Tensor
 from ..architecture import Architecture
 from ..layout import Layout, Way
 from ..platforms import Network, Platform
-from ..step_formulas import widths
-from .network import fabric, slowed
-from .routing_skew import choices_of_ranks, choose, popularity, traffic
+from ..step_formulas import row_widths
+from .network import build_fabric, draw_slowdowns
+from .routing_skew import count_choices, count_traffic, draw_choices, popularity
 
 _MOST_TOKENS = 2**19  # drawn in all: about a second of a core
 _AT_ONCE = 2**15  # stay in the cache
@@ -52,7 +52,7 @@ class Exchanges:
 
         def took(seconds: Tensor, network: Network) -> Tensor:
             every = seconds[picked].expand(4, *picked.shape)
-            return every if stragglers is None else every * slowed(network, every.shape, stragglers)
+            return every if stragglers is None else every * draw_slowdowns(network, every.shape, stragglers)
 
         *before, last = (took(self.hops[:, i], network) for i, network in enumerate(self.networks))
         first = sum(before, torch.zeros((), dtype=torch.float32))
@@ -63,7 +63,7 @@ class Exchanges:
         return found
 
 
-def draw(
+def draw_exchanges(
     model: Architecture, layout: Layout, platform: Platform, groups: Tensor, skew: float, generator: torch.Generator
 ) -> Exchanges:
     """Of one group after the other, up to 64, fewer where that would be too many tokens.
@@ -76,7 +76,7 @@ def draw(
         return Exchanges(nothing + 1, nothing, platform.networks[:1], None, nothing[0], 1)
     sizes, networks = platform.levels(layout.ep, int(groups[0, 1] - groups[0, 0]))
     by_level = layout.way in ("rbd", "halo")
-    width = widths(model, layout)["w1" if layout.way == "flat" else "w"]
+    width = row_widths(model, layout)["w1" if layout.way == "flat" else "w"]
     latencies = [n.latency for n in networks] if by_level else [max(n.latency for n in networks)]
     tokens = max(layout.sequences * layout.tokens // (layout.tp if layout.ssmb else 1), 1)
     number = max(min(_MOST, _MOST_TOKENS // (layout.ep * tokens)), 1)
@@ -90,8 +90,8 @@ def draw(
         # tensor ranks have the same tokens, unless the sequence is spread over them
         _, sequence = torch.unique(group if layout.ssmb else group // layout.tp, return_inverse=True)
         moved, load = _rows(weights, sequence, tokens, model.top_k, sizes, layout.way, generator)
-        links = fabric(platform, group.tolist())
-        took = [links.busiest(rows * width) for rows in moved]
+        links = build_fabric(platform, group.tolist())
+        took = [links.busiest_link_seconds(rows * width) for rows in moved]
         if layout.way == "halo":
             beside.append(took.pop() + latencies[-1])
         hops.append(torch.stack([seconds + latency for seconds, latency in zip(took, latencies, strict=True)]))
@@ -116,8 +116,8 @@ def _rows(
     moved, load = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.float32)
     for begin in range(0, tokens, at_once := max(_AT_ONCE // ranks, 1)):
         some = min(at_once, tokens - begin)
-        choices = choose(weights, drawn * some, top_k, generator).view(top_k, drawn, some)[:, sequence].flatten(1)
-        found = traffic(choices, torch.arange(ranks).repeat_interleave(some), len(weights), sizes, way)
+        choices = draw_choices(weights, drawn * some, top_k, generator).view(top_k, drawn, some)[:, sequence].flatten(1)
+        found = count_traffic(choices, torch.arange(ranks).repeat_interleave(some), len(weights), sizes, way)
         moved = moved + torch.stack([*found.hops, *([] if found.beside is None else [found.beside])])
-        load = load + choices_of_ranks(choices, len(weights), ranks)
+        load = load + count_choices(choices, len(weights), ranks)
     return moved, load

@@ -31,22 +31,22 @@ class Fabric:
     units: Tensor
     ports: Tensor
 
-    def busiest(self, traffic: Tensor) -> Tensor:
+    def busiest_link_seconds(self, traffic: Tensor) -> Tensor:
         """Seconds until the busiest link has carried its bytes, all ranks sending to all side by side.
 
         Args:
             traffic: [..., n, n] bytes, senders first.
         """
-        return self.busiest_of(*_pairs(traffic), traffic.flatten(-2))
+        return self.busiest_link_seconds_of_flows(*_pairs(traffic), traffic.flatten(-2))
 
-    def busiest_of(self, sources: Tensor, targets: Tensor, flows: Tensor) -> Tensor:
+    def busiest_link_seconds_of_flows(self, sources: Tensor, targets: Tensor, flows: Tensor) -> Tensor:
         """The same of `flows` [..., F] bytes, from `sources` [F] to `targets` [F]."""
         loads = torch.zeros(*flows.shape[:-1], len(self.capacity) + 1, dtype=torch.float64)
         for path in self._paths(sources, targets):
             loads.index_add_(-1, path, flows.double())
         return (loads[..., :-1] / self.capacity).amax(-1)
 
-    def fair(self, traffic: Tensor) -> float:
+    def fair_share_seconds(self, traffic: Tensor) -> float:
         """As `busiest` where at any moment flows share links fairly (max-min): never less, and an event for each flow.
 
         Args:
@@ -92,7 +92,7 @@ def _pairs(traffic: Tensor) -> tuple[Tensor, Tensor]:
     return ranks.repeat_interleave(len(ranks)), ranks.repeat(len(ranks))
 
 
-def fabric(platform: Platform, ranks: Sequence[int]) -> Fabric:
+def build_fabric(platform: Platform, ranks: Sequence[int]) -> Fabric:
     """The links between those ranks, which are numbered node by node."""
     at = torch.tensor(ranks)
     units = torch.stack([at // network.ranks if network.ranks else 0 * at for network in platform.networks])
@@ -108,7 +108,7 @@ def fabric(platform: Platform, ranks: Sequence[int]) -> Fabric:
     return Fabric(torch.cat(capacity), units, torch.stack(ports))
 
 
-def ring(platform: Platform, ranks: Sequence[int]) -> float:
+def estimate_ring(platform: Platform, ranks: Sequence[int]) -> float:
     """Seconds for each byte that a rank sends in a ring of them (an all-reduce, an all-gather).
 
     There are as many rings as a node has ranks of the group, each with a part of the bytes, and each leaves the node by
@@ -116,7 +116,7 @@ def ring(platform: Platform, ranks: Sequence[int]) -> float:
     """
     if len(ranks) == 1:
         return 0.0
-    links = fabric(platform, ranks)
+    links = build_fabric(platform, ranks)
     nodes: dict[int, list[int]] = {}
     for place, node in enumerate(links.units[0].tolist()):
         nodes.setdefault(node, []).append(place)
@@ -124,10 +124,10 @@ def ring(platform: Platform, ranks: Sequence[int]) -> float:
     orders = [[place for node in nodes.values() for place in node[i:] + node[:i]] for i in range(number)]
     sources = torch.tensor(orders)
     flows = torch.full((sources.numel(),), 1 / number, dtype=torch.float32)
-    return float(links.busiest_of(sources.flatten(), sources.roll(-1, 1).flatten(), flows))
+    return float(links.busiest_link_seconds_of_flows(sources.flatten(), sources.roll(-1, 1).flatten(), flows))
 
 
-def slowed(network: Network, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+def draw_slowdowns(network: Network, shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Of exchanges over that network, how much longer than the median each takes (`Network.spread`)."""
     if not network.spread:
         return torch.ones(*shape, dtype=torch.float64)

@@ -25,7 +25,7 @@ def popularity(num_experts: int, skew: float) -> Tensor:
     return (_MOST * places**-skew).round().long().clamp(min=1)
 
 
-def choose(weights: Tensor, num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
+def draw_choices(weights: Tensor, num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
     """int64 [K, T]: of each token its experts, in ascending order and none twice.
 
     One after the other by `weights` [E], of those that are left.
@@ -60,7 +60,7 @@ class Traffic:
     beside: Tensor | None = None
 
 
-def traffic(choices: Tensor, sources: Tensor, num_experts: int, sizes: Sequence[int], way: Way) -> Traffic:
+def count_traffic(choices: Tensor, sources: Tensor, num_experts: int, sizes: Sequence[int], way: Way) -> Traffic:
     """Rows that tokens send.
 
     Args:
@@ -110,6 +110,6 @@ def _hop(
     return counts.view(ranks, ranks)
 
 
-def choices_of_ranks(choices: Tensor, num_experts: int, ranks: int) -> Tensor:
+def count_choices(choices: Tensor, num_experts: int, ranks: int) -> Tensor:
     """int64 [W]: how many choices the experts of each rank have."""
     return torch.bincount((choices // (num_experts // ranks)).flatten(), minlength=ranks)

@@ -38,7 +38,7 @@ class Timeline:
         return most
 
 
-def run(
+def run_schedule(
     schedule: Schedule, forward: Tensor, backward: Tensor, weights: Tensor | None = None, *, chunks: int = 1,
     transfer: float = 0.0,
 ) -> Timeline:  # fmt: skip

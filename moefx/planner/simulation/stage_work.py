@@ -15,8 +15,8 @@ from torch import Tensor
 from ..architecture import Architecture
 from ..layout import Layout
 from ..platforms import Platform
-from ..step_formulas import given, sheet_of
-from .network import ring
+from ..step_formulas import collect_values, find_step_sheet
+from .network import estimate_ring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +70,22 @@ class Stage:
     optimizer: float
 
 
-def stages(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> list[Stage]:
+def build_stages(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> list[Stage]:
     """All of them, the first one first.
 
     Raises:
         InvalidPlan: the layout does not fit the model.
     """
     replicas, stage_ranks = layout.expert_replicas, layout.tp * layout.dp
-    values = given(model, layout, platform, experts_first) | {
+    values = collect_values(model, layout, platform, experts_first) | {
         "PP": 1,
-        "beta_tp": ring(platform, range(layout.tp)),
-        "beta_dp": ring(platform, range(0, stage_ranks, layout.tp)),
-        "beta_replicas": ring(platform, range(0, stage_ranks, layout.ep) if experts_first else range(replicas)),
+        "beta_tp": estimate_ring(platform, range(layout.tp)),
+        "beta_dp": estimate_ring(platform, range(0, stage_ranks, layout.tp)),
+        "beta_replicas": estimate_ring(
+            platform, range(0, stage_ranks, layout.ep) if experts_first else range(replicas)
+        ),
     }
-    formulas, found = sheet_of(layout, platform, experts_first), []
+    formulas, found = find_step_sheet(layout, platform, experts_first), []
     for i in range(layout.pp):
         (every, with_experts), is_last = layout.layers_of(model, i), i == layout.pp - 1
         own = values | {
@@ -126,7 +128,7 @@ def _stage(
     )  # fmt: skip
 
 
-def expert_groups(layout: Layout, experts_first: bool) -> tuple[Tensor, Tensor]:
+def list_expert_groups(layout: Layout, experts_first: bool) -> tuple[Tensor, Tensor]:
     """Ranks of a stage, numbered from 0, whose experts are one set; and which of these groups wait for each other.
 
     Returns:

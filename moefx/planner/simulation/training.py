@@ -14,10 +14,10 @@ from ...util.unit_text import amount
 from ..architecture import Architecture
 from ..layout import Layout
 from ..platforms import Platform
-from ..step_formulas import given, sheet_of
-from .exchanges import draw
-from .schedule import run
-from .stage_work import Stage, expert_groups, stages
+from ..step_formulas import collect_values, find_step_sheet
+from .exchanges import draw_exchanges
+from .schedule import run_schedule
+from .stage_work import Stage, build_stages, list_expert_groups
 
 COMPONENTS = {  # and what they are, for readers
     "compute": "GEMMs and attention", "waiting": "for the slowest rank of a group",
@@ -28,7 +28,7 @@ COMPONENTS = {  # and what they are, for readers
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulated:
+class SimulatedStep:
     """A step as it went.
 
     Attributes:
@@ -77,7 +77,7 @@ class Simulated:
 def simulate(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True, *, skew: float = 0.0,
     seed: int = 0, stragglers: bool = True,
-) -> Simulated:  # fmt: skip
+) -> SimulatedStep:  # fmt: skip
     """A training step, on the CPU, in seconds.
 
     Each rank computes by its own rows, with the formulas of `planner.compute`; an exchange is over when its slowest
@@ -115,13 +115,13 @@ def _one_thread() -> Iterator[None]:
 def _simulate(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool, skew: float, seed: int,
     stragglers: bool,
-) -> Simulated:  # fmt: skip
+) -> SimulatedStep:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     by_chance = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator)))
     layout.values(model)  # raises where they do not fit
-    groups, pipelines = expert_groups(layout, experts_first)
-    drawn = draw(model, layout, platform, groups, skew, generator)
-    every = stages(model, layout, platform, experts_first)
+    groups, pipelines = list_expert_groups(layout, experts_first)
+    drawn = draw_exchanges(model, layout, platform, groups, skew, generator)
+    every = build_stages(model, layout, platform, experts_first)
     patterns, first_layer = len(drawn) // drawn.repeats, 0
     works: list[_Work] = []
     for stage in every:
@@ -134,7 +134,7 @@ def _simulate(
         works.append(_work(stage, drawn.load, picked, took, pipelines))
     forward, backward, weights = (torch.stack([getattr(w, name) for w in works]) for name in _DURATIONS)
     apart = weights if layout.schedule.startswith("zb") else None
-    timeline = run(layout.schedule, forward, backward, apart, chunks=layout.chunks, transfer=every[0].transfer)
+    timeline = run_schedule(layout.schedule, forward, backward, apart, chunks=layout.chunks, transfer=every[0].transfer)
     ended = [end[-1].max().item() for end in timeline.end]
     seconds = max(end + s.gradients + s.optimizer for end, s in zip(ended, every, strict=True))
     most = max(range(layout.pp), key=lambda i: (forward[i] + backward[i]).sum().item())
@@ -147,7 +147,7 @@ def _simulate(
     computed = torch.stack([work.computed for work in works])  # [PP, G, EP]
     by_rank = torch.empty(layout.pp, layout.tp * layout.dp, dtype=torch.float64)
     by_rank[:, groups] = computed
-    return Simulated(
+    return SimulatedStep(
         seconds=seconds,
         components={name: parts[name] for name in COMPONENTS},
         formulas=_by_formulas(model, layout, platform, experts_first),
@@ -214,7 +214,7 @@ def _together(seconds: Tensor, pipelines: Tensor) -> Tensor:
 
 
 def _by_formulas(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
-    found = sheet_of(layout, platform, experts_first)(**given(model, layout, platform, experts_first))
+    found = find_step_sheet(layout, platform, experts_first)(**collect_values(model, layout, platform, experts_first))
     each = {"compute": found["T_compute"], "waiting": 0.0, "exchanges": found["T_alltoall"],
             "tensor ranks": found["T_tp"] + found["T_gather"], "parameters": found["T_params"],
             }  # fmt: skip

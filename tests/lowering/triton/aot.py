@@ -143,11 +143,13 @@ def install() -> Compiler:
     triton.runtime.driver.set_active(compiler)
     JITFunction.run = lambda function, *args, **options: compiler.run(function, *args, **options)
     tile_configs.target = run_module.target = lambda device: compiler.target
-    autotune.is_possible = lambda *_: False
-    stock_precision, gpu = run_module.precision, torch.device("cuda")
-    run_module.precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))
+    autotune.can_tune = lambda *_: False
+    stock_precision, gpu = run_module.matmul_precision, torch.device("cuda")
+    run_module.matmul_precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))
     # An earlier call's launches (see `launch_replay`) were for another target or configuration.
-    expert_mlp_steps.played = build_pft.played = lambda key, inputs, constants, host_code, *_: host_code()
+    expert_mlp_steps.replay_or_record = build_pft.replay_or_record = lambda key, inputs, constants, host_code, *_: (
+        host_code()
+    )
     return compiler
 
 
@@ -208,7 +210,7 @@ def forward_and_backward(case: Case, dtype: torch.dtype) -> None:
     options = dict(body=layer.text, keep=case.keep, reduce=case.reduce)
     out, *kept = expert_mlp_steps.expert_mlp(*args, **options)
     expert_mlp_steps.expert_mlp_backward(torch.empty_like(out), *args, kept, **options, needs=case.needs)
-    run_module.Run(args, layer.text, case.keep, None).gather(x)  # which not every configuration does
+    run_module.KernelCall(args, layer.text, case.keep, None).gather(x)  # which not every configuration does
 
 
 def travelling(dtype: torch.dtype) -> None:
@@ -231,7 +233,7 @@ def travelling(dtype: torch.dtype) -> None:
 
 
 def roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
-    return [cut for cut in tile_configs.candidates(kernel, device, dtype) if cut.roles]
+    return [cut for cut in tile_configs.list_candidates(kernel, device, dtype) if cut.roles]
 
 
 def configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
@@ -242,14 +244,16 @@ def configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, 
     device, sizes, by_shape = torch.device("cpu"), [512, 768, 1024, 1536, 2048, 2880, 4096, 7168], {}
     for kernel in tile_configs.KERNELS:
         shapes = itertools.product(sizes, sizes, [1, 16, 64, 256, 1024, 4096])
-        by_shape[kernel] = list(dict.fromkeys(tuning.choice(kernel, device, dtype, shape)[0] for shape in shapes))
+        by_shape[kernel] = list(
+            dict.fromkeys(tuning.find_nearest_config(kernel, device, dtype, shape)[0] for shape in shapes)
+        )
     yield "separate", {k: dataclasses.replace(by_shape[k][0], fused=False) for k in ("up", "act_backward")}
     for i in range(2):
         yield "roles", {k: cuts[i] for k in tile_configs.KERNELS if len(cuts := roles(k, device, dtype)) > i}
     if everything:
         yield from (("default", {kernel: cut}) for kernel, cuts in by_shape.items() for cut in cuts)
         for kernel in tile_configs.KERNELS:
-            yield from (("tuning", {kernel: cut}) for cut in tile_configs.candidates(kernel, device, dtype))
+            yield from (("tuning", {kernel: cut}) for cut in tile_configs.list_candidates(kernel, device, dtype))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from moefx.ir import op_providers
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton import launch_replay
-from moefx.lowering.triton.tile_configs import KERNELS, Config, candidates, portable
+from moefx.lowering.triton.tile_configs import KERNELS, Config, list_candidates, portable_config
 
 from ...ir.routings import Layer, random_routing
 from .test_expert_mlp import LINEAR, apart, on, outputs_and_gradients
@@ -55,7 +55,7 @@ def steps(name: str) -> None:
 
 
 def _candidates(kernel: str, dtype: torch.dtype) -> list[Config]:
-    return [*candidates(kernel, torch.device("cuda"), dtype), portable(kernel)]
+    return [*list_candidates(kernel, torch.device("cuda"), dtype), portable_config(kernel)]
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ print(call.precision(torch.zeros(1)), call.precision(torch.zeros(1).bfloat16()))
 
 def test_parts_of_separate_parameters_need_not_be_aligned():
     matrices = apart([torch.randn(6, 6) for _ in range(3)])
-    (weights,) = Weights.alike([matrices], True, torch.float32)
+    (weights,) = Weights.of_groups([matrices], True, torch.float32)
     halves = [weights.columns(None, 3, 1), weights.columns(3, None, 1)]  # the second begins at 72 bytes
     accesses = [half.operand(backward=False, block=None).access for half in halves]
     assert accesses == ["table", "table, unaligned"]

@@ -11,8 +11,8 @@ from torch import Tensor
 from moefx.errors import InvalidInput
 from moefx.ir.expert_body import ExpertBody, Gemm
 from moefx.ir.pointwise_expression import list_variables
-from moefx.lowering.triton import why_not
-from moefx.lowering.triton.pointwise import Pointwise, Underivable, pointwise
+from moefx.lowering.triton import explain_unsupported
+from moefx.lowering.triton.pointwise import Pointwise, Underivable, build_pointwise
 
 from ..test_epilogue import ALL, ATEN, EXPRESSIONS, REFUSED, SILU, call_of, points, truth, without_casts
 
@@ -30,7 +30,7 @@ def body_of(act: object, out: object = "y", parts: int = 2) -> ExpertBody:
 
 
 def pointwise_of(act: object) -> Pointwise:
-    return pointwise(body_of(act, parts=2 if "a1" in list_variables(act) else 1).to_json())
+    return build_pointwise(body_of(act, parts=2 if "a1" in list_variables(act) else 1).to_json())
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def test_special_values(device, name):
     ids=str,
 )
 def test_scale_and_its_derivative(device, out):
-    point = pointwise(body_of(SWIGLU, out).to_json())
+    point = build_pointwise(body_of(SWIGLU, out).to_json())
     w = torch.rand(100)
     got = torch.empty(2, 100, device=device)
     scale_kernel[(1,)](w.to(device), got, 100, SCALE=point.scale, SCALE_GRAD=point.scale_grad, BLOCK=128)
@@ -226,8 +226,8 @@ def test_what_does_not_depend_on_w_does_not_load_it():
 
 def test_the_same_body_has_the_same_functions():
     text = body_of(SWIGLU).to_json()
-    assert pointwise(text) is pointwise(text)
-    assert pointwise(text).vjp is pointwise(body_of(SWIGLU, ("mul.Tensor", "y", "w")).to_json()).vjp
+    assert build_pointwise(text) is build_pointwise(text)
+    assert build_pointwise(text).vjp is build_pointwise(body_of(SWIGLU, ("mul.Tensor", "y", "w")).to_json()).vjp
 
 
 END = 2**63 - 1  # as slices in torch's graphs end
@@ -248,7 +248,7 @@ PARTS = {
 def test_parts(device, name):
     parts, num_up, joined = PARTS[name]
     act = SILU if len(parts) == 1 else SWIGLU
-    point = pointwise(ExpertBody((Gemm(1, True),) * num_up, tuple(parts), act, Gemm(1, True)).to_json())
+    point = build_pointwise(ExpertBody((Gemm(1, True),) * num_up, tuple(parts), act, Gemm(1, True)).to_json())
     assert (point.num_parts, point.joined) == (len(parts), joined)
     env = points(torch.float32)
     # The kernel loads even columns first: swapped ones reach the functions the other way round.
@@ -260,10 +260,10 @@ def test_parts(device, name):
 def test_every_other_column_may_end_before_the_last_one():
     """As `h.view(-1, 11, 2)[..., 0]` does."""
     body = ExpertBody((Gemm(1, True),), ((0, 0, 21, 2), (0, 1, 22, 2)), SWIGLU, Gemm(1, True)).to_json()
-    assert pointwise(body, (22,)).joined
+    assert build_pointwise(body, (22,)).joined
     for width in (21, 23, 24):  # of which these are not all, or not as many as the others
         with pytest.raises(Underivable, match="not whole ones"):
-            pointwise(body, (width,))
+            build_pointwise(body, (width,))
 
 
 THREE = ("mul.Tensor", SWIGLU, "a2")
@@ -306,17 +306,17 @@ UNTAKEN = {
 def test_bodies_that_are_not_taken_say_why(name):
     body, reason = UNTAKEN[name]
     with pytest.raises(Underivable, match=reason):
-        pointwise(body.to_json())
-    assert why_not(body.to_json()) is not None
+        build_pointwise(body.to_json())
+    assert explain_unsupported(body.to_json()) is not None
 
 
 def test_widths_that_are_not_taken():
     """A product of another width is broadcast by the others; pairs of columns need two of each."""
     two = ExpertBody((Gemm(1, True),) * 2, ((0, *WHOLE), (1, *WHOLE)), SWIGLU, Gemm(1, True)).to_json()
-    assert why_not(two, (16, 16)) is None
-    assert "of different widths: 16, 1" in str(why_not(two, (16, 1)))
+    assert explain_unsupported(two, (16, 16)) is None
+    assert "of different widths: 16, 1" in str(explain_unsupported(two, (16, 1)))
     pairs = ExpertBody((Gemm(1, True),), ((0, 0, None, 2), (0, 1, None, 2)), SWIGLU, Gemm(1, True)).to_json()
-    assert why_not(pairs, (8,)) is None and why_not(pairs, (3,)) is not None
+    assert explain_unsupported(pairs, (8,)) is None and explain_unsupported(pairs, (3,)) is not None
 
 
 def test_nothing_but_underivable_is_raised():
@@ -330,7 +330,7 @@ def test_nothing_but_underivable_is_raised():
     for expr in expressions:
         for body in (body_of(expr, parts=1), body_of(expr), body_of(("mul.Tensor", expr, "a1")), body_of(SWIGLU, expr)):
             try:
-                pointwise(body.to_json())
+                build_pointwise(body.to_json())
                 taken += 1
             except (Underivable, InvalidInput) as reason:
                 assert str(reason)

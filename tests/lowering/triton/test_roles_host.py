@@ -20,7 +20,7 @@ def launched(monkeypatch, h: int, interleaved: bool, transposed: bool, keep: str
     names: set[str] = set()
     for module in (exchange_ops, warp_specialized, run_module):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: names.add(kernel.__name__))
-    monkeypatch.setattr(expert_mlp_steps, "played", lambda key, inputs, constants, host_code, *_: host_code())
+    monkeypatch.setattr(expert_mlp_steps, "replay_or_record", lambda key, inputs, constants, host_code, *_: host_code())
     monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
     parts = ((0, None, None, 2), (0, 1, None, 2)) if interleaved else ((0, None, h, 1), (0, h, None, 1))
     act = ("mul.Tensor", ("silu", "a0"), "a1")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefx.bench import stages
-from moefx.bench.mlp_pieces import Case
+from moefx.bench.mlp_pieces import MlpPieces
 from moefx.bench.shapes import Shape
 
 SMALL = Shape("small", T=24, d=32, h=16, E=4, K=2)
@@ -21,8 +21,8 @@ def test_the_stages_of_a_step(device, monkeypatch):
 
     monkeypatch.setattr(stages, "milliseconds", one)
     monkeypatch.setattr(stages, "settle", one)
-    case = Case(SMALL, device=device)
-    rows = {row["stage"]: row for row in stages.measure(case)}
+    case = MlpPieces(SMALL, device=device)
+    rows = {row["stage"]: row for row in stages.measure_stages(case)}
     assert list(rows)[:4] == ["routing", "up", "down", "combine"]
     assert sum(row["tflops"] for row in rows.values()) * 1e9 == pytest.approx(9 * SMALL.flops)
     weights = 2 * SMALL.E * SMALL.d * SMALL.h  # bytes of one matrix of each expert
@@ -40,7 +40,7 @@ def test_the_stages_of_a_step(device, monkeypatch):
 
 def test_the_parts_of_a_forward(device):
     """Both systems compute the same from the same: arrays of the routing, rows, and their weighted sum."""
-    case = Case(SMALL, device=device)
+    case = MlpPieces(SMALL, device=device)
     parts = case.parts()
     assert list(parts) == ["gating", "dispatch", "experts", "combine"]
     scores, ids = parts["gating"]["moefx"]()

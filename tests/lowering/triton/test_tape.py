@@ -101,7 +101,7 @@ def test_two_inputs_of_one_storage_run_the_host_code(device, monkeypatch, plays)
     monkeypatch.setattr(launch_replay, "_tapes", {})
     both, calls = torch.zeros(2, 4, device=device), []
     for _ in range(2):
-        launch_replay.played("key", (both[0], both[1]), (), lambda: calls.append(0) or [])
+        launch_replay.replay_or_record("key", (both[0], both[1]), (), lambda: calls.append(0) or [])
     assert len(calls) == 2 and not plays
 
 
@@ -117,7 +117,7 @@ def test_constants_of_one_storage_are_told_apart(monkeypatch, plays, of, is_firs
     constants = (w, of(w)) if is_first else (of(w), w)
     for source in (w, of(w), w[1:, ::2]):  # the last one is none of them, but a view of both
         got = [
-            launch_replay.played(
+            launch_replay.replay_or_record(
                 str(source), (torch.zeros(4),), constants, lambda t=source: [launch_replay.apply(torch.clone, t)]
             )
             for _ in range(2)
@@ -130,7 +130,7 @@ def test_a_view_of_what_was_made_is_no_result_of_a_tape(monkeypatch, plays):
     monkeypatch.setattr(launch_replay, "_tapes", {})
     x = torch.arange(6.0).view(2, 3)
     for _ in range(2):
-        (got,) = launch_replay.played("key", (x,), (), lambda: [launch_replay.apply(torch.clone, x).mT])
+        (got,) = launch_replay.replay_or_record("key", (x,), (), lambda: [launch_replay.apply(torch.clone, x).mT])
         assert torch.equal(got, x.mT)
     assert not plays
 
@@ -145,9 +145,9 @@ def test_weights_that_other_threads_count_are_not_on_the_tape(monkeypatch, plays
         thread.join()
         return [launch_replay.apply(torch.clone, x)]
 
-    launch_replay.played("key", (x,), (), host_code)
+    launch_replay.replay_or_record("key", (x,), (), host_code)
     op_providers.reset_counters()
-    launch_replay.played("key", (x,), (), host_code)
+    launch_replay.replay_or_record("key", (x,), (), host_code)
     assert plays and not any(op_providers.weight_paths().values())
 
 
@@ -168,7 +168,7 @@ def test_host_code_that_does_more_than_launch_is_run_each_time(device, monkeypat
     monkeypatch.setattr(launch_replay, "_tapes", {})
     x, calls = torch.zeros(4, device=device), []
     for _ in range(2):
-        (result,) = launch_replay.played("key", (x,), (), lambda: calls.append(0) or [x + len(calls)])
+        (result,) = launch_replay.replay_or_record("key", (x,), (), lambda: calls.append(0) or [x + len(calls)])
     assert result[0] == 2 and len(calls) == 2 and not plays
 
 
@@ -181,7 +181,7 @@ def test_memory_is_freed_when_the_host_code_frees_it(device, monkeypatch):
         del first
         return [launch_replay.empty((2,), torch.float32, x.device)]
 
-    launch_replay.played("key", (x,), (), host_code)
+    launch_replay.replay_or_record("key", (x,), (), host_code)
     (recorded,) = tapes.values()
     assert [step.__name__ for step, *_ in recorded.steps] == ["_allocate", "_free", "_allocate"]
 

@@ -46,41 +46,44 @@ def hopper(monkeypatch):
 
 
 def test_the_nearest_tuned_shape_and_why(hopper):
-    chosen, why, distance = tuning.choice("down", CPU, torch.bfloat16, (2048, 700, 1000))
+    chosen, why, distance = tuning.find_nearest_config("down", CPU, torch.bfloat16, (2048, 700, 1000))
     assert why == "tuned for [768 -> 2048], 1024 rows an expert" and distance < 0.1
     assert chosen == tuning.config("down", CPU, torch.bfloat16, (2048, 700, 1000))
-    (line,) = triton.configurations()
+    (line,) = triton.list_configurations()
     assert line == f"down bfloat16 [700 -> 2048], 1000 rows an expert: {chosen.text}; {why}"
 
 
 def test_defaults_where_nothing_is_tuned(hopper, monkeypatch):
-    chosen, why, _ = tuning.choice("up", CPU, torch.float32, SHAPE)
+    chosen, why, _ = tuning.find_nearest_config("up", CPU, torch.float32, SHAPE)
     assert not chosen.roles and why.startswith("the default: nothing is tuned for sm90")
     monkeypatch.setattr(tuning, "_entries", functools.cache(lambda device: {}))
-    assert tuning.choice("up", CPU, torch.float16, SHAPE)[0].roles
+    assert tuning.find_nearest_config("up", CPU, torch.float16, SHAPE)[0].roles
     monkeypatch.setattr(tile_configs, "target", lambda device: "gfx942")
-    assert not tuning.choice("up", CPU, torch.bfloat16, SHAPE)[0].roles
+    assert not tuning.find_nearest_config("up", CPU, torch.bfloat16, SHAPE)[0].roles
 
 
 def test_float16_is_cut_as_bfloat16(hopper, monkeypatch):
     for kernel in KERNELS:
         (wanted, why, _), (chosen, reason, _) = (
-            tuning.choice(kernel, CPU, dtype, SHAPE) for dtype in (torch.bfloat16, torch.float16)
+            tuning.find_nearest_config(kernel, CPU, dtype, SHAPE) for dtype in (torch.bfloat16, torch.float16)
         )
         assert chosen == wanted and reason == f"{why}, bfloat16"
     own = Config(64, 64, 64, warps=4, stages=2)  # of two that are equally near its own
     tuning._entries(CPU).setdefault(("sm90", "float16", "up"), []).append((SHAPE, own, "here for"))
-    assert tuning.choice("up", CPU, torch.float16, SHAPE)[:2] == (own, f"tuned here for {tuning._text(SHAPE)}")
+    assert tuning.find_nearest_config("up", CPU, torch.float16, SHAPE)[:2] == (
+        own,
+        f"tuned here for {tuning._text(SHAPE)}",
+    )
 
 
 def test_a_triton_whose_gluon_is_not_known_gets_the_others(hopper, monkeypatch):
-    kernels = [kernel for kernel in KERNELS if tuning.choice(kernel, CPU, torch.float16, SHAPE)[0].roles]
+    kernels = [kernel for kernel in KERNELS if tuning.find_nearest_config(kernel, CPU, torch.float16, SHAPE)[0].roles]
     assert len(kernels) > 3
     monkeypatch.setattr(tile_configs, "HAS_ROLES", False)
     for kernel in kernels:
-        chosen, why, _ = tuning.choice(kernel, CPU, torch.float16, SHAPE)
+        chosen, why, _ = tuning.find_nearest_config(kernel, CPU, torch.float16, SHAPE)
         assert not chosen.roles and "without Gluon's kernels" in why
-        assert not any(cut.roles for cut in tile_configs.candidates(kernel, CPU, torch.float16))
+        assert not any(cut.roles for cut in tile_configs.list_candidates(kernel, CPU, torch.float16))
 
 
 def test_text_names_what_is_not_the_default():
@@ -91,7 +94,7 @@ def test_text_names_what_is_not_the_default():
 
 def test_the_interpreter_leaves_no_trace():
     tuning.config("up", CPU, torch.float32, SHAPE)
-    assert not triton.configurations()
+    assert not triton.list_configurations()
 
 
 def test_gluon_is_not_imported_before_it_is_chosen():
@@ -101,10 +104,10 @@ def test_gluon_is_not_imported_before_it_is_chosen():
 
 
 def test_tables_of_the_user_s(hopper, monkeypatch, tmp_path):
-    cut = tile_configs.portable("down")
-    (tmp_path / "good").write_text(tuning.line("sm90", "bfloat16", "down", (256, 128, 64), cut) + "\n")
+    cut = tile_configs.portable_config("down")
+    (tmp_path / "good").write_text(tuning.format_line("sm90", "bfloat16", "down", (256, 128, 64), cut) + "\n")
     monkeypatch.setattr(tuning, "TABLE", tmp_path / "good")
-    assert tuning.choice("down", CPU, torch.bfloat16, SHAPE)[:2] == (
+    assert tuning.find_nearest_config("down", CPU, torch.bfloat16, SHAPE)[:2] == (
         cut,
         "tuned for [128 -> 256], 64 rows an expert",
     )
@@ -114,10 +117,10 @@ def test_tables_of_the_user_s(hopper, monkeypatch, tmp_path):
         (tmp_path / "bad").write_text((tmp_path / "good").read_text() + text)
         monkeypatch.setattr(tuning, "TABLE", tmp_path / "bad")
         with pytest.raises(InvalidPlan, match=r"bad:2 is not a line of a tuning table"):
-            tuning.choice("down", CPU, torch.bfloat16, SHAPE)
+            tuning.find_nearest_config("down", CPU, torch.bfloat16, SHAPE)
     monkeypatch.setattr(tuning, "TABLE", tmp_path / "none")
     with pytest.raises(InvalidPlan, match=r"MOEFX_TUNING=.*none: No such file"):
-        tuning.choice("down", CPU, torch.bfloat16, SHAPE)
+        tuning.find_nearest_config("down", CPU, torch.bfloat16, SHAPE)
 
 
 class Gpu:
@@ -151,25 +154,25 @@ def gpu(hopper, monkeypatch):
 
 class TestTuning:
     def test_the_fastest_is_found_once_and_kept(self, gpu):
-        candidates = tile_configs.candidates("up", CPU, torch.bfloat16)
+        candidates = tile_configs.list_candidates("up", CPU, torch.bfloat16)
         for fast in (candidates[3], candidates[-1]):
             gpu.fast = fast
             shape = (FAR[0], FAR[1] * (1 if fast is candidates[3] else 8), FAR[2])
             assert gpu.config(shape) == fast and set(gpu.tried) == set(candidates)
-            assert triton.configurations()[0 if fast is candidates[-1] else -1].endswith("60 rows an expert")
+            assert triton.list_configurations()[0 if fast is candidates[-1] else -1].endswith("60 rows an expert")
             gpu.tried.clear()
             near = (shape[0], shape[1], 100)
             assert gpu.config(shape) == gpu.config(near) == fast and not gpu.tried
             tuning._entries.cache_clear()  # another process
             assert gpu.config(shape) == fast and not gpu.tried
-            assert tuning.choice("up", CPU, torch.bfloat16, near)[1].startswith("tuned here for")
-        assert len(autotune.kept(tuning.gpu(CPU))) == 2
+            assert tuning.find_nearest_config("up", CPU, torch.bfloat16, near)[1].startswith("tuned here for")
+        assert len(autotune.read_cached_lines(tuning.gpu_name(CPU))) == 2
 
     def test_threads_wait_for_the_one_that_tunes(self, gpu):
-        candidates, found = tile_configs.candidates("up", CPU, torch.bfloat16), []
+        candidates, found = tile_configs.list_candidates("up", CPU, torch.bfloat16), []
         gpu.fast = candidates[3]
         threads = [threading.Thread(target=lambda: found.append(gpu.config())) for _ in range(3)]
-        with autotune.turn:
+        with autotune.tuning_lock:
             for thread in threads:
                 thread.start()
             time.sleep(0.2)
@@ -196,7 +199,7 @@ class TestTuning:
 
     def test_not_while_a_graph_is_captured(self, gpu, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert gpu.config() == tuning.choice("up", CPU, torch.bfloat16, FAR)[0] and not gpu.tried
+        assert gpu.config() == tuning.find_nearest_config("up", CPU, torch.bfloat16, FAR)[0] and not gpu.tried
 
     @pytest.mark.parametrize("setting, ci, seconds", [("", "", 60), ("", "true", 0), ("5", "true", 5), ("0", "", 0)])
     def test_settings(self, gpu, monkeypatch, setting, ci, seconds):
@@ -214,26 +217,26 @@ class TestTuning:
 
     def test_when_time_runs_out(self, gpu, monkeypatch):
         monkeypatch.setenv("MOEFX_AUTOTUNE", "2.5")
-        first = tuning.choice("up", CPU, torch.bfloat16, FAR)[0]
+        first = tuning.find_nearest_config("up", CPU, torch.bfloat16, FAR)[0]
         assert gpu.config() == first and 1 < len(set(gpu.tried)) < len(
-            tile_configs.candidates("up", CPU, torch.bfloat16)
+            tile_configs.list_candidates("up", CPU, torch.bfloat16)
         )
-        assert triton.configurations()[0].endswith("until the seconds of MOEFX_AUTOTUNE were used up")
-        assert autotune.seconds_left() <= 0 and not autotune.kept(tuning.gpu(CPU))
+        assert triton.list_configurations()[0].endswith("until the seconds of MOEFX_AUTOTUNE were used up")
+        assert autotune.seconds_left() <= 0 and not autotune.read_cached_lines(tuning.gpu_name(CPU))
         gpu.tried.clear()
         gpu.config(kernel="grad_up")
         assert not gpu.tried
 
     def test_what_does_not_fit_is_left_out(self, gpu):
-        candidates = tile_configs.candidates("up", CPU, torch.bfloat16)
+        candidates = tile_configs.list_candidates("up", CPU, torch.bfloat16)
         gpu.too_large, gpu.fast = candidates[:-1], candidates[0]
         assert gpu.config() == candidates[-1]
-        assert len(autotune.kept(tuning.gpu(CPU))) == 1
+        assert len(autotune.read_cached_lines(tuning.gpu_name(CPU))) == 1
 
     def test_where_nothing_fits(self, gpu):
-        gpu.too_large = tile_configs.candidates("up", CPU, torch.bfloat16)
-        assert gpu.config() == tuning.choice("up", CPU, torch.bfloat16, FAR)[0]
-        assert triton.configurations()[0].endswith("none fit when tuned here")
+        gpu.too_large = tile_configs.list_candidates("up", CPU, torch.bfloat16)
+        assert gpu.config() == tuning.find_nearest_config("up", CPU, torch.bfloat16, FAR)[0]
+        assert triton.list_configurations()[0].endswith("none fit when tuned here")
 
     def test_other_errors_are_errors(self, gpu):
         def trial(cut):
@@ -244,7 +247,7 @@ class TestTuning:
 
     def test_half_a_line_on_disk(self, gpu, caplog):
         first = gpu.config()
-        file = autotune.cache_file(tuning.gpu(CPU))
+        file = autotune.cache_file(tuning.gpu_name(CPU))
         line = file.read_text().strip()
         bad = [line[:40], "[1]", "[" * 10**5, line.replace("2048", "Infinity"), line.replace('"up"', "[1]")]
         bad += [
@@ -274,10 +277,10 @@ class TestTuning:
         for name in ("MOEFX_CACHE", "XDG_CACHE_HOME", "HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
-        assert gpu.config() == gpu.config() and autotune.directory() is None
+        assert gpu.config() == gpu.config() and autotune.cache_directory() is None
 
     def test_what_the_driver_says_does_not_fit(self, gpu, monkeypatch):
-        candidates = tile_configs.candidates("up", CPU, torch.bfloat16)
+        candidates = tile_configs.list_candidates("up", CPU, torch.bfloat16)
 
         def trial(cut):
             if cut != candidates[-1]:
@@ -291,14 +294,14 @@ class TestTuning:
             raise torch.cuda.OutOfMemoryError("out of memory")
 
         monkeypatch.setattr(autotune, "milliseconds", milliseconds)
-        assert gpu.config() == tuning.choice("up", CPU, torch.bfloat16, FAR)[0]
+        assert gpu.config() == tuning.find_nearest_config("up", CPU, torch.bfloat16, FAR)[0]
         assert autotune.seconds_left() < 600
 
     @pytest.mark.skipif(os.name != "posix", reason="a directory in the place of a file's")
     def test_a_directory_that_cannot_be_written(self, gpu, monkeypatch, tmp_path, caplog):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("MOEFX_CACHE", str(tmp_path / "file"))
-        gpu.fast = tile_configs.candidates("up", CPU, torch.bfloat16)[2]
+        gpu.fast = tile_configs.list_candidates("up", CPU, torch.bfloat16)[2]
         assert gpu.config() == gpu.fast and gpu.config() == gpu.fast
         assert "MOEFX_CACHE names another directory" in caplog.text
 
@@ -325,8 +328,8 @@ def test_trials_change_nothing(monkeypatch, device, case, keep):
 
     def config(kernel, device, dtype, shape, num_experts, trial, with_trials=False):
         first = tuning.config(kernel, device, dtype, shape)
-        with autotune.paused():
-            for cut in tile_configs.candidates(kernel, device, dtype)[1:3] if with_trials else ():
+        with autotune.pause_recording():
+            for cut in tile_configs.list_candidates(kernel, device, dtype)[1:3] if with_trials else ():
                 trial(cut)
         tried.append(kernel)
         return first
@@ -360,14 +363,14 @@ def test_on_a_gpu(monkeypatch):
     x, grad = torch.randn(2, 4096, 512, device="cuda")
     routing = Routing(torch.rand(4096, 8, device="cuda").argsort(1)[:, :2], torch.rand(4096, 2, device="cuda"), 8)
     results, calls = [], []
-    stock = autotune.fastest
-    monkeypatch.setattr(autotune, "fastest", lambda name, *args: calls.append(name) or stock(name, *args))
+    stock = autotune.find_fastest
+    monkeypatch.setattr(autotune, "find_fastest", lambda name, *args: calls.append(name) or stock(name, *args))
     for _ in range(2):
         results.append(outputs_and_gradients(layer, routing, x, routing.topk_weights, grad, reduce=True))
         assert len(calls) == len(KERNELS)
     assert all(map(torch.equal, *results))
-    assert all("tuned here for" in line for line in triton.configurations())
-    assert len(autotune.kept(tuning.gpu(x.device))) == len(KERNELS)
+    assert all("tuned here for" in line for line in triton.list_configurations())
+    assert len(autotune.read_cached_lines(tuning.gpu_name(x.device))) == len(KERNELS)
     with op_providers.force("expert_mlp", "segments"), op_providers.force("expert_mlp_backward", "segments"):
         expected = outputs_and_gradients(layer, routing, x, routing.topk_weights, grad, reduce=True)
     for result, want in zip(results[0], expected, strict=True):
