@@ -202,7 +202,7 @@ import moefx
 from moefx.bench import mirror_group as mirror
 from tests.passes.blocks import D, Gated, Loop
 
-mirror.init(4, lambda leaving: 0.0)
+mirror.init_mirror_group(4, lambda leaving: 0.0)
 mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
 block, x = Loop(Gated, num_experts=8), torch.randn(50, D, requires_grad=True)
 for dispatch in ("dedup", "rbd"):
