@@ -1,6 +1,6 @@
-"""What the planner needs to know of a model, and how many parameters that gives (Piper table II).
+"""Sizes of a model that the planner's formulas take, and its number of parameters (Piper table II).
 
-All sizes are numbers of elements. `Architecture.parameters()` counts to the last norm, as the model's own modules do.
+All sizes are in elements. `Architecture.parameters()` equals the count over the model's own modules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from ..errors import MoefxError, UnknownArchitecture
 
 
 def check_whole_numbers(error: type[MoefxError], where: str = "", /, **sizes: Any) -> None:
-    """Raises: `error`: one of the sizes is no whole number above 0."""
+    """Check that all sizes are whole numbers above 0.
+
+    Args:
+        where: prefix of the message.
+
+    Raises:
+        error: a size is not.
+    """
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
             raise error(f"{where}{name} is {value!r}, expected a whole number above 0")
@@ -20,16 +27,17 @@ def check_whole_numbers(error: type[MoefxError], where: str = "", /, **sizes: An
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Multi-head attention, with fewer heads for keys and values (GQA), or with them made from a latent row (MLA).
+    """Multi-head attention, GQA (fewer heads for keys and values), or MLA (keys and values from a latent row).
 
     Attributes:
-        num_heads, num_kv_heads: heads of queries, 0 if there is no attention; of keys and values.
-        head_size: of a query and a key, with the part that has positions.
-        value_size: of a value; None: as `head_size`.
-        query_rank, kv_rank: MLA: widths of the latent rows; queries have one if it is not 0.
-        rope_size: MLA: the part of a key that all heads share.
-        has_bias: whether the four projections have one.
-        num_extra: elements of all else in it: norms of queries and keys, sinks, an indexer.
+        num_heads: query heads, 0 without attention.
+        num_kv_heads: heads of keys and values.
+        head_size: width of a query or key head, the part with positions included.
+        value_size: width of a value head, `head_size` if None.
+        query_rank, kv_rank: MLA only: widths of the latent rows. Queries have no latent row if `query_rank` is 0.
+        rope_size: MLA only: width of the key part that all heads share.
+        has_bias: whether the four projections have biases.
+        num_extra: all other parameters: norms of queries and keys, sinks, an indexer.
     """
 
     num_heads: int
@@ -48,16 +56,16 @@ class Attention:
 
     @property
     def out_width(self) -> int:
-        """Of the rows before the output projection."""
+        """Width of the input of the output projection."""
         return self.num_heads * (self.value_size or self.head_size)
 
     @property
     def kv_width(self) -> int:
-        """Of keys and values together, as attention reads them."""
+        """Width of keys and values together, as attention reads them."""
         return self.num_kv_heads * (self.head_size + (self.value_size or self.head_size))
 
     def parameters(self, hidden_size: int) -> int:
-        """Of one layer."""
+        """Count the parameters of one layer's attention."""
         d, total = hidden_size, self.num_extra + self.out_width * hidden_size
         if self.kv_rank:
             nope = self.head_size - self.rope_size
@@ -82,24 +90,25 @@ class Architecture:
     """A decoder of transformer layers, some or all of them with experts.
 
     Attributes:
-        name: of the model.
-        hidden_size: width of a token's row (Piper's d, X-MoE's H).
-        num_layers, num_moe_layers: all layers; those with experts.
-        num_experts, top_k: routed experts of a layer; how many of them a token takes.
+        name: name of the model.
+        hidden_size: model dimension (Piper's d, X-MoE's H).
+        num_layers, num_moe_layers: number of layers, and of layers with experts.
+        num_experts: routed experts in a layer.
+        top_k: experts of a token.
         expert_size: hidden width of an expert (d_ffn, H_FFN).
-        matrices: of an expert: 3 with a gate (SwiGLU), 2 without.
-        shared_size: hidden width of what every token passes beside the experts: shared experts together, or the dense
-            branch of a Dense-MoE hybrid.
-        dense_size: hidden width of the FFN of the layers without experts.
-        vocab_size, is_tied: of the embedding; whether the output projection is the same matrix.
-        router_bias: elements a layer beside the router's matrix.
-        expert_bias: whether the projections of experts have biases.
-        norms: RMSNorms a layer.
-        num_other: elements outside of layers and embeddings.
-        context: tokens of the longest sequence it is made for, 0 if that is not said.
-        published: (total, active) parameters that its makers give, 0 where they do not.
-        source: where the numbers are from.
-        note: where the count differs from what is published, and why.
+        matrices: matrices of an expert: 3 with a gate (SwiGLU), else 2.
+        shared_size: hidden width of all shared experts together, or of the dense branch of a Dense-MoE hybrid.
+        dense_size: hidden width of the FFN in layers without experts.
+        vocab_size: size of the vocabulary.
+        is_tied: whether the embedding is also the output projection.
+        router_bias: router parameters in a layer beside the matrix.
+        expert_bias: whether expert projections have biases.
+        norms: RMSNorms in a layer.
+        num_other: parameters outside of layers and embeddings.
+        context: longest supported sequence in tokens, 0 if unknown.
+        published: (total, active) parameters according to the authors, 0 if unpublished.
+        source: origin of the sizes.
+        note: differences between the count and the published total, with the reason.
     """
 
     name: str
@@ -137,27 +146,27 @@ class Architecture:
             raise UnknownArchitecture(f"{self.name}: layers without experts need a dense_size")
 
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Count the parameters of one expert."""
         up, d = (self.matrices - 1) * self.expert_size, self.hidden_size
         return d * (up + self.expert_size) + (up + d if self.expert_bias else 0)
 
     def shared_parameters(self) -> int:
-        """Of one layer: router, shared experts."""
+        """Count the parameters of one layer's router and shared experts."""
         d = self.hidden_size
         return d * self.num_experts + self.router_bias + self.matrices * d * self.shared_size
 
     def dense_parameters(self) -> int:
-        """Of the FFN of one layer without experts."""
+        """Count the parameters of the FFN in one layer without experts."""
         return self.matrices * self.hidden_size * self.dense_size
 
     def embedding_parameters(self) -> int:
         return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
 
     def parameters(self, experts: int | None = None) -> int:
-        """Of the whole model.
+        """Count the parameters of the whole model.
 
         Args:
-            experts: routed experts of a layer that count; None: all. `top_k` gives the parameters that are active.
+            experts: routed experts to count in each layer, all if None. `top_k` gives the active parameters.
         """
         count = self.num_experts if experts is None else experts
         layers = self.num_layers * (self.attention.parameters(self.hidden_size) + self.norms * self.hidden_size)

@@ -1,4 +1,7 @@
-"""What `compile(plan="auto")` and `Plan(checkpoint="auto")` take: the fastest that fits, by the planner's sheets."""
+"""Decide the fields that `compile(plan="auto")` or `Plan(checkpoint="auto")` leaves open: the fastest choice that fits.
+
+Times and memory come from the planner's sheets.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _POLICIES = ("h", "x")  # "all" keeps more than "h" and takes as long
 
 
 def find_mesh_platform(mesh: Any, asked: Plan) -> LocalPlatform:
-    """The platform of the ranks of a mesh; without one that of a GPU, if there is one."""
+    """The platform of a mesh's ranks. Without a mesh: of the current GPU, or of the CPU."""
     if mesh is None:
         return find_local_platform("cuda" if torch.cuda.is_available() else "cpu", asked.node_size)
     return find_local_platform(mesh.device_type, resolve_node_size(asked.node_size, torch.distributed.get_world_size()))
@@ -38,11 +41,11 @@ def find_mesh_platform(mesh: Any, asked: Plan) -> LocalPlatform:
 def collect_facts(
     model: nn.Module, found: Survey, asked: Plan, here: LocalPlatform, example_inputs: Any = None, mesh: Any = None
 ) -> Facts:
-    """Of this rank.
+    """Collect the facts that this rank contributes to the decision.
 
     Args:
         found: the blocks that will be rewritten.
-        example_inputs: of the model, as the user gave them.
+        example_inputs: the user's example inputs of the model.
     """
     made: Architecture | str | None = None
     total, length, source = DEFAULT_TOKENS, DEFAULT_TOKENS, "for want of example inputs"
@@ -50,8 +53,8 @@ def collect_facts(
         if found.matched:
             made = describe_survey(model, found)
             if example_inputs is not None:
-                total = _tokens_of_call(found, made.hidden_size)
-                length, source = _length(example_inputs, total), "as in the example inputs"
+                total = _count_call_tokens(found, made.hidden_size)
+                length, source = _sequence_length(example_inputs, total), "as in the example inputs"
     except UnknownArchitecture as error:
         made = str(error)
     if asked.tokens is not None:
@@ -66,52 +69,58 @@ def collect_facts(
     return Facts(asked, made, total // length, length, source, here, stage, stages)
 
 
-def decide(told: Mapping[int, Facts | str], own: int, mesh: Any = None, *, is_whole: bool = True) -> Decision:
-    """By the facts of all ranks of a mesh, which all come to the same: the axes for all stages of a pipeline, and for
-    each of them what is kept.
+def decide(facts_by_rank: Mapping[int, Facts | str], own: int, mesh: Any = None, *, is_whole: bool = True) -> Decision:
+    """Decide for this rank by the facts of all ranks, so that all ranks decide alike.
+
+    All stages of a pipeline share the expert axes. Each stage has its own checkpoint policy.
 
     Args:
-        told: by rank; `own` is this one. A text is the error of a rank that cannot go on.
+        facts_by_rank: the facts of each rank, or the error of a rank that cannot go on.
+        own: this rank.
         mesh: None for one device.
-        is_whole: see `axes.uses`.
+        is_whole: see `mesh_axes.list_axis_uses`.
 
     Raises:
-        InvalidPlan: the mesh has no axis for experts, or they do not divide over any; or its ranks do not agree.
+        InvalidPlan: the mesh has no axis for experts, no axis divides the experts, or the ranks disagree.
     """
-    ranks = _agreeing(told)
-    stages, asked = _merged(list(ranks.values())), ranks[own].asked
+    ranks = _check_agreement(facts_by_rank)
+    stages, asked = _merge_by_stage(list(ranks.values())), ranks[own].asked
     own_stage = stages[ranks[own].stage]
-    if unknown := next((of.model for of in stages.values() if isinstance(of.model, str)), ""):
+    if unknown := next((facts.model for facts in stages.values() if isinstance(facts.model, str)), ""):
         changes: dict[str, Any] = dict(checkpoint="h") if asked.checkpoint == "auto" else {}
         changes |= dict(expert_axis=None) if asked.expert_axis == "auto" else {}
-        warning = f"the planner cannot make out this model, and takes what is taken without it: {unknown}"
+        warning = f"the planner cannot read this model and uses the defaults: {unknown}"
         return Decision(asked.replace(**changes), own_stage, warning=warning)
     choices = [AxisUse()] if mesh is None else list_axis_uses(mesh, asked, is_whole=is_whole)
     if asked.expert_axis == "auto":
-        choices = _without_replicas(choices)
-    models = {stage: of.model for stage, of in stages.items() if isinstance(of.model, Architecture)}
-    choices = _dividing(choices, models.values())
+        choices = _drop_replica_axes(choices)
+    models = {stage: facts.model for stage, facts in stages.items() if isinstance(facts.model, Architecture)}
+    choices = _drop_uneven(choices, models.values())
     use, tried = choices[0], {}
     for zero in (0, 1, 2, 3) if asked.zero is None else (asked.zero,):
-        tried = {stage: _tried(choices, model, stages[stage], zero) for stage, model in models.items()}
-        use = min(choices, key=lambda use: _slowest(use, tried))
-        if not any(_slowest(use, tried)[:1]) or use.tp * use.dp == 1:
+        tried = {stage: _estimate_candidates(choices, model, stages[stage], zero) for stage, model in models.items()}
+        use = min(choices, key=lambda use: _slowest_stage_rank(use, tried))
+        if not any(_slowest_stage_rank(use, tried)[:1]) or use.tp * use.dp == 1:
             break
     mine = sorted(tried.get(own_stage.stage, []), key=lambda t: t.rank)
     first = next((t for t in mine if t.use == use), None)
     shown = (first, *(t for t in mine if t is not first)) if first else ()
-    warning = _warning(first, own_stage) if first and first.lacking > 0 else ""
-    return Decision(_decided(use, first, own_stage), own_stage, shown, warning)
+    warning = _shortage_warning(first, own_stage) if first and first.lacking > 0 else ""
+    return Decision(_build_plan(use, first, own_stage), own_stage, shown, warning)
 
 
-def _agreeing(told: Mapping[int, Facts | str]) -> dict[int, Facts]:
-    """Ranks that do not decide alike would wait for each other."""
+def _check_agreement(facts_by_rank: Mapping[int, Facts | str]) -> dict[int, Facts]:
+    """The facts of all ranks, if their plans and platforms agree: ranks that decide differently would deadlock.
+
+    Raises:
+        InvalidPlan: a rank failed, or two ranks differ.
+    """
     found: dict[int, Facts] = {}
-    for rank, of in sorted(told.items()):
-        if isinstance(of, str):
-            raise InvalidPlan(f"rank {rank} of the mesh cannot go on, {of}")
-        found[rank] = of
-    (first, mine), *others = ((rank, _must_be_alike(of)) for rank, of in found.items())
+    for rank, facts in sorted(facts_by_rank.items()):
+        if isinstance(facts, str):
+            raise InvalidPlan(f"rank {rank} of the mesh cannot go on, {facts}")
+        found[rank] = facts
+    (first, mine), *others = ((rank, _agreement_fields(facts)) for rank, facts in found.items())
     for rank, theirs in others:
         if wrong := [
             f"{what}: rank {first} {mine[what]}, rank {rank} {theirs[what]}"
@@ -122,22 +131,28 @@ def _agreeing(told: Mapping[int, Facts | str]) -> dict[int, Facts]:
     return found
 
 
-def _must_be_alike(of: Facts) -> dict[str, str]:
-    fields = {f"Plan({name}=...)": repr(value) for name, value in dataclasses.asdict(of.asked).items()}
-    return fields | {f"their platform, which {PLATFORM_VARIABLE} may name": of.here.platform.name}
+def _agreement_fields(facts: Facts) -> dict[str, str]:
+    fields = {f"Plan({name}=...)": repr(value) for name, value in dataclasses.asdict(facts.asked).items()}
+    return fields | {f"their platform, which {PLATFORM_VARIABLE} may name": facts.here.platform.name}
 
 
-def _merged(told: list[Facts]) -> dict[int, Facts]:
-    """By stage, with the most tokens that a rank has, and the least memory."""
-    most = max(told, key=lambda of: (of.sequences * of.tokens, of.tokens))
-    least = min(of.here.platform.capacity for of in told)
-    here = dataclasses.replace(told[0].here, platform=dataclasses.replace(told[0].here.platform, capacity=least))
+def _merge_by_stage(all_facts: list[Facts]) -> dict[int, Facts]:
+    """The facts of each stage, with the most tokens and the least memory of any rank."""
+    most = max(all_facts, key=lambda facts: (facts.sequences * facts.tokens, facts.tokens))
+    least = min(facts.here.platform.capacity for facts in all_facts)
+    here = dataclasses.replace(
+        all_facts[0].here, platform=dataclasses.replace(all_facts[0].here.platform, capacity=least)
+    )
     alike = dict(sequences=most.sequences, tokens=most.tokens, source=most.source, here=here)
-    return {of.stage: dataclasses.replace(of, **alike) for of in reversed(told)}
+    return {facts.stage: dataclasses.replace(facts, **alike) for facts in reversed(all_facts)}
 
 
-def _without_replicas(choices: list[AxisUse]) -> list[AxisUse]:
-    """Ranks along an axis that is named for replicas keep the same experts."""
+def _drop_replica_axes(choices: list[AxisUse]) -> list[AxisUse]:
+    """Drop the uses that spread experts over an axis named for replicas: its ranks keep the same experts.
+
+    Raises:
+        InvalidPlan: no use is left.
+    """
     found = [use for use in choices if not any(map(is_replica_axis, use.expert_axis))]
     if not found:
         shown = "; ".join(map(str, choices))
@@ -148,7 +163,12 @@ def _without_replicas(choices: list[AxisUse]) -> list[AxisUse]:
     return found
 
 
-def _dividing(choices: list[AxisUse], models: Iterable[Architecture]) -> list[AxisUse]:
+def _drop_uneven(choices: list[AxisUse], models: Iterable[Architecture]) -> list[AxisUse]:
+    """Drop the uses whose ranks do not divide the experts of every stage.
+
+    Raises:
+        InvalidPlan: no use is left.
+    """
     numbers = sorted({model.num_experts for model in models})
     found = [use for use in choices if not any(number % use.ep for number in numbers)]
     if not found:
@@ -157,15 +177,15 @@ def _dividing(choices: list[AxisUse], models: Iterable[Architecture]) -> list[Ax
     return found
 
 
-def _tried(choices: list[AxisUse], model: Architecture, of: Facts, zero: int) -> list[Candidate]:
-    """At one stage. As many micro-batches are in flight as 1F1B has."""
-    platform, asked, found = of.here.platform, of.asked, []
+def _estimate_candidates(choices: list[AxisUse], model: Architecture, facts: Facts, zero: int) -> list[Candidate]:
+    """Estimate every use and policy at one stage, with as many micro-batches in flight as under 1F1B."""
+    platform, asked, found = facts.here.platform, facts.asked, []
     for use in choices:
         first = use.experts_first(platform)
         for kept in _POLICIES if asked.checkpoint == "auto" else (asked.checkpoint,):
             layout = use.layout(
-                zero=zero, kept=kept, sequences=of.sequences, tokens=of.tokens,
-                microbatches=of.stages - of.stage, schedule="gpipe",
+                zero=zero, kept=kept, sequences=facts.sequences, tokens=facts.tokens,
+                microbatches=facts.stages - facts.stage, schedule="gpipe",
             )  # fmt: skip
             way = choose_way(model, layout, platform, first, asked.dispatch)
             entry = estimate_entry(model, dataclasses.replace(layout, way=way), platform, first)
@@ -173,41 +193,41 @@ def _tried(choices: list[AxisUse], model: Architecture, of: Facts, zero: int) ->
     return found
 
 
-def _slowest(use: AxisUse, tried: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
-    """The best that each stage can do with it, of the stage that does worst."""
+def _slowest_stage_rank(use: AxisUse, tried: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
+    """The rank of a use: its best candidate on each stage, and the slowest stage's one."""
     return max((min(t.rank for t in each if t.use == use) for each in tried.values()), default=(0.0,))
 
 
-def _decided(use: AxisUse, first: Candidate | None, of: Facts) -> Plan:
+def _build_plan(use: AxisUse, first: Candidate | None, facts: Facts) -> Plan:
     axes: Any = use.expert_axis if len(use.expert_axis) > 1 else next(iter(use.expert_axis), None)
-    # What was asked of the planner has no effect any more.
-    changes: dict[str, Any] = dict(tokens=of.sequences * of.tokens, memory=None, zero=None)
-    if of.asked.checkpoint == "auto":
+    # These fields told the planner what to assume; they have no effect now.
+    changes: dict[str, Any] = dict(tokens=facts.sequences * facts.tokens, memory=None, zero=None)
+    if facts.asked.checkpoint == "auto":
         changes |= dict(checkpoint=first.entry.layout.kept if first else "h")
-    if of.asked.expert_axis == "auto":
+    if facts.asked.expert_axis == "auto":
         changes |= dict(expert_axis=axes, sequence_axis=use.sequence_axis)
-    return of.asked.replace(**changes)
+    return facts.asked.replace(**changes)
 
 
-def _warning(least: Candidate, of: Facts) -> str:
-    assert isinstance(of.model, Architecture)
-    layout, platform, taken = least.entry.layout, of.here.platform, least.entry.memory
+def _shortage_warning(least: Candidate, facts: Facts) -> str:
+    assert isinstance(facts.model, Architecture)
+    layout, platform, taken = least.entry.layout, facts.here.platform, least.entry.memory
     most = max(STATES, key=taken.__getitem__)
-    again = evaluate_memory(of.model, dataclasses.replace(layout, recompute=True), platform)["M_gpu"]
+    again = evaluate_memory(facts.model, dataclasses.replace(layout, recompute=True), platform)["M_gpu"]
     remedy = (
-        "It fits where layers run again in the backward (torch.utils.checkpoint)"
+        "It fits if layers run again in the backward (torch.utils.checkpoint)"
         if again <= platform.capacity
         else "Take fewer tokens, more ranks or more memory"
     )
     return (
-        f"nothing fits {amount(platform.capacity, 'B')} a rank with {of.tokens_text}. What lacks least is taken, "
+        f"nothing fits {amount(platform.capacity, 'B')} a rank with {facts.tokens_text}. What lacks least is taken, "
         f"{least}: "
         f"{amount(taken['M_gpu'], 'B')}, of which {most} is {amount(taken[most], 'B')}. {remedy}"
     )
 
 
-def _tokens_of_call(found: Survey, width: int) -> int:
-    """That the first block was given for the example inputs."""
+def _count_call_tokens(found: Survey, width: int) -> int:
+    """Number of tokens in the first block's call, for the example inputs."""
     call = found.matched[0].call
     leaves = [t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
     return max(
@@ -215,7 +235,7 @@ def _tokens_of_call(found: Survey, width: int) -> int:
     )
 
 
-def _length(example_inputs: Any, total: int) -> int:
-    """Of a sequence, where an input shows how the tokens are arranged; else they are one."""
+def _sequence_length(example_inputs: Any, total: int) -> int:
+    """Tokens of a sequence, if an input [batch, length] has `total` tokens. Otherwise all tokens are one sequence."""
     leaves = [t for t in pytree.tree_leaves(example_inputs) if isinstance(t, torch.Tensor) and t.dim() > 1]
     return next((t.shape[1] for t in leaves if t.shape[0] * t.shape[1] == total), total)

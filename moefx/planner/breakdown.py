@@ -1,7 +1,7 @@
-"""What the bytes of a GPU and the seconds of a step are made of: the sums at the top of the sheets, taken apart.
+"""Split the bytes of a GPU and the seconds of a step into parts.
 
-No list of terms is kept here, so that none is forgotten when a formula changes: a sum is opened where its terms have
-results of the same unit in them, and these in turn. A term without one stays with the sum that it is in.
+The parts follow from the formulas, so none is forgotten when a formula changes: a sum is split into its terms, and a
+term that is a multiple of another sum of the same unit is split again. A term without such a result stays with the sum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .platforms import Platform
 from .sheet import Formula, Sheet
 from .step_formulas import collect_values, find_fullest_stage, find_step_sheet
 
-# What readers call a part; one that is not here goes by the name of its formula.
+# Labels of the parts. A part without a label is shown by the name of its formula.
 LABELS = {
     "M_params": "parameters", "M_grads": "gradients", "M_optimizer": "optimizer states", "A_attention": "attention",
     "A_dispatch": "dispatched rows", "A_interm": "experts' hidden rows", "A_combine": "experts' outputs",
@@ -33,30 +33,30 @@ LABELS = {
 
 
 def memory_parts(model: Architecture, platform: Platform, layout: Layout) -> dict[str, float]:
-    """Bytes by formula, of the stage that needs most; they add up to `M_gpu`."""
+    """Bytes of each part on the stage that needs most. They add up to `M_gpu`."""
     stage = find_fullest_stage(model, layout)
     return evaluate_parts(MEMORY, "M_gpu", layout.values(model, stage) | {"M_fw": platform.overhead})
 
 
 def time_parts(model: Architecture, platform: Platform, layout: Layout, experts_first: bool = True) -> dict[str, float]:
-    """Seconds by formula, of a step; they add up to `T_step`."""
+    """Seconds of each part of a step. They add up to `T_step`."""
     sheet = find_step_sheet(layout, platform, experts_first)
     return evaluate_parts(sheet, "T_step", collect_values(model, layout, platform, experts_first))
 
 
 def evaluate_parts(sheet: Sheet, name: str, values: dict[str, float]) -> dict[str, float]:
-    """`split` in numbers."""
+    """Evaluate `split_sum`."""
     terms, with_parts = _split_sheet(sheet, name)
     results = with_parts(**values)
     return {term: results[f"part_{term}"] for term in terms}
 
 
 def split_sum(sheet: Sheet, name: str) -> dict[str, sympy.Expr]:
-    """Of a result that is a sum: its terms, by the formula that they are of, in the order of the sheet."""
+    """The terms of a sum by the name of their formula, in the order of the sheet."""
     found: dict[str, sympy.Expr] = {}
 
     def take(formula: Formula, factor: sympy.Expr) -> None:
-        for term, inside in _terms(sheet, formula):
+        for term, inside in _list_terms(sheet, formula):
             if inside is None:
                 found[formula.name] = found.get(formula.name, sympy.Integer(0)) + factor * term
             elif _is_sum(sheet, inside):
@@ -68,8 +68,8 @@ def split_sum(sheet: Sheet, name: str) -> dict[str, sympy.Expr]:
     return {name: found[name] for name in sheet.formulas if name in found}
 
 
-def _terms(sheet: Sheet, formula: Formula) -> list[tuple[sympy.Expr, Formula | None]]:
-    """Terms of a sum, each with the result of the same unit that it is a multiple of."""
+def _list_terms(sheet: Sheet, formula: Formula) -> list[tuple[sympy.Expr, Formula | None]]:
+    """Terms of a sum, each with the result of the same unit that it is a multiple of, or None."""
     terms = []
     for term in sympy.Add.make_args(sympy.expand(formula.expression)):
         factors = [sheet.formulas.get(str(factor)) for factor in sympy.Mul.make_args(term)]
@@ -79,8 +79,8 @@ def _terms(sheet: Sheet, formula: Formula) -> list[tuple[sympy.Expr, Formula | N
 
 
 def _is_sum(sheet: Sheet, formula: Formula) -> bool:
-    """Whether it is one to open: a bubble, say, is a multiple of a micro-batch's time and no sum."""
-    return formula.expression.is_Add and any(inside is not None for _, inside in _terms(sheet, formula))
+    """Whether the formula is a sum to split. A bubble is not: it is a multiple of a micro-batch's time."""
+    return formula.expression.is_Add and any(inside is not None for _, inside in _list_terms(sheet, formula))
 
 
 @functools.lru_cache

@@ -1,8 +1,8 @@
-"""Models by name. Sizes are those of the released configurations, totals those of the makers' papers and model cards.
+"""Models by name. Sizes come from the released configurations, totals from the authors' papers and model cards.
 
-Piper's table I lists most of them; where it says something else than the release does, `note` names it. X-MoE's four
-models are its table 3, in the convention in which that table is exact: experts of two matrices, every layer with
-experts, no vocabulary, and "B" for 2^30.
+Piper's table I lists most of them; `note` names its differences to the release. X-MoE's four models are its table 3,
+in the convention that makes the table exact: experts of two matrices, every layer with experts, no vocabulary, and "B"
+for 2^30.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .architecture import Architecture, Attention
 
 
 def _mla(num_heads: int, query_rank: int = 1536, num_extra: int = 0) -> Attention:
-    """As DeepSeek-V2 has it."""
+    """Attention with DeepSeek-V2's head and latent sizes."""
     return Attention(
         num_heads=num_heads, num_kv_heads=num_heads, head_size=192, value_size=128, query_rank=query_rank, kv_rank=512,
         rope_size=64, num_extra=num_extra,
@@ -127,10 +127,10 @@ MODELS = {model.name: model for model in _RELEASES}
 
 
 def find_model(name: str) -> Architecture:
-    """The model of that name, as `MODELS` has it; capitals do not count.
+    """Find a model of `MODELS` by name; case is ignored.
 
     Raises:
-        UnknownArchitecture: there is none; with the names that are near.
+        UnknownArchitecture: no model has this name. The message has similar names.
     """
     found = MODELS.get(name.lower())
     if found is None:

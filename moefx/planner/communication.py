@@ -1,8 +1,8 @@
 """Bytes and seconds of exchanges (X-MoE section 4.2 and appendix C, Piper sections III.B and V), as formulas.
 
-Seconds of an exchange are `alpha` + bytes that leave a rank * `beta`, of each level of the topology (`Link` of
-`runtime.links`, whose `predicted` decides what `Plan(dispatch="auto")` takes: the formulas here are the same). What the
-symbols mean, `symbols` says: alpha1, beta1, .. are of the ranks that differ at that level alone.
+An exchange at one level of the topology takes `alpha` + bytes that leave a rank * `beta` seconds.
+`Plan(dispatch="auto")` decides by the same formulas (`runtime.links`). `symbols` has the meaning of each symbol;
+alpha1, beta1, ... are of the ranks that differ at this level only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ P_dense, P_experts = quantities("P_dense P_experts")
 
 @functools.lru_cache
 def build_exchange_sheet(levels: int) -> Sheet:
-    """Of one exchange of a rank's tokens, one direction, over so many levels: rows that leave a rank for each token,
-    by level (`rows_flat_2`), and seconds (`T_flat`). One level has none of several hops."""
+    """The formulas of one exchange of a rank's tokens in one direction.
+
+    `rows_flat_2` are the rows of a token that leave a rank over level 2 by way "flat", `T_flat` the seconds. The ways
+    of several hops ("rbd", "halo") need at least two levels.
+    """
     sizes = [quantity(f"n{i + 1}") for i in range(levels)]
     links = [(quantity(f"alpha{i + 1}"), quantity(f"beta{i + 1}")) for i in range(levels)]
     ranks = sympy.Mul(*sizes)
-    above = [sympy.Mul(*sizes[:i]) for i in range(levels)]  # units that a level's are within
+    above = [sympy.Mul(*sizes[:i]) for i in range(levels)]  # number of units at the level above
     nodes = above[-1]
     made: list[Formula] = []
 
@@ -36,7 +39,7 @@ def build_exchange_sheet(levels: int) -> Sheet:
         return made[-1].symbol
 
     def at_once(way: str, rows: sympy.Expr, w: sympy.Expr, what: str) -> None:
-        """Over all ranks at once: the links of the levels are used side by side."""
+        """Add the formulas of an exchange among all ranks, which uses the links of all levels at the same time."""
         leaving = [
             formula(
                 f"rows_{way}_{i + 1}",
@@ -114,13 +117,16 @@ VOLUMES = Sheet(
 
 
 def row_bytes(width: int, choices: int, places: int, is_weighted: bool = True) -> tuple[int, int, int, int]:
-    """Bytes of a row in dispatch, in combine, and in their backwards: the token's values of two bytes, or what the
-    experts or the gradients made of them; with it in dispatch of each choice a weight of four bytes and its place, and
-    in the backward of dispatch the weight's gradient. Columns begin at multiples of 16 bytes (`ir.packing`).
+    """Bytes of a row in (dispatch, combine, backward of combine, backward of dispatch).
+
+    A row has the token's values of two bytes each. In dispatch each slot adds its routing weight (four bytes) and its
+    expert's number on the rank, in the backward of dispatch the weight's gradient. Columns begin at multiples of 16
+    bytes (`ir.ops.row_packing`).
 
     Args:
-        places: experts of a rank, which a place counts.
-        is_weighted: whether weights travel. They stay where they are if tokens have one choice in all (k = 1).
+        choices: slots in a row.
+        places: experts on a rank.
+        is_weighted: whether routing weights travel. They do not for k = 1.
     """
     place = next((num_bytes for num_bytes in (1, 2) if places <= 2 ** (8 * num_bytes - 1)), 4)
     values, weights = _aligned(2 * width), _aligned(4 * choices * is_weighted)
@@ -135,8 +141,10 @@ Links = tuple[tuple[float, float], ...]
 
 
 def combine_links(sizes: tuple[int, ...], links: Links) -> tuple[float, float]:
-    """(alpha, beta) of an even exchange of all ranks at once, where the links of the levels are used side by side: of
-    what leaves a rank each level carries its part, and the slowest one is waited for."""
+    """(alpha, beta) of an even exchange among all ranks.
+
+    Each level carries its part of the bytes that leave a rank. The levels work in parallel, so the slowest one counts.
+    """
     above, ranks, slowest = 1, math.prod(sizes), 0.0
     for size, (_, beta) in zip(sizes, links, strict=True):
         slowest = max(slowest, (1 - 1 / size) / above * beta)
@@ -147,7 +155,13 @@ def combine_links(sizes: tuple[int, ...], links: Links) -> tuple[float, float]:
 def level_values(
     sizes: tuple[int, ...], links: Links, whole: tuple[float, float], handling: float = 0.0
 ) -> dict[str, float]:
-    """What `exchange(len(sizes))` is given of a topology: (alpha, beta) of each level, coarse to fine, and of all."""
+    """A topology's values for `build_exchange_sheet(len(sizes))`.
+
+    Args:
+        sizes, links: units and (alpha, beta) of each level, coarse to fine.
+        whole: (alpha, beta) over all levels.
+        handling: seconds to pack and unpack a byte.
+    """
     found = {"alpha0": whole[0], "beta0": whole[1], "gamma": handling}
     for i, (size, (alpha, beta)) in enumerate(zip(sizes, links, strict=True)):
         found |= {f"n{i + 1}": size, f"alpha{i + 1}": alpha, f"beta{i + 1}": beta}

@@ -1,10 +1,10 @@
 """FLOP and seconds of one micro-batch on one GPU, forward (Piper section IV), as formulas over `Layout.values`.
 
-A GEMM takes as long as its FLOP or its operands on their way through memory, whichever takes longer, and its launch:
-small and skinny ones reach less of the peak than large ones. Experts take the sum of the parts, of their weights apart
-from their rows. `bench.rates` finds these rates from a few shapes; they are then right to some per cent for others.
-Rows of an expert fill tiles of the kernels' `tile` rows, half of the last one empty on average: of few rows much of the
-time goes into nothing (Piper figure 4). What the symbols mean, `symbols` says.
+A GEMM takes a launch, and its FLOP or its operands through memory, whichever is slower: small and skinny GEMMs reach
+less of the peak. Experts take the sum of their FLOP, rows, weights and launches. `bench.rate_fit` fits these rates to a
+few shapes; other shapes are then predicted to some per cent. The rows of an expert fill tiles of `tile` rows, and half
+of the last tile is empty on average, so experts with few rows waste much of the time (Piper figure 4). `symbols` has
+the meaning of each symbol.
 """
 
 from __future__ import annotations

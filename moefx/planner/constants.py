@@ -1,4 +1,4 @@
-"""What a plan rests on, for readers: a platform's figures with their sources, and what is assumed beside them."""
+"""A platform's figures with their sources, and the planner's assumptions, as HTML."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _INSTEAD = {
 
 
 def render_sources(platform: Platform) -> str:
-    """Tables of its figures and its networks."""
+    """Tables of the platform's figures and networks."""
     rows = []
-    for name, value in _numbers(platform).items():
+    for name, value in _list_figures(platform).items():
         shown = amount(value, _UNITS.get(name, "1"))
         if not value and name in _INSTEAD:
             shown = _INSTEAD[name]
         if value >= FREE:
             shown = "adds no time"
-        rows.append([name, shown, _said(platform, name, value)])
+        rows.append([name, shown, _find_source(platform, name, value)])
     links = [
         [n.name, str(n.ranks or "all"), amount(n.bandwidth, "B/s"), amount(n.latency, "s"),
          amount(n.p2p or n.bandwidth, "B/s"), n.source or "not said"]
@@ -46,16 +46,18 @@ def render_sources(platform: Platform) -> str:
 
 
 def render_assumptions(model: Architecture, platform: Platform) -> str:
-    """A list: what is a peak and what was measured, and what the formulas leave out."""
+    """List the peaks, the measured figures, and the effects that the formulas leave out."""
     named = {name: source for name, source in platform.sources.items() if name != "fast_domain"}
     named |= {f"links of a {network.name}": network.source for network in platform.networks}
     measured = [name for name, source in named.items() if source.startswith("measured")]
     fitted = [name for name, source in named.items() if source.startswith("fitted")]
     printed = ", ".join(name for name in named if name not in (*measured, *fitted))
-    unknown = [name for name, value in _numbers(platform).items() if _said(platform, name, value) == _NOT_MEASURED]
+    unknown = [
+        name for name, value in _list_figures(platform).items() if _find_source(platform, name, value) == _NOT_MEASURED
+    ]
     unknown = [name for name in unknown if name != "overhead"]  # of memory, below
     unknown += [f"latency of a {network.name}" for network in platform.networks if not network.latency]
-    said = [
+    lines = [
         f"Of data sheets, guides and papers, so peaks and not what programs reach: {printed}." if printed else "",
         f"Measured: {', '.join(measured)}." if measured else "Nothing was measured on this platform.",
         f"Coefficients of the formulas, fitted to measured times: {', '.join(fitted)}." if fitted else "",
@@ -68,16 +70,16 @@ def render_assumptions(model: Architecture, platform: Platform) -> str:
         "" if platform.overhead else "What the framework takes of the memory is not known, and counted as nothing.",
         f"{model.name}: {model.note}." if model.note else "",
     ]
-    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in said if text)}</ul>"
+    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in lines if text)}</ul>"
 
 
-def _numbers(platform: Platform) -> dict[str, float]:
+def _list_figures(platform: Platform) -> dict[str, float]:
     found = {field.name: getattr(platform, field.name) for field in dataclasses.fields(platform)}
     return {name: value for name, value in found.items() if isinstance(value, (int, float))}
 
 
-def _said(platform: Platform, name: str, value: float) -> str:
-    """The source of a figure, or that there is none: one that is left at its default was not measured."""
+def _find_source(platform: Platform, name: str, value: float) -> str:
+    """The source of a figure. A figure without a source was not measured if it has its default value."""
     defaults = {field.name: field.default for field in dataclasses.fields(Platform)}
     if name in platform.sources:
         return platform.sources[name]

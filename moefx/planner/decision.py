@@ -1,4 +1,4 @@
-"""What the planner decided for `compile`, and why."""
+"""The planner's decision for `compile`, and its reasons."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _SHOWN = 6
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a rank knows; all ranks of a mesh decide by those of all.
+    """The facts of a rank that the planner decides by.
 
     Attributes:
-        asked: the plan that leaves something to decide.
-        model: of this stage. None: it has no experts; a text: why the planner cannot make it out.
-        sequences, tokens: of a micro-batch of this rank; of a sequence.
-        source: who says so.
-        stage, stages: of a pipeline.
+        asked: the plan that leaves fields open.
+        model: the model of this stage, None without experts, or the reason why the planner cannot read it.
+        sequences: sequences of a micro-batch on this rank.
+        tokens: tokens of a sequence.
+        source: the origin of these two numbers, for readers.
+        here: the platform.
+        stage, stages: this stage of the pipeline, and the number of stages.
     """
 
     asked: Plan
@@ -45,11 +47,11 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One use of the axes, and one policy.
+    """One use of the mesh axes with one checkpoint policy.
 
     Attributes:
-        entry: at as many micro-batches as are in flight.
-        lacking: bytes.
+        entry: its estimate, for as many micro-batches as are in flight.
+        lacking: bytes above the capacity; 0 or less if it fits.
     """
 
     use: AxisUse
@@ -58,12 +60,12 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of one micro-batch, and of what comes once a step."""
+        """Seconds of one micro-batch and of the work once a step."""
         return self.entry.seconds - (self.entry.layout.microbatches - 1) * self.entry.step["T_micro"]
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """What fits by time; behind it the rest, by what is lacking."""
+        """Sort key: candidates that fit by time, then the others by lacking memory."""
         return (1.0, self.lacking) if self.lacking > 0 else (0.0, self.seconds, self.entry.memory["M_gpu"])
 
     def __str__(self) -> str:
@@ -72,12 +74,12 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What was taken, and why; `print` it.
+    """The decided plan and its reasons; `print` shows them.
 
     Attributes:
-        plan: nothing left to decide but how rows travel, which `compile` measures.
-        facts: of this rank's stage, what it was decided by.
-        tried: for this stage: first what was taken, then what fits, the fastest first, then what does not.
+        plan: the plan without open fields. Only the way of rows may be open, which `compile` measures.
+        facts: the facts of this rank's stage.
+        tried: the candidates of this stage: the chosen one, then those that fit (fastest first), then the others.
         warning: "" if all is well.
     """
 
@@ -88,12 +90,12 @@ class Decision:
 
     @property
     def taken(self) -> dict[str, Any]:
-        """The fields of the plan that were decided."""
+        """The fields that the planner decided, with their values."""
         asked, made = dataclasses.asdict(self.facts.asked), dataclasses.asdict(self.plan)
         return {name: value for name, value in made.items() if value not in (asked[name], None) and name != "tokens"}
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The decision as values that JSON can hold."""
         return {
             "plan": dataclasses.asdict(self.plan), "taken": self.taken, "warning": self.warning,
             "platform": self.facts.here.platform.name, "why": self.facts.here.why,
@@ -105,16 +107,16 @@ class Decision:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        of, here = self.facts, self.facts.here
+        facts, here = self.facts, self.facts.here
         lines = [f"planned     {', '.join(f'{name}={value!r}' for name, value in self.taken.items()) or 'as given'}"]
         if self.tried:
             zero = self.tried[0].entry.layout.zero
             spread = f"ZeRO-{zero}" + (", which is yours to do (fully_shard)" if zero else "")
             shared = self.tried[0].use.shared
             alike = f", the same along {shared!r}" if shared else ""
-            lines.append(f"  tokens    {of.tokens_text}, {of.source}{alike}")
+            lines.append(f"  tokens    {facts.tokens_text}, {facts.source}{alike}")
             lines.append(f"  states    16 bytes a parameter, Adam in mixed precision, {spread}")
-            planned = " as planned" if of.asked.memory else ""
+            planned = " as planned" if facts.asked.memory else ""
             lines.append(f"  memory    {amount(here.platform.capacity, 'B')} a rank{planned}")
             lines.append(f"  platform  {here.platform.name}, {here.why}")
         for head, each in zip(("taken", "instead", *[""] * len(self.tried)), self.tried[:_SHOWN], strict=False):

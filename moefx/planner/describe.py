@@ -1,6 +1,6 @@
-"""The architecture of a real model: its blocks as `compile` matches them, the rest as its modules count.
+"""Read the architecture of a real model: its blocks from the match of `compile`, the rest from its parameters.
 
-Nothing runs on a device, and a model on the meta device will do: `with torch.device("meta"): model = ...`.
+Nothing runs on a device. The model may be on the meta device: `with torch.device("meta"): model = ...`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from .architecture import NO_ATTENTION, Architecture, Attention
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-_HEAD_SIZE = 128  # where nothing says how many heads there are
+_HEAD_SIZE = 128  # assumed if the number of heads is unknown
 
 
 def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
     """The architecture of a model whose blocks `moefx.compile` rewrites.
 
-    Parameters are counted exactly. What attention keeps for its backward goes by the heads that `model.config`, or an
-    attribute such as `num_heads`, names. Where nothing names any, it is counted as heads of 128 if the model attends,
-    and as none if not; `note` says which.
+    Parameters are counted exactly. The memory of attention depends on its heads, which are read from `model.config` or
+    an attribute such as `num_heads`. If neither exists, heads of 128 are assumed if the model attends, and no
+    attention otherwise; `note` says which.
 
     Args:
         example_inputs: as for `moefx.compile`.
 
     Raises:
-        UnknownArchitecture: no block was rewritten, or the blocks are not of one kind; with what was seen.
+        UnknownArchitecture: no block was rewritten, or the blocks differ. The message has the reasons or the sizes.
     """
-    model = getattr(model, "_orig_mod", model)  # inside of what `torch.compile` made of it
+    model = getattr(model, "_orig_mod", model)  # the module inside of torch.compile's wrapper
     found, _ = survey_and_verify(model, example_inputs, Plan(validation="symbolic"))
     return describe_survey(model, found)
 
 
 def describe_survey(model: nn.Module, found: Survey) -> Architecture:
-    """As `describe`, of a model whose blocks were found."""
+    """`describe` for a model whose blocks are already surveyed."""
     graphs = {name: matched.result.graph for matched in found.matched for name in matched.names}
     if not graphs:
         name, seen = type(model).__name__, "".join(f"\n  {refusal}" for refusal in found.refused)
@@ -54,25 +54,27 @@ def describe_survey(model: nn.Module, found: Survey) -> Architecture:
         )
     kinds: dict[tuple[int, ...], list[str]] = {}
     for name in (name for name, _ in model.named_modules() if name in graphs):
-        kinds.setdefault(_experts_of(graphs[name], name), []).append(name)
+        kinds.setdefault(_read_expert_sizes(graphs[name], name), []).append(name)
     if len(kinds) > 1:
         seen = "; ".join(f"{names[0]}: {dict(zip(_SIZES, sizes, strict=True))}" for sizes, names in kinds.items())
         raise UnknownArchitecture(f"the planner takes models whose blocks are alike, these are not: {seen}")
     ((sizes, names),) = kinds.items()
     (d, num_experts, top_k, width, matrices, of_experts) = sizes
-    layers = _layers(model, names)
+    layers = _find_layers(model, names)
     with_blocks = {path: name for name in names for path in layers if name == path or name.startswith(f"{path}.")}
     path, name = next(iter(with_blocks.items()))
-    of_block, of_layer = _count(model.get_submodule(name)), _count(layers[path])
+    of_block, of_layer = _count_parameters(model.get_submodule(name)), _count_parameters(layers[path])
     rest, biases = of_block - of_experts, of_experts - num_experts * matrices * d * width
     has_biases = biases == num_experts * ((matrices - 1) * width + d)
     shared = max(rest - d * num_experts, 0) // (matrices * d)
-    attention, note = _attention(model, layers[path], d, found.attends)
-    dense = [_count(layer) - (of_layer - of_block) for where, layer in layers.items() if where not in with_blocks]
-    vocab, outside = _outside(model, layers, d)
+    attention, note = _read_attention(model, layers[path], d, found.attends)
+    dense = [
+        _count_parameters(layer) - (of_layer - of_block) for where, layer in layers.items() if where not in with_blocks
+    ]
+    vocab, outside = _count_outside(model, layers, d)
     is_tied = outside < 2 * vocab * d
     outside -= vocab * d * (1 if is_tied else 2)
-    # Norms as in a decoder, two a layer and a last one, where there are parameters for them: a lone block has none.
+    # Assume a decoder's norms (two a layer and a last one) if there are parameters for them. A lone block has none.
     norms = 2 if of_layer - of_block >= 2 * d and outside >= d else 0
     beside = of_layer - of_block - norms * d
     return Architecture(
@@ -90,7 +92,7 @@ def describe_survey(model: nn.Module, found: Survey) -> Architecture:
 _SIZES = ("hidden_size", "num_experts", "top_k", "expert_size", "matrices", "parameters of experts")
 
 
-def _experts_of(graph: Any, name: str) -> tuple[int, ...]:
+def _read_expert_sizes(graph: Any, name: str) -> tuple[int, ...]:
     """Sizes of a rewritten block, as `_SIZES` names them."""
     mlps = graph.find(torch.ops.moefx.expert_mlp.default)
     if len(mlps) != 1:
@@ -105,8 +107,9 @@ def _experts_of(graph: Any, name: str) -> tuple[int, ...]:
     return x.shape[-1], offsets.shape[0] - 1, inverse.shape[-1], up // parts, parts + 1, total
 
 
-def _layers(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
-    """By name, the members of the outermost lists of modules that blocks are in; the blocks themselves without one."""
+def _find_layers(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
+    """The layers by name: all members of the outermost module lists that hold blocks. A block outside of a list is a
+    layer itself."""
     found: dict[str, nn.Module] = {}
     for name in names:
         steps = name.split(".")
@@ -120,17 +123,19 @@ def _layers(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     return found
 
 
-def _outside(model: nn.Module, layers: dict[str, nn.Module], d: int) -> tuple[int, int]:
-    """(vocabulary, parameters) outside of the layers. A table of rows that are not `d` wide is none of the vocabulary:
-    what leads to `d` is beside it."""
+def _count_outside(model: nn.Module, layers: dict[str, nn.Module], d: int) -> tuple[int, int]:
+    """(vocabulary size, number of parameters) outside of the layers.
+
+    An embedding whose rows are not `d` wide is not the vocabulary's.
+    """
     inside = {id(each) for layer in layers.values() for each in (*layer.modules(), *layer.parameters())}
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and id(m) not in inside]
     vocab = max((table.num_embeddings for table in tables if table.embedding_dim == d), default=0)
     return vocab, sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
 
 
-def _attention(model: nn.Module, layer: nn.Module, d: int, attends: bool) -> tuple[Attention, str]:
-    """And what was assumed of it."""
+def _read_attention(model: nn.Module, layer: nn.Module, d: int, attends: bool) -> tuple[Attention, str]:
+    """The sizes of attention, and a note on assumed ones."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     places = [config, *layer.modules()]
@@ -156,5 +161,5 @@ def _attention(model: nn.Module, layer: nn.Module, d: int, attends: bool) -> tup
     return Attention(num_heads=heads, num_kv_heads=kv_heads, head_size=head_size), note
 
 
-def _count(module: nn.Module) -> int:
+def _count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

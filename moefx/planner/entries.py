@@ -1,4 +1,4 @@
-"""Layouts that fit, what was rejected, and what was asked."""
+"""Results of a search: layouts that fit, rejected ones, and the request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEGEND = (
     "of 8 sequences each. MFU: FLOP that the model asks for, over what the GPUs could do.",
 )
 SIZES = "PP stages, TP ranks of the dense matrices, DP ranks with other sequences, EP ranks of the experts."
-TERMS = {  # of the memory, that a rejected layout may have most of
+TERMS = {  # parts of the memory that can be the largest one of a rejected layout
     "M_params": "parameters", "M_grads": "gradients", "M_optimizer": "optimizer states", "M_activations": "activations"
 }  # fmt: skip
 
@@ -32,9 +32,9 @@ class Entry:
     """A layout that fits.
 
     Attributes:
-        experts_first: ranks of an expert axis are next to each other, else replicas are (X-MoE appendix C.1).
+        experts_first: the ranks of an expert axis are neighbours, otherwise their replicas are (X-MoE appendix C.1).
         memory, step: results of the sheets, in bytes and seconds.
-        units: ranks of units above a node, between which the links of the expert axis differ.
+        units: sizes of the units above a node at which the links of the expert axis change, in ranks.
     """
 
     layout: Layout
@@ -53,14 +53,14 @@ class Entry:
 
     @property
     def short(self) -> str:
-        """Enough of a layout to tell it from its neighbours."""
+        """A short label: `PP4 TP1 EP8 ZeRO-1 h`."""
         x = self.layout
         kept = "inputs" if x.recompute else x.kept
         return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
 
     @property
     def words(self) -> str:
-        """The same for readers without a legend: `4 pipeline stages, experts over 8 GPUs, ZeRO-1, ...`"""
+        """The label in words: `4 pipeline stages, experts over 8 GPUs, ZeRO-1, ...`"""
         x = self.layout
         shared = {"data parallelism": x.dp, "tensor parallelism": x.tp, "experts": x.ep}
         parts = [f"{x.pp} pipeline stages"] if x.pp > 1 else []
@@ -75,7 +75,7 @@ class Entry:
         return f"<Entry {self.short}, {x.microbatches} micro-batches of {x.sequences}: {found}>"
 
     def cells(self) -> list[str]:
-        """Its line of a table whose columns are `COLUMNS`, without the number."""
+        """The entry's cells in a table with the columns `COLUMNS`, without the number."""
         x = self.layout
         placed = "-" if x.ep == 1 else "EP first" if self.experts_first else "DP first"
         order = {"1f1b": "", "interleaved": f" x{x.chunks}"}.get(x.schedule, f" {x.schedule}") if x.pp > 1 else ""
@@ -87,8 +87,10 @@ class Entry:
 
     @property
     def mesh(self) -> dict[str, tuple[Any, ...]]:
-        """Of `init_device_mesh(device_type, **entry.mesh)`: axes "pp", "dp", "ep" and "tp", as far as there are several
-        ranks along them, what is near each other last."""
+        """Arguments for `init_device_mesh(device_type, **entry.mesh)`.
+
+        The axes are "pp", "dp", "ep" and "tp", each if it has several ranks. Ranks of later axes are nearer.
+        """
         x = self.layout
         ep = x.ep // x.tp if x.ssmb else x.ep
         inner = dict(dp=x.dp // ep, ep=ep) if self.experts_first else dict(ep=ep, dp=x.dp // ep)
@@ -96,9 +98,14 @@ class Entry:
         return dict(mesh_shape=tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def plan(self, **more: Any) -> Plan:
-        """What `moefx.compile` takes, over a mesh as `mesh` says. Without an expert axis it takes no mesh. Stages, TP,
-        ZeRO and micro-batches are not compile's to do: `Plan.layout` has them, and compile refuses those that are left
-        in it."""
+        """The plan for `moefx.compile` over the mesh of `mesh`. Without an expert axis `compile` takes no mesh.
+
+        `compile` does not implement stages, TP, ZeRO and micro-batches. `Plan.layout` lists them, and `compile` raises
+        for each one that is still listed.
+
+        Args:
+            more: fields that replace the entry's.
+        """
         x, names = self.layout, self.mesh["mesh_dim_names"]
         counted = dict(pp=x.pp, tp=x.tp, ep=x.ep, zero=x.zero, microbatches=x.microbatches, recompute=int(x.recompute))
         spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens, layout=counted)
@@ -106,7 +113,7 @@ class Entry:
             spread |= dict(expert_axis="ep", dispatch=x.way, topology_levels=self.units)
             if x.ssmb:
                 spread |= dict(expert_axis=("ep", "tp") if "ep" in names else "tp", sequence_axis="tp")
-            if x.ssmb or x.tp == 1:  # else ranks of "tp" are between those of "ep", whichever comes first
+            if x.ssmb or x.tp == 1:  # otherwise "tp" ranks lie between "ep" ranks in both placements
                 spread |= dict(placement="ep_first" if self.experts_first else "dp_first")
         kept: Any = x.kept
         return Plan(**(dict(checkpoint=kept) | spread | more))
@@ -114,12 +121,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Rejected:
-    """Layouts that are none, of one kind.
+    """Layouts that were rejected for one reason.
 
     Attributes:
-        sizes: what they have in common, one or the other: ({"EP": 64}, {"EP": 128}).
-        lacking: bytes, of the one that lacks least, where nothing else is wrong; else 0.
-        term: the largest one of its memory, there.
+        sizes: the sizes at fault, one dictionary for each alternative: ({"EP": 64}, {"EP": 128}).
+        why: the reason.
+        lacking: bytes that the nearest layout lacks, 0 if memory is not the reason.
+        term: the largest part of that layout's memory, a key of `TERMS`.
     """
 
     sizes: tuple[dict[str, int], ...]
@@ -134,7 +142,7 @@ class Rejected:
 
 @dataclasses.dataclass(frozen=True)
 class SearchRequest:
-    """What a ranking was asked, as of `plan`; `fast_domain` is 0 for any."""
+    """The arguments of a search (see `ranking.plan`). `fast_domain` is 0 for no limit."""
 
     batch: int
     tokens: int

@@ -1,4 +1,4 @@
-"""How a number of ranks share a model and its tokens, what is kept for the backward, and how often."""
+"""Layouts: how ranks share a model and its tokens, and the checkpoint policy."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Way = Literal["flat", "dedup", "rbd", "halo"]
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """What the experts' part of a layer keeps for its backward.
+    """Tensors that the experts of a layer keep for their backward.
 
     Attributes:
-        rows: copies of each row that arrived at the experts. 0: rows are read by their index from the tokens, or from
-            what the exchange received, which is kept once.
-        hidden: tensors of an expert's hidden width: `"none"`, its `"up"`-projections, or `"all"`, the activation too.
-        outputs: copies of the experts' output, of two bytes an element.
-        capacity: choices that buffers have room for, as a multiple of those there are.
-        mask_bytes: of an element of a [S, E, C] mask, summed over all such masks.
-        source: what says so.
+        rows: copies of each routed row. 0: rows are read by index from the tokens, or from the received rows, which
+            are kept once.
+        hidden: kept tensors of the hidden width: `"none"`, the `"up"`-projections, or `"all"` with the activation.
+        outputs: copies of the experts' output, two bytes an element.
+        capacity: room of the buffers over the number of slots.
+        mask_bytes: bytes of an element of the [S, E, C] masks, summed over all masks.
+        source: origin of these figures.
     """
 
     rows: int = 0
@@ -46,7 +46,7 @@ CHECKPOINT_POLICIES = {
     "tutel": CheckpointPolicy(
         rows=1, hidden="all", outputs=2, capacity=1.25, source="X-MoE 5.4.1: A_combine in float32"
     ),
-    # A mask of booleans, the same in half precision for `einsum`, and the weights in float32 and in half precision.
+    # A boolean mask, its copy in half precision for `einsum`, and the weights in float32 and in half precision.
     "deepspeed-moe": CheckpointPolicy(
         rows=1, hidden="all", outputs=1, capacity=1.25, mask_bytes=1 + 2 + 4 + 2,
         source="X-MoE sections 3.1 and 5.1; dispatch_mask and combine_weights of DeepSpeed's sharded_moe.py",
@@ -59,16 +59,20 @@ class Layout:
     """Ranks, tokens and policies of a training step.
 
     Attributes:
-        pp, tp, dp: stages; ranks that share the dense matrices; ranks with other sequences. pp * tp * dp ranks.
-        ep: ranks that share the experts of a layer; it divides tp * dp.
-        ssmb: the tp ranks each route a part of the sequence (X-MoE section 4.3), else all of them the same tokens.
-        zero: stage of ZeRO: optimizer states (1), gradients (2) and parameters (3) are spread over replicas.
-        way: of rows between the ranks of `ep`.
-        kept: what experts keep, a name of `KEPT`.
-        recompute: layers keep their input only, and run again.
-        sequences, tokens: in a micro-batch of a rank; of a sequence (Piper's s).
-        microbatches: of a rank in a step (M).
-        schedule, chunks: of the stages; parts of a stage when interleaved.
+        pp: pipeline stages.
+        tp: ranks that share the dense matrices and have the same tokens.
+        dp: ranks of a stage with tokens of their own. A layout has pp * tp * dp ranks.
+        ep: ranks that share the experts of a layer; divides tp * dp.
+        ssmb: whether each tp rank routes its part of the sequence (X-MoE section 4.3). Otherwise all route all tokens.
+        zero: ZeRO stage: optimizer states (1), gradients (2) and parameters (3) are spread over replicas.
+        way: how rows travel between the ranks of `ep`.
+        kept: the experts' checkpoint policy, a key of `CHECKPOINT_POLICIES`.
+        recompute: whether layers keep only their input and run again in the backward.
+        sequences: sequences of a micro-batch on a rank.
+        tokens: tokens of a sequence (Piper's s).
+        microbatches: micro-batches of a rank in a step (M).
+        schedule: pipeline schedule.
+        chunks: chunks of a stage in the interleaved schedule.
     """
 
     pp: int = 1
@@ -108,11 +112,11 @@ class Layout:
         return self.tp * self.dp // self.ep
 
     def in_flight(self, stage: int) -> float:
-        """Micro-batches of which a stage (from 0) keeps activations at its peak, in units of a whole stage.
+        """Micro-batches whose activations a stage (from 0) keeps at its peak, in units of a whole stage.
 
         GPipe: all (Piper eq. 3). 1F1B: one for each stage behind it (eq. 4). Interleaved: Megatron-LM's warm-up (arXiv
-        2104.04473 section 2.2), in chunks of a stage. Zero bubble (arXiv 2401.10241 section 2): H1 as 1F1B's first
-        stage on every stage, H2 twice that less one.
+        2104.04473 section 2.2), in chunks of a stage. Zero bubble (arXiv 2401.10241 section 2): under H1 every stage
+        keeps as many as 1F1B's first stage, under H2 twice as many less one.
         """
         behind, most = self.pp - stage, self.microbatches
         if self.schedule == "gpipe":
@@ -123,15 +127,20 @@ class Layout:
         return min({"1f1b": behind, "zb-h1": self.pp, "zb-h2": 2 * self.pp - 1}[self.schedule], most)
 
     def layers_of(self, model: Architecture, stage: int) -> tuple[int, int]:
-        """Of a stage (from 0), and those of them with experts: as even as can be, the first stages have one more."""
+        """(layers, layers with experts) of a stage (from 0).
+
+        Layers are split evenly. If they do not divide, the first stages have one more.
+        """
         every, more = divmod(model.num_layers, self.pp)
         begin, end = (i * every + min(i, more) for i in (stage, stage + 1))
         begins, ends = (i * model.num_moe_layers // model.num_layers for i in (begin, end))
         return end - begin, ends - begins
 
     def transfers(self) -> float:
-        """How often a stage waits for one to the next, or back, in a step, as its schedule's events have it (see
-        `planner.simulation`): most go on beside computing."""
+        """Number of transfers between neighbouring stages that a stage waits for in a step.
+
+        Most transfers overlap with computing; the count follows from the schedule's events (see `planner.simulation`).
+        """
         if self.pp == 1:
             return 0.0
         if self.schedule == "interleaved":
@@ -141,7 +150,8 @@ class Layout:
         return 2.0 * max(self.microbatches, self.pp) * (self.pp - 1) / self.pp
 
     def spread(self, zero: int) -> dict[str, float]:
-        """Over how many ranks each part of the states is, with a stage of ZeRO: a part of what `values` says."""
+        """The symbols for the number of ranks that a ZeRO stage spreads parameters, gradients and optimizer states
+        over."""
         replicas = self.expert_replicas
         return {
             "z_p": self.dp if zero > 2 else 1, "z_g": self.dp if zero > 1 else 1, "z_o": self.dp if zero > 0 else 1,
@@ -149,17 +159,17 @@ class Layout:
         }  # fmt: skip
 
     def values(self, model: Architecture, stage: int = 0) -> dict[str, float]:
-        """What the formulas of `memory` are given.
+        """The symbols' values for `memory_formulas` at a stage.
 
         Raises:
-            InvalidPlan: the experts are not shared evenly, or there are more stages than layers (Piper eq. 8 and 9).
+            InvalidPlan: `ep` does not divide the experts, or there are more stages than layers (Piper eq. 8 and 9).
         """
         if model.num_experts % self.ep:
             raise InvalidPlan(f"ep={self.ep} does not divide the {model.num_experts} experts of {model.name}")
         if self.pp > model.num_layers:
             raise InvalidPlan(f"pp={self.pp} stages, but {model.name} has {model.num_layers} layers")
         kept = CHECKPOINT_POLICIES[self.kept]
-        return _of_model(model) | self.spread(self.zero) | {
+        return _model_values(model) | self.spread(self.zero) | {
             "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
             "b": self.sequences, "s": self.tokens, "m": self.in_flight(stage),
             "n_emb": 1 if self.pp > 1 or model.is_tied else 2,
@@ -171,7 +181,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_model(model: Architecture) -> dict[str, float]:
+def _model_values(model: Architecture) -> dict[str, float]:
     a, d = model.attention, model.hidden_size
     return {
         "d": d, "L": model.num_layers, "L_moe": model.num_moe_layers, "E": model.num_experts, "k": model.top_k,

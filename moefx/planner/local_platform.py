@@ -1,4 +1,4 @@
-"""The platform that a program runs on: named by MOEFX_PLATFORM, or recognised by its device."""
+"""The platform that a program runs on: named by MOEFX_PLATFORM, or recognised by its device's name."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from ..errors import UnknownPlatform
 from .platforms import PLATFORMS, Platform, find_platform
 
 PLATFORM_VARIABLE = "MOEFX_PLATFORM"
-_NEUTRAL = "dgx-h100"  # whose figures compare layouts where there are none of the device
-# Words of a device's name, and what it must not have: other boards of that chip are slower, slices have a part of it.
+_NEUTRAL = "dgx-h100"  # its figures compare layouts if the device is unknown
+# Words in a device's name. Names that match `_OTHERS` are slower boards with the same chip, or slices of one.
 _RECOGNISED = {"H200": "h200", "H100": "dgx-h100", "A100": "a100-40gb", "MI300X": "mi300x", "MI250X": "frontier"}
 _OTHERS = re.compile(r"PCI|NVL|\bMIG\b", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalPlatform:
-    """A platform, and why it was taken.
+    """A platform and the reason for it.
 
     Attributes:
-        is_known: its figures are of such a device: seconds mean something. Else they compare layouts at most.
+        is_known: whether the figures are those of this kind of device. Otherwise they can compare layouts only, and
+            seconds mean nothing.
     """
 
     platform: Platform
@@ -34,16 +35,16 @@ class LocalPlatform:
 def find_local_platform(device_type: str, node: int | None = None) -> LocalPlatform:
     """The platform of this process.
 
-    What MOEFX_PLATFORM names, a shipped platform or a file that `python -m moefx bench platform` writes, is taken as it
-    is. Else a GPU is recognised by its name; the memory is its own, and a node has `node` ranks. Of other devices
-    nothing is known but the memory, and the figures of DGX H100 stand in for the rest.
+    MOEFX_PLATFORM names a shipped platform or a file of `python -m moefx bench platform`. Without it, a GPU is
+    recognised by its name, with its own memory and `node` ranks in a node. An unknown device has its own memory and
+    the figures of DGX H100.
 
     Args:
-        device_type: "cuda", which is that of ROCm too, or "cpu".
-        node: ranks of a node; None: what LOCAL_WORLD_SIZE says, or 1. On the CPU they share its memory.
+        device_type: "cuda" (ROCm too) or "cpu".
+        node: ranks of a node; by default LOCAL_WORLD_SIZE, or 1. On the CPU they share its memory.
 
     Raises:
-        UnknownPlatform: MOEFX_PLATFORM names none, or the device is of another type.
+        UnknownPlatform: MOEFX_PLATFORM names no platform, or the device has another type.
     """
     if name := os.environ.get(PLATFORM_VARIABLE):
         try:
@@ -67,14 +68,14 @@ def find_local_platform(device_type: str, node: int | None = None) -> LocalPlatf
 
 
 def recognize_device(device: str) -> str | None:
-    """The shipped platform with devices of that name, as torch has it."""
+    """The name of the shipped platform with this device, by torch's device name; None if unknown."""
     if _OTHERS.search(device):
         return None
     return next((name for word, name in _RECOGNISED.items() if re.search(rf"\b{word}\b", device)), None)
 
 
 def _device(device_type: str, node: int) -> tuple[str, float]:
-    """Its name, and bytes of memory for a rank."""
+    """(device name, bytes of memory for a rank)."""
     if device_type == "cuda":
         found = torch.cuda.get_device_properties(torch.cuda.current_device())
         return found.name, float(found.total_memory)

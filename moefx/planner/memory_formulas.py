@@ -1,9 +1,9 @@
 """Bytes that one GPU needs (Piper section III.A, X-MoE section 3.2), as formulas over `Layout.values`.
 
 Half precision: an element has 2 bytes. Model states take 16 bytes a parameter: 2 for itself, 2 for its gradient, 12 for
-the float32 copy and Adam's two moments (Piper section III.A.1; its introduction says 20). What ZeRO spreads is divided
-by the ranks that it is spread over: z_p, z_g, z_o for what all ranks have, y_p, y_g, y_o for experts. What the symbols
-mean, `symbols` says.
+the float32 copy and Adam's two moments (Piper section III.A.1; its introduction says 20). ZeRO divides states by a
+number of ranks: z_p, z_g, z_o for parameters, gradients and optimizer states of the dense part, y_p, y_g, y_o for those
+of experts. `symbols` has the meaning of each symbol.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ BLOCK = Sheet(
     ]
 )  # fmt: skip
 
-ACTIVATIONS = BLOCK + Sheet(  # of layers that STATES counts
+ACTIVATIONS = BLOCK + Sheet(  # uses the layer counts of STATES
     [
         Formula(
             "A_attention", 2 * b * s * (2 * d * n_attn + w_latent + w_attn / TP) + 4 * b * s * H / TP, "B",

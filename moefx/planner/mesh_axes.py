@@ -1,8 +1,8 @@
 """The ways to use the axes of a mesh.
 
-Their names fix PP, TP and DP: the ranks of "pp" have other stages of a pipeline, those of "tp", or of
-`Plan(sequence_axis=...)`, have the same tokens, all others have tokens of their own. Left to choose are the axes that
-experts are spread over, and SSMB.
+The names of the axes fix PP, TP and DP: "pp" has the stages of a pipeline, the ranks of "tp" or of
+`Plan(sequence_axis=...)` have the same tokens, and all other axes have tokens of their own. The expert axes and SSMB
+remain to be chosen.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ STAGES, SHARED, EXPERTS = "pp", "tp", "ep"
 
 @dataclasses.dataclass(frozen=True)
 class AxisUse:
-    """One way.
+    """One way to use the axes.
 
     Attributes:
-        shared: the axis whose ranks are taken to have the same tokens, "" if there is none.
-        tp, dp: ranks with the same tokens, and with others, of a stage.
+        expert_axis: axes that experts are spread over.
+        sequence_axis: axis of SSMB, or None.
+        shared: axis whose ranks have the same tokens, "" without one.
+        tp, dp: ranks of a stage with the same tokens, and with other tokens.
         group: ranks of one expert group.
     """
 
@@ -42,11 +44,15 @@ class AxisUse:
         return len(self.group)
 
     def layout(self, **more: Any) -> Layout:
-        """Of one stage."""
+        """The layout of one stage.
+
+        Args:
+            more: further fields of `Layout`.
+        """
         return Layout(tp=self.tp, dp=self.dp, ep=self.ep, ssmb=self.sequence_axis is not None, **more)
 
     def experts_first(self, platform: Platform) -> bool:
-        """Whether the ranks of a group are as near each other as neighbours are."""
+        """Whether the ranks of a group are as close to each other as neighbouring ranks."""
         stride = -(-(max(self.group) - min(self.group)) // max(self.ep - 1, 1))
         return platform.levels(self.ep, stride or 1) == platform.levels(self.ep)
 
@@ -58,14 +64,16 @@ class AxisUse:
 
 
 def list_axis_uses(mesh: Any, asked: Plan, *, is_whole: bool = True) -> list[AxisUse]:
-    """Of a mesh, those that a plan leaves open, in which an expert sees each token once: ranks with the same tokens
-    share experts by SSMB or not at all. An axis "ep" is that of experts, whatever else there is.
+    """List the uses of a mesh that a plan leaves open and in which an expert sees each token once.
+
+    Ranks with the same tokens share experts by SSMB or not at all. An axis "ep" is always the expert axis.
 
     Args:
-        is_whole: it has all ranks there are. Else axes are not made one, which takes all ranks.
+        is_whole: whether the mesh has all ranks. Flattening several axes to one needs all ranks, so it is left out
+            otherwise.
 
     Raises:
-        InvalidPlan: the mesh has no axis that experts can be spread over, or its axes have no names.
+        InvalidPlan: experts cannot be spread over any axis, or the axes have no names.
     """
     names = mesh.mesh_dim_names or ()
     sizes: dict[str, int] = dict(zip(names, mesh.mesh.shape if names else (), strict=True))

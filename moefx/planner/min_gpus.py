@@ -1,4 +1,4 @@
-"""On how many GPUs a model fits that does not fit those there are."""
+"""Find the number of GPUs that a model needs if it does not fit the given ones."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from .ranking import Ranking
 
 _MOST = 2**16  # GPUs
-_TRIES = 6  # numbers of GPUs that are searched: some seconds
+_TRIES = 6  # searched numbers of GPUs, some seconds in all
 
 
 @dataclasses.dataclass(frozen=True)
 class MinGpus:
-    """What twice the GPUs, twice those and so on have room for, the batch as it is.
+    """The result of doubling the GPUs until a layout fits, with the same batch.
 
     Attributes:
-        num_ranks: the smallest such number on which something fits, or the largest one that was looked at.
-        entry: a layout that fits there; None if none does.
-        nearest: where none does, the layout that lacks least there; None if none divides so.
-        is_all: whether the platform has no more GPUs, twice as many; else these were not looked at.
+        num_ranks: the smallest number of GPUs on which a layout fits, or the largest number that was searched.
+        entry: a layout that fits `num_ranks`, or None.
+        nearest: if none fits, the layout that lacks the least memory; None if no layout divides `num_ranks`.
+        is_all: whether the platform has fewer than twice `num_ranks` GPUs, so that larger numbers are impossible.
     """
 
     num_ranks: int
@@ -49,10 +49,12 @@ class MinGpus:
 
 
 def find_min_gpus(ranking: Ranking) -> MinGpus | None:
-    """The smallest number of GPUs on which something fits. None if something does, or the platform has no more GPUs.
+    """Find the smallest number of GPUs, by doubling, on which a layout fits.
 
-    Numbers whose memory, all of it, has no room for the states of the parameters are passed over; of the others the
-    smallest `_TRIES` are looked at.
+    Searches the `_TRIES` smallest numbers whose total memory holds the states of the parameters.
+
+    Returns:
+        None if a layout fits the ranking's own GPUs, or the platform has no more.
     """
     there = ranking.platform.networks[-1].ranks
     limit = min(there or _MOST, _MOST)

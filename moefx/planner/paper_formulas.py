@@ -1,6 +1,6 @@
-"""The papers' own formulas, as they print them, in their letters: what the planner's are compared with.
+"""The papers' own formulas as printed, in their letters. Tests compare the planner's formulas with them.
 
-Where a paper disagrees with itself, `tests/planner/test_papers.py` says how.
+`tests/planner/test_papers.py` names the places at which a paper disagrees with itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The order of a pipeline's events, and when each one starts and ends.
+"""Order the events of a pipeline, and compute their start and end.
 
 GPipe: all forwards, then all backwards. 1F1B (PipeDream, Piper section III.A.3) and its interleaved form with several
-chunks of the model on a stage: Megatron-LM, arXiv 2104.04473 section 2.2. Zero bubble H1 and H2, where gradients of
-weights wait: arXiv 2401.10241 section 2.
+chunks of the model on a stage: Megatron-LM, arXiv 2104.04473 section 2.2. Zero bubble H1 and H2 delay the gradients of
+weights: arXiv 2401.10241 section 2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .layout import Schedule
 
 
 class Op(NamedTuple):
-    """Of a stage: a forward (F), a backward (B; gradients of inputs alone under zero bubble), or gradients of weights
+    """An event of a stage: forward (F), backward (B; under zero bubble only gradients of inputs), or weight gradients
     (W)."""
 
     kind: Literal["F", "B", "W"]
@@ -25,10 +25,10 @@ class Op(NamedTuple):
 
 
 def list_stage_ops(schedule: Schedule, stages: int, stage: int, microbatches: int, chunks: int = 1) -> list[Op]:
-    """What a stage does, one after the other.
+    """List a stage's events in their order.
 
     Raises:
-        InvalidPlan: interleaved, and micro-batches are no multiple of the stages (as Megatron-LM asks).
+        InvalidPlan: the schedule is interleaved and the stages do not divide the micro-batches (as in Megatron-LM).
     """
     behind, most = stages - stage, microbatches
     if schedule == "interleaved":
@@ -53,7 +53,7 @@ def list_stage_ops(schedule: Schedule, stages: int, stage: int, microbatches: in
 
 
 def _alternate(forwards: list[Op], backwards: list[Op], first: int) -> list[Op]:
-    """So many forwards, then a backward and a forward in turns, then the other backwards."""
+    """`first` forwards, then a backward and a forward in turns, then the remaining backwards."""
     ops = forwards[:first]
     for i, backward in enumerate(backwards):
         ops += [backward, *forwards[first + i : first + i + 1]]
@@ -69,10 +69,10 @@ def run_events(
     Args:
         seconds: duration of an event of a stage, a number or a tensor.
         zero, latest: the time at the start, and the maximum of two times.
-        transfer: seconds from one stage to the next, in which both go on with something else.
+        transfer: seconds of a transfer to the next stage; both stages go on meanwhile.
 
     Returns:
-        The events of each stage in their order, and when they start and end.
+        (ops, starts, ends), each a list for each stage.
     """
     ops = [list_stage_ops(schedule, stages, stage, microbatches, chunks) for stage in range(stages)]
     ended: dict[tuple[int, Op], Any] = {}
@@ -84,7 +84,7 @@ def run_events(
         for stage, todo in enumerate(ops):
             while len(start[stage]) < len(todo):
                 op = todo[len(start[stage])]
-                needed = _needed(stage, op, stages, chunks)
+                needed = _find_dependency(stage, op, stages, chunks)
                 if needed is not None and needed not in ended:
                     break
                 begin = free[stage]
@@ -109,7 +109,7 @@ def waiting_share(schedule: Schedule, stages: int, microbatches: int, forward: f
     """
     if stages == 1:
         return 0.0
-    later = round(weights, 2) if schedule.startswith("zb") else 0.0  # else they are a part of the backward
+    later = round(weights, 2) if schedule.startswith("zb") else 0.0  # part of the backward in other schedules
     return _waiting_share(schedule, stages, min(microbatches, 2 * stages), round(forward, 2), later)
 
 
@@ -120,8 +120,8 @@ def _waiting_share(schedule: Schedule, stages: int, microbatches: int, forward: 
     return (max(times[-1] for times in end) - microbatches) / (stages - 1)
 
 
-def _needed(stage: int, op: Op, stages: int, chunks: int) -> tuple[int, Op] | None:
-    """What must have ended elsewhere before: chunk by chunk over all stages, and back."""
+def _find_dependency(stage: int, op: Op, stages: int, chunks: int) -> tuple[int, Op] | None:
+    """The (stage, event) that must end before: chunk by chunk over all stages, and back. None if there is none."""
     if op.kind == "F":
         if stage:
             return stage - 1, op

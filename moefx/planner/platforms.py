@@ -1,7 +1,7 @@
-"""GPUs and the links between them: shipped ones by name, or a file that `Platform.to_json` wrote.
+"""Platforms, that is GPUs and the links between them: shipped ones by name, or a file of `Platform.to_json`.
 
-Figures of shipped platforms are what makers and papers give, each with its source: peaks, not what programs reach.
-Where nothing was measured, an efficiency is 1 and a latency 0: times are mostly too short.
+Figures of shipped platforms come from vendors and papers, each with its source. They are peaks that programs do not
+reach. Without a measurement an efficiency is 1 and a latency 0, so times are mostly too short.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from typing import Any
 
 from ..errors import UnknownPlatform, nearest
 
-# Coefficients of formulas, by which these come nearest to measured times; no clock measured one by itself.
+# Coefficients that are fitted to measured times. No single one can be measured by itself.
 FITTED = (
     "matmul_efficiency", "dense_rows", "dense_launch", "expert_gemm", "expert_rows", "expert_weights", "expert_launch"
 )  # fmt: skip
-FREE = 1e30  # a rate at which a part takes no time
+FREE = 1e30  # rate of a part that takes no time
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Links of a rank to those of its unit that are not nearer.
+    """One level of the topology: the links of a rank to the ranks of its unit that no finer level connects.
 
     Attributes:
-        name: of the level: "node", "switch group", ...
-        ranks: in a unit of this level; 0: no limit.
-        bandwidth: bytes a second that leave a rank, if all ranks send at once.
-        latency: seconds of an exchange beside its bytes; 0 if nobody says.
-        p2p: bytes a second that a rank sends to one other, if all do so at once; 0: as `bandwidth`.
-        spread: seconds of exchanges that are repeated, over their median: the means of equal parts of them, in
-            ascending order: with (0.9, 1.0, 4.0) a third of them take four times as long. () where nobody measured.
+        name: name of the level: "node", "switch group", ...
+        ranks: ranks in a unit of this level, 0 for no limit.
+        bandwidth: bytes a second that leave a rank if all ranks send at once.
+        latency: seconds of an exchange beside its bytes, 0 if unknown.
+        p2p: bytes a second that each rank sends to one other rank if all do so at once; 0: as `bandwidth`.
+        source: origin of the figures.
+        spread: times of repeated exchanges over their median, as means of equal parts in ascending order. With
+            (0.9, 1.0, 4.0) a third of the exchanges takes four times as long. () if unknown.
     """
 
     name: str
@@ -47,24 +48,25 @@ class Network:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Platform:
-    """What the planner needs to know of a machine.
+    """The figures of a machine that the planner needs.
 
     Attributes:
-        device: of a rank.
+        device: name of a rank's device.
         capacity: bytes of its memory.
         peak: FLOP a second, bfloat16, dense.
         memory_bandwidth: bytes a second, read and written together.
-        networks: fine to coarse; the first is the node.
-        matmul_efficiency, attention_efficiency: of the peak that large ones reach.
-        dense_rows, dense_launch: of GEMMs beside their FLOP: bytes a second of their operands (0: as memory), seconds.
-        expert_gemm, expert_rows, expert_weights, expert_launch: coefficients of the time of experts
+        networks: levels of the topology, fine to coarse; the first is the node.
+        matmul_efficiency, attention_efficiency: share of the peak that large GEMMs and attention reach.
+        dense_rows: bytes a second of the operands of GEMMs; 0: as `memory_bandwidth`.
+        dense_launch: seconds of a GEMM's launch.
+        expert_gemm, expert_rows, expert_weights, expert_launch: coefficients of the experts' time
             (`planner.compute`): FLOP a second, bytes a second of rows and of weights, seconds of a forward's launches.
-            0: as GEMMs and memory otherwise. Those of bytes say what a byte adds to the time of the GEMMs: most move
-            while these run and add nothing, so they may be above what the memory can do.
+            0: as for other GEMMs and memory. The two rates of bytes may exceed the memory's: most bytes move while the
+            GEMMs run and add no time.
         handling: seconds a byte to pack rows for an exchange and to unpack them.
-        overhead: bytes that the framework and its libraries take of the memory.
-        fast_domain: ranks within which expert parallelism is meant to stay (Piper eq. 10); 0: anywhere.
-        sources: of each figure.
+        overhead: bytes of the memory that the framework and its libraries take.
+        fast_domain: ranks that expert parallelism should stay within (Piper eq. 10), 0 for no limit.
+        sources: origin of each figure.
     """
 
     name: str
@@ -87,11 +89,11 @@ class Platform:
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(self, f"platform {self.name}", _ABOVE_ZERO)
+        _check_fields(self, f"platform {self.name}", _ABOVE_ZERO)
         if not self.networks:
             raise UnknownPlatform(f"platform {self.name}: no networks; the first one is the node")
         for network in self.networks:
-            _check(network, f"platform {self.name}: network {network.name!r}", ("bandwidth",))
+            _check_fields(network, f"platform {self.name}: network {network.name!r}", ("bandwidth",))
         units = [n.ranks or float("inf") for n in self.networks]
         if any(large <= small for small, large in itertools.pairwise(units)):
             raise UnknownPlatform(
@@ -104,7 +106,7 @@ class Platform:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it says what programs reach, not only what makers print."""
+        """Whether the figures include measured efficiencies, not only a vendor's peaks."""
         return self.matmul_efficiency < 1 and self.expert_gemm > 0
 
     @property
@@ -112,14 +114,14 @@ class Platform:
         return self.networks[0].ranks or 1
 
     def dense_rates(self) -> dict[str, float]:
-        """What the formulas of `compute` are given of GEMMs and attention."""
+        """The symbols' values for GEMMs and attention in `compute`."""
         return {
             "peak": self.peak, "e_gemm": self.matmul_efficiency, "e_attn": self.attention_efficiency,
             "v_dense": self.dense_rows or self.memory_bandwidth, "t_dense": self.dense_launch,
         }  # fmt: skip
 
     def expert_rates(self) -> dict[str, float]:
-        """What they are given of experts."""
+        """The symbols' values for experts in `compute`."""
         return {
             "v_gemm": self.expert_gemm or self.peak * self.matmul_efficiency,
             "v_rows": self.expert_rows or self.memory_bandwidth,
@@ -128,14 +130,15 @@ class Platform:
         }
 
     def network_of(self, group: int, stride: int = 1) -> Network:
-        """The coarsest network that ranks so far apart use."""
+        """The coarsest network between `group` ranks that are `stride` apart."""
         reach = (group - 1) * stride + 1
         return next((n for n in self.networks if not n.ranks or reach <= n.ranks), self.networks[-1])
 
     def levels(self, group: int, stride: int = 1) -> tuple[tuple[int, ...], tuple[Network, ...]]:
-        """(sizes, networks), coarse to fine, of a group of ranks `stride` apart: units of a level in one of that above.
+        """The levels of a group of ranks `stride` apart, as (sizes, networks), coarse to fine.
 
-        Levels with one unit are left out, and levels whose links are alike are one: a hop between them gains nothing.
+        A size is the number of units of the level within a unit of the level above. Levels with one unit are left out,
+        and levels with equal links are merged, because a hop between them gains nothing.
         """
         if group == 1:
             return (1,), (self.networks[0],)
@@ -146,9 +149,9 @@ class Platform:
             is_last = network is self.networks[-1] or not network.ranks
             units = 1 if is_last else count_nodes(group, stride, network.ranks)[0]
             if left % units or (units > 1 and group % max(network.ranks // stride, 1)):
-                continue  # unlike parts: counted with the level above
+                continue  # uneven parts: counted with the level above
             size, left = left // units, units
-            if networks and size > 1 and _alike(networks[-1], network):
+            if networks and size > 1 and _has_equal_links(networks[-1], network):
                 sizes[-1], networks[-1] = sizes[-1] * size, network
             elif size > 1:
                 sizes.append(size)
@@ -158,10 +161,10 @@ class Platform:
         return tuple(reversed(sizes)), tuple(reversed(networks))
 
     def ring(self, group: int, stride: int = 1) -> float:
-        """Seconds a byte that each of so many ranks, `stride` apart, sends in a ring: an all-reduce, an all-gather.
+        """Seconds for each byte that a rank sends in a ring of `group` ranks, `stride` apart (an all-reduce).
 
-        There are as many rings as a node has ranks of the group, each with a part of the bytes, and each leaves the
-        node by the NIC of another rank, as NCCL and RCCL lay them.
+        As in NCCL and RCCL, there are as many rings as a node has ranks of the group. Each ring has a part of the bytes
+        and leaves the node by another rank's NIC.
         """
         nodes, each = count_nodes(group, stride, self.node_size)
         if nodes == 1 or each == 0:
@@ -174,10 +177,13 @@ class Platform:
 
     @classmethod
     def from_json(cls, text: str, where: str = "a platform") -> Platform:
-        """What `to_json` wrote.
+        """Read the text of `to_json`.
+
+        Args:
+            where: name of the file in messages.
 
         Raises:
-            UnknownPlatform: no JSON object, or one with other fields.
+            UnknownPlatform: the text is not a JSON object, or has other fields.
         """
         try:
             fields: dict[str, Any] = json.loads(text)
@@ -192,14 +198,14 @@ class Platform:
 
 
 _ABOVE_ZERO = ("capacity", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency")
-_SHARES = ("matmul_efficiency", "attention_efficiency")  # 1 at the most
+_SHARES = ("matmul_efficiency", "attention_efficiency")  # at most 1
 
 
-def _check(value: Any, what: str, above_zero: tuple[str, ...]) -> None:
-    """Every number of a dataclass is one, and can be meant; texts are texts.
+def _check_fields(value: Any, what: str, above_zero: tuple[str, ...]) -> None:
+    """Check the types and ranges of a dataclass' numbers and texts.
 
     Raises:
-        UnknownPlatform: the first one that cannot.
+        UnknownPlatform: a field is invalid; the message names the first one.
     """
     for field in dataclasses.fields(value):
         found = getattr(value, field.name)
@@ -213,11 +219,11 @@ def _check(value: Any, what: str, above_zero: tuple[str, ...]) -> None:
             raise UnknownPlatform(f"{what}: {field.name} is {found!r}, expected {expected}")
         if found < 0 or (found == 0 and field.name in above_zero) or (found > 1 and field.name in _SHARES):
             least = "above 0" if field.name in above_zero else "0 or more"
-            most = ", 1 at the most" if field.name in _SHARES else ""
+            most = ", at most 1" if field.name in _SHARES else ""
             raise UnknownPlatform(f"{what}: {field.name} is {found!r}, expected {least}{most}")
 
 
-def _alike(first: Network, second: Network) -> bool:
+def _has_equal_links(first: Network, second: Network) -> bool:
     return (first.bandwidth, first.latency) == (second.bandwidth, second.latency)
 
 
@@ -239,7 +245,7 @@ _A100 = "NVIDIA A100 data sheet (SXM4)"
 _DGX = "NVIDIA DGX H100 data sheet: a ConnectX-7 of 400 Gbit/s for each GPU"
 _RESULTS = "benchmarks/results/platform_h200.jsonl"
 _MEASURED = f"measured: {_RESULTS}"
-_GIB = 2**30  # stacks of memory come in powers of two, whatever data sheets call them
+_GIB = 2**30  # memory stacks have powers of two, although data sheets print GB
 _SHIPPED = [
     Platform(
         name="frontier", device="AMD MI250X, one GCD", capacity=64 * _GIB, peak=191.5e12, memory_bandwidth=1.6e12,
@@ -305,10 +311,10 @@ PLATFORMS = {platform.name: platform for platform in _SHIPPED}
 
 
 def find_platform(name: str) -> Platform:
-    """A shipped platform by name, or one from a file.
+    """Find a shipped platform by name, or read one from a file.
 
     Raises:
-        UnknownPlatform: neither; with the names that are near.
+        UnknownPlatform: there is neither. The message has similar names.
     """
     if (found := PLATFORMS.get(name.lower())) is not None:
         return found

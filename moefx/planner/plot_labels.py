@@ -1,4 +1,4 @@
-"""Names beside the points of a picture, none on top of another."""
+"""Place names beside the points of a plot, without overlaps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Annotation
 
-# Where a name may be, the best first: (right of the point, above it, how text is aligned there).
+# Positions of a name, the best first: (right of the point, above it, horizontal and vertical alignment).
 _SIDES = (
     (1, 0, "left", "center"), (-1, 0, "right", "center"), (0, 1, "center", "bottom"), (0, -1, "center", "top"),
     (1, 1, "left", "bottom"), (1, -1, "left", "top"), (-1, 1, "right", "bottom"), (-1, -1, "right", "top"),
@@ -21,17 +21,18 @@ _DISTANCES = (8, 14, 22)  # points
 def place_labels(
     axes: Axes, named: Sequence[tuple[tuple[float, float], str, str]], lines: Sequence[Any] = (), **style: Any
 ) -> list[Annotation]:
-    """Write names beside their points: each where it covers no point and no name before it, and little of the lines.
+    """Write a name beside each point, where it covers no point, no earlier name, and as little of `lines` as possible.
 
     Args:
-        named: (place, name, weight of the font) of each point, the most important ones first.
-        lines: that names should not cross.
+        named: (position, name, font weight) of each point, the most important ones first.
+        lines: lines that names should not cross.
+        style: options of `Axes.annotate`.
     """
     figure: Any = axes.figure
-    figure.draw_without_rendering()  # lays out the axes, which are of that size from now on
+    figure.draw_without_rendering()  # computes the layout, so that the axes have their final size
     on_screen = axes.transData.transform
     points = on_screen([place for place, _, _ in named])
-    crossed = [at for line in lines for at in _along(on_screen(line.get_xydata()))]
+    crossed = [at for line in lines for at in _sample_points(on_screen(line.get_xydata()))]
     taken: list[Any] = []
     found = []
     for place, name, weight in named:
@@ -53,7 +54,7 @@ def place_labels(
     return found
 
 
-def _along(corners: Any) -> list[tuple[float, float]]:
+def _sample_points(corners: Any) -> list[tuple[float, float]]:
     """Points of a line on the screen, a few pixels apart."""
     found = []
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):

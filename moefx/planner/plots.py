@@ -1,7 +1,6 @@
-"""Pictures of a ranking. Needs matplotlib, which is in the extra `plot` and loaded on the first call.
+"""Plots of a ranking. Needs matplotlib (the extra `plot`), which is imported on the first call.
 
-Colours are Paul Tol's muted scheme (personal.sron.nl/~pault) and the map cividis, which colour-blind readers can tell
-apart.
+Colours are Paul Tol's muted scheme (personal.sron.nl/~pault) and the map cividis, both safe for colour-blind readers.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ if TYPE_CHECKING:
 
 _COLORS = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499")
 _GREY, _DARK, _FONT = "#BBBBBB", "#222222", 9
-_PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}  # below texts that cross lines
-_SIDE_BY_SIDE = 18  # columns of maps; more of them stand one above the other
+_PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}  # background of texts over lines
+_SIDE_BY_SIDE = 18  # columns of maps side by side; wider maps are stacked
 _GIB = 2**30
 
 
 def has_plots() -> bool:
-    """Whether matplotlib is there."""
+    """Whether matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -40,7 +39,11 @@ def has_plots() -> bool:
 
 
 def render_data_uri(draw: Callable[..., Figure], *arguments: Any) -> str:
-    """The figure that a function below draws, as a data URI; the user's own settings of matplotlib do not count."""
+    """Draw a figure as a data URI, with matplotlib's default settings.
+
+    Args:
+        draw: one of the functions below, called with `arguments`.
+    """
     import matplotlib
 
     with matplotlib.rc_context():
@@ -52,8 +55,8 @@ def render_data_uri(draw: Callable[..., Figure], *arguments: Any) -> str:
 
 
 def plot_memory(names: Sequence[str], parts: Sequence[dict[str, float]], capacity: float) -> Figure:
-    """Bytes of a GPU by part, a bar for each layout, and what the GPU has."""
-    figure, axes = _bars(names, parts, _GIB)
+    """Plot the memory of a GPU by part, a bar for each layout, and the GPU's capacity."""
+    figure, axes = _draw_bars(names, parts, _GIB)
     axes.axvline(capacity / _GIB, color=_DARK, linestyle="--", linewidth=1.4)
     axes.annotate(
         f"capacity {amount(capacity, 'B')}", (capacity / _GIB, 1), (-4, 3), xycoords=("data", "axes fraction"),
@@ -64,14 +67,14 @@ def plot_memory(names: Sequence[str], parts: Sequence[dict[str, float]], capacit
 
 
 def plot_seconds(names: Sequence[str], parts: Sequence[dict[str, float]]) -> Figure:
-    """Seconds of a step by part, a bar for each layout."""
-    figure, axes = _bars(names, parts, 1)
+    """Plot the seconds of a step by part, a bar for each layout."""
+    figure, axes = _draw_bars(names, parts, 1)
     axes.set_xlabel("time of a step (s), nothing overlaps")
     return figure
 
 
 def plot_regions(found: Sequence[Region]) -> Figure:
-    """Step times where something fits, and what is lacking where not."""
+    """Plot maps of the step time, or of the lacking memory for sizes at which no layout fits."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -89,7 +92,7 @@ def plot_regions(found: Sequence[Region]) -> Figure:
         figure = Figure((max(widths) * 0.72 + 1.2, sum(heights) * 0.5 + 0.6), layout=spaced)
         all_axes = list(figure.subplots(len(found), 1, squeeze=False, height_ratios=heights).flat)
     for axes, region in zip(all_axes, found, strict=True):
-        image = _cells(axes, region, norm)
+        image = _draw_cells(axes, region, norm)
         for (row, column), cell in region.cells.items():
             if cell.best and cell.best.seconds == low:
                 at = (region.columns.index(column) - 0.5, region.rows.index(row) - 0.5)
@@ -103,7 +106,7 @@ def plot_regions(found: Sequence[Region]) -> Figure:
 
 
 def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
-    """Models by choices and width of their experts, and the borders above which SSMB saves more (X-MoE figure 17)."""
+    """Plot models by top-k and expert width, and the borders above which SSMB saves more than TED (X-MoE figure 17)."""
     from matplotlib.figure import Figure
 
     figure = Figure((9.6, 5.6), layout="constrained")
@@ -129,8 +132,8 @@ def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
         axes.plot([width], [choices], "*" if mine else "o", color=_COLORS[7 if mine else 0], ms=13 if mine else 6)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, top), xlabel="hidden width of an expert (elements)")
     axes.set_ylabel("experts of a token (top-k)")
-    _plain_ticks(axes.xaxis, [512 * 2**i for i in range(7) if ends[0] < 512 * 2**i < ends[1]])
-    _plain_ticks(axes.yaxis, [2**i for i in range(8) if 0.5 < 2**i < top])
+    _set_plain_ticks(axes.xaxis, [512 * 2**i for i in range(7) if ends[0] < 512 * 2**i < ends[1]])
+    _set_plain_ticks(axes.yaxis, [2**i for i in range(8) if 0.5 < 2**i < top])
     figure.legend(loc="outside right upper", fontsize=8)
     named = [(place, "\n".join(names), "bold" if model.name in names else "normal") for place, names in places.items()]
     place_labels(axes, named, lines, fontsize=8, parse_math=False)
@@ -138,7 +141,7 @@ def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
 
 
 def plot_scaling(strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -> Figure:
-    """Step time by GPUs, the ideal beside it."""
+    """Plot the step time over the number of GPUs, beside the ideal one."""
     from matplotlib.figure import Figure
 
     figure = Figure((9.6, 3.7), layout="constrained")
@@ -179,14 +182,15 @@ def plot_scaling(strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -
         axes.set(xscale="log", xlabel="GPUs", ylabel="time of a step (s)")
         axes.set_title(f"{'weak' if is_weak else 'strong'} scaling: {sequences}", fontsize=_FONT)
         axes.set_xlim(min(ranks) / 1.4, max(ranks) * 1.9)
-        _plain_ticks(axes.xaxis, ranks)
-    for axes, named, lines in labels:  # where all is of the size that it will have
+        _set_plain_ticks(axes.xaxis, ranks)
+    for axes, named, lines in labels:  # last, when the layout is final
         place_labels(axes, named, lines, fontsize=8)
     return figure
 
 
-def _bars(names: Sequence[str], parts: Sequence[dict[str, float]], unit: float) -> tuple[Figure, Axes]:
-    """A bar for each name, the first at the top; parts beyond the largest, or below 1 % of every bar, are one."""
+def _draw_bars(names: Sequence[str], parts: Sequence[dict[str, float]], unit: float) -> tuple[Figure, Axes]:
+    """Draw a bar for each name, the first at the top. Small parts (below 1 % of every bar, or beyond the number of
+    colours) are merged into "other"."""
     from matplotlib.figure import Figure
 
     most = {name: max(each[name] / sum(each.values()) for each in parts) for name in parts[0]}
@@ -213,8 +217,8 @@ def _bars(names: Sequence[str], parts: Sequence[dict[str, float]], unit: float) 
     return figure, axes
 
 
-def _cells(axes: Axes, region: Region, norm: Any) -> Any:
-    """One region as a map; numbers in its cells."""
+def _draw_cells(axes: Axes, region: Region, norm: Any) -> Any:
+    """Draw a region as a map with numbers in its cells."""
     from matplotlib.patches import Rectangle
 
     def value(row: int, column: int) -> float:
@@ -243,8 +247,8 @@ def _cells(axes: Axes, region: Region, norm: Any) -> Any:
 _OF_AXIS = {"PP": "stages", "TP": "ranks", "EP": "ranks"}
 
 
-def _plain_ticks(axis: Any, values: Iterable[int]) -> None:
-    """Whole numbers, where a logarithmic axis has powers of ten."""
+def _set_plain_ticks(axis: Any, values: Iterable[int]) -> None:
+    """Label a logarithmic axis by whole numbers instead of powers of ten."""
     ticks = list(values)
     axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
     axis.set_ticks([], minor=True)

@@ -1,4 +1,4 @@
-"""Layouts that fit, ranked, and what was rejected: as tables, formulas and a page."""
+"""Rankings of layouts as tables, formulas and a page; `plan` makes one."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from .simulation import SimulatedStep, simulate
 from .step_formulas import collect_values, find_step_sheet
 from .symbols import ExplainedFormulas, explain_formulas
 
-_MOST_SIZES = 9  # of a kind that are printed
+_MOST_SIZES = 9  # printed sizes of a reason
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranking:
-    """Layouts that fit, the fastest first, and what was rejected.
+    """The layouts that fit, fastest first, and the rejected ones with their reasons.
 
     Attributes:
         num_ranks: the world size.
+        found: the result of the search.
     """
 
     model: Architecture
@@ -67,19 +68,20 @@ class Ranking:
         return f"<Ranking of {self.model.name} on {where}: {len(self)} layouts fit{best}; print it for all>"
 
     def __getitem__(self, index: int) -> Entry:
-        """The first has number 0.
+        """The entry at an index from 0.
 
         Raises:
-            NothingFits: there is none. IndexError: there are fewer.
+            NothingFits: no layout fits.
+            IndexError: fewer layouts fit.
         """
         if not self.entries:
-            raise NothingFits(self._nothing())
+            raise NothingFits(self._nothing_fits_message())
         if not -len(self.entries) <= index < len(self.entries):
             raise IndexError(f"no entry {index}: {len(self.entries)} layouts fit, print the ranking for the reasons")
         return self.entries[index]
 
     def table(self, most: int = 10, first: int = 0) -> str:
-        """Entries, a line each, numbered from 1; from the one with index `first` on."""
+        """A table of `most` entries, numbered from 1, beginning with index `first`."""
         chosen = enumerate(self.entries[first : first + most], first + 1)
         rows = [list(COLUMNS), *([str(number), *entry.cells()] for number, entry in chosen)]
         return "\n".join(
@@ -88,11 +90,11 @@ class Ranking:
         )
 
     def explain(self, index: int = 0) -> str:
-        """Formulas, numbers and results of an entry, and what their symbols mean: its memory, then its time."""
+        """The formulas of an entry's memory and time, with numbers, results and the meaning of each symbol."""
         return "\n\n".join(map(str, self.formulas(index)))
 
     def formulas(self, index: int = 0) -> tuple[ExplainedFormulas, ExplainedFormulas]:
-        """Of the memory and of the time of an entry, which `explain` prints."""
+        """The formulas (of the memory, of the time) of an entry; `explain` prints them."""
         entry = self[index]
         layout, platform = entry.layout, self.platform
         stage = 0 if not entry.memory["A_logits"] else layout.pp - 1
@@ -103,16 +105,16 @@ class Ranking:
         )
 
     def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> SimulatedStep:
-        """A step of an entry as events, beside its formulas: see `planner.simulation.simulate`."""
+        """Simulate a step of an entry as events, beside its formulas (see `planner.simulation.simulate`)."""
         entry = self[index]
         more: dict[str, Any] = dict(skew=skew, seed=seed, stragglers=stragglers)
         return simulate(self.model, entry.layout, self.platform, entry.experts_first, **more)
 
     def html(self, path: str | PathLike[str], tell: Callable[[str], object] | None = None) -> None:
-        """Write a page: tables, formulas and sources, and pictures where matplotlib is there (the extra `plot`).
+        """Write a page with tables, formulas and sources, and plots if matplotlib is installed (the extra `plot`).
 
         Args:
-            tell: called with a line on what is being done.
+            tell: called with a line of progress before each step.
 
         Raises:
             OSError: the file cannot be written.
@@ -123,7 +125,7 @@ class Ranking:
         return self.shown()
 
     def shown(self, most: int = 10) -> str:
-        """What fits, a table of the best with its legend, and what was rejected and why."""
+        """The `most` best layouts as a table with a legend, and the reasons against the rejected ones."""
         lines = [
             f"{self.model.name} on {self.num_ranks} x {self.platform.device}: {len(self.entries)} layouts fit "
             f"{amount(self.platform.capacity, 'B')}"
@@ -139,7 +141,7 @@ class Ranking:
         return "\n".join(lines)
 
     def reasons(self) -> list[tuple[str, str]]:
-        """What was rejected and why, a line for each kind: `rejected` has all sizes of it."""
+        """(sizes, reason) for each kind of rejection. `rejected` has all sizes of each kind."""
         lines, short = [], dict[str, list[Rejected]]()
         for each in self.rejected:
             if each.lacking:
@@ -162,14 +164,14 @@ class Ranking:
     def nearest(self) -> Rejected | None:
         return self.found.nearest
 
-    def _nothing(self) -> str:
+    def _nothing_fits_message(self) -> str:
         head, nearest = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}", self.nearest
         if nearest is None:
             return f"{head}: none divides so. Take another world_size or batch; print(ranking) says what divides what"
         term, there = TERMS[nearest.term], self.platform.networks[-1].ranks
         remedy = "fewer tokens, or more GPUs" if nearest.term == "M_activations" else "more GPUs"
         has_more = not 0 < there < 2 * self.num_ranks
-        how = "print(ranking.fewest()) says how many would do" if has_more else f"the platform has {there} at the most"
+        how = "print(ranking.fewest()) says how many would do" if has_more else f"the platform has at most {there}"
         return (
             f"{head} ({amount(self.platform.capacity, 'B')} each). {nearest.what} lacks least: "
             f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} ({how}); "
@@ -177,13 +179,12 @@ class Ranking:
         )
 
     def fewest(self) -> MinGpus | None:
-        """Where nothing fits, the smallest number of GPUs, doubled each time, on which something does. It takes some
-        seconds at the most."""
+        """If nothing fits, find the smallest number of GPUs on which a layout fits, by doubling. Takes some seconds."""
         return find_min_gpus(self)
 
 
 def search(model: Architecture, platform: Platform, num_ranks: int, **asked: Any) -> Ranking:
-    """Rank the layouts that `search_layouts` finds; it has the arguments and the errors."""
+    """Rank the layouts of `search_layouts`, which has the arguments and the errors."""
     return Ranking(model, platform, num_ranks, search_layouts(model, platform, num_ranks, **asked))
 
 
@@ -193,27 +194,27 @@ def plan(
     most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
     example_inputs: Any = None,
 ) -> Ranking:  # fmt: skip
-    """Which layouts of a model fit a platform, and which is the fastest.
+    """Rank the layouts of a model that fit a platform, the fastest first.
 
     Args:
-        model: a name of the catalogue, an `Architecture`, an nn.Module, on the meta device too (see `describe`), or a
-            transformers config, of which a model is made on the meta device.
+        model: a name of the catalogue, an `Architecture`, an nn.Module (also on the meta device, see `describe`), or a
+            transformers config, whose model is built on the meta device.
         platform: a name ("frontier", "dgx-h100", "h200", "mi300x", "a100-40gb"), a platform file, or a `Platform`.
-        world_size: GPUs, all of them: `--gpus` of the command line, `num_ranks` of the ranking.
+        world_size: all GPUs: `--gpus` of the command line, `num_ranks` of the ranking.
         batch: sequences of a step, over all GPUs.
-        tokens: of a sequence.
-        most_sequences: of a micro-batch.
-        fast_domain: GPUs that an expert axis may reach over; None: as the platform says, 0: any.
-        schedules: of pipelines, to choose from: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2".
-        example_inputs: of a module, as for `moefx.compile`; of nothing else.
+        tokens: tokens of a sequence.
+        most_sequences: largest number of sequences in a micro-batch.
+        fast_domain: largest reach of an expert axis in GPUs; None: the platform's figure, 0: any.
+        schedules: pipeline schedules to choose from: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2".
+        example_inputs: for a module only: its example inputs, as for `moefx.compile`.
 
     Raises:
-        UnknownArchitecture, UnknownPlatform: no such model or platform; with the names that are near.
-        InvalidPlan: invalid sizes.
+        UnknownArchitecture, UnknownPlatform: no such model or platform. The message has similar names.
+        InvalidPlan: a size is invalid.
     """
     described: Any = find_model(model) if isinstance(model, str) else model
     if isinstance(model, nn.Module):
-        from .describe import describe  # with capture and all passes
+        from .describe import describe  # imports capture and all passes
 
         described = describe(model, example_inputs)
     elif hasattr(model, "model_type"):

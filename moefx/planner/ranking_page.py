@@ -1,4 +1,4 @@
-"""A ranking as a page: one file, with pictures where matplotlib is there, and the numbers of each."""
+"""A ranking as one HTML file, with plots if matplotlib is installed, and with their numbers."""
 
 from __future__ import annotations
 
@@ -23,33 +23,37 @@ if TYPE_CHECKING:
 MOST = 10
 INSTALL = "pip install matplotlib"
 has_plots = plots.has_plots
-Tell = Callable[[str], object]
+ReportProgress = Callable[[str], object]
 _PUT_IN = "numbers that are put in are bytes, FLOP and seconds; results have larger units"
 
 
 def file_name(ranking: Ranking) -> str:
-    """`plan-MODEL-PLATFORM-GPUS.html`, with what file names can have."""
+    """`plan-MODEL-PLATFORM-GPUS.html`, with characters that file names may have."""
     name = f"plan-{ranking.model.name}-{ranking.platform.name}-{ranking.num_ranks}"
     return re.sub(r"[^A-Za-z0-9._]+", "-", name) + ".html"
 
 
-def render(ranking: Ranking, tell: Tell | None = None) -> str:
-    """The page. `tell` is called with what is being done, as it may take some seconds."""
-    say: Tell = tell or (lambda _: None)
+def render(ranking: Ranking, tell: ReportProgress | None = None) -> str:
+    """Render the page, which may take some seconds.
+
+    Args:
+        tell: called with a line of progress before each step.
+    """
+    say: ReportProgress = tell or (lambda _: None)
     with_plots = has_plots()
     missing = (
         "" if with_plots else f"<p><strong>No pictures</strong>: they need matplotlib, <code>{INSTALL}</code>.</p>"
     )
     parts = [
         '<section class="moefx">',
-        _heading(ranking),
+        _render_heading(ranking),
         missing,
-        *(_best(ranking, with_plots, say) if len(ranking) else ()),
-        _regions(ranking, with_plots, say),
-        _ssmb(ranking, with_plots, say),
-        _scaling(ranking, with_plots, say),
-        _formulas(ranking) if len(ranking) else "",
-        _rejected(ranking),
+        *(_render_best(ranking, with_plots, say) if len(ranking) else ()),
+        _render_regions(ranking, with_plots, say),
+        _render_ssmb(ranking, with_plots, say),
+        _render_scaling(ranking, with_plots, say),
+        _render_formulas(ranking) if len(ranking) else "",
+        _render_rejected(ranking),
         "<h3>Where the platform's figures are from</h3>",
         render_sources(ranking.platform),
         "<h3>What is assumed</h3>",
@@ -61,7 +65,7 @@ def render(ranking: Ranking, tell: Tell | None = None) -> str:
     )
 
 
-def _heading(ranking: Ranking) -> str:
+def _render_heading(ranking: Ranking) -> str:
     model, platform = ranking.model, ranking.platform
     asked = f"{ranking.asked.batch} sequences of {ranking.asked.tokens} tokens a step"
     text = f"{len(ranking)} layouts fit {amount(platform.capacity, 'B')}."
@@ -84,11 +88,11 @@ def _heading(ranking: Ranking) -> str:
     )
 
 
-def _best(ranking: Ranking, with_plots: bool, say: Tell) -> list[str]:
-    """The table, and where memory and time go."""
+def _render_best(ranking: Ranking, with_plots: bool, say: ReportProgress) -> list[str]:
+    """The table of the best layouts, and their memory and time by part."""
     best = ranking.entries[:MOST]
     rows = [[str(i), *entry.cells()] for i, entry in enumerate(best, 1)]
-    names = [f"{i}: {name}" for i, name in enumerate(_told_apart(best), 1)]
+    names = [f"{i}: {name}" for i, name in enumerate(_unique_labels(best), 1)]
     say("memory and time by part")
     model, platform = ranking.model, ranking.platform
     bytes_of = [memory_parts(model, platform, e.layout) for e in best]
@@ -96,10 +100,10 @@ def _best(ranking: Ranking, with_plots: bool, say: Tell) -> list[str]:
     pictures = ("", "")
     if with_plots:
         pictures = (
-            _picture(
+            _render_picture(
                 plots.render_data_uri(plots.plot_memory, names, bytes_of, platform.capacity), "memory of a GPU by part"
             ),
-            _picture(plots.render_data_uri(plots.plot_seconds, names, seconds_of), "time of a step by part"),
+            _render_picture(plots.render_data_uri(plots.plot_seconds, names, seconds_of), "time of a step by part"),
         )
     return [
         f"<h3>The fastest {len(best)}</h3>" if len(best) > 1 else "<h3>The only one</h3>",
@@ -108,29 +112,29 @@ def _best(ranking: Ranking, with_plots: bool, say: Tell) -> list[str]:
         "<h3>Memory of a GPU</h3>",
         "<p class=muted>Of the stage that needs most.</p>",
         pictures[0],
-        build_details("in numbers", _parts(names, bytes_of, "B"), not with_plots),
+        build_details("in numbers", _render_parts(names, bytes_of, "B"), not with_plots),
         "<h3>Time of a step</h3>",
         pictures[1],
-        build_details("in numbers", _parts(names, seconds_of, "s"), not with_plots),
+        build_details("in numbers", _render_parts(names, seconds_of, "s"), not with_plots),
     ]
 
 
-def _parts(names: Sequence[str], parts: Sequence[dict[str, float]], unit: str) -> str:
-    """A row for each part that is anywhere, a column for each layout."""
+def _render_parts(names: Sequence[str], parts: Sequence[dict[str, float]], unit: str) -> str:
+    """A table with a row for each part above 0, and a column for each layout."""
     there = [name for name in parts[0] if any(each[name] for each in parts)]
     rows = [[LABELS.get(n, n), n, *(amount(each[n], unit) for each in parts)] for n in there]
     rows.append(["all", "", *(amount(sum(each.values()), unit) for each in parts)])
     return build_table(["part", "formula", *names], rows, texts=2)
 
 
-def _regions(ranking: Ranking, with_plots: bool, say: Tell) -> str:
+def _render_regions(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str:
     say("what fits")
     found = [build_region(ranking, ("PP", "EP")), build_region(ranking, ("TP", "EP"))]
     if not found[0].cells:
         return ""
     picture = ""
     if with_plots:
-        picture = _picture(
+        picture = _render_picture(
             plots.render_data_uri(plots.plot_regions, found),
             "step time where a layout fits, and what is lacking elsewhere",
         )
@@ -138,11 +142,11 @@ def _regions(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         "<h3>What fits</h3><p class=muted>The step of the fastest layout with these sizes, or by how much the one that "
         "needs least does not fit. A dash: the ranks do not divide so. Framed: the fastest.</p>"
         + picture
-        + build_details("in numbers", "".join(map(_grid, found)), not with_plots)
+        + build_details("in numbers", "".join(map(_render_grid, found)), not with_plots)
     )
 
 
-def _grid(region: Region) -> str:
+def _render_grid(region: Region) -> str:
     def text(row: int, column: int) -> str:
         cell = region.cells.get((row, column))
         if cell is None:
@@ -153,7 +157,7 @@ def _grid(region: Region) -> str:
     return build_table(head, [[str(row), *(text(row, column) for column in region.columns)] for row in region.rows])
 
 
-def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
+def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str:
     say("SSMB and TED")
     model, tokens = ranking.model, ranking.asked.tokens
     ratio = model.top_k / model.expert_size
@@ -162,7 +166,7 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         for s in sorted({2048, 4096, 8192, tokens})
     ]
     picture = (
-        _picture(plots.render_data_uri(plots.plot_ssmb_border, model, tokens), "models by top-k and width")
+        _render_picture(plots.render_data_uri(plots.plot_ssmb_border, model, tokens), "models by top-k and width")
         if with_plots
         else ""
     )
@@ -177,7 +181,8 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
         own = (
             f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and the activations of "
             f"n_kept = {given['n_kept']:g} layers at once: {better} saves more.</p>"
-            f"{_explained(explain_formulas(TRADE_OFF, 'A_saving', 'M_cost', **given))}{_kept(ranking)}"
+            f"{_render_explained(explain_formulas(TRADE_OFF, 'A_saving', 'M_cost', **given))}"
+            f"{_render_ssmb_savings(ranking)}"
         )
     return (
         "<h3>SSMB or TED</h3><p class=muted>What saves more memory: sequences of MoE blocks over the ranks that share "
@@ -190,28 +195,30 @@ def _ssmb(ranking: Ranking, with_plots: bool, say: Tell) -> str:
     )
 
 
-def _kept(ranking: Ranking) -> str:
-    """What SSMB saves with what is really kept, where the layout can have it."""
+def _render_ssmb_savings(ranking: Ranking) -> str:
+    """The memory that SSMB saves with moefx's own checkpoint policy, if the layout can have SSMB."""
     shown = saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform)
     if not shown:
         return ""
     return (
         "<p>X-MoE keeps a row for each choice, before and behind the experts. What this layout keeps is in A_block: "
         f"rows as they arrived, once a rank, and the experts' hidden rows. Of that SSMB saves M_saved ({_PUT_IN}):</p>"
-        f"{_explained(shown)}"
+        f"{_render_explained(shown)}"
     )
 
 
-def _explained(shown: ExplainedFormulas) -> str:
-    """Formulas, and what their symbols mean."""
+def _render_explained(shown: ExplainedFormulas) -> str:
+    """Formulas, and the meaning of their symbols."""
     symbols = build_table(["symbol", "value", "meaning"], shown.symbols, texts=3)
     return f"<pre><code>{escape(shown.formulas)}</code></pre>{build_details('what the symbols mean', symbols)}"
 
 
-def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
+def _render_scaling(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str:
     strong, weak = search_scaling(ranking, False, say), search_scaling(ranking, True, say)
     picture = (
-        _picture(plots.render_data_uri(plots.plot_scaling, strong, weak), "step time by GPUs") if with_plots else ""
+        _render_picture(plots.render_data_uri(plots.plot_scaling, strong, weak), "step time by GPUs")
+        if with_plots
+        else ""
     )
     whys = [
         why and f"{kind.capitalize()} scaling. {why}"
@@ -220,7 +227,9 @@ def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
             ("weak", explain_above_ideal(ranking, weak)),
         )
     ]
-    rows = [_scaled(kind, point, points) for kind, points in (("strong", strong), ("weak", weak)) for point in points]
+    rows = [
+        _scaling_row(kind, point, points) for kind, points in (("strong", strong), ("weak", weak)) for point in points
+    ]
     for row, point in zip(rows, [*strong, *weak], strict=True):
         row[-1] = f"{point.batch * ranking.asked.tokens / point.best.seconds:,.0f}" if point.best else "-"
     head = ["scaling", "layout", "GPUs", "batch", "step", "MFU", "of ideal", "tokens/s"]
@@ -233,7 +242,7 @@ def _scaling(ranking: Ranking, with_plots: bool, say: Tell) -> str:
     )
 
 
-def _scaled(kind: str, point: ScalingPoint, points: Sequence[ScalingPoint]) -> list[str]:
+def _scaling_row(kind: str, point: ScalingPoint, points: Sequence[ScalingPoint]) -> list[str]:
     sizes = [str(point.num_ranks), str(point.batch)]
     if point.best is None:
         why = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "none divides so"
@@ -242,8 +251,8 @@ def _scaled(kind: str, point: ScalingPoint, points: Sequence[ScalingPoint]) -> l
     return [kind, best.short, *sizes, amount(best.seconds, "s"), f"{best.mfu:.1%}", f"{of_ideal:.0%}", ""]
 
 
-def _formulas(ranking: Ranking) -> str:
-    best, (bytes_of, seconds_of) = ranking[0], map(_explained, ranking.formulas(0))
+def _render_formulas(ranking: Ranking) -> str:
+    best, (bytes_of, seconds_of) = ranking[0], map(_render_explained, ranking.formulas(0))
     layout = f"<pre><code>{escape(str(best.layout))}\n{escape(best.plan().to_json())}</code></pre>"
     head = (
         f"<h3>The fastest in formulas</h3><p class=muted>Each with the numbers put in ({_PUT_IN}), and its result.</p>"
@@ -254,7 +263,7 @@ def _formulas(ranking: Ranking) -> str:
     return head + "".join(build_details(what, text) for what, text in parts.items())
 
 
-def _rejected(ranking: Ranking) -> str:
+def _render_rejected(ranking: Ranking) -> str:
     if not ranking.rejected:
         return ""
     kinds, every = ranking.reasons(), [(r.what, r.why) for r in ranking.rejected]
@@ -262,8 +271,8 @@ def _rejected(ranking: Ranking) -> str:
     return f"<h3>Rejected</h3>{shown}{build_details('all of them', listed) if kinds != every else ''}"
 
 
-def _told_apart(entries: Sequence[Entry]) -> list[str]:
-    """`Entry.short`, and where several entries have the same, what else differs between these."""
+def _unique_labels(entries: Sequence[Entry]) -> list[str]:
+    """`Entry.short` of each entry, followed by the other columns that differ if several entries have the same label."""
     names = [entry.short for entry in entries]
     columns = list(COLUMNS)[1:]
     found = []
@@ -275,5 +284,5 @@ def _told_apart(entries: Sequence[Entry]) -> list[str]:
     return found
 
 
-def _picture(uri: str, what: str) -> str:
+def _render_picture(uri: str, what: str) -> str:
     return f'<figure class="plot"><img src="{uri}" alt="{escape(what)}"></figure>'

@@ -1,4 +1,4 @@
-"""Where layouts fit and where not, and where SSMB saves more than TED."""
+"""Regions of sizes at which layouts fit, and at which SSMB saves more memory than TED."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ Axis = Literal["PP", "TP", "EP"]
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Layouts of two sizes: the fastest one that fits, or how many bytes the one that lacks least is short of."""
+    """Layouts with two given sizes.
+
+    Attributes:
+        best: the fastest one that fits, or None.
+        lacking: bytes that the nearest one lacks if none fits.
+    """
 
     best: Entry | None = None
     lacking: float = 0.0
@@ -34,9 +39,10 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Layouts by two of their sizes; where no ranks divide so there is no cell.
+    """Layouts by two of their sizes.
 
-    Sizes of which nothing is left to fit (Piper eq. 8 to 10) are on no axis.
+    Sizes that the constraints exclude (Piper eq. 8 to 10) are on no axis. Sizes that do not divide the ranks together
+    have no cell.
     """
 
     axes: tuple[Axis, Axis]
@@ -46,7 +52,7 @@ class Region:
 
 
 def build_region(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) -> Region:
-    """Layouts by the sizes of two axes, over all of the others (Piper figure 10)."""
+    """Build the region of two axes, with the best of all other sizes in each cell (Piper figure 10)."""
     cells: dict[tuple[int, int], Cell] = {}
     for entry in ranking:  # the fastest first
         sizes = {"PP": entry.layout.pp, "TP": entry.layout.tp, "EP": entry.layout.ep}
@@ -60,7 +66,7 @@ def build_region(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) -> Re
 
 c, k, E, EP, F, n_mat, d, G, b, s, l_moe, m, n_kept = quantities("c k E EP F n_mat d G b s l_moe m n_kept")
 
-# X-MoE appendix C.2 for a GPU: all its layers, the micro-batches in flight, and experts of the matrices that they have.
+# X-MoE appendix C.2 for a GPU: with all its layers, its micro-batches in flight, and the experts' own matrices.
 TRADE_OFF = Sheet(
     [
         Formula("A_saving", 4 * n_kept * c * k * b * s * d * (G - 1) / G, "B", "what SSMB keeps less, X-MoE eq. 1"),
@@ -73,14 +79,21 @@ TRADE_OFF = Sheet(
 
 
 def ssmb_border(tokens: int, capacity: float = 1.0) -> float:
-    """Choices over an expert's width at which SSMB and TED save alike (X-MoE figure 17): above, SSMB saves more."""
+    """The ratio of top-k to expert width at which SSMB and TED save the same (X-MoE figure 17). Above, SSMB saves more.
+
+    Args:
+        tokens: tokens of a sequence.
+        capacity: capacity factor.
+    """
     anything = dict.fromkeys(X_MOE.inputs, 1)
     return X_MOE(**anything | {"S": tokens, "c": capacity})["r_border"]
 
 
 def trade_off_values(model: Architecture, layout: Layout) -> dict[str, float]:
-    """What `TRADE_OFF` is given. `n_kept`: layers' activations that are kept at once, of all micro-batches in flight. A
-    layout without TP is taken as one of two ranks."""
+    """The symbols' values for `TRADE_OFF`. A layout without TP is treated as TP of two ranks.
+
+    `n_kept` is the number of layers whose activations are kept at the same time, over all micro-batches in flight.
+    """
     layers = math.ceil(model.num_moe_layers / layout.pp)
     return {
         "c": 1, "k": model.top_k, "E": model.num_experts, "EP": layout.ep, "F": model.expert_size,
@@ -103,8 +116,7 @@ _SAVED = {
 
 
 def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> ExplainedFormulas | None:
-    """What a layout with SSMB keeps less than without it, by the formulas of `memory`, with their numbers; None of a
-    layout that cannot have it."""
+    """The formulas of the memory that SSMB saves for a layout, with numbers; None if the layout cannot have SSMB."""
     if layout.tp == 1 or layout.ep % layout.tp:
         return None
     formula = Formula("M_saved", _SAVED[layout.recompute], "B", "of all blocks in flight, on the stage that needs most")

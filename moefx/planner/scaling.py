@@ -1,4 +1,4 @@
-"""How a step scales with GPUs, and why more of them can take less than their part of it."""
+"""Scaling of a step with the number of GPUs, and reasons for superlinear scaling."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from .ranking import Ranking
 
 _MOST_NAMED = 4
-_ENOUGH = 0.9  # of what is saved: the parts that make up so much of it are named
+_ENOUGH = 0.9  # share of the savings that the named parts must explain
 
 
 @dataclasses.dataclass(frozen=True)
 class ScalingPoint:
-    """The best layout on some number of GPUs, or how many bytes the one that lacks least is short of.
+    """The best layout on a number of GPUs.
 
     Attributes:
         batch: sequences of a step.
-        lacking: 0 also where no layout divides the ranks and the batch.
+        best: the fastest layout that fits, or None.
+        lacking: bytes that the nearest layout lacks if none fits; 0 if no layout divides the ranks and the batch.
     """
 
     num_ranks: int
@@ -33,14 +34,19 @@ class ScalingPoint:
     lacking: float = 0.0
 
     def of_ideal(self, first: ScalingPoint) -> float:
-        """GPU-seconds of a sequence on the smallest number of GPUs, over those on this one."""
+        """GPU-seconds for each sequence at the first point, over those at this point."""
         assert self.best and first.best
         ideal = first.best.seconds * first.num_ranks / first.batch
         return ideal / (self.best.seconds * self.num_ranks / self.batch)
 
 
 def search_scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object] | None = None) -> list[ScalingPoint]:
-    """The same model on a quarter to four times the GPUs: with the same batch (strong), or as many sequences a GPU."""
+    """Search the same model on a quarter to four times the GPUs.
+
+    Args:
+        is_weak: keep the number of sequences on each GPU (weak scaling), not the batch (strong scaling).
+        tell: called with a line of progress before each search.
+    """
     found = []
     for times, over in ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1)):
         ranks, batch = ranking.num_ranks * times, ranking.asked.batch * (times if is_weak else over)
@@ -59,8 +65,11 @@ def search_scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object
 
 
 def explain_above_ideal(ranking: Ranking, points: Sequence[ScalingPoint]) -> str:
-    """Why the best of these points takes less than the ideal, the first one's GPU-seconds of a sequence; "" if none
-    does: its layout does not fit the first number of GPUs, or does not divide it, and what that costs there."""
+    """Explain why a point scales better than ideally; "" if none does.
+
+    The ideal is the first point's GPU-seconds for each sequence. The better layout does not fit or divide the first
+    number of GPUs; the text says why, and names the parts of a step that cost more there.
+    """
     fitting = [point for point in points if point.best]
     if not fitting:
         return ""
@@ -71,13 +80,13 @@ def explain_above_ideal(ranking: Ranking, points: Sequence[ScalingPoint]) -> str
     there = f"{first.num_ranks} GPUs"
     return (
         f"Above 100 %, {top.of_ideal(first):.0%} on {top.num_ranks} GPUs: what is fastest there, {top.best.short}, "
-        f"{_why_not(ranking, top, first)}. On {there} {first.best.short} is left, and of a sequence it takes more "
-        f"GPU-seconds for {_dearer(ranking, top, first)}."
+        f"{_explain_impossible(ranking, top, first)}. On {there} {first.best.short} is left, and of a sequence it "
+        f"takes more GPU-seconds for {_list_savings(ranking, top, first)}."
     )
 
 
-def _why_not(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> str:
-    """Why the layout of a point is none on fewer GPUs."""
+def _explain_impossible(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> str:
+    """Say why the layout of a point is impossible on the GPUs of the first point."""
     assert top.best
     x, model, platform = top.best.layout, ranking.model, ranking.platform
     there = f"{first.num_ranks} GPUs"
@@ -94,8 +103,8 @@ def _why_not(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> str:
     return f"{needs} on {there} ({grown}: spread over DP = {dp} ranks, not {x.dp})"
 
 
-def _dearer(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> str:
-    """The parts of a step that take less on more GPUs, those that make up most of it."""
+def _list_savings(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> str:
+    """List the parts of a step that take fewer GPU-seconds at the better point, the largest savings first."""
 
     def parts(point: ScalingPoint) -> dict[str, float]:
         assert point.best

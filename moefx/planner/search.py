@@ -1,4 +1,4 @@
-"""All layouts of a model on a number of ranks, ranked; and why the others are none (Piper section III.C)."""
+"""Search all layouts of a model on a number of ranks, and record why others are rejected (Piper section III.C)."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .step_formulas import (
 if TYPE_CHECKING:
     from .ranking import Ranking
 
-# What is kept and whether layers run again, the fastest first.
+# (checkpoint policy, whether layers run again), the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
 _MOST = 10**7  # GPUs, and sequences of a step
 STATES = tuple(TERMS)
-_Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # why, and the sizes of what is rejected
-# by region, what the one that lacks least lacks; its largest term
-_Short = dict[tuple[int, int, int], tuple[float, str]]
+_Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # reason -> rejected sizes
+# (PP, TP, EP) -> (bytes that the nearest layout lacks, its largest term)
+_Shortages = dict[tuple[int, int, int], tuple[float, str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """Layouts that fit, the fastest first, and what was rejected."""
+    """The layouts that fit, fastest first, and the rejected ones."""
 
     asked: SearchRequest
     entries: tuple[Entry, ...]
@@ -55,12 +55,12 @@ def search_layouts(
     model: Architecture, platform: Platform, num_ranks: int, *, batch: int = 1024, tokens: int = 4096,
     most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
 ) -> SearchResult:  # fmt: skip
-    """Every layout under Piper's constraints 7 to 11, by the seconds of a step.
+    """Find all layouts under Piper's constraints 7 to 11, ordered by the seconds of a step.
 
     Args:
         num_ranks: the world size.
-        batch, tokens, most_sequences, fast_domain, schedules: as of `plan`; "interleaved" has two or four chunks of a
-            stage.
+        batch, tokens, most_sequences, fast_domain, schedules: see `ranking.plan`. "interleaved" means two or four
+            chunks in a stage.
 
     Raises:
         InvalidPlan: invalid sizes.
@@ -68,7 +68,7 @@ def search_layouts(
     check_whole_numbers(InvalidPlan, world_size=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
     for what, number in (("world_size", num_ranks), ("batch", batch)):
         if number > _MOST:
-            raise InvalidPlan(f"{what} is {number}, expected {_MOST} at the most")
+            raise InvalidPlan(f"{what} is {number}, expected at most {_MOST}")
     if fast_domain is not None and (type(fast_domain) is not int or fast_domain < 0):
         raise InvalidPlan(f"fast_domain is {fast_domain!r}, expected a number of ranks, 0 for any, or None")
     if isinstance(schedules, str):
@@ -84,67 +84,77 @@ def search_layouts(
         remedy = "`python -m moefx bench platform --base NAME` takes the networks beyond from another platform"
         raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}. {remedy}")
     reach = platform.fast_domain if fast_domain is None else fast_domain
-    rejected, short = _Reasons(), _Short()
+    rejected, shortages = _Reasons(), _Shortages()
     asked = SearchRequest(batch, tokens, most_sequences, reach, schedules)
-    entries = list(_entries(model, platform, num_ranks, asked, rejected, short))
-    there = {_region(entry.layout) for entry in entries}
+    entries = list(_list_entries(model, platform, num_ranks, asked, rejected, shortages))
+    there = {_region_key(entry.layout) for entry in entries}
     reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
-    reasons += [_missed(region, *miss) for region, miss in short.items() if region not in there]
+    reasons += [_describe_shortage(region, *miss) for region, miss in shortages.items() if region not in there]
     entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
     return SearchResult(asked, tuple(entries), tuple(reasons))
 
 
 def first_fit(ranking: Ranking, num_ranks: int) -> Entry | Rejected | None:
-    """Of another number of ranks, asked the same: a layout that fits, the first that is found; else the one that lacks
-    least, or None if no layout divides so."""
-    short = _Short()
-    for entry in _entries(ranking.model, ranking.platform, num_ranks, ranking.asked, _Reasons(), short):
+    """Repeat a ranking's search with another number of ranks, until a layout fits.
+
+    Returns:
+        The first layout that fits; if none does, the one that lacks least; None if no layout divides the ranks.
+    """
+    shortages = _Shortages()
+    for entry in _list_entries(ranking.model, ranking.platform, num_ranks, ranking.asked, _Reasons(), shortages):
         return entry
-    return min((_missed(region, *miss) for region, miss in short.items()), key=lambda r: r.lacking, default=None)
+    return min(
+        (_describe_shortage(region, *miss) for region, miss in shortages.items()), key=lambda r: r.lacking, default=None
+    )
 
 
-def _entries(
-    model: Architecture, platform: Platform, num_ranks: int, asked: SearchRequest, rejected: _Reasons, short: _Short
+def _list_entries(
+    model: Architecture,
+    platform: Platform,
+    num_ranks: int,
+    asked: SearchRequest,
+    rejected: _Reasons,
+    shortages: _Shortages,
 ) -> Iterator[Entry]:
-    """All that fit, in no order; why others are none is left in the last two."""
+    """Yield all layouts that fit, unordered. Adds the reasons against the others to `rejected` and `shortages`."""
     reach = asked.fast_domain
-    for layout in _layouts(model, platform, num_ranks, asked, rejected):
-        least = layout.tp if layout.ssmb else 1  # ranks that are next to each other whatever the placement
+    for layout in _list_layouts(model, platform, num_ranks, asked, rejected):
+        least = layout.tp if layout.ssmb else 1  # ranks that are neighbours in both placements
         placements = [first for first in (True, False) if first or least < layout.ep < layout.tp * layout.dp]
-        near = [first for first in placements if not reach or layout.ep == 1 or _reach(layout, first) <= reach]
+        near = [first for first in placements if not reach or layout.ep == 1 or _axis_reach(layout, first) <= reach]
         if not near:
             _reject(rejected, f"crosses the fast domain of {reach} ranks (Piper eq. 10)", EP=layout.ep)
             continue
         ways = {first: choose_way(model, layout, platform, first) for first in near}
-        orders = _orders(model, layout, asked.schedules)
+        orders = _list_schedules(model, layout, asked.schedules)
         for (kept, recompute), (schedule, chunks) in itertools.product(_POLICIES, orders):
             fitting = {}
             for way in dict.fromkeys(ways.values()):
                 tried = dataclasses.replace(
                     layout, way=way, kept=kept, recompute=recompute, schedule=schedule, chunks=chunks
                 )
-                fitting[way] = _fitting(model, tried, platform, short)
+                fitting[way] = _find_fitting_zero(model, tried, platform, shortages)
             placed: list[Entry] = []
             for first, way in ways.items():
                 if (fits := fitting[way]) is not None:
-                    placed.append(_entry(model, fits[0], platform, first, fits[1]))
-            # the usual placement where the other one is no faster
+                    placed.append(_build_entry(model, fits[0], platform, first, fits[1]))
+            # the usual placement if the other one is not faster
             yield from placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
 
 
 def estimate_entry(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> Entry:
-    """Whether or not it fits.
+    """Estimate a layout, whether it fits or not.
 
     Raises:
-        InvalidPlan: the experts are not shared evenly, or there are more stages than layers.
+        InvalidPlan: `ep` does not divide the experts, or there are more stages than layers.
     """
-    return _entry(model, layout, platform, experts_first, evaluate_memory(model, layout, platform))
+    return _build_entry(model, layout, platform, experts_first, evaluate_memory(model, layout, platform))
 
 
-def _layouts(
+def _list_layouts(
     model: Architecture, platform: Platform, num_ranks: int, asked: SearchRequest, rejected: _Reasons
 ) -> Iterator[Layout]:
-    """Ranks, experts and micro-batches, in every way that divides."""
+    """Yield all layouts whose sizes divide, without policy, schedule and way of rows."""
     for pp in _divisors(num_ranks):
         if pp > model.num_layers:
             _reject(rejected, f"more stages than the {model.num_layers} layers (Piper eq. 9)", PP=pp)
@@ -177,9 +187,13 @@ def _layouts(
                         )  # fmt: skip
 
 
-def _orders(model: Architecture, layout: Layout, schedules: Sequence[Schedule]) -> Iterator[tuple[Schedule, int]]:
-    """Schedules and chunks that a pipeline can have: Megatron-LM's interleaved one takes micro-batches by the number of
-    stages (arXiv 2104.04473 section 2.2). One stage has nothing to choose."""
+def _list_schedules(
+    model: Architecture, layout: Layout, schedules: Sequence[Schedule]
+) -> Iterator[tuple[Schedule, int]]:
+    """Yield the (schedule, chunks) that a pipeline can have.
+
+    Megatron-LM's interleaved schedule needs a multiple of the stages as micro-batches (arXiv 2104.04473 section 2.2).
+    """
     if layout.pp == 1:
         yield "1f1b", 1
         return
@@ -196,47 +210,50 @@ def _reject(rejected: _Reasons, why: str, **sizes: int) -> None:
     rejected.setdefault(why, {})[tuple(sizes.items())] = None
 
 
-def _entry(
+def _build_entry(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool, taken: dict[str, float]
 ) -> Entry:
     step = find_step_sheet(layout, platform, experts_first)(**collect_values(model, layout, platform, experts_first))
     return Entry(layout, experts_first, taken, step, units_above(layout, platform, experts_first))
 
 
-def _reach(layout: Layout, experts_first: bool) -> int:
-    """Ranks from the first to the last of an expert axis."""
+def _axis_reach(layout: Layout, experts_first: bool) -> int:
+    """Number of ranks from the first to the last rank of an expert axis."""
     return layout.ep if experts_first else (layout.ep - 1) * layout.expert_replicas + 1
 
 
 def choose_way(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool, wanted: str = "auto"
 ) -> Any:
-    """Of rows: as wanted where there are so many levels, else the fastest, as `Plan(dispatch="auto")` would take it."""
+    """Choose how rows travel: as wanted if the topology allows it, otherwise the fastest way, as under
+    `Plan(dispatch="auto")`."""
     seconds = estimate_ways(model, layout, platform, experts_first) if layout.ep > 1 else {"flat": 0.0}
     return wanted if wanted in seconds else choose_fastest(seconds)
 
 
-def _fitting(
-    model: Architecture, layout: Layout, platform: Platform, short: _Short
+def _find_fitting_zero(
+    model: Architecture, layout: Layout, platform: Platform, shortages: _Shortages
 ) -> tuple[Layout, dict[str, float]] | None:
-    """With the least ZeRO that fits, and its memory. Where none does, `short` keeps by region how little was lacking,
-    and which term is the largest."""
-    region = _region(layout)
+    """The layout with the lowest ZeRO stage that fits, and its memory.
+
+    If none fits, returns None and updates `shortages` if this layout lacks less than earlier ones of its region.
+    """
+    region = _region_key(layout)
     for zero, found in evaluate_memory_by_zero(model, layout, platform, (1, 2, 3) if layout.dp > 1 else (0,)):
         lacking = found["M_gpu"] - platform.capacity
         if lacking <= 0:
             return dataclasses.replace(layout, zero=zero), found
-        if region not in short or lacking < short[region][0]:
-            short[region] = lacking, max(STATES, key=found.__getitem__)
+        if region not in shortages or lacking < shortages[region][0]:
+            shortages[region] = lacking, max(STATES, key=found.__getitem__)
     return None
 
 
-def _missed(region: tuple[int, int, int], lacking: float, term: str) -> Rejected:
-    why = f"does not fit: {amount(lacking, 'B')} too much at the least, most of it {TERMS[term]} ({term})"
+def _describe_shortage(region: tuple[int, int, int], lacking: float, term: str) -> Rejected:
+    why = f"does not fit: at least {amount(lacking, 'B')} too much, most of it {TERMS[term]} ({term})"
     return Rejected((dict(zip(("PP", "TP", "EP"), region, strict=True)),), why, lacking, term)
 
 
-def _region(layout: Layout) -> tuple[int, int, int]:
+def _region_key(layout: Layout) -> tuple[int, int, int]:
     return layout.pp, layout.tp, layout.ep
 
 

@@ -1,9 +1,9 @@
-"""Formulas that a reader can check: each has a name, a unit and a meaning, and is shown with its numbers.
+"""Formulas that a reader can check: each has a name, a unit and a meaning, and prints with its numbers.
 
 For example
     words = Sheet([Formula("A_dispatch", 2 * k * b * s * d, "B", "rows that arrive; X-MoE table 2")])
     words(k=8, b=1, s=4096, d=7168)["A_dispatch"]        # 469762048
-    print(words.shown("A_dispatch", k=8, b=1, s=4096, d=7168))
+    print(words.format_results("A_dispatch", k=8, b=1, s=4096, d=7168))
         A_dispatch = 2*b*d*k*s                           # rows that arrive; X-MoE table 2
                    = 2*1*7168*8*4096 = 448 MiB
 """
@@ -24,13 +24,13 @@ from ..util.unit_text import amount
 
 
 class distinct_parts(sympy.Function):
-    """As `distinct` shows it."""
+    """The function that `distinct` prints as."""
 
     nargs = 3
 
 
 def distinct(num_experts: sympy.Expr, top_k: sympy.Expr, parts: sympy.Expr) -> sympy.Expr:
-    """On how many of equal parts of the experts a token's are, if all choices are alike (X-MoE figure 4)."""
+    """Expected number of equal parts of the experts that a token's experts are in (X-MoE figure 4), uniform routing."""
     found: Any = distinct_parts(num_experts, top_k, parts)
     return found
 
@@ -40,9 +40,10 @@ class Formula:
     """One line of a sheet.
 
     Attributes:
-        expression: over quantities that a sheet is given and results of the lines before.
+        name: symbol of the result.
+        expression: expression over the sheet's inputs and earlier results.
         unit: "B" bytes, "s" seconds, "FLOP", "1" a number.
-        meaning: what it is, and the section, table or equation of a paper that it is from.
+        meaning: meaning of the result, with the section, table or equation of its paper.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Formula:
 
 
 def quantity(name: str) -> sympy.Symbol:
-    """The symbol of that name: one that is not negative, so that formulas simplify."""
+    """The symbol of this name, declared nonnegative so that formulas simplify."""
     return sympy.Symbol(name, nonnegative=True)
 
 
@@ -65,10 +66,10 @@ def quantities(names: str) -> tuple[sympy.Symbol, ...]:
 
 
 class Sheet:
-    """Formulas from top to bottom.
+    """A list of formulas; each one may use the results above it.
 
     Raises:
-        ValueError: two formulas have one name, or one uses a result of a later one.
+        ValueError: two formulas have the same name, or a formula uses a later result.
     """
 
     def __init__(self, formulas: Iterable[Formula]):
@@ -79,7 +80,7 @@ class Sheet:
             self.formulas[formula.name] = formula
         made: set[str] = set()
         for formula in self:
-            later = _names(formula.expression) & (self.formulas.keys() - made)
+            later = _symbol_names(formula.expression) & (self.formulas.keys() - made)
             if later:
                 raise ValueError(f"{formula.name} uses {', '.join(sorted(later))}, which is not above it")
             made.add(formula.name)
@@ -92,14 +93,14 @@ class Sheet:
 
     @functools.cached_property
     def inputs(self) -> list[str]:
-        """Names of the quantities that are not results."""
-        return sorted(set().union(*(_names(f.expression) for f in self)) - self.formulas.keys())
+        """Names of the quantities that a call needs, sorted."""
+        return sorted(set().union(*(_symbol_names(f.expression) for f in self)) - self.formulas.keys())
 
     def __call__(self, **values: float) -> dict[str, float]:
-        """All results.
+        """Evaluate all results.
 
         Raises:
-            TypeError: a quantity is missing.
+            TypeError: an input is missing.
         """
         try:
             return self._compiled(values)
@@ -107,30 +108,30 @@ class Sheet:
             raise TypeError(f"{missing} is not given") from None
 
     def dependencies(self, *names: str) -> list[Formula]:
-        """The formulas of these results, and of the results that they use, below them."""
+        """The formulas of these results, followed by those of the results that they use."""
         found, left = [], list(names)
         while left:
             found.append(formula := self.formulas[left.pop(0)])
             seen = {f.name for f in found} | set(left)
-            left += [n for n in self.formulas if n in _names(formula.expression) and n not in seen]
+            left += [n for n in self.formulas if n in _symbol_names(formula.expression) and n not in seen]
         return found
 
     def format_results(self, *names: str, **values: float) -> str:
-        """The formulas of results, with their numbers put in, and those of the results that they use, below them."""
+        """Format the formulas of results with their numbers, followed by those of the results that they use."""
         results = self(**values)
         known, lines = values | results, []
         for formula in self.dependencies(*names):
             margin = " " * (len(formula.name) + 1)
-            lines += [f"{formula.name} = {_Shown().doprint(formula.expression)}    # {formula.meaning}"]
-            numbers = _Shown(known).doprint(formula.expression)
+            lines += [f"{formula.name} = {_FormulaPrinter().doprint(formula.expression)}    # {formula.meaning}"]
+            numbers = _FormulaPrinter(known).doprint(formula.expression)
             value = amount(results[formula.name], formula.unit)
             lines += [f"{margin}= {numbers} = {value}" if numbers != value else f"{margin}= {value}"]
         return "\n".join(lines)
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., dict[str, float]]:
-        """One Python function of all lines: a search calls it for thousands of plans."""
-        printer = _Code()
+        """All lines as one Python function, because a search evaluates thousands of plans."""
+        printer = _CodePrinter()
         lines = [f"    {f.name} = {printer.doprint(f.expression)}" for f in self]
         given = [f"    {name} = values[{name!r}]" for name in self.inputs]
         items = ", ".join(f"{f.name!r}: {f.name}" for f in self)
@@ -140,15 +141,15 @@ class Sheet:
 
 
 def format_number(value: float) -> str:
-    """A number as it stands in a formula."""
+    """Format a number for a formula."""
     return f"{value:.6g}" if value < 1e6 else f"{value:.4g}"
 
 
-def _names(expression: sympy.Expr) -> set[str]:
+def _symbol_names(expression: sympy.Expr) -> set[str]:
     return {symbol.name for symbol in expression.free_symbols}  # type: ignore[attr-defined]
 
 
-class _Code(PythonCodePrinter):
+class _CodePrinter(PythonCodePrinter):
     def _print_distinct_parts(self, expression: sympy.Expr) -> str:
         return f"distinct_parts({', '.join(map(self._print, expression.args))})"
 
@@ -161,8 +162,8 @@ class _Code(PythonCodePrinter):
         return f"max({', '.join(map(self._print, expression.args))})"
 
 
-class _Shown(StrPrinter):
-    """As papers write it: in the order of the alphabet, with numbers for names if there are some."""
+class _FormulaPrinter(StrPrinter):
+    """Print as papers do: alphabetically. With `values`, print numbers instead of names."""
 
     def __init__(self, values: Mapping[str, float] | None = None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Seconds of a training step and its MFU (Piper section IV.C), as formulas, and the layouts' numbers that they take."""
+"""Seconds of a training step and its MFU (Piper section IV.C) as formulas, and the values of their symbols."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ T_bubble, T_grads, T_optimizer, T_step = quantities("T_bubble T_grads T_optimize
 
 
 def _parts(every: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.Expr]:
-    """Seconds of a micro-batch in so many layers, of which so many have experts, with the logits or not."""
+    """Seconds of a micro-batch in `every` layers, `moe` of them with experts.
+
+    Args:
+        logits: 1 to include the logits, otherwise 0.
+    """
     again = n_again + n_up * (n_mat - 1) / n_mat
     return {
         "T_compute": n_pass * (every * T_attention + moe * T_rest + (every - moe) * T_ffn + logits * T_logits)
@@ -82,20 +86,24 @@ STEP = Sheet(
     ]
 )  # fmt: skip
 
-# Of a micro-batch, how much each stage before or behind adds to a step: all of it; with v chunks 1/v (arXiv
-# 2104.04473). Under zero bubble it depends on the number of micro-batches: see `_with_bubble`.
+# Share of a micro-batch's time that each other stage adds to a step: 1, or 1/v with v chunks (arXiv 2104.04473). Under
+# zero bubble the share depends on the number of micro-batches: see `_with_bubble`.
 _BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "zb-h2": 1 / 3}
 
 
 def flop_per_token(model: Architecture, tokens: int) -> float:
-    """FLOP of forward and backward that the model itself asks for, nothing run again: F_model of Piper eq. 12."""
+    """FLOP of a token's forward and backward without recomputation: F_model of Piper eq. 12.
+
+    Args:
+        tokens: tokens of a sequence.
+    """
     active = model.parameters(model.top_k) - (0 if model.is_tied else model.vocab_size * model.hidden_size)
     scores = model.num_layers * tokens * (model.attention.query_width + model.attention.out_width)
     return 6 * active + 3 * scores
 
 
 def evaluate_memory(model: Architecture, layout: Layout, platform: Platform) -> dict[str, float]:
-    """Results of `MEMORY`, of the stage that needs most: the first, or the last, which has the logits."""
+    """Evaluate `MEMORY` on the stage that needs most: the first, or the last, which has the logits."""
     ((_, found),) = evaluate_memory_by_zero(model, layout, platform, (layout.zero,))
     return found
 
@@ -103,29 +111,32 @@ def evaluate_memory(model: Architecture, layout: Layout, platform: Platform) -> 
 def evaluate_memory_by_zero(
     model: Architecture, layout: Layout, platform: Platform, zeros: Iterable[int]
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """`memory` with other stages of ZeRO than the layout's own, each with its number."""
-    states, (_, kept) = _states(model, layout.pp, layout.tp, layout.dp, layout.ep), _fullest(model, layout)
+    """Yield (ZeRO stage, results of `evaluate_memory`) for several stages of ZeRO."""
+    states, (_, kept) = (
+        _evaluate_states(model, layout.pp, layout.tp, layout.dp, layout.ep),
+        _find_fullest(model, layout),
+    )
     for zero in zeros:
         found = states[zero] | kept
         yield zero, found | TOTAL(**found, M_fw=platform.overhead)
 
 
 def find_fullest_stage(model: Architecture, layout: Layout) -> int:
-    """The stage that `memory` is of."""
-    return _fullest(model, layout)[0]
+    """The stage that needs most memory, which `evaluate_memory` reports."""
+    return _find_fullest(model, layout)[0]
 
 
-def _fullest(model: Architecture, layout: Layout) -> tuple[int, dict[str, float]]:
-    """The stage that keeps most activations, and what it keeps: states are as many on all."""
-    counted = _states(model, layout.pp, layout.tp, layout.dp, layout.ep)[layout.zero]
+def _find_fullest(model: Architecture, layout: Layout) -> tuple[int, dict[str, float]]:
+    """The stage that keeps most activations, and the results of `ACTIVATIONS` there. States are equal on all stages."""
+    counted = _evaluate_states(model, layout.pp, layout.tp, layout.dp, layout.ep)[layout.zero]
     ends = (0, layout.pp - 1) if layout.pp > 1 else (0,)
     kept = {stage: ACTIVATIONS(**layout.values(model, stage), **counted) for stage in ends}
     return max(kept.items(), key=lambda of: of[1]["M_activations"])
 
 
 @functools.lru_cache(maxsize=64)
-def _states(model: Architecture, pp: int, tp: int, dp: int, ep: int) -> dict[int, dict[str, float]]:
-    """Results of `STATES` by stage of ZeRO: the same whatever the tokens and what is kept of them."""
+def _evaluate_states(model: Architecture, pp: int, tp: int, dp: int, ep: int) -> dict[int, dict[str, float]]:
+    """Results of `STATES` for each stage of ZeRO. They do not depend on tokens and checkpoint policy."""
     layout = Layout(pp=pp, tp=tp, dp=dp, ep=ep)
     return {zero: STATES(**layout.values(model) | layout.spread(zero)) for zero in range(4)}
 
@@ -133,10 +144,13 @@ def _states(model: Architecture, pp: int, tp: int, dp: int, ep: int) -> dict[int
 def collect_values(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True
 ) -> dict[str, float]:
-    """What the sheets of a step are given. `l_t` layers, `l_t_moe` of them with experts, and `h_t` logits are those of
-    the stage that takes longest: one with the most layers, or the last, which has the logits."""
-    found = _of_all_stages(model, layout, platform, experts_first)
-    kinds = [dict(zip(("l_t", "l_t_moe", "h_t"), kind, strict=True)) for kind in _kinds(model, layout.pp)]
+    """Collect the symbols' values for the sheet of a step.
+
+    The longest stage (`l_t` layers, `l_t_moe` with experts, `h_t` logits) is one with the most layers, or the last one,
+    which has the logits.
+    """
+    found = _shared_values(model, layout, platform, experts_first)
+    kinds = [dict(zip(("l_t", "l_t_moe", "h_t"), kind, strict=True)) for kind in _list_longest_stages(model, layout.pp)]
     one = find_step_sheet(layout, platform, experts_first)
     kind = kinds[0] if len(kinds) == 1 else max(kinds, key=lambda kind: one(**found, **kind)["T_micro"])
     return _with_bubble(layout, found | kind, one)
@@ -162,11 +176,11 @@ def _with_bubble(layout: Layout, values: dict[str, float], formulas: Sheet) -> d
     return values | {"bubble_of": waiting_share(layout.schedule, layout.pp, layout.microbatches, *shares)}
 
 
-def _of_all_stages(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
+def _shared_values(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
     values = layout.values(model, layout.pp - 1)
     stage_ranks, replicas_apart = layout.tp * layout.dp, layout.ep if experts_first else 1
     tensor, stages = platform.network_of(layout.tp), platform.network_of(2, stage_ranks)
-    sizes, networks = _levels(layout, platform, experts_first)
+    sizes, networks = _expert_levels(layout, platform, experts_first)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
     return values | level_values(sizes, links, combine_links(sizes, links), platform.handling) | {
         "t": layout.sequences * layout.tokens / values["G"], **row_widths(model, layout),
@@ -186,15 +200,18 @@ def _of_all_stages(model: Architecture, layout: Layout, platform: Platform, expe
 
 
 @functools.lru_cache(maxsize=1024)
-def _kinds(model: Architecture, pp: int) -> list[tuple[int, int, int]]:
-    """(layers, those with experts, logits) of the stages that may take longest: no other has as much of each."""
+def _list_longest_stages(model: Architecture, pp: int) -> list[tuple[int, int, int]]:
+    """(layers, layers with experts, logits) of the stages that may take longest: no other stage exceeds them in all."""
     each = [(*Layout(pp=pp).layers_of(model, stage), int(stage == pp - 1)) for stage in range(pp)]
     most = [k for k in each if not any(all(map(operator.le, k, other)) and k != other for other in each)]
     return list(dict.fromkeys(most))
 
 
 def row_widths(model: Architecture, layout: Layout) -> dict[str, float]:
-    """Bytes of a row, on average of dispatch, combine and their backwards."""
+    """Bytes of a row, averaged over dispatch, combine and their backwards.
+
+    "w" is a row with all slots of its token, "w1" one with a single slot.
+    """
     places, is_weighted = model.num_experts // layout.ep, model.top_k > 1
     return {
         name: sum(row_bytes(model.hidden_size, choices, places, is_weighted)) / 4
@@ -203,12 +220,12 @@ def row_widths(model: Architecture, layout: Layout) -> dict[str, float]:
 
 
 def find_step_sheet(layout: Layout, platform: Platform, experts_first: bool = True) -> Sheet:
-    """All formulas of a step of that layout.
+    """The sheet of a layout's step.
 
     Raises:
-        InvalidPlan: rows go by levels, and there is only one.
+        InvalidPlan: the way of rows needs several levels, and the expert axis has one.
     """
-    sizes, networks = _levels(layout, platform, experts_first)
+    sizes, networks = _expert_levels(layout, platform, experts_first)
     if layout.way in ("rbd", "halo") and len(sizes) == 1 < layout.ep:
         where = f"EP={layout.ep} is within one: {networks[0].name!r}"
         raise InvalidPlan(f"way={layout.way!r} goes by levels, but {where}")
@@ -218,29 +235,38 @@ def find_step_sheet(layout: Layout, platform: Platform, experts_first: bool = Tr
 def estimate_ways(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True
 ) -> dict[str, float]:
-    """Of one exchange, one direction, by way of rows."""
-    sizes, _ = _levels(layout, platform, experts_first)
-    found = build_exchange_sheet(len(sizes))(**_of_all_stages(model, layout, platform, experts_first))
+    """Seconds of one exchange in one direction, for each possible way of rows."""
+    sizes, _ = _expert_levels(layout, platform, experts_first)
+    found = build_exchange_sheet(len(sizes))(**_shared_values(model, layout, platform, experts_first))
     return {way: found[f"T_{way}"] for way in get_args(Way) if f"T_{way}" in found}
 
 
 def units_above(layout: Layout, platform: Platform, experts_first: bool = True) -> tuple[int, ...]:
-    """Ranks of units above a node between which the links of the expert axis differ, fine to coarse: what
-    `Plan(topology_levels=...)` takes, which "rbd" and "halo" have a hop for each of."""
+    """Sizes in ranks of the units above a node at which the links of the expert axis change, fine to coarse.
+
+    They are the value of `Plan(topology_levels=...)`; "rbd" and "halo" have a hop for each.
+    """
     if layout.ep == 1 or layout.way not in ("rbd", "halo"):
         return ()
-    _, networks = _levels(layout, platform, experts_first)
+    _, networks = _expert_levels(layout, platform, experts_first)
     return tuple(sorted(n.ranks for n in networks[1:] if n.ranks > platform.node_size))
 
 
-def _levels(layout: Layout, platform: Platform, experts_first: bool) -> tuple[tuple[int, ...], tuple[Network, ...]]:
-    """Of the expert axis: its ranks are next to each other, or their replicas are (X-MoE appendix C.1)."""
+def _expert_levels(
+    layout: Layout, platform: Platform, experts_first: bool
+) -> tuple[tuple[int, ...], tuple[Network, ...]]:
+    """Levels of the expert axis: its ranks are neighbours, or their replicas are (X-MoE appendix C.1)."""
     return platform.levels(layout.ep, 1 if experts_first else layout.expert_replicas)
 
 
 @functools.lru_cache
 def build_step_sheet(way: str, num_levels: int) -> Sheet:
-    """All formulas of a step with that way of rows; `way` "none": experts are on every rank."""
+    """Build the sheet of a step.
+
+    Args:
+        way: how rows travel; "none" if each rank has all experts.
+        num_levels: levels of the expert axis.
+    """
     zero = sympy.Integer(0)
     rows, counts = (zero, zero) if way == "none" else (quantity(f"T_{way}"), quantity("alpha0"))
     chosen = [

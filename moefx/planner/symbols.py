@@ -1,6 +1,6 @@
-"""What the symbols of the formulas mean that are no results: the one place that says so.
+"""The meaning of the formulas' input symbols. Results have their meaning in their `Formula`.
 
-`Layout.values` and `step_formulas.given` give them their values. Results have their meaning in their `Formula`.
+`Layout.values` and `step_formulas.collect_values` compute their values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 
 from .sheet import Sheet, distinct_parts, format_number
 
-# By symbol: its unit, "1" of a number, and what it is. "#": the number of a level of the topology, the coarsest is 1.
+# symbol -> (unit, meaning); the unit of a number is "1". "#": number of a level of the topology, 1 is the coarsest.
 SYMBOLS: dict[str, tuple[str, str]] = {
     # the model
     "L": ("1", "layers"),
@@ -61,7 +61,7 @@ SYMBOLS: dict[str, tuple[str, str]] = {
     "M": ("1", "micro-batches of a rank in a step"),
     "m": ("1", "micro-batches in flight: whose activations the stage keeps at once"),
     "skew": ("1", "rows of the busiest rank over the mean; 1 where tokens are spread evenly"),
-    # what is kept for the backward
+    # the checkpoint policy
     "n_again": ("1", "1 where layers keep their inputs only and run again, else 0"),
     "n_up": ("1", "1 where experts keep their input only and the up-projections run again, else 0"),
     "n_rows": ("1", "copies that are kept of each row at the experts; 0: read by index, kept once a rank"),
@@ -118,10 +118,10 @@ _DISTINCT = (
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedFormulas:
-    """Formulas with their numbers, and what their symbols mean.
+    """Formulas with their numbers, and the meaning of their symbols.
 
     Attributes:
-        symbols: (symbol, value with its unit, meaning) of each that is no result, in the order of the alphabet.
+        symbols: (symbol, value with its unit, meaning) of each input, sorted.
     """
 
     formulas: str
@@ -134,7 +134,7 @@ class ExplainedFormulas:
 
 
 def explain_formulas(sheet: Sheet, *names: str, **values: float) -> ExplainedFormulas:
-    """The formulas of these results, from top to bottom, and their symbols."""
+    """Explain the formulas of these results, with `values` for the inputs."""
     used: set[str] = set()
     has_parts = False
     for formula in sheet.dependencies(*names):
@@ -148,10 +148,10 @@ def explain_formulas(sheet: Sheet, *names: str, **values: float) -> ExplainedFor
 
 
 def find_meaning(symbol: str) -> tuple[str, str]:
-    """Its unit, and what it is.
+    """The (unit, meaning) of a symbol.
 
     Raises:
-        KeyError: it is not in `SYMBOLS`.
+        KeyError: the symbol is not in `SYMBOLS`.
     """
     if symbol in SYMBOLS:
         return SYMBOLS[symbol]

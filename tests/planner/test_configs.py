@@ -11,7 +11,7 @@ import torch
 import moefx
 from moefx import cli
 from moefx.errors import CaptureError, UnknownArchitecture
-from moefx.planner.model_configs import _wrong, load_config
+from moefx.planner.model_configs import _find_invalid, load_config
 
 pytestmark = pytest.mark.hf
 transformers = pytest.importorskip("transformers")
@@ -64,7 +64,7 @@ def test_sizes_that_a_file_does_not_have(tmp_path):
 
 
 DO_NOT_GO_TOGETHER = {
-    "choices": ("Mixtral", dict(num_experts_per_tok=20), "num_experts_per_tok is 20, expected 8 at the most, which is"),
+    "choices": ("Mixtral", dict(num_experts_per_tok=20), "num_experts_per_tok is 20, expected at most 8, which is"),
     "no experts": ("Mixtral", dict(num_local_experts=0), "num_local_experts is 0, expected a whole number above 0"),
     "heads": ("Olmoe", dict(hidden_size=2050), "num_attention_heads is 16, expected a divisor of hidden_size"),
     "pairs": ("Mixtral", dict(num_key_value_heads=5), "num_key_value_heads is 5, expected a divisor of num_"),
@@ -96,9 +96,11 @@ def test_example_inputs_that_do_not_fit_are_still_blamed():
 
 
 def test_all_that_is_wrong_is_named():
-    assert list(_wrong(dict(hidden_size="big", num_experts=8, num_experts_per_tok=9, n_group=2, topk_group=3))) == [
+    assert list(
+        _find_invalid(dict(hidden_size="big", num_experts=8, num_experts_per_tok=9, n_group=2, topk_group=3))
+    ) == [
         "hidden_size is 'big', expected a whole number above 0",
-        "num_experts_per_tok is 9, expected 8 at the most, which is num_experts",
-        "topk_group is 3, expected 2 at the most, which is n_group",
+        "num_experts_per_tok is 9, expected at most 8, which is num_experts",
+        "topk_group is 3, expected at most 2, which is n_group",
     ]
-    assert not list(_wrong(dict(hidden_size=2880, num_attention_heads=64, head_dim=64, num_key_value_heads=8)))
+    assert not list(_find_invalid(dict(hidden_size=2880, num_attention_heads=64, head_dim=64, num_key_value_heads=8)))

@@ -48,7 +48,7 @@ def test_it_says_whether_there_are_more():
     found = find_min_gpus(plan("mixtral-8x22b", few, 32, tokens=2**20))
     assert found and found.num_ranks == 64 and found.is_all
     assert "nothing fits up to 64, and the platform does not have twice as many. On 64, PP=" in str(found)
-    with pytest.raises(NothingFits, match=r"or more GPUs \(the platform has 100 at the most\)"):
+    with pytest.raises(NothingFits, match=r"or more GPUs \(the platform has at most 100\)"):
         plan("mixtral-8x22b", few, 64, tokens=2**20)[0]
 
 

@@ -74,7 +74,7 @@ def test_levels_of_frontier(group, stride, sizes, names):
         (dict(networks=(Network("node", 8, 1e9, spread=(2.0, 1.0)),)), r"spread of \(2\.0, 1\.0\)"),
         (dict(handling=float("nan")), "handling is nan, expected a number"),
         (dict(expert_gemm=-1.0), r"expert_gemm is -1\.0, expected 0 or more"),
-        (dict(matmul_efficiency=1.5), r"matmul_efficiency is 1\.5, expected above 0, 1 at the most"),
+        (dict(matmul_efficiency=1.5), r"matmul_efficiency is 1\.5, expected above 0, at most 1"),
         (dict(overhead="x"), "overhead is 'x', expected a number"),
         (dict(peak=True), "peak is True, expected a number"),
         (dict(device=None), "device is None, expected a text"),

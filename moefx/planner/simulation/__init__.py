@@ -1,12 +1,12 @@
-"""A step as events, against which the formulas are tested: nothing in it is an average.
+"""Simulate a step as events, to test the formulas, which are averages.
 
 The files, from below:
     routing_skew.py   experts that tokens choose, drawn from a skew; rows from rank to rank
     network.py        links that exchanges share, and how long these take
     schedule.py       the pipeline: what each stage does, and when
-    exchanges.py      those of an expert group, drawn
-    stage_work.py     what each stage has to do, by the formulas
-    training.py       a step
+    exchanges.py      random exchanges of an expert group
+    stage_work.py     work of each stage, by the formulas
+    training.py       the simulation of a step
 """
 
 from .training import SimulatedStep, simulate

@@ -1,4 +1,4 @@
-"""Exchanges of an expert group, drawn token by token: how long they take, and how much its ranks get to compute."""
+"""Random exchanges of an expert group, drawn token by token: their seconds, and the load of each rank."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from ..step_formulas import row_widths
 from .network import build_fabric, draw_slowdowns
 from .routing_skew import count_choices, count_traffic, draw_choices, popularity
 
-_MOST_TOKENS = 2**19  # drawn in all: about a second of a core
-_AT_ONCE = 2**15  # stay in the cache
-_MOST, _REPEATS = 64, 4  # draws; those of them that have the same popular experts
+_MOST_TOKENS = 2**19  # drawn tokens in all, about a second on one core
+_AT_ONCE = 2**15  # tokens of a chunk that fits the cache
+_MOST, _REPEATS = 64, 4  # drawn exchanges, and consecutive ones with the same popular experts
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchanges:
-    """N of them, of W ranks.
+    """N exchanges between W ranks.
 
     Attributes:
-        load: [N, W], choices that the experts of a rank get, over the mean of all ranks.
-        hops: [N, H] seconds of each, one after the other. networks: that a hop goes over, of each the coarsest.
-        beside: [N] seconds of what goes on beside all hops but the last; None: nothing.
+        load: [N, W], routed rows of a rank's experts over the mean of all ranks.
+        hops: [N, H] seconds of the hops, one after the other.
+        networks: the coarsest network of each hop.
+        beside: [N] seconds of the exchange beside all hops but the last, or None.
         handling: [N] seconds to pack and unpack rows.
-        repeats: so many that follow each other have the same popular experts.
-        counts: seconds in which ranks tell each other how many rows come, ahead of dispatch.
+        repeats: number of consecutive exchanges with the same popular experts.
+        counts: seconds to exchange the numbers of rows before dispatch.
     """
 
     load: Tensor
@@ -47,7 +48,7 @@ class Exchanges:
         """[4, *P]: dispatch and combine, forward and backward, of the exchanges with these numbers [*P].
 
         Args:
-            stragglers: what takes longer by chance is drawn from it; None: nothing does.
+            stragglers: generator of random slowdowns; None for no slowdowns.
         """
 
         def took(seconds: Tensor, network: Network) -> Tensor:
@@ -66,10 +67,11 @@ class Exchanges:
 def draw_exchanges(
     model: Architecture, layout: Layout, platform: Platform, groups: Tensor, skew: float, generator: torch.Generator
 ) -> Exchanges:
-    """Of one group after the other, up to 64, fewer where that would be too many tokens.
+    """Draw up to 64 exchanges, of one expert group after the other. Layouts with many tokens get fewer.
 
     Args:
-        groups: [G, W] ranks of a stage.
+        groups: [G, W], the ranks of each group in a stage.
+        skew: Zipf's exponent of the experts' popularity.
     """
     if layout.ep == 1:
         nothing = torch.zeros(1, 1, dtype=torch.float64)
@@ -89,7 +91,7 @@ def draw_exchanges(
         group = groups[i % len(groups)]
         # tensor ranks have the same tokens, unless the sequence is spread over them
         _, sequence = torch.unique(group if layout.ssmb else group // layout.tp, return_inverse=True)
-        moved, load = _rows(weights, sequence, tokens, model.top_k, sizes, layout.way, generator)
+        moved, load = _draw_rows(weights, sequence, tokens, model.top_k, sizes, layout.way, generator)
         links = build_fabric(platform, group.tolist())
         took = [links.busiest_link_seconds(rows * width) for rows in moved]
         if layout.way == "halo":
@@ -103,14 +105,17 @@ def draw_exchanges(
     return Exchanges(torch.stack(loads), torch.stack(hops), used, apart, torch.stack(handling), repeats, counts)
 
 
-def _rows(
+def _draw_rows(
     weights: Tensor, sequence: Tensor, tokens: int, top_k: int, sizes: tuple[int, ...], way: Way,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of one exchange, rows from rank to rank [hops, W, W], what goes beside them last; and choices of each rank [W].
+    """Draw the routing of one exchange.
 
     Args:
         sequence: [W], ranks with the same number have the same tokens.
+
+    Returns:
+        Rows from rank to rank [hops, W, W], the exchange beside the hops last; routed rows of each rank [W].
     """
     ranks, drawn = len(sequence), int(sequence.max()) + 1
     moved, load = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.float32)

@@ -1,8 +1,8 @@
-"""Seconds of exchanges on a hierarchical network, whose links are shared by those that use them at once.
+"""Seconds of exchanges on a hierarchical network with shared links.
 
-A rank has a port in and a port out to its node, and a NIC, in and out, to everything else. Beyond that the ranks of a
-unit (a switch, a rack) share its links up and down: `Network.bandwidth` is what leaves a rank if all send at once, so
-that a group has as much of them as it has ranks there, all other groups doing alike at the same time.
+A rank has a port to its node and a NIC to everything else, both in and out. The ranks of a larger unit (a switch, a
+rack) share its links up and down. `Network.bandwidth` is a rank's share of them if all ranks send at once, so a group
+has as many shares as it has ranks in the unit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Fabric:
 
     Attributes:
         capacity: [L] bytes a second of each link.
-        units: int64 [levels, n], of which unit each rank is, fine to coarse; the last one has all.
+        units: int64 [levels, n], the unit of each rank, fine to coarse. The last level has one unit.
         ports: int64 [levels, 2, n], the links out and in that a rank uses at each level.
     """
 
@@ -32,7 +32,7 @@ class Fabric:
     ports: Tensor
 
     def busiest_link_seconds(self, traffic: Tensor) -> Tensor:
-        """Seconds until the busiest link has carried its bytes, all ranks sending to all side by side.
+        """Seconds until the busiest link has carried its bytes, if all transfers run at the same time.
 
         Args:
             traffic: [..., n, n] bytes, senders first.
@@ -40,14 +40,16 @@ class Fabric:
         return self.busiest_link_seconds_of_flows(*_pairs(traffic), traffic.flatten(-2))
 
     def busiest_link_seconds_of_flows(self, sources: Tensor, targets: Tensor, flows: Tensor) -> Tensor:
-        """The same of `flows` [..., F] bytes, from `sources` [F] to `targets` [F]."""
+        """Seconds until the busiest link has carried `flows` [..., F] bytes from `sources` [F] to `targets` [F]."""
         loads = torch.zeros(*flows.shape[:-1], len(self.capacity) + 1, dtype=torch.float64)
         for path in self._paths(sources, targets):
             loads.index_add_(-1, path, flows.double())
         return (loads[..., :-1] / self.capacity).amax(-1)
 
     def fair_share_seconds(self, traffic: Tensor) -> float:
-        """As `busiest` where at any moment flows share links fairly (max-min): never less, and an event for each flow.
+        """Seconds of an exchange whose flows share links fairly (max-min) at any moment, with an event for each flow.
+
+        Never less than `busiest_link_seconds`.
 
         Args:
             traffic: [n, n] bytes.
@@ -63,7 +65,7 @@ class Fabric:
         return seconds
 
     def _paths(self, sources: Tensor, targets: Tensor) -> Tensor:
-        """int64 [2 * levels, F], links that bytes pass; L: none."""
+        """int64 [2 * levels, F], the links on each path; L where a level is not used."""
         level = (self.units[:, sources] != self.units[:, targets]).sum(0)  # 0: within a node
         none, found = torch.full_like(sources, len(self.capacity)), []
         for i, (out, into) in enumerate(self.ports):
@@ -72,7 +74,7 @@ class Fabric:
         return torch.stack(found)
 
     def _shares(self, paths: Tensor) -> Tensor:
-        """Max-min fair rates by progressive filling: the link with the least for each of its flows fills first."""
+        """Max-min fair rates by progressive filling: the link with the smallest share for each flow fills first."""
         rates = torch.zeros(paths.shape[1], dtype=torch.float64)
         spare, is_open = self.capacity.clone(), torch.ones(paths.shape[1], dtype=torch.bool)
         while is_open.any():
@@ -93,13 +95,13 @@ def _pairs(traffic: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def build_fabric(platform: Platform, ranks: Sequence[int]) -> Fabric:
-    """The links between those ranks, which are numbered node by node."""
+    """Build the links between `ranks`, which are numbered node by node."""
     at = torch.tensor(ranks)
     units = torch.stack([at // network.ranks if network.ranks else 0 * at for network in platform.networks])
     units[-1] = 0
     capacity, ports, begin = [], [], 0
     for i, network in enumerate(platform.networks):
-        # a port and a NIC for each rank; above, what the ranks of a unit have together
+        # a port and a NIC for each rank; at coarser levels the unit's shared links
         mine = torch.unique(units[i - 1], return_inverse=True)[1] if i > 1 else torch.arange(len(at))
         each = torch.bincount(mine).double() * network.bandwidth
         ports.append(torch.stack([begin + mine, begin + len(each) + mine]))
@@ -109,10 +111,10 @@ def build_fabric(platform: Platform, ranks: Sequence[int]) -> Fabric:
 
 
 def estimate_ring(platform: Platform, ranks: Sequence[int]) -> float:
-    """Seconds for each byte that a rank sends in a ring of them (an all-reduce, an all-gather).
+    """Seconds for each byte that a rank sends in a ring of `ranks` (an all-reduce, an all-gather).
 
-    There are as many rings as a node has ranks of the group, each with a part of the bytes, and each leaves the node by
-    the NIC of another rank, as NCCL and RCCL lay them.
+    As in NCCL and RCCL, there are as many rings as a node has ranks of the group. Each ring has a part of the bytes and
+    leaves the node by another rank's NIC.
     """
     if len(ranks) == 1:
         return 0.0
@@ -128,7 +130,7 @@ def estimate_ring(platform: Platform, ranks: Sequence[int]) -> float:
 
 
 def draw_slowdowns(network: Network, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Of exchanges over that network, how much longer than the median each takes (`Network.spread`)."""
+    """Draw the times of exchanges over their median (`Network.spread`)."""
     if not network.spread:
         return torch.ones(*shape, dtype=torch.float64)
     spread = torch.tensor(network.spread, dtype=torch.float64)

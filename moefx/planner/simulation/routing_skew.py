@@ -1,6 +1,6 @@
-"""Which experts tokens choose, drawn from a skew, and the rows that this sends from rank to rank.
+"""Draw the experts of tokens by a skewed popularity, and count the rows from rank to rank.
 
-Letters: T tokens of a rank, K of a token, E experts, W ranks of an expert axis.
+Letters: T tokens, K experts of a token, E experts, W ranks of an expert axis.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layout import Way
 
-_MOST = 2**40  # weight of the most popular expert: whole numbers, so that no rounding ever draws an expert twice
+_MOST = 2**40  # weight of the most popular expert. Integer weights exclude that rounding draws an expert twice.
 
 
 def popularity(num_experts: int, skew: float) -> Tensor:
@@ -26,9 +26,10 @@ def popularity(num_experts: int, skew: float) -> Tensor:
 
 
 def draw_choices(weights: Tensor, num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """int64 [K, T]: of each token its experts, in ascending order and none twice.
+    """Draw the experts of each token without replacement, by `weights` [E].
 
-    One after the other by `weights` [E], of those that are left.
+    Returns:
+        int64 [K, T], ascending for each token.
     """
     ends = weights.cumsum(0)
     begins = ends - weights
@@ -37,7 +38,7 @@ def draw_choices(weights: Tensor, num_tokens: int, top_k: int, generator: torch.
     for _ in range(top_k):
         at = (torch.rand(num_tokens, dtype=torch.float64, generator=generator) * left).long()
         at = torch.minimum(at, left - 1)
-        for expert in chosen:  # what is taken is no place to fall on
+        for expert in chosen:  # skip the experts that are already chosen
             at = at + weights[expert] * (at >= begins[expert])
         new = torch.searchsorted(ends, at, right=True)
         left = left - weights[new]
@@ -52,8 +53,8 @@ class Traffic:
     """Rows from rank to rank in one exchange.
 
     Attributes:
-        hops: int64 [W, W] each, senders first, one after the other. The diagonal stays where it is.
-        beside: likewise, of the exchange that goes on beside all hops but the last (HALO's phase I); or None.
+        hops: int64 [W, W] for each hop, senders first. Rows on the diagonal do not travel.
+        beside: int64 [W, W] of the exchange beside all hops but the last (HALO's phase I), or None.
     """
 
     hops: tuple[Tensor, ...]
@@ -61,42 +62,45 @@ class Traffic:
 
 
 def count_traffic(choices: Tensor, sources: Tensor, num_experts: int, sizes: Sequence[int], way: Way) -> Traffic:
-    """Rows that tokens send.
+    """Count the rows that ranks send each other.
 
     Args:
-        choices: [K, T], as of `choose`. sources: [T], the position of each token's rank.
-        sizes: units within a unit, coarse to fine; their product is W.
-        way: "flat" a row for each choice; "dedup" for each rank; "rbd" a pilot for each unit, which goes on from the
-            sender's own place there (X-MoE section 4.2); "halo" the same, but what stays in the node goes beside
-            (Piper section V).
+        choices: [K, T], as returned by `draw_choices`.
+        sources: [T], the position of each token's rank.
+        sizes: units within a unit of the level above, coarse to fine; their product is W.
+        way: "flat": a row for each choice. "dedup": a row for each rank. "rbd": a pilot for each unit, forwarded by the
+            rank at the sender's position there (X-MoE section 4.2). "halo": as "rbd", with the rows that stay in the
+            node in an exchange beside (Piper section V).
     """
     ranks = math.prod(sizes)
     to = choices // (num_experts // ranks)
     if way == "flat":
-        return Traffic((_hop(to, sources, ranks, ranks, 1, None, again=True),))
+        return Traffic((_count_hop(to, sources, ranks, ranks, 1, None, again=True),))
     if way == "dedup":
-        return Traffic((_hop(to, sources, ranks, ranks, 1),))
+        return Traffic((_count_hop(to, sources, ranks, ranks, 1),))
     behind = [ranks // units for units in itertools.accumulate(sizes, operator.mul, initial=1)]
     levels = list(itertools.pairwise(behind))
     if way == "rbd":
-        return Traffic(tuple(_hop(to, sources, ranks, *level) for level in levels))
+        return Traffic(tuple(_count_hop(to, sources, ranks, *level) for level in levels))
     is_near = to // sizes[-1] == sources // sizes[-1]
-    hops = tuple(_hop(to, sources, ranks, *level, ~is_near) for level in levels)
-    return Traffic(hops, _hop(to, sources, ranks, *levels[-1], is_near))
+    hops = tuple(_count_hop(to, sources, ranks, *level, ~is_near) for level in levels)
+    return Traffic(hops, _count_hop(to, sources, ranks, *levels[-1], is_near))
 
 
-def _hop(
+def _count_hop(
     to: Tensor, sources: Tensor, ranks: int, above: int, behind: int, which: Tensor | None = None, again: bool = False
 ) -> Tensor:
-    """Rows of one hop, from units of `above` ranks to those of `behind`: at each it is the rank at the sender's place.
+    """Count the rows of one hop between units of `behind` ranks inside of units of `above` ranks.
+
+    In each unit the rank at the sender's position receives.
 
     Args:
         which: [K, T], choices that take part; None: all.
-        again: a row for each choice, not for each unit.
+        again: count a row for each choice, not for each unit.
     """
     counts = torch.zeros(ranks * ranks, dtype=torch.int64)
     last = torch.full_like(sources, -1)
-    for i, rank in enumerate(to):  # ascending: the same unit again is next to the last one
+    for i, rank in enumerate(to):  # ascending, so equal units follow each other
         unit = rank // behind
         new = torch.ones_like(unit, dtype=torch.bool) if again else unit != last
         if which is not None:
@@ -111,5 +115,5 @@ def _hop(
 
 
 def count_choices(choices: Tensor, num_experts: int, ranks: int) -> Tensor:
-    """int64 [W]: how many choices the experts of each rank have."""
+    """int64 [W]: number of choices that fall on each rank's experts."""
     return torch.bincount((choices // (num_experts // ranks)).flatten(), minlength=ranks)

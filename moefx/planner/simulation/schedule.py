@@ -1,4 +1,4 @@
-"""The pipeline as events with given durations, several pipelines at once."""
+"""Run the events of several pipelines at once, with given durations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..pipeline_order import Op, run_events
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When stages did what.
+    """The events of each stage with their times.
 
     Attributes:
-        ops: of each stage, in their order.
-        start, end: of each stage [ops, *P] seconds, P being that of the durations.
+        ops: the events of each stage in their order.
+        start, end: for each stage, [ops, *P] seconds; P as in the durations.
     """
 
     ops: list[list[Op]]
@@ -30,7 +30,8 @@ class Timeline:
         return torch.stack([end[-1] for end in self.end]).amax(0)
 
     def in_flight(self, stage: int) -> int:
-        """Forwards, of chunks, whose backward is not done yet, at the most: that is what a stage keeps."""
+        """Largest number of chunks whose forward is done and whose backward is not: the stage keeps their
+        activations."""
         done, kept, most = "W" if any(op.kind == "W" for op in self.ops[stage]) else "B", 0, 0
         for op in self.ops[stage]:
             kept += (op.kind == "F") - (op.kind == done)
@@ -42,14 +43,13 @@ def run_schedule(
     schedule: Schedule, forward: Tensor, backward: Tensor, weights: Tensor | None = None, *, chunks: int = 1,
     transfer: float = 0.0,
 ) -> Timeline:  # fmt: skip
-    """The schedule with given durations.
+    """Run a schedule with given durations.
 
     Args:
-        forward, backward: [PP, M, *P] seconds of a stage, with all its chunks, and a micro-batch; several pipelines at
-            once along P.
-        weights: under zero bubble, the part of `backward` that makes gradients of weights: later than the rest.
-        chunks: of a stage, each with its part of these seconds.
-        transfer: seconds from one stage to the next, in which both go on with something else.
+        forward, backward: [PP, M, *P] seconds of a micro-batch on a stage with all its chunks, for each pipeline of P.
+        weights: under zero bubble, the part of `backward` for gradients of weights, which runs later.
+        chunks: chunks of a stage, each with an equal part of the seconds.
+        transfer: seconds of a transfer to the next stage; both stages go on meanwhile.
     """
     stages, most = forward.shape[:2]
     parts = torch.zeros_like(backward) if weights is None else weights

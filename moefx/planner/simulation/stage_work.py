@@ -1,8 +1,8 @@
-"""What a stage does with a micro-batch, by the formulas of its own layers; and which ranks wait for each other.
+"""The work of each stage on a micro-batch, by the formulas of its own layers, and the groups that wait for each other.
 
-The formulas of `planner.step` are of one stage, with the most layers and the logits, that stands for all. Here layers
-are spread as evenly as can be, the first stages having one more where they do not divide, those with experts evenly
-among them, the logits on the last stage alone; and gradients go around rings that `network.ring` lays.
+`step_formulas` let the longest stage stand for all. Here each stage has its own layers: they are spread evenly, the
+first stages have one more if they do not divide, and the last stage has the logits. Gradients travel in the rings of
+`network.estimate_ring`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .network import estimate_ring
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Seconds of the experts of a rank and layer: `fixed` + `by_rows` * (its choices over the mean of all ranks)."""
+    """Seconds of a rank's experts in a layer: `fixed` + `by_rows` * (its routed rows over the mean of all ranks)."""
 
     fixed: float
     by_rows: float
@@ -38,11 +38,13 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A forward or a backward of a stage and micro-batch, in seconds, but for exchanges of rows.
+    """Seconds of a forward or backward of a micro-batch on a stage, without exchanges of rows.
 
     Attributes:
-        dense: compute of all but routed experts. tensor: exchanges of its tensor ranks. parameters: of ZeRO-3.
-        experts: of one layer.
+        dense: compute outside of routed experts.
+        tensor: exchanges of the tensor ranks.
+        parameters: gathers of ZeRO-3.
+        experts: routed experts of one layer.
     """
 
     dense: float
@@ -53,11 +55,14 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Attributes:
-    moe_layers: how many of its layers have experts.
-    weights: the part of `backward` that makes gradients of weights.
-    again: how often its forward runs again.
-    transfer: seconds to the next stage, of a micro-batch. gradients, optimizer: seconds, once a step.
+    """The work of a stage.
+
+    Attributes:
+        moe_layers: number of its layers with experts.
+        weights: the part of `backward` for gradients of weights.
+        again: how often its forward runs again.
+        transfer: seconds of a micro-batch's transfer to the next stage.
+        gradients, optimizer: seconds, once a step.
     """
 
     moe_layers: int
@@ -71,7 +76,7 @@ class Stage:
 
 
 def build_stages(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> list[Stage]:
-    """All of them, the first one first.
+    """Build the work of all stages in their order.
 
     Raises:
         InvalidPlan: the layout does not fit the model.
@@ -101,7 +106,7 @@ def build_stages(model: Architecture, layout: Layout, platform: Platform, expert
 def _stage(
     moe_layers: int, values: dict[str, float], one: dict[str, float], two: dict[str, float], sends: bool
 ) -> Stage:
-    """From results for a rank with the mean of choices and for one with twice as many."""
+    """Build a stage from the results for a rank with the mean load (`one`) and with twice that load (`two`)."""
 
     def experts(name: str) -> Experts:
         by_rows = two[name] - one[name]
@@ -129,10 +134,11 @@ def _stage(
 
 
 def list_expert_groups(layout: Layout, experts_first: bool) -> tuple[Tensor, Tensor]:
-    """Ranks of a stage, numbered from 0, whose experts are one set; and which of these groups wait for each other.
+    """List the expert groups of a stage, and the groups that wait for each other.
 
     Returns:
-        int64 [G, EP]; int64 [G], numbers of pipelines: groups that share tensor ranks go on together.
+        int64 [G, EP], the ranks of each group, numbered from 0; int64 [G], the pipeline of each group. Groups that
+        share tensor ranks are in one pipeline.
     """
     ranks = torch.arange(layout.tp * layout.dp)
     groups = ranks.view(-1, layout.ep) if experts_first else ranks.view(layout.ep, -1).T

@@ -1,4 +1,4 @@
-"""One training step as events: who computes, who waits for whom, and for how long."""
+"""Simulate one training step as events: the compute of each rank, and its waits for others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .exchanges import draw_exchanges
 from .schedule import run_schedule
 from .stage_work import Stage, build_stages, list_expert_groups
 
-COMPONENTS = {  # and what they are, for readers
+COMPONENTS = {  # component -> description for readers
     "compute": "GEMMs and attention", "waiting": "for the slowest rank of a group",
     "exchanges": "rows to experts and back", "tensor ranks": "all-reduces of TP, gathers of SSMB",
     "parameters": "gathered, ZeRO-3", "stages": "bubbles, and transfers that are waited for",
@@ -29,18 +29,18 @@ COMPONENTS = {  # and what they are, for readers
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedStep:
-    """A step as it went.
+    """A simulated step.
 
     Attributes:
-        seconds: of the step.
-        components: seconds of the ranks of the stage that has most to do, their mean; together `seconds`.
-        formulas: the same by the formulas, together `T_step`.
+        seconds: duration of the step.
+        components: seconds by component, averaged over the ranks of the busiest stage; they add up to `seconds`.
+        formulas: the same components by the formulas; they add up to `T_step`.
         slowest: the rank that computes longest.
-        imbalance: choices that the busiest rank of an exchange has for its experts, over the mean of all ranks.
-        exchanges: seconds of exchanges of rows, in ascending order, evenly spaced from the least to the most, as
-            `Network.spread`; () without expert parallelism.
-        skew, seed: as given.
-        draws: how many exchanges were drawn, of which all others are taken at random.
+        imbalance: routed rows of the busiest rank in an exchange over the mean of all ranks, averaged over exchanges.
+        exchanges: quantiles of the seconds of row exchanges, from the minimum to the maximum; () without expert
+            parallelism.
+        skew, seed: the arguments.
+        draws: number of drawn exchanges.
     """
 
     seconds: float
@@ -55,7 +55,7 @@ class SimulatedStep:
 
     @property
     def ratio(self) -> float:
-        """Seconds by the formulas over these."""
+        """Seconds by the formulas over simulated seconds."""
         return sum(self.formulas.values()) / self.seconds
 
     def __str__(self) -> str:
@@ -78,32 +78,32 @@ def simulate(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True, *, skew: float = 0.0,
     seed: int = 0, stragglers: bool = True,
 ) -> SimulatedStep:  # fmt: skip
-    """A training step, on the CPU, in seconds.
+    """Simulate a training step on the CPU; takes seconds.
 
-    Each rank computes by its own rows, with the formulas of `planner.compute`; an exchange is over when its slowest
-    link is done, and the ranks of an expert group go on together; stages follow the schedule. Up to 64 exchanges are
-    drawn token by token, and each layer, micro-batch and group has one of these at random: popular experts are others
-    in other layers, the same in all micro-batches.
+    Each rank computes its own rows by the formulas of `planner.compute`. An exchange ends with its slowest link, and
+    the ranks of an expert group go on together. Stages follow the schedule. Up to 64 exchanges are drawn token by
+    token; each layer, micro-batch and group takes one at random. Layers differ in their popular experts, micro-batches
+    do not.
 
     Args:
-        experts_first: ranks of an expert axis are next to each other, else replicas are (X-MoE appendix C.1).
-        skew: of the experts' popularity, by Zipf's law: 0 all alike, 1 the n-th has an n-th of the first one's.
-        stragglers: exchanges take longer by chance, as `Network.spread` says; not where nobody measured it.
+        experts_first: the ranks of an expert axis are neighbours, otherwise their replicas are (X-MoE appendix C.1).
+        skew: Zipf's exponent of the experts' popularity: with 0 all are equal, with 1 the n-th has 1/n of the first.
+        stragglers: slow exchanges down by chance, by the measured `Network.spread`. Without one, it has no effect.
 
     Raises:
-        InvalidPlan: sizes that are invalid or do not fit together.
+        InvalidPlan: a size is invalid, or sizes do not fit together.
     """
     if not (isinstance(skew, int | float) and 0 <= skew <= 4):
         raise InvalidPlan(f"skew is {skew!r}, expected a number from 0 to 4")
     if type(seed) is not int:
         raise InvalidPlan(f"seed is {seed!r}, expected a whole number")
     with _one_thread():
-        return _simulate(model, layout, platform, experts_first, float(skew), seed, stragglers)
+        return _simulate_step(model, layout, platform, experts_first, float(skew), seed, stragglers)
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Tensors here are small: threads gain little, and wait for each other long where other programs run."""
+    """Run torch on one thread: the tensors are small, and threads wait long on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -112,18 +112,18 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _simulate(
+def _simulate_step(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool, skew: float, seed: int,
     stragglers: bool,
 ) -> SimulatedStep:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     by_chance = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator)))
-    layout.values(model)  # raises where they do not fit
+    layout.values(model)  # raises if they do not fit
     groups, pipelines = list_expert_groups(layout, experts_first)
     drawn = draw_exchanges(model, layout, platform, groups, skew, generator)
     every = build_stages(model, layout, platform, experts_first)
     patterns, first_layer = len(drawn) // drawn.repeats, 0
-    works: list[_Work] = []
+    works: list[_StageTimes] = []
     for stage in every:
         layers = torch.arange(first_layer, first_layer + stage.moe_layers)
         first_layer += stage.moe_layers
@@ -131,7 +131,7 @@ def _simulate(
         picked = torch.randint(drawn.repeats, shape, generator=generator)
         picked += drawn.repeats * (layers % patterns)[:, None, None]
         took = drawn.seconds(picked, by_chance if stragglers else None)
-        works.append(_work(stage, drawn.load, picked, took, pipelines))
+        works.append(_simulate_stage(stage, drawn.load, picked, took, pipelines))
     forward, backward, weights = (torch.stack([getattr(w, name) for w in works]) for name in _DURATIONS)
     apart = weights if layout.schedule.startswith("zb") else None
     timeline = run_schedule(layout.schedule, forward, backward, apart, chunks=layout.chunks, transfer=every[0].transfer)
@@ -142,7 +142,7 @@ def _simulate(
     left = seconds - sum(parts.values())
     if layout.pp > 1:
         parts["stages"] = left
-    else:  # for the other groups of ranks, at the end
+    else:  # waiting for other groups at the end of the step
         parts |= {"stages": 0.0, "waiting": parts["waiting"] + left}
     computed = torch.stack([work.computed for work in works])  # [PP, G, EP]
     by_rank = torch.empty(layout.pp, layout.tp * layout.dp, dtype=torch.float64)
@@ -150,7 +150,7 @@ def _simulate(
     return SimulatedStep(
         seconds=seconds,
         components={name: parts[name] for name in COMPONENTS},
-        formulas=_by_formulas(model, layout, platform, experts_first),
+        formulas=_formula_components(model, layout, platform, experts_first),
         slowest=int(by_rank.argmax()),
         imbalance=drawn.load.amax(1).mean().item(),
         exchanges=_quantiles(torch.cat([work.exchanges for work in works])) if layout.ep > 1 else (),
@@ -162,14 +162,14 @@ _DURATIONS = ("forward", "backward", "weights")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
-    """Of a stage.
+class _StageTimes:
+    """The simulated work of a stage.
 
     Attributes:
-        forward, backward, weights: [M, P] seconds of its pipelines.
-        parts: seconds of its ranks in a step, their mean.
+        forward, backward, weights: [M, P] seconds of each micro-batch and pipeline.
+        parts: seconds of a step by component, averaged over ranks.
         computed: [G, EP] seconds that each rank computes.
-        exchanges: seconds, [*].
+        exchanges: [*] seconds of all row exchanges.
     """
 
     forward: Tensor
@@ -180,10 +180,14 @@ class _Work:
     exchanges: Tensor
 
 
-def _work(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pipelines: Tensor) -> _Work:
-    """Args:
-    load: [N, EP] of each exchange. picked: [l, M, G] which one. took: [4, l, M, G] seconds.
-    pipelines: [G] of each group.
+def _simulate_stage(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pipelines: Tensor) -> _StageTimes:
+    """Simulate one stage.
+
+    Args:
+        load: [N, EP], the load of each rank in each drawn exchange.
+        picked: [l, M, G], the exchange of each layer, micro-batch and group.
+        took: [4, l, M, G], its seconds.
+        pipelines: [G], the pipeline of each group.
     """
     microbatches, num_groups = picked.shape[1:]
     times = [torch.bincount(picked[..., group].flatten(), minlength=len(load)) for group in range(num_groups)]
@@ -192,7 +196,7 @@ def _work(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pipelines: T
     there = took[:2].sum(0)
     for what, exchanges in ((stage.forward, there), (stage.backward, took[2:].sum(0) + stage.again * there)):
         experts = what.experts.seconds(load)
-        layers = _together(exchanges + experts.amax(1)[picked], pipelines)
+        layers = _wait_for_groups(exchanges + experts.amax(1)[picked], pipelines)
         durations.append(layers.sum(0) + what.dense + what.tensor + what.parameters)
         own = torch.stack(times).double() @ experts
         computed += own + microbatches * what.dense
@@ -202,18 +206,22 @@ def _work(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pipelines: T
         parts["exchanges"] += moving
         parts["tensor ranks"] += microbatches * what.tensor
         parts["parameters"] += microbatches * what.parameters
-    weights = _together(stage.weights.experts.seconds(load).amax(1)[picked], pipelines).sum(0) + stage.weights.dense
-    return _Work(durations[0], durations[1], weights, parts, computed, took.flatten())
+    weights = (
+        _wait_for_groups(stage.weights.experts.seconds(load).amax(1)[picked], pipelines).sum(0) + stage.weights.dense
+    )
+    return _StageTimes(durations[0], durations[1], weights, parts, computed, took.flatten())
 
 
-def _together(seconds: Tensor, pipelines: Tensor) -> Tensor:
-    """[l, M, G] to [l, M, P]: the groups of a pipeline wait for each other in each layer."""
+def _wait_for_groups(seconds: Tensor, pipelines: Tensor) -> Tensor:
+    """Reduce seconds [l, M, G] to [l, M, P]: the groups of a pipeline wait for each other in each layer."""
     number = int(pipelines.max()) + 1
     found = seconds.new_zeros(*seconds.shape[:2], number)
     return found.scatter_reduce_(2, pipelines.expand_as(seconds), seconds, "amax")
 
 
-def _by_formulas(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
+def _formula_components(
+    model: Architecture, layout: Layout, platform: Platform, experts_first: bool
+) -> dict[str, float]:
     found = find_step_sheet(layout, platform, experts_first)(**collect_values(model, layout, platform, experts_first))
     each = {"compute": found["T_compute"], "waiting": 0.0, "exchanges": found["T_alltoall"],
             "tensor ranks": found["T_tp"] + found["T_gather"], "parameters": found["T_params"],
@@ -227,7 +235,7 @@ def _by_formulas(model: Architecture, layout: Layout, platform: Platform, expert
 
 
 def _quantiles(seconds: Tensor, number: int = 21) -> tuple[float, ...]:
-    """Evenly spaced, from the least to the most."""
+    """`number` evenly spaced quantiles, from the minimum to the maximum."""
     if not len(seconds):
         return ()
     return tuple(
