@@ -249,7 +249,7 @@ def _find_fitting_zero(
 
 
 def _describe_shortage(region: tuple[int, int, int], lacking: float, term: str) -> Rejected:
-    why = f"does not fit: at least {amount(lacking, 'B')} too much, most of it {TERMS[term]} ({term})"
+    why = f"does not fit: {amount(lacking, 'B')} too much at least, most of it {TERMS[term]} ({term})"
     return Rejected((dict(zip(("PP", "TP", "EP"), region, strict=True)),), why, lacking, term)
 
 

@@ -84,7 +84,7 @@ def test_what_does_not_fit_says_by_how_much():
     assert not len(ranking)
     (line,) = [r for r in ranking.rejected if r.what == "PP=1 TP=1 EP=8"]
     assert line.why.startswith("does not fit: ") and line.why.endswith(
-        "too much, most of it optimizer states (M_optimizer)"
+        "too much at least, most of it optimizer states (M_optimizer)"
     )
     assert line.sizes == ({"PP": 1, "TP": 1, "EP": 8},) and line.term == "M_optimizer"
     least = min(
