@@ -1,11 +1,11 @@
-"""The pointwise part of an expert as formulas: aten -> SymPy, value and derivatives.
+"""Derive SymPy formulas of an expert's pointwise part, and of its gradients, from ATen calls.
 
-No activation is named here. The expression runs once on small tensors, under torch's autograd and with torch's own
-decompositions, while a dispatch mode writes down as formulas what the calls give for which there are `rules`.
-So the derivatives are those of torch, at the kinks and for infinities too: relu has none at 0, clamp passes it at
-its bounds, hardtanh does not, equal operands of maximum share it. Value and derivatives share their subexpressions.
+No activation is special here. The expression runs once on small tensors, under torch's autograd and torch's own
+decompositions. A dispatch mode translates each call by `rules`. The derivatives are therefore torch's, also at kinks
+and infinities: relu has gradient 0 at 0, clamp passes the gradient at its bounds, hardtanh does not, and equal operands
+of maximum share it. Value and derivatives share subexpressions.
 
-Everything is computed in float32; casts in the expression are left out, which rounds less often than the original.
+All formulas compute in float32. Casts are dropped, so they round less often than the original.
 """
 
 from __future__ import annotations
@@ -28,20 +28,32 @@ from .rules import RULES, Underivable, as_number
 
 
 class _NoRule(Underivable):
-    """There is neither a rule nor a decomposition for an op."""
+    """An op has neither a rule nor a decomposition."""
 
 
 def derive_formula(expr: Expr, names: Sequence[str] | None = None) -> Any:
-    """The SymPy expression of an expression of the variables `names`, which become symbols.
+    """Derive the SymPy formula of an expression.
+
+    Args:
+        names: the variables in order, as symbols of the formula; by default those of the expression.
 
     Raises:
-        Underivable: there is no rule for something in it.
+        Underivable: an op of the expression has no rule.
     """
     return _formulas(to_canonical_text(expr), tuple(list_variables(expr) if names is None else names), None, ())[0]
 
 
 def derive_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[str] = ()) -> list[Any]:
-    """[expr, grad * d expr / d wrt[0], ...], the variables named in `ones` (and `grad`, if it is) being 1."""
+    """Derive [expr, grad * d expr / d wrt[0], ...].
+
+    Args:
+        grad: symbol of the incoming gradient.
+        wrt: variables to differentiate by.
+        ones: variables, or `grad`, to replace by 1.
+
+    Raises:
+        Underivable: an op of the expression has no rule.
+    """
     others = [name for name in list_variables(expr) if name not in wrt]
     value, *gradients = _formulas(to_canonical_text(expr), (*wrt, *others), grad, tuple(ones))
     return [value, *gradients[: len(wrt)]]
@@ -49,13 +61,13 @@ def derive_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[s
 
 @functools.lru_cache(maxsize=1024)
 def _formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[str, ...]) -> tuple[Any, ...]:
-    """The value, and with `grad` its product with the derivative by each of the names."""
+    """The formula of the value and, if `grad` is given, its vector-Jacobian product for each name."""
 
     def read() -> tuple[Any, ...]:
         try:
             return _read(text, names, grad, ones, contextlib.nullcontext())
         except _NoRule as reason:
-            # Perhaps a derivative without decomposition: then decompose what it is the derivative of.
+            # The op may be a derivative without a decomposition: decompose the forward op instead.
             try:
                 return _read(text, names, grad, ones, _Decomposed())
             except Underivable:
@@ -83,15 +95,15 @@ def _read(text: str, names: Sequence[str], grad: str | None, ones: Sequence[str]
         return tuple(S.Zero if t is None else as_number(reader.value_of(t)) for t in (value, *gradients))
     except Underivable:
         raise
-    except Exception as error:  # whatever torch raises for what it does not take
+    except Exception as error:  # torch raises many kinds for unsupported arguments
         reason = (str(error).splitlines() or [""])[0]
         raise Underivable(f"something that torch cannot run ({type(error).__name__}: {reason})") from error
 
 
 class _Reader(TorchDispatchMode):
-    """Runs ATen calls on small tensors, and keeps for each tensor the SymPy expression of its elements.
+    """Runs ATen calls on small tensors and records each tensor's formula.
 
-    What has no rule is taken apart by torch's own decomposition.
+    Ops without a rule are decomposed by torch.
     """
 
     def __init__(self) -> None:
@@ -99,19 +111,19 @@ class _Reader(TorchDispatchMode):
         self.values: dict[int, Any] = {}
         self.known: dict[Any, Any] = {}
         self.alive: list[torch.Tensor] = []  # ids stay unique while the tensors live
-        self.within: list[str] = []  # what is being decomposed
+        self.within: list[str] = []  # names of the ops that are being decomposed
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `ir.derivative`
+        return False  # as in `ir.pointwise_derivative`
 
     def input(self, value: Any) -> torch.Tensor:
-        # float32 whatever the call computes in: no promotions to undo.
+        # Always float32, so that no type promotion occurs.
         tensor = torch.ones((2, 3), dtype=torch.float32, device="cpu", requires_grad=True)
         return self._keep(tensor, value)
 
     def _keep(self, tensor: torch.Tensor, value: Any) -> torch.Tensor:
-        # The same object for equal expressions: it takes no time to see that they are.
+        # Equal formulas become the same object, which makes later comparisons fast.
         self.values[id(tensor)] = self.known.setdefault(value, value)
         self.alive.append(tensor)
         return tensor
@@ -136,7 +148,7 @@ class _Reader(TorchDispatchMode):
 
     def value_of(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
-            # Unknown is only a constant that torch made from a number.
+            # An unknown tensor is a constant that torch made from a number.
             known = self.values.get(id(argument))
             return to_number(argument.item()) if known is None and id(argument) not in self.values else known
         if isinstance(argument, (int, float)) and not isinstance(argument, bool):
@@ -145,7 +157,7 @@ class _Reader(TorchDispatchMode):
 
 
 class _Decomposed(TorchFunctionMode):
-    """Decomposes above autograd, which then differentiates the parts."""
+    """Decomposes ops above autograd, which then differentiates the parts."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, torch._ops.OpOverload) and _base_name(func) not in RULES:
@@ -154,5 +166,5 @@ class _Decomposed(TorchFunctionMode):
 
 
 def _base_name(op: Any) -> str:
-    """`silu` of aten::silu.out."""
+    """The name without namespace and overload: `silu` for aten::silu.out."""
     return op._schema.name.rpartition("::")[2]

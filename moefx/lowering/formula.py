@@ -1,8 +1,8 @@
-"""What formulas of an expert's pointwise part are made of, and their source text for kernels.
+"""Primitives of the formulas for an expert's pointwise part, and their source text for kernels.
 
-They are SymPy expressions of primitives that SymPy neither evaluates nor reorders. Its own sums and products it does:
-it multiplies out numbers, merges powers, sorts operands. In floating point that cancels and overflows where the
-expression as written does not.
+Formulas are SymPy expressions of these primitives, which SymPy neither evaluates nor reorders. SymPy's own sums and
+products would be expanded, merged and sorted; in floating point the result can cancel or overflow although the original
+does not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sympy import S
 
 
 class Primitive(Expression):
-    """A class for each; not SymPy's Function, whose cache compares expressions as trees, which can take forever."""
+    """Base class of the primitives. SymPy's Function is too slow: its cache compares whole trees."""
 
-    text: ClassVar[str]  # in Triton, with the arguments to be filled in
+    text: ClassVar[str]  # Triton source with a placeholder for each argument
 
     def __new__(cls, *args: Any) -> Any:
         if len(args) != cls.text.count("{}") or any(a is None for a in args):
@@ -31,11 +31,11 @@ class Primitive(Expression):
 
     @classmethod
     def eval(cls, *args: Any) -> Any:
-        """What it is instead, without a loss; None if nothing."""
+        """An exact simplification of the primitive with these arguments, or None."""
 
 
 class Condition(Primitive):
-    """True or false, as tl.where takes it."""
+    """A primitive with a boolean result."""
 
 
 class Add(Primitive):
@@ -86,7 +86,7 @@ class Divide(Primitive):
     def eval(cls, a: Any, b: Any) -> Any:
         if b is S.One:
             return a
-        # Written out in torch 2.11's derivative of silu, whose value has it as a primitive.
+        # torch 2.11 writes sigmoid out in the derivative of silu, but uses the primitive in its value.
         if a is S.One and isinstance(b, Add) and b.args[1] is S.One and isinstance(b.args[0], Exp):
             return Sigmoid(Negate(b.args[0].args[0]))
         return to_number(float(a) / float(b)) if a.is_Number and b.is_Number and b is not S.Zero else None
@@ -141,7 +141,7 @@ Not = _primitive("Not", "({} == 0)", Condition)
 
 
 def to_number(number: float) -> Any:
-    """Whole numbers as such, so that factors of 1.0 disappear."""
+    """The SymPy number; an Integer for whole numbers, so that factors of 1.0 disappear."""
     if math.isfinite(number):
         return sympy.Integer(int(number)) if number == int(number) else sympy.Float(number, 17)
     return S.NaN if math.isnan(number) else S.Infinity if number > 0 else S.NegativeInfinity
@@ -152,9 +152,9 @@ def to_number(number: float) -> Any:
 
 
 def write_function(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:
-    """The text of a Python function of `parameters` that returns `results` (a tuple if there are several).
+    """Write the source of a Triton function of `parameters` that returns `results` (a tuple if there are several).
 
-    It is written for Triton: `tl.log` and the like, and the functions of `triton.elementary`.
+    It uses `tl` and the functions of `triton.math_functions`.
     """
     order = _operands_first(results)
     uses = collections.Counter(results)
@@ -164,7 +164,7 @@ def write_function(name: str, parameters: Sequence[str], results: Sequence[Any])
     lines: list[str] = []
     for expr in order:
         texts[expr] = text = _text(expr, texts)
-        # Long ones too, for the reader, and because Python bounds how deep parentheses may be.
+        # Long texts also become variables: for the reader, and because Python limits the nesting of parentheses.
         if expr.args and (uses[expr] > 1 or len(text) > 90):
             texts[expr] = f"t{len(lines)}"
             lines.append(f"    {texts[expr]} = {text}")
@@ -174,12 +174,12 @@ def write_function(name: str, parameters: Sequence[str], results: Sequence[Any])
 
 
 def list_symbols(formula: Any) -> set[str]:
-    """Names of the variables that occur."""
+    """Names of the variables in a formula."""
     return {s.name for s in _operands_first([formula]) if s.is_Symbol}
 
 
 def _operands_first(formulas: Sequence[Any]) -> list[Any]:
-    """Each subexpression once. Without recursion: they may be nested deeper than Python's calls."""
+    """Each subexpression once, operands first. Not recursive, because formulas may be nested deeply."""
     order: dict[Any, None] = {}
     stack = [(f, False) for f in reversed(formulas)]
     while stack:
@@ -197,7 +197,7 @@ def _text(expr: Any, texts: Mapping[Any, str]) -> str:
     if expr.is_Number:
         return _number(expr)
     arguments = [texts[a] for a in expr.args]
-    if all(a.is_Number for a in expr.args):  # for Python to leave it to Triton
+    if all(a.is_Number for a in expr.args):  # let Triton evaluate it, not Python
         arguments = [f"tl.cast({a}, tl.float32)" for a in arguments]
     return expr.text.format(*arguments)
 
@@ -206,5 +206,5 @@ def _number(value: Any) -> str:
     number = float(value)
     if not math.isfinite(single := ctypes.c_float(number).value):
         return f'float("{single}")'
-    # What float32 has only denormals for, Triton would take for float64.
+    # Triton would treat a number below float32's normal range as float64.
     return f"tl.cast({number!r}, tl.float32)" if 0 < abs(number) < 2.0**-126 else repr(number)

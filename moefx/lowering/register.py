@@ -1,4 +1,4 @@
-"""Registers every provider. `moefx` has this imported before the first op runs."""
+"""Register all providers. moefx imports this module before the first op runs."""
 
 from __future__ import annotations
 

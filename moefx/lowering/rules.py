@@ -1,4 +1,4 @@
-"""What aten's calls compute, as formulas: a rule for each name that has one."""
+"""Rules that translate ATen calls to formulas, by the name of the op."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from .formula import (
 
 
 class Underivable(Exception):
-    """The expression has something in it for which there is no rule; the message says what."""
+    """An expression cannot be translated to a formula. The message names the op without a rule."""
 
 
 def as_number(x: Any) -> Any:
@@ -87,7 +87,7 @@ def _choose(condition: Any, a: Any, b: Any) -> Any:
 
 
 def _on_numbers(function: Any) -> Callable[..., Any]:
-    """For arguments among which there may be conditions, which count as 0 and 1."""
+    """Wrap a function of numbers, to take conditions as 0 and 1."""
     return lambda *args, **kwargs: function(*map(as_number, args), **kwargs)
 
 
@@ -98,7 +98,7 @@ def _clamp(x: Any, low: Any = None, high: Any = None, *, min: Any = None, max: A
 
 
 def _of_numbers(function: Any) -> Callable[..., Any]:
-    """Of a NaN and a number the number."""
+    """Wrap a function of two numbers, to return the other one if one is NaN."""
     return lambda a, b: Where(NotEqual(a, a), b, Where(NotEqual(b, b), a, function(a, b)))
 
 

@@ -1,4 +1,4 @@
-"""Providers on plain torch: segment GEMMs, and torch's grouped GEMM where it is fast."""
+"""Providers in plain torch: segment GEMMs, and torch's grouped GEMM on GPUs that have a fast one."""
 
 from . import row_ops, segments, grouped_mm, expert_mlp_algebra  # isort: skip  a later registration is asked first
 

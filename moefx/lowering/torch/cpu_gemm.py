@@ -1,9 +1,8 @@
-"""One GEMM on the CPU, written into place: torch's own, or oneDNN's where that is known to be faster.
+"""Run one GEMM on the CPU, in place: torch's own, or oneDNN's if that is known to be faster.
 
-torch sends float32 GEMMs to MKL, which runs its AVX2 kernels on AMD processors. oneDNN (in every x86 build of
-torch, Inductor uses the same op) uses AVX-512 there: 1.6 to 2 times faster where there is enough to do,
-measured on Zen 5. It compiles a kernel for every new shape, though, so row counts are rounded up first
-(see `padding`).
+torch sends float32 GEMMs to MKL, which runs its AVX2 kernels on AMD processors. oneDNN (in every x86 build of torch,
+used by Inductor too) uses AVX-512 there, and is 1.6 to 2 times faster for large GEMMs on Zen 5. It compiles a kernel
+for every new shape, so numbers of rows are rounded up first (see `padding`).
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ import pathlib
 import torch
 from torch import Tensor
 
-# Multiplications; below, setting oneDNN up (about 10 us), and an expert's being a group of its own for it (see
-# `SegmentGemms`), cost more than it gains.
+# Multiplications. For smaller GEMMs, the set-up of oneDNN (about 10 us) and separate groups (see `SegmentGemms`) cost
+# more than oneDNN saves.
 _MIN_SIZE = 2**21
-# oneDNN adds up along k without blocking: rounding errors of long sums are up to twice MKL's. Blocks keep
-# them close.
+# oneDNN sums along k without blocking, so rounding errors of long sums are up to twice MKL's. Blocks keep them close.
 _K_BLOCK = 512
 
 
@@ -33,9 +31,10 @@ def linear(left: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_into(out: Tensor, left: Tensor, w: Tensor, bias: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """out = left @ w.t() + bias, or out += left @ w.t(). `out` may have another floating dtype than the operands.
+    """Compute out = left @ w.t() + bias, or out += left @ w.t() if `add`.
 
-    The bias has the dtype of `left`; 16-bit sums with it are rounded once, as those of `torch.nn.functional.linear`.
+    `out` may have another floating dtype than the operands. The bias has the dtype of `left`; 16-bit sums with it are
+    rounded once, as in `torch.nn.functional.linear`.
     """
     if not _use_onednn(left, w):
         if out.dtype != left.dtype:  # gradients of float32 parameters under autocast
@@ -52,8 +51,7 @@ def linear_into(out: Tensor, left: Tensor, w: Tensor, bias: Tensor | None = None
 
 
 def _onednn(left: Tensor, w: Tensor) -> Tensor:
-    """oneDNN has kernels for `left` with any strides, but for `w` with gaps between its rows none that is not a plain
-    loop, 500 times as slow."""
+    """Compute left @ w.t() with oneDNN. Copies `w` if it has gaps between rows: oneDNN is 500 times slower on them."""
     if not (w.is_contiguous() or w.t().is_contiguous()):
         w = w.contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(left, w, None, "none", [], "")
@@ -65,17 +63,16 @@ def _use_onednn(left: Tensor, w: Tensor) -> bool:
 
 
 def padding(num_rows: int, matrix_size: int, dtype: torch.dtype) -> int | None:
-    """How many rows to add to those of an expert so that its GEMMs come in few different sizes.
+    """Number of rows to add to an expert's rows, so that its GEMMs have few different sizes.
 
-    oneDNN needs 0.4 ms for the first GEMM with a new number of rows, 1.5 ms for a new inner size, and
-    remembers 1024 of them; routing gives every expert another number in every step. Rounded up there are
-    about 16 in an octave.
+    oneDNN takes 0.4 ms for the first GEMM with a new number of rows and 1.5 ms for a new inner size, and caches 1024
+    kernels. Routing changes the number of rows in every step. Rounding leaves about 16 sizes in an octave.
 
     Args:
         matrix_size: elements of the smallest matrix that the rows are multiplied with.
 
     Returns:
-        None where torch's own GEMMs serve, which do not care.
+        None if torch's own GEMMs run, which need no padding.
     """
     if num_rows * matrix_size < _MIN_SIZE or dtype is not torch.float32 or not onednn_is_faster():
         return None

@@ -1,12 +1,12 @@
-"""Providers "segments" and "grouped_mm" of `expert_mlp`: one algebra over two kinds of GEMMs.
+"""Providers "segments" and "grouped_mm" of `expert_mlp`: one algorithm over two kinds of GEMMs.
 
-The backward follows SonicMoE. The result is linear in y in practice, rows = y * c(w); then y is not needed:
+The backward follows SonicMoE. The result is usually linear in y, rows = y * c(w). Then y is not needed:
 
     dA' = dO @ W2^T               A and dH from H and c*dA'
     dW2 = (c*A)^T @ dO            d c = <dO, y> = <dA', A> + <dO, bias>
     dW1 = dH^T @ X                dX = sum over each token's rows of dH @ W1
 
-A body whose `out` is not linear in y (a norm after the down-projection, say) recomputes y.
+A body whose `out` is not linear in y (for example a norm after the down-projection) recomputes y.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from . import grouped_mm
 from .grouped_mm import GroupedGemms
 from .segments import SegmentGemms
 
-Gemms = Any  # SegmentGemms | GroupedGemms: they have the same face
+Gemms = Any  # SegmentGemms | GroupedGemms: they have the same interface
 Group = Any
 
 
 class Buffer:
-    """A result that groups fill part by part, or that the one group there is makes itself."""
+    """A result that groups fill part by part. Without a tensor, the only group provides it."""
 
     def __init__(self, gemms: Gemms, tensor: Tensor | None):
         self.tensor = tensor
         self.places: Sequence[Tensor] = [] if tensor is None else gemms.places(tensor)
 
     def place(self, group: Group) -> Tensor | None:
-        """Where the group's rows may be made."""
+        """The slice of the result for the group's rows, or None without a tensor."""
         return self.places[group.index] if self.places else None
 
     def put(self, group: Group, rows: Tensor) -> Tensor:
-        """Take the group's rows, from their place or not; returns them."""
+        """Store the group's rows, with a copy unless they are in their slice already. Returns the rows."""
         if self.tensor is None:
             self.tensor = rows
         elif rows is not (place := self.places[group.index]):
@@ -48,19 +48,27 @@ class Buffer:
 
 
 class Gradient:
-    """The gradient of one GEMM's parameters in the making: a stack, or a list of E."""
+    """The gradient of one GEMM's parameters, filled group by group.
+
+    Attributes:
+        made: a stack [E,...], or a list of E tensors.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], made: Any):
         self.parameters, self.dtype, self.made = parameters, parameters[0].dtype, made
 
     def multiply(self, gemms: Gemms, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
-        """Make the group's part of a matrix's gradient."""
+        """Compute the group's part of a matrix's gradient."""
         left, right = (grad, rows) if transposed else (rows, grad)
         self.made = gemms.outer(group, left, right, self.made, self.dtype)
 
 
 class Parameters:
-    """A call's expert parameters as its GEMMs want them."""
+    """A call's expert parameters as operands of its GEMMs.
+
+    Attributes:
+        apart, down_apart: dtypes of biases that are added in another dtype than the GEMM's, otherwise None.
+    """
 
     def __init__(self, call: ExpertMlpCall, gemms: Gemms):
         self.gemms = gemms
@@ -76,7 +84,7 @@ class Parameters:
         return self.gemms.multiply(group, x, self.up[g], out, bias=bias)
 
     def biased(self, group: Group, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """The up-projections with the biases that are added in another dtype than theirs."""
+        """Add the biases that have another dtype than the GEMMs."""
         each = enumerate(zip(hidden, self.apart, strict=True))
         return [self.gemms.add_bias(group, h.to(dtype), self.up_bias[g]) if dtype else h for g, (h, dtype) in each]
 
@@ -101,7 +109,7 @@ def forward(call: ExpertMlpCall, gemms: Gemms, keep: str, reduce: bool) -> list[
     total: Any = gemms.new_sum(call, out_width, call.out_dtype) if reduce else None
     kept_up = [buffer(width, call.dtype) for width in up_widths] if keep in ("h", "all") else []
     kept_act = buffer(act_width, call.dtype) if keep == "all" else None
-    # Multiplying in place rounds as the expression does when y has the dtype of the result, and casts are none in it.
+    # In-place multiplication rounds as the expression does if y has the result's dtype and the expression has no casts.
     in_place = parameters.down_apart is None and call.out_dtype == call.dtype and by_row.factor == call.body.out
     scale_in_place = by_row.scale is not None and in_place
 
@@ -181,10 +189,10 @@ class Backward:
         return Buffer(self.gemms, self.call.x.new_zeros((self.call.num_rows, 1), dtype=dtype))
 
     def run(self, group: Group) -> Tensor | None:
-        """Fills the buffers of the parameters; returns the gradient of the gathered rows."""
+        """Fill the group's part of the parameter gradients. Returns the gradient of the gathered rows."""
         call, gemms, parameters, by_row = self.call, self.gemms, self.parameters, self.by_row
         tokens, rows = by_row.token_ids[group.index], None
-        # Zeros for padding here, and gradients of it come out zero: it does not count in the sums over rows.
+        # With zeros in the padding all its gradients are zero, so it does not count in sums over rows.
         if self.grads is None:
             grad = group.clear_padding(self.grad.index_select(0, tokens))
         else:
@@ -239,7 +247,7 @@ class Backward:
         return self._through_up(group, rows, grad_hidden)
 
     def _through_out(self, group: Group, act: Tensor, grad: Tensor, env: dict[str, Tensor]) -> Tensor:
-        """Gradient of y through an `out` that is not linear in it."""
+        """The gradient of y if `out` is not linear in y."""
         y = self.parameters.project_down(group, act)
         wrt = ["y", "w"] if self.w_of_out is not None else ["y"]
         _, by_out = pointwise_derivative.vjp(self.call.body.out, {**env, "y": y}, grad, wrt, value=False)
@@ -248,7 +256,7 @@ class Backward:
         return by_out["y"]
 
     def _output_dot(self, group: Group, product: Tensor, act: Tensor, grad: Tensor, scale: Scale | None) -> Tensor:
-        """<dO, y> for each row, [n,1], in float32 at least; the product has the mantissa of the scale."""
+        """<dO, y> for each row, [n,1], in float32 at least. `product` includes the mantissa of the scale."""
         dtype = torch.promote_types(product.dtype, torch.float32)
         dot = (_in(dtype, product) * act).sum(1, keepdim=True)
         if scale is not None:
@@ -258,7 +266,7 @@ class Backward:
         return dot
 
     def _hidden_gradients(self, hidden: Sequence[Tensor], by_act: dict[str, Tensor]) -> list[Tensor]:
-        """Gradients of the up-projections from those of the parts, which are slices of them."""
+        """Gradients of the up-projections from the gradients of their slices, the parts."""
         result = []
         for g, h in enumerate(hidden):
             parts = [(f"a{i}", slice(*part)) for i, (group, *part) in enumerate(self.call.body.parts) if group == g]
@@ -309,7 +317,7 @@ class Backward:
 
 
 class Matrices:
-    """The gradients of up and down alone, of what `Backward` put off."""
+    """The gradients of the up- and down-projections, from the buffers of a `Backward` with `puts_off`."""
 
     def __init__(
         self,
@@ -347,11 +355,13 @@ class Matrices:
 
 
 class Scale:
-    """The factors of rows, [n,1], as a product: with the mantissa a gradient is rounded as with the factor itself, by
-    the power of two nothing is. So the product with the mantissa serves for all gradients, also of factors of zero.
+    """The factors of rows, [n,1], as mantissa times power of two.
+
+    Multiplication by the mantissa rounds as by the factor, multiplication by the power of two is exact. So the product
+    with the mantissa serves for all gradients, also if a factor is zero.
 
     Args:
-        dtype: of the tensors that are multiplied.
+        dtype: dtype of the tensors that are multiplied.
     """
 
     def __init__(self, factors: Tensor, dtype: torch.dtype):
@@ -364,11 +374,11 @@ class Scale:
 
 
 class ByRow:
-    """A call's index and weights by row, taken apart for the groups.
+    """A call's index and row weights, split by group.
 
     Attributes:
-        factor: the expression of c(w) in rows = y * c(w), for y of ones; `out` itself if it is not linear in y.
-        scale: c(w), [B,1]. None: `out` is y, or not linear in it.
+        factor: the expression c(w) of rows = y * c(w); `out` itself if it is not linear in y.
+        scale: c(w), [B,1]; None if `out` is y, or not linear in y.
     """
 
     def __init__(self, call: ExpertMlpCall, gemms: Gemms):
@@ -384,7 +394,7 @@ class ByRow:
 
 
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """As `to`, which takes a microsecond to find that there is nothing to do."""
+    """`tensor.to(dtype)`, without its microsecond of overhead if the dtype is right already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 

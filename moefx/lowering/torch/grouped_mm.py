@@ -1,9 +1,7 @@
-"""Provider "grouped_mm": torch's grouped GEMM, one kernel over all experts, no host sync. bfloat16 on new
-GPUs.
+"""Provider "grouped_mm": torch's grouped GEMM, one kernel over all experts without a host sync, for bfloat16.
 
-`torch.nn.functional.grouped_mm` takes the offsets on the device. Its fused kernels are for bfloat16 on sm90
-and newer and on AMD's gfx942 and newer; elsewhere torch loops over the experts on the host, and "segments"
-serves better.
+`torch.nn.functional.grouped_mm` takes the offsets on the device. It has fused kernels for bfloat16 on sm90 and newer,
+and on AMD's gfx942 and newer. On other devices torch loops over the experts on the host, and "segments" is faster.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ def supports_grouped_mm(rows: Tensor, dtype: torch.dtype | None, *weights: Seque
     if rows.device.type != "cuda" or (dtype or rows.dtype) is not torch.bfloat16 or rows.shape[0] == 0:
         return False
     widths = [rows.shape[-1], *(size for w in weights for size in w[0].shape[-2:])]
-    # Stacked weights are read in place, by their strides; separate ones, and those to be cast, at worst from
-    # a copy.
+    # Stacked weights are read in place, by their strides. Separate weights, or weights to be cast, may be copied.
     in_place = [w[0] for w in weights if is_stacked(w, 2) and w[0].dtype is torch.bfloat16]
     return all(w % _ALIGNMENT == 0 for w in widths) and all(map(_readable, in_place)) and _fused(rows.device)
 
@@ -55,7 +52,7 @@ def _readable(w: Tensor) -> bool:
 
 
 def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """[B,n] @ [E,n,m] by blocks of rows, or [n,B] @ [B,m] -> [E,n,m] by blocks of the inner dimension."""
+    """[B,n] @ [E,n,m] in blocks of rows, or [n,B] @ [B,m] -> [E,n,m] in blocks of the inner dimension."""
     return torch.nn.functional.grouped_mm(left, right, offs=ends)
 
 
@@ -74,9 +71,9 @@ class WholeGroup:
 
 
 class GroupedGemms:
-    """The GEMMs of one call as grouped GEMMs, with the face of `segments.SegmentGemms`.
+    """The GEMMs of one call as grouped GEMMs, with the interface of `segments.SegmentGemms`.
 
-    Buffers are the kernels' own.
+    The kernels allocate their results.
     """
 
     def __init__(self, expert_offsets: Tensor, dtype: torch.dtype, matrix_size: int = 0):
@@ -151,7 +148,7 @@ class GroupedGemms:
         return (rows * self._by_row(bias, rows)).sum(1, keepdim=True, dtype=torch.float32)
 
     def sum_rows(self, group: WholeGroup, rows: Tensor, out: None, dtype: torch.dtype) -> Tensor:
-        # A GEMM with ones: float32 accumulation in fixed order, blind to the tail.
+        # A GEMM with ones accumulates in float32 and fixed order, and ignores the tail.
         rows = rows.to(self.dtype)
         ones = torch.ones((rows.shape[0], _ALIGNMENT), dtype=rows.dtype, device=rows.device)
         return self.outer(group, ones, rows, None, dtype)[:, 0]
@@ -161,7 +158,7 @@ class GroupedGemms:
 
 
 class TokenSum:
-    """Sum of the rows of each token [S,width]."""
+    """The sum of each token's rows, [S,width]."""
 
     def __init__(self, index: PftIndex):
         self.index, self.rows = index, torch.empty(0, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Large buffers on huge pages: the first touch of 4 KiB pages costs as much as what is written to them."""
+"""Allocate large buffers on huge pages: the first touch of 4 KiB pages costs as much as writing the data."""
 
 from __future__ import annotations
 

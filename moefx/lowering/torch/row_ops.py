@@ -1,4 +1,4 @@
-"""Providers of the ops that move or add up rows, from single torch kernels."""
+"""Providers of the ops that move or sum rows, from single torch kernels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from ...ir.ops.expert_gemms import expert_rows_backward
 from ...ir.ops.token_routing import combine, combine_backward
 
-# Rows or tokens at a time where there are intermediates: they stay in a core's cache.
+# Rows or tokens of a chunk, so that intermediates stay in a core's cache.
 _BLOCK = 1024
 
 
 def _on_cpu(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
-    # embedding_bag takes weights in the dtype of the rows only, and accumulates in float32 or better only for these.
+    # embedding_bag needs weights in the rows' dtype, and accumulates in float32 or better only for these dtypes.
     wide = _sum_dtype(rows)
     same = combine_weights is None or torch.promote_types(combine_weights.dtype, wide) == wide
     return rows.device.type == "cpu" and same and wide in (torch.float32, torch.float64)
@@ -27,7 +27,7 @@ def _sum_dtype(rows: Tensor) -> torch.dtype:
 def _combine(
     rows: Tensor, combine_weights: Tensor | None, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor
 ) -> Tensor:
-    # embedding_bag is a gather-sum in fixed order without a buffer for what is gathered.
+    # embedding_bag gathers and sums in fixed order, without a buffer for the gathered rows.
     num_tokens, num_slots = inverse.shape
     if rows.shape[0] == 0:
         return rows.new_zeros((num_tokens, rows.shape[1]))
@@ -35,7 +35,7 @@ def _combine(
     if int(expert_offsets[-1]) == row.shape[0]:
         start = torch.arange(0, row.shape[0], num_slots, dtype=torch.int32, device=row.device)
     else:
-        # With drops the bags have different lengths; bags, and rows within a bag, keep their order.
+        # With dropped slots the bags have different lengths. Bags, and rows within a bag, keep their order.
         valid = inverse >= 0
         count = valid.sum(1, dtype=torch.int32)
         row, start = row[valid.reshape(-1)], torch.cumsum(count, 0, dtype=torch.int32) - count
@@ -73,7 +73,7 @@ def _combine_backward(
     supports=lambda grad, expert_offsets, *, dtype: grad.device.type == "cuda" and grad.shape[0] > 0,
 )
 def _expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.dtype) -> Tensor:
-    # Takes the offsets on the device: no host sync. `unsafe` skips the check that they end at the last row.
+    # The offsets stay on the device, without a host sync. `unsafe` skips the check that they end at the last row.
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     total = torch.segment_reduce(wide, "sum", offsets=expert_offsets.long(), axis=0, initial=0, unsafe=True)
     return total.to(dtype)

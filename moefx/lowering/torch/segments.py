@@ -1,8 +1,8 @@
-"""Provider "segments": one GEMM for each hit expert on its block of rows. CPU, float64, and GPUs without
+"""Provider "segments": one GEMM for each expert with rows, on its block of rows. For CPUs, float64, and GPUs without a
 grouped GEMM.
 
-Rows are sorted by expert, so that what an expert does happens on one contiguous block and is written straight
-into its slice of the result. Unhit experts cost nothing. Needs the offsets on the host.
+Rows are sorted by expert, so each expert works on one contiguous block and writes to its slice of the result. Experts
+without rows cost nothing. Needs the offsets on the host.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from .huge_pages import new_buffer
 from .thread_pool import for_each
 from .weight_lists import unstack_weights
 
-# Rows of a group: at least so many, that Python does not show; at most so many, for the cache.
+# (fewest, most) rows of a group: enough to hide Python's overhead, few enough for the cache.
 _GROUP_ROWS = (512, 2048)
-# Multiplications of a call; fewer take less than a millisecond, and waking threads takes a part of one.
+# Multiplications of a call from which threads pay. Smaller calls take less than a millisecond, and waking threads takes
+# a part of one.
 _PARALLEL = 2**25
 
 
@@ -45,13 +46,14 @@ class PftIndex(Protocol):
 
 @dataclasses.dataclass
 class Group:
-    """Neighbouring experts and how many rows each of them has.
+    """Neighbouring experts with their numbers of rows.
 
     Attributes:
-        index: which group of its call it is.
-        start: its first row.
-        padding: rows behind its last one that are computed along, so that GEMMs come in few different sizes.
-            They are whatever lies there, the next expert's, and no result has them. One expert only.
+        index: number of the group in its call.
+        start: first row.
+        experts, sizes: the experts, and the number of rows of each.
+        padding: rows after the last one that take part in GEMMs, so that GEMMs have few different sizes. They belong
+            to the next expert and enter no result. Only groups of one expert have padding.
     """
 
     index: int
@@ -66,52 +68,51 @@ class Group:
 
     @property
     def stop(self) -> int:
-        """Where what it reads ends, padding included."""
+        """The end of the rows that the group reads, padding included."""
         return self.start + self.num_rows + self.padding
 
     def own(self, rows: Tensor) -> Tensor:
-        """What was read, or made of it, without the padding."""
+        """The rows without the padding."""
         return rows[: self.num_rows] if self.padding else rows
 
     def clear_padding(self, rows: Tensor, *, copy: bool = False) -> Tensor:
-        """Zeros for the padding; in place unless `copy`."""
+        """Set the padding to zero, in place unless `copy`."""
         if self.padding:
             rows = rows.clone() if copy else rows
             rows[self.num_rows :].zero_()
         return rows
 
     def repeat_last(self, rows: Tensor) -> Tensor:
-        """The last row for the padding, in place: an input that this expert does take."""
+        """Set the padding to the last row, in place: an input that occurs for this expert."""
         if self.padding:
             rows[self.num_rows :] = rows[self.num_rows - 1]
         return rows
 
     def split(self, rows: Tensor, dim: int = 0) -> Sequence[Tensor]:
         """The rows of each expert."""
-        # Tensor.split is a Python function around it
+        # Tensor.split is a slower Python function around split_with_sizes
         return (rows,) if len(self.experts) == 1 else torch.split_with_sizes(rows, self.sizes, dim)
 
 
 class SegmentGemms:
     """The GEMMs of one call over its segments, in groups of neighbouring experts.
 
-    GEMMs run expert by expert, everything else group by group: large enough that Python does not show, small
-        enough for the cache. Several groups run at a time, each fills its slices of the results. What a group
-        does is Python around kernels that release the GIL; slices are taken beforehand, for a thread that
-        comes back from a kernel as short as that waits longer for the GIL.
+    GEMMs run expert by expert, everything else group by group. Several groups run in parallel, and each fills its
+    slices of the results. A group runs Python code around kernels that release the GIL. Slices are taken in advance,
+    because after such a short kernel a thread would wait longer for the GIL than the kernel takes.
 
     Args:
         expert_offsets: [E+1].
-        dtype: of the GEMMs; weights of another dtype are cast, one hit expert at a time.
-        matrix_size: elements of an expert's smallest matrix. An expert with GEMMs large enough for oneDNN is
-            a group of its own: the products are new tensors then, and no step needs them side by side.
+        dtype: dtype of the GEMMs. Weights of another dtype are cast, one expert at a time.
+        matrix_size: elements of an expert's smallest matrix. An expert whose GEMMs are large enough for oneDNN is a
+            group of its own, because oneDNN returns new tensors, and then no step needs them side by side.
     """
 
     def __init__(self, expert_offsets: Tensor, dtype: torch.dtype, matrix_size: int = 0):
         offsets = expert_offsets.tolist()
         self.dtype, self.num_experts, self.num_valid = dtype, len(offsets) - 1, offsets[-1]
         self.on_cpu = expert_offsets.device.type == "cpu"
-        smallest, largest = _GROUP_ROWS  # in between, a few for each worker
+        smallest, largest = _GROUP_ROWS  # in between, a few groups for each worker
         max_rows = max(smallest, min(largest, self.num_valid // 8)) if self.on_cpu else self.num_valid
         self.unhit = [e for e in range(self.num_experts) if offsets[e] == offsets[e + 1]]
         self.groups: list[Group] = []
@@ -136,7 +137,8 @@ class SegmentGemms:
     ) -> None:
         """Call `work` for each group, then `then(group, result)` in order (see `for_each`).
 
-        How many `multiplications` a row takes tells whether threads pay.
+        Args:
+            multiplications: multiplications for each row, to decide whether threads pay.
         """
         parallel = self.on_cpu and self.num_valid * multiplications > _PARALLEL
         for_each(self.groups, work, then, parallel=parallel)
@@ -156,18 +158,18 @@ class SegmentGemms:
     # -- rows, by group --
 
     def read(self, rows: Tensor) -> Sequence[Tensor]:
-        """What each group reads of an argument, padding included."""
+        """The rows of an argument that each group reads, padding included."""
         return [self._rows(rows, group.start, group.stop) for group in self.groups]
 
     def _rows(self, rows: Tensor, start: int, stop: int) -> Tensor:
         if stop <= self.num_valid:
             return rows[start:stop]
-        # Nothing reads the tail. Padding is made of values that occur: expressions may not take others.
+        # Results ignore the padding, but it repeats a real row, because expressions may fail on other values.
         last = rows[self.num_valid - 1].expand(stop - self.num_valid, *rows.shape[1:])
         return torch.cat([rows[start : self.num_valid], last])
 
     def places(self, rows: Tensor) -> Sequence[Tensor]:
-        """Where each group writes in a result."""
+        """The slice of a result that each group writes."""
         return torch.split_with_sizes(rows[: self.num_valid], [group.num_rows for group in self.groups])
 
     # -- buffers --
@@ -176,28 +178,28 @@ class SegmentGemms:
         return new_buffer(like, (num_rows, width), dtype)
 
     def new_sum(self, index: PftIndex, width: int, dtype: torch.dtype) -> TokenSum | RowsToSum:
-        # Elsewhere index_add_ adds atomically: in any order.
+        # On GPUs index_add_ uses atomics, whose order varies.
         return (TokenSum if self.on_cpu else RowsToSum)(self, index, width, dtype)
 
     def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | list[Any]:
-        """What gradients of the parameters go to: a stack, or a list with a place for each."""
+        """An empty container for the parameters' gradients: a stack, or a list with an item for each expert."""
         if separate_gradients(parameters, dim):
             return [None] * self.num_experts
         return new_buffer(parameters[0], (self.num_experts, *parameters[0].shape[-dim:]))
 
     def finish_rows(self, rows: Tensor) -> Tensor:
-        """Zero the tail, which no segment wrote. Hygiene: nobody reads it."""
+        """Set the tail, which no segment wrote, to zero. No result depends on it."""
         if rows.shape[0] > self.num_valid:
             rows[self.num_valid :] = 0
         return rows
 
     def finish_stack(self, stack: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients to return; zero for experts without rows."""
+        """The finished gradients, with zeros for experts without rows."""
         for e in self.unhit:
             stack[e] = 0 if isinstance(stack, Tensor) else torch.zeros_like(parameters[e])
         return [stack] if isinstance(stack, Tensor) else stack
 
-    # -- on the rows of one group; `out` is what is filled, and returned --
+    # -- on the rows of one group; each method fills and returns `out` --
 
     def multiply(
         self,
@@ -209,9 +211,9 @@ class SegmentGemms:
         bias: Sequence[Tensor] | None = None,
         add: bool = False,
     ) -> Tensor:
-        """out[r] = rows[r] @ w[e] + bias[e], or out[r] += rows[r] @ w[e].
+        """Compute out[r] = rows[r] @ w[e] + bias[e], or out[r] += rows[r] @ w[e] if `add`.
 
-        A new tensor without `out`, and with padding, which has no place in it.
+        Returns a new tensor if `out` is None, or if there is padding, for which `out` has no room.
         """
         biases = [None if bias is None else bias[e].to(self.dtype) for e in group.experts]  # as `linear` under autocast
         if len(group.experts) == 1 and not add and (out is None or group.padding):
@@ -223,7 +225,7 @@ class SegmentGemms:
         return out
 
     def multiply_add(self, group: Group, rows: Tensor, w: Operands, summand: Tensor, out: Tensor) -> Tensor:
-        """out[r] = rows[r] @ w[e] + summand[r], rounded once; a new tensor where there is padding."""
+        """Compute out[r] = rows[r] @ w[e] + summand[r], rounded once. Returns a new tensor if there is padding."""
         if group.padding:
             return linear(rows, w[group.experts[0]], summand)
         each = (group.split(rows), group.split(summand), group.split(out))
@@ -232,7 +234,7 @@ class SegmentGemms:
         return out
 
     def outer(self, group: Group, left: Tensor, right: Tensor, out: Any, dtype: torch.dtype) -> Any:
-        """out[e] = left^T @ right over the rows of e, in `dtype`. The padding of one of them is zero."""
+        """Compute out[e] = left^T @ right over the rows of e, in `dtype`. One operand's padding must be zero."""
         separate = isinstance(out, list)
         for e, a, b in zip(group.experts, group.split(left.t(), 1), group.split(right.t(), 1), strict=True):
             if separate:
@@ -263,9 +265,9 @@ class SegmentGemms:
 
 
 class TokenSum:
-    """Sum of the rows of each token [S,width], group by group: no buffer of all rows.
+    """The sum of each token's rows, [S,width], group by group, without a buffer of all rows.
 
-    For each token in the order of the rows, so by expert; in float32 at least, rounded once.
+    Adds in the order of the rows (by expert), in float32 at least, and rounds once.
     """
 
     def __init__(self, gemms: SegmentGemms, index: PftIndex, width: int, dtype: torch.dtype):
@@ -284,7 +286,7 @@ class TokenSum:
 
 
 class RowsToSum:
-    """The same from a buffer of all rows, by `combine`."""
+    """The sum of each token's rows, [S,width], by `combine` from a buffer of all rows."""
 
     def __init__(self, gemms: SegmentGemms, index: PftIndex, width: int, dtype: torch.dtype):
         shape, device = (index.token_ids.shape[0], width), index.token_ids.device
@@ -299,7 +301,7 @@ class RowsToSum:
 
 
 class Operands:
-    """Each expert's matrix as [out, in], cast when it is looked up."""
+    """Each expert's matrix as [out, in], cast on access."""
 
     def __init__(self, matrices: Sequence[Tensor], dtype: torch.dtype):
         self.matrices, self.dtype = matrices, dtype

@@ -1,10 +1,9 @@
-"""Work on groups of experts side by side on the CPU.
+"""Run groups of experts in parallel on the CPU.
 
-A plain loop over experts leaves the cores to the insides of each small kernel, where half of their time is
-    lost: splitting a 256-row GEMM over two cores, or a pointwise part that is too small to be split. Experts
-    are independent, so each worker takes whole ones, with kernels of one thread. The kernels release the GIL;
-    results go to disjoint slices, so that neither the number of workers nor their order changes a bit of
-    them.
+A plain loop over experts can use several cores only inside of small kernels, which wastes about half of the time: a
+256-row GEMM scales badly, and a small pointwise kernel is not split at all. Experts are independent, so each worker
+takes whole experts, with single-threaded kernels that release the GIL. Results go to disjoint slices, so they do not
+depend on the number or order of workers, bit by bit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-# More workers wait for the GIL (8 were no faster than 2): beyond, each gets several threads for its kernels.
+# More workers only wait for the GIL (8 were no faster than 2). With more cores each worker's kernels get more threads.
 _MAX_WORKERS = 4
 
 
@@ -31,10 +30,11 @@ def for_each(
     *,
     parallel: bool = True,
 ) -> None:
-    """Call `work` on every item, in parallel where torch may use several threads. Raises the first error.
+    """Call `work` on every item, in parallel if torch may use several threads. Raises the first error.
 
-    `then(item, result)` is called for one item at a time, in the order of the items: sums come out the same
-    with any number of workers.
+    Args:
+        then: called as `then(item, result)` for one item at a time, in the order of the items, so that sums do not
+            depend on the number of workers.
     """
     num_threads = torch.get_num_threads()
     num_workers = min(num_threads, _MAX_WORKERS, len(items))
@@ -66,7 +66,7 @@ def for_each(
 
 
 class _InOrder:
-    """Hands results on in order. Nobody waits: who brings the next one hands on those that came early."""
+    """Passes results on in order. No worker waits: the one with the next result also passes on the early ones."""
 
     def __init__(self, items: Sequence[Any], then: Callable[[Any, Any], None] | None):
         self.items, self.then = items, then
@@ -92,8 +92,10 @@ class _InOrder:
 
 
 def _release_idle_threads() -> None:
-    """Stop OpenMP's threads from spinning. After a kernel of the caller's they wait for the next one on a core
-    that the workers need, for 8 ms with GNU's OpenMP. It starts them anew when they are needed, in 0.1 ms."""
+    """Stop OpenMP's idle threads from spinning on cores that the workers need.
+
+    After a kernel GNU's OpenMP spins for 8 ms. A restart of its threads takes 0.1 ms.
+    """
     pause = _openmp_pause()
     if pause is not None:
         pause(1)  # omp_pause_soft
@@ -101,7 +103,7 @@ def _release_idle_threads() -> None:
 
 @functools.cache
 def _openmp_pause() -> Callable[[int], int] | None:
-    """OpenMP 5's `omp_pause_resource_all`, where the process has it."""
+    """OpenMP 5's `omp_pause_resource_all`, or None if the process does not have it."""
     try:
         return ctypes.CDLL(None).omp_pause_resource_all
     except (AttributeError, OSError, TypeError):
@@ -115,13 +117,13 @@ def _pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
 
     def start() -> None:
         torch.set_num_threads(num_threads // num_workers)
-        torch.get_num_threads()  # makes it this thread's own before it is put back for the others
+        torch.get_num_threads()  # fixes the setting for this thread before it is reset for the others
         barrier.wait()
 
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="moefx")
     for _ in range(num_workers):
-        pool.submit(start)  # each waits at the barrier, so that each runs in a thread of its own
+        pool.submit(start)  # the barrier makes each call run in a thread of its own
     barrier.wait()
-    # The number of threads is a thread's own, but also what threads to come start with: put that back.
+    # Setting the number of threads also changes the default of new threads: restore it.
     torch.set_num_threads(num_threads)
     return pool

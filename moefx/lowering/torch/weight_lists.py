@@ -1,4 +1,4 @@
-"""Reading lists of expert parameters, and counting how they were read (see `providers.weight_paths`)."""
+"""Read lists of expert parameters, and count how they were read (see `ir.op_providers.count_weight_path`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...ir.ops.expert_gemms import is_stacked
 
 
 def unstack_weights(w: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """Each expert's matrix, for GEMMs one by one. Never copies; who multiplies in another `dtype` casts."""
+    """Each expert's matrix, for separate GEMMs. Never copies; a caller that multiplies in `dtype` casts."""
     stacked = is_stacked(w, 2)
     _count("stacked" if stacked else "separate", w, dtype)
     return w[0].unbind(0) if stacked else w
 
 
 def stack_weights(w: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """All experts' matrices as one tensor [E,...] for grouped GEMMs; a view where the storage allows it."""
+    """All experts' matrices as one tensor [E,...] for grouped GEMMs, a view if the storage allows it."""
     if is_stacked(w, 2):
         _count("stacked", w, dtype)
         return w[0].to(dtype)
@@ -27,7 +27,7 @@ def stack_weights(w: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if view is not None:
         _count("view", w, dtype)
         return view.to(dtype)
-    count_weight_path("stacked_copy")  # which casts on the way
+    count_weight_path("stacked_copy")  # the copy casts, too
     copy = torch.empty((len(w), *w[0].shape), dtype=dtype, device=w[0].device)
     torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
         list(copy.unbind(0)), list(w)
@@ -42,7 +42,7 @@ def _count(path: str, w: Sequence[Tensor], dtype: torch.dtype) -> None:
 
 
 def strided_view(w: Sequence[Tensor]) -> Tensor | None:
-    """One tensor [E,...] over equally spaced tensors of one storage, None where they are not."""
+    """A view [E,...] over equally spaced tensors of one storage; None if they are not."""
     first, size = w[0], w[0].element_size()
     spacing = w[1].data_ptr() - first.data_ptr() if len(w) > 1 else first.numel() * size
     strides = first.stride()
@@ -51,7 +51,7 @@ def strided_view(w: Sequence[Tensor]) -> Tensor | None:
     for i, tensor in enumerate(w):
         if tensor.data_ptr() != first.data_ptr() + i * spacing or tensor.stride() != strides:
             return None
-    # Equal spacing can be an accident of the allocator: the last one must lie in the storage of the first.
+    # The allocator can space tensors equally by accident: the last one must lie in the storage of the first.
     begin = first.storage_offset() * size
     extent = (sum((n - 1) * s for n, s in zip(first.shape, strides, strict=True)) + 1) * size
     if begin + (len(w) - 1) * spacing + extent > first.untyped_storage().nbytes():

@@ -1,6 +1,6 @@
 """Providers "triton": routing and expert MLPs as Triton kernels, for CUDA and ROCm.
 
-The kernels are imported when the first call comes, Triton with them.
+Kernels and Triton are imported on the first call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _on_gpu(tensor: Tensor, *_: Any, **__: Any) -> bool:
 
 
 def _takes_routing(topk_ids: Tensor, topk_weights: Tensor | None, *_: Any, drop: str = "none", **__: Any) -> bool:
-    # Places go by the weights' bits, of which the kernel looks at 32.
+    # Dropping by weight sorts the weights' bits, and the kernel reads 32 of them.
     narrow = drop != "weight" or topk_weights is None or topk_weights.dtype is not torch.float64
     return topk_ids.device.type == "cuda" and narrow
 
@@ -41,7 +41,12 @@ def _takes_experts(x: Tensor, *args: Any, body: str, dtype: torch.dtype | None =
 
 @functools.lru_cache(maxsize=1024)
 def explain_unsupported(body: str, widths: tuple[int, ...] | None = None) -> str | None:
-    """Why the kernels do not take a body (its JSON text) with up-projections of these widths; None if they do."""
+    """The reason why the kernels do not support a body, or None if they do.
+
+    Args:
+        body: JSON text of the `ExpertBody`.
+        widths: widths of the up-projections.
+    """
     from .pointwise import Underivable, derive_formulas
 
     try:
@@ -52,8 +57,8 @@ def explain_unsupported(body: str, widths: tuple[int, ...] | None = None) -> str
 
 
 def list_configurations() -> tuple[str, ...]:
-    """How the GEMMs of this process were cut so far and why, a line for each kernel and shape."""
-    tuning = sys.modules.get(f"{__name__}.tuning")  # where no kernel ran, Triton is not imported for this
+    """The tile configurations that this process used so far and their reasons, a line for each kernel and shape."""
+    tuning = sys.modules.get(f"{__name__}.tuning")  # do not import Triton if no kernel ran
     return tuple(tuning.list_used_configs()) if tuning else ()
 
 
@@ -82,7 +87,7 @@ def _expert_mlp_backward(*args: Any, **kwargs: Any) -> Any:
 
 
 def _of_exchange_ops(name: str) -> Any:
-    """That function of `exchange_ops`, which is imported when it is called."""
+    """A function of `exchange_ops`, which is imported on the first call."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         from . import exchange_ops

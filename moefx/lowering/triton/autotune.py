@@ -1,8 +1,8 @@
-"""Configurations found out on this machine, for what no table has: timed once, then kept on disk.
+"""Autotune kernels for shapes that the tuning table does not cover, and cache the results on disk.
 
-A kernel is timed in the call that needs it, on that call's tensors and routing, and writes what it would write anyway.
-`MOEFX_AUTOTUNE` says how many seconds a process may spend on this: 60 if it is not set, none under `CI`. What was
-found is kept in `MOEFX_CACHE` (~/.cache/moefx), in one file for each kind of GPU, version of Triton and of the kernels.
+A kernel is timed in the call that needs it, on that call's tensors and routing; each trial writes the correct result.
+`MOEFX_AUTOTUNE` limits the seconds that a process spends on tuning: by default 60, and 0 under `CI`. Results are cached
+in `MOEFX_CACHE` (~/.cache/moefx), in a file for each kind of GPU, version of Triton and version of the kernels.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .timing import milliseconds, settle
 
 _log = logging.getLogger(__name__)
 _SECONDS = 60.0
-_MIN_FLOPS = 2e9  # of a GEMM: smaller ones take less time than to launch them
+_MIN_FLOPS = 2e9  # smaller GEMMs take less time than their launch
 _ROUNDS = 5
 _TOO_LARGE = ("too many resources requested", "PassManager::run failed", "out of resource")
 
-tuning_lock = threading.RLock()  # of the thread that tunes; the others wait for what it finds
+tuning_lock = threading.RLock()  # held by the thread that tunes; other threads wait for its result
 _spent = 0.0
 
 
@@ -56,7 +56,11 @@ def _allowed(setting: str, ci: str) -> float:
 
 
 def can_tune(shape: Sequence[int], num_experts: int) -> bool:
-    """Whether there is time left, and a GEMM of this shape (see `tuning.choice`) is worth it and may be timed now."""
+    """Whether a GEMM is worth tuning, may be timed now, and time is left.
+
+    Args:
+        shape: see `tuning.config`.
+    """
     columns, inner, rows = shape
     if seconds_left() <= 0 or 2.0 * columns * inner * rows * num_experts < _MIN_FLOPS:
         return False
@@ -66,13 +70,14 @@ def can_tune(shape: Sequence[int], num_experts: int) -> bool:
 def find_fastest(
     name: str, candidates: Sequence[Config], trial: Callable[[Config], object]
 ) -> tuple[Config | None, bool]:
-    """The fastest candidate, None where none fits; and whether all were tried in the time that is left.
+    """Find the fastest candidate. Tries at least the first one, even without time.
 
-    The first one is tried in any case: to run out of time is no worse than not to tune.
+    Returns:
+        The fastest candidate, or None if none fits; and whether all were tried in time.
     """
     global _spent
     with tuning_lock, pause_recording():
-        if not _spent:  # the user waits for the first time
+        if not _spent:  # warn once: the user waits
             what = "timing GPU kernels for shapes that are not in the tuning table, for up to %.0f s (MOEFX_AUTOTUNE)"
             _log.warning(what, seconds_left())
         _log.info("tuning %s: %d configurations, %.0f s left", name, len(candidates), seconds_left())
@@ -96,10 +101,14 @@ def time_candidates(
     seconds: float,
     settled: float = 0.0,
 ) -> tuple[dict[Config, list[float]], bool]:
-    """Milliseconds of each candidate that fits, `rounds` times; and whether all were tried in this many seconds.
+    """Time each candidate that fits, `rounds` times.
 
     Args:
-        settled: seconds to work before each measurement: steady work lowers the clock, of some candidates more.
+        seconds: time limit for trying candidates.
+        settled: seconds of work before each measurement: steady work lowers the clock, for some candidates more.
+
+    Returns:
+        Milliseconds of each candidate; and whether all candidates were tried in time.
     """
     deadline, fit, is_complete = time.perf_counter() + seconds, [], True
     for cut in candidates:
@@ -114,20 +123,22 @@ def time_candidates(
                 raise
             _log.info("%s does not fit: %s", cut.text, str(error)[:200])
     times: dict[Config, list[float]] = {cut: [] for cut in fit}
-    # In turns: a GPU under load changes its clock by more than what tells two candidates apart.
+    # In turns, because a GPU's clock changes under load by more than candidates differ.
     for cut in [cut for _ in range(rounds) for cut in fit]:
         try:
             settle(functools.partial(trial, cut), settled)
             times[cut].append(milliseconds(functools.partial(trial, cut), repeats=repeats, warmup=1))
-        except torch.cuda.OutOfMemoryError:  # the call may well have enough; only timing has not
+        except torch.cuda.OutOfMemoryError:  # timing needs more memory than the call itself
             times.pop(cut, None)
             return {cut: found for cut, found in times.items() if found}, False
     return times, is_complete
 
 
 def _does_not_fit(error: Exception) -> bool:
-    """Whether a configuration fails by its size: too much shared memory, say. Errors of the driver and of LLVM are
-    plain RuntimeErrors; after most of those of the driver nothing else runs either."""
+    """Whether a configuration is too large, for example for shared memory.
+
+    Errors of the driver and of LLVM are plain RuntimeErrors. After most driver errors nothing else would run.
+    """
     if isinstance(error, (TritonError, torch.cuda.OutOfMemoryError)):
         return True
     return type(error) is RuntimeError and any(text in str(error) for text in _TOO_LARGE)
@@ -138,7 +149,7 @@ def _does_not_fit(error: Exception) -> bool:
 
 
 def cache_directory() -> Path | None:
-    """Where configurations are kept; None where there is no place."""
+    """The directory of the cache, or None if there is none."""
     if home := os.environ.get("MOEFX_CACHE"):
         return Path(home)
     try:
@@ -148,14 +159,14 @@ def cache_directory() -> Path | None:
 
 
 def cache_file(gpu: str) -> Path | None:
-    """Where the configurations found for a kind of GPU are kept."""
+    """The cache file for a kind of GPU, or None without a directory."""
     place = cache_directory()
     return place and place / f"tuning-{re.sub(r'[^0-9A-Za-z]+', '_', gpu)}-{_version()}.jsonl"
 
 
 @functools.cache
 def _version() -> str:
-    """Of what the times depend on: Triton and this package's sources."""
+    """A hash of everything that times depend on: Triton's version and this package's sources."""
     digest = hashlib.sha256(triton.__version__.encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -163,7 +174,7 @@ def _version() -> str:
 
 
 def read_cached_lines(gpu: str) -> list[str]:
-    """The lines of the file."""
+    """The lines of the cache file; none if it cannot be read."""
     file = cache_file(gpu)
     try:
         return [line for line in file.read_text(errors="replace").splitlines() if line] if file else []
@@ -172,16 +183,19 @@ def read_cached_lines(gpu: str) -> list[str]:
 
 
 def append_cached_line(gpu: str, line: str) -> None:
+    """Append a line to the cache file. Warns if it cannot be written."""
     file = cache_file(gpu)
     if file is None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # In one write at the end of the file: other processes may be tuning too, and one may have been stopped.
+        # A single write in append mode: other processes may write too, and a killed one may have left half a line.
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(descriptor, f"\n{line}\n".encode())
         finally:
             os.close(descriptor)
     except OSError as error:
-        _log.warning("%s: what was tuned is not kept (%s); MOEFX_CACHE names another directory", file, error.strerror)
+        _log.warning(
+            "%s: cannot cache the tuning result (%s); set MOEFX_CACHE to a writable directory", file, error.strerror
+        )

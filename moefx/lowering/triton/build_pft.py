@@ -1,11 +1,11 @@
-"""Provider "triton" of `build_pft`: the ERI arrays by a counting sort, in three launches (four where places go by
-weight).
+"""Provider "triton" of `build_pft`: the ERI arrays by a counting sort, in three launches (four with drop="weight").
 
-No global sort, no atomics on memory, no host sync; stable, so bitwise equal to the reference:
+There is no global sort, no atomic on memory and no host sync. The sort is stable, so results equal the reference bit by
+bit:
 
-    count    how many entries of each expert each block has                        one program for a block
-    scan     where each block's entries of an expert begin, and where it is full   one program for an expert
-    scatter  each block sorts its entries by expert and writes them                one program for a block
+    count    counts each block's entries of each expert                            one program for a block
+    scan     finds the begin of each block's entries, and the end of the capacity  one program for an expert
+    scatter  sorts each block's entries by expert and writes them                  one program for a block
     select   drop="weight" only: the largest weights of each expert, by radix      one program for an expert
 """
 
@@ -22,16 +22,16 @@ from ...ir.ops.token_routing import padded_row_count
 from .launch import cdiv, use_device
 from .launch_replay import apply, empty, launch, replay_or_record
 
-# Entries that are sorted together: by few warps, as what they exchange costs more than the rest.
+# Entries of a block, which is sorted together. Few warps: their data exchange costs more than the rest.
 _BLOCK, _WARPS = 512, 2
-_DIGIT = 256  # of the radix
-# Sizes that change from call to call: a kernel is not compiled anew for them.
+_DIGIT = 256  # values of a radix digit
+# Sizes that change from call to call: kernels are not specialised on them.
 _VARYING = ["num_entries", "num_blocks", "capacity", "room"]
 
 
 @triton.jit
 def _experts_of(topk_ids, keep, entry, in_list, E: tl.constexpr, HAS_KEEP: tl.constexpr):
-    """The expert of each entry; E where there is none, which sorts behind the others."""
+    """The expert of each entry, or E for dropped entries, which sort last."""
     expert = tl.load(topk_ids + entry, mask=in_list, other=-1)
     valid = in_list & (expert >= 0) & (expert < E)
     if HAS_KEEP:
@@ -45,7 +45,7 @@ def count_kernel(
     E: tl.constexpr, E_BINS: tl.constexpr, K: tl.constexpr, QUEUES: tl.constexpr, BLOCK: tl.constexpr,
     HAS_KEEP: tl.constexpr,
 ):  # fmt: skip
-    """counts[e, q, block]. QUEUES is K where slots queue one after the other, else 1."""
+    """counts[e, q, block] of the entries. QUEUES is K if drops go slot by slot, otherwise 1."""
     block = tl.program_id(0)
     entry = block * BLOCK + tl.arange(0, BLOCK)
     expert = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
@@ -64,10 +64,10 @@ def scan_kernel(
     E: tl.constexpr, K: tl.constexpr, QUEUES: tl.constexpr, Q_PAD: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, HAS_KEEP: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """begins[e, block]: the expert's entries kept before the block; totals[e]: kept in all.
+    """begins[e, block]: number of the expert's kept entries before the block. totals[e]: all of its kept entries.
 
-    With several queues also cuts[e]: entries that queue (slot first, then token) from there on are dropped. Where
-    the queue is the list itself (QUEUES = 1), blocks begin as if nothing were dropped: `scatter` drops.
+    With several queues also cuts[e]: entries from this position (by slot, then token) on are dropped. With QUEUES = 1
+    begins ignores drops, and `scatter` drops.
     """
     expert = tl.program_id(0)
     queue, offset = tl.arange(0, Q_PAD), tl.arange(0, CHUNK)
@@ -121,8 +121,10 @@ def scatter_kernel(
     HAS_KEEP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, CAPPED: tl.constexpr, BY_SLOT: tl.constexpr,
     STAGE: tl.constexpr,
 ):  # fmt: skip
-    """Write each entry to its row, one of `room`, and zeros to the tail. STAGE: rows for `select`, token_ids holds
-    entries."""
+    """Write each entry to its row (of `room` rows), and zeros to the tail.
+
+    STAGE: write the entries for `select`, into token_ids.
+    """
     block = tl.program_id(0)
     bins, offset = tl.arange(0, E_BINS), tl.arange(0, BLOCK)
     total = tl.load(totals + bins, mask=bins < E, other=0)
@@ -143,7 +145,7 @@ def scatter_kernel(
     valid = expert_sorted < E
     count = tl.histogram(expert, E_BINS, mask=expert < E)
     begin = tl.load(begins + bins * num_blocks + block, mask=bins < E, other=0)
-    # Rank of a sorted entry in its expert: those of earlier blocks, and those before it in this one.
+    # Rank of a sorted entry in its expert: entries of earlier blocks, plus earlier ones of this block.
     shift = begin - (tl.cumsum(count, 0) - count)
     safe = tl.where(valid, expert_sorted, 0)
     rank = tl.gather(shift, safe, 0) + offset
@@ -169,7 +171,7 @@ def scatter_kernel(
 
 @triton.jit
 def _sortable(weight):
-    """float32 as uint32 in the same order; all NaNs above everything, -0 beside 0."""
+    """float32 as uint32 in the same order. NaNs are above all numbers, and -0 equals 0."""
     weight = weight.to(tl.float32)
     bits = tl.where(weight == 0, 0.0, weight).to(tl.uint32, bitcast=True)
     negative = (bits >> 31) != 0
@@ -183,7 +185,7 @@ def select_kernel(
     token_ids, slot_ids, expert_offsets, inverse, combine_weights, num_entries, capacity,
     E: tl.constexpr, E_BINS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, DIGIT: tl.constexpr,
 ):  # fmt: skip
-    """Keep each expert's `capacity` largest weights, of equal ones the first, in the order of the list."""
+    """Keep each expert's `capacity` largest weights, the first ones among equals, in the order of the list."""
     expert = tl.program_id(0)
     bins, offset, digits = tl.arange(0, E_BINS), tl.arange(0, BLOCK), tl.arange(0, DIGIT)
     total = tl.load(totals + bins, mask=bins < E, other=0)
@@ -197,7 +199,7 @@ def select_kernel(
     staged = tl.sum(tl.where(bins < expert, total, 0), 0)
     num_mine = tl.sum(tl.where(bins == expert, total, 0), 0)
 
-    # The smallest kept weight, digit by digit from the top; `wanted` of those equal to it are kept.
+    # Find the smallest kept weight, digit by digit from the top; `wanted` entries with that weight are kept.
     threshold, wanted = tl.zeros((), tl.uint32), tl.minimum(num_mine, capacity)
     num_eligible = tl.where(wanted > 0, num_mine, 0)
     for step in tl.static_range(4):
@@ -266,7 +268,7 @@ def build_pft(
 
     if num_rows is None:
         results = replay_or_record(key, arguments, (), host_code)
-    else:  # of what came from other ranks: other sizes in each call
+    else:  # rows from other ranks: sizes differ in each call, so a tape would not help
         with use_device(topk_ids.device):
             results = host_code()
     return tuple(results)  # pyright: ignore[reportReturnType]
@@ -296,7 +298,7 @@ def _build_pft(
         is_flat = keep.is_contiguous()
         keep = keep.view(torch.uint8) if is_flat else apply(lambda t: t.contiguous().view(torch.uint8), keep)
 
-    # One allocation for what is thrown away, one for each result.
+    # One allocation for all scratch arrays, one for each result.
     sizes = (num_experts * queues * num_blocks, num_experts * num_blocks, num_experts, num_experts)
     scratch = empty((sum(sizes) + (num_entries if by_weight else 0),), torch.int32, device)
     counts, begins, totals, cuts, entries = scratch.split([*sizes, scratch.shape[0] - sum(sizes)])

@@ -1,5 +1,7 @@
-"""Kernels that look at the places of choices: where each choice goes, which stand for others, how many rows there
-are. A program has a block of tokens, and all choices of each."""
+"""Kernels over the destinations of slots: they assign destinations, find pilots, and count rows.
+
+A program has a block of tokens with all their slots. A place is rank * (places of a rank) + position on the rank.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def place_kernel(
     topk_ids, keep, table, place, num_entries, E,
     HAS_KEEP: tl.constexpr, HAS_TABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """place = table[id], the id itself without one; -1 where it is not kept or is outside [0, E)."""
+    """place = table[id], or the id itself without a table; -1 if the slot is dropped or the id is outside [0, E)."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_list = entry < num_entries
     expert = tl.load(topk_ids + entry, mask=in_list, other=-1)
@@ -29,8 +31,10 @@ def place_kernel(
 
 @triton.jit
 def _unit(place, token, k: tl.constexpr, in_list, begin, end, near, slots, K: tl.constexpr):
-    """Of choice k of the tokens the unit of so many places; -1 where the choice does not count, which are also those at
-    the places begin ... end - 1, or with near = 1 all others."""
+    """Destination unit (of `slots` places) of slot k of each token, or -1 if the slot does not count.
+
+    Slots at the places begin ... end - 1 do not count; with near = 1 only they count.
+    """
     at = tl.load(place + token * K + k, mask=in_list, other=-1)
     inside = ((at >= begin) & (at < end)).to(tl.int32)
     return tl.where((at >= 0) & (inside == near), at // slots, -1)
@@ -38,7 +42,7 @@ def _unit(place, token, k: tl.constexpr, in_list, begin, end, near, slots, K: tl
 
 @triton.jit
 def _pilot(place, token, k: tl.constexpr, in_list, begin, end, near, dedup, slots, K: tl.constexpr):
-    """As `_unit`, with dedup = 1 -1 also where a choice of the token before choice k is in the unit."""
+    """As `_unit`. With dedup = 1, also -1 if an earlier slot of the token has the same unit."""
     unit = _unit(place, token, k, in_list, begin, end, near, slots, K)
     first = unit >= 0
     for other in tl.static_range(k):
@@ -48,7 +52,7 @@ def _pilot(place, token, k: tl.constexpr, in_list, begin, end, near, dedup, slot
 
 @triton.jit(do_not_specialize=_VARYING)
 def pilots_kernel(place, pilot, num_tokens, num_slots, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The rank of each choice [S,K] that is the first of its token there; -1 of the others."""
+    """The rank of each slot [S,K] that is its token's first one on that rank, and -1 for the others."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_list = token < num_tokens
     for k in tl.static_range(K):
@@ -58,8 +62,11 @@ def pilots_kernel(place, pilot, num_tokens, num_slots, K: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=_VARYING)
 def count_rows_kernel(place, counts, wanted, num_tokens, K: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """counts[stored + u] += rows for unit u of `slots` places each, counted from `begin` with near = 1; for each of
-    wanted[n] = stored, units, slots, dedup, near, begin, end. Of integers, the sum is the same in any order."""
+    """counts[stored + u] += number of rows for unit u of `slots` places, for each row n of `wanted`.
+
+    wanted[n] = (stored, units, slots, dedup, near, begin, end). With near = 1 units are numbered from place `begin`.
+    The sums are of integers, so they do not depend on the order of the atomics.
+    """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_list = token < num_tokens
     told = wanted + tl.program_id(1) * 7

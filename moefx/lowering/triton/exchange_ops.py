@@ -1,5 +1,7 @@
-"""Providers "triton" of the ops that find, pack, unpack and add up rows that travel. Their launches are not replayed
-(see `launch_replay`): the number of rows changes with every call."""
+"""Providers "triton" of the exchange ops: they find, pack, unpack and sum the rows that travel.
+
+Their launches are not replayed (see `launch_replay`), because the number of rows changes with every call.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from . import row_kernels as rows
 from .build_pft import build_pft
 from .launch import cdiv, choose_block, launch, use_device
 
-_ELEMENTS = 4096  # of a block
-_TOKENS = 128  # of a block, with all their choices
+_ELEMENTS = 4096  # elements of a block
+_TOKENS = 128  # tokens of a block, with all their slots
 
 
 def combine(
@@ -37,7 +39,11 @@ def combine(
 def sum_rows_of_tokens(
     rows_in: Tensor, row_weights: Tensor | None, inverse: Tensor, dtype: torch.dtype, scale: Any
 ) -> Tensor:
-    """The sum of each token's rows, each times `scale` (a function of kernels) of its weight, [S,width]."""
+    """Sum each token's rows, each times `scale(weight)`, [S,width].
+
+    Args:
+        scale: a Triton function, or None.
+    """
     (num_tokens, num_slots), width = inverse.shape, rows_in.shape[1]
     out = rows_in.new_empty((num_tokens, width), dtype=dtype)
     bt, bd = choose_block(width)
@@ -114,7 +120,7 @@ def _zeros_and(last: int, size: int, device: torch.device) -> Tensor:
 def _wanted(
     levels: tuple[int, ...], num_slots: int, dedup: bool, near: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, int]:
-    """What `count_rows_kernel` counts, in the order of the numbers; and room for the most units of one."""
+    """The table of counts for `count_rows_kernel`, in the order of its results; and its number of bins."""
     units, (begin, end) = exchange_routes.count_units(levels), (p * num_slots for p in near or (0, 0))
     positions = units[-1]
     rows = [[n, positions // n * num_slots, int(dedup), 0, begin, end] for n in units]
@@ -126,7 +132,7 @@ def _wanted(
 
 
 class _Send(NamedTuple):
-    """Which row is of which choice: those whose ERI arrays these are."""
+    """The ERI arrays that map sent rows to their slots."""
 
     place: Tensor
     token_ids: Tensor
@@ -135,7 +141,7 @@ class _Send(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Where a column is: of what tensor, bytes from row to row, and bytes to the first one."""
+    """The position of a column: tensor, bytes from row to row, bytes to the first row."""
 
     base: Tensor
     stride: int
@@ -147,8 +153,8 @@ class _Rows(NamedTuple):
         return cls(values, values.stride(0) * values.element_size())
 
 
-_Pair = tuple[Column, _Rows, _Rows]  # what moves, from where, and where to
-_NARROW = 256  # bytes
+_Pair = tuple[Column, _Rows, _Rows]  # column, source, destination
+_NARROW = 256  # most bytes of a narrow column
 
 
 def pack_rows(
@@ -169,7 +175,7 @@ def pack_rows(
     packed = layout.empty(room, place)
     place = place.contiguous()
     sources = [*tokens, *choices, place]
-    if not dedup:  # a row for each choice
+    if not dedup:  # a row for each slot
         sources[len(tokens) :] = [values.reshape(-1, 1) for values in sources[len(tokens) :]]
     pairs = [
         (column, _Rows.of(source), _Rows(packed, layout.num_bytes, begin))
@@ -242,8 +248,10 @@ def _move(
     num_slots: int = 1,
     by_choice: bool = False,
 ) -> None:
-    """Rows of values as they are: a wide column, a narrow one and the places in each launch. Their columns are told the
-    kernel in bytes, for each view of a tensor takes as long as a launch."""
+    """Move rows without changing their values: a wide column, a narrow one and one of destinations in each launch.
+
+    The kernel gets columns as bytes, because creating a view of a tensor takes as long as a launch.
+    """
     if not num_rows:
         return
     top_k = 0 if send is None else send.place.shape[1]
@@ -277,7 +285,7 @@ _NOWHERE = (None, 0, None, 0)
 
 
 def _in_words(pair: _Pair | None) -> tuple[Any, Sequence[Any]]:
-    """A column in the largest words that fit."""
+    """The kernel's arguments for a column, in the largest words that divide its sizes."""
     if pair is None or not pair[0].num_bytes:
         return None, _NOWHERE
     column, source, out = pair

@@ -1,7 +1,7 @@
-"""One call of `expert_mlp` or its backward: its arguments as the kernels take them, and what it launches.
+"""One call of `expert_mlp` or its backward: the kernels' arguments and their launches.
 
-Each piece of work is a method of `Run`. It asks `tuning.config` for a configuration. If that has warps with roles,
-`warp_specialized` launches, otherwise one of the kernels of `gemm_forward`, `gemm_backward` and `row_kernels`.
+Each piece of work is a method of `KernelCall`. It gets its configuration from `tuning.config`. `warp_specialized`
+launches configurations with warp roles, `KernelCall` the kernels of `gemm_forward`, `gemm_backward` and `row_kernels`.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from .weight_operands import Weights, is_describable, make_descriptor, stack_bia
 
 
 def matmul_precision(x: Tensor) -> str:
-    """Of float32 products: what torch's own matmul would use, where the matrix units have it."""
+    """The precision of float32 products, "tf32" or "ieee": torch's setting for matmul, if the device has TF32."""
     wanted = x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     has_it = wanted and (target(x.device).startswith("sm") or target(x.device) == "gfx942")
     return "tf32" if has_it else "ieee"
 
 
-_SHARED_BYTES = 227 * 1024 - 4096  # of a block on the GPUs that have tensor descriptors, less what barriers take
+_SHARED_BYTES = 227 * 1024 - 4096  # shared memory of a block on GPUs with tensor descriptors, without barriers
 
 
 class KernelCall:
-    """One call: its arguments as the kernels take them.
+    """One call with its arguments as the kernels take them.
 
     Args:
-        is_beside: rows travel meanwhile, and the exchange has some multiprocessors. Programs that wait for these would
-            begin when it is over, each with its whole share of the tiles: there is a program for each tile then.
+        is_beside: whether an exchange runs at the same time and occupies some multiprocessors. Persistent programs
+            that wait for these would start their whole share of tiles late, so each tile gets its own program then.
     """
 
     def __init__(self, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None, is_beside: bool = False):
         self.is_beside = is_beside
         call = ExpertMlpCall.of(args, body, keep, dtype)
-        names = ("token_ids", "expert_offsets", "inverse", "w")  # of which the kernels take no strides
+        names = ("token_ids", "expert_offsets", "inverse", "w")  # the kernels take no strides for these
         self.call = call = dataclasses.replace(call, **{name: _contiguous(getattr(call, name)) for name in names})
         self.up_widths, self.act_width, self.out_width = call.widths
         self.device, self.dtype = call.x.device, call.dtype
@@ -64,24 +64,24 @@ class KernelCall:
             self.up_bias = [_contiguous(b) for b in self.up_bias]
         self.down = Weights.of(call.down, call.body.down.transposed, call.dtype)
         self.down_bias = stack_biases(call.down_bias)
-        # Where a kernel reads no weights, a pointer that may be loaded from.
+        # A kernel that reads no weights still needs a valid pointer.
         self.w = call.token_ids if call.w is None else call.w
         self.schedules: dict[int, tuple[Tensor, int]] = {}
 
     def config(self, kernel: str, columns: int, inner: int, trial: Callable[[Config], object]) -> Config:
-        """`tuning.config`, which may time the work that it is for."""
+        """The configuration of a GEMM, which may be tuned with `trial`."""
         shape = (columns, inner, self.call.num_rows // self.num_experts)
         recorded = self.schedules.copy()
         try:
             return config(kernel, self.device, self.dtype, shape, self.num_experts, trial)
         finally:
-            self.schedules = recorded  # those of trials are on no tape
+            self.schedules = recorded  # schedules of trials are not on the tape
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
         return empty((num_rows, width), dtype or self.dtype, self.device)
 
     def schedule(self, bm: int) -> tuple[Tensor, int]:
-        """Row tiles of `bm` rows: (see `schedule_kernel`, at most so many)."""
+        """(schedule, largest number of tiles) for row tiles of `bm` rows (see `schedule_kernel`)."""
         if bm not in self.schedules:
             max_tiles = cdiv(self.call.num_rows, bm) + self.num_experts
             schedule = empty((3 * max_tiles + 1,), torch.int32, self.device)
@@ -105,7 +105,7 @@ class KernelCall:
         return (min(num_tiles, cut.persistent * num_multiprocessors(self.device)),)
 
     def parts(self, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Where the kernels' parts begin in the up-projections; joined ones are one."""
+        """Views of the up-projections at which the kernels' two parts begin. Joined parts begin at the same one."""
         if self.point.joined:
             return [hidden[0], hidden[0]]
         parts = list(self.call.parts(hidden).values())
@@ -126,7 +126,7 @@ class KernelCall:
             parts.reverse()
         return [parts[0], parts[-1]]
 
-    # -- what forwards are made of
+    # -- pieces of the forward
 
     def project_up(self, hidden: list[Tensor] | None, act: Tensor | None, cut: Config | None = None) -> None:
         call, point = self.call, self.point
@@ -161,7 +161,7 @@ class KernelCall:
             *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, *described, width, inner),
         )
         constants = point.act_constants | dict(
-            WEIGHT=max(w0.access, w1.access, key=len),  # unaligned if one of them is
+            WEIGHT=max(w0.access, w1.access, key=len),  # "unaligned" if one of them is
             COLUMNS_FIRST=w0.columns_first,
             HAS_BIAS=bias0 is not None,
             STORE_H=hidden is not None,
@@ -171,7 +171,7 @@ class KernelCall:
         self.launch_gemm(up_kernel, cut, max_tiles * cdiv(width, cut.bn), width, inner, args, constants)
 
     def activate(self, hidden: Sequence[Tensor], act: Tensor) -> None:
-        """The pointwise part by itself."""
+        """Run the pointwise part in a kernel of its own."""
         width = self.act_width
         (h0, h1), (bt, bd) = self.parts(hidden), choose_block(width)
         launch(
@@ -212,12 +212,12 @@ class KernelCall:
                 return
             cut = portable_config("down")
         if out.element_size() > terms[0].element_size():
-            # The tile on its way out takes as much shared memory again as it does in 16 bit.
+            # A wider result needs twice the shared memory for its tile.
             cut = dataclasses.replace(cut, flatten=False, store_descriptors=False)
         schedule, max_tiles = self.schedule(cut.bm)
         operands = [w.operand(backward=backward, block=(cut.bn, cut.bk) if cut.descriptors else None) for w in weights]
         is_table = operands[0].access.startswith("table")
-        if is_table:  # flattened loops would load through addresses without a pipeline
+        if is_table:  # flattened loops do not pipeline loads through addresses
             cut = dataclasses.replace(cut, flatten=False)
         described = cut.descriptors and not gather and not is_table and is_describable(terms[0])
         described_out = cut.store_descriptors and is_describable(out)
@@ -243,7 +243,7 @@ class KernelCall:
         self.launch_gemm(rows_kernel, cut, max_tiles * cdiv(width, cut.bn), width, inner, args, constants)
 
     def combine(self, out: Tensor, dtype: torch.dtype, scale: Any) -> Tensor:
-        """The sum of each token's rows, [S,width]. How many tokens there are is on no tape."""
+        """Sum each token's rows, [S,width]. The number of tokens is not recorded on the tape."""
 
         def summed(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
             return sum_rows_of_tokens(rows, weights, inverse, dtype, scale)
@@ -275,7 +275,7 @@ class KernelCall:
             FLATTEN=cut.flatten,
         )
 
-    # -- what backwards are made of
+    # -- pieces of the backward
 
     def act_backward(
         self,
@@ -287,12 +287,15 @@ class KernelCall:
         need_w: bool,
         cut: Config | None = None,
     ) -> tuple[Tensor | None, int, Tensor, bool]:
-        """dH and scale * A, and returns: partial sums <dA', A>, how many there are, and the gradient's rows as whoever
-        comes next should read them (by token or not)."""
+        """Compute dH and scale * A.
+
+        Returns:
+            Partial sums <dA', A>, their number, the gradient's rows for the next kernel, and whether they are by token.
+        """
         call, point = self.call, self.point
         width, inner = self.act_width, self.out_width
 
-        def trial(cut: Config) -> None:  # leaves H as it is
+        def trial(cut: Config) -> None:  # does not overwrite H
             others = [torch.empty_like(h) for h in hidden] if grad_hidden is hidden else grad_hidden
             self.act_backward(grad, gather, hidden, others, scaled_act, need_w, cut)
 
@@ -362,7 +365,7 @@ class KernelCall:
         dtype: torch.dtype,
         cut: Config | None = None,
     ) -> Tensor:
-        """Sum over each expert's rows of left[r]^T right[r], [E,.,.]; each side is (rows, to be gathered)."""
+        """Sum left[r]^T right[r] over each expert's rows, [E,.,.]. Each side is (rows, whether to gather them)."""
         sizes = right[0].shape[1], left[0].shape[1]
         cut = cut or self.config(kernel, *sizes, lambda cut: self.outer(kernel, left, right, dtype, cut))
         if cut.gather_first:
@@ -377,12 +380,12 @@ class KernelCall:
         num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
         describe_left = cut.descriptors and not gather_left and is_describable(a)
         describe_right = cut.descriptors and not gather_right and is_describable(b)
-        if describe_left or describe_right:  # stages are of what is described; a gathered side takes one buffer
+        if describe_left or describe_right:  # described sides have a buffer for each stage, a gathered side has one
             left_bytes, right_bytes = (n * cut.bk * a.element_size() for n in (cut.bm, cut.bn))
             bytes_of_stage = describe_left * left_bytes + describe_right * right_bytes
             room = _SHARED_BYTES - (left_bytes + right_bytes - bytes_of_stage)
             cut = dataclasses.replace(cut, stages=max(1, min(cut.stages, room // bytes_of_stage)))
-        # A tile on its way out lies in shared memory, which has no room for one of float64.
+        # The result's tile is staged in shared memory, which is too small for float64.
         describe_out = cut.descriptors and width * out.element_size() % 16 == 0 and out.element_size() <= 4
         args = (
             *(make_descriptor(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),
@@ -404,7 +407,7 @@ class KernelCall:
         return out
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The routed rows [B,width] of a tensor by token."""
+        """Gather the routed rows [B,width] of a tensor by token."""
         num_rows, width = self.call.num_rows, tensor.shape[1]
         out, (bt, bd) = self.empty(num_rows, width), choose_block(width, 4096)
         launch(
@@ -416,7 +419,7 @@ class KernelCall:
         return out
 
     def sum_rows(self, tensor: Tensor, gather: bool, scale: Any, dtype: torch.dtype) -> Tensor:
-        """[E,width]."""
+        """Sum each expert's rows, each times `scale` of its weight, [E,width]."""
         width = tensor.shape[1]
         out = self.empty(self.num_experts, width, dtype)
         launch(

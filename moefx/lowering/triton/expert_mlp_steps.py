@@ -1,13 +1,13 @@
-"""Provider "triton" of `expert_mlp` and its backward: the kernels' work in order.
+"""Provider "triton" of `expert_mlp` and its backward: the sequence of kernels.
 
 The forward gathers in the up-projection, applies the pointwise part to its tiles, and scales in the sum over each
-token's rows. The backward is SonicMoE's algebra (see `lowering.torch.mlp`): with rows = y * c(w)
+token's rows. The backward is SonicMoE's (see `lowering.torch.expert_mlp_algebra`): with rows = y * c(w)
 
     dA' = dO @ W2^T, and from it and H in one kernel: A, dH, c*A, <dA', A>
     dW2 = (c*A)^T @ dO        d c = <dA', A> + <dO, bias>
     dW1 = dH^T @ X            dX = sum over each token's rows of dH @ W1
 
-No atomics, and every sum in fixed order: results repeat bit by bit.
+There are no atomics, and every sum has a fixed order: results repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...ir.ops.expert_mlp import split_gradient
 from .expert_mlp_call import KernelCall, make_rows_contiguous, matmul_precision
 from .launch_replay import apply, replay_or_record
 
-_X, _INVERSE = 0, 3  # among the arguments: sizes of these are numbers of tokens, which kernels of rows do not need
+_X, _INVERSE = 0, 3  # arguments whose first size is the number of tokens, which row kernels do not depend on
 
 
 def expert_mlp(
@@ -58,8 +58,7 @@ def expert_mlp_backward(
             return _backward_of_matrices(run, grad, kept, reduce, needs)
         return _backward(run, grad, kept, reduce, needs, overwrite, puts_off=part == "rows")
 
-    # of tokens, then: `reduce` returned sums
-    by_token = [1 + _X, 1 + _INVERSE, *[0] * reduce]
+    by_token = [1 + _X, 1 + _INVERSE, *[0] * reduce]  # with `reduce` the gradient is by token
     return replay_or_record(key, inputs, constants, host_code, by_token)
 
 
@@ -102,9 +101,9 @@ def _backward(
     if not hidden:
         hidden = [run.empty(num_rows, width) for width in run.up_widths]
         run.project_up(hidden, None)
-    # dH takes the place of H where that was recomputed here, or nobody reads it again.
+    # dH overwrites H if H was recomputed here or is not read again.
     grad_hidden = hidden if overwrite or not kept else [run.empty(num_rows, width) for width in run.up_widths]
-    # scale * A, the right side of dW2; without a scale that is the activation, which may have been kept.
+    # scale * A is the right side of dW2. Without a scale it is the activation, which may have been kept.
     kept_act = None if puts_off or point.scale is not None else next(iter(kept[len(call.up) :]), None)
     scaled_act = run.empty(num_rows, run.act_width) if puts_off or (need_down and kept_act is None) else None
     dots, num_partials, grad, by_token = run.act_backward(grad, reduce, hidden, grad_hidden, scaled_act, need_w)
@@ -126,7 +125,7 @@ def _backward(
         stacked = run.sum_rows(grad, by_token, point.scale, call.down_bias[0].dtype)
         grad_down_bias = split_gradient(stacked, call.down_bias, 1)
     del grad
-    if need_x:  # before dW1: its rows are gone then
+    if need_x:  # before dW1, so that the rows of dX are freed by then
         grad_rows = run.empty(num_rows, call.x.shape[1])
         run.multiply_rows(grad_hidden, run.up, grad_rows, backward=True)
         results.append(run.combine(grad_rows, call.x.dtype, None))

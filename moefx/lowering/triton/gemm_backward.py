@@ -1,7 +1,7 @@
-"""Grouped GEMMs of the backward: the gradient of the activation with the pointwise part's backward behind it, and the
-gradients of the weights, sums over each expert's rows.
+"""Grouped GEMMs of the backward: the gradient of the activation, followed by the pointwise part's backward, and the
+gradients of the weights, which are sums over each expert's rows.
 
-Rows may be gathered as in `gemm_forward`; see `tiles` for how weights come.
+Rows may be gathered as in `gemm_forward`; `tiles` describes the access to weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _pointwise_backward(
     VJP: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, EVEN_N: tl.constexpr, STORE_ACT: tl.constexpr,
     USES_WEIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of BN columns from n_offset on: stores dH and scale * A; returns <dA', A> and the gradient of w by A."""
+    """Store dH and scale * A for BN columns from n_offset on. Returns <dA', A> and the gradient of w by A."""
     within, offset = tl.arange(0, BM), tl.arange(0, BN)
     mask = tile_mask(is_mine, n_offset + offset, width, EVEN_N)
     base = first_row.to(tl.int64)
@@ -80,7 +80,7 @@ def _act_backward_tile(
         left_row, n, w_columns, False, WEIGHT, COLUMNS_FIRST, EVEN_K, PRECISION, BN, BK,
     )  # fmt: skip
     w, scale = weight_and_scale(row_weights, row, is_mine, SCALE, HAS_SCALE, USES_WEIGHT, BM)
-    # The pointwise part in slices: all of it at once does not fit into registers.
+    # The pointwise part runs in slices: the whole tile does not fit into registers.
     if SLICES == 1:
         dot, by_weight = _pointwise_backward(
             acc, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n * BN, h_row, width, is_mine,
@@ -134,10 +134,10 @@ def act_backward_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PERSISTENT: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """dA' = grad[token_ids] @ w; from it and H: dH, scale * A, and for each column tile and row <dA', A>.
+    """Compute dA' = grad[token_ids] @ w; from it and H: dH, scale * A, and <dA', A> for each column tile and row.
 
-    dH may be the storage of H. dots: [column tiles, B] of <dA', A> if HAS_SCALE, then as many of the gradient of
-    the row weight through ACT if USES_WEIGHT.
+    dH may share the storage of H. dots: [column tiles, B] of <dA', A> if HAS_SCALE, followed by [column tiles, B] of
+    the row weight's gradient through ACT if USES_WEIGHT.
     """
     num_row_tiles = tl.load(schedule + 3 * max_tiles)
     num_tiles = num_row_tiles * tl.cdiv(width, BN)
@@ -171,7 +171,7 @@ def _columns_of(
     here = (k + ks < end)[:, None]
     if IS_DESCRIPTOR:
         tile = operand.load([k, column])
-        if MASKED:  # it reads on into the next expert's rows
+        if MASKED:  # a descriptor reads into the next expert's rows
             tile = tl.where(here, tile, 0.0)
     else:
         rows = tokens if GATHER else (k + ks).to(tl.int64)

@@ -162,7 +162,7 @@ def _rows_tile(
     column = n * BN + tl.arange(0, BN)
     w_columns = safe_indices(column, width, EVEN_N, VECTOR)
     acc = tl.zeros((BM, BN), tl.float32)
-    if HAS_BIAS:  # first: behind the products there is no register left for it
+    if HAS_BIAS:  # before the products: no registers are left for it afterwards
         bias_at = bias + expert.to(tl.int64) * bias_expert + column * bias_column
         acc += tl.load(bias_at, mask=column < width, other=0.0).to(tl.float32)[None, :]
     acc = accumulate(

@@ -1,19 +1,19 @@
-"""The GEMMs of `gemm_forward` for sm90, in Gluon: loads, products and what follows them run side by side.
+"""The GEMMs of `gemm_forward` for sm90, in Gluon: loads, products and the pointwise part run in parallel.
 
-Each multiprocessor has one block of threads for all its tiles. Its warps have roles, and hand data to each other
+Each multiprocessor has one block of threads for all its tiles. Its warps have roles, and pass data to each other
 through shared memory and barriers:
 
     load      4 warps       fills a ring of stages: weights and contiguous rows by TMA; scattered rows, and those of
-                            an expert's last, shorter stage, by cp.async, which can leave rows out
-    multiply  8 warps       adds up a tile's product, and puts it into shared memory, rounded, when it is complete
-    point     4 or 8 warps  the pointwise part of the tile that was put there last, with the rows of H it needs;
-                            in the kernels without one, TMA writes the tile out while the next one is added up
+                            an expert's last, shorter stage, by cp.async, which can mask rows
+    multiply  8 warps       accumulates a tile's product, and stores it to shared memory, rounded, when it is complete
+    point     4 or 8 warps  runs the pointwise part on the latest tile in shared memory, with its rows of H; in
+                            kernels without a pointwise part, TMA writes the tile out meanwhile
 
-The ring runs on across tiles, so that a tile's first stages are loaded while the last one is still multiplied. Its
-barriers `full` count the loading threads, as each has copies of its own, and one for TMA's bytes.
+The ring continues across tiles, so that a tile's first stages are loaded while the previous tile is multiplied. Its
+`full` barriers count the loading threads, because each has copies of its own, and one arrival for TMA's bytes.
 
-Everything is 16 bit; `warp_specialized` describes rows and weights. A tile is BM = 128 rows of one expert; rows behind
-the expert's last one are computed along where they come by TMA, zeros where they do not, and never stored.
+All tensors have 16 bits; `warp_specialized` describes rows and weights. A tile is BM = 128 rows of one expert. Rows
+after the expert's last one are other experts' if TMA loads them, otherwise zeros. Their results are never stored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _memory = gl.shared_memory_descriptor
 view = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 _LOADERS = gl.constexpr(128)  # threads that load
-PIECE = gl.constexpr(64)  # columns of a product that are handed on at a time
+PIECE = gl.constexpr(64)  # columns of a product that are passed on at a time
 
 
 @gluon.jit
@@ -50,9 +50,9 @@ def _wait_empty(empty, block, STAGES: gl.constexpr):
 
 @gluon.jit
 def _multiply_block(acc, a, b, full, empty, block, is_first, STAGES: gl.constexpr, FENCE: gl.constexpr):
-    """acc + a @ b, once the ring's stage is full; the stage before it is handed back."""
+    """acc + a @ b, once the ring's stage is full. Releases the stage before it."""
     mbarrier.wait(full.index(block % STAGES), (block // STAGES) & 1)
-    if FENCE:  # what cp.async wrote is read by the matrix unit
+    if FENCE:  # make data of cp.async visible to the matrix unit
         fence_async_shared()
     acc = warpgroup_mma(a, b, acc, is_async=True)
     acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -64,7 +64,7 @@ def _multiply_block(acc, a, b, full, empty, block, is_first, STAGES: gl.constexp
 def multiply_blocks(
     acc, row_buffers, w_buffers, full, empty, first, number, COLUMNS_FIRST: gl.constexpr, FENCE: gl.constexpr
 ):
-    """acc + rows @ weights of the ring's next stages, all handed back."""
+    """acc + rows @ weights over the ring's next stages. Releases them all."""
     STAGES: gl.constexpr = row_buffers.shape[0]
     for block in range(first, first + number):
         a, b = row_buffers.index(block % STAGES), w_buffers.index(block % STAGES)
@@ -92,7 +92,7 @@ def row_ring(
     dtype: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, W_COLUMNS: gl.constexpr, W_BUFFERS: gl.constexpr,
     COLUMNS_FIRST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Stages of rows [BM,BK] and of W_BUFFERS boxes of weights as they are stored, and their barriers."""
+    """Allocate stages of rows [BM,BK] and of W_BUFFERS boxes of weights (as stored), and their barriers."""
     W_SHAPE: gl.constexpr = [W_COLUMNS, BK] if COLUMNS_FIRST else [BK, W_COLUMNS]
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], dtype)
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(W_SHAPE, dtype)
@@ -104,13 +104,13 @@ def row_ring(
 
 @gluon.jit
 def eights(size):
-    """A multiple of 8, as all sizes and strides are here: so the compiler knows, and moves 16 bytes at a time."""
+    """Tell the compiler that `size` is a multiple of 8, as all sizes and strides here, so that it moves 16 bytes."""
     return size // 8 * 8
 
 
 @gluon.jit
 def _copy_rows(pointer, row_stride, row, mask, column, width, buffer, LAYOUT: gl.constexpr):
-    """cp.async of rows; zeros where they are masked, and right of the width."""
+    """Copy rows by cp.async, with zeros for masked rows and columns beyond the width."""
     columns = column + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
     there = mask[:, None] & (columns < eights(width))[None, :]
     _copy(buffer, pointer + row[:, None].to(gl.int64) * eights(row_stride) + columns[None, :], mask=there)
@@ -124,7 +124,7 @@ def _halves(acc):
 
 @gluon.jit
 def in_pieces(acc):
-    """[BM,BN] by 64 columns, from left to right; elements stay in their threads."""
+    """Split [BM,BN] into pieces of 64 columns, from left to right. Elements stay in their threads."""
     left, right = _halves(acc)
     if acc.shape[1] == 128:
         pieces = left, right
@@ -140,7 +140,7 @@ def in_pieces(acc):
 def places(
     row_stride, first_row, first_column, end, width, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Offsets of a block, and which of them are before row `end` and column `width`."""
+    """Offsets of a block, and the mask of those before row `end` and column `width`."""
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     return row[:, None].to(gl.int64) * row_stride + column[None, :], (row < end)[:, None] & (column < width)[None, :]
@@ -296,7 +296,7 @@ def rows_load(
     block = 0
     within = gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
     num_row_tiles = gl.load(schedule + 3 * max_tiles)
-    # Where the next tile is, and where its rows lie, is on its way while a tile is loaded.
+    # The position and rows of the next tile are loaded while a tile is loaded.
     next_expert, next_row, next_n, next_end = rows_place(
         gl.program_id(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP
     )
@@ -371,7 +371,7 @@ def _rows_multiply(
             if first_row + BM <= end:
                 fence_async_shared()
                 _tma_store(out_desc, [first_row, n * BN + i * PIECE], staged.index(i % 2))
-            else:  # the box would write into the next expert's rows
+            else:  # TMA would overwrite the next expert's rows
                 at, mask = places(width, first_row, n * BN + i * PIECE, end, width, BM, PIECE, LAYOUT)
                 gl.store(out + at, staged.index(i % 2).load(LAYOUT), mask=mask)
     tma.store_wait(0)

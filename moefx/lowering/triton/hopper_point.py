@@ -1,4 +1,4 @@
-"""The GEMMs of `hopper` with the pointwise part behind them, in warps of its own (`point`).
+"""The GEMMs of `hopper` followed by the pointwise part, in warps of its own (`point`).
 
 A tile's product goes to them through shared memory, 64 columns at a time, while the next one is added up.
 """
@@ -15,7 +15,7 @@ from .tiles import rows_place
 
 @gluon.jit
 def _stage(dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """Room for a tile's product, 64 columns at a time, and its barriers."""
+    """Allocate shared memory for a tile's product, in pieces of 64 columns, and its barriers."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PIECE], dtype)
     staged = gl.allocate_shared_memory(dtype, [BN // PIECE, BM, PIECE], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -32,7 +32,7 @@ def _point_multiply(
     FENCE: gl.constexpr, PAIRED: gl.constexpr, JOINED: gl.constexpr, HAS_BIAS: gl.constexpr,
     TILE: gl.constexpr, COLUMNS_FIRST: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Products of a tile, rounded, for the warps that go on with them."""
+    """Store a tile's products, rounded, for the point warps."""
     STAGES: gl.constexpr = row_buffers.shape[0]
     BM: gl.constexpr = row_buffers.shape[1]
     BK: gl.constexpr = row_buffers.shape[2]
@@ -99,7 +99,7 @@ def _up_point(
     ACT: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_H: gl.constexpr,
     STORE_ACT: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Of each tile: H and the activation."""
+    """Store H and the activation of each tile."""
     width, h_row = eights(width), eights(h_row)
     BM: gl.constexpr = staged.shape[1]
     PIECES: gl.constexpr = staged.shape[0]
@@ -188,7 +188,7 @@ def hopper_up_kernel(
 def _load_parts(
     h0, h1, h_row, first_row, first_column, end, width, ROWS: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr
 ):
-    """64 columns of the parts of H as they are kept; one alone counts as both. JOINED: pairs in one."""
+    """Load 64 columns of the parts of H as stored. A single part is returned twice. JOINED: pairs of columns in one."""
     if JOINED:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
         at, mask = places(h_row, first_row, 2 * first_column, end, 2 * width, ROWS, 2 * PIECE, LAYOUT)
@@ -230,7 +230,7 @@ def _act_backward_point(
     STORE_ACT: gl.constexpr, STORE_DOTS: gl.constexpr, JOINED: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Of each tile: dH, scale * A, and the sums <dA', A>, as `gemm_backward.act_backward_kernel`."""
+    """Store dH, scale * A and the sums <dA', A> of each tile, as `gemm_backward.act_backward_kernel` does."""
     width, h_row = eights(width), eights(h_row)
     BM: gl.constexpr = staged.shape[1]
     PIECES: gl.constexpr = staged.shape[0]
@@ -255,8 +255,8 @@ def _act_backward_point(
         for r in range(CHUNKS):
             row = first_row + r * ROWS + within
             is_mine = row < end
-            # The rows that come next, here or in the next tile, are loaded while these are worked on: each piece into
-            # the registers that the same piece of these rows has left, as a copy of registers would wait for it.
+            # The next rows, of this or the next tile, are loaded meanwhile. Each piece goes into the registers of the
+            # same piece of the current rows, because a copy between registers would wait for the load.
             is_last = r == CHUNKS - 1
             then_row = gl.where(is_last, next_row, first_row + (r + 1) * ROWS)
             then_column, then_end = gl.where(is_last, next_n, n) * BN, gl.where(is_last, next_end, end)

@@ -1,4 +1,4 @@
-"""Launching kernels: Triton's own way takes about 100 us of Python for kernels with so many arguments."""
+"""Launch kernels with less overhead: Triton's own path takes about 100 us of Python for kernels with many arguments."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from triton.runtime import driver
 
 INTERPRETED = knobs.runtime.interpret  # the kernels are defined for Triton's interpreter
 _compiled: dict[tuple[Any, ...], Any] = {}
-# By id, as a kernel's own hash is a property behind a lock: the kernel, so that no other one gets its id, and the names
-# of its constants.
+# id -> (kernel, names of its constants). By id, because a kernel's hash is a property behind a lock. The entry keeps
+# the kernel alive, so that its id stays unique.
 _kernels: dict[int, tuple[Any, tuple[str, ...]]] = {}
 
 
@@ -28,26 +28,28 @@ def launch(
     warps: int = 4,
     stages: int | None = None,
 ) -> Callable[..., Any]:
-    """kernel[grid](*args, **constants), on the current device. Returns what does it again for other args.
+    """Launch kernel[grid](*args, **constants) on the current device.
 
-    Triton looks up the compiled kernel by everything that it may have specialised on. So does this, but in one step;
-    only what is new goes through Triton.
+    Like Triton, looks up the compiled kernel by all properties that Triton specialises on, but in one step. Only new
+    combinations go through Triton.
 
     Args:
-        args: the kernel's arguments other than `tl.constexpr`, which come first: tensors, tensor descriptors, ints,
-            None.
-        constants: all of its `tl.constexpr`s.
+        args: the kernel's leading arguments, all but `tl.constexpr`: tensors, tensor descriptors, ints, None.
+        constants: all `tl.constexpr` arguments.
+
+    Returns:
+        A function that launches the same kernel with other args.
     """
     options = {"num_warps": warps} if stages is None else {"num_warps": warps, "num_stages": stages}
     if INTERPRETED:
         run = functools.partial(kernel[grid], **constants, **options)
         run(*args)
         return run
-    options["enable_fp_fusion"] = False  # what a formula rounds is rounded, as in torch
+    options["enable_fp_fusion"] = False  # round each operation, as torch does
     _, names = _kernels.get(id(kernel)) or _known(kernel)
     values = tuple([constants[name] for name in names])
     device = driver.active.get_current_device()  # pyright: ignore[reportAttributeAccessIssue]
-    # What of an argument may be compiled in: at least what Triton looks at.
+    # The properties of an argument that may be compiled in: at least those that Triton specialises on.
     kinds = [
         (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor)
         else (a % 16 == 0, a == 1, a.bit_length() > 31) if isinstance(a, int)
@@ -73,22 +75,22 @@ def _known(kernel: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def underlying_tensor(argument: Any) -> Any:
-    """The tensor of a tensor descriptor, Triton's or Gluon's; what else it is, itself."""
+    """The tensor of a tensor descriptor (Triton's or Gluon's). Other arguments are returned as they are."""
     return argument.base if hasattr(argument, "block_shape") else argument
 
 
 def cdiv(a: int, b: int) -> int:
-    """As `triton.cdiv`, which is a function of kernels too and takes its time."""
+    """`triton.cdiv` without the overhead of a function that also runs in kernels."""
     return -(-a // b)
 
 
 def choose_block(width: int, elements: int = 2048) -> tuple[int, int]:
-    """(rows, columns) of a block in kernels that are bound by memory."""
+    """(rows, columns) of a block in memory-bound kernels."""
     columns = min(next_power_of_2(width), elements)
     return max(1, elements // columns), columns
 
 
 def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
+    """Make `device` current: Triton launches on the current device, which may not be the tensors'."""
     is_elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
     return torch.cuda.device(device) if is_elsewhere else contextlib.nullcontext()

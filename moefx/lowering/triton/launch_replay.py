@@ -1,9 +1,9 @@
-"""Calls recorded and played back: what a call launches depends on shapes and addresses, not on values.
+"""Record the launches of a call and replay them: they depend on shapes and addresses, not on values.
 
-The host code of a call (checks, configurations, strides, descriptors) takes longer than a small MoE layer takes on
-the GPU. It runs once for each signature; what it allocated, launched and freed is a tape, which later calls play with
-their own tensors. `played` does that. Host code that does more than this module's `empty`, `launch` and `apply` is not
-recorded: it runs each time.
+The host code of a call (checks, configurations, strides, descriptors) takes longer than a small MoE layer on the GPU.
+`replay_or_record` runs it once for each signature and records its allocations, launches and frees on a tape. Later
+calls replay the tape with their own tensors. Host code may create tensors only by this module's `empty`, `launch` and
+`apply`; otherwise the call is not recorded and the host code runs each time.
 """
 
 from __future__ import annotations
@@ -29,28 +29,27 @@ _MAX_TAPES = 1024
 class Tape:
     """One recorded call.
 
-    Tensors are slots: the inputs, the constants, then each allocation. A pointer is a slot and an offset in bytes.
+    Tensors have slots: the inputs, the constants, then each allocation. A pointer is a slot with an offset in bytes.
 
     Args:
-        inputs: tensors that may be others, with the same shapes and strides, when the tape is played. None where
-            there is none.
-        constants: tensors at addresses that the signature has in it, such as parameters. The tape does not keep
-            them alive.
+        inputs: tensors that a replay replaces by others with equal shapes and strides. None for a missing one.
+        constants: tensors whose addresses are part of the signature, such as parameters. The tape does not keep them
+            alive.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None], constants: Sequence[Tensor]):
         self.steps: list[tuple[Any, ...]] = []
         self.results: list[int] = []
-        self.weight_paths: Counter[str] = Counter()  # how weights were read (see `ir.providers`), but for `apply`
-        self.watched: list[Any] = []  # until `finish`, so that it is noticed when tensors are freed
+        self.weight_paths: Counter[str] = Counter()  # how weights were read (see `ir.op_providers`), without `apply`
+        self.watched: list[Any] = []  # weak references that record when a tensor is freed, until `finish`
         self.num_slots = 0
-        self.slots_of: dict[int, list[int]] = {}  # storage -> slots, while it lives; of an empty tensor its id
+        self.slots_of: dict[int, list[int]] = {}  # storage (of an empty tensor: its id) -> slots, while it lives
         self.form_of: dict[int, tuple[Any, ...]] = {}  # slot -> address, dtype, shape and strides of its tensor
-        self.fixed: dict[int, Tensor | None] = {}  # storage of a constant -> what to keep alive
+        self.fixed: dict[int, Tensor | None] = {}  # storage of a constant -> tensor to keep alive, if any
         self.playable = True
         for tensor in inputs:
             if tensor is not None and tensor.numel():
-                # Which of two views of one storage is meant could not be told from an address.
+                # With two views of one storage an address would be ambiguous.
                 self.playable &= _storage(tensor) not in self.slots_of
             self._add(tensor)
         for tensor in constants:
@@ -66,8 +65,11 @@ class Tape:
         return slot
 
     def _source(self, tensor: Tensor) -> tuple[int, Any] | None:
-        """The slot of what a tensor is or views, and how it views it: shape, strides, elements from the slot's start
-        on; None where it is the slot's tensor itself."""
+        """The slot of a tensor, and its view of the slot.
+
+        The view is (shape, strides, offset in elements from the slot's start), or None for the slot's tensor itself.
+        Returns None if the tensor belongs to no slot.
+        """
         slots, form = self.slots_of.get(_storage(tensor), ()), _exact_form(tensor)
         for slot in slots:
             if self.form_of[slot] == form:
@@ -80,7 +82,7 @@ class Tape:
         return None
 
     def record_tensor(self, tensor: Tensor, *step: Any) -> None:
-        """A new tensor, by `step` with the slot as its first argument."""
+        """Record a new tensor, which `step` creates. The step gets the slot as its first argument."""
         slot, key = self._add(tensor), _storage(tensor)
         steps, slots_of = self.steps, self.slots_of
         steps.append((step[0], slot, *step[1:]))
@@ -123,14 +125,14 @@ class Tape:
         self.steps.append((_launch, run, template, tuple(pointers), tuple(descriptors)))
 
     def finish(self, results: Sequence[Tensor]) -> bool:
-        """The call is over. Returns whether it can be played."""
+        """Finish the recording. Returns whether the tape can be replayed."""
         for tensor in results:
             slot, view = self._source(tensor) or (0, ())
             if view is not None:
                 self.playable = False
                 break
             self.results.append(slot)
-        self.steps = list(self.steps)  # what is freed from here on is the caller's
+        self.steps = list(self.steps)  # the callbacks of later frees append to the old list
         self.watched = []
         return self.playable
 
@@ -151,7 +153,7 @@ def _exact_form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Address:
-    """What a descriptor needs of its tensor, without keeping it alive."""
+    """A tensor's address for a descriptor, without keeping the tensor alive."""
 
     def __init__(self, address: int):
         self.address = address
@@ -165,8 +167,8 @@ class _Address:
 
 
 def _at(like: Any, base: Any) -> Any:
-    """The tensor descriptor, of what is at another place."""
-    descriptor = object.__new__(type(like))  # which was checked when it was recorded
+    """A copy of a tensor descriptor with another base."""
+    descriptor = object.__new__(type(like))  # skip the checks, which the recorded one passed
     descriptor.__dict__.update(like.__dict__, base=base)
     return descriptor
 
@@ -199,7 +201,7 @@ def _launch(
 
 
 def _pointer(tensor: Tensor, offset: int) -> Any:
-    """An address, which kernels take for a tensor; for the interpreter a tensor that begins there."""
+    """The address at an offset, which kernels accept as a tensor. For the interpreter, a tensor that begins there."""
     if launching.INTERPRETED and tensor.numel() == 0:
         return tensor
     if launching.INTERPRETED:
@@ -219,7 +221,7 @@ def _viewed(tensor: Tensor, view: Any) -> Tensor:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`, recorded."""
+    """`torch.empty`, recorded on the tape."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if (tape := getattr(_state, "tape", None)) is not None:
         tape.record_tensor(tensor, _allocate, shape, dtype, device)
@@ -227,17 +229,22 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def apply(function: Callable[..., Tensor], *sources: Tensor) -> Tensor:
-    """function(*sources), recorded: a new tensor from inputs, constants or what was allocated."""
+    """`function(*sources)`, recorded on the tape.
+
+    Args:
+        function: returns a new tensor.
+        sources: inputs, constants, or tensors of `empty` and `apply`.
+    """
     before = op_providers.thread_weight_paths()
     tensor = function(*sources)
     if (tape := getattr(_state, "tape", None)) is not None:
         tape.record_apply(tensor, function, sources)
-        tape.weight_paths.subtract(op_providers.thread_weight_paths() - before)  # played, it counts itself
+        tape.weight_paths.subtract(op_providers.thread_weight_paths() - before)  # a replay counts them itself
     return tensor
 
 
 def mark_constant(tensor: Tensor) -> Tensor:
-    """Says that a tensor made by the host code is the same in every call of the signature."""
+    """Mark a tensor of the host code as equal in all calls of the signature."""
     if (tape := getattr(_state, "tape", None)) is not None:
         tape.record_constant(tensor)
     return tensor
@@ -246,7 +253,7 @@ def mark_constant(tensor: Tensor) -> Tensor:
 def launch(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any], **options: int
 ) -> None:
-    """`launch.launch`, recorded."""
+    """`launch.launch`, recorded on the tape."""
     run = launching.launch(kernel, grid, args, constants, **options)
     if (tape := getattr(_state, "tape", None)) is not None:
         tape.record_launch(run, args)
@@ -262,7 +269,7 @@ def recording(tape: Tape | None) -> Iterator[None]:
 
 
 def pause_recording() -> contextlib.AbstractContextManager[None]:
-    """What is done meanwhile is not on the tape."""
+    """Do not record inside of this context."""
     return recording(None)
 
 
@@ -273,12 +280,13 @@ def replay_or_record(
     host_code: Callable[[], list[Tensor]],
     of_any_length: Collection[int] = (),
 ) -> list[Tensor]:
-    """The results of `host_code`, from the tape of an earlier call with this key where there is one.
+    """Replay the tape of an earlier call with the same signature, or run `host_code` and record it.
 
     Args:
-        key: whatever the host code depends on beside the contents of the tensors.
+        key: everything that the host code depends on, except for the tensors.
         inputs, constants: see `Tape`.
-        of_any_length: inputs of whose first size nothing depends that is recorded.
+        host_code: launches the kernels and returns the results.
+        of_any_length: indices of inputs whose first size may vary between replays.
     """
     forms = [_form(t, of_any_length=i in of_any_length) for i, t in enumerate(inputs)]
     key = (key, *forms, tuple(map(_place, constants)))

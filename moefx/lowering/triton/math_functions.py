@@ -130,7 +130,7 @@ _SCOPE = dict(
     **dict(exp=exp, sigmoid=sigmoid, expm1=expm1, log1p=log1p, tanh=tanh, sinh=sinh, cosh=cosh, asinh=asinh),
     **dict(atan=atan, erfc=erfc, hypot=hypot, sign=sign, tl=tl),
 )
-# As exact, but for results below 1e-38, which become 0: Triton's own take twice the instructions to keep those.
+# As exact as Triton's own, except that results below 1e-38 become 0. Triton's take twice the instructions.
 _PTX = dict(exp=ptx_exp, sigmoid=ptx_sigmoid)
 
 
@@ -139,7 +139,7 @@ def _function(text: str, ptx: bool) -> Any:
     """The Triton function of a source text. The same text is the same function."""
     name = text.partition("(")[0].removeprefix("def ")
     filename = f"<moefx {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    # Triton reads the source of what it compiles back from the file.
+    # Triton reads the source of a function back from its file.
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     scope = dict(_SCOPE | (_PTX if ptx else {}), __name__=__name__)
     exec(compile(text, filename, "exec"), scope)
@@ -147,5 +147,9 @@ def _function(text: str, ptx: bool) -> Any:
 
 
 def build_function(name: str, parameters: Sequence[str], results: Sequence[Any], ptx: bool = False) -> Any:
-    """`formula.source` as a function for kernels; `ptx`: for those of NVIDIA's GPUs alone."""
+    """Build a Triton function from the text of `formula.write_function`.
+
+    Args:
+        ptx: use PTX instructions, for NVIDIA's GPUs only.
+    """
     return _function(formula.write_function(name, parameters, results), ptx)

@@ -1,4 +1,4 @@
-"""What stands between the GEMMs of an `ExpertBody`, as functions for the kernels."""
+"""The pointwise part between the GEMMs of an `ExpertBody`, as functions for the kernels."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Pointwise:
     """The functions of a body, float32 to float32 (see `gemm_forward`).
 
     Attributes:
-        act: (a_0, a_1, w) -> activation. vjp: (a_0, a_1, w, g) -> (activation, and g times its derivatives by
-            these).
-        scale: w -> c of rows = y * c(w), None where rows = y. scale_grad: its derivative.
-        uses_weight: `act` uses w.
-        joined: the two parts are interleaved columns of one up-projection.
-        num_parts: 1 or 2; with one `act` and `vjp` ignore a_1.
+        act: (a_0, a_1, w) -> activation.
+        vjp: (a_0, a_1, w, g) -> (activation, g times its derivatives by a_0, a_1 and w).
+        scale: w -> c(w) of rows = y * c(w), None if rows = y.
+        scale_grad: derivative of `scale`.
+        uses_weight: whether `act` uses w.
+        joined: whether the two parts are interleaved columns of one up-projection.
+        num_parts: 1 or 2; with 1, `act` and `vjp` ignore a_1.
     """
 
     act: Any
@@ -39,22 +40,23 @@ class Pointwise:
 
     @property
     def act_constants(self) -> dict[str, Any]:
-        """What kernels with the activation in them are compiled for."""
+        """Constants of kernels that contain the activation."""
         return dict(ACT=self.act, PARTS=self.num_parts, JOINED=self.joined, USES_WEIGHT=self.uses_weight)
 
     @property
     def vjp_constants(self) -> dict[str, Any]:
-        """The same of kernels with its backward."""
+        """Constants of kernels that contain the activation's backward."""
         parts = dict(PARTS=self.num_parts, JOINED=self.joined, USES_WEIGHT=self.uses_weight)
         return dict(VJP=self.vjp, SCALE=self.scale, HAS_SCALE=self.scale is not None, **parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Formulas:
-    """What a body computes between and behind its GEMMs (see `Pointwise`), in SymPy.
+    """The formulas of a body's pointwise parts (see `Pointwise`) in SymPy.
 
     Attributes:
-        order: the variables, in the order in which the kernels load them.
+        order: the variables in the order in which the kernels load them.
+        parameters: parameters of `Pointwise.act`.
         vjp: the activation, and g times its derivatives by `parameters`.
     """
 
@@ -67,13 +69,14 @@ class Formulas:
 
 @functools.lru_cache(maxsize=1024)
 def derive_formulas(text: str, widths: tuple[int, ...] | None = None) -> Formulas:
-    """From the JSON text of a body. Needs no Triton.
+    """Derive the formulas of a body. Does not need Triton.
 
     Args:
-        widths: of the up-projections; None where no part is cut off at a number that may be the width.
+        text: JSON text of the body.
+        widths: widths of the up-projections; None if no part ends at a number that may be the width.
 
     Raises:
-        Underivable: the kernels do not take it; the message is the reason.
+        Underivable: the kernels do not support the body. The message is the reason.
     """
     try:
         return _formulas(ExpertBody.from_json(text), widths)
@@ -83,8 +86,12 @@ def derive_formulas(text: str, widths: tuple[int, ...] | None = None) -> Formula
 
 @functools.lru_cache(maxsize=1024)
 def build_pointwise(text: str, widths: tuple[int, ...] | None = None, ptx: bool = False) -> Pointwise:
-    """`formulas` as functions for kernels; `ptx`: for those of NVIDIA's GPUs alone."""
-    from .math_functions import build_function  # Triton's import, which `explain` does without
+    """Build the kernels' functions from `derive_formulas`.
+
+    Args:
+        ptx: use PTX instructions, for NVIDIA's GPUs only.
+    """
+    from .math_functions import build_function  # imports Triton, which `explain` does not need
 
     found, body = derive_formulas(text, widths), ExpertBody.from_json(text)
     scaled = body.out != "y"
@@ -107,20 +114,18 @@ def _formulas(body: ExpertBody, widths: Sequence[int] | None) -> Formulas:
     order = _order(body, widths)
     for expr, known in ((body.act, (*order, "w")), (body.out, ("y", "w"))):
         if unknown := [name for name in pointwise_expression.list_variables(expr) if name not in known]:
-            raise Underivable(
-                f"{pointwise_expression.format_expression(expr)} has a variable {unknown[0]}, of which nothing is known"
-            )
+            raise Underivable(f"{pointwise_expression.format_expression(expr)} has an unknown variable {unknown[0]}")
     parameters = (*order, *(["_"] if len(order) == 1 else []), "w")
     value, *gradients = derive_gradients(body.act, "g", parameters)
     if missing := [name for name in order if name not in list_symbols(value)]:
         raise Underivable(f"{pointwise_expression.format_expression(body.act)} does not depend on {missing[0]}")
-    # With y and its gradient 1 what is left is the factor, and the derivative of that.
+    # With y = 1 and gradient 1 the results are the factor c(w) and its derivative.
     factor, factor_grad = derive_gradients(body.out, "g", ("w",), ones=("y", "g"))
     return Formulas(order, parameters, [value, *gradients], factor, factor_grad)
 
 
 def _order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
-    """The variables in the order in which the kernels load them; the parts must fill the up-projections."""
+    """The variables in the order in which the kernels load them. The parts must cover the up-projections."""
     slices = [
         _normal(start, stop, step, widths[group] if widths and group < len(widths) else None)
         for group, start, stop, step in body.parts
@@ -151,7 +156,7 @@ def _order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
 
 
 def _normal(start: int | None, stop: int | None, step: int, width: int | None) -> tuple[int, int | None, int]:
-    """Columns as one writes them, from the way torch does: an end behind which there is none more of them is None."""
+    """Normalise a slice of columns: an end at or beyond the width becomes None."""
     first = start or 0
     end = torch.iinfo(torch.int64).max if width is None else width - (width - 1 - first) % step
     return first, None if stop is None or stop >= end else stop, step

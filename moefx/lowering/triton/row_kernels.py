@@ -1,4 +1,4 @@
-"""Kernels that move or add up rows: bound by memory, in fixed order, float32 sums rounded once."""
+"""Kernels that move or sum rows. They are memory-bound, and sum in float32 and fixed order, rounded once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .tiles import load_parts, store_parts, weight_and_scale
 
-# Sizes that change from call to call: a kernel is not compiled anew for them.
+# Sizes that change from call to call: kernels are not specialised on them.
 _VARYING = ["num_tokens", "num_rows", "num_partials"]
 
 
@@ -21,7 +21,7 @@ def combine_kernel(
     rows, row_weights, inverse, out, num_tokens, width,
     SCALE: tl.constexpr, K: tl.constexpr, HAS_SCALE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out[s] = sum over k of SCALE(w[r]) * rows[r] with r = inverse[s,k], dropped ones left out."""
+    """out[s] = sum over k of SCALE(w[r]) * rows[r] with r = inverse[s,k], without dropped slots."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
     in_width = column < width
@@ -33,7 +33,7 @@ def combine_kernel(
         value = tl.load(at, mask=there[:, None] & in_width[None, :], other=0.0).to(tl.float32)
         if HAS_SCALE:
             scale = SCALE(tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32))
-            # A scale need not be 0 for a dropped choice, but what it multiplies is.
+            # SCALE of a dropped slot may be anything: mask the product.
             value = tl.where(there[:, None], value * scale[:, None], 0.0)
         acc += value
     at = out + token[:, None].to(tl.int64) * width + column[None, :]
@@ -54,7 +54,7 @@ def gather_kernel(x, x_row, token_ids, expert_offsets, rows, width, E, BT: tl.co
 
 @triton.jit
 def _column(base, AT: tl.constexpr, WORD: tl.constexpr):
-    """The pointer to a column that begins so many bytes behind `base`."""
+    """The pointer to a column that begins AT bytes after `base`."""
     return (base.to(tl.pointer_type(tl.uint8), bitcast=True) + AT).to(tl.pointer_type(WORD), bitcast=True)
 
 
@@ -68,11 +68,12 @@ def move_kernel(
     PLACES_PAD: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BY_CHOICE: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = source[i] of up to three columns with rows of any stride: a wide one, a narrow one and one of places.
-    i is r; with GATHER the wide one's is token_ids[r], the narrow one's too or with BY_CHOICE that of the choice. The
-    places are then those at the rank of the row's own choice, -1 the others.
+    """out[r] = source[i] for up to three columns with rows of any stride: a wide one, a narrow one, and one of places.
 
-    A column is (dtype, width, bytes to where it begins, in out, its dtype in out), or None; strides count elements.
+    i is r. With GATHER i is token_ids[r], or for the narrow column with BY_CHOICE the row's slot. With GATHER only
+    places on the rank of the row's own slot are kept, others become -1.
+
+    A column is (dtype, width, offset in bytes, offset in out, dtype in out), or None. Strides count elements.
     """
     row = tl.program_id(0) * BT + tl.arange(0, BT)
     there = row < num_rows

@@ -1,4 +1,4 @@
-"""Tile sizes and the like: what there is to choose from. `tuning` chooses."""
+"""Tile configurations of the GEMMs: defaults and candidates. `tuning` chooses among them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a GEMM kernel of `gemm_forward` is cut and launched.
+    """Tile sizes and launch options of a GEMM kernel.
 
     Attributes:
-        bm, bn, bk: the tile; bn counts columns of the result (of each part, in the up-projection).
-        warps, stages: of Triton.
+        bm, bn, bk: tile sizes. bn counts columns of the result (in the up-projection, of each part).
+        warps, stages: Triton's num_warps and num_stages.
         group: row tiles that run together.
         persistent: programs for each multiprocessor; 0: one program for each tile.
-        flatten: persistent loops as one software pipeline.
-        descriptors: tensor descriptors (TMA) for weights, and for rows that are not gathered.
-        store_descriptors: for full tiles of rows that are stored as well; not in `act_backward_kernel`.
-        slices: of the pointwise part in `act_backward_kernel`.
-        fused: the pointwise part is in the GEMM ("up", "act_backward"); else it has a kernel of its own, and the
-            GEMM is one of `rows_kernel`.
-        gather_first: gather the rows into a buffer before the GEMM ("grad_up", "grad_down"; "up" and "act_backward"
-            where they are not fused, or have roles). What "act_backward" has gathered, "grad_down" takes.
-        roles: the kernels of `hopper`, whose warps load, multiply or go on with the product, where they take the
-            tensors. Of the rest only stages, group, fused, gather_first and, where there is a pointwise part, bn
-            (128 or 256 columns of the product) count then.
+        flatten: run persistent loops as one software pipeline.
+        descriptors: use tensor descriptors (TMA) for weights, and for rows that are not gathered.
+        store_descriptors: use them also to store full tiles of rows; not in `act_backward_kernel`.
+        slices: slices of the pointwise part in `act_backward_kernel`.
+        fused: run the pointwise part in the GEMM ("up", "act_backward"). Otherwise it has a kernel of its own, and the
+            GEMM is `rows_kernel`.
+        gather_first: gather the rows into a buffer before the GEMM ("grad_up", "grad_down"; "up" and "act_backward" if
+            they are not fused, or have roles). "grad_down" reuses the buffer of "act_backward".
+        roles: use the kernels of `hopper` if they support the tensors; their warps have roles: load, multiply, or
+            process the product. They use only stages, group, fused, gather_first and, with a pointwise part, bn
+            (128 or 256 columns of the product).
     """
 
     bm: int
@@ -51,20 +51,20 @@ class Config:
 
     @property
     def text(self) -> str:
-        """Tile and what is not its default."""
+        """The tile, and the options that differ from their defaults."""
         rest = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)[5:]}
         words = [name if v is True else f"{name}={int(v)}" for name, (v, default) in rest.items() if v != default]
         return " ".join([f"{self.bm}x{self.bn}x{self.bk} warps={self.warps} stages={self.stages}", *words])
 
 
-# Gluon is experimental: with which Tritons the kernels of `hopper` are known to compile.
+# Gluon is experimental. The kernels of `hopper` compile with Triton from the first version to before the second.
 _GLUON = ((3, 6), (3, 10))
 HAS_ROLES = _GLUON[0] <= tuple(map(int, triton.__version__.split(".")[:2])) < _GLUON[1]
 
 
 @functools.cache
 def target(device: torch.device) -> str:
-    """`sm90`, `gfx942`, ..., or `interpreter`."""
+    """The name of a device's target: `sm90`, `gfx942`, ..., or `interpreter`."""
     if device.type != "cuda":
         return "interpreter"
     properties = torch.cuda.get_device_properties(device)
@@ -111,19 +111,19 @@ KERNELS = tuple(_HOPPER)
 
 
 def default_config(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
-    """Where nothing is tuned."""
+    """The configuration of a kernel if nothing is tuned."""
     if dtype is torch.float32:
         return _FLOAT32[kernel]
     return (_HOPPER_ROLES if target(device) == "sm90" else _PORTABLE)[kernel]
 
 
 def portable_config(kernel: str) -> Config:
-    """On sm90, where `Config.roles` does not take the tensors."""
+    """The configuration on sm90 if the kernels with roles do not support the tensors."""
     return _HOPPER[kernel]
 
 
 def list_candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
-    """What tuning tries."""
+    """List the configurations that tuning tries."""
     if dtype is torch.float32:
         return [default_config(kernel, device, dtype), *_FLOAT32_CANDIDATES[kernel]]
     if target(device) == "sm90":
@@ -168,7 +168,7 @@ def _hopper_candidates() -> dict[str, list[Config]]:
 
 
 def _portable_candidates() -> dict[str, list[Config]]:
-    """What fits into 64 KiB of shared memory and the registers of every target."""
+    """Candidates that fit into 64 KiB of shared memory and the registers of every target."""
     c = Config
     rows = [c(128, 128, 64, 8, 2), c(128, 64, 32, 4, 3), c(64, 128, 32, 4, 3), c(128, 128, 32, 8, 3, persistent=1)]
     separate = [dataclasses.replace(cut, fused=False) for cut in (_PORTABLE["down"], *rows[:2])]

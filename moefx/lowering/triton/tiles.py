@@ -1,20 +1,20 @@
 """Tiles of the GEMMs of `gemm_forward` and `gemm_backward`, and the addresses of operands and results.
 
-A tile is BM rows of one expert by BN columns. The rows' side is cut by a schedule (`schedule_kernel`); tiles of
-neighbouring columns and rows run together, for the cache.
+A tile is BM rows of one expert by BN columns. `schedule_kernel` splits rows into tiles. Tiles of neighbouring columns
+and rows run together, for the cache.
 
-Each weight comes as (weight, strides of expert, column, inner), and may be reached in several ways (WEIGHT):
+A weight is passed as (weight, strides of expert, column, inner), with one of several kinds of access (WEIGHT):
 
-    "strided"     a pointer to a stack, any strides
-    "strided, wide"     the same, of matrices in which offsets take more than 32 bits
-    "descriptor"  a tensor descriptor of the stack (TMA), block [1, ...] as stored
-    "table"       a pointer to E addresses, of the experts' separate tensors, each a multiple of 16 bytes
-    "table, unaligned"  the same, of parts of them that begin anywhere
+    "strided"           a pointer to a stack, any strides
+    "strided, wide"     the same, with offsets of more than 32 bits inside of a matrix
+    "descriptor"        a tensor descriptor of the stack (TMA), block [1, ...] as stored
+    "table"             a pointer to the E addresses of the experts' separate tensors, multiples of 16 bytes
+    "table, unaligned"  the same, with any addresses
 
-COLUMNS_FIRST tells that a weight is stored as [column, inner] (as `nn.Linear.weight` is in the forward).
+COLUMNS_FIRST: the weight is stored as [column, inner] (as `nn.Linear.weight` in the forward).
 
-Offsets within a tile, and within a matrix that is not "wide", are 32 bit, those of tiles and experts 64 bit. The rows
-behind a tile's last one belong to another expert or to nobody: they are computed along, and never stored.
+Offsets inside of a tile, and of a matrix that is not "wide", have 32 bits, offsets of tiles and experts 64 bits. A tile
+may reach beyond the expert's last row. The results of these rows are computed, but never stored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Sizes that change from call to call: a kernel is not compiled anew for them.
+# Sizes that change from call to call: kernels are not specialised on them.
 VARYING = ["max_tiles", "num_rows"]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def schedule_kernel(expert_offsets, schedule, max_tiles, E: tl.constexpr, E_BINS: tl.constexpr, BM: tl.constexpr):
-    """schedule: of each tile the expert, then (from max_tiles on) the first row, then (from 2 * max_tiles on) the row
-    behind the expert's last one; then the number of tiles."""
+    """schedule: the expert of each tile; from max_tiles on its first row; from 2 * max_tiles on the end of the expert's
+    rows; last the number of tiles."""
     expert, bins = tl.program_id(0), tl.arange(0, E_BINS)
     begin = tl.load(expert_offsets + bins, mask=bins < E, other=0)
     end = tl.load(expert_offsets + bins + 1, mask=bins < E, other=0)
@@ -59,8 +59,10 @@ def place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def rows_place(tile, num_row_tiles, width, schedule, max_tiles, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Of a tile of rows: expert, first row, number of the columns' tile, and the row behind the expert's last one;
-    behind the last tile that is 0. No load waits for another."""
+    """(expert, first row, column tile, end of the expert's rows) of a tile of rows. The end is 0 after the last tile.
+
+    No load waits for another.
+    """
     num_column_tiles = tl.cdiv(width, TILE)
     m, n = place(tile, num_row_tiles, num_column_tiles, GROUP)
     there, at = tile < num_row_tiles * num_column_tiles, schedule + m
@@ -70,7 +72,7 @@ def rows_place(tile, num_row_tiles, width, schedule, max_tiles, TILE: tl.constex
 
 @triton.jit
 def outer_place(tile, height, width, expert_offsets, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Of a tile of an expert's [height,width]: expert, numbers of the tile, and the expert's first and last rows."""
+    """(expert, row tile, column tile, first row, end of the expert's rows) of a tile of an expert's [height,width]."""
     num_row_tiles, num_column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     expert = tile // (num_row_tiles * num_column_tiles)
     within = tile - expert * (num_row_tiles * num_column_tiles)
@@ -80,7 +82,7 @@ def outer_place(tile, height, width, expert_offsets, BM: tl.constexpr, BN: tl.co
 
 @triton.jit
 def matrix_of(w, w_expert, expert, like, WEIGHT: tl.constexpr):
-    """The pointer to an expert's matrix; a descriptor is left as it is."""
+    """The pointer to an expert's matrix. A descriptor is returned unchanged."""
     if WEIGHT == "table":
         matrix = tl.multiple_of(tl.load(w + expert).to(tl.pointer_type(like.dtype.element_ty)), 16)
     elif WEIGHT == "table, unaligned":
@@ -97,7 +99,7 @@ def weight_tile(
     w, expert, column, columns, w_column, k, ks, w_inner, inner,
     BN: tl.constexpr, BK: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """[BK,BN] of an expert's matrix: its inner indices from k on and columns from `column` on."""
+    """The tile [BK,BN] of an expert's matrix at inner index k and column `column`."""
     if WEIGHT == "descriptor":
         if COLUMNS_FIRST:
             tile = w.load([expert, column, k]).reshape(BN, BK).T
@@ -117,7 +119,7 @@ def weight_tile(
 
 @triton.jit
 def safe_indices(index, size, EVEN: tl.constexpr, VECTOR: tl.constexpr):
-    """Indices that may be loaded from: those from `size` on are 0. VECTOR divides `size`: so many stay contiguous."""
+    """Indices with those from `size` on replaced by 0. VECTOR divides `size`, and runs of VECTOR stay contiguous."""
     if EVEN:
         safe = index
     else:
@@ -127,7 +129,7 @@ def safe_indices(index, size, EVEN: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def left_rows(token_ids, row, is_mine, first_row, GATHER: tl.constexpr):
-    """Which rows of the left operand a tile multiplies; others' are replaced by one that is there."""
+    """The rows of the left operand that a tile multiplies. Rows outside of the expert are replaced by a valid one."""
     if GATHER:
         left_row = tl.load(token_ids + row, mask=is_mine, other=0)
     else:
@@ -140,7 +142,7 @@ def weight_and_scale(
     row_weights, row, is_mine,
     SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, USES_WEIGHT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Of rows the routing weight, 0 where nothing needs it, and what scales the result, 1 without; float32 [BM,1]."""
+    """The routing weight (0 if unused) and the result's scale (1 without) of rows, float32 [BM,1]."""
     w, scale = tl.zeros((BM, 1), tl.float32), tl.full((BM, 1), 1.0, tl.float32)
     if HAS_SCALE or USES_WEIGHT:
         w = tl.load(row_weights + row, mask=is_mine, other=0.0).to(tl.float32)[:, None]
@@ -151,7 +153,7 @@ def weight_and_scale(
 
 @triton.jit
 def tile_mask(is_mine, column, width, EVEN_N: tl.constexpr):
-    """Which elements of a tile [BM,BN] are stored."""
+    """The mask of a tile [BM,BN]'s stored elements."""
     if EVEN_N:
         mask = is_mine[:, None]
     else:
@@ -161,7 +163,7 @@ def tile_mask(is_mine, column, width, EVEN_N: tl.constexpr):
 
 @triton.jit
 def store_tile(out, at, described, first_row, column, value, mask, is_full, OUT_DESCRIPTOR: tl.constexpr):
-    """A tile of rows: by its descriptor if it is full, for that would write into the next expert's rows."""
+    """Store a tile of rows. Only a full tile uses the descriptor, which would overwrite the next expert's rows."""
     if OUT_DESCRIPTOR:
         if is_full:
             described.store([first_row, column], value)
@@ -173,19 +175,19 @@ def store_tile(out, at, described, first_row, column, value, mask, is_full, OUT_
 
 @triton.jit
 def split_pairs(pair, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM, 2*BN] of interleaved columns as two [BM,BN]."""
+    """Split [BM, 2*BN] of interleaved columns into two [BM,BN]."""
     return tl.split(tl.reshape(pair, (BM, BN, 2)))
 
 
 @triton.jit
 def split_halves(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and right half of [BM,BN]."""
+    """Split [BM,BN] into its left and right half."""
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def load_parts(h0, h1, at, mask, JOINED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """The variables of the pointwise part from the up-projections, in float32; one alone counts as both."""
+    """Load the variables of the pointwise part from the up-projections, in float32. A single part is returned twice."""
     if JOINED:
         a0, a1 = split_pairs(tl.load(h0 + at, mask=mask, other=0.0), BM, BN)
     else:
@@ -214,7 +216,7 @@ def accumulate(
     ROWS_DESCRIPTOR: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """acc + rows @ the expert's matrix; the rows are `row`, or those from `first_row` on."""
+    """acc + rows @ the expert's matrix. The rows are `row`, or with a descriptor those from `first_row` on."""
     ks = tl.arange(0, BK)
     matrix = matrix_of(w, w_expert, expert, rows, WEIGHT)
     if not ROWS_DESCRIPTOR:

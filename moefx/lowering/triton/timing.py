@@ -1,4 +1,4 @@
-"""Times on a GPU: events around the work, the L2 cache flushed before each, the median of several."""
+"""Time work on a GPU: with events, a flushed L2 cache before each repetition, and the median."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FLUSH_BYTES = 256 * 2**20
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 9, warmup: int = 2) -> float:
-    """On the current device and stream."""
+    """Median milliseconds of `work` on the current device and stream."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     for _ in range(warmup):
         work()
@@ -30,7 +30,7 @@ def milliseconds(work: Callable[[], object], repeats: int = 9, warmup: int = 2) 
 
 
 def settle(work: Callable[[], object], seconds: float = 0.3) -> None:
-    """Work until the GPU's clock is that of steady work."""
+    """Repeat `work` for some seconds, until the GPU has the clock of steady work."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         work()

@@ -1,4 +1,4 @@
-"""Which configuration a GEMM is launched with: the nearest one that was tuned, here or in the table; else a default."""
+"""Choose the tile configuration of a GEMM: the nearest tuned one, from this machine or the table, or a default."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from . import autotune, tile_configs
 from .tile_configs import Config
 
 TABLE = Path(os.environ.get("MOEFX_TUNING") or Path(__file__).with_name("tuning.jsonl"))
-_NEAR = 1.0  # as `_distance`: one of the three sizes off by a factor of 2
+_NEAR = 1.0  # largest `_distance` of a usable entry: one of three sizes off by a factor of 2
 
-Entry = tuple[tuple[int, ...], Config, str]  # shape, configuration, where it was tuned
+Entry = tuple[tuple[int, ...], Config, str]  # shape, configuration, origin
 _HERE = "here for"
 _log = logging.getLogger(__name__)
 _used: dict[tuple[str, str], tuple[Config, str]] = {}
@@ -35,11 +35,12 @@ def config(
     num_experts: int = 0,
     trial: Callable[[Config], object] | None = None,
 ) -> Config:
-    """For a GEMM, one of `tile_configs.KERNELS`. `used` tells what was chosen, and why.
+    """Choose the configuration of a GEMM. `list_used_configs` has the reasons.
 
     Args:
+        kernel: one of `tile_configs.KERNELS`.
         shape: (columns of the result, inner size, mean rows of an expert).
-        trial: the work to be timed, where tuning may be done.
+        trial: runs the GEMM with a configuration; None if it must not be tuned.
     """
     chosen, reason, distance = find_nearest_config(kernel, device, dtype, shape)
     if tile_configs.target(device) == "interpreter":
@@ -58,8 +59,12 @@ def config(
 def find_nearest_config(
     kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> tuple[Config, str, float]:
-    """What `config` chooses without tuning, why, and how far away the shape is that it was tuned for."""
-    # float16 is as wide as bfloat16, and multiplied by the same units.
+    """Choose a configuration without tuning.
+
+    Returns:
+        The configuration, its reason, and the distance to the shape that it was tuned for.
+    """
+    # float16 has bfloat16's width and runs on the same units, so its entries serve too.
     dtypes = (dtype, torch.bfloat16) if dtype is torch.float16 else (dtype,)
     table = _entries(device)
     entries = [(*e, d) for d in dtypes for e in table.get((tile_configs.target(device), _name(d), kernel), ())]
@@ -77,7 +82,7 @@ def find_nearest_config(
 
 
 def list_used_configs() -> list[str]:
-    """What `config` chose so far in this process and why, a line for each kernel and shape."""
+    """The choices of `config` so far in this process and their reasons, a line for each kernel and shape."""
     return [f"{kernel} {shape}: {chosen.text}; {why}" for (kernel, shape), (chosen, why) in sorted(_used.items())]
 
 
@@ -108,7 +113,7 @@ def gpu_name(device: torch.device) -> str:
 
 @functools.cache
 def _entries(device: torch.device) -> dict[tuple[str, str, str], list[Entry]]:
-    """(target, dtype, kernel) -> what is tuned: in the table, and on this machine for this device."""
+    """(target, dtype, kernel) -> tuned entries, from the table and from this machine's cache."""
     entries: dict[tuple[str, str, str], list[Entry]] = {}
     try:
         lines = TABLE.read_text(errors="replace").splitlines()
@@ -123,15 +128,17 @@ def _entries(device: torch.device) -> dict[tuple[str, str, str], list[Entry]]:
     for text in autotune.read_cached_lines(gpu_name(device)):
         try:
             key, shape, cut = _parsed(text)
-        except _MALFORMED:  # half of one, say: what it said is found out again
-            _log.warning("%s: left out what is not a configuration: %.80s", autotune.cache_file(gpu_name(device)), text)
+        except _MALFORMED:  # for example half a line; the shape is tuned again
+            _log.warning(
+                "%s: skipped a line that is not a configuration: %.80s", autotune.cache_file(gpu_name(device)), text
+            )
             continue
         entries.setdefault(key, []).append((shape, cut, _HERE))
     return entries
 
 
 def format_line(target: str, dtype: str, kernel: str, shape: Sequence[int], cut: Config) -> str:
-    """Of a tuning table."""
+    """Format a line of a tuning table."""
     row = dict(target=target, dtype=dtype, kernel=kernel, shape=list(shape), config=dataclasses.asdict(cut))
     return json.dumps(row)
 

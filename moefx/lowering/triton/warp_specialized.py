@@ -1,9 +1,9 @@
-"""Launch the kernels of `hopper` and `hopper_point` for a call (see `expert_mlp_call.Run`) if they take its tensors.
+"""Launch the kernels of `hopper` and `hopper_point` for a `KernelCall`, if they support its tensors.
 
-They take 16 bit operands that TMA can describe: rows and weights of which each dimension but the last begins at a
-multiple of 16 bytes, and the last is a multiple of 8. Separate parameters that lie anywhere are not theirs.
+They support 16-bit operands that TMA can describe: the last dimension a multiple of 8 elements, all other strides
+multiples of 16 bytes. They do not support separate parameters at arbitrary addresses.
 
-The kernels are experimental Gluon and imported where they are launched: not before `config` has chosen them (see
+The kernels are experimental Gluon. They are imported at their launch, after `config` has chosen them (see
 `tile_configs.HAS_ROLES`).
 """
 
@@ -24,14 +24,14 @@ from .weight_operands import Weights, is_describable
 if TYPE_CHECKING:
     from .expert_mlp_call import KernelCall
 
-# What registers and shared memory have room for. Products with a pointwise part may be half as wide (`Config.bn`):
-# with twice as many warps for that part.
+# Tiles that fit into registers and shared memory. GEMMs with a pointwise part may be half as wide (`Config.bn`), with
+# twice as many warps for that part.
 _BM, _BN, _BK, _WARPS = 128, 256, 64, 8
 _TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # Gluon's names
 
 
 def try_project_up(run: KernelCall, hidden: Sequence[Tensor] | None, act: Tensor | None, cut: Config) -> bool:
-    """Whether it was done: H, if it is kept, and the activation."""
+    """Compute H, if it is kept, and the activation. Returns False if the kernel does not support the tensors."""
     from .hopper_point import hopper_up_kernel
 
     point, call = run.point, run.call
@@ -76,7 +76,7 @@ def try_multiply_rows(
     gather: bool,
     cut: Config,
 ) -> bool:
-    """Whether it was done (see `expert_mlp_call.Run.multiply_rows`)."""
+    """See `KernelCall.multiply_rows`. Returns False if the kernel does not support the tensors."""
     from .hopper import hopper_rows_kernel
 
     w = _weights(weights, backward=backward, columns=_BN)
@@ -118,7 +118,7 @@ def act_backward(
     constants: dict[str, Any],
     cut: Config,
 ) -> None:
-    """See `expert_mlp_call.Run.act_backward`; `hidden` and `grad_hidden` are the parts."""
+    """See `KernelCall.act_backward`; `hidden` and `grad_hidden` are the parts."""
     from .hopper_point import hopper_act_backward_kernel
 
     call = run.call
@@ -134,12 +134,12 @@ def act_backward(
     constants = constants | dict(GATHER=gather, COLUMNS_FIRST=run.down.columns_first(backward=True))
     num_tiles = max_tiles * cdiv(width, cut.bn)
     warps = _point_warps(cut)
-    options = dict(ROWS=4 * warps, POINT_WARPS=warps)  # of more, registers would not hold what is on its way
+    options = dict(ROWS=4 * warps, POINT_WARPS=warps)  # registers have no room for more rows in flight
     _launch(run, hopper_act_backward_kernel, num_tiles, args, constants, cut, cut.bn, **options)
 
 
 def try_outer(run: KernelCall, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
-    """Whether it was done (see `expert_mlp_call.Run.outer`)."""
+    """See `KernelCall.outer`. Returns False if the kernel does not support the tensors."""
     from .hopper import hopper_outer_kernel
 
     (a, gather_left), (b, gather_right) = left, right
@@ -176,12 +176,12 @@ def _point_warps(cut: Config) -> int:
 
 
 def _fit(*tensors: Tensor) -> bool:
-    """Whether TMA can describe them: rows of a multiple of 8 elements of 16 bit, each row aligned."""
+    """Whether TMA can describe the tensors: 16 bit, rows of a multiple of 8 elements, each row aligned."""
     return all(t.dtype in _TYPES and t.shape[-1] % 8 == 0 and is_describable(t) for t in tensors)
 
 
 def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> list[Any] | None:
-    """Described for boxes of so many columns; None if they cannot be."""
+    """Tensor descriptors of the weights for boxes of `columns` columns, or None if TMA cannot describe them."""
     described = []
     for w in weights:
         if w.addresses is not None or not _fit(w.tensor):

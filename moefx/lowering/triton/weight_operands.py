@@ -1,4 +1,4 @@
-"""Expert parameters as operands of the kernels, in place wherever their strides allow it."""
+"""Expert parameters as operands of the kernels, read in place if their strides allow it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Weights:
     """The matrices of one GEMM: a stack [E,out,in] or [E,in,out] (any strides), or a table of addresses.
 
     Attributes:
-        tensor: the stack; of a table one expert's matrix, for shapes and strides.
-        out_dim: which of the last two dimensions is the GEMM's output in the forward: 0 or 1.
-        addresses: of the experts' matrices; None for a stack.
+        tensor: the stack, or with a table one expert's matrix, for shapes and strides.
+        out_dim: the forward's output among the last two dimensions: 0 or 1.
+        addresses: addresses of the experts' matrices, None for a stack.
     """
 
     tensor: Tensor
@@ -38,8 +38,10 @@ class Weights:
 
     @classmethod
     def of_groups(cls, groups: Sequence[Sequence[Tensor]], transposed: bool, dtype: torch.dtype) -> list[Weights]:
-        """Of GEMMs that one kernel runs together: all by strides, and these equal, or all by tables. In place where
-        that can be, else copied."""
+        """The weights of GEMMs that one kernel runs together: all as stacks with equal strides, or all as tables.
+
+        Reads parameters in place if possible, and copies them otherwise.
+        """
         out_dim, first = 0 if transposed else 1, groups[0][0]
         if all(p.dtype is dtype for group in groups for p in group):
             stacked = all(is_stacked(group, 2) or strided_view(group) is not None for group in groups)
@@ -56,7 +58,7 @@ class Weights:
         return [Weights(apply(lambda *p: _copy(p, dtype), *group), out_dim) for group in groups]
 
     def columns(self, start: int | None, stop: int | None, step: int | None) -> Weights:
-        """Some of the output columns."""
+        """A slice of the output columns."""
         if (start, stop, step) == (None, None, 1):
             return self
         part = self.tensor.movedim(-2 + self.out_dim, 0)[start:stop:step].movedim(0, -2 + self.out_dim)
@@ -65,14 +67,14 @@ class Weights:
         return Weights(part, self.out_dim, addresses)
 
     def columns_first(self, *, backward: bool) -> bool:
-        """Whether a matrix is stored as [column, inner] of the GEMM (see `operand`)."""
+        """Whether a matrix is stored as [column, inner] for the GEMM (see `operand`)."""
         return (self.out_dim == 0) != backward
 
     def operand(self, *, backward: bool, block: tuple[int, int] | None) -> Operand:
-        """For a GEMM that sums over the inputs, or (`backward`) over the outputs.
+        """The operand of a GEMM that sums over the inputs, or (`backward`) over the outputs.
 
         Args:
-            block: (BN, BK) of a tensor descriptor; None for pointers. Taken as a wish.
+            block: (BN, BK) for a tensor descriptor, which is used if possible; None for pointers.
         """
         columns_first = self.columns_first(backward=backward)
         first, second = self.tensor.stride()[-2:]
@@ -91,7 +93,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A weight as a kernel takes it: what to load from, its strides, and how."""
+    """A weight as arguments of a kernel: source, strides, and access."""
 
     source: Any
     expert: int
@@ -102,7 +104,7 @@ class Operand:
 
 
 def is_describable(tensor: Tensor) -> bool:
-    """Whether TMA takes it: the last dimension contiguous, the others at multiples of 16 bytes, none expanded."""
+    """Whether TMA can read a tensor: contiguous last dimension, other strides multiples of 16 bytes, none expanded."""
     *outer, inner = tensor.stride()
     aligned = all(s * tensor.element_size() % 16 == 0 and s > 0 for s in outer)
     return inner == 1 and aligned and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
@@ -112,7 +114,7 @@ _MAX_OFFSET = 2**31 - 1
 
 
 def _is_wide(tensor: Tensor) -> bool:
-    """Whether offsets within one matrix take more than 32 bits: where the experts' axis is an inner one, say."""
+    """Whether offsets within one matrix need more than 32 bits, for example if the experts' axis is an inner one."""
     (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
     return (rows - 1) * row + (columns - 1) * column > _MAX_OFFSET
 
@@ -122,7 +124,7 @@ def make_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 
 def _copy(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """A contiguous stack in a dtype."""
+    """Copy parameters to a contiguous stack in a dtype."""
     if any(p.dtype is not dtype for p in parameters):
         return stack_weights(parameters, dtype).contiguous()
     count_weight_path("stacked_copy")
@@ -131,8 +133,11 @@ def _copy(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """[E] int64. Made in another thread: what this one allocates may be for a CUDA graph (`torch.compile` runs a
-    function that way before it captures it), which must not find it alive in the end."""
+    """The addresses as int64 [E].
+
+    Created in another thread: allocations of this thread may belong to a CUDA graph's pool (`torch.compile` warms a
+    function up that way before it captures it), which must not outlive the call.
+    """
 
     def make() -> Tensor:
         table = torch.tensor(addresses, dtype=torch.int64, device=device)
@@ -145,7 +150,7 @@ def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def stack_biases(biases: Sequence[Tensor] | None) -> Tensor | None:
-    """[E,width], a copy where they are separate and not equally spaced."""
+    """The biases as [E,width]; a copy if they are separate and not equally spaced."""
     if biases is None:
         return None
     if is_stacked(biases, 1):
