@@ -1,3 +1,3 @@
 """Benchmarks on a GPU: `python -m moefx bench`."""
 
-CEILING = "BMM ceiling"  # the peer that is no answer but a bound
+CEILING = "BMM ceiling"  # the peer that is an upper bound, not a solution

@@ -1,6 +1,6 @@
-"""What one device does by itself: GEMMs, attention, copies and experts, timed; and what memory it has.
+"""Time GEMMs, attention, copies and experts on one device, and read its memory.
 
-Sizes fit the device: none of them takes much longer than `_LONGEST` seconds, by the rates of a product and a copy.
+Sizes are reduced so that none takes much longer than `_LONGEST` seconds, by the rates of a product and a copy.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _ATTENTION = ((1, 8192, 32, 128), (4, 4096, 32, 128), (4, 4096, 16, 64), (16, 10
 
 
 class AttentionTime(NamedTuple):
-    """Causal attention of sequences, forward and backward.
+    """Seconds of causal attention, forward and backward.
 
     Attributes:
-        flop: of the forward, of the tokens before each one: half of all pairs.
+        flop: FLOP of the forward; causal, so half of all pairs.
     """
 
     sequences: int
@@ -61,7 +61,7 @@ class Machine:
     """A device to measure.
 
     Attributes:
-        dtype: of what is measured.
+        dtype: dtype of all tensors.
     """
 
     device: torch.device
@@ -69,7 +69,7 @@ class Machine:
 
     @property
     def repeats(self) -> int:
-        """Of each; the median counts."""
+        """Repetitions of each measurement, reported by their median."""
         return 15 if self.device.type == "cuda" else 5
 
     @property
@@ -80,14 +80,14 @@ class Machine:
 
     @property
     def capacity(self) -> float:
-        """Bytes: of a GPU, or a local rank's part of the machine's memory."""
+        """Bytes of a GPU's memory, or of a local rank's part of the machine's memory."""
         if self.device.type == "cuda":
             return float(torch.cuda.get_device_properties(self.device).total_memory)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
     def overhead(self) -> float:
-        """Bytes that are taken of a GPU's memory and are no tensor's: its context, libraries, and process groups."""
+        """Bytes of a GPU's memory in use by its context, libraries and process groups, not by tensors."""
         if self.device.type != "cuda":
             return 0.0
         torch.cuda.empty_cache()
@@ -95,9 +95,9 @@ class Machine:
         return float(total - free - torch.cuda.memory_reserved(self.device))
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Median of `repeats`, after two more."""
+        """Median of `repeats` repetitions, after two for warm-up."""
         if self.device.type == "cuda":
-            settle(work, 0.1)  # also what the first call tunes
+            settle(work, 0.1)  # the first call also tunes
             return milliseconds(work, self.repeats) / 1e3
         found = []
         for _ in range(self.repeats + 2):
@@ -120,7 +120,7 @@ class Machine:
                     yield self.gemm(rows, columns, inner)
 
     def attention(self) -> Iterator[AttentionTime]:
-        limit = self.most_flop / 6  # forward and backward, not as fast as a product
+        limit = self.most_flop / 6  # forward and backward, slower than a product
         for sequences, tokens, heads, head_size in _ATTENTION:
             while 2 * sequences * heads * tokens**2 * head_size > limit and tokens > 256:
                 tokens //= 2
@@ -133,7 +133,7 @@ class Machine:
 
     @functools.cached_property
     def copy(self) -> float:
-        """Bytes a second, read and written together, of tensors that no cache holds."""
+        """Bytes a second, read and written together, of a copy larger than the caches."""
         size = min(2**28, int(self.capacity / 64))
         a = torch.ones(size, device=self.device)
         b = torch.empty_like(a)
@@ -141,7 +141,7 @@ class Machine:
 
     @functools.cached_property
     def shapes(self) -> list[Shape]:
-        """Experts of all kinds, each once: some are as others are, made smaller."""
+        """Shapes of all kinds of experts, reduced to the device, without duplicates."""
         found = []
         for T, d, h, E, K in _EXPERTS:
             while 18 * T * K * d * h > self.most_flop and T > 128:
@@ -152,7 +152,7 @@ class Machine:
         return list(dict.fromkeys(found))
 
     def expert(self, shape: Shape) -> Iterator[ExpertTime]:
-        """Forward, and forward with backward."""
+        """Time the experts of a shape: forward, and forward with backward."""
         x, w1, w2, grad = random_tensors(shape, self.dtype, str(self.device))
         work = moefx(Inputs(shape, x, w1, w2, grad, *random_routing(shape, str(self.device))))
         yield ExpertTime(shape, self.seconds(work.forward), False)
@@ -160,7 +160,7 @@ class Machine:
 
     @functools.cached_property
     def most_flop(self) -> float:
-        """FLOP of `_LONGEST` seconds, at the rate of a square product that is large enough to have one."""
+        """FLOP in `_LONGEST` seconds, at the rate of a large square product."""
         size, found = 512, self.gemm(512, 512, 512)
         while found.seconds < 1e-3 and size < 8192:
             size *= 2

@@ -1,13 +1,13 @@
-"""A MoE layer over several GPUs, forward and backward, beside one GPU that has all experts and the same tokens.
+"""Time a MoE layer over several GPUs, forward and backward, beside one GPU with all experts and the same tokens.
 
     torchrun --nproc-per-node 4 -m moefx bench ep [--shapes ...] [--ways "one flat dedup,chunks=2 ..."] [--out FILE]
     ... --ways "one gather gather,max_tokens=8192 gather,max_tokens=8192+graph"      the last one as a CUDA graph
     python -m moefx bench ep --mirror 4 ...       one of 4 ranks, on one GPU, the others being its copies
 
-Weak scaling: every rank has the tokens that the one GPU has. Reported of the slowest rank: ms a step (median), and of
-one step under the profiler how long exchanges and all other kernels ran, and how much of the exchanges others hid.
-With `--mirror` an exchange takes `--latency` + bytes that leave the rank / `--bandwidth` (by default what NCCL's
-all-to-all takes on four H200s of one host), and its kernel occupies 16 multiprocessors.
+Weak scaling: every rank has as many tokens as the one GPU. Reported for the slowest rank: ms of a step (median), and
+from one profiled step the time of exchanges, of all other kernels, and of both at once (hidden exchanges). With
+`--mirror` an exchange takes `--latency` + bytes that leave the rank / `--bandwidth` (by default as NCCL's all-to-all on
+four H200s of one host), and its kernel occupies 16 multiprocessors.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .results import add_shapes, append_row, build_parser
 from .shapes import Shape, activation, random_tensors
 
 WAYS = ("flat", "dedup", "rbd", "halo", "gather")
-_EXCHANGES = ("nccl", "mirrored_exchange")  # in the names of their kernels
+_EXCHANGES = ("nccl", "mirrored_exchange")  # parts of the names of exchange kernels
 _ROUNDS, _STEPS = 5, 4
 
 
 class Layer(nn.Module):
-    """A router and experts in stacks, as a plain program: all experts on all tokens."""
+    """A router and stacked experts as a plain program that runs all experts on all tokens."""
 
     def __init__(self, shape: Shape, shared: bool = False):
         super().__init__()
@@ -57,7 +57,7 @@ class Layer(nn.Module):
 
 
 class _Mlp(nn.Module):
-    """An expert of all tokens."""
+    """A shared expert."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -70,8 +70,8 @@ class _Mlp(nn.Module):
 
 
 class Step:
-    """Forward and backward of a layer on this rank's tokens, others at each step: so are the numbers of rows that ranks
-    send each other."""
+    """Forward and backward of a layer on this rank's tokens. Tokens, and so the numbers of sent rows, differ in each
+    step."""
 
     def __init__(self, layer: nn.Module, shape: Shape):
         self.layer, self.shape = layer, shape
@@ -84,7 +84,7 @@ class Step:
         return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=self.generator)
 
     def prepare(self, steps: int) -> None:
-        """Make the inputs of so many steps."""
+        """Create the inputs of the next `steps` steps."""
         self.inputs = [self._random().requires_grad_() for _ in range(steps)]
 
     def __call__(self) -> None:
@@ -93,7 +93,7 @@ class Step:
             parameter.grad = None
 
     def ms(self) -> float:
-        """Of a step, with others before and behind it."""
+        """Milliseconds of a step among several."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.prepare(_STEPS)
         dist.barrier()
@@ -109,7 +109,7 @@ class Step:
             return self.layer(x).float()
 
     def kernels(self) -> list[tuple[str, float, float]]:
-        """(name, begin, end) of those of one step, ms, in order."""
+        """(name, begin, end) of one step's kernels in ms, by begin."""
         self.prepare(2)
         self()
         torch.cuda.synchronize()
@@ -125,7 +125,7 @@ class Step:
 
 
 class CapturedStep(Step):
-    """A step as one CUDA graph, whose input is filled before each replay."""
+    """A step as one CUDA graph. Each replay fills its input first."""
 
     def __init__(self, layer: nn.Module, shape: Shape):
         super().__init__(layer, shape)
@@ -155,7 +155,7 @@ class CapturedStep(Step):
 
 
 def overlap_times(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
-    """ms in which exchanges ran, in which others did, and both at once: what of the exchanges is hidden."""
+    """Milliseconds of exchanges, of other kernels, and of both at once (the hidden exchanges)."""
     exchanges = _union([(b, e) for name, b, e in kernels if _of_exchange(name)])
     others = _union([(b, e) for name, b, e in kernels if not _of_exchange(name)])
     both = sum(max(0.0, min(e, f) - max(b, c)) for b, e in exchanges for c, f in others)
@@ -181,7 +181,7 @@ def _length(spans: list[tuple[float, float]]) -> float:
 
 
 def plot_timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: Path) -> None:
-    """A picture of one step of each way: exchanges above everything else, on one axis of time."""
+    """Plot one step of each way on one time axis, exchanges above all other kernels."""
     from matplotlib.figure import Figure  # in the extra `bench`
 
     figure = Figure(figsize=(11, 1.4 * len(kernels) + 0.8), layout="constrained")
@@ -205,8 +205,13 @@ def plot_timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: 
 
 
 def build_steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, node_size: int) -> dict[str, Step]:
-    """Of one GPU with all experts, and of each way: its name, and fields of the plan behind it
-    ("dedup,chunks=2,disable=overlap")."""
+    """Compile the layer for each way, "one" being one GPU with all experts.
+
+    Args:
+        ways: names of ways, followed by fields of the plan: "dedup,chunks=2,disable=overlap". "+graph" captures the
+            step as a CUDA graph.
+        shared: add a shared expert.
+    """
     torch.manual_seed(0)
     layer, example = Layer(shape, shared), (torch.zeros(64, shape.d, device="cuda", dtype=torch.bfloat16),)
     found = {}
@@ -232,7 +237,7 @@ def build_steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: boo
 
 
 def output_errors(found: dict[str, Step]) -> dict[str, float]:
-    """The relative difference of each way's output from that of one GPU, on the same tokens."""
+    """Relative difference of each way's output to the first way's, on the same tokens."""
     first, *_ = found.values()
     x = torch.randn((first.shape.T, first.shape.d), device="cuda", dtype=torch.bfloat16, generator=first.generator)
     want = first.output(x)
@@ -272,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("bench ep: run it with torchrun, a process for each GPU, or with --mirror RANKS on one")
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # else what is beside an exchange may keep it waiting
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # otherwise other kernels may delay an exchange
         dist.init_process_group("nccl")
     world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("ep",))

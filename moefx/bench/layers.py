@@ -1,12 +1,11 @@
-"""Trains a few real layers: Qwen3-30B-A3B's shapes, 4 layers, 4 x 4096 tokens, bfloat16, fused AdamW.
+"""Train a few real layers: Qwen3-30B-A3B's shapes, 4 layers, 4 x 4096 tokens, bfloat16, fused AdamW.
 
     python -m moefx bench layers [--systems eager,grouped_mm,moefx,...] [--steps 10] [--profile] [--out results.jsonl]
 
-transformers' own implementations beside moefx.compile of the eager one, each as it is and under torch.compile, and
-torch.compile with moefx as its backend (of grouped_mm: Dynamo breaks the eager one's loop apart), each in a process of
-its own with the same weights and tokens. Reported: ms a step (median), the peak of memory above what
-weights, gradients' owners and optimizer hold before a step, and the losses; with --profile the GPU's time in one more
-step, kernel by kernel.
+Compares transformers' implementations, moefx.compile of the eager one (each with and without torch.compile), and
+torch.compile with moefx as its backend (on grouped_mm, because Dynamo breaks the eager loop). Each system runs in a
+process of its own with the same weights and tokens. Reports ms of a step (median), the peak of memory above weights and
+optimizer, and the losses; with --profile also the GPU's time in one more step, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ def build_model(system: str, layers: int) -> torch.nn.Module:
 
 
 def list_kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
-    """Name, ms and calls of each kernel in a profile, the longest first."""
+    """List name, ms and calls of each kernel in a profile, the longest first."""
     found = [e for e in events if e.device_type.name == "CUDA" and e.self_device_time_total > 0]
-    found = [e for e in found if not e.is_user_annotation]  # a range of the optimizer's, around its kernels
+    found = [e for e in found if not e.is_user_annotation]  # the optimizer's range around its kernels
     found.sort(key=lambda e: -e.self_device_time_total)
     return [dict(kernel=e.key[:120], ms=e.self_device_time_total / 1e3, calls=e.count) for e in found]
 

@@ -1,7 +1,7 @@
-"""Exchanges and sends between ranks, by level of the topology and size of the message, each repeated many times.
+"""Time exchanges and sends between ranks, by level of the topology and size of the message, with many repetitions.
 
-At each level all groups of ranks that differ there alone exchange at once, as an expert layer's do. An exchange takes
-as long as on its slowest rank. How much repeated ones differ shows stragglers (X-MoE figures 18 and 19).
+At each level all groups of ranks that differ only there exchange at the same time, as in an expert layer. The time of
+an exchange is its slowest rank's. The spread of repetitions shows stragglers (X-MoE figures 18 and 19).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..runtime.topology import ExpertAxis
 from ..util.unit_text import amount
 from .rate_fit import fit_link
 
-SIZES = tuple(4**i for i in range(5, 15))  # bytes that a rank has: 1 KiB to 256 MiB
+SIZES = tuple(4**i for i in range(5, 15))  # bytes of a rank's message: 1 KiB to 256 MiB
 PARTS = 20
 _WARM_UP, _LEAST = 3, 5
 
@@ -32,11 +32,13 @@ class RepeatedExchange:
     """One size of message at one level.
 
     Attributes:
-        what: "all_to_all", of which (n - 1)/n leave a rank, or "p2p", to the next rank of the level.
-        level, ranks: its name, and the ranks of a group.
-        unit, is_node: ranks of a unit of the level, and whether that is within a node.
-        num_bytes: that leave a rank.
-        seconds: of each repetition, of the slowest rank of all groups.
+        what: "all_to_all", or "p2p" for sends to the next rank of the level.
+        level: name of the level.
+        ranks: ranks of a group.
+        unit: ranks of a unit of the level.
+        is_node: whether a unit is within a node.
+        num_bytes: bytes that leave a rank; in an all-to-all (n - 1)/n of its message.
+        seconds: seconds of each repetition, on the slowest rank of all groups.
     """
 
     what: str
@@ -62,8 +64,11 @@ class RepeatedExchange:
 
 
 def list_levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[tuple[TopologyLevel, int]]:
-    """Fine to coarse, (level, ranks in a unit of it): the ranks of a node, nodes, and units above of so many ranks.
-    Collective."""
+    """List (level, ranks in a unit of the level), fine to coarse. Collective.
+
+    Args:
+        above: numbers of ranks of the units above a node.
+    """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
     axis = ExpertAxis(mesh, mesh, node_size, above)
     found, units = [], 1
@@ -76,8 +81,14 @@ def list_levels(device: torch.device, node_size: int, above: Sequence[int]) -> l
 def measure_level(
     level: TopologyLevel, unit: int, node: int, device: torch.device, repeats: int, longest: float
 ) -> Iterator[RepeatedExchange]:
-    """All-to-all and sends of growing sizes, as often as `repeats` says or takes `longest` seconds, as long as that is
-    some times; two sizes at least, of which latency and bandwidth are. Collective."""
+    """Time all-to-all and sends of growing sizes at one level. Collective.
+
+    Args:
+        unit, node: ranks of a unit of the level, and of a node.
+        repeats: repetitions of each size.
+        longest: limit of seconds for a size, which reduces repetitions. Larger sizes are skipped if few repetitions
+            remain, but at least two sizes are timed, because latency and bandwidth need two.
+    """
     for what in (_all_to_all, _p2p):
         times = repeats
         for count, num_bytes in enumerate(SIZES, 1):
@@ -93,13 +104,15 @@ def measure_level(
 
 
 def fit_medians(found: Sequence[RepeatedExchange]) -> tuple[float, float]:
-    """(latency in seconds, bytes a second) by the medians."""
+    """Fit (latency in seconds, bytes a second) to the medians."""
     return fit_link([r.num_bytes for r in found], [r.median for r in found])
 
 
 def measure_spread(found: Sequence[RepeatedExchange]) -> tuple[float, ...]:
-    """Seconds over the median of their size: the means of `PARTS` equal parts of them all, in ascending order. Sizes at
-    which latency is most of the time do not count, unless there are no others: their hiccups are not those of rows."""
+    """The spread of repetitions: seconds over the median of their size, as means of `PARTS` equal parts, ascending.
+
+    Sizes whose time is mostly latency count only if there are no others, because rows are larger.
+    """
     least = min(r.median for r in found)
     large = [r for r in found if r.median > 2 * least] or list(found)
     ratios = sorted(s / r.median for r in large for s in r.seconds)
@@ -121,7 +134,7 @@ def _p2p(level: TopologyLevel, device: torch.device, size: int) -> tuple[float, 
     after, before = ranks[(own + 1) % level.size], ranks[own - 1]
 
     def work() -> None:
-        # receives first, as rows of exchanges do (`ir.payload`)
+        # receives first, as in exchanges of rows
         parts = [dist.P2POp(dist.irecv, received, before, group), dist.P2POp(dist.isend, sent, after, group)]
         for request in dist.batch_isend_irecv(parts):
             request.wait()
@@ -130,7 +143,7 @@ def _p2p(level: TopologyLevel, device: torch.device, size: int) -> tuple[float, 
 
 
 def _repeated(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of each, the slowest rank's; on GPUs one right after the other, as kernels are queued."""
+    """Seconds of each repetition on the slowest rank. On GPUs repetitions are queued back to back."""
     for _ in range(_WARM_UP):
         work()
     dist.barrier()
@@ -145,7 +158,7 @@ def _repeated(work: Callable[[], object], device: torch.device, repeats: int) ->
         found = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
     else:
         for _ in range(repeats):
-            dist.barrier()  # exchanges are apart in a step: what one leaves in a socket's queues is not the next one's
+            dist.barrier()  # as in a step, let the sockets' queues drain between exchanges
             begin = time.perf_counter()
             work()
             found.append(time.perf_counter() - begin)

@@ -1,10 +1,9 @@
-"""One rank of several on one GPU: a process group all of whose ranks do what this one does.
+"""Emulate one rank of several on one GPU: a process group whose other ranks are copies of this one.
 
-What this rank, the first, sends to another one comes from there too: what arrives is what was sent. So rows have the
-sizes that they have on a rank of a real group (but for its imbalance), and what is computed takes the time that it
-takes there. An exchange takes as long as `seconds` says, on a stream of its own and of high priority, as NCCL's kernels
-do with TORCH_NCCL_HIGH_PRIORITY=1. The values are of no use: rows meet the experts of this rank, whichever they were
-for.
+This rank receives from each other rank the rows that it sends there. So it has as many rows as on a real rank (without
+imbalance), and computes for as long. An exchange takes the time that `seconds` returns, on a high-priority stream of
+its own, like NCCL's kernels with TORCH_NCCL_HIGH_PRIORITY=1. The values are meaningless: rows reach this rank's experts
+whichever expert they are for.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ NAME = "mirror"
 
 
 class MirrorGroup(dist.ProcessGroup):
-    """This rank is the first of `size`.
+    """A group of `size` ranks, of which this is the first.
 
     Args:
-        seconds: of an exchange, by the bytes that leave the rank.
+        seconds: seconds of an exchange by the bytes that leave the rank.
     """
 
     def __init__(self, rank: int, size: int, seconds: Callable[[int], float]):
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self.seconds = seconds
         self.stream = torch.cuda.Stream(priority=-1) if torch.cuda.is_available() else None
-        # In turns, as making one takes longer than an exchange should: far fewer are on their way at once.
+        # Works are reused in turns, because creating one takes too long. Far fewer are in flight at once.
         self.works = itertools.cycle([_Queued(self.stream) for _ in range(64)])
 
     def alltoall_base(
         self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> Any:
         common = min(len(rows), len(output))
-        if common < len(output):  # the second hop of several has about as many rows there as back
+        if common < len(output):  # in a second hop the numbers of sent and received rows differ a little
             output[common:].zero_()
         own = sent[0] / max(sum(sent), 1) if sent else 1 / self.size()
         return self._copied(rows, output, common * (rows.nbytes // max(len(rows), 1)), rows.nbytes * (1 - own))
@@ -51,7 +50,7 @@ class MirrorGroup(dist.ProcessGroup):
         return self._copied(rows, output, rows.nbytes, rows.nbytes * (self.size() - 1))
 
     def _copied(self, source: Tensor, out: Tensor, num_bytes: int, leaving: float) -> Any:
-        """The first bytes, in the time that it takes if so many leave the rank."""
+        """Copy the first `num_bytes`, in the time of an exchange of `leaving` bytes."""
         if self.stream is None or not source.is_cuda:
             out.view(-1).view(torch.uint8)[:num_bytes].copy_(source.view(-1).view(torch.uint8)[:num_bytes])
             return next(self.works)
@@ -92,12 +91,12 @@ class MirrorGroup(dist.ProcessGroup):
 
 
 class _Queued(dist.Work):
-    """Work that a stream has been given. What waits for it is given to the stream that is current then."""
+    """Work that is queued on a stream. `wait` makes the current stream wait."""
 
     def __init__(self, stream: torch.cuda.Stream | None):
         super().__init__()
         self.event: Any = None if stream is None else torch.cuda.Event()
-        self.tensors: Any = ()  # their memory is not for others until what follows a wait
+        self.tensors: Any = ()  # keeps their memory until `wait`
 
     def wait(self, timeout: Any = None) -> bool:
         if self.event is not None:
@@ -107,7 +106,7 @@ class _Queued(dist.Work):
 
 
 def init_mirror_group(size: int, seconds: Callable[[int], float]) -> None:
-    """Make a group of so many copies of this process the default one."""
+    """Make a group of `size` copies of this process the default process group."""
 
     def made(_: Any, rank: int, size: int, __: Any) -> MirrorGroup:
         return MirrorGroup(rank, size, seconds)

@@ -1,4 +1,4 @@
-"""One shape's expert MLP in pieces, for benchmarks of the single kernels."""
+"""The pieces of one shape's expert MLP, for benchmarks of single kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .shapes import Shape, activation, expert_body, random_routing, random_tenso
 
 
 class MlpPieces:
-    """The tensors of one shape, and what a step does with them, one piece of work after the other."""
+    """The tensors of one shape, and the pieces of a step as functions."""
 
     def __init__(self, shape: Shape, device: str = "cuda", kind: str = "uniform"):
         self.shape = shape
@@ -41,8 +41,10 @@ class MlpPieces:
         return build_pft.build_pft(self.ids, self.weights, None, num_experts=self.shape.E)
 
     def kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
-        """GEMM -> (matrices of d x h, work for a configuration). That of grad_down takes dO as act_backward leaves it:
-        by token, until a configuration of that one gathers it."""
+        """GEMM -> (number of d x h matrices, work for a configuration).
+
+        grad_down reads dO as the last act_backward left it: by token, or gathered.
+        """
         run, dtype = self.run, self.x.dtype
         grad_hidden, scaled = (self.grad_hidden, False), (self.scaled, False)
         hidden, grad_rows, parts = [self.hidden], [self.grad_hidden], self.shape.parts
@@ -60,7 +62,8 @@ class MlpPieces:
         }
 
     def choices(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
-        """As `kernels`, what to choose a configuration by: act_backward with the GEMM that takes what it gathers."""
+        """The work of `kernels` to tune configurations by: act_backward includes grad_down, which uses its gathered
+        rows."""
         gemms = self.kernels()
         (_, act_backward), (_, grad_down) = gemms["act_backward"], gemms["grad_down"]
         cut = self.chosen("grad_down")
@@ -83,8 +86,7 @@ class MlpPieces:
         return (*pairs[kernel], s.T * s.K // s.E)
 
     def stages(self) -> dict[str, tuple[int, int, Callable[[], object]]]:
-        """What a step launches, in its order -> (floating-point operations of GEMMs, bytes that must be read and
-        written once, work)."""
+        """Stages of a step in order -> (floating-point operations of GEMMs, bytes read and written at least, work)."""
         s, run, gemms = self.shape, self.run, self.kernels()
         rows, width, matrix, hidden = s.T * s.K, self.x.element_size(), s.E * s.d * s.h, s.parts * s.h
         moved = {  # elements
@@ -116,7 +118,7 @@ class MlpPieces:
         }
 
     def parts(self) -> dict[str, dict[str, Callable[[], object]]]:
-        """The parts of a forward as X-MoE's figure 11 has them -> system -> work."""
+        """Parts of a forward as in X-MoE's figure 11 -> system -> work."""
         s, stages = self.shape, self.stages()
         router = torch.randn(s.E, s.d, device=self.x.device).to(self.x.dtype)
         w1, w2 = self.w1.transpose(1, 2), self.w2.transpose(1, 2)

@@ -1,10 +1,11 @@
-"""Expert MLPs forward, and forward with backward: moefx beside its peers, on the same tensors and routing.
+"""Time expert MLPs, forward, and forward with backward: moefx beside its peers, on the same tensors and routing.
 
     python -m moefx bench moe [--shapes qwen3_30b,olmoe@512] [--peers moefx] [--routing uniform,zipf,hot] [--out FILE]
     python -m moefx bench moe --ablation --shapes 524288x256x256x128x4    # MoEBlaze's tables 4 and 5
 
-Each peer runs in a process of its own. Outputs and gradients are checked against float32 first. Saved bytes are what
-autograd keeps between forward and backward, without the weights; the peak is that of a step, above what was there.
+Each peer runs in a process of its own. Outputs and gradients are checked against float32 first. Saved bytes are the
+tensors that autograd keeps between forward and backward, without the weights. The peak is a step's, above the memory
+before it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def build_inputs(shape: Shape, routing: str) -> Inputs:
 
 
 def weight_gradients(inputs: Inputs, expert: int) -> tuple[Tensor, ...]:
-    """Gradients of one expert's two weights, in float32 from the same bfloat16 inputs."""
+    """Compute the gradients of one expert's two weights in float32, from the same bfloat16 inputs."""
     token, slot = (inputs.ids == expert).nonzero(as_tuple=True)
     x, grad = inputs.x[token].float(), inputs.grad[token].float() * inputs.weights[token, slot, None]
     w1, w2 = (w[expert].float().requires_grad_() for w in (inputs.w1, inputs.w2))
@@ -46,7 +47,8 @@ def weight_gradients(inputs: Inputs, expert: int) -> tuple[Tensor, ...]:
 
 
 def result_errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, float]:
-    """Norm-wise, of the output and gradient of x on some tokens and of one expert's weight gradients."""
+    """Relative errors (in norm) of the output and the gradient of x on some tokens, and of one expert's weight
+    gradients."""
     expert = int(torch.bincount(inputs.ids.reshape(-1)).argmax())
     out, grad_x, grad_weights, grad_w1, grad_w2 = results
     some = torch.arange(0, inputs.shape.T, max(1, inputs.shape.T // 64), device=out.device)
@@ -70,8 +72,8 @@ def result_errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, floa
 
 
 def saved_bytes(inputs: Inputs, work: Work) -> int:
-    """What a step keeps for its backward; tensors that a function hides from autograd are not seen."""
-    kept: list[Tensor] = []  # so that none of them takes the place of one that is gone
+    """Bytes that autograd keeps for a step's backward. Tensors that a function hides from autograd do not count."""
+    kept: list[Tensor] = []  # keeps the tensors alive, so that addresses stay unique
 
     def pack(tensor: Tensor) -> Tensor:
         kept.append(tensor)
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     peers = options.peers.split(",")
     if options.share is not None:
         for peer, shape in itertools.product(peers, options.shapes):
-            if shape.gated:  # what is tuned in Triton takes no other
+            if shape.gated:  # peers with Triton's autotuner support no others
                 compile_share(peer, build_inputs(shape.small, "uniform"), options.share, options.workers)
     elif options.here:
         for peer, shape in itertools.product(peers, options.shapes):
@@ -136,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for peer in peers:
             if peer in TUNED_IN and find_spec(TUNED_IN[peer].partition(".")[0]):
                 seconds = compile_in_parallel(__spec__.name, ["--peers", peer, *shapes], options.workers)
-                print(f"{peer}: what it may choose from compiled in {seconds:.0f} s", flush=True)
+                print(f"{peer}: compiled its candidates in {seconds:.0f} s", flush=True)
         for peer in peers * options.rounds:
             command = [sys.executable, "-m", __spec__.name, "--peers", peer, "--here", *shapes]
             command += ["--routing", ",".join(options.routing), *(["--out", options.out] if options.out else [])]

@@ -1,8 +1,8 @@
-"""The systems that `bench moe` compares: each a function of one shape's tensors and routing.
+"""The systems that `bench moe` compares. Each is a function of one shape's tensors and routing.
 
-A peer gets the same x, weights, gradient and precomputed routing as the others, in the layout it likes best, and
-gives a `Work`: forward alone, and forward with backward. Peers that are not installed raise ImportError. MegaBlocks is
-not among them: its newest release, 0.10, wants torch 2.7.0.
+All peers get the same x, weights, gradient and precomputed routing, in their preferred layout. They return a `Work`:
+forward alone, and forward with backward. Peers that are not installed raise ImportError. MegaBlocks is missing because
+its newest release, 0.10, needs torch 2.7.0.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Inputs:
 
 @dataclasses.dataclass
 class Work:
-    """What is timed.
+    """The functions to time.
 
     Attributes:
-        forward: the output [T,d], no gradients recorded.
-        step: output and gradients (of x, weights, w1, w2, in the layouts of `Inputs`).
+        forward: returns the output [T,d] without recording gradients.
+        step: returns the output and the gradients of x, weights, w1, w2, in the layouts of `Inputs`.
     """
 
     forward: Callable[[], Tensor]
@@ -162,7 +162,7 @@ def scattermoe(inputs: Inputs) -> Work:
 
 
 def liger(inputs: Inputs) -> Work:
-    """Liger-Kernel's fused MoE, which its own tuner cuts."""
+    """Liger-Kernel's fused MoE, tuned by its own autotuner."""
     _needs_gate(inputs, "liger-kernel")
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction  # pyright: ignore[reportMissingImports]
 
@@ -175,7 +175,7 @@ def liger(inputs: Inputs) -> Work:
 
 
 def sonic_moe(inputs: Inputs) -> Work:
-    """SonicMoE's two projections with its routing metadata: its layer would choose the experts itself."""
+    """SonicMoE's two projections with its routing metadata. Its layer would choose the experts itself."""
     _needs_gate(inputs, "sonic-moe")
     from sonicmoe import functional  # pyright: ignore[reportMissingImports]
     from sonicmoe.enums import ActivationType  # pyright: ignore[reportMissingImports]
@@ -203,7 +203,7 @@ def sonic_moe(inputs: Inputs) -> Work:
 
 
 def bmm_ceiling(inputs: Inputs) -> Work:
-    """cuBLAS batched GEMMs alone, equal counts: no gather, no activation, no sum. Not an answer, a ceiling."""
+    """cuBLAS batched GEMMs alone with equal counts: no gather, activation or sum. An upper bound, not a solution."""
     shape = inputs.shape
     n = shape.T * shape.K // shape.E
     x = torch.randn(shape.E, n, shape.d, device=inputs.x.device).to(inputs.x.dtype)
@@ -235,7 +235,7 @@ PEERS: dict[str, Callable[[Inputs], Work]] = {
     "sonic-moe": sonic_moe,
     CEILING: bmm_ceiling,
 }
-# What makes the difference, one thing after the other, as in MoEBlaze's tables 4 and 5.
+# One change after the other, as in MoEBlaze's tables 4 and 5.
 ABLATION: dict[str, Callable[[Inputs], Work]] = {
     "torch loop": torch_loop,
     "+ kernels": functools.partial(moefx, keep="all", dispatch=sort_by_expert),
@@ -243,12 +243,12 @@ ABLATION: dict[str, Callable[[Inputs], Work]] = {
     "+ dispatch": moefx,
 }
 
-# Where peers keep kernels that Triton's autotuner cuts, hundreds of which one process would compile for minutes.
+# Modules with a peer's autotuned kernels. One process would compile their hundreds of configurations for minutes.
 TUNED_IN = {"liger-kernel": "liger_kernel.ops.fused_moe_kernels"}
 
 
 def compile_share(peer: str, inputs: Inputs, share: int, of: int) -> None:
-    """One step with every of-th configuration of each of a peer's kernels."""
+    """Run one step with every `of`-th configuration of a peer's kernels, to compile them."""
     module = importlib.import_module(TUNED_IN[peer])
     for tuner in vars(module).values():
         if isinstance(configs := getattr(tuner, "configs", None), list):

@@ -1,14 +1,14 @@
-"""What the planner needs to know of this machine, measured: a platform file.
+"""Measure this machine for the planner, and write a platform file.
 
     python -m moefx bench platform --out here.json                               one device
     torchrun --nproc-per-node 8 -m moefx bench platform --out here.json          a node, and exchanges within it
     torchrun --nnodes 4 ... -m moefx bench platform --levels 32 --out here.json  nodes, and units of 32 ranks above
 
-GEMMs over the shapes of experts and attention, attention, copies and experts give rates; all-to-all and sends of
-growing sizes, at each level of the topology, give latency, bandwidth, and how much repeated ones differ. Then
-`python -m moefx plan MODEL --platform here.json --gpus N`. What cannot be measured, the data sheet's peak and networks
-of more devices than there are, is taken from `--base`; with `--only exchanges` the device too. It takes minutes, about
-three on one thread of a CPU; each step is told, with the time so far.
+GEMMs, attention, copies and experts in many shapes give the rates of the device. All-to-all and sends of growing sizes,
+at each level of the topology, give latency, bandwidth, and the spread of repetitions. Use the file with
+`python -m moefx plan MODEL --platform here.json --gpus N`. `--base` provides figures that cannot be measured: the data
+sheet's peak, networks of more devices, and with `--only exchanges` the device. It takes minutes, about three on one
+thread of a CPU, and prints its progress.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _measured(options: Any, device: torch.device) -> PlatformResults:
-    """Collective."""
-    os.environ.setdefault("MOEFX_AUTOTUNE", "600")  # the last shapes are to run as well-tuned kernels as the first
+    """Measure the device and the exchanges. Collective."""
+    os.environ.setdefault("MOEFX_AUTOTUNE", "600")  # enough to tune the kernels of all shapes
     world = dist.get_world_size()
     machine = Machine(device, getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32")))
     how = f"{machine.name}, {machine.dtype}, torch {torch.__version__}, {dist.get_backend()} over {world} ranks"
@@ -109,7 +109,7 @@ def _measured(options: Any, device: torch.device) -> PlatformResults:
 
 
 class Steps:
-    """Tells what is being measured, which of how many steps that is, and how long it has been going on."""
+    """Prints the current step, its number, and the time so far."""
 
     def __init__(self, is_told: bool, total: int = 0):
         self.is_told, self.total, self.number, self._begin = is_told, total, 0, time.perf_counter()
@@ -134,7 +134,7 @@ def _device(machine: Machine, steps: Steps) -> DeviceResults:
 
 
 def _join(kind: str | None) -> torch.device:
-    """The device of this rank, and the process group: torchrun's, else one of this process alone."""
+    """Join torchrun's process group, or a group of this process alone. Returns the device of this rank."""
     cuda = kind == "cuda" or (kind is None and torch.cuda.is_available())
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if cuda:
@@ -150,7 +150,7 @@ def _join(kind: str | None) -> torch.device:
 
 
 def plot(exchanges: Sequence[RepeatedExchange], path: str) -> None:
-    """Every repetition by size, a picture for each level and kind of exchange (as X-MoE figure 18)."""
+    """Plot every repetition by size, for each level and kind of exchange (as X-MoE figure 18)."""
     from matplotlib.figure import Figure  # in the extra `plot`
 
     kinds = list(dict.fromkeys((r.level, r.what) for r in exchanges))

@@ -1,4 +1,4 @@
-"""What `bench platform` measured, as JSON lines and back, and the `Platform` that follows from it."""
+"""Results of `bench platform`: as JSON lines, and as a `Platform`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from .link_times import RepeatedExchange
 from .rate_fit import ExpertTime, GemmTime, expert_errors, fit_dense_rates, fit_expert_rates, gemm_errors
 from .shapes import parse_shape
 
-_LEVELS = ("node", "nodes", "units of nodes", "units above")  # where no base names them
+_LEVELS = ("node", "nodes", "units of nodes", "units above")  # names without a base platform
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceResults:
-    """Of one device by itself.
+    """Measurements of a single device.
 
     Attributes:
-        copy: bytes a second, read and written together.
-        capacity, overhead: bytes of its memory, and those of it that are no tensor's.
+        copy: bytes a second of a copy, read and written together.
+        capacity: bytes of its memory.
+        overhead: bytes of the memory that are in use but belong to no tensor.
     """
 
     name: str
@@ -40,12 +41,13 @@ class DeviceResults:
 
 @dataclasses.dataclass(frozen=True)
 class PlatformResults:
-    """All that one run measured.
+    """The measurements of one run.
 
     Attributes:
-        how: with what.
-        handling: seconds a byte to pack and unpack rows; 0 if nobody measured.
-        exchanges: fine to coarse.
+        how: device, dtype, versions and number of ranks, for readers.
+        device: None if only exchanges were measured.
+        handling: seconds a byte to pack and unpack rows, 0 if not measured.
+        exchanges: exchanges by level, fine to coarse.
     """
 
     how: str
@@ -54,7 +56,7 @@ class PlatformResults:
     exchanges: list[RepeatedExchange] = dataclasses.field(default_factory=list)
 
     def rows(self) -> list[Mapping[str, Any]]:
-        """For JSON lines: of exchanges every repetition's seconds."""
+        """Rows for a JSON-lines file. Exchanges include the seconds of every repetition."""
         rows: list[Mapping[str, Any]] = [{"run": {"how": self.how, "handling": self.handling}}]
         if (device := self.device) is not None:
             numbers = {"copy": device.copy, "capacity": device.capacity, "overhead": device.overhead}
@@ -66,10 +68,10 @@ class PlatformResults:
 
     @classmethod
     def read(cls, path: str | Path) -> PlatformResults:
-        """What `rows` made, of a file with one run.
+        """Read a file with the rows of one run.
 
         Raises:
-            InvalidInput: no such file, or it holds something else.
+            InvalidInput: the file does not exist, or has other contents.
         """
         try:
             lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
@@ -88,11 +90,14 @@ class PlatformResults:
             raise InvalidInput(f"{path} is not what one run of `bench platform --raw` wrote: {error!r}") from error
 
     def platform(self, name: str, base: Platform | None = None) -> Platform:
-        """With a source of each figure. A base gives what was not measured: the data sheet's peak, networks of more
-        devices than there were, and without a `device` all of it.
+        """Make a platform, with a source for each figure.
+
+        Args:
+            base: provides the figures that were not measured: the data sheet's peak, networks of more devices, and
+                without a `device` all of its figures.
 
         Raises:
-            InvalidInput: neither a device nor a base; or the base has fewer levels than were measured.
+            InvalidInput: there is neither a device nor a base, or the base has fewer levels than were measured.
         """
         if self.device is None and base is None:
             raise InvalidInput("exchanges alone make no platform: a base must say whose device it is")
@@ -110,7 +115,7 @@ class PlatformResults:
         return dataclasses.replace(base, name=name, networks=networks, sources=base.sources | sources, **numbers)
 
     def networks(self) -> list[Network]:
-        """Fine to coarse, those that were measured."""
+        """The measured networks, fine to coarse."""
         made = []
         levels = itertools.groupby(self.exchanges, lambda each: (each.unit, each.is_node))
         for i, ((unit, is_node), group) in enumerate(levels):
@@ -125,7 +130,7 @@ class PlatformResults:
 
 
 def fit_figures(device: DeviceResults, peak: float | None) -> dict[str, float]:
-    """Of a `Platform`. Without a peak it is the most that any GEMM reached."""
+    """The figures of a `Platform` for a device. Without a peak the fastest GEMM's rate counts as one."""
     peak = peak or max(gemm.flop / gemm.seconds for gemm in device.gemms)
     shares = [3 * a.flop / a.seconds / peak for a in device.attention]
     return {
@@ -136,11 +141,13 @@ def fit_figures(device: DeviceResults, peak: float | None) -> dict[str, float]:
 
 
 def join_networks(measured: Sequence[Network], base: Platform | None, copy: float) -> tuple[Network, ...]:
-    """Those that were measured, fine to coarse: in place of the finest ones of a base, of as many ranks as it says; the
-    coarsest without an end if nothing says where it has one.
+    """Join measured networks, fine to coarse, with those of a base.
+
+    Measured networks replace the finest ones of the base and keep its numbers of ranks. Without a base the coarsest
+    network has no limit.
 
     Args:
-        copy: bytes a second, for one rank without a base.
+        copy: bytes a second of a copy, used for a single rank without a base.
 
     Raises:
         InvalidInput: the base has fewer levels.
@@ -162,7 +169,7 @@ def join_networks(measured: Sequence[Network], base: Platform | None, copy: floa
 
 
 def format_report(found: PlatformResults, made: Platform) -> str:
-    """What was measured, and how well the rates say it again."""
+    """Format the measurements, and the errors of the fitted rates."""
     return "\n".join([*(_of_device(found.device, made) if found.device else []), *map(str, found.exchanges)])
 
 

@@ -1,4 +1,4 @@
-"""Rates of a machine from measured times, for the figures of a `Platform`: the smallest squares of relative errors."""
+"""Fit a machine's rates to measured times, for the figures of a `Platform`: least squares of relative errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .shapes import Shape, parse_shape
 
 
 class ExpertTime(NamedTuple):
-    """Seconds of the experts of a shape, forward, or forward and backward."""
+    """Seconds of a shape's experts: forward, or forward and backward if `is_step`."""
 
     shape: Shape
     seconds: float
@@ -40,12 +40,12 @@ class GemmTime(NamedTuple):
 
     @property
     def operands(self) -> float:
-        """Bytes of two for each element, as the planner's formulas count."""
+        """Bytes of the operands, two for each element, as in the planner's formulas."""
         return 2.0 * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
 
 
 def read_expert_times(path: Path, peer: str = "moefx") -> list[ExpertTime]:
-    """What `python -m moefx bench moe --out path` wrote of a peer."""
+    """Read a peer's times from the file of `python -m moefx bench moe --out path`."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
         ExpertTime(parse_shape(row["shape"]), row[key] / 1000, key == "step_ms")
@@ -54,11 +54,12 @@ def read_expert_times(path: Path, peer: str = "moefx") -> list[ExpertTime]:
 
 
 def fit_expert_rates(times: Sequence[ExpertTime]) -> dict[str, float]:
-    """`expert_gemm`, `expert_rows`, `expert_weights` and `expert_launch` of a `Platform`. A part that the times give no
-    sign of takes none: its rate is `FREE`.
+    """Fit `expert_gemm`, `expert_rows`, `expert_weights` and `expert_launch` of a `Platform`.
+
+    A part that does not show in the times gets the rate `FREE`.
 
     Raises:
-        ValueError: the times are of fewer than four kinds.
+        ValueError: the times cannot separate the four parts.
     """
     parts = [[x / time.seconds for x in _parts(time)] for time in times]
     if len(times) < 4 or int(torch.linalg.matrix_rank(torch.tensor(parts, dtype=torch.float64))) < 4:
@@ -71,15 +72,15 @@ def fit_expert_rates(times: Sequence[ExpertTime]) -> dict[str, float]:
 
 
 def fit_dense_rates(gemms: Sequence[GemmTime], peak: float) -> dict[str, float]:
-    """`matmul_efficiency`, `dense_rows` and `dense_launch` of a `Platform`.
+    """Fit `matmul_efficiency`, `dense_rows` and `dense_launch` of a `Platform`.
 
     Args:
-        peak: FLOP a second that the efficiency is a part of.
+        peak: the peak in FLOP a second.
     """
     ordered = sorted(gemms, key=lambda g: g.flop / g.operands)
     parts = [(g.flop * 1e-12 / g.seconds, g.operands * 1e-12 / g.seconds, 1e-6 / g.seconds) for g in ordered]
     tried = []
-    for bound in range(len(parts) + 1):  # so many take as long as their operands, the others as their FLOP
+    for bound in range(len(parts) + 1):  # the first `bound` GEMMs are limited by operands, the others by FLOP
         gemm, rows, launch = fit_shares(
             [(0.0, v, t) if i < bound else (f, 0.0, t) for i, (f, v, t) in enumerate(parts)]
         )
@@ -90,31 +91,36 @@ def fit_dense_rates(gemms: Sequence[GemmTime], peak: float) -> dict[str, float]:
 
 
 def gemm_errors(gemms: Iterable[GemmTime], platform: Platform) -> list[float]:
-    """Predicted over measured, less 1, of each."""
+    """Relative errors (predicted / measured - 1) of the GEMMs."""
     rates = platform.dense_rates()
     speed = rates["peak"] * rates["e_gemm"]
     return [(max(g.flop / speed, g.operands / rates["v_dense"]) + rates["t_dense"]) / g.seconds - 1 for g in gemms]
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(latency in seconds, bytes a second) of exchanges of which so many bytes left each rank.
+    """Fit (latency in seconds, bytes a second) to exchanges.
 
-    Medians: of what sizes that take about as long as the shortest take beside their bytes, and of what a byte of the
-    larger ones takes beside the latency. One size that is far off does not count for more.
+    The latency is a median over sizes that take at most twice the shortest time, the time of a byte a median over
+    larger sizes. Medians limit the effect of an outlier.
+
+    Args:
+        num_bytes, seconds: bytes that left each rank, and seconds, of each exchange.
     """
     points, least = list(zip(num_bytes, seconds, strict=True)), min(seconds)
     short = [(n, s) for n, s in points if s <= 2 * least]
     long = [(n, s) for n, s in points if s > 2 * least]
     latency, per_byte = statistics.median(s for _, s in short), 0.0
-    for _ in range(50 if long else 0):  # each in turn, until they stay
+    for _ in range(50 if long else 0):  # alternate until both converge
         per_byte = max(statistics.median((s - latency) / n for n, s in long), 0.0)
         latency = max(statistics.median(s - n * per_byte for n, s in short), 0.0)
     return latency, 1 / per_byte if per_byte else FREE
 
 
 def fit_shares(parts: Sequence[Sequence[float]]) -> list[float]:
-    """Factors, none below 0, with which the parts of each row add up to 1 as nearly as they can. A part whose factor
-    would be below 0 is left out."""
+    """Find nonnegative factors with which the parts of each row add up to 1, by least squares.
+
+    A part whose factor would be negative gets 0.
+    """
     table = torch.tensor(parts, dtype=torch.float64)
     kept = list(range(table.shape[1]))
     while True:
@@ -128,17 +134,17 @@ def fit_shares(parts: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _rate(tera: float) -> float:
-    """Of a factor for what takes a second at 10^12."""
+    """The rate for a factor of a part that takes a second at 10^12."""
     return 1e12 / tera if tera > 0 else FREE
 
 
 def predict_experts(shape: Shape, platform: Platform) -> dict[str, float]:
-    """Results of `FORWARD` for experts of a shape: `T_experts` and `T_experts_step` are seconds."""
+    """Evaluate `FORWARD` for a shape's experts: `T_experts` and `T_experts_step` are seconds."""
     return _forward(shape, platform.expert_rates())
 
 
 def expert_errors(times: Iterable[ExpertTime], platform: Platform) -> dict[tuple[str, bool], float]:
-    """By shape and whether it is a step: predicted over measured, less 1."""
+    """Relative errors (predicted / measured - 1) by (shape, is_step)."""
     found = {}
     for shape, seconds, is_step in times:
         result = predict_experts(shape, platform)["T_experts_step" if is_step else "T_experts"]
@@ -147,7 +153,7 @@ def expert_errors(times: Iterable[ExpertTime], platform: Platform) -> dict[tuple
 
 
 def _parts(time: ExpertTime) -> tuple[float, float, float, float]:
-    """Seconds of each part at a TFLOP or a TB a second, or with launches of a microsecond; the others take none."""
+    """Seconds of each part alone, at a TFLOP or TB a second, or with launches of a microsecond."""
     alone = []
     for chosen in ("v_gemm", "v_rows", "v_weights", "t_launch"):
         rates = {"v_gemm": FREE, "v_rows": FREE, "v_weights": FREE, "t_launch": 0.0}

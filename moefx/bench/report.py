@@ -1,9 +1,9 @@
-"""Tables, and a plot, of what `bench moe` wrote.
+"""Tables and a plot of the results of `bench moe`.
 
 python -m moefx bench report results.jsonl [--plot results.png]
 
-Of what was measured in several rounds the medians count. A shape's name is followed by its routing where that is not
-uniform; what the slowest routing costs each peer is told below the tables.
+Several rounds are reported by their medians. A shape's name is followed by its routing if that is not uniform. The cost
+of the slowest routing for each peer stands below the tables.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ METRICS = {
 
 
 def read_results(path: Path) -> tuple[Mapping[str, Any], Results]:
-    """(environment, results) of JSON lines."""
+    """Read (environment, results) from JSON lines."""
     environment: Mapping[str, Any] = {}
     found: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    ceilings: dict[str, list[Mapping[str, Any]]] = defaultdict(list)  # by shape: no routing is in them
+    ceilings: dict[str, list[Mapping[str, Any]]] = defaultdict(list)  # by shape, as they have no routing
     for row in map(json.loads, path.read_text().splitlines()):
         if "environment" in row:
             environment = row["environment"]
@@ -48,7 +48,7 @@ def read_results(path: Path) -> tuple[Mapping[str, Any], Results]:
 
 
 def _median(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the rounds that succeeded; if none did, the last."""
+    """The medians of the rounds that succeeded, or the last round if none did."""
     succeeded = [row for row in rounds if "error" not in row]
     if not succeeded:
         return rounds[-1]
@@ -62,14 +62,14 @@ def list_peers(results: Results) -> list[str]:
 
 
 def format_tables(results: Results) -> str:
-    """One for each metric; what failed, and the slowest routings, are named below."""
+    """A table for each metric, followed by the failures and the slowest routings."""
     lines = []
     names = {what: _name(*what) for what in results}
     width = max(map(len, names.values()), default=0)
     for metric, (title, how) in METRICS.items():
         peers = [peer for peer in list_peers(results) if any(metric in rows.get(peer, {}) for rows in results.values())]
         if metric not in ("step_ms", "forward_ms"):
-            peers = [peer for peer in peers if peer != CEILING]  # it keeps nothing that an answer needs
+            peers = [peer for peer in peers if peer != CEILING]  # the ceiling keeps no tensors for a real backward
         if peers:
             lines += [title, " " * width + "".join(f"{peer:>20}" for peer in peers)]
             for what, rows in results.items():
@@ -93,7 +93,7 @@ def _cell(rows: Rows, peer: str, metric: str, how: str) -> str:
 
 
 def _slowest(results: Results) -> list[str]:
-    """Of each peer, how much longer its step takes where routing costs most."""
+    """For each peer, the slowest routing and its step time over that of uniform routing."""
     lines = []
     for peer in list_peers(results):
         times = {what: rows[peer]["step_ms"] for what, rows in results.items() if "step_ms" in rows.get(peer, {})}
@@ -109,14 +109,14 @@ def _slowest(results: Results) -> list[str]:
 
 
 def fraction_of_ceiling(rows: Rows, peer: str) -> float | None:
-    """Of the ceiling."""
+    """The fraction of the ceiling that a peer reaches; None if it was not measured."""
     if not all("step_ms" in rows.get(name, {}) for name in (peer, CEILING)):
         return None
     return rows[CEILING]["step_ms"] / rows[peer]["step_ms"]
 
 
 def plot(environment: Mapping[str, Any], results: Results, path: Path) -> None:
-    """A row of bars for each routing."""
+    """Plot a row of bars for each routing."""
     from matplotlib.figure import Figure  # in the extra `bench`
     from matplotlib.patches import Patch
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their options' parser, and JSON lines with the environment they were measured in."""
+"""Shared parts of the benchmarks: parsers of options, and JSON lines with the environment of the measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from .shapes import SHAPES, Shape, parse_shape
 def build_parser(
     name: str, description: str | None, out: str = "append JSON lines to this file"
 ) -> argparse.ArgumentParser:
-    """Of `python -m moefx bench NAME`."""
+    """Build the parser of `python -m moefx bench NAME`.
+
+    Args:
+        out: help text of `--out`.
+    """
     formatter = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(
         prog=f"python -m moefx bench {name}", description=description, formatter_class=formatter
@@ -51,8 +55,11 @@ def add_workers(made: argparse.ArgumentParser) -> None:
 
 
 def compile_in_parallel(module: str, arguments: Sequence[str], workers: int) -> float:
-    """Run a benchmark in so many processes, each with a `--share` of what is to be compiled (Triton keeps it on disk);
-    the seconds that took."""
+    """Compile a benchmark's kernels in `workers` processes, each with its `--share`. Triton caches them on disk.
+
+    Returns:
+        Seconds.
+    """
     begin = time.time()
     command = [sys.executable, "-m", module, *arguments, "--workers", str(workers)]
     running = [subprocess.Popen([*command, "--share", str(i)]) for i in range(workers)]
@@ -62,7 +69,7 @@ def compile_in_parallel(module: str, arguments: Sequence[str], workers: int) -> 
 
 
 def append_row(row: Mapping[str, Any], path: str) -> None:
-    """Append a JSON line; the first one of a file tells where and with what it was measured."""
+    """Append a JSON line. The first line of a file is the environment of the measurement."""
     file = Path(path)
     if not file.exists():
         file.write_text(json.dumps({"environment": {"date": f"{datetime.date.today()}", **environment()}}) + "\n")

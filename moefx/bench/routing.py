@@ -1,9 +1,9 @@
-"""Routing metadata alone: expert ids and weights to the arrays that the kernels read.
+"""Time routing metadata alone: from expert ids and weights to the ERI arrays.
 
     python -m moefx bench routing [--tokens 1048576] [--choices 128/8,256/8] [--out routing.jsonl]
 
-moefx's kernels beside the sort that plain torch makes of it. The models are those of MoEBlaze's table 3, which has 2.1,
-3.0, 0.9, 1.4, 1.9 and 1.6 ms for its own method on an H100 with 1M tokens.
+Compares moefx's kernels with a sort in plain torch. The models are those of MoEBlaze's table 3, which reports 2.1, 3.0,
+0.9, 1.4, 1.9 and 1.6 ms for its own method on an H100 with 1M tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def moefx(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[Tensor | N
 
 
 def sort_by_expert(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[Tensor]:
-    """As `dialect.build_pft`."""
+    """The arrays of `dialect.build_pft` by torch's sort."""
     flat, num_slots = ids.reshape(-1), ids.shape[1]
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order)
@@ -43,7 +43,7 @@ SYSTEMS = {"moefx": moefx, "torch's sort": sort_by_expert}
 
 
 def measure(ids: Tensor, weights: Tensor, num_experts: int) -> dict[str, float]:
-    """Milliseconds of each system, of which the arrays are equal."""
+    """Milliseconds of each system, after a check that their arrays are equal."""
     arrays = [make(ids, weights, num_experts) for make in SYSTEMS.values()]
     for ours, theirs in zip(*arrays, strict=True):
         assert ours is not None and theirs is not None and torch.equal(ours, theirs), "the arrays differ"

@@ -1,4 +1,4 @@
-"""A kernel that takes as long as it is told."""
+"""A copy kernel that takes a given time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mirrored_exchange(source, out, number, nanoseconds, BLOCK: tl.constexpr):
 
 
 def copy_for(seconds: float, source: Tensor, out: Tensor, num_bytes: int, stream: torch.cuda.Stream) -> None:
-    """Copy the first bytes of a contiguous tensor, in so many seconds at least, on a stream."""
+    """Copy the first `num_bytes` of a contiguous tensor on a stream, in at least `seconds`."""
     word = torch.int64 if num_bytes % 8 == 0 else torch.uint8
     number, nanoseconds = num_bytes // word.itemsize, round(seconds * 1e9)
     if (run := _compiled.get(word)) is None:
@@ -34,5 +34,5 @@ def copy_for(seconds: float, source: Tensor, out: Tensor, num_bytes: int, stream
         with torch.cuda.stream(stream):
             compiled = mirrored_exchange[(_PROGRAMS,)](*tensors, number, nanoseconds, BLOCK=_BLOCK, num_warps=16)
         _compiled[word] = compiled[(_PROGRAMS, 1, 1)]
-    else:  # at once: it should take no longer than NCCL does on the host
+    else:  # launch directly, to take no longer on the host than NCCL
         run(source.data_ptr(), out.data_ptr(), number, nanoseconds, _BLOCK, stream=stream.cuda_stream)

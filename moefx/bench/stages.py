@@ -1,10 +1,10 @@
-"""Where the time of an expert MLP's step goes: each kernel by itself, beside what the GPU can do.
+"""Time each kernel of an expert MLP's step by itself, beside the limits of the GPU.
 
     python -m moefx bench stages [--shapes qwen3_30b,olmoe@512] [--routing uniform,zipf,hot] [--out stages.jsonl]
     python -m moefx bench stages --forward      # gating, dispatch, experts, combine, as X-MoE's figure 11 has them
 
-TFLOP/s of its GEMMs, and GB/s of what it must at least read and write. Autograd, and the gradient of the routing
-weights, which is small, are left out.
+Reports TFLOP/s of the GEMMs, and GB/s of the bytes that must be read and written at least once. Leaves out autograd,
+and the gradient of the routing weights, which is small.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .results import add_routings, add_shapes, append_row, build_parser
 
 
 def measure_stages(case: MlpPieces) -> list[dict[str, object]]:
-    """A row for each stage."""
+    """Measure each stage of a step; a row for each."""
     rows, stages = [], case.stages()
     settle(lambda: [work() for _, _, work in stages.values()])
     for name, (flops, moved, work) in stages.items():
@@ -29,14 +29,14 @@ def measure_stages(case: MlpPieces) -> list[dict[str, object]]:
 
 
 def measure_forward(case: MlpPieces) -> list[dict[str, object]]:
-    """A row for each part of a forward and each system."""
+    """Measure each part of a forward on each system; a row for each."""
     works = [(name, system, work) for name, parts in case.parts().items() for system, work in parts.items()]
     settle(lambda: [work() for _, _, work in works])
     return [dict(stage=name, system=system, ms=milliseconds(work)) for name, system, work in works]
 
 
 def measure_ceilings() -> list[dict[str, object]]:
-    """A large matrix product of torch's, and a copy."""
+    """Measure a large matrix product of torch, and a copy."""
     a, b = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
     product = milliseconds(lambda: a @ b)
     source = torch.empty(2**30, dtype=torch.int8, device="cuda")

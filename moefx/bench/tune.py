@@ -1,8 +1,8 @@
-"""Times every candidate configuration of every kernel on the ten shapes, and checks what it computes.
+"""Time every candidate configuration of every kernel on the ten shapes.
 
     python -m moefx bench tune [--shapes qwen3_30b,olmoe] [--kernels up,outer] [--workers 12] --out tuned.jsonl
 
-Kernels are compiled by several processes first (Triton keeps them on disk).
+Several processes compile the kernels first; Triton caches them on disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def list_jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
 
 
 def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) -> None:
-    """Run each share-th job on few tokens: sizes that change from call to call are not compiled in."""
+    """Compile every `of`-th job by running it on few tokens. Sizes that vary between calls are not compiled in."""
     for shape in shapes:
         case = None
         for i, (kernel, cut) in enumerate(list_jobs(kernels)):
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     begin = time.time()
     if options.share is not None:
         return compile_share(shapes, kernels, options.share, options.workers)
-    # Shapes differ in little that is compiled in: one process each would repeat the others' work.
+    # Shapes share most compiled kernels, so a process for each shape would repeat work.
     arguments = ["--kernels", options.kernels, "--shapes", ",".join(shape.name for shape in shapes)]
     print(f"compiled in {compile_in_parallel(__spec__.name, arguments, options.workers):.0f} s", flush=True)
     for shape in shapes:

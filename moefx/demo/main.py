@@ -1,4 +1,4 @@
-"""The demo: what was found, the rewritten graph, equivalence, costs, two loss curves; report.html."""
+"""The demo: the found blocks, the rewritten graph, equivalence, costs, two loss curves, and report.html."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Costs:
 
 @dataclasses.dataclass
 class Result:
-    """Everything that the report shows."""
+    """The results that the report shows."""
 
     config: Config
     text_bytes: int
@@ -135,7 +135,11 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, labels
 
 
 def measure(models: dict[str, Any], names: list[str], ids: Tensor, labels: Tensor, repeats: int) -> Costs:
-    """`names`: the MoE blocks. The models are left with other weights."""
+    """Measure both models. Changes their weights.
+
+    Args:
+        names: the MoE blocks.
+    """
     inputs = block_inputs(models["original"], names, ids)
 
     def run_blocks(model: nn.Module) -> Any:
@@ -190,7 +194,7 @@ def run(
     out: Path | None = None,
     config: Config | None = None,
 ) -> Result:
-    """The whole demo. Writes the report to `out` (default: report.html in the current directory)."""
+    """Run the whole demo, and write the report to `out` (default: report.html in the current directory)."""
     started = time.perf_counter()
     out = out or Path("report.html")
     torch.manual_seed(seed)

@@ -22,7 +22,7 @@ class Config:
     dense_hidden: int = 384
     num_experts: int = 64  # fine-grained: many small experts ...
     expert_hidden: int = 64
-    top_k: int = 6  # ... of which every token takes several
+    top_k: int = 6  # ... every token takes several of them
     shared_experts: int = 2  # and some that every token takes
     routed_scale: float = 1.5
     context: int = 128

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page (no scripts, no fonts, nothing loaded) with what the demo found."""
+"""Render report.html: one self-contained page (no scripts, no fonts, no requests) with the results of the demo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs: time, and the bytes that autograd keeps between forward and backward."""
+"""Measure the cost of a step: time, and the bytes that autograd keeps between forward and backward."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Progress:
         filled = 20 * done // max(self.total, 1)
         seconds = time.perf_counter() - self.started
         line = f"  {self.label} [{'#' * filled:<20}] {done}/{self.total}  {seconds:.0f} s  {note}".rstrip()
-        if self.live:  # "\033[K" erases what a longer line left behind
+        if self.live:  # "\033[K" erases the rest of a longer line
             print(f"\r{line}\033[K", end="\n" if last else "", flush=True)
         else:
             print(line, flush=True)
