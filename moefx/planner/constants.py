@@ -17,8 +17,8 @@ _UNITS = {
 }  # fmt: skip
 _NOT_MEASURED = "not measured"
 _COEFFICIENTS = (
-    "expert_rows and expert_weights are what a byte adds to the time of experts, not what memory does: most bytes move "
-    "while the GEMMs run and add nothing, so these rates can be above memory_bandwidth."
+    "expert_rows and expert_weights count the time that a byte adds to the experts. Most bytes move while the GEMMs "
+    "run and add no time, so these rates can be above memory_bandwidth."
 )
 _INSTEAD = {
     "dense_rows": "memory_bandwidth", "expert_rows": "memory_bandwidth", "expert_weights": "memory_bandwidth",
@@ -58,16 +58,16 @@ def render_assumptions(model: Architecture, platform: Platform) -> str:
     unknown = [name for name in unknown if name != "overhead"]  # of memory, below
     unknown += [f"latency of a {network.name}" for network in platform.networks if not network.latency]
     lines = [
-        f"Of data sheets, guides and papers, so peaks and not what programs reach: {printed}." if printed else "",
+        f"From data sheets, guides and papers, so peaks that programs do not reach: {printed}." if printed else "",
         f"Measured: {', '.join(measured)}." if measured else "Nothing was measured on this platform.",
         f"Coefficients of the formulas, fitted to measured times: {', '.join(fitted)}." if fitted else "",
         _COEFFICIENTS if {"expert_rows", "expert_weights"} & set(fitted) else "",
-        f"Nobody measured, so taken at the best: {', '.join(unknown)}. Times are too short by that." if unknown else "",
-        "Nothing overlaps: exchanges and gradients wait for what is computed, and that for them.",
-        "Tokens are shared evenly by the experts; none are dropped.",
-        "Attention is to all tokens before, in every layer: what windows and sparse attention save is not counted.",
+        f"Not measured, so assumed ideal, which makes times too short: {', '.join(unknown)}." if unknown else "",
+        "Nothing overlaps: exchanges and gradients wait for computation, and computation waits for them.",
+        "Tokens are spread evenly over the experts, and none is dropped.",
+        "Attention is causal and full in every layer: savings of windows and sparse attention are not counted.",
         "16 bytes a parameter before ZeRO (half precision, float32 copy, Adam), flash attention.",
-        "" if platform.overhead else "What the framework takes of the memory is not known, and counted as nothing.",
+        "" if platform.overhead else "The framework's own memory is unknown, and counted as 0.",
         f"{model.name}: {model.note}." if model.note else "",
     ]
     return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in lines if text)}</ul>"

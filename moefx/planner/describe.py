@@ -49,8 +49,8 @@ def describe_survey(model: nn.Module, found: Survey) -> Architecture:
         raise UnknownArchitecture(
             f"the planner takes models with routed experts, and no block of {name} is rewritten{seen}"
             if seen
-            else f"{name} has no experts: nothing in it looks like a block of them. The planner takes models with "
-            "routed experts"
+            else f"{name} has no experts: no module in it looks like a MoE block. The planner takes models with routed "
+            "experts"
         )
     kinds: dict[tuple[int, ...], list[str]] = {}
     for name in (name for name, _ in model.named_modules() if name in graphs):
@@ -146,7 +146,7 @@ def _read_attention(model: nn.Module, layer: nn.Module, d: int, attends: bool) -
 
     named = first(_HEADS)
     if not (named or attends):
-        return NO_ATTENTION, "no attention was seen in it, no softmax(QK)V and no number of heads, and none is counted"
+        return NO_ATTENTION, "no attention is counted: no softmax(QK)V was seen, and no number of heads"
     heads = named or max(d // _HEAD_SIZE, 1)
     note = "" if named else f"it attends, but nothing names its heads: counted as {heads} of {d // heads} elements"
     kv_heads = first(_KV_HEADS) or heads

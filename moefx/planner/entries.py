@@ -14,12 +14,12 @@ COLUMNS = {
     "micro-batches": 15, "memory": 12, "step": 12, "MFU": 0,
 }  # fmt: skip
 LEGEND = (
-    "PP stages (x4: of 4 chunks each, interleaved; a name: by that schedule; else 1F1B), TP ranks of the dense",
-    "matrices, DP ranks with other sequences, EP ranks of the experts, which are next to each other (EP first) or",
-    "their replicas are. SSMB: in MoE blocks TP ranks have a part of the sequence each. ZeRO: its stage. rows: one for",
-    "each expert of a token (flat) or each rank of these (dedup), or by hops over nodes (rbd, halo). kept: for the",
-    "backward, by the policy h or x of Plan(checkpoint=...), or inputs of layers, which run again. micro-batches: 16",
-    "of 8 sequences each. MFU: FLOP that the model asks for, over what the GPUs could do.",
+    "PP: pipeline stages (1F1B; x4: interleaved with 4 chunks; otherwise the schedule's name). TP: ranks that share",
+    "the dense matrices. DP: ranks with other sequences. EP: ranks that share the experts. placed: EP ranks (EP",
+    "first) or their replicas (DP first) are neighbours. SSMB: each TP rank routes a part of the sequence. ZeRO: its",
+    "stage. rows: a token travels to each expert (flat), to each rank (dedup), or by hops over nodes (rbd, halo).",
+    "kept: policy h or x of Plan(checkpoint=...), or the inputs of layers, which run again. micro-batches: 16 of 8:",
+    "16 micro-batches of 8 sequences. MFU: FLOP of the model over the peak FLOP of the GPUs.",
 )
 SIZES = "PP stages, TP ranks of the dense matrices, DP ranks with other sequences, EP ranks of the experts."
 TERMS = {  # parts of the memory that can be the largest one of a rejected layout

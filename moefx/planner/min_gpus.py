@@ -39,8 +39,8 @@ class MinGpus:
                 f"Doubling the GPUs, {self.num_ranks} are the first on which something fits, in {taken} a GPU: "
                 f"{self.entry.words}."
             )
-        more = "the platform does not have twice as many" if self.is_all else "no more were looked at"
-        lacks, least = "no layout divides so", self.nearest
+        more = "the platform does not have twice as many" if self.is_all else "larger numbers were not searched"
+        lacks, least = "no layout divides", self.nearest
         if least is not None:
             lacks = (
                 f"{least.what} lacks least, {amount(least.lacking, 'B')}, most of it {TERMS[least.term]} ({least.term})"

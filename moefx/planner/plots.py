@@ -172,7 +172,7 @@ def plot_scaling(strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -
             axes.set_yticks([])
         for point in points:
             if not point.best:
-                why = f"does not fit\n+{amount(point.lacking, 'B')}" if point.lacking else "none divides so"
+                why = f"does not fit\n+{amount(point.lacking, 'B')}" if point.lacking else "no layout divides"
                 axes.axvline(point.num_ranks, color=_COLORS[6], linestyle=":", linewidth=1)
                 axes.annotate(
                     why, (point.num_ranks, 0.5), xycoords=("data", "axes fraction"), ha="center", va="center",

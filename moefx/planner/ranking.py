@@ -134,7 +134,7 @@ class Ranking:
         if self.model.note:
             lines += [f"{self.model.name}: {self.model.note}."]
         if not self.platform.is_measured:
-            lines += [f"Nobody measured {self.platform.name}: by data sheets, steps are too short and MFUs too high."]
+            lines += [f"Nobody measured {self.platform.name}: with data sheets, steps are too short and MFUs too high."]
         if not self.entries and (found := self.fewest()):
             lines += ["", str(found)]
         lines += ["", "rejected"] + [f"  {what}: {why}" for what, why in self.reasons()]
@@ -167,7 +167,7 @@ class Ranking:
     def _nothing_fits_message(self) -> str:
         head, nearest = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}", self.nearest
         if nearest is None:
-            return f"{head}: none divides so. Take another world_size or batch; print(ranking) says what divides what"
+            return f"{head}: no sizes divide. Take another world_size or batch; print(ranking) has the reasons"
         term, there = TERMS[nearest.term], self.platform.networks[-1].ranks
         remedy = "fewer tokens, or more GPUs" if nearest.term == "M_activations" else "more GPUs"
         has_more = not 0 < there < 2 * self.num_ranks

@@ -24,7 +24,7 @@ MOST = 10
 INSTALL = "pip install matplotlib"
 has_plots = plots.has_plots
 ReportProgress = Callable[[str], object]
-_PUT_IN = "numbers that are put in are bytes, FLOP and seconds; results have larger units"
+_PUT_IN = "inserted numbers are in bytes, FLOP and seconds, results in larger units"
 
 
 def file_name(ranking: Ranking) -> str:
@@ -54,9 +54,9 @@ def render(ranking: Ranking, tell: ReportProgress | None = None) -> str:
         _render_scaling(ranking, with_plots, say),
         _render_formulas(ranking) if len(ranking) else "",
         _render_rejected(ranking),
-        "<h3>Where the platform's figures are from</h3>",
+        "<h3>Sources of the platform's figures</h3>",
         render_sources(ranking.platform),
-        "<h3>What is assumed</h3>",
+        "<h3>Assumptions</h3>",
         render_assumptions(ranking.model, ranking.platform),
         "</section>",
     ]
@@ -73,7 +73,7 @@ def _render_heading(ranking: Ranking) -> str:
         best = ranking[0]
         text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.words}."
         if not platform.is_measured:
-            text += " Nobody measured this platform: by data sheets, steps are too short and MFUs too high."
+            text += " Nobody measured this platform: with data sheets, steps are too short and MFUs too high."
     else:
         least = ranking.nearest
         text += f" The one that lacks least, {least.what}, {least.why}." if least else ""
@@ -110,7 +110,7 @@ def _render_best(ranking: Ranking, with_plots: bool, say: ReportProgress) -> lis
         build_table(list(COLUMNS), rows, texts=len(COLUMNS) - 3),
         f"<p class=muted>{escape(' '.join(LEGEND))}</p>",
         "<h3>Memory of a GPU</h3>",
-        "<p class=muted>Of the stage that needs most.</p>",
+        "<p class=muted>On the stage that needs most.</p>",
         pictures[0],
         build_details("in numbers", _render_parts(names, bytes_of, "B"), not with_plots),
         "<h3>Time of a step</h3>",
@@ -136,11 +136,11 @@ def _render_regions(ranking: Ranking, with_plots: bool, say: ReportProgress) -> 
     if with_plots:
         picture = _render_picture(
             plots.render_data_uri(plots.plot_regions, found),
-            "step time where a layout fits, and what is lacking elsewhere",
+            "step time if a layout fits, otherwise the lacking memory",
         )
     return (
-        "<h3>What fits</h3><p class=muted>The step of the fastest layout with these sizes, or by how much the one that "
-        "needs least does not fit. A dash: the ranks do not divide so. Framed: the fastest.</p>"
+        "<h3>Layouts that fit</h3><p class=muted>The step time of the fastest layout with these sizes, or the memory "
+        "that the nearest one lacks. A dash: these sizes do not divide the ranks. Framed: the fastest.</p>"
         + picture
         + build_details("in numbers", "".join(map(_render_grid, found)), not with_plots)
     )
@@ -185,9 +185,9 @@ def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str
             f"{_render_ssmb_savings(ranking)}"
         )
     return (
-        "<h3>SSMB or TED</h3><p class=muted>What saves more memory: sequences of MoE blocks over the ranks that share "
-        "the dense matrices (SSMB), or experts over them (TED). X-MoE figure 17, for experts of two matrices, one on "
-        "each rank, and rows kept as X-MoE keeps them: k experts a token over their width F, and a border of 2 / s "
+        "<h3>SSMB or TED</h3><p class=muted>The ranks that share the dense matrices can split the sequence in MoE "
+        "blocks (SSMB) or the experts (TED). X-MoE figure 17 shows which saves more memory, for experts of two "
+        "matrices, one on each rank, and X-MoE's kept rows: top-k over the expert width F, with a border at 2 / s "
         "(capacity factor 1).</p>"
         + picture
         + build_details("in numbers", build_table(["tokens s", "border", "k / F", "saves more"], rows), not with_plots)
@@ -201,8 +201,8 @@ def _render_ssmb_savings(ranking: Ranking) -> str:
     if not shown:
         return ""
     return (
-        "<p>X-MoE keeps a row for each choice, before and behind the experts. What this layout keeps is in A_block: "
-        f"rows as they arrived, once a rank, and the experts' hidden rows. Of that SSMB saves M_saved ({_PUT_IN}):</p>"
+        "<p>X-MoE keeps a row for each slot, before and after the experts. This layout keeps A_block: the received "
+        f"rows, once a rank, and the experts' hidden rows. SSMB saves M_saved of it ({_PUT_IN}):</p>"
         f"{_render_explained(shown)}"
     )
 
@@ -210,7 +210,7 @@ def _render_ssmb_savings(ranking: Ranking) -> str:
 def _render_explained(shown: ExplainedFormulas) -> str:
     """Formulas, and the meaning of their symbols."""
     symbols = build_table(["symbol", "value", "meaning"], shown.symbols, texts=3)
-    return f"<pre><code>{escape(shown.formulas)}</code></pre>{build_details('what the symbols mean', symbols)}"
+    return f"<pre><code>{escape(shown.formulas)}</code></pre>{build_details('meaning of the symbols', symbols)}"
 
 
 def _render_scaling(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str:
@@ -234,8 +234,9 @@ def _render_scaling(ranking: Ranking, with_plots: bool, say: ReportProgress) -> 
         row[-1] = f"{point.batch * ranking.asked.tokens / point.best.seconds:,.0f}" if point.best else "-"
     head = ["scaling", "layout", "GPUs", "batch", "step", "MFU", "of ideal", "tokens/s"]
     return (
-        "<h3>Scaling</h3><p class=muted>The fastest layout of each number of GPUs: the same batch (strong), or as many "
-        "sequences a GPU (weak). Ideal: as the smallest number on which one fits.</p>"
+        "<h3>Scaling</h3><p class=muted>The fastest layout on each number of GPUs, with the same batch (strong) or as "
+        "many sequences a GPU (weak). Ideal: the GPU-seconds for each sequence on the smallest number on which one "
+        "fits.</p>"
         + picture
         + "".join(f"<p>{escape(why)}</p>" for why in whys if why)
         + build_details("in numbers", build_table(head, rows, texts=2), not with_plots)
@@ -245,7 +246,7 @@ def _render_scaling(ranking: Ranking, with_plots: bool, say: ReportProgress) -> 
 def _scaling_row(kind: str, point: ScalingPoint, points: Sequence[ScalingPoint]) -> list[str]:
     sizes = [str(point.num_ranks), str(point.batch)]
     if point.best is None:
-        why = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "none divides so"
+        why = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "no layout divides"
         return [kind, why, *sizes, "-", "-", "-", "-"]
     best, of_ideal = point.best, point.of_ideal(next(p for p in points if p.best))
     return [kind, best.short, *sizes, amount(best.seconds, "s"), f"{best.mfu:.1%}", f"{of_ideal:.0%}", ""]

@@ -69,10 +69,12 @@ c, k, E, EP, F, n_mat, d, G, b, s, l_moe, m, n_kept = quantities("c k E EP F n_m
 # X-MoE appendix C.2 for a GPU: with all its layers, its micro-batches in flight, and the experts' own matrices.
 TRADE_OFF = Sheet(
     [
-        Formula("A_saving", 4 * n_kept * c * k * b * s * d * (G - 1) / G, "B", "what SSMB keeps less, X-MoE eq. 1"),
+        Formula(
+            "A_saving", 4 * n_kept * c * k * b * s * d * (G - 1) / G, "B", "activations that SSMB saves, X-MoE eq. 1"
+        ),
         Formula(
             "M_cost", l_moe * E / EP * 4 * n_mat * F * d * (G - 1) / G, "B",
-            "what TED has less of parameters and gradients, X-MoE appendix C.2",
+            "parameters and gradients that TED saves, X-MoE appendix C.2",
         ),
     ]
 )  # fmt: skip

@@ -60,11 +60,11 @@ def _parts(every: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.E
 _STAGE = _parts(l_t, l_t_moe, h_t)
 STEP = Sheet(
     [
-        Formula("n_pass", 3 + n_again, "1", "forwards: a backward is as long as two; one more where layers run again"),
+        Formula("n_pass", 3 + n_again, "1", "forwards: a backward is as long as two; one more if layers run again"),
         Formula("T_compute", _STAGE["T_compute"], "s", "GEMMs and attention of a micro-batch, on the longest stage"),
         Formula(
             "T_alltoall", _STAGE["T_alltoall"], "s",
-            "dispatch and combine of a micro-batch, forward (again where layers run again) and backward",
+            "dispatch and combine of a micro-batch, forward (again if layers run again) and backward",
         ),
         Formula("T_tp", _STAGE["T_tp"], "s", "all-reduces of TP, a micro-batch: two or four a layer; Megatron-LM"),
         Formula("T_gather", _STAGE["T_gather"], "s", "SSMB: sequences gathered, a micro-batch; X-MoE appendix C.2"),
@@ -74,7 +74,7 @@ STEP = Sheet(
         ),
         Formula("T_micro", T_compute + T_alltoall + T_tp + T_gather + T_params, "s", "a micro-batch; nothing overlaps"),
         Formula("T_model", sum(_parts(L, L_moe, 1).values()) + PP * T_params, "s", "T_micro of all stages together"),
-        Formula("T_bubble", bubble_of * (T_model - T_micro), "s", "what the longest stage waits for in the others"),
+        Formula("T_bubble", bubble_of * (T_model - T_micro), "s", "waiting of the longest stage for the others"),
         Formula("T_p2p", n_p2p * (V_p2p * beta_pp + alpha_pp), "s", "transfers waited for; Piper section III.B.2"),
         Formula(
             "T_grads", (n_grads + 1 - n_z3) / 2 * (V_grad_dense * beta_dp + V_grad_experts * beta_replicas), "s",

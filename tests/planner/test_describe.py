@@ -143,8 +143,8 @@ def test_no_attention_is_charged_to_a_model_without():
     step, model = entry.step, ranking.model
     assert (entry.memory["A_attention"], step["F_proj"], step["F_scores"], step["T_attention"]) == (0, 0, 0, 0)
     assert step["V_tp"] > 0
-    assert "no attention was seen in it" in str(ranking)
-    assert "no attention was seen in it" in render_assumptions(model, ranking.platform)
+    assert "no attention is counted" in str(ranking)
+    assert "no attention is counted" in render_assumptions(model, ranking.platform)
 
 
 def test_plan_takes_modules():
@@ -157,7 +157,7 @@ def test_plan_takes_modules():
 
 
 def test_models_without_blocks():
-    with pytest.raises(UnknownArchitecture, match="Linear has no experts: nothing in it looks like a block of them"):
+    with pytest.raises(UnknownArchitecture, match="Linear has no experts: no module in it looks like a MoE block"):
         describe(nn.Linear(4, 4), (torch.zeros(2, 4),))
     with pytest.raises(UnknownArchitecture, match=r"no block of Memory is rewritten\n.*single vectors looked up"):
         describe(Memory(), (torch.zeros(9, D),))

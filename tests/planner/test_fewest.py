@@ -34,7 +34,10 @@ def test_where_none_is_enough_the_term_is_named():
     with within(5):
         found = find_min_gpus(ranking)
     assert found and found.entry is None and found.nearest and found.nearest.term == "M_activations"
-    assert f"nothing fits up to {found.num_ranks}, and no more were looked at. On {found.num_ranks}, PP=" in str(found)
+    assert (
+        f"nothing fits up to {found.num_ranks}, and larger numbers were not searched. On {found.num_ranks}, PP="
+        in str(found)
+    )
     assert "most of it activations (M_activations)" in str(found)
 
 
@@ -70,7 +73,7 @@ def test_the_first_of_none_says_why_and_what_to_do():
     assert isinstance(caught.value, IndexError) and isinstance(caught.value, MoefxError)
     assert f"{nearest.what} lacks least" in str(caught.value)
     assert "optimizer states. Take more GPUs" in str(caught.value)
-    with pytest.raises(NothingFits, match="none divides so"):
+    with pytest.raises(NothingFits, match="no sizes divide"):
         plan("olmoe-1b-7b", "h200", 1009, batch=3).explain()
     with pytest.raises(IndexError, match="no entry 100000"):
         plan("olmoe-1b-7b", "h200", 8)[100000]
@@ -88,7 +91,7 @@ def test_sizes_are_named_where_there_is_no_table():
 
 def test_no_number_divides():
     found = find_min_gpus(plan("olmoe-1b-7b", "h200", 1009, batch=3))
-    assert found and found.entry is None and str(found).endswith(", no layout divides so.")
+    assert found and found.entry is None and str(found).endswith(", no layout divides.")
 
 
 def test_reasons_are_by_kind():

@@ -175,9 +175,9 @@ def test_figures_are_measured_or_printed():
     assert measured.split(", ") == [
         "capacity", "matmul_efficiency", "expert_gemm", "expert_rows", "expert_launch", "links of a node"
     ]  # fmt: skip
-    (printed,) = re.findall(r"not what programs reach: (.*?)\.</li>", text)
+    (printed,) = re.findall(r"peaks that programs do not reach: (.*?)\.</li>", text)
     assert printed.split(", ") == ["peak", "memory_bandwidth", "links of a cluster"]
-    (unknown,) = re.findall(r"taken at the best: (.*?)\. Times", text)
+    (unknown,) = re.findall(r"too short: (.*?)\.", text)
     assert {"attention_efficiency", "dense_rows", "expert_weights", "latency of a cluster"} <= set(unknown.split(", "))
     assert not {"expert_gemm", "handling", "overhead", "latency of a node"} & set(unknown.split(", "))
     nothing = render_assumptions(

@@ -226,7 +226,11 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert "layouts fit 40 GiB" in lines[0] and lines[2].split()[:4] == ["PP", "TP", "DP", "EP"]
     assert lines[3].startswith("1 ") and lines[5].startswith("3 ")
-    assert lines[6] == "" and lines[7].startswith("PP stages") and lines[13].startswith("Nobody measured a100-40gb")
+    assert (
+        lines[6] == ""
+        and lines[7].startswith("PP: pipeline stages")
+        and lines[13].startswith("Nobody measured a100-40gb")
+    )
     assert lines[14] == "" and lines[15] == "rejected"
     assert cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--explain", "2"]) == 0
     explained = capsys.readouterr().out
