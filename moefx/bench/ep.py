@@ -156,17 +156,17 @@ class CapturedStep(Step):
 
 def overlap_times(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
     """Milliseconds of exchanges, of other kernels, and of both at once (the hidden exchanges)."""
-    exchanges = _union([(b, e) for name, b, e in kernels if _of_exchange(name)])
-    others = _union([(b, e) for name, b, e in kernels if not _of_exchange(name)])
+    exchanges = _merge_spans([(b, e) for name, b, e in kernels if _is_exchange(name)])
+    others = _merge_spans([(b, e) for name, b, e in kernels if not _is_exchange(name)])
     both = sum(max(0.0, min(e, f) - max(b, c)) for b, e in exchanges for c, f in others)
-    return {"exchange_ms": _length(exchanges), "compute_ms": _length(others), "hidden_ms": both}
+    return {"exchange_ms": _total_length(exchanges), "compute_ms": _total_length(others), "hidden_ms": both}
 
 
-def _of_exchange(name: str) -> bool:
+def _is_exchange(name: str) -> bool:
     return any(part in name.lower() for part in _EXCHANGES)
 
 
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -176,7 +176,7 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def _length(spans: list[tuple[float, float]]) -> float:
+def _total_length(spans: list[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
@@ -189,7 +189,7 @@ def plot_timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: 
     for axes, (way, spans) in zip(rows, kernels.items(), strict=True):
         parts: dict[str, list[tuple[float, float]]] = {"other kernels": [], "exchanges": []}
         for name, begin, end in spans:
-            parts["exchanges" if _of_exchange(name) else "other kernels"].append((begin, end - begin))
+            parts["exchanges" if _is_exchange(name) else "other kernels"].append((begin, end - begin))
         for lane, color in enumerate(("tab:blue", "tab:orange")):
             axes.broken_barh(list(parts.values())[lane], (lane + 0.1, 0.8), color=color)
         axes.set_yticks([0.5, 1.5], list(parts))

@@ -94,7 +94,7 @@ def measure_level(
         for count, num_bytes in enumerate(SIZES, 1):
             size = max(num_bytes // level.size, 1) * level.size
             leaving, work = what(level, device, size)
-            seconds = _repeated(work, device, times)
+            seconds = _time_repeatedly(work, device, times)
             name = what.__name__.strip("_")
             yield RepeatedExchange(name, level.axis, level.size, unit, unit <= node, leaving, seconds)
             times = min(times, int(longest / (4 * statistics.median(seconds))))
@@ -142,7 +142,7 @@ def _p2p(level: TopologyLevel, device: torch.device, size: int) -> tuple[float, 
     return size, work
 
 
-def _repeated(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+def _time_repeatedly(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     """Seconds of each repetition on the slowest rank. On GPUs repetitions are queued back to back."""
     for _ in range(_WARM_UP):
         work()

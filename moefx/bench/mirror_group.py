@@ -31,7 +31,7 @@ class MirrorGroup(dist.ProcessGroup):
         self.seconds = seconds
         self.stream = torch.cuda.Stream(priority=-1) if torch.cuda.is_available() else None
         # Works are reused in turns, because creating one takes too long. Far fewer are in flight at once.
-        self.works = itertools.cycle([_Queued(self.stream) for _ in range(64)])
+        self.works = itertools.cycle([_QueuedWork(self.stream) for _ in range(64)])
 
     def alltoall_base(
         self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
@@ -40,16 +40,16 @@ class MirrorGroup(dist.ProcessGroup):
         if common < len(output):  # in a second hop the numbers of sent and received rows differ a little
             output[common:].zero_()
         own = sent[0] / max(sum(sent), 1) if sent else 1 / self.size()
-        return self._copied(rows, output, common * (rows.nbytes // max(len(rows), 1)), rows.nbytes * (1 - own))
+        return self._copy(rows, output, common * (rows.nbytes // max(len(rows), 1)), rows.nbytes * (1 - own))
 
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> Any:
         ((output,), (rows,)) = outputs, tensors
         output.view(self.size(), *rows.shape).copy_(rows)
-        return self._copied(rows, output, rows.nbytes, rows.nbytes * (self.size() - 1))
+        return self._copy(rows, output, rows.nbytes, rows.nbytes * (self.size() - 1))
 
-    def _copied(self, source: Tensor, out: Tensor, num_bytes: int, leaving: float) -> Any:
+    def _copy(self, source: Tensor, out: Tensor, num_bytes: int, leaving: float) -> Any:
         """Copy the first `num_bytes`, in the time of an exchange of `leaving` bytes."""
         if self.stream is None or not source.is_cuda:
             out.view(-1).view(torch.uint8)[:num_bytes].copy_(source.view(-1).view(torch.uint8)[:num_bytes])
@@ -90,7 +90,7 @@ class MirrorGroup(dist.ProcessGroup):
         return dist.distributed_c10d._world.pg_names[self]
 
 
-class _Queued(dist.Work):
+class _QueuedWork(dist.Work):
     """Work that is queued on a stream. `wait` makes the current stream wait."""
 
     def __init__(self, stream: torch.cuda.Stream | None):

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         device = _join(options.device)
         try:
-            found = _measured(options, device)
+            found = _measure(options, device)
             dist.barrier()  # an exit right behind gloo's last collective may abort in torch 2.13 (pytorch issue 190489)
             if dist.get_rank():
                 return
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"wrote {', '.join(filter(None, (options.out, options.raw, options.plot)))}")
 
 
-def _measured(options: Any, device: torch.device) -> PlatformResults:
+def _measure(options: Any, device: torch.device) -> PlatformResults:
     """Measure the device and the exchanges. Collective."""
     os.environ.setdefault("MOEFX_AUTOTUNE", "600")  # enough to tune the kernels of all shapes
     world = dist.get_world_size()
@@ -96,7 +96,7 @@ def _measured(options: Any, device: torch.device) -> PlatformResults:
         steps.tell("a copy and a large GEMM, which say what sizes suit this device")
     shapes = machine.shapes if is_device else []
     steps.total = len(levels) + is_network + (3 + len(shapes) if is_device else 0)
-    alone = _device(machine, steps) if is_device else None
+    alone = _measure_device(machine, steps) if is_device else None
     if not is_network:
         return PlatformResults(how, alone)
     exchanges: list[RepeatedExchange] = []
@@ -121,7 +121,7 @@ class Steps:
             print(f"bench platform: {seconds:4.0f} s, step {self.number}{of}: {text}", file=sys.stderr, flush=True)
 
 
-def _device(machine: Machine, steps: Steps) -> DeviceResults:
+def _measure_device(machine: Machine, steps: Steps) -> DeviceResults:
     steps.tell("GEMMs")
     gemms = list(machine.gemms())
     steps.tell("attention")

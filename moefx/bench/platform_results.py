@@ -170,10 +170,10 @@ def join_networks(measured: Sequence[Network], base: Platform | None, copy: floa
 
 def format_report(found: PlatformResults, made: Platform) -> str:
     """Format the measurements, and the errors of the fitted rates."""
-    return "\n".join([*(_of_device(found.device, made) if found.device else []), *map(str, found.exchanges)])
+    return "\n".join([*(_format_device(found.device, made) if found.device else []), *map(str, found.exchanges)])
 
 
-def _of_device(device: DeviceResults, made: Platform) -> list[str]:
+def _format_device(device: DeviceResults, made: Platform) -> list[str]:
     lines = [f"{device.name}: {device.capacity / 2**30:.1f} GiB, of which {device.overhead / 2**30:.2f} are taken"]
     lines.append(f"copy        {device.copy / 1e9:9.1f} GB/s, read and written together")
     for what, choose in (("fastest", max), ("slowest", min)):

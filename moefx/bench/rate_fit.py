@@ -61,7 +61,7 @@ def fit_expert_rates(times: Sequence[ExpertTime]) -> dict[str, float]:
     Raises:
         ValueError: the times cannot separate the four parts.
     """
-    parts = [[x / time.seconds for x in _parts(time)] for time in times]
+    parts = [[x / time.seconds for x in _seconds_of_parts(time)] for time in times]
     if len(times) < 4 or int(torch.linalg.matrix_rank(torch.tensor(parts, dtype=torch.float64))) < 4:
         raise ValueError(f"{len(times)} times do not tell FLOP, rows, weights and launches apart")
     gemm, rows, weights, launch = fit_shares(parts)
@@ -140,7 +140,7 @@ def _rate(tera: float) -> float:
 
 def predict_experts(shape: Shape, platform: Platform) -> dict[str, float]:
     """Evaluate `FORWARD` for a shape's experts: `T_experts` and `T_experts_step` are seconds."""
-    return _forward(shape, platform.expert_rates())
+    return _evaluate_forward(shape, platform.expert_rates())
 
 
 def expert_errors(times: Iterable[ExpertTime], platform: Platform) -> dict[tuple[str, bool], float]:
@@ -152,17 +152,17 @@ def expert_errors(times: Iterable[ExpertTime], platform: Platform) -> dict[tuple
     return found
 
 
-def _parts(time: ExpertTime) -> tuple[float, float, float, float]:
+def _seconds_of_parts(time: ExpertTime) -> tuple[float, float, float, float]:
     """Seconds of each part alone, at a TFLOP or TB a second, or with launches of a microsecond."""
     alone = []
     for chosen in ("v_gemm", "v_rows", "v_weights", "t_launch"):
         rates = {"v_gemm": FREE, "v_rows": FREE, "v_weights": FREE, "t_launch": 0.0}
         rates[chosen] = 1e-6 if chosen == "t_launch" else 1e12
-        alone.append(_forward(time.shape, rates)["T_experts_step" if time.is_step else "T_experts"])
+        alone.append(_evaluate_forward(time.shape, rates)["T_experts_step" if time.is_step else "T_experts"])
     return tuple(alone)  # type: ignore[return-value]
 
 
-def _forward(shape: Shape, rates: dict[str, float]) -> dict[str, float]:
+def _evaluate_forward(shape: Shape, rates: dict[str, float]) -> dict[str, float]:
     model = Architecture(
         name=shape.name, hidden_size=shape.d, num_layers=1, num_moe_layers=1,
         attention=Attention(num_heads=1, num_kv_heads=1, head_size=1), num_experts=shape.E, top_k=shape.K,

@@ -44,10 +44,12 @@ def read_results(path: Path) -> tuple[Mapping[str, Any], Results]:
     for (shape, _), peers in found.items():
         if shape in ceilings:
             peers[CEILING] = ceilings[shape]
-    return environment, {what: {peer: _median(rows) for peer, rows in peers.items()} for what, peers in found.items()}
+    return environment, {
+        what: {peer: _merge_rounds(rows) for peer, rows in peers.items()} for what, peers in found.items()
+    }
 
 
-def _median(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _merge_rounds(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The medians of the rounds that succeeded, or the last round if none did."""
     succeeded = [row for row in rounds if "error" not in row]
     if not succeeded:
@@ -64,7 +66,7 @@ def list_peers(results: Results) -> list[str]:
 def format_tables(results: Results) -> str:
     """A table for each metric, followed by the failures and the slowest routings."""
     lines = []
-    names = {what: _name(*what) for what in results}
+    names = {what: _row_name(*what) for what in results}
     width = max(map(len, names.values()), default=0)
     for metric, (title, how) in METRICS.items():
         peers = [peer for peer in list_peers(results) if any(metric in rows.get(peer, {}) for rows in results.values())]
@@ -73,26 +75,26 @@ def format_tables(results: Results) -> str:
         if peers:
             lines += [title, " " * width + "".join(f"{peer:>20}" for peer in peers)]
             for what, rows in results.items():
-                cells = (f"{_cell(rows, peer, metric, how):>20}" for peer in peers)
+                cells = (f"{_format_cell(rows, peer, metric, how):>20}" for peer in peers)
                 lines.append(f"{names[what]:{width}}" + "".join(cells))
             lines.append("")
     for what, rows in results.items():
         lines += [f"{names[what]}, {peer}: {row['error']}" for peer, row in rows.items() if "error" in row]
-    return "\n".join([*lines, *_slowest(results)])
+    return "\n".join([*lines, *_list_slowest(results)])
 
 
-def _name(shape: str, routing: str) -> str:
+def _row_name(shape: str, routing: str) -> str:
     return shape if routing == "uniform" else f"{shape} {routing}"
 
 
-def _cell(rows: Rows, peer: str, metric: str, how: str) -> str:
+def _format_cell(rows: Rows, peer: str, metric: str, how: str) -> str:
     if metric not in rows.get(peer, {}):
         return "-"
     part = fraction_of_ceiling(rows, peer) if metric == "step_ms" and peer != CEILING else None
     return f"{rows[peer][metric]:{how}}" + (f" ({part:.2f})" if part else "")
 
 
-def _slowest(results: Results) -> list[str]:
+def _list_slowest(results: Results) -> list[str]:
     """For each peer, the slowest routing and its step time over that of uniform routing."""
     lines = []
     for peer in list_peers(results):
@@ -104,7 +106,7 @@ def _slowest(results: Results) -> list[str]:
         }
         if slower and peer != CEILING:
             worst = max(slower, key=lambda what: slower[what])
-            lines.append(f"slowest routing, {peer}: {slower[worst]:.2f} times uniform ({_name(*worst)})")
+            lines.append(f"slowest routing, {peer}: {slower[worst]:.2f} times uniform ({_row_name(*worst)})")
     return lines
 
 

@@ -34,7 +34,7 @@ def build_parser(
 
 def add_shapes(made: argparse.ArgumentParser) -> None:
     text = "by name, name@T or TxdxhxExK; with /silu behind it without a gate"
-    made.add_argument("--shapes", type=_shapes, default=SHAPES, metavar="LIST", help=text)
+    made.add_argument("--shapes", type=_parse_shapes, default=SHAPES, metavar="LIST", help=text)
 
 
 def add_routings(made: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_routings(made: argparse.ArgumentParser) -> None:
     made.add_argument("--routing", type=lambda text: text.split(","), default=["uniform"], metavar="LIST", help=text)
 
 
-def _shapes(text: str) -> list[Shape]:
+def _parse_shapes(text: str) -> list[Shape]:
     try:
         return [parse_shape(name) for name in text.split(",")]
     except ValueError as error:

@@ -65,19 +65,21 @@ def _formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[s
 
     def read() -> tuple[Any, ...]:
         try:
-            return _read(text, names, grad, ones, contextlib.nullcontext())
+            return _trace_formulas(text, names, grad, ones, contextlib.nullcontext())
         except _NoRule as reason:
             # The op may be a derivative without a decomposition: decompose the forward op instead.
             try:
-                return _read(text, names, grad, ones, _Decomposed())
+                return _trace_formulas(text, names, grad, ones, _DecomposeMode())
             except Underivable:
                 raise reason from None
 
     return run_in_fresh_thread(read)
 
 
-def _read(text: str, names: Sequence[str], grad: str | None, ones: Sequence[str], above: Any) -> tuple[Any, ...]:
-    reader = _Reader()
+def _trace_formulas(
+    text: str, names: Sequence[str], grad: str | None, ones: Sequence[str], above: Any
+) -> tuple[Any, ...]:
+    reader = _FormulaTracer()
     try:
         with reader, above:
             inputs = [reader.input(S.One if name in ones else Symbol(name)) for name in names]
@@ -100,7 +102,7 @@ def _read(text: str, names: Sequence[str], grad: str | None, ones: Sequence[str]
         raise Underivable(f"something that torch cannot run ({type(error).__name__}: {reason})") from error
 
 
-class _Reader(TorchDispatchMode):
+class _FormulaTracer(TorchDispatchMode):
     """Runs ATen calls on small tensors and records each tensor's formula.
 
     Ops without a rule are decomposed by torch.
@@ -156,7 +158,7 @@ class _Reader(TorchDispatchMode):
         return argument
 
 
-class _Decomposed(TorchFunctionMode):
+class _DecomposeMode(TorchFunctionMode):
     """Decomposes ops above autograd, which then differentiates the parts."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -163,7 +163,7 @@ def write_function(name: str, parameters: Sequence[str], results: Sequence[Any])
     texts: dict[Any, str] = {}
     lines: list[str] = []
     for expr in order:
-        texts[expr] = text = _text(expr, texts)
+        texts[expr] = text = _write_expression(expr, texts)
         # Long texts also become variables: for the reader, and because Python limits the nesting of parentheses.
         if expr.args and (uses[expr] > 1 or len(text) > 90):
             texts[expr] = f"t{len(lines)}"
@@ -191,18 +191,18 @@ def _operands_first(formulas: Sequence[Any]) -> list[Any]:
     return list(order)
 
 
-def _text(expr: Any, texts: Mapping[Any, str]) -> str:
+def _write_expression(expr: Any, texts: Mapping[Any, str]) -> str:
     if expr.is_Symbol:
         return expr.name
     if expr.is_Number:
-        return _number(expr)
+        return _write_number(expr)
     arguments = [texts[a] for a in expr.args]
     if all(a.is_Number for a in expr.args):  # let Triton evaluate it, not Python
         arguments = [f"tl.cast({a}, tl.float32)" for a in arguments]
     return expr.text.format(*arguments)
 
 
-def _number(value: Any) -> str:
+def _write_number(value: Any) -> str:
     number = float(value)
     if not math.isfinite(single := ctypes.c_float(number).value):
         return f'float("{single}")'

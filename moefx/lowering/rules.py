@@ -86,7 +86,7 @@ def _choose(condition: Any, a: Any, b: Any) -> Any:
     return Where(_as_condition(condition), as_number(a), as_number(b))
 
 
-def _on_numbers(function: Any) -> Callable[..., Any]:
+def _with_numbers(function: Any) -> Callable[..., Any]:
     """Wrap a function of numbers, to take conditions as 0 and 1."""
     return lambda *args, **kwargs: function(*map(as_number, args), **kwargs)
 
@@ -97,7 +97,7 @@ def _clamp(x: Any, low: Any = None, high: Any = None, *, min: Any = None, max: A
     return x if high is None else Minimum(x, high)
 
 
-def _of_numbers(function: Any) -> Callable[..., Any]:
+def _ignore_nan(function: Any) -> Callable[..., Any]:
     """Wrap a function of two numbers, to return the other one if one is NaN."""
     return lambda a, b: Where(NotEqual(a, a), b, Where(NotEqual(b, b), a, function(a, b)))
 
@@ -140,14 +140,14 @@ def _constant(value: Any, **_: Any) -> Any:
     return NotEqual(to_number(value), S.Zero) if isinstance(value, bool) else value
 
 
-def _filled(value: Any) -> Callable[..., Any]:
+def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
 # aten and prims names (without overload) -> rule
 RULES: dict[str, Callable[..., Any]] = {
     **{
-        name: _on_numbers(function)
+        name: _with_numbers(function)
         for name, function in {
             "add": lambda a, b, alpha=S.One: Add(a, Multiply(alpha, b)),
             "sub": lambda a, b, alpha=S.One: Subtract(a, Multiply(alpha, b)),
@@ -182,8 +182,8 @@ RULES: dict[str, Callable[..., Any]] = {
             "abs": Absolute,
             "maximum": Maximum,
             "minimum": Minimum,
-            "fmax": _of_numbers(Maximum),
-            "fmin": _of_numbers(Minimum),
+            "fmax": _ignore_nan(Maximum),
+            "fmin": _ignore_nan(Minimum),
             "clamp": _clamp,
             "clamp_min": Maximum,
             "clamp_max": Minimum,
@@ -209,9 +209,9 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("clone", "detach", "alias", "view_of", "lift_fresh", "lift_fresh_copy"), lambda x, **_: x),
     **dict.fromkeys(("expand", "broadcast_in_dim"), lambda x, *_, **__: x),
     "copy_": lambda _, x, *__: x,
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), _filled(S.Zero)),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(S.One)),
-    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "new_empty"), _filled(None)),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), _always(S.Zero)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), _always(S.One)),
+    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "new_empty"), _always(None)),
     **dict.fromkeys(("full", "full_like", "fill"), lambda _, value, **__: _constant(value)),
     "new_full": lambda _, size, value, **__: _constant(value),
     "scalar_tensor": _constant,

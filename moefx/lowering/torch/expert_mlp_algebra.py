@@ -149,7 +149,7 @@ class Backward:
         grad: Tensor,
         needs: Sequence[bool],
         reduce: bool,
-        puts_off: bool,
+        defer: bool,
     ):
         self.call, self.gemms, self.parameters = call, gemms, Parameters(call, gemms)
         self.down = gemms.flip(self.parameters.down)
@@ -175,7 +175,7 @@ class Backward:
         self.w_of_act = self._column(call.w.dtype) if "w" in act_uses and call.w is not None else None
         up_widths, act_width, out_width = call.widths
         widths = [*up_widths, act_width] if self.linear else [*up_widths, act_width, out_width]
-        self.put_off = [Buffer(gemms, self._rows(width)) for width in widths] if puts_off else []
+        self.deferred = [Buffer(gemms, self._rows(width)) for width in widths] if defer else []
 
     def _rows(self, width: int) -> Tensor | None:
         return self.gemms.new_rows(self.call.x, self.call.num_rows, width, self.call.dtype)
@@ -213,11 +213,11 @@ class Backward:
         else:
             act = pointwise_expression.evaluate(call.act, env) if act is None else act
             grad_sum = self._through_out(group, act, grad, env)
-        grad_y = _in(call.dtype, grad_sum)
+        grad_y = _cast(call.dtype, grad_sum)
         if parameters.down_apart is None:
             grad_sum = grad_y
         product = gemms.multiply(group, grad_y, self.down)
-        grad_act = product if scale is None else _in(call.dtype, product * scale.power)
+        grad_act = product if scale is None else _cast(call.dtype, product * scale.power)
         if self.act_vjp is None:  # the same function for all groups
             self.act_vjp = pointwise_derivative.build_vjp(call.act, env, grad_act, wrt, value=act is None)
         function, wrt = self.act_vjp
@@ -230,15 +230,15 @@ class Backward:
             self.w_of_act.put(group, by_act["w"])
         if self.linear and self.w_of_out is not None:
             self.w_of_out.put(group, self._output_dot(group, product, act, grad, scale))
-        if self.grad_down is not None or self.put_off:
-            factor = None if scale is None else scale.factors if self.put_off else scale.power
-            scaled = act if factor is None else _in(call.dtype, act * factor)
+        if self.grad_down is not None or self.deferred:
+            factor = None if scale is None else scale.factors if self.deferred else scale.power
+            scaled = act if factor is None else _cast(call.dtype, act * factor)
             if self.grad_down is not None:
                 self.grad_down.multiply(self.gemms, group, grad_y, scaled, call.body.down.transposed)
-            for buffer, values in zip(self.put_off[len(call.up) :], (scaled, grad_y), strict=False):
+            for buffer, values in zip(self.deferred[len(call.up) :], (scaled, grad_y), strict=False):
                 buffer.put(group, values.clone() if buffer.tensor is None else values)
         if self.grad_down_bias is not None:
-            scaled = grad_sum if scale is None else _in(grad_sum.dtype, grad_sum * scale.power)
+            scaled = grad_sum if scale is None else _cast(grad_sum.dtype, grad_sum * scale.power)
             self._sum(self.grad_down_bias, group, scaled)
         grad_hidden = self._hidden_gradients(hidden, by_act)
         del product, grad_act, grad_sum, value, gradients, by_act, act, hidden, env
@@ -258,7 +258,7 @@ class Backward:
     def _output_dot(self, group: Group, product: Tensor, act: Tensor, grad: Tensor, scale: Scale | None) -> Tensor:
         """<dO, y> for each row, [n,1], in float32 at least. `product` includes the mantissa of the scale."""
         dtype = torch.promote_types(product.dtype, torch.float32)
-        dot = (_in(dtype, product) * act).sum(1, keepdim=True)
+        dot = (_cast(dtype, product) * act).sum(1, keepdim=True)
         if scale is not None:
             dot /= scale.mantissa
         if self.parameters.down_bias is not None:
@@ -286,9 +286,9 @@ class Backward:
             stack, bias = self.grad_up[g], self.grad_up_bias[g]
             if bias is not None:
                 self._sum(bias, group, grad)
-            grad = _in(self.call.dtype, grad)
-            if self.put_off:
-                self.put_off[g].put(group, grad)
+            grad = _cast(self.call.dtype, grad)
+            if self.deferred:
+                self.deferred[g].put(group, grad)
             if stack is not None:
                 stack.multiply(self.gemms, group, grad, rows, self.call.body.up[g].transposed)
             if self.need_x:
@@ -313,11 +313,11 @@ class Backward:
         for gradient in (*self.grad_up, *self.grad_up_bias, self.grad_down, self.grad_down_bias):
             if gradient is not None:
                 results += self.gemms.finish_stack(gradient.made, gradient.parameters)
-        return results + [self.gemms.finish_rows(buffer.tensor) for buffer in self.put_off]
+        return results + [self.gemms.finish_rows(buffer.tensor) for buffer in self.deferred]
 
 
-class Matrices:
-    """The gradients of the up- and down-projections, from the buffers of a `Backward` with `puts_off`."""
+class WeightGradients:
+    """The gradients of the up- and down-projections, from the buffers of a `Backward` with `defer`."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ class Matrices:
         if self.down is not None:
             by_row = None if self.grad_y is None else self.grad_y[group.index]
             grad = self.by_token.index_select(0, tokens) if by_row is None else by_row  # type: ignore[union-attr]
-            grad = _in(call.dtype, group.clear_padding(grad, copy=by_row is not None))
+            grad = _cast(call.dtype, group.clear_padding(grad, copy=by_row is not None))
             self.down.multiply(self.gemms, group, grad, self.act[group.index], call.body.down.transposed)
 
     def results(self) -> list[Tensor]:
@@ -370,7 +370,7 @@ class Scale:
         mantissa = torch.frexp(wide).mantissa * 2
         self.mantissa = torch.where((wide != 0) & wide.isfinite(), mantissa, 1)
         power = wide / self.mantissa
-        self.power = power if dtype is torch.float16 else _in(dtype, power)  # float16 has too few exponents
+        self.power = power if dtype is torch.float16 else _cast(dtype, power)  # float16 has too few exponents
 
 
 class ByRow:
@@ -393,7 +393,7 @@ class ByRow:
         return env if self.w is None else {**env, "w": self.w[group.index]}
 
 
-def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """`tensor.to(dtype)`, without its microsecond of overhead if the dtype is right already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
@@ -429,10 +429,10 @@ def _backward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callabl
         call = ExpertMlpCall.of(args[:-1], body, keep, dtype)
         gemms = make(call.expert_offsets, call.dtype, call.matrix_size())
         if part == "weights":
-            backward = Matrices(call, gemms, args[-1], grad, needs, reduce)
+            backward = WeightGradients(call, gemms, args[-1], grad, needs, reduce)
             gemms.for_each_group(backward.run, None, multiplications=call.multiplications())
             return backward.results()
-        backward = Backward(call, gemms, args[-1], grad, needs, reduce, puts_off=part == "rows")
+        backward = Backward(call, gemms, args[-1], grad, needs, reduce, defer=part == "rows")
         then = None if backward.grad_x is None else backward.grad_x.add
         gemms.for_each_group(backward.run, then, multiplications=2 * call.multiplications())
         return backward.results()

@@ -27,13 +27,13 @@ def _on_gpu(tensor: Tensor, *_: Any, **__: Any) -> bool:
     return tensor.device.type == "cuda"
 
 
-def _takes_routing(topk_ids: Tensor, topk_weights: Tensor | None, *_: Any, drop: str = "none", **__: Any) -> bool:
+def _supports_routing(topk_ids: Tensor, topk_weights: Tensor | None, *_: Any, drop: str = "none", **__: Any) -> bool:
     # Dropping by weight sorts the weights' bits, and the kernel reads 32 of them.
     narrow = drop != "weight" or topk_weights is None or topk_weights.dtype is not torch.float64
     return topk_ids.device.type == "cuda" and narrow
 
 
-def _takes_experts(x: Tensor, *args: Any, body: str, dtype: torch.dtype | None = None, **_: Any) -> bool:
+def _supports_experts(x: Tensor, *args: Any, body: str, dtype: torch.dtype | None = None, **_: Any) -> bool:
     if x.device.type != "cuda" or (dtype or x.dtype) not in _GEMM_DTYPES:
         return False
     return explain_unsupported(body, ExpertBody.from_json(body).up_widths(args[4])) is None
@@ -86,7 +86,7 @@ def _expert_mlp_backward(*args: Any, **kwargs: Any) -> Any:
     return expert_mlp_backward(*args, **kwargs)
 
 
-def _of_exchange_ops(name: str) -> Any:
+def _lazy_exchange_op(name: str) -> Any:
     """A function of `exchange_ops`, which is imported on the first call."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def _of_exchange_ops(name: str) -> Any:
     return run
 
 
-def _takes_sums(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
+def _supports_sums(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
     # Sums are in float32.
     dtypes = [t.dtype for t in (rows, combine_weights) if t is not None]
     return rows.device.type == "cuda" and all(dtype in _GEMM_DTYPES for dtype in dtypes)
@@ -107,17 +107,17 @@ def _all_on_gpu(tensors: Sequence[Tensor], *_: Any, **__: Any) -> bool:
     return _on_gpu(tensors[0])
 
 
-def _takes_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return _takes_experts(*args, **kwargs)
+def _supports_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return _supports_experts(*args, **kwargs)
 
 
 if importlib.util.find_spec("triton") is not None:
-    ir_routing.build_pft.provider("triton", supports=_takes_routing, rank=1)(_build_pft)
+    ir_routing.build_pft.provider("triton", supports=_supports_routing, rank=1)(_build_pft)
     ir_routing.build_pft_backward.provider("triton", supports=_on_gpu, rank=1)(_build_pft_backward)
-    ir_routing.combine.provider("triton", supports=_takes_sums, rank=1)(_of_exchange_ops("combine"))
+    ir_routing.combine.provider("triton", supports=_supports_sums, rank=1)(_lazy_exchange_op("combine"))
     for _op in (ir_packing.pack_rows, ir_packing.join_columns, ir_packing.split_columns):
-        _op.provider("triton", supports=_all_on_gpu, rank=1)(_of_exchange_ops(_op.name))
+        _op.provider("triton", supports=_all_on_gpu, rank=1)(_lazy_exchange_op(_op.name))
     for _op in (ir_routes.place_choices, ir_routes.plan_dispatch, ir_routes.count_rows):
-        _op.provider("triton", supports=_on_gpu, rank=1)(_of_exchange_ops(_op.name))
-    ir_mlp.expert_mlp.provider("triton", supports=_takes_experts, rank=1)(_expert_mlp)
-    ir_mlp.expert_mlp_backward.provider("triton", supports=_takes_backward, rank=1)(_expert_mlp_backward)
+        _op.provider("triton", supports=_on_gpu, rank=1)(_lazy_exchange_op(_op.name))
+    ir_mlp.expert_mlp.provider("triton", supports=_supports_experts, rank=1)(_expert_mlp)
+    ir_mlp.expert_mlp_backward.provider("triton", supports=_supports_backward, rank=1)(_expert_mlp_backward)

@@ -39,11 +39,11 @@ _spent = 0.0
 
 
 def seconds_left() -> float:
-    return _allowed(os.environ.get("MOEFX_AUTOTUNE", ""), os.environ.get("CI", "")) - _spent
+    return _time_budget(os.environ.get("MOEFX_AUTOTUNE", ""), os.environ.get("CI", "")) - _spent
 
 
 @functools.cache
-def _allowed(setting: str, ci: str) -> float:
+def _time_budget(setting: str, ci: str) -> float:
     if not setting:
         return _SECONDS if ci.lower() in ("", "0", "false") else 0.0
     try:
@@ -161,11 +161,11 @@ def cache_directory() -> Path | None:
 def cache_file(gpu: str) -> Path | None:
     """The cache file for a kind of GPU, or None without a directory."""
     place = cache_directory()
-    return place and place / f"tuning-{re.sub(r'[^0-9A-Za-z]+', '_', gpu)}-{_version()}.jsonl"
+    return place and place / f"tuning-{re.sub(r'[^0-9A-Za-z]+', '_', gpu)}-{_source_hash()}.jsonl"
 
 
 @functools.cache
-def _version() -> str:
+def _source_hash() -> str:
     """A hash of everything that times depend on: Triton's version and this package's sources."""
     digest = hashlib.sha256(triton.__version__.encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):

@@ -96,10 +96,10 @@ def count_rows(
     place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int], fingerprint: int = 0
 ) -> Tensor:
     """See `ir.routes.count_rows`."""
-    counts = _zeros_and(fingerprint, exchange_routes.count_fields(levels, near), place.device).clone()
+    counts = _zeros_ending_with(fingerprint, exchange_routes.count_fields(levels, near), place.device).clone()
     if not place.numel():
         return counts
-    wanted, bins = _wanted(tuple(levels), num_slots, dedup, tuple(near), place.device)
+    wanted, bins = _count_table(tuple(levels), num_slots, dedup, tuple(near), place.device)
     num_tokens, top_k = place.shape
     with use_device(place.device):
         launch(
@@ -112,12 +112,12 @@ def count_rows(
 
 
 @functools.lru_cache(maxsize=64)
-def _zeros_and(last: int, size: int, device: torch.device) -> Tensor:
+def _zeros_ending_with(last: int, size: int, device: torch.device) -> Tensor:
     return torch.tensor([*[0] * (size - 1), last], device=device)
 
 
 @functools.lru_cache(maxsize=64)
-def _wanted(
+def _count_table(
     levels: tuple[int, ...], num_slots: int, dedup: bool, near: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, int]:
     """The table of counts for `count_rows_kernel`, in the order of its results; and its number of bins."""
@@ -131,7 +131,7 @@ def _wanted(
     return torch.tensor(table, dtype=torch.int32, device=device), max(16, next_power_of_2(max(row[0] for row in rows)))
 
 
-class _Send(NamedTuple):
+class _SendArrays(NamedTuple):
     """The ERI arrays that map sent rows to their slots."""
 
     place: Tensor
@@ -140,7 +140,7 @@ class _Send(NamedTuple):
     rank_offsets: Tensor
 
 
-class _Rows(NamedTuple):
+class _ColumnPosition(NamedTuple):
     """The position of a column: tensor, bytes from row to row, bytes to the first row."""
 
     base: Tensor
@@ -148,12 +148,12 @@ class _Rows(NamedTuple):
     begin: int = 0
 
     @classmethod
-    def of(cls, values: Tensor) -> _Rows:
+    def of(cls, values: Tensor) -> _ColumnPosition:
         values = values if values.stride(-1) == 1 else values.contiguous()
         return cls(values, values.stride(0) * values.element_size())
 
 
-_Pair = tuple[Column, _Rows, _Rows]  # column, source, destination
+_Pair = tuple[Column, _ColumnPosition, _ColumnPosition]  # column, source, destination
 _NARROW = 256  # most bytes of a narrow column
 
 
@@ -178,11 +178,11 @@ def pack_rows(
     if not dedup:  # a row for each slot
         sources[len(tokens) :] = [values.reshape(-1, 1) for values in sources[len(tokens) :]]
     pairs = [
-        (column, _Rows.of(source), _Rows(packed, layout.num_bytes, begin))
+        (column, _ColumnPosition.of(source), _ColumnPosition(packed, layout.num_bytes, begin))
         for column, source, begin in zip(layout.columns, sources, layout.begins, strict=True)
     ]
     _, local, local_out = pairs.pop()
-    send = _Send(place, token_ids, slot_ids, rank_offsets)
+    send = _SendArrays(place, token_ids, slot_ids, rank_offsets)
     own = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, local, local_out)
     with use_device(packed.device):
         _move(pairs[: len(tokens)], pairs[len(tokens) :], own, room, send, num_slots, by_choice=not dedup)
@@ -194,11 +194,11 @@ def join_columns(columns: Sequence[Tensor]) -> Tensor:
     layout = Layout([*map(Column.of, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
     pairs = [
-        (column, _Rows.of(source), _Rows(packed, layout.num_bytes, begin))
+        (column, _ColumnPosition.of(source), _ColumnPosition(packed, layout.num_bytes, begin))
         for column, source, begin in zip(layout.columns, columns, layout.begins, strict=True)
     ]
     with use_device(packed.device):
-        _move(*_by_width(pairs), None, packed.shape[0])
+        _move(*_split_by_width(pairs), None, packed.shape[0])
     return packed
 
 
@@ -221,18 +221,18 @@ def split_columns(
             outs = found if len(buffers) == 1 else [out[row : row + buffer.shape[0]] for out in found]
             row += buffer.shape[0]
             pairs = [
-                (column, _Rows(buffer, layout.num_bytes, begin), _Rows.of(out))
+                (column, _ColumnPosition(buffer, layout.num_bytes, begin), _ColumnPosition.of(out))
                 for column, out, begin in zip(layout.columns, outs, layout.begins, strict=True)
             ]
             last = None
             if places:
                 column, source, out = pairs.pop()
                 last = (column, torch.int32, source, out)
-            _move(*_by_width(pairs), last, buffer.shape[0])
+            _move(*_split_by_width(pairs), last, buffer.shape[0])
     return found
 
 
-def _by_width(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
+def _split_by_width(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
     wide, narrow = [], []
     for pair in pairs:
         (narrow if pair[0].num_bytes <= _NARROW else wide).append(pair)
@@ -242,9 +242,9 @@ def _by_width(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
 def _move(
     wide: Iterable[_Pair],
     narrow: Iterable[_Pair],
-    places: tuple[Column, torch.dtype, _Rows, _Rows] | None,
+    places: tuple[Column, torch.dtype, _ColumnPosition, _ColumnPosition] | None,
     num_rows: int,
-    send: _Send | None = None,
+    send: _SendArrays | None = None,
     num_slots: int = 1,
     by_choice: bool = False,
 ) -> None:
@@ -258,8 +258,8 @@ def _move(
     own = (None, None, None) if send is None else send[1:]
     num_ranks = 0 if send is None else send.rank_offsets.shape[0] - 1
     for big, small, last in itertools.zip_longest(wide, narrow, [] if places is None else [places]):
-        wide_column, wide_args = _in_words(big)
-        narrow_column, narrow_args = _in_words(small)
+        wide_column, wide_args = _column_arguments(big)
+        narrow_column, narrow_args = _column_arguments(small)
         place_column, place_args = None, _NOWHERE
         if last is not None:
             column, dtype, source, out = last
@@ -269,7 +269,7 @@ def _move(
         width = 0 if wide_column is None else wide_column[1]
         bt, bd = choose_block(width, _ELEMENTS) if width else (_TOKENS, 1)
         constants = dict(WIDE=wide_column, NARROW=narrow_column, PLACES=place_column, BT=bt, BD=bd)
-        constants |= dict(NARROW_PAD=_padded(narrow_column), PLACES_PAD=_padded(place_column))
+        constants |= dict(NARROW_PAD=_padded_width(narrow_column), PLACES_PAD=_padded_width(place_column))
         launch(
             rows.move_kernel,
             (cdiv(num_rows, bt), max(1, cdiv(width, bd))),
@@ -284,7 +284,7 @@ _INT32 = Column(torch.int32, 1)
 _NOWHERE = (None, 0, None, 0)
 
 
-def _in_words(pair: _Pair | None) -> tuple[Any, Sequence[Any]]:
+def _column_arguments(pair: _Pair | None) -> tuple[Any, Sequence[Any]]:
     """The kernel's arguments for a column, in the largest words that divide its sizes."""
     if pair is None or not pair[0].num_bytes:
         return None, _NOWHERE
@@ -295,5 +295,5 @@ def _in_words(pair: _Pair | None) -> tuple[Any, Sequence[Any]]:
     return described, (source.base, source.stride // size, out.base, out.stride // size)
 
 
-def _padded(column: Any) -> int:
+def _padded_width(column: Any) -> int:
     return 0 if column is None else next_power_of_2(column[1])

@@ -55,8 +55,8 @@ def expert_mlp_backward(
     def host_code() -> list[Tensor]:
         run = KernelCall(forward, body, keep, dtype, is_beside=part == "weights")
         if part == "weights":
-            return _backward_of_matrices(run, grad, kept, reduce, needs)
-        return _backward(run, grad, kept, reduce, needs, overwrite, puts_off=part == "rows")
+            return _weight_backward(run, grad, kept, reduce, needs)
+        return _backward(run, grad, kept, reduce, needs, overwrite, defer=part == "rows")
 
     by_token = [1 + _X, 1 + _INVERSE, *[0] * reduce]  # with `reduce` the gradient is by token
     return replay_or_record(key, inputs, constants, host_code, by_token)
@@ -88,15 +88,15 @@ def _backward(
     reduce: bool,
     needs: Sequence[bool],
     overwrite: bool,
-    puts_off: bool,
+    defer: bool,
 ) -> list[Tensor]:
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
     call, point = run.call, run.point
     num_rows = call.num_rows
     if num_rows == 0:
-        sides = [run.empty(0, width) for width in (*run.up_widths, run.act_width)] if puts_off else []
+        sides = [run.empty(0, width) for width in (*run.up_widths, run.act_width)] if defer else []
         return [*_zero_gradients(run, needs), *sides]
-    grad = _readable(run, grad)
+    grad = _prepare_gradient(run, grad)
     hidden = list(kept[: len(call.up)])
     if not hidden:
         hidden = [run.empty(num_rows, width) for width in run.up_widths]
@@ -104,8 +104,8 @@ def _backward(
     # dH overwrites H if H was recomputed here or is not read again.
     grad_hidden = hidden if overwrite or not kept else [run.empty(num_rows, width) for width in run.up_widths]
     # scale * A is the right side of dW2. Without a scale it is the activation, which may have been kept.
-    kept_act = None if puts_off or point.scale is not None else next(iter(kept[len(call.up) :]), None)
-    scaled_act = run.empty(num_rows, run.act_width) if puts_off or (need_down and kept_act is None) else None
+    kept_act = None if defer or point.scale is not None else next(iter(kept[len(call.up) :]), None)
+    scaled_act = run.empty(num_rows, run.act_width) if defer or (need_down and kept_act is None) else None
     dots, num_partials, grad, by_token = run.act_backward(grad, reduce, hidden, grad_hidden, scaled_act, need_w)
     del hidden
 
@@ -116,9 +116,9 @@ def _backward(
     if need_down:
         right = kept_act if scaled_act is None else scaled_act
         assert right is not None
-        grad_down = _grad_down(run, grad, by_token, right)
+        grad_down = _down_gradients(run, grad, by_token, right)
         del right
-    sides = [*grad_hidden, scaled_act] if puts_off else []
+    sides = [*grad_hidden, scaled_act] if defer else []
     del scaled_act
     grad_down_bias = []
     if need_down_bias and call.down_bias:
@@ -130,7 +130,7 @@ def _backward(
         run.multiply_rows(grad_hidden, run.up, grad_rows, backward=True)
         results.append(run.combine(grad_rows, call.x.dtype, None))
         del grad_rows
-    grad_up = _grad_up(run, grad_hidden) if need_up else []
+    grad_up = _up_gradients(run, grad_hidden) if need_up else []
     grad_up_bias = []
     for hidden_grad, bias in zip(grad_hidden, call.up_bias, strict=True):
         if need_up_bias and bias:
@@ -138,30 +138,30 @@ def _backward(
     return [*results, *grad_w, *grad_up, *grad_up_bias, *grad_down, *grad_down_bias, *sides]
 
 
-def _backward_of_matrices(
+def _weight_backward(
     run: KernelCall, grad: Tensor, sides: Sequence[Tensor], reduce: bool, needs: Sequence[bool]
 ) -> list[Tensor]:
     if run.call.num_rows == 0:
         return _zero_gradients(run, needs)
     *grad_hidden, scaled_act = sides
-    grad_up = _grad_up(run, grad_hidden) if needs[2] else []
-    return [*grad_up, *(_grad_down(run, _readable(run, grad), reduce, scaled_act) if needs[4] else [])]
+    grad_up = _up_gradients(run, grad_hidden) if needs[2] else []
+    return [*grad_up, *(_down_gradients(run, _prepare_gradient(run, grad), reduce, scaled_act) if needs[4] else [])]
 
 
-def _readable(run: KernelCall, grad: Tensor) -> Tensor:
+def _prepare_gradient(run: KernelCall, grad: Tensor) -> Tensor:
     if grad.dtype is not run.dtype:
         grad = apply(lambda tensor, dtype=run.dtype: tensor.to(dtype), grad)
     return make_rows_contiguous(grad)
 
 
-def _grad_down(run: KernelCall, grad: Tensor, by_token: bool, act: Tensor) -> list[Tensor]:
+def _down_gradients(run: KernelCall, grad: Tensor, by_token: bool, act: Tensor) -> list[Tensor]:
     sides = ((grad, by_token), (act, False))
     left, right = sides if run.down.out_dim == 0 else sides[::-1]
     parameters = run.call.down
     return split_gradient(run.outer("grad_down", left, right, parameters[0].dtype), parameters, 2)
 
 
-def _grad_up(run: KernelCall, grad_hidden: Sequence[Tensor]) -> list[Tensor]:
+def _up_gradients(run: KernelCall, grad_hidden: Sequence[Tensor]) -> list[Tensor]:
     gradients = []
     for grad, w, parameters in zip(grad_hidden, run.up, run.call.up, strict=True):
         sides = ((grad, False), (run.x, True))

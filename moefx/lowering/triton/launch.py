@@ -46,7 +46,7 @@ def launch(
         run(*args)
         return run
     options["enable_fp_fusion"] = False  # round each operation, as torch does
-    _, names = _kernels.get(id(kernel)) or _known(kernel)
+    _, names = _kernels.get(id(kernel)) or _register_kernel(kernel)
     values = tuple([constants[name] for name in names])
     device = driver.active.get_current_device()  # pyright: ignore[reportAttributeAccessIssue]
     # The properties of an argument that may be compiled in: at least those that Triton specialises on.
@@ -69,7 +69,7 @@ def launch(
     return lambda *args: run(*args, *values)
 
 
-def _known(kernel: Any) -> tuple[Any, tuple[str, ...]]:
+def _register_kernel(kernel: Any) -> tuple[Any, tuple[str, ...]]:
     known = _kernels[id(kernel)] = kernel, tuple(p.name for p in kernel.params if p.is_constexpr)
     return known
 

@@ -109,7 +109,7 @@ class Tape:
                 continue
             storage = _storage(tensor)
             if storage in self.fixed:
-                template[i] = _pointer(tensor, 0) if argument is tensor else _at(argument, _Address.of(tensor))
+                template[i] = _pointer(tensor, 0) if argument is tensor else _rebase(argument, _Address.of(tensor))
                 continue
             if storage not in self.slots_of:
                 self.playable = False
@@ -121,7 +121,7 @@ class Tape:
                 pointers.append((i, slot, offset))
             else:
                 template[i] = None
-                descriptors.append((i, slot, offset, _at(argument, None)))
+                descriptors.append((i, slot, offset, _rebase(argument, None)))
         self.steps.append((_launch, run, template, tuple(pointers), tuple(descriptors)))
 
     def finish(self, results: Sequence[Tensor]) -> bool:
@@ -166,7 +166,7 @@ class _Address:
         return self.address
 
 
-def _at(like: Any, base: Any) -> Any:
+def _rebase(like: Any, base: Any) -> Any:
     """A copy of a tensor descriptor with another base."""
     descriptor = object.__new__(type(like))  # skip the checks, which the recorded one passed
     descriptor.__dict__.update(like.__dict__, base=base)
@@ -196,7 +196,7 @@ def _launch(
         if offset or launching.INTERPRETED:
             start = tensor.storage_offset() + offset // tensor.element_size()
             tensor = tensor.as_strided(like.shape, like.strides, start)
-        args[i] = _at(like, tensor)
+        args[i] = _rebase(like, tensor)
     run(*args)
 
 
@@ -210,10 +210,10 @@ def _pointer(tensor: Tensor, offset: int) -> Any:
 
 
 def _apply(tensors: list[Any], slot: int, function: Callable[..., Tensor], sources: Sequence[Any]) -> None:
-    tensors[slot] = function(*(_viewed(tensors[source], view) for source, view in sources))
+    tensors[slot] = function(*(_apply_view(tensors[source], view) for source, view in sources))
 
 
-def _viewed(tensor: Tensor, view: Any) -> Tensor:
+def _apply_view(tensor: Tensor, view: Any) -> Tensor:
     if view is None:
         return tensor
     shape, strides, distance = view
@@ -288,8 +288,8 @@ def replay_or_record(
         host_code: launches the kernels and returns the results.
         of_any_length: indices of inputs whose first size may vary between replays.
     """
-    forms = [_form(t, of_any_length=i in of_any_length) for i, t in enumerate(inputs)]
-    key = (key, *forms, tuple(map(_place, constants)))
+    forms = [_input_key(t, of_any_length=i in of_any_length) for i, t in enumerate(inputs)]
+    key = (key, *forms, tuple(map(_constant_key, constants)))
     assert inputs[0] is not None
     with launching.use_device(inputs[0].device):
         tape = _tapes.get(key)
@@ -311,12 +311,12 @@ def replay_or_record(
         return results
 
 
-def _form(tensor: Tensor | None, of_any_length: bool) -> Hashable:
+def _input_key(tensor: Tensor | None, of_any_length: bool) -> Hashable:
     if tensor is None:
         return None
     shape = tensor.shape[1:] if of_any_length else tensor.shape
     return shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
 
 
-def _place(tensor: Tensor) -> Hashable:
+def _constant_key(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -111,7 +111,7 @@ def _formulas(body: ExpertBody, widths: Sequence[int] | None) -> Formulas:
         raise Underivable(
             f"{pointwise_expression.format_expression(body.out)} after the down-projection is not linear in y"
         )
-    order = _order(body, widths)
+    order = _load_order(body, widths)
     for expr, known in ((body.act, (*order, "w")), (body.out, ("y", "w"))):
         if unknown := [name for name in pointwise_expression.list_variables(expr) if name not in known]:
             raise Underivable(f"{pointwise_expression.format_expression(expr)} has an unknown variable {unknown[0]}")
@@ -124,10 +124,10 @@ def _formulas(body: ExpertBody, widths: Sequence[int] | None) -> Formulas:
     return Formulas(order, parameters, [value, *gradients], factor, factor_grad)
 
 
-def _order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
+def _load_order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
     """The variables in the order in which the kernels load them. The parts must cover the up-projections."""
     slices = [
-        _normal(start, stop, step, widths[group] if widths and group < len(widths) else None)
+        _normalize_slice(start, stop, step, widths[group] if widths and group < len(widths) else None)
         for group, start, stop, step in body.parts
     ]
     groups = [group for group, *_ in body.parts]
@@ -155,7 +155,7 @@ def _order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
     raise Underivable(f"parts {parts} of {len(body.up)} up-projections: not whole ones, halves or every other column")
 
 
-def _normal(start: int | None, stop: int | None, step: int, width: int | None) -> tuple[int, int | None, int]:
+def _normalize_slice(start: int | None, stop: int | None, step: int, width: int | None) -> tuple[int, int | None, int]:
     """Normalise a slice of columns: an end at or beyond the width becomes None."""
     first = start or 0
     end = torch.iinfo(torch.int64).max if width is None else width - (width - 1 - first) % step

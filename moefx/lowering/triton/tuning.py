@@ -52,7 +52,7 @@ def config(
             )  # another thread may have found it
             if distance > _NEAR:
                 chosen, reason = _tune(kernel, device, dtype, shape, trial, chosen, reason)
-    _used[kernel, f"{_name(dtype)} {_text(shape)}"] = (chosen, reason)
+    _used[kernel, f"{_dtype_name(dtype)} {_text(shape)}"] = (chosen, reason)
     return chosen
 
 
@@ -67,14 +67,14 @@ def find_nearest_config(
     # float16 has bfloat16's width and runs on the same units, so its entries serve too.
     dtypes = (dtype, torch.bfloat16) if dtype is torch.float16 else (dtype,)
     table = _entries(device)
-    entries = [(*e, d) for d in dtypes for e in table.get((tile_configs.target(device), _name(d), kernel), ())]
+    entries = [(*e, d) for d in dtypes for e in table.get((tile_configs.target(device), _dtype_name(d), kernel), ())]
     if entries:
         tuned, chosen, where, its_dtype = min(entries, key=lambda entry: _distance(entry[0], shape))
         reason, distance = f"tuned {where} {_text(tuned)}", _distance(tuned, shape)
-        reason += "" if its_dtype is dtype else f", {_name(its_dtype)}"
+        reason += "" if its_dtype is dtype else f", {_dtype_name(its_dtype)}"
     else:
         chosen, distance = tile_configs.default_config(kernel, device, dtype), math.inf
-        reason = f"the default: nothing is tuned for {tile_configs.target(device)} {_name(dtype)}"
+        reason = f"the default: nothing is tuned for {tile_configs.target(device)} {_dtype_name(dtype)}"
     if chosen.roles and not tile_configs.HAS_ROLES:
         chosen = tile_configs.portable_config(kernel)
         reason = f"without Gluon's kernels, which are not known to compile with Triton {triton.__version__}"
@@ -96,10 +96,10 @@ def _tune(
     reason: str,
 ) -> tuple[Config, str]:
     others = [cut for cut in tile_configs.list_candidates(kernel, device, dtype) if cut != first]
-    best, is_complete = autotune.find_fastest(f"{kernel} {_name(dtype)} {_text(shape)}", [first, *others], trial)
+    best, is_complete = autotune.find_fastest(f"{kernel} {_dtype_name(dtype)} {_text(shape)}", [first, *others], trial)
     if best is None:
         return first, f"{reason}; none fit when tuned here"
-    key = (tile_configs.target(device), _name(dtype), kernel)
+    key = (tile_configs.target(device), _dtype_name(dtype), kernel)
     _entries(device).setdefault(key, []).append((shape, best, _HERE))
     if not is_complete:
         return best, f"tuned {_HERE} {_text(shape)}, until the seconds of MOEFX_AUTOTUNE were used up"
@@ -121,13 +121,13 @@ def _entries(device: torch.device) -> dict[tuple[str, str, str], list[Entry]]:
         raise InvalidPlan(f"MOEFX_TUNING={TABLE}: {error.strerror}") from None
     for number, text in enumerate(lines, 1):
         try:
-            key, shape, cut = _parsed(text)
+            key, shape, cut = _parse_line(text)
         except _MALFORMED as error:
             raise InvalidPlan(f"{TABLE}:{number} is not a line of a tuning table ({error}): {text[:80]}") from None
         entries.setdefault(key, []).append((shape, cut, "for"))
     for text in autotune.read_cached_lines(gpu_name(device)):
         try:
-            key, shape, cut = _parsed(text)
+            key, shape, cut = _parse_line(text)
         except _MALFORMED:  # for example half a line; the shape is tuned again
             _log.warning(
                 "%s: skipped a line that is not a configuration: %.80s", autotune.cache_file(gpu_name(device)), text
@@ -143,10 +143,10 @@ def format_line(target: str, dtype: str, kernel: str, shape: Sequence[int], cut:
     return json.dumps(row)
 
 
-_MALFORMED = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # what `_parsed` may raise
+_MALFORMED = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # what `_parse_line` may raise
 
 
-def _parsed(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], Config]:
+def _parse_line(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], Config]:
     row = json.loads(text)
     columns, inner, rows = map(int, row["shape"])
     cut = Config(**row["config"])
@@ -161,7 +161,7 @@ def _parsed(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], Config]:
     return key, (columns, inner, rows), cut
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -37,7 +37,7 @@ def try_project_up(run: KernelCall, hidden: Sequence[Tensor] | None, act: Tensor
     point, call = run.point, run.call
     parts, width = run.part_weights(), run.act_width
     paired = point.num_parts == 2 and not point.joined
-    w = _weights(parts[: 2 if paired else 1], backward=False, columns=cut.bn // 2 if paired else cut.bn)
+    w = _describe_weights(parts[: 2 if paired else 1], backward=False, columns=cut.bn // 2 if paired else cut.bn)
     if width % 8 or w is None or not _fit(run.x, *(t for t in (*(hidden or ()), act) if t is not None)):
         return False
     bias0, bias1 = run.part_biases()
@@ -79,7 +79,7 @@ def try_multiply_rows(
     """See `KernelCall.multiply_rows`. Returns False if the kernel does not support the tensors."""
     from .hopper import hopper_rows_kernel
 
-    w = _weights(weights, backward=backward, columns=_BN)
+    w = _describe_weights(weights, backward=backward, columns=_BN)
     if w is None or not _fit(*terms, out):
         return False
     call, (width, inner) = run.call, (out.shape[1], terms[0].shape[1])
@@ -104,7 +104,7 @@ def try_multiply_rows(
 
 def supports_act_backward(run: KernelCall, grad: Tensor, hidden: Sequence[Tensor], cut: Config) -> bool:
     fit = run.act_width % 8 == 0 and _fit(grad, *hidden)
-    return fit and _weights([run.down], backward=True, columns=cut.bn) is not None
+    return fit and _describe_weights([run.down], backward=True, columns=cut.bn) is not None
 
 
 def act_backward(
@@ -123,7 +123,7 @@ def act_backward(
 
     call = run.call
     width, inner = run.act_width, run.out_width
-    w = _weights([run.down], backward=True, columns=cut.bn)
+    w = _describe_weights([run.down], backward=True, columns=cut.bn)
     assert w is not None
     schedule, max_tiles = run.schedule(_BM)
     args = (
@@ -180,7 +180,7 @@ def _fit(*tensors: Tensor) -> bool:
     return all(t.dtype in _TYPES and t.shape[-1] % 8 == 0 and is_describable(t) for t in tensors)
 
 
-def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> list[Any] | None:
+def _describe_weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> list[Any] | None:
     """Tensor descriptors of the weights for boxes of `columns` columns, or None if TMA cannot describe them."""
     described = []
     for w in weights:
@@ -194,12 +194,12 @@ def _weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> lis
 def _describe(tensor: Tensor, *block: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = _layout(block, tensor.dtype)
+    layout = _shared_layout(block, tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
 
 
 @functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
     dtype_of_gluon = getattr(gl, _TYPES[dtype])
