@@ -85,7 +85,7 @@ class Explanation:
         seconds: time to analyse the whole model.
         paths: number of calls in this process by (op, provider).
         weights: number of GEMMs by the way that they read weights (see `op_providers.weight_paths`).
-        kernels: tile configurations of the GPU kernels with their reasons (see `lowering.triton.configurations`).
+        kernels: tile configurations of the GPU kernels with their reasons (see `lowering.triton.list_configurations`).
         planned: the planner's `planner.decision.Decision`; None without `plan="auto"`.
         gradients: over a mesh, the reduction of each group of parameters.
         trace: print the steps of each proof, too.

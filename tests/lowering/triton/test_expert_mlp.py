@@ -262,7 +262,7 @@ import torch
 from moefx.lowering.triton import expert_mlp_call as call
 {setting} = "tf32"
 call.target = lambda device: "sm90"
-print(call.precision(torch.zeros(1)), call.precision(torch.zeros(1).bfloat16()))
+print(call.matmul_precision(torch.zeros(1)), call.matmul_precision(torch.zeros(1).bfloat16()))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["tf32", "ieee"]
