@@ -58,7 +58,7 @@ def sum_rows_of_tokens(
 
 
 def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int]) -> Tensor:
-    """See `ir.routes.place_choices`."""
+    """See `ir.ops.exchange_routes.place_choices`."""
     place = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
     if not place.numel():
         return place
@@ -77,7 +77,7 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
 def plan_dispatch(
     place: Tensor, *, num_ranks: int, num_slots: int, dedup: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `ir.routes.plan_dispatch`."""
+    """See `ir.ops.exchange_routes.plan_dispatch`."""
     if not dedup or not place.numel():
         return exchange_routes.plan_dispatch.reference(place, num_ranks=num_ranks, num_slots=num_slots, dedup=dedup)
     pilot = torch.empty_like(place, memory_format=torch.contiguous_format)
@@ -95,7 +95,7 @@ def plan_dispatch(
 def count_rows(
     place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int], fingerprint: int = 0
 ) -> Tensor:
-    """See `ir.routes.count_rows`."""
+    """See `ir.ops.exchange_routes.count_rows`."""
     counts = _zeros_ending_with(fingerprint, exchange_routes.count_fields(levels, near), place.device).clone()
     if not place.numel():
         return counts
@@ -169,7 +169,7 @@ def pack_rows(
     num_slots: int,
     dedup: bool,
 ) -> Tensor:
-    """See `ir.packing.pack_rows`."""
+    """See `ir.ops.row_packing.pack_rows`."""
     room = max_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
     packed = layout.empty(room, place)
@@ -190,7 +190,7 @@ def pack_rows(
 
 
 def join_columns(columns: Sequence[Tensor]) -> Tensor:
-    """See `ir.packing.join_columns`."""
+    """See `ir.ops.row_packing.join_columns`."""
     layout = Layout([*map(Column.of, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
     pairs = [
@@ -205,7 +205,7 @@ def join_columns(columns: Sequence[Tensor]) -> Tensor:
 def split_columns(
     buffers: Sequence[Tensor], *, dtypes: Sequence[str], widths: Sequence[int], places: bool = False
 ) -> list[Tensor]:
-    """See `ir.packing.split_columns`."""
+    """See `ir.ops.row_packing.split_columns`."""
     layout = Layout.of(dtypes, widths)
     of_result = [column.dtype for column in layout.columns]
     if places:
