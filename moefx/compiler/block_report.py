@@ -38,17 +38,18 @@ def build_report(
         or "a general function of its rows"
     )
     unfused = "; ".join(str(n.meta["unfused"]) for n in combines if "unfused" in n.meta)
-    drop = str(match.drop or (_MASK if match.keep else ""))
-    if match.keep and "m" in match.lifted[0].index.axes:
+    drop = str(match.drop_rule or (_MASK if match.keep_masks else ""))
+    if match.keep_masks and "m" in match.evidence[0].expert_index.axes:
         drop += ", which leaves a token any number of experts"
-    if not match.drop and (
+    if not match.drop_rule and (
         rules := {str(n.kwargs.get("drop", "none")) for n in graph.find(torch.ops.moefx.build_pft.default)} - {"none"}
     ):
         drop = "; ".join(filter(None, (drop, f"over the plan's capacity, by {rules.pop()}")))
     return BlockReport(
         names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots,
         expert=expert,
-        drop=drop, holds_for=program.holds_for, routings=len(match.lifted), validation=verdict, seconds=matched.seconds,
+        drop=drop, holds_for=program.holds_for, routings=len(match.evidence), validation=verdict,
+        seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
         bodies=tuple(_read_body(n) for n in mlps), notes=() if spread is None else (str(spread),),
         trace=ProofTrace(match.probe_runs),

@@ -37,11 +37,11 @@ from ..ir.passed_objects import PassedObject, is_passed, set_name
 from ..matching.drop_rules import SKIPPED, explain_drops
 from ..matching.lift.anti_unification import FOREIGN
 from ..matching.lift.lifter import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
-from ..matching.lift.repeated_choices import TWICE
+from ..matching.lift.repeated_choices import REPEATED_CHOICE
 from ..matching.match_result import Match
 from ..matching.proof_state import ProofState
 from ..matching.prove import prove
-from ..matching.refusal_causes import CONVOLVING, MIXING, explain, explain_branch, explain_limit
+from ..matching.refusal_causes import CONVOLVING, MIXING, explain_branch, explain_limit, explain_refusal
 from ..matching.size_choice import NO_SIZES
 from ..passes.capacity_limit import limit
 from ..passes.checkpoint import checkpoint
@@ -52,7 +52,7 @@ from ..runtime.module import signature_binder
 
 PASSES = (fuse, checkpoint)
 NOT_ROUTED = "nothing is routed"
-_ENDINGS = (UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS, TWICE, SKIPPED, NOT_ROUTED)
+_ENDINGS = (UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS, REPEATED_CHOICE, SKIPPED, NOT_ROUTED)
 T = TypeVar("T")
 
 
@@ -258,7 +258,7 @@ def _explain_refusal(refusal: Refused, state: ProofState) -> Refused:
     sizes, fixed = state.first.sizes.dims, state.arguments.fixed
     series = [dim for dim in state.arguments.lead[1:] if dim in sizes or dim in fixed]
     positions = {**sizes, **fixed}[series[-1]] if series else None
-    return explain(state.first, positions) or refusal
+    return explain_refusal(state.first, positions) or refusal
 
 
 def _prove_sizes(state: ProofState, names: Placeholders) -> tuple[Match, RewriteResult]:
@@ -321,7 +321,7 @@ def _check_example(found: tuple[Match, RewriteResult]) -> tuple[Match, RewriteRe
         others = [f", such as {text(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
         refusal = Refused(
             f"the proof does not hold for the example's own sizes ({own}): it requires {failed[0]}",
-            source=failed[0].source or str(match.lifted[0].cut.meta["source"]),
+            source=failed[0].source or str(match.evidence[0].cut.meta["source"]),
             remedy=f"pass example_inputs of sizes for which it holds{(*others, '')[0]}; "
             "calls like this one then run the original",
         )

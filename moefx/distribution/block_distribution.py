@@ -20,8 +20,8 @@ from ..compiler.survey import MatchedBlock, Refusal, Survey, forward_line
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
 from ..ir.expert_placement import ExchangeRoutes, Placement, SharedTokens
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
-from ..matching.lift.canonical_form import has_matrices
-from ..matching.terms.parameter_places import Place
+from ..matching.lift.canonical_form import has_matrix_products
+from ..matching.terms.parameter_places import ParameterSlice
 from ..passes.collectives import collectives
 from ..passes.overlap import overlap
 from ..passes.pass_manager import PassManager
@@ -251,7 +251,7 @@ def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
     """Find the experts' parameters of a block, and how the block stores them."""
     groups = result.match.groups
     if len(groups) > 1:  # see `RoutedRegion.of`
-        groups = [g for g in groups if len(g.ids) > 1 and has_matrices(g.body)]
+        groups = [g for g in groups if len(g.ids) > 1 and has_matrix_products(g.body)]
     if len(groups) != 1 or len(groups[0].ids) != RoutedRegion.of(result.graph).num_experts:
         raise Refused(
             "several kinds of experts in one block: none of them, or more than one, could be spread over a mesh"
@@ -274,7 +274,7 @@ def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
     )
 
 
-def _expert_length(table: Sequence[Place]) -> int:
+def _expert_length(table: Sequence[ParameterSlice]) -> int:
     """Find the experts' parts of a parameter's first axis, in order of the experts.
 
     Raises:
@@ -292,7 +292,7 @@ def _expert_length(table: Sequence[Place]) -> int:
     return each
 
 
-def _first_axis_range(place: Place) -> tuple[int, int] | None:
+def _first_axis_range(place: ParameterSlice) -> tuple[int, int] | None:
     op, *rest = place.steps[0] if place.steps else ("",)
     if op == "at" and rest[1][0][0] == 0:
         return rest[1][0][1], rest[1][0][1] + 1

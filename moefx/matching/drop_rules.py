@@ -21,8 +21,8 @@ from ..capture.routing import Routing
 from ..capture.source import Source
 from ..errors import Refused
 from .capacity_formulas import Formula, find_formula
-from .graph_nodes import asked_number, numbers, op_name
-from .lift.canonical_form import Body, Lifted, Ref, walk
+from .graph_nodes import asked_number, collect_numbers, op_name
+from .lift.canonical_form import Body, CanonicalForm, NodeRef, walk_body
 from .lift.expert_index import aligned
 from .match_result import DropRule, Match
 from .probes.forced_outcome import ASK_ROWS
@@ -45,20 +45,20 @@ def explain_drops(match: Match) -> None:
         Refused: neither a rule nor a mask of the program says which slots count.
     """
     owned = {e for group in match.groups for e in group.ids}
-    if all(torch.equal(torch.isin(lifted.ids, torch.tensor([*owned])), lifted.kept) for lifted in match.lifted):
+    if all(torch.equal(torch.isin(lifted.ids, torch.tensor([*owned])), lifted.kept_slots) for lifted in match.evidence):
         return
     find_ties = functools.cache(lambda: _ties(match, owned))  # takes one capture more
-    match.drop = _rule(match, owned)
-    if match.drop is None:
-        match.keep = _mask(match, find_ties)
-    elif match.drop.order == "weight" and find_ties() != "parted":
-        rule, match.drop = match.drop, None
+    match.drop_rule = _rule(match, owned)
+    if match.drop_rule is None:
+        match.keep_masks = _mask(match, find_ties)
+    elif match.drop_rule.order == "weight" and find_ties() != "parted":
+        rule, match.drop_rule = match.drop_rule, None
         try:
-            match.keep = _mask(match, find_ties)
+            match.keep_masks = _mask(match, find_ties)
         except Refused:
             if find_ties() is not None:
                 raise
-            match.drop = rule
+            match.drop_rule = rule
 
 
 def refuse_unexplained(match: Match) -> None:
@@ -69,11 +69,11 @@ def refuse_unexplained(match: Match) -> None:
         Refused: some slots are dropped so.
     """
     owned = {e for group in match.groups for e in group.ids}
-    if all(torch.equal(torch.isin(lifted.ids, torch.tensor([*owned])), lifted.kept) for lifted in match.lifted):
+    if all(torch.equal(torch.isin(lifted.ids, torch.tensor([*owned])), lifted.kept_slots) for lifted in match.evidence):
         return
     for order in _ORDERS:
-        ranks = [_ranks(lifted, order, owned) for lifted in match.lifted]
-        if all(r is not None and _places(one, r) is not None for one, r in zip(match.lifted, ranks, strict=True)):
+        ranks = [_ranks(lifted, order, owned) for lifted in match.evidence]
+        if all(r is not None and _places(one, r) is not None for one, r in zip(match.evidence, ranks, strict=True)):
             return
     _mask(match, lambda: None)
 
@@ -83,10 +83,10 @@ def _rule(match: Match, owned: set[int]) -> DropRule | None:
     """The rule by which all captures of a match drop, if there is exactly one."""
     found = []
     for order in _ORDERS:
-        ranks = [_ranks(lifted, order, owned) for lifted in match.lifted]
+        ranks = [_ranks(lifted, order, owned) for lifted in match.evidence]
         if any(r is None for r in ranks):
             continue
-        places = [_places(lifted, r) for lifted, r in zip(match.lifted, ranks, strict=True)]  # type: ignore[arg-type]
+        places = [_places(lifted, r) for lifted, r in zip(match.evidence, ranks, strict=True)]  # type: ignore[arg-type]
         if any(p is None for p in places):
             continue
         capacity = _capacity(match, places)  # type: ignore[arg-type]
@@ -105,13 +105,13 @@ def _ties(match: Match, owned: set[int]) -> str | None:
         place goes.
     """
     places = []
-    for lifted in match.lifted:
+    for lifted in match.evidence:
         ranks = _ranks(lifted, "weight", owned)
         if ranks is None or (found := _places(lifted, ranks)) is None:
             return None
         places.append(found)
-    for lifted, sizes, (fewest, most) in zip(match.lifted, match.sizes, places, strict=True):
-        if most is None or lifted.optional:
+    for lifted, sizes, (fewest, most) in zip(match.evidence, match.sizes, places, strict=True):
+        if most is None or lifted.optional_guard:
             continue
         tracer = lifted.capture.tracer
         try:
@@ -139,7 +139,7 @@ def _are_within(places: tuple[int, int | None] | None, fewest: int, most: int) -
     return places is not None and places[0] <= most and (places[1] is None or places[1] >= fewest)
 
 
-def _has_ties_at(lifted: Lifted, ranks: dict[Slot, int], fewest: int, most: int) -> bool:
+def _has_ties_at(lifted: CanonicalForm, ranks: dict[Slot, int], fewest: int, most: int) -> bool:
     """Whether the last place of an expert, which is one of these, goes to one of several choices of equal weight."""
     weights = _weights(lifted)
     assert weights is not None
@@ -149,7 +149,7 @@ def _has_ties_at(lifted: Lifted, ranks: dict[Slot, int], fewest: int, most: int)
     return any(min(group) < fewest and max(group) >= most for group in groups.values())
 
 
-def _ranks(lifted: Lifted, order: str, owned: set[int], is_tied: bool = False) -> dict[Slot, int] | None:
+def _ranks(lifted: CanonicalForm, order: str, owned: set[int], is_tied: bool = False) -> dict[Slot, int] | None:
     """How many slots of the same expert are before each slot in the queue; if `is_tied`, of those with equal weights
     the ones that are kept come first."""
     ids = lifted.ids.tolist()
@@ -160,7 +160,7 @@ def _ranks(lifted: Lifted, order: str, owned: set[int], is_tied: bool = False) -
         weights = _weights(lifted)
         if weights is None:
             return None
-        flat.sort(key=lambda s: (-float(weights[s]), is_tied and not bool(lifted.kept[s])))
+        flat.sort(key=lambda s: (-float(weights[s]), is_tied and not bool(lifted.kept_slots[s])))
     taken: dict[int, int] = defaultdict(int)
     ranks = {}
     for t, k in flat:
@@ -171,22 +171,22 @@ def _ranks(lifted: Lifted, order: str, owned: set[int], is_tied: bool = False) -
     return ranks
 
 
-def _weights(lifted: Lifted) -> torch.Tensor | None:
+def _weights(lifted: CanonicalForm) -> torch.Tensor | None:
     """The routing weights [T, K] under the routing of this capture."""
     for group in lifted.groups:
         for i, ref in enumerate(group.values):
-            wide = any(b.op == "value" and b.args[0] == i and math.prod(b.shape) > 1 for b in walk(group.body))
+            wide = any(b.op == "value" and b.args[0] == i and math.prod(b.shape) > 1 for b in walk_body(group.body))
             each = ref.axes[-1:] in (("k",), ("tk",)) or (lifted.slots == 1 and set(ref.axes) == {"t"})
             if not wide and not ref.columns and each and not {"e", "s"} & set(ref.axes):
                 return lifted.capture.shadow(ref.node).reshape(lifted.ids.shape)
     return None
 
 
-def _places(lifted: Lifted, ranks: dict[Slot, int]) -> tuple[int, int | None] | None:
+def _places(lifted: CanonicalForm, ranks: dict[Slot, int]) -> tuple[int, int | None] | None:
     """(fewest, most) places that explain what one capture kept; most is None without a drop, the whole None if
     nothing explains it."""
-    kept = [r for s, r in ranks.items() if lifted.kept[s]]
-    dropped = [r for s, r in ranks.items() if not lifted.kept[s]]
+    kept = [r for s, r in ranks.items() if lifted.kept_slots[s]]
+    dropped = [r for s, r in ranks.items() if not lifted.kept_slots[s]]
     fewest, most = max(kept, default=-1) + 1, min(dropped, default=None)
     return None if most is not None and most < fewest else (fewest, most)
 
@@ -196,9 +196,9 @@ def _capacity(match: Match, places: Sequence[tuple[int, int | None]]) -> Formula
     overflow = next((i for i, (_, most) in enumerate(places) if most is not None), None)
     if overflow is None:
         return None
-    found_numbers = [numbers(lifted.capture.nodes) for lifted in match.lifted]
+    found_numbers = [collect_numbers(lifted.capture.nodes) for lifted in match.evidence]
     # where one expert has nearly all tokens, the program comes to the places where it drops
-    more = [(sizes, numbers(taken.nodes)) for sizes, taken in match.probe("flooded")]
+    more = [(sizes, collect_numbers(taken.nodes)) for sizes, taken in match.sample_sizes("flooded")]
     constant: Formula | None = None
     for where, value in found_numbers[overflow].items():
         if type(value) is not int or not all(
@@ -227,10 +227,10 @@ def _fits(value: float | None, places: tuple[int, int | None]) -> bool:
 
 
 # ---------------------------------------------------------------------- the program's own mask
-def _mask(match: Match, find_ties: Callable[[], str | None]) -> list[Ref] | None:
+def _mask(match: Match, find_ties: Callable[[], str | None]) -> list[NodeRef] | None:
     """The nodes that say which slots count, one for each capture; None if the others have weights or rows of zero."""
-    found = [_mask_candidates(lifted) for lifted in match.lifted]
-    for ref in _undominated(found[0], match.lifted[0]):
+    found = [_mask_candidates(lifted) for lifted in match.evidence]
+    for ref in _undominated(found[0], match.evidence[0]):
         refs = [ref]
         for other in found[1:]:
             twin = next((r for r in other if r.form == ref.form and _alike(r.node, ref.node)), None)
@@ -239,7 +239,7 @@ def _mask(match: Match, find_ties: Callable[[], str | None]) -> list[Ref] | None
             refs.append(twin)
         if len(refs) == len(found):
             return refs
-    if all(_explained_by_values(match, i) for i in range(len(match.lifted))):
+    if all(_explained_by_values(match, i) for i in range(len(match.evidence))):
         return None
     if found_where := _spread(match):
         raise Refused(
@@ -248,21 +248,21 @@ def _mask(match: Match, find_ties: Callable[[], str | None]) -> list[Ref] | None
             source=str(found_where),
             remedy="compute it for all choices at once, before the experts, and multiply the routing weights by it",
         )
-    skips = [lifted.forced_read for lifted in match.lifted if not lifted.kept.all()]
+    skips = [lifted.forced_read for lifted in match.evidence if not lifted.kept_slots.all()]
     if (source := skips[0]) is not None and None not in skips:
         raise Refused(
             f"a number read from a tensor decides whether an expert runs: {source.text}",
             source=str(source),
             remedy=ASK_ROWS,
         )
-    if skipped := _left_out(match.lifted):
+    if skipped := _left_out(match.evidence):
         raise skipped
     ties = find_ties()
     if ties == "reordered":
         raise Refused(
             "an expert keeps its largest weights, and of equal ones not those of the first tokens, which a stable sort "
             "promises",
-            source=str(match.lifted[0].cut.meta["source"]),
+            source=str(match.evidence[0].cut.meta["source"]),
             remedy="sort the weights in the order of the tokens, as in "
             "weights.argsort(descending=True, stable=True)[:places]",
         )
@@ -270,24 +270,24 @@ def _mask(match: Match, find_ties: Callable[[], str | None]) -> list[Ref] | None
         raise Refused(
             "an expert keeps its largest weights down to a value, so that choices whose weights are equal are kept or "
             "dropped together; a capacity is a number of places",
-            source=str(match.lifted[0].cut.meta["source"]),
+            source=str(match.evidence[0].cut.meta["source"]),
             remedy="keep so many by their indices, as in weights.argsort(descending=True, stable=True)[:places], or "
             "multiply the routing weights of all choices, before the experts, by the mask that says which are kept",
         )
     raise Refused(
         f"{SKIPPED}, by no rule that is known, and no mask in the program says which",
-        source=str(match.lifted[0].cut.meta["source"]),
+        source=str(match.evidence[0].cut.meta["source"]),
         remedy="compute who is dropped as a mask over all choices instead of in Python, as in kept = ranks < places, "
         "and multiply the routing weights by it",
     )
 
 
-def _left_out(several: Sequence[Lifted]) -> Refused | None:
+def _left_out(several: Sequence[CanonicalForm]) -> Refused | None:
     """The refusal of a program that leaves out whole experts by how many tokens chose them, if it does."""
     run, left_out = set(), set()
     for lifted in several:
         for e in lifted.ids.unique().tolist():
-            kept = lifted.kept[lifted.ids == e]
+            kept = lifted.kept_slots[lifted.ids == e]
             if bool(kept.any()) != bool(kept.all()):
                 return None
             (run if bool(kept.all()) else left_out).add(len(kept))
@@ -310,9 +310,9 @@ def _left_out(several: Sequence[Lifted]) -> Refused | None:
 
 def _spread(match: Match) -> Source | None:
     """What was spread where all choices count otherwise, and then do not."""
-    full = {(str(one.capture.tracer.routing), one.tokens) for one in match.lifted if one.kept.all()}
-    for lifted in match.lifted:
-        if not lifted.kept.all() and (str(lifted.capture.tracer.routing), lifted.tokens) in full:
+    full = {(str(one.capture.tracer.routing), one.tokens) for one in match.evidence if one.kept_slots.all()}
+    for lifted in match.evidence:
+        if not lifted.kept_slots.all() and (str(lifted.capture.tracer.routing), lifted.tokens) in full:
             for at, how in lifted.capture.tracer.flips.items():
                 if how == SPREAD and isinstance(at, tuple) and isinstance(at[0], Source):
                     return at[0]
@@ -321,21 +321,23 @@ def _spread(match: Match) -> Source | None:
 
 def _explained_by_values(match: Match, capture: int) -> bool:
     """Every dropped slot has a weight, or a row, that is zero by construction and makes all of it zero."""
-    lifted = match.lifted[capture]
+    lifted = match.evidence[capture]
     S = Semantics(lifted.capture.nodes, lifted.capture.shadow)
     T = S.T
 
-    def is_zero(ref: Ref, t: int, k: int) -> bool:
+    def is_zero(ref: NodeRef, t: int, k: int) -> bool:
         ref = ref.columns[k] if ref.columns else ref
         if not {"t", "k", "e"} & set(ref.axes) or {"tk", "kt", "m", "s"} & set(ref.axes):
             return False
         it = iter(unravel(t, lifted.tokens) if ref.axes.count("t") > 1 else (t,))
         where = {a: k if x == "k" else int(lifted.ids[t, k]) if x == "e" else next(it) for a, x in enumerate(ref.axes)}
         term = S.term(ref.node)
-        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(T.resolve(T.picks(term, where)), 0)
+        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(
+            T.resolve(T.pick_axes(term, where)), 0
+        )
 
     owner = {e: group for group in match.groups for e in group.ids}
-    for t, k in (~lifted.kept).nonzero().tolist():
+    for t, k in (~lifted.kept_slots).nonzero().tolist():
         if (group := owner.get(int(lifted.ids[t, k]))) is not None:
             zeros = {i for i, refs in enumerate(group.values) if is_zero(refs[capture], t, k)}
             if not is_const(_with_zeros(T, group.body, zeros), 0):
@@ -364,45 +366,49 @@ def _with_zeros(T: Terms, body: Body, zeros: set[int]) -> Term:
     return T.make("node", (body,), body.shape)
 
 
-def _mask_candidates(lifted: Lifted) -> list[Ref]:
+def _mask_candidates(lifted: CanonicalForm) -> list[NodeRef]:
     """Nodes before the cut whose truth (`inverted`: falsehood) per token and slot is exactly which slots count."""
-    out: list[Ref] = []
+    out: list[NodeRef] = []
 
     def offer(n: torch.fx.Node, axes: tuple[str, ...], truth: torch.Tensor) -> None:
         for inverted in (False, True):
-            if torch.equal(truth != inverted, lifted.kept):
-                out.append(Ref(n, axes, inverted=inverted))
+            if torch.equal(truth != inverted, lifted.kept_slots):
+                out.append(NodeRef(n, axes, inverted=inverted))
 
     for n in lifted.capture.nodes:
         val = n.meta.get("val")
-        if n in lifted.absorbed or n.meta["index"] >= lifted.cut.meta["index"] or not isinstance(val, torch.Tensor):
+        if (
+            n in lifted.replaced_nodes
+            or n.meta["index"] >= lifted.cut.meta["index"]
+            or not isinstance(val, torch.Tensor)
+        ):
             continue
         if isinstance(val, FakeTensor):
             if not n.meta.get("known") or val.numel() > 1 << 20:
                 continue
             val = lifted.capture.shadow(n)
         for axes, flat in aligned((val != 0).to(torch.int64), lifted.tokens):
-            if flat.shape == lifted.kept.shape:
+            if flat.shape == lifted.kept_slots.shape:
                 offer(n, axes, flat.bool())
-            elif flat.shape == (len(lifted.kept), 1):  # of whole tokens
-                offer(n, tuple(a for a in axes if a == "t"), flat.bool().expand(lifted.kept.shape))
+            elif flat.shape == (len(lifted.kept_slots), 1):  # of whole tokens
+                offer(n, tuple(a for a in axes if a == "t"), flat.bool().expand(lifted.kept_slots.shape))
         lead = tuple(val.shape[:-1])
         if (
-            lead in (lifted.tokens, (lifted.kept.shape[0],))
+            lead in (lifted.tokens, (lifted.kept_slots.shape[0],))
             and val.shape[-1] > lifted.ids.max()
             and lifted.ids.min() >= 0
         ):
-            flat = (val != 0).reshape(lifted.kept.shape[0], -1)
+            flat = (val != 0).reshape(lifted.kept_slots.shape[0], -1)
             offer(n, ("t",) * len(lead) + ("e",), flat.gather(1, lifted.ids))
     return sorted(out, key=lambda ref: ref.inverted)
 
 
-def _undominated(candidates: list[Ref], lifted: Lifted) -> list[Ref]:
+def _undominated(candidates: list[NodeRef], lifted: CanonicalForm) -> list[NodeRef]:
     """Candidates by how directly the experts use them: first those that reach them past all the others."""
     nodes = {ref.node for ref in candidates}
     direct: set[torch.fx.Node] = set()
     seen: set[torch.fx.Node] = set()
-    stack = list(lifted.absorbed)
+    stack = list(lifted.replaced_nodes)
     while stack:
         for a in stack.pop().all_input_nodes:
             if a in nodes:
@@ -416,7 +422,7 @@ def _undominated(candidates: list[Ref], lifted: Lifted) -> list[Ref]:
 def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     """Whether they are one node of the program: of a loop over the experts, comparisons with the same one."""
     is_line = a.op == b.op and str(a.target) == str(b.target) and a.meta["source"] == b.meta["source"]
-    return is_line and (op_name(a) not in COMPARISONS or numbers([a]) == numbers([b]))
+    return is_line and (op_name(a) not in COMPARISONS or collect_numbers([a]) == collect_numbers([b]))
 
 
 __all__ = ["explain_drops", "refuse_unexplained"]

@@ -33,24 +33,24 @@ def line(node: fx.Node) -> Line:
     return node.target, node.meta["source"]
 
 
-def arg(node: fx.Node, i: int, name: str, default: Any) -> Any:
+def get_argument(node: fx.Node, i: int, name: str, default: Any) -> Any:
     return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
 
 
 # for ops that return what they selected and where: along which dim, and whether it is kept
 SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
-    "topk": lambda n: (arg(n, 2, "dim", -1), True),
+    "topk": lambda n: (get_argument(n, 2, "dim", -1), True),
     "sort": lambda n: (n.kwargs.get("dim", next((a for a in n.args[1:] if type(a) is int), -1)), True),
-    "max": lambda n: (arg(n, 1, "dim", 0), bool(arg(n, 2, "keepdim", False))),
-    "min": lambda n: (arg(n, 1, "dim", 0), bool(arg(n, 2, "keepdim", False))),
-    "kthvalue": lambda n: (arg(n, 2, "dim", -1), bool(arg(n, 3, "keepdim", False))),
+    "max": lambda n: (get_argument(n, 1, "dim", 0), bool(get_argument(n, 2, "keepdim", False))),
+    "min": lambda n: (get_argument(n, 1, "dim", 0), bool(get_argument(n, 2, "keepdim", False))),
+    "kthvalue": lambda n: (get_argument(n, 2, "dim", -1), bool(get_argument(n, 3, "keepdim", False))),
 }
 
 
 _INDEXED = LOOKUPS | INDEXED_WRITES
 
 
-def lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int, range]]:
+def find_lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int, range]]:
     """The integers by which an op looks up or writes entries of a tensor: the axis of each, and what they may be."""
     name, base = op_name(node), node.args[0] if node.args else None
     if name not in _INDEXED or not isinstance(base, fx.Node):
@@ -65,7 +65,7 @@ def lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int, range]]:
             yield i, dim, range(-size if name.startswith("index") else 0, size)
 
 
-def place_axis(node: fx.Node) -> int | None:
+def position_axis(node: fx.Node) -> int | None:
     """The dim along which `argmax`, `argmin` or `argsort` gives places; None: among all elements."""
     last = -1 if op_name(node) == "argsort" else None
     return node.kwargs.get("dim", next((a for a in node.args[1:] if type(a) is int), last))
@@ -76,7 +76,7 @@ def is_known(node: fx.Node) -> bool:
     return bool(node.meta.get("known")) and node.op != "placeholder"
 
 
-def is_of_state(node: fx.Node) -> bool:
+def is_state(node: fx.Node) -> bool:
     """Whether it is a parameter, a buffer, or a tensor that is an ordinary attribute."""
     return node.op == "get_attr" and node.meta["kind"] != "constant"
 
@@ -84,20 +84,20 @@ def is_of_state(node: fx.Node) -> bool:
 def is_matrix_of_integers(node: fx.Node) -> bool:
     """Whether it is a float copy of a parameter or a buffer with integers along two axes."""
     roots = node.all_input_nodes
-    is_copy = str(node.target).startswith("aten._to_copy") and is_of_state(roots[0])
+    is_copy = str(node.target).startswith("aten._to_copy") and is_state(roots[0])
     if not is_copy or not node.meta["val"].is_floating_point():
         return False
     val = roots[0].meta["val"]
     return val.dim() > 1 and not val.is_floating_point() and val.dtype is not torch.bool
 
 
-def values(capture: Capture, n: fx.Node) -> set[float]:
+def find_extremes(capture: Capture, n: fx.Node) -> set[float]:
     """Two of the values, or the one that all elements have."""
     value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0, dtype=torch.float32)
     return {float(value.min()), float(value.max())} if value.numel() else set()
 
 
-def numbers(nodes: Iterable[fx.Node]) -> dict[Any, int | float | None]:
+def collect_numbers(nodes: Iterable[fx.Node]) -> dict[Any, int | float | None]:
     """The numbers that ops are called with, by place in the program; None where one place has several."""
     found: dict[Any, int | float | None] = {}
     for n in nodes:
@@ -144,7 +144,7 @@ def is_skipped(node: fx.Node) -> bool:
     return getattr(node.target, "__self__", None) is UnknownResult
 
 
-def from_state(node: fx.Node) -> bool:
+def follows_from_state(node: fx.Node) -> bool:
     """Whether a value is computed from parameters and buffers alone: the same for all tokens of a call."""
 
     def of(n: fx.Node, are: list[bool]) -> bool:
@@ -167,13 +167,13 @@ def is_routed(node: Any) -> bool:
     return isinstance(node, fx.Node) and remembered(node, "routed", lambda n, are: is_first(n) or any(are), inputs_of)
 
 
-def is_of_call(node: fx.Node) -> bool:
+def depends_on_call(node: fx.Node) -> bool:
     """Whether integers that another call may find otherwise, arguments or buffers, determine a value, alone or with
     others."""
-    return _follows(node, "of call", lambda n: n.op == "placeholder" or is_of_state(n))
+    return _follows(node, "of call", lambda n: n.op == "placeholder" or is_state(n))
 
 
-def is_given(node: fx.Node) -> bool:
+def depends_on_arguments(node: fx.Node) -> bool:
     """Whether integers that are arguments determine a value, alone or with others."""
     return _follows(node, "given", lambda n: n.op == "placeholder")
 

@@ -24,7 +24,7 @@ from torch import fx
 from ..capture.captured import Capture
 from ..capture.counts import Count
 from ..capture.sizes import plain
-from .graph_nodes import SELECTIONS, is_of_state, lookups, op_name, place_axis
+from .graph_nodes import SELECTIONS, find_lookups, is_state, op_name, position_axis
 from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, MONOTONE
 
 aten = torch.ops.aten
@@ -35,13 +35,13 @@ NARROW = {torch.int8, torch.uint8, torch.int16}  # that counts overflow; those t
 _FEW = 8  # as many as there may be groups of experts, or choices of a token
 
 
-def token_sizes(capture: Capture) -> set[int]:
+def find_token_sizes(capture: Capture) -> set[int]:
     """Numbers of tokens that nothing else in a capture has."""
     held = {n for node in capture.nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
     return {n for n in capture.sizes.expressions if n > _FEW} - held
 
 
-class Ranges:
+class IntegerRanges:
     def __init__(
         self,
         nodes: list[fx.Node],
@@ -59,7 +59,7 @@ class Ranges:
         """
         self._known: dict[fx.Node, Range | None] = {}
         self._of_call, self._sizes = of_call, sizes
-        self._here = Ranges(nodes, of_call) if sizes else None
+        self._here = IntegerRanges(nodes, of_call) if sizes else None
         self._held = {n for node in nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
         self._fixed = set[int]() if sizes_of_tokens is None else self._held - {*sizes_of_tokens}
         for node in nodes:
@@ -71,17 +71,17 @@ class Ranges:
             self._limit_lookups(node)
 
     @classmethod
-    def with_more_tokens(cls, capture: Capture) -> Ranges:
+    def with_more_tokens(cls, capture: Capture) -> IntegerRanges:
         """However many tokens there are. Computed once for a capture."""
         sizes_of_tokens = capture.sizes.expressions
-        return capture.once("ranges", lambda: cls(capture.nodes, False, token_sizes(capture), sizes_of_tokens))
+        return capture.once("ranges", lambda: cls(capture.nodes, False, find_token_sizes(capture), sizes_of_tokens))
 
-    def of(self, node: fx.Node) -> Range | None:
+    def get(self, node: fx.Node) -> Range | None:
         return self._known.get(node)
 
-    def decided(self, node: fx.Node, asked: tuple[str, Any] | None = None) -> bool:
+    def is_decided(self, node: fx.Node, asked: tuple[str, Any] | None = None) -> bool:
         """Whether a boolean, or what was asked of a number (`("lt", 8)`), is the same under every routing."""
-        found = self.of(node)
+        found = self.get(node)
         if found is None:
             return False
         if asked is not None:
@@ -89,13 +89,13 @@ class Ranges:
                 return False
             number = plain(asked[1])
             if self._here is not None and number in self._sizes:
-                return self._here.decided(node, asked)
+                return self._here.is_decided(node, asked)
             lo, hi = map(torch.tensor, _hull(found))
             found = _compare(asked[0], (lo, hi), self._pair(number))
         return bool((found[0] == found[1]).all())
 
     def _range(self, node: fx.Node, val: torch.Tensor) -> Range | None:
-        if self._of_call and (node.op == "placeholder" or is_of_state(node)) and val.dtype is not torch.bool:
+        if self._of_call and (node.op == "placeholder" or is_state(node)) and val.dtype is not torch.bool:
             info = torch.iinfo(val.dtype)
             return _uniform(max(info.min, -UNBOUNDED), min(info.max, UNBOUNDED), val)
         if node.op != "call_function":
@@ -118,7 +118,7 @@ class Ranges:
                 return _uniform(0, self._last(bundle.args[0], dim), val)
             return None
         if name in ("argmax", "argmin", "argsort"):
-            return _uniform(0, self._last(node.args[0], place_axis(node)), val)
+            return _uniform(0, self._last(node.args[0], position_axis(node)), val)
         if name == "nonzero":
             return self._nonzero(node, val)
         if name in ("bincount", "histc"):
@@ -133,11 +133,11 @@ class Ranges:
     def _limit_lookups(self, node: fx.Node) -> None:
         """Integers by which entries were looked up lie within the tensor: what follows would not run otherwise. Not
         those of an axis that tokens may have: it is longer in other calls."""
-        for i, dim, allowed in lookups(node):
+        for i, dim, allowed in find_lookups(node):
             base, val = node.args[0], i.meta["val"]
             shape = base.meta["val"].shape
             is_last = len(shape) > 1 and dim % len(shape) == len(shape) - 1 and shape[dim] in self._held
-            if is_of_state(base) or is_last:
+            if is_state(base) or is_last:
                 lo, hi = self._known.get(i) or _uniform(allowed.start, allowed.stop - 1, val)
                 self._known[i] = lo.clamp(min=allowed.start), hi.clamp(max=allowed.stop - 1)
 
@@ -206,7 +206,7 @@ class Ranges:
                 return torch.where(inside, lo, 0), torch.where(inside, hi, node.args[1] - 1)
             if name in COMPARISONS:
                 if self._here is not None and any(self._is_size(x) for x in node.args[:2]):
-                    return self._here.of(node)
+                    return self._here.get(node)
                 a, b = (self._pair(x) for x in node.args[:2])
                 return _compare(name, a, b)
             if name in ("masked_fill", "where") and len(node.args) == 3:

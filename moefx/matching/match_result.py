@@ -24,8 +24,8 @@ from ..capture.sizes import SizeGuard, evaluate
 from ..inspection.proof_trace import ProbeRun
 from .capacity_formulas import Formula, find_formula
 from .guarded_sizes import find_sequence, find_sizes
-from .lift.canonical_form import Body, Lifted, Ref, most_tokens
-from .terms.parameter_places import Place
+from .lift.canonical_form import Body, CanonicalForm, NodeRef, max_capture_tokens
+from .terms.parameter_places import ParameterSlice
 
 # some are small, some multiples of what capacities are rounded to; with the last ones slopes that are alike differ
 _PROBES = (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512, 1031, 4096, 4099)
@@ -56,7 +56,7 @@ class DropRule:
 
 
 @dataclasses.dataclass
-class Expert:
+class ExpertGroup:
     """One group of experts in the final form.
 
     Attributes:
@@ -67,8 +67,8 @@ class Expert:
 
     ids: list[int]
     body: Body
-    tables: list[list[Place]]
-    values: list[list[Ref]]  # by value, then by capture
+    tables: list[list[ParameterSlice]]
+    values: list[list[NodeRef]]  # by value, then by capture
 
 
 @dataclasses.dataclass
@@ -83,27 +83,27 @@ class Match:
 
     block: nn.Module
     arguments: Arguments
-    lifted: list[Lifted]
+    evidence: list[CanonicalForm]
     sizes: list[dict[str, int]]
-    groups: list[Expert]
+    groups: list[ExpertGroup]
     num_experts: int
     extra_guards: list[SizeGuard]
     modes_read: set[str]
     capture_at: Callable[..., Capture]
-    lift_at: Callable[..., Lifted]
-    drop: DropRule | None = None
-    keep: list[Ref] | None = None
+    lift_at: Callable[..., CanonicalForm]
+    drop_rule: DropRule | None = None
+    keep_masks: list[NodeRef] | None = None
     within: tuple[SizeGuard, ...] = ()  # the way the program goes for the example, where it has two
     without_tokens: bool = False
     probe_runs: tuple[ProbeRun, ...] = ()  # of the proof
-    probes: dict[str, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
+    size_samples: dict[str, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
 
-    def probe(self, kind: str = "diverse") -> list[tuple[dict[str, int], Capture]]:
+    def sample_sizes(self, kind: str = "diverse") -> list[tuple[dict[str, int], Capture]]:
         """Captures at more sizes under this kind of routing, for numbers that depend on them."""
-        if kind not in self.probes:
-            probes = self.probes[kind] = []
-            nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.lifted)
-            most = most_tokens(self.lifted, times=2)
+        if kind not in self.size_samples:
+            probes = self.size_samples[kind] = []
+            nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.evidence)
+            most = max_capture_tokens(self.evidence, times=2)
             guards = [*self.within, *self.guards]
             counts = itertools.takewhile(lambda tokens: tokens <= most, sorted({*_PROBES, *self._delicate}))
             sequences = [find_sequence(self.arguments, guards, tokens) for tokens in counts]
@@ -114,7 +114,7 @@ class Match:
                 is_long = self.arguments.each * math.prod(sizes.values()) > 512
                 with contextlib.suppress(Exception):  # sizes that the program does not take
                     probes.append((sizes, self.capture_at(Routing(kind, 0), sizes, most=nodes if is_long else 0)))
-        return self.probes[kind]
+        return self.size_samples[kind]
 
     @functools.cached_property
     def _delicate(self) -> set[int]:
@@ -128,22 +128,24 @@ class Match:
                 exact = [n for n, v in zip(tokens, values, strict=True) if v == int(v)]
                 if len(exact) < len(values):
                     whole |= {n for least in _FROM for n in exact[bisect.bisect(exact, least) :][:1]}
-        for guard in dict.fromkeys(g for lifted in self.lifted for g in lifted.capture.sizes.guards):
+        for guard in dict.fromkeys(g for lifted in self.evidence for g in lifted.capture.sizes.guards):
             with contextlib.suppress(ArithmeticError, ValueError, TypeError):
                 sides = [guard.holds(self.arguments.sequence(n)) for n in tokens]
                 turns = [n for n, (a, b) in zip(tokens, itertools.pairwise(sides), strict=False) if a is not b]
                 whole |= {n for turn in turns[:1] for n in (turn, turn + 1)}
         return whole
 
-    def without_optional(self) -> bool:
+    def exclude_optional(self) -> bool:
         """Leave out the captures at sizes at which the program may go another way; the form then holds for the other
         sizes only. False if there are none."""
-        left = [i for i, lifted in enumerate(self.lifted) if not lifted.optional]
-        if len(left) == len(self.lifted) or len(left) < 2:
+        left = [i for i, lifted in enumerate(self.evidence) if not lifted.optional_guard]
+        if len(left) == len(self.evidence) or len(left) < 2:
             return False
-        gone = [(self.sizes[i], lifted.optional) for i, lifted in enumerate(self.lifted) if lifted.optional]
+        gone = [
+            (self.sizes[i], lifted.optional_guard) for i, lifted in enumerate(self.evidence) if lifted.optional_guard
+        ]
         values = [refs for group in self.groups for refs in group.values]
-        for column in [self.lifted, self.sizes, *values, *([self.keep] if self.keep else [])]:
+        for column in [self.evidence, self.sizes, *values, *([self.keep_masks] if self.keep_masks else [])]:
             column[:] = [column[i] for i in left]  # type: ignore[index]
         for sizes, guard in gone:
             if all(g.holds(sizes) for g in self.guards):  # the program was not seen to compare
@@ -154,7 +156,7 @@ class Match:
     def guards(self) -> list[SizeGuard]:
         """Comparisons of sizes that came out the same in every capture. Where captures went both ways and still agree
         on the form, the comparison does not matter."""
-        several = [lifted.capture.sizes.guards for lifted in self.lifted]
+        several = [lifted.capture.sizes.guards for lifted in self.evidence]
         asked: list[dict[Any, list[SizeGuard]]] = [defaultdict(list) for _ in several]
         for by_expression, guards in zip(asked, several, strict=True):
             for g in guards:
@@ -209,12 +211,12 @@ class Match:
     @property
     def expressions(self) -> set[str]:
         """What the program computed from sizes."""
-        logs = [lifted.capture.sizes for lifted in self.lifted]
+        logs = [lifted.capture.sizes for lifted in self.evidence]
         return set().union(*[log.used | log.leaks for log in logs])
 
     @property
     def slots(self) -> int:
-        return self.lifted[0].slots
+        return self.evidence[0].slots
 
 
 def _expression_of(guard: SizeGuard) -> tuple[str, str, bool]:

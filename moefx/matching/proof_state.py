@@ -24,15 +24,15 @@ from ..capture.tracer import Flips
 from ..errors import Refused
 from ..inspection.proof_trace import ProbeRun
 from .graph_nodes import Line, line
-from .lift.canonical_form import Lifted, with_all_experts
-from .lift.distinct_choices import are_different
-from .lift.form_agreement import same_form
-from .lift.lifter import Late, Lifter
-from .lift.repeated_choices import NotTwice
-from .lift.routed_nodes import has_rows_of_padding, padded
+from .lift.canonical_form import CanonicalForm, merge_experts
+from .lift.distinct_choices import has_distinct_slots
+from .lift.form_agreement import require_same_form
+from .lift.lifter import CutPreference, Lifter
+from .lift.repeated_choices import RepeatedChoiceRefused
+from .lift.routed_nodes import find_padding_lines, has_rows_of_padding
 from .size_choice import SizeChoice
-from .terms.node_semantics import conditions
-from .terms.parameter_places import sibling_names
+from .terms.node_semantics import find_conditions
+from .terms.parameter_places import find_siblings
 
 _MIN_TOKENS = 29  # of the first capture
 _MAX_GROWTH = 20  # nodes of a capture with forced outcomes, in captures without
@@ -51,7 +51,7 @@ class LiftOptions:
 
     symbolic: bool = False
     whole: frozenset[Line] = frozenset()
-    late: Late = ""
+    late: CutPreference = ""
 
 
 class ProofState:
@@ -76,12 +76,12 @@ class ProofState:
         options: LiftOptions | None = None,
     ):
         self.block, self.hint, self.within, self.options = block, hint, within, options or LiftOptions()
-        self.siblings = sibling_names(block)
+        self.siblings = find_siblings(block)
         self.size_choice = SizeChoice(self, first_tokens=max(_MIN_TOKENS, hint // 4))
         self.questions = Questions()
         self._arguments = arguments
         self._first: Capture | None = None
-        self._forms: list[Lifted] = []
+        self._forms: list[CanonicalForm] = []
         self._sizes: list[dict[str, int]] = []
         self._guards: list[SizeGuard] = []
         self._expert_parameters: set[str] | None = None
@@ -105,12 +105,12 @@ class ProofState:
         return self._first
 
     @property
-    def forms(self) -> tuple[Lifted, ...]:
+    def forms(self) -> tuple[CanonicalForm, ...]:
         """The canonical forms of all captures."""
         return tuple(self._forms)
 
     @property
-    def reference(self) -> Lifted:
+    def reference(self) -> CanonicalForm:
         """The form that those of all other captures must equal."""
         return self._forms[0]
 
@@ -166,12 +166,12 @@ class ProofState:
         sum after all writes to it; hidden states some of which are padding as they are."""
         if self._compares_floats and not self.options.symbolic:
             yield LiftOptions(symbolic=True)
-        if any(not form.kept.all() for form in self._forms):
+        if any(not form.kept_slots.all() for form in self._forms):
             yield from (LiftOptions(late="write"), LiftOptions(late="any"))
         is_masked = any(leaf.example is not None and not leaf.is_single for leaf in self._arguments.tensors)
         if self._first is None or not (is_masked or has_rows_of_padding(self._first, self._arguments.width)):
             return
-        if lines := padded(self.block, self._first, self._arguments.width):
+        if lines := find_padding_lines(self.block, self._first, self._arguments.width):
             yield LiftOptions(whole=lines)
 
     # --------------------------------------------------------------- capture
@@ -207,20 +207,20 @@ class ProofState:
                 self._asked.setdefault(guard, []).append(sizes)
         if captured.tracer.refusals:
             raise captured.tracer.refusals[0]
-        self._compares_floats = self._compares_floats or bool(conditions(captured.nodes))
+        self._compares_floats = self._compares_floats or bool(find_conditions(captured.nodes))
         self.questions.add(captured.tracer.questions)
         return captured
 
     # ------------------------------------------------------------------ lift
-    def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> Lifted:
+    def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> CanonicalForm:
         """Capture the block once, and lift the capture as the others were."""
         return self.lift_captured(self.capture(routing, sizes, flips))
 
-    def lift_captured(self, captured: Capture) -> Lifted:
+    def lift_captured(self, captured: Capture) -> CanonicalForm:
         """Lift a capture as the others were."""
-        return self.lift_as(captured, with_all_experts(self._forms) if self._forms else None)
+        return self.lift_as(captured, merge_experts(self._forms) if self._forms else None)
 
-    def lift_as(self, captured: Capture, like: Lifted | None, is_last: bool = False) -> Lifted:
+    def lift_as(self, captured: Capture, like: CanonicalForm | None, is_last: bool = False) -> CanonicalForm:
         """Lift a capture.
 
         Args:
@@ -239,16 +239,16 @@ class ProofState:
         form.groups.sort(key=lambda g: g.ids[0])
         return form
 
-    def lift_first(self, captured: Capture) -> Lifted:
+    def lift_first(self, captured: Capture) -> CanonicalForm:
         """Lift the first capture. If a token may choose an expert twice, read weights off nodes with one value per
         slot if there are any: a gate per expert has one value for two slots of one expert."""
         form, refusal = None, None
         try:
             form = self.lift_as(captured, None)
-        except NotTwice as why:
+        except RepeatedChoiceRefused as why:
             refusal = why
         experts = {e for g in form.groups for e in g.ids} if form is not None else set[int]()
-        if form is not None and are_different(form, experts, follows_masks=False):
+        if form is not None and has_distinct_slots(form, experts, follows_masks=False):
             return form
         self._by_slots = True
         try:
@@ -259,23 +259,25 @@ class ProofState:
             raise refusal or AssertionError
         return form
 
-    def lift_again(self, old: Lifted, like: Lifted, template: Lifted, is_last: bool = False) -> Lifted:
+    def lift_again(
+        self, old: CanonicalForm, like: CanonicalForm, template: CanonicalForm, is_last: bool = False
+    ) -> CanonicalForm:
         """Lift a capture once more, from the nodes of another form, or from the last ones that fit.
 
         Raises:
             Refused: its form is not that of `template` then.
         """
         new = self.lift_as(old.capture, like, is_last)
-        same_form(template, new)
-        new.optional = old.optional
+        require_same_form(template, new)
+        new.optional_guard = old.optional_guard
         return new
 
     # ------------------------------------------------------------- agreement
-    def require_same_form(self, form: Lifted) -> None:
+    def require_same_form(self, form: CanonicalForm) -> None:
         """Raise `Refused` unless a form is that of all captures."""
-        same_form(self._forms[0], form)
+        require_same_form(self._forms[0], form)
 
-    def require_agreement(self, form: Lifted) -> None:
+    def require_agreement(self, form: CanonicalForm) -> None:
         """Require a form to be that of all captures. If the new capture drops slots and they do not, weights may have
         to be read off other nodes, which are zero for a dropped slot: then lift all captures from these.
 
@@ -283,13 +285,13 @@ class ProofState:
             Refused: the forms differ.
         """
         try:
-            same_form(self._forms[0], form)
+            require_same_form(self._forms[0], form)
         except Refused:
-            if form.kept.all():
+            if form.kept_slots.all():
                 raise
             self._forms = [self.lift_again(one, form, form) for one in self._forms]
 
-    def read_all_as(self, form: Lifted) -> None:
+    def read_all_as(self, form: CanonicalForm) -> None:
         """Lift all captures from the nodes that another form was read off.
 
         Raises:
@@ -311,7 +313,7 @@ class ProofState:
 
     def add_evidence(
         self,
-        form: Lifted,
+        form: CanonicalForm,
         sizes: dict[str, int],
         optional: SizeGuard | None = None,
         forced_read: Source | None = None,
@@ -322,19 +324,19 @@ class ProofState:
             optional: the guard that replaces it if the proof has to do without it.
             forced_read: the branch of Python's that was forced.
         """
-        form.optional = optional or form.optional
+        form.optional_guard = optional or form.optional_guard
         form.forced_read = forced_read or form.forced_read
         self._forms.append(form)
         self._sizes.append(sizes)
 
     def drop_evidence(self, index: int) -> None:
         """Drop a capture that the proof can do without, and add the guard that replaces it."""
-        guard = self._forms[index].optional
+        guard = self._forms[index].optional_guard
         assert guard is not None
         self.add_guard(guard)
         del self._forms[index], self._sizes[index]
 
-    def replace_forms(self, forms: list[Lifted]) -> None:
+    def replace_forms(self, forms: list[CanonicalForm]) -> None:
         """Replace the form of each capture by another one of it."""
         assert len(forms) == len(self._forms)
         self._forms = [*forms]
@@ -389,7 +391,7 @@ class ProofState:
         finally:
             self._arguments = before
 
-    def restart(self, arguments: Arguments, form: Lifted) -> None:
+    def restart(self, arguments: Arguments, form: CanonicalForm) -> None:
         """Replace the only capture by one with other arguments, and use these for all further captures."""
         self._arguments, self._forms = arguments, [form]
 
@@ -404,9 +406,9 @@ class ProofState:
         self._forms = [self.lift(*of) for of in zip(routings, self._sizes, strict=True)]
 
 
-def find_places(form: Lifted) -> NodePlaces:
+def find_places(form: CanonicalForm) -> NodePlaces:
     """Return the lines that compute the expert index, and the values of each group of experts that the capture met."""
-    chosen = tuple(map(line, form.index.nodes))
+    chosen = tuple(map(line, form.expert_index.nodes))
     return chosen, *(tuple(line(n) for ref in g.values for n in ref.nodes) if g.ids else None for g in form.groups)
 
 

@@ -13,18 +13,18 @@ from ..capture.idle_tests import refuse_remembered
 from ..capture.routing import Routing
 from ..errors import Refused
 from .drop_rules import refuse_unexplained
-from .lift.canonical_form import Lifted
-from .lift.distinct_choices import are_different
+from .lift.canonical_form import CanonicalForm
+from .lift.distinct_choices import has_distinct_slots
 from .lift.lifter import ONE_EXPERT, NothingRouted
-from .lift.routed_nodes import chooses_for_sequences
-from .match_result import Expert, Match
+from .lift.routed_nodes import has_sequence_choices
+from .match_result import ExpertGroup, Match
 from .probes.plain_integers import refuse_plain_integers
 from .probes.probe import Probe
 from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
 from .probes.turning_integers import find_counting_arguments, find_turning_arguments
 from .proof_state import ProofState, are_same_places, find_places
-from .terms.parameter_places import Place
-from .unsupported_effects import refuse_records
+from .terms.parameter_places import ParameterSlice
+from .unsupported_effects import refuse_effects
 
 _MAX_EXTRA = 8  # captures to complete the evidence
 _COMPLETING_SEED = 30  # the first of their seeds
@@ -79,7 +79,7 @@ def capture_first_routings(state: ProofState) -> None:
             form = state.lift_first(first)
         except Refused:
             sizes = state.arguments.choose_sequences()
-            if not chooses_for_sequences(first) or not state.size_choice.is_within(sizes):
+            if not has_sequence_choices(first) or not state.size_choice.is_within(sizes):
                 raise
             form = state.lift_first(state.capture(Routing(kind, variant), sizes))
         state.add_evidence(form, sizes)
@@ -98,18 +98,18 @@ def _count_masks(state: ProofState, sizes: dict[str, int]) -> None:
         return
     with contextlib.suppress(Refused):
         state.require_same_form(form)
-        if form.index.place == state.reference.index.place:
+        if form.expert_index.position == state.reference.expert_index.position:
             return
     state.restart(arguments, form)
 
 
-def _lift_routing(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> Lifted:
+def _lift_routing(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> CanonicalForm:
     """Lift a capture under this kind of routing.
 
     If all second slots are dropped, as an expert with few places may do by chance, or all slots, as the values of a
     buffer may do, no weight shows: then try other seeds.
     """
-    found: Lifted | NothingRouted | None = None
+    found: CanonicalForm | NothingRouted | None = None
     as_they_are = kind == "skewed"
     # a program may leave out experts that all tokens choose, or that nobody does: a crowd leaves it some others
     for name, more in ((kind, 0), (kind, 3), (kind, 6), *([("flooded", 0)] if as_they_are else [])):
@@ -118,9 +118,9 @@ def _lift_routing(state: ProofState, kind: str, seed: int, sizes: dict[str, int]
         except NothingRouted as why:
             found = found or why
             continue
-        if kind != "contested" or bool(found.kept.any(0).all()):
+        if kind != "contested" or bool(found.kept_slots.any(0).all()):
             break
-    if isinstance(found, Lifted):
+    if isinstance(found, CanonicalForm):
         return found
     assert found is not None
     raise found
@@ -136,7 +136,7 @@ def refuse_single_expert(state: ProofState) -> None:
     raise Refused("there is one expert only, for all tokens: nothing is chosen")
 
 
-def _has_other_choice(form: Lifted) -> bool:
+def _has_other_choice(form: CanonicalForm) -> bool:
     """Whether some tokens have another choice than the expert, or are none of the rows that it is given."""
     return len(form.ids.unique()) > 1 or len(form.ids) < form.capture.sizes.tokens
 
@@ -173,7 +173,7 @@ def refuse_early(state: ProofState) -> None:
     """
     merge_groups(state)
     for form in state.forms:
-        refuse_records(form.capture)
+        refuse_effects(form.capture)
     full = _find_full(state)
     if not full:
         return
@@ -181,7 +181,7 @@ def refuse_early(state: ProofState) -> None:
     try:
         refuse_unexplained(build_match(state, forms, sizes))
     except Refused as refusal:
-        if not are_different(state.reference, state.seen_experts):  # `repeated_experts` says more of it
+        if not has_distinct_slots(state.reference, state.seen_experts):  # `repeated_experts` says more of it
             return
         try:  # `align_sources` may read weights off other nodes, those behind a mask
             again = [state.lift_again(one, state.reference, state.reference, True) for one in forms]
@@ -204,7 +204,7 @@ def align_sources(state: ProofState) -> None:
         like = state.forms[at]
         if not is_last and all(are_same_places(of, places[at]) for of in places):
             continue
-        again: dict[int, Lifted] = {}
+        again: dict[int, CanonicalForm] = {}
         with contextlib.suppress(Refused):
             for i in sorted(range(len(places)), key=lambda i: i not in firsts):  # to see soon that it cannot be
                 again[i] = state.lift_again(state.forms[i], like, state.reference, is_last)
@@ -226,8 +226,8 @@ def complete_evidence(state: ProofState) -> None:
     """
     for seed in range(_COMPLETING_SEED, _COMPLETING_SEED + _MAX_EXTRA):
         full = _find_full(state)
-        if any(state.forms[i].missed for i in full):
-            full = [i for i in full if state.forms[i].missed]
+        if any(state.forms[i].unrouted_value for i in full):
+            full = [i for i in full if state.forms[i].unrouted_value]
         if len(full) >= 3 and _do_sizes_vary(state, full):
             state.keep_evidence(full)
             return
@@ -255,7 +255,7 @@ def _do_sizes_vary(state: ProofState, captures: list[int]) -> bool:
     )
 
 
-def merge_groups(state: ProofState) -> list[Expert]:
+def merge_groups(state: ProofState) -> list[ExpertGroup]:
     """Merge the groups of experts of all captures, with complete tables of parameters.
 
     Raises:
@@ -266,7 +266,7 @@ def merge_groups(state: ProofState) -> list[Expert]:
         ids = sorted({e for form in state.forms for e in form.groups[g].ids})
         tables = []
         for j in range(len(first.tables)):
-            merged: dict[int, Place] = {}
+            merged: dict[int, ParameterSlice] = {}
             for form in state.forms:
                 for e, place in form.groups[g].tables[j].items():
                     if merged.setdefault(e, place) != place:
@@ -275,14 +275,14 @@ def merge_groups(state: ProofState) -> list[Expert]:
                             culprits=(place.fqn,),
                         )
             tables.append([merged[e] for e in ids])
-        merged_groups.append(Expert(ids, first.body, tables, []))
+        merged_groups.append(ExpertGroup(ids, first.body, tables, []))
     owners = [e for group in merged_groups for e in group.ids]
     if len(set(owners)) != len(owners):
         raise Refused("an expert computes one function under one routing and another under another")
     return merged_groups
 
 
-def build_match(state: ProofState, forms: list[Lifted], sizes: list[dict[str, int]]) -> Match:
+def build_match(state: ProofState, forms: list[CanonicalForm], sizes: list[dict[str, int]]) -> Match:
     """Build the match of some captures, with the parameters that any capture has shown."""
     groups = merge_groups(state)
     for group, merged in enumerate(groups):

@@ -26,7 +26,7 @@ MIXING = (
 CONVOLVING = "the experts are convolutions that make a token of its neighbours"
 
 
-def explain(capture: Capture, positions: int | None) -> Refused | None:
+def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
     """A refusal that names the cause, if there is one of these.
 
     Args:
@@ -150,4 +150,4 @@ def _is_of_samples(tokens: int, positions: int, node: fx.Node) -> bool:
     return is_of_samples and is_routed(node) and tuple(val.shape[1:]) != (positions,)
 
 
-__all__ = ["MIXING", "explain", "explain_branch", "explain_limit"]
+__all__ = ["MIXING", "explain_branch", "explain_limit", "explain_refusal"]

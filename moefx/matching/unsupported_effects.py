@@ -12,7 +12,7 @@ NO_CACHE = (
 )
 
 
-def refuse_records(taken: Capture) -> None:
+def refuse_effects(taken: Capture) -> None:
     """Raises:
     Refused: a call leaves something behind that a rewritten one would not, or draws what it would not draw anew.
     """

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from ..errors import Refused
-from ..matching.lift.canonical_form import Body, is_weight, walk
-from ..matching.match_result import Expert, Match
+from ..matching.lift.canonical_form import Body, is_weight, walk_body
+from ..matching.match_result import ExpertGroup, Match
 from ..matching.terms.term import Operand
 from .expert_weights import ExpertWeights
 from .op_emission import OpEmitter
@@ -49,7 +49,7 @@ class ExpertBodyEmitter:
         self,
         emit: OpEmitter,
         match: Match,
-        group: Expert,
+        group: ExpertGroup,
         pft: list[fx.Node],
         weights: dict[int, fx.Node],
         first: int | None,
@@ -78,8 +78,8 @@ class ExpertBodyEmitter:
 
     def _reads_stacks_only(self, b: Body) -> bool:
         """Whether a value of parameters can be computed for all experts at once, from stacked parameters."""
-        tables = [self.group.tables[leaf.args[0]] for leaf in walk(b) if leaf.op == "expert"]
-        return all(map(self.parameters.are_stacked, tables)) and not any(inner.op == "call" for inner in walk(b))
+        tables = [self.group.tables[leaf.args[0]] for leaf in walk_body(b) if leaf.op == "expert"]
+        return all(map(self.parameters.are_stacked, tables)) and not any(inner.op == "call" for inner in walk_body(b))
 
     def _emit_per_expert(self, b: Body) -> BodyValue:
         """Emit a value of parameters expert by expert. The printer shows these steps once."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..matching.terms.parameter_places import Place, tensor_at
+from ..matching.terms.parameter_places import ParameterSlice, get_tensor
 from .op_emission import OpEmitter
 
 aten = torch.ops.aten
@@ -17,11 +17,11 @@ class ExpertWeights:
     def __init__(self, emit: OpEmitter, block: nn.Module):
         self.emit, self.block = emit, block
 
-    def emit_one(self, place: Place) -> fx.Node:
+    def emit_one(self, place: ParameterSlice) -> fx.Node:
         return self._apply_steps(self._emit_parameter(place.fqn), place.steps, 0)
 
     def _emit_parameter(self, fqn: str) -> fx.Node:
-        parameter = tensor_at(self.block, fqn)
+        parameter = get_tensor(self.block, fqn)
         node = self.emit.residual.graph.get_attr(fqn)
         with self.emit.residual.fake_mode:
             node.meta["val"] = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -49,16 +49,16 @@ class ExpertWeights:
                 node = self.emit.call(aten.detach.default, (node,))
         return node
 
-    def are_stacked(self, places: list[Place]) -> bool:
+    def are_stacked(self, places: list[ParameterSlice]) -> bool:
         """Whether one tensor holds the parameters of all experts."""
         return len({p.fqn for p in places}) == 1
 
-    def emit_all(self, places: list[Place]) -> fx.Node | list[fx.Node]:
+    def emit_all(self, places: list[ParameterSlice]) -> fx.Node | list[fx.Node]:
         """Emit the parameters of all experts of a group: a stacked tensor if the user has one, else E nodes."""
         stack = self._emit_stack(places)
         return stack if stack is not None else [self.emit_one(p) for p in places]
 
-    def _emit_stack(self, places: list[Place]) -> fx.Node | None:
+    def _emit_stack(self, places: list[ParameterSlice]) -> fx.Node | None:
         first = places[0]
         if any(p.fqn != first.fqn or len(p.steps) != len(first.steps) for p in places):
             return None

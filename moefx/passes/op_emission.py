@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.node import map_arg
 
-from ..matching.lift.canonical_form import Ref, count_sequences
+from ..matching.lift.canonical_form import NodeRef, count_sequences
 from ..matching.match_result import Match
 from .residual_graph import ResidualGraph
 
@@ -68,12 +68,12 @@ class OpEmitter:
         letters = ("S", *map(self.residual.letter, [[n] for n in shape[1:]])) if shape[0] == -1 else None
         return self.call(aten.reshape.default, (node, list(shape)), letters=letters)
 
-    def for_tokens(self, ref: Ref, match: Match) -> tuple[fx.Node, tuple[str, ...]]:
+    def for_tokens(self, ref: NodeRef, match: Match) -> tuple[fx.Node, tuple[str, ...]]:
         """Return a residual value and its axes. A value per sequence is repeated for the tokens of the sequence."""
         node, axes = self.residual.node(ref.node), ref.axes
         if "s" not in axes:
             return node, axes
-        lengths = [math.prod(li.tokens) // count_sequences(li.capture, li.tokens) for li in match.lifted]
+        lengths = [math.prod(li.tokens) // count_sequences(li.capture, li.tokens) for li in match.evidence]
         rest = tuple(node.meta["val"].shape[1:])
         length = self.residual.sizes.emit_integer(lengths, str(ref.node.meta["source"]))
         node = self.call(aten.unsqueeze.default, (node, 1))

@@ -45,12 +45,12 @@ class ResidualGraph:
 
     def __init__(self, match: Match, make_cut: Callable[[], fx.Node]):
         self.match = match
-        self.captures = [lifted.capture for lifted in match.lifted]
+        self.captures = [lifted.capture for lifted in match.evidence]
         self.graph = fx.Graph()
         self.new_nodes: dict[fx.Node, fx.Node] = {}  # node of the first capture -> emitted node
         self.make_cut = make_cut
-        self.cut = AlignedNodes(lifted.cut for lifted in match.lifted)
-        self.absorbed = match.lifted[0].absorbed
+        self.cut = AlignedNodes(lifted.cut for lifted in match.evidence)
+        self.absorbed = match.evidence[0].replaced_nodes
         self.fake_mode = self.captures[0].tracer.fake_mode
         self.inputs: dict[int, fx.Node] = {}
         self.inlined: set[int] = set()  # start indices of calls that are taken apart
@@ -285,8 +285,8 @@ class ResidualGraph:
         if it is none."""
         if values[0].dim() != 1:
             return None
-        index, E = self.match.lifted[0].index, len(values[0])
-        chosen = [torch.bincount(li.ids[li.ids >= 0], minlength=E) for li in self.match.lifted]
+        index, E = self.match.evidence[0].expert_index, len(values[0])
+        chosen = [torch.bincount(li.ids[li.ids >= 0], minlength=E) for li in self.match.evidence]
         is_load = all(v.shape == c.shape and torch.equal(v.to(c.dtype), c) for v, c in zip(values, chosen, strict=True))
         if not is_load or index.columns or {"m", "s"} & set(index.axes) or index.node not in self.new_nodes:
             return None
@@ -455,7 +455,7 @@ class ResidualGraph:
         """Return the letter of an axis from its sizes in the captures, or its number."""
         match = self.match
         if len(set(sizes)) > 1:
-            tokens = [math.prod(lifted.tokens) for lifted in match.lifted]
+            tokens = [math.prod(lifted.tokens) for lifted in match.evidence]
             if sizes == tokens:
                 return "S"
             if sizes == [t * match.slots for t in tokens]:

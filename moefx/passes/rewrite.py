@@ -23,10 +23,10 @@ from ..capture.captured import CONTRACTIONS, Call, Effect
 from ..errors import Refused
 from ..ir.passed_objects import check_structure
 from ..matching.graph_nodes import is_random, is_skipped
-from ..matching.lift.canonical_form import Ref
+from ..matching.lift.canonical_form import NodeRef
 from ..matching.match_result import Match
-from ..matching.terms.parameter_places import tensor_at
-from ..matching.unsupported_effects import refuse_records
+from ..matching.terms.parameter_places import get_tensor
+from ..matching.unsupported_effects import refuse_effects
 from .aligned_nodes import AlignedNodes
 from .residual_graph import ResidualGraph
 from .routed_sum import RoutedSum
@@ -74,14 +74,14 @@ def rewrite(match: Match, names: Placeholders) -> RewriteResult:
     try:
         return Rewriter(match, names).rewrite()
     except Refused:
-        if not match.without_optional():
+        if not match.exclude_optional():
             raise
         return Rewriter(match, names).rewrite()
 
 
 class Rewriter:
     def __init__(self, match: Match, names: Placeholders):
-        self.match, self.lifted = match, match.lifted[0]
+        self.match, self.lifted = match, match.evidence[0]
         self.residual = ResidualGraph(match, lambda: RoutedSum(match, self.residual).emit_sum())
         self.residual.add_inputs(names.tensors)
         self.residual.add_objects(names.objects)
@@ -90,7 +90,7 @@ class Rewriter:
 
     def _require_autocast(self) -> None:
         """Refuse a program that switches autocast off for its experts, because ops of the dialect follow autocast."""
-        for n in self.lifted.absorbed:
+        for n in self.lifted.replaced_nodes:
             if dtype_here() and n.target in CONTRACTIONS and n.meta["autocast"] != dtype_here():
                 raise Refused("the experts switch autocast off", source=str(n.meta["source"]))
 
@@ -168,7 +168,7 @@ class Rewriter:
         if any(call.start <= here < call.stop for call in own):
             return True
         is_parameter = effect.kind == "buffer" and isinstance(
-            tensor_at(self.match.block, str(effect.target)), nn.Parameter
+            get_tensor(self.match.block, str(effect.target)), nn.Parameter
         )
         if any(call.start > here for call in own) or (is_parameter and node.users):
             raise Refused(
@@ -184,30 +184,30 @@ class Rewriter:
         refs = [
             self.index,
             *[v for g in self.match.groups for v in g.values],
-            *([self.match.keep] if self.match.keep else []),
+            *([self.match.keep_masks] if self.match.keep_masks else []),
         ]
-        refs += [[lifted.shared[i] for lifted in self.match.lifted] for i in range(len(self.lifted.shared))]
-        if self.lifted.missed:
-            refs.append([lifted.missed for lifted in self.match.lifted])  # type: ignore[misc]
+        refs += [[lifted.shared[i] for lifted in self.match.evidence] for i in range(len(self.lifted.shared))]
+        if self.lifted.unrouted_value:
+            refs.append([lifted.unrouted_value for lifted in self.match.evidence])  # type: ignore[misc]
         return [AlignedNodes(column) for ref in refs for column in zip(*[r.nodes for r in ref], strict=True)]
 
     @property
-    def index(self) -> list[Ref]:
-        return [lifted.index for lifted in self.match.lifted]
+    def index(self) -> list[NodeRef]:
+        return [lifted.expert_index for lifted in self.match.evidence]
 
     def _find_random_draws(self) -> list[AlignedNodes]:
         """Return all draws of random numbers. Unused draws stay too, so that the stream equals the original's."""
         draws = [
-            [n for n in c.nodes if is_random(n) and n not in lifted.absorbed]
-            for c, lifted in zip(self.residual.captures, self.match.lifted, strict=True)
+            [n for n in c.nodes if is_random(n) and n not in lifted.replaced_nodes]
+            for c, lifted in zip(self.residual.captures, self.match.evidence, strict=True)
         ]
         if len({len(d) for d in draws}) != 1:
             raise Refused(
                 "how often random numbers are drawn depends on the routing",
                 source=str(next(n for d in draws for n in d).meta["source"]),
             )
-        for lifted in self.match.lifted:
-            for n in lifted.absorbed:
+        for lifted in self.match.evidence:
+            for n in lifted.replaced_nodes:
                 if is_random(n):
                     raise Refused(
                         "the experts draw random numbers (dropout in training?)",
@@ -241,7 +241,7 @@ class Rewriter:
         """Return each effect with its new value: one `AlignedNodes`, or the leaves of a container."""
         per_capture = [c.effects for c in self.residual.captures]
         for capture in self.residual.captures:
-            refuse_records(capture)
+            refuse_effects(capture)
         out = []
         for column in zip(*per_capture, strict=False):
             first = column[0]
@@ -259,7 +259,7 @@ class Rewriter:
         if len({len(e) for e in per_capture}) != 1:
             raise Refused("which buffers or attributes the block changes depends on the routing")
         for effect, leaves in out:
-            if effect.kind == "buffer" and leaves[0].first in self.lifted.absorbed:
+            if effect.kind == "buffer" and leaves[0].first in self.lifted.replaced_nodes:
                 raise Refused(
                     f"the experts' computation updates the buffer {effect.target}",
                     culprits=(str(effect.target),),
@@ -296,7 +296,7 @@ class Rewriter:
             value = self.residual.node(aligned.first)
             if effect.kind == "buffer":
                 target = self.residual.graph.get_attr(str(effect.target))
-                if isinstance(tensor_at(self.match.block, str(effect.target)), nn.Parameter):  # through its `.data`
+                if isinstance(get_tensor(self.match.block, str(effect.target)), nn.Parameter):  # through its `.data`
                     target = self.residual.call(aten.detach.default, (target,), {}, {})
             else:
                 target = self.overwritten[effect.target]

@@ -12,9 +12,9 @@ from torch import fx
 from ..errors import Refused
 from ..ir.memory_order import invert_permutation, memory_order
 from ..ir.ops import dialect  # registers the ops
-from ..matching.graph_nodes import is_given, op_name
-from ..matching.lift.canonical_form import Body, Ref, walk
-from ..matching.match_result import Expert, Match
+from ..matching.graph_nodes import depends_on_arguments, op_name
+from ..matching.lift.canonical_form import Body, NodeRef, walk_body
+from ..matching.match_result import ExpertGroup, Match
 from .aligned_nodes import AlignedNodes
 from .expert_emission import ExpertBodyEmitter
 from .op_emission import OpEmitter
@@ -40,11 +40,13 @@ def _memory_order(cut: AlignedNodes) -> tuple[int, ...] | None:
 
 class RoutedSum:
     def __init__(self, match: Match, residual: ResidualGraph):
-        self.match, self.lifted, self.residual = match, match.lifted[0], residual
+        self.match, self.lifted, self.residual = match, match.evidence[0], residual
         self.emit = OpEmitter(residual)
         self.inverses: list[fx.Node] = []  # for each group the row of each slot, -1 if the slot is dropped
         # Whether ids may lie outside of [0, E): integers from the caller may, even if those of the captures do not.
-        self.may_be_outside = any(map(is_given, self.lifted.index.nodes)) or self._has_ids_outside(match.num_experts)
+        self.may_be_outside = any(map(depends_on_arguments, self.lifted.expert_index.nodes)) or self._has_ids_outside(
+            match.num_experts
+        )
 
     def emit_sum(self) -> fx.Node:
         cut = self.residual.cut
@@ -58,8 +60,8 @@ class RoutedSum:
         assert total is not None
         if total.meta["val"].dtype != val.dtype:
             total = self.emit.call(aten._to_copy.default, (total,), {"dtype": val.dtype})
-        if self.lifted.missed:
-            total = self._emit_fallback(total, self.lifted.missed)
+        if self.lifted.unrouted_value:
+            total = self._emit_fallback(total, self.lifted.unrouted_value)
         for ref in self.lifted.shared:
             row = self.emit.reshape(self.residual.node(ref.node), (-1, val.shape[-1]))
             total = self.emit.call(aten.add.Tensor, (row, total), letters=("S", "D"))
@@ -81,7 +83,7 @@ class RoutedSum:
             total = self.emit.call(aten.permute.default, (total, invert_permutation(order)), meta=described)
         return total
 
-    def _emit_fallback(self, total: fx.Node, ref: Ref) -> fx.Node:
+    def _emit_fallback(self, total: fx.Node, ref: NodeRef) -> fx.Node:
         """Emit `total` [S,D] with the rows of `ref` for tokens whose slots are all dropped."""
         is_routed: fx.Node | None = None
         for rows in self.inverses:
@@ -91,16 +93,16 @@ class RoutedSum:
         return self.emit.call(aten.where.self, (is_routed, total, row), letters=("S", "D"))
 
     def _emit_keep(self) -> fx.Node | None:
-        if not self.match.keep:
+        if not self.match.keep_masks:
             return None
-        keep = self._emit_per_slot(self.match.keep[0])
-        if self.match.keep[0].inverted:
+        keep = self._emit_per_slot(self.match.keep_masks[0])
+        if self.match.keep_masks[0].inverted:
             keep = self.emit.call(aten.eq.Scalar, (keep, 0))
         elif keep.meta["val"].dtype != torch.bool:
             keep = self.emit.call(aten.ne.Scalar, (keep, 0))
         return keep
 
-    def _emit_per_slot(self, ref: Ref, slot: int | None = None) -> fx.Node:
+    def _emit_per_slot(self, ref: NodeRef, slot: int | None = None) -> fx.Node:
         """Emit a residual value as [S,K], or as [S,1] for one slot."""
         if ref.columns:
             columns = [self._emit_per_slot(c, k) for k, c in enumerate(ref.columns)]
@@ -152,7 +154,7 @@ class RoutedSum:
                     aten.expand.default,
                     (
                         self.emit.reshape(node, (1, 1)),
-                        [self.residual.sizes.emit_integer([math.prod(li.tokens) for li in self.match.lifted], ""), K],
+                        [self.residual.sizes.emit_integer([math.prod(li.tokens) for li in self.match.evidence], ""), K],
                     ),
                 )
         out.meta["letters"] = ("S", "K")
@@ -160,7 +162,7 @@ class RoutedSum:
 
     def _emit_ids(self, slot: int | None = None) -> fx.Node:
         """Emit the expert index [S,K], or [S,1] for one slot. Ids that count from the end become ids from the start."""
-        index = self.lifted.index
+        index = self.lifted.expert_index
         if slot is None:
             ids = self._emit_per_slot(index)
         elif index.columns:
@@ -181,11 +183,11 @@ class RoutedSum:
     def _count_indexed_experts(self, moves: set[str]) -> int:
         """Return the size of the parameter axis that the ids index, behind ops in `moves`; 0 if they index none. In an
         index, negative ids count from the end."""
-        chosen = {_origin(n, moves) for n in self.lifted.index.nodes}
-        for n in (n for n in self.lifted.absorbed if n.target is aten.index.Tensor):
+        chosen = {_origin(n, moves) for n in self.lifted.expert_index.nodes}
+        for n in (n for n in self.lifted.replaced_nodes if n.target is aten.index.Tensor):
             base, indices = n.args
             for dim, i in enumerate(indices):  # type: ignore[arg-type]
-                if i is not None and _origin(i, moves) in chosen and base in self.lifted.absorbed:
+                if i is not None and _origin(i, moves) in chosen and base in self.lifted.replaced_nodes:
                     return base.meta["val"].shape[dim]  # type: ignore[union-attr]
         return 0
 
@@ -197,19 +199,19 @@ class RoutedSum:
         return self.emit.call(aten.clamp.default, (ids, 0, width - 1)) if may_be_outside else ids
 
     def _has_ids_outside(self, width: int) -> bool:
-        return any(bool((li.ids < 0).any() or (li.ids >= width).any()) for li in self.match.lifted)
+        return any(bool((li.ids < 0).any() or (li.ids >= width).any()) for li in self.match.evidence)
 
-    def _emit_group(self, group: Expert, ids: fx.Node, keep: fx.Node | None) -> fx.Node:
+    def _emit_group(self, group: ExpertGroup, ids: fx.Node, keep: fx.Node | None) -> fx.Node:
         if group.ids != list(range(len(group.ids))) or len(self.match.groups) > 1:
             ids = self._emit_local_ids(group, ids)
         scalars = [i for i in _used_values(group.body) if math.prod(_value_shape(group.body, i)) == 1]
         weights = {i: self._emit_per_slot(group.values[i][0]) for i in scalars}
         first = scalars[0] if scalars else None
         kwargs: dict[str, Any] = {"num_experts": len(group.ids)}
-        if self.match.drop is not None:
+        if self.match.drop_rule is not None:
             kwargs |= {
-                "capacity": self.residual.sizes.emit_formula(self.match.drop.capacity),
-                "drop": self.match.drop.order,
+                "capacity": self.residual.sizes.emit_formula(self.match.drop_rule.capacity),
+                "drop": self.match.drop_rule.order,
             }
         pft = self.emit.call(ops.build_pft.default, (ids, weights.get(first), keep), kwargs)  # type: ignore[arg-type]
         letters = (("B",), ("B",), ("E+1",), ("S", "K"), ("B",))
@@ -224,14 +226,14 @@ class RoutedSum:
         out.meta["letters"] = ("S", "D")
         return out
 
-    def _emit_local_ids(self, group: Expert, ids: fx.Node) -> fx.Node:
+    def _emit_local_ids(self, group: ExpertGroup, ids: fx.Node) -> fx.Node:
         """Emit expert ids within one of several groups; -1 for experts of other groups."""
         low, high = group.ids[0], group.ids[-1]
         if group.ids == list(range(low, high + 1)):
             shifted = self.emit.call(aten.sub.Tensor, (ids, low)) if low else ids
             inside = self.emit.call(aten.lt.Scalar, (shifted, len(group.ids)))
             return self.emit.call(aten.where.ScalarOther, (inside, shifted, -1))
-        table = [-1] * (max(self.match.num_experts, 1 + max(int(li.ids.max()) for li in self.match.lifted)))
+        table = [-1] * (max(self.match.num_experts, 1 + max(int(li.ids.max()) for li in self.match.evidence)))
         for local, e in enumerate(group.ids):
             table[e] = local
         if self.may_be_outside:  # ids on either side belong to no expert
@@ -252,8 +254,8 @@ def _origin(n: fx.Node, moves: set[str]) -> fx.Node:
 
 
 def _used_values(body: Body) -> list[int]:
-    return sorted({b.args[0] for b in walk(body) if b.op == "value"})
+    return sorted({b.args[0] for b in walk_body(body) if b.op == "value"})
 
 
 def _value_shape(body: Body, i: int) -> tuple[int, ...]:
-    return next(b.shape for b in walk(body) if b.op == "value" and b.args[0] == i)
+    return next(b.shape for b in walk_body(body) if b.op == "value" and b.args[0] == i)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..capture.captured import Capture, HostRead
-from ..matching.graph_nodes import from_state
+from ..matching.graph_nodes import follows_from_state
 from .aligned_nodes import AlignedNodes
 
 aten = torch.ops.aten
@@ -65,7 +65,9 @@ class ScalarReads:
 def _list_float_reads(capture: Capture) -> list[HostRead]:
     """Return the float reads from parameters and buffers, the first of each line."""
     found = {read.source: read for read in reversed(capture.reads) if type(read.value) is float}
-    return sorted((r for r in found.values() if r.node is not None and from_state(r.node)), key=lambda r: str(r.source))
+    return sorted(
+        (r for r in found.values() if r.node is not None and follows_from_state(r.node)), key=lambda r: str(r.source)
+    )
 
 
 def _has_one_source(column: Sequence[HostRead]) -> bool:

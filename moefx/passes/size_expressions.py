@@ -87,7 +87,7 @@ class SizeExpressions:
         if len(set(values)) < 2:
             return None
         points = list(zip(self.match.sizes, values, strict=True))
-        always = set.intersection(*[lifted.capture.sizes.used for lifted in self.match.lifted])
+        always = set.intersection(*[lifted.capture.sizes.used for lifted in self.match.evidence])
         # Expressions that only some captures used, as in `max(S / 8, 1)`, may match by chance.
         formula = _find_float_formula(always, points)
         if formula is None and (more := self._probe_numbers(path)) is not None:
@@ -167,14 +167,14 @@ class SizeExpressions:
             return None
         turns = {
             self._nodes_of_line(lifted.capture, t).index(t)
-            for lifted, t in zip(self.match.lifted, path[0], strict=True)
+            for lifted, t in zip(self.match.evidence, path[0], strict=True)
         }
         if len(turns) != 1:
             return None
         turn = turns.pop()
-        for routing in self.match.probes:  # reuse captures that reach the line
+        for routing in self.match.size_samples:  # reuse captures that reach the line
             points = self._read_points(path, turn, routing)
-            if points is not None and len(points) == len(self.match.probe(routing)):
+            if points is not None and len(points) == len(self.match.sample_sizes(routing)):
                 return points
         return self._read_points(path, turn, "diverse")
 
@@ -182,7 +182,7 @@ class SizeExpressions:
         self, path: ArgumentPath, turn: int, routing: str
     ) -> list[tuple[dict[str, int], int | float]] | None:
         points = []
-        for sizes, capture in self.match.probe(routing):
+        for sizes, capture in self.match.sample_sizes(routing):
             nodes = self._nodes_of_line(capture, path[0].first)
             if turn < len(nodes):
                 value: Any = getattr(nodes[turn], path[1])

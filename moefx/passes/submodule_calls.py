@@ -22,8 +22,8 @@ def find_module_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
         inlined: start indices of calls that are taken apart.
     """
     per_capture: list[dict[tuple[str, int], Call]] = []
-    for lifted in match.lifted:
-        routed = sorted(n.meta["index"] for n in lifted.absorbed if n.op != "get_attr")
+    for lifted in match.evidence:
+        routed = sorted(n.meta["index"] for n in lifted.replaced_nodes if n.op != "get_attr")
         counts: dict[str, int] = {}
         found: dict[tuple[str, int], Call] = {}
         for call in sorted(lifted.capture.calls, key=lambda c: (c.start, -c.stop, c.depth)):

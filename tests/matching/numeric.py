@@ -111,7 +111,7 @@ def _row(name: str, dims: list[int], static: tuple, x: torch.Tensor) -> torch.Te
 
 def all_picks(T: Terms, t: Term, lead: int) -> list[Term]:
     """The resolved rows of a term under its first `lead` axes, as the lifter asks for them."""
-    return [T.resolve(T.picks(t, dict(enumerate(ix)))) for ix in itertools.product(*map(range, t.shape[:lead]))]
+    return [T.resolve(T.pick_axes(t, dict(enumerate(ix)))) for ix in itertools.product(*map(range, t.shape[:lead]))]
 
 
 def check(T: Terms, t: Term, expected: torch.Tensor, values: Mapping[Any, torch.Tensor]) -> None:

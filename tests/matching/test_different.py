@@ -14,8 +14,8 @@ from torch import nn
 from moefx.capture.concolic import capture
 from moefx.capture.routing import Routing
 from moefx.errors import Refused
-from moefx.matching.lift.canonical_form import Ref
-from moefx.matching.lift.distinct_choices import are_different
+from moefx.matching.lift.canonical_form import NodeRef
+from moefx.matching.lift.distinct_choices import has_distinct_slots
 
 from ..passes.blocks import rewritten
 from .test_twice import Choosing, E, check, scatter
@@ -160,9 +160,9 @@ class Program(nn.Module):
 
 def is_said_to_be_different(program, scores):
     taken = capture(program, (scores,), {}, Routing("diverse", 0), dims={})
-    slots, index = taken.out.meta["val"].shape[1], Ref(taken.out, ("t", "k"))
-    lifted = types.SimpleNamespace(capture=taken, tokens=(len(scores),), slots=slots, index=index)
-    return are_different(lifted, set(range(4)))
+    slots, index = taken.out.meta["val"].shape[1], NodeRef(taken.out, ("t", "k"))
+    lifted = types.SimpleNamespace(capture=taken, tokens=(len(scores),), slots=slots, expert_index=index)
+    return has_distinct_slots(lifted, set(range(4)))
 
 
 def has_one_twice(chosen):

@@ -68,8 +68,8 @@ def same(block: nn.Module, *tokens: int) -> None:
 )
 def test_the_rule_is_found_and_kept_to(block, order):
     match = rewritten(block()).match
-    assert match.drop is not None and match.drop.order == order and match.keep is None
-    assert all(match.drop.capacity({"S": n}) == max(2, int(1.1 * K * n / E)) for n in range(1, 3000))
+    assert match.drop_rule is not None and match.drop_rule.order == order and match.keep_masks is None
+    assert all(match.drop_rule.capacity({"S": n}) == max(2, int(1.1 * K * n / E)) for n in range(1, 3000))
     same(block(), 1, 2, 7, 50, 333)
 
 
@@ -90,7 +90,7 @@ def test_the_rule_is_found_and_kept_to(block, order):
     ids=["ceil", "clamped", "rounded_up", "even", "round", "capped", "plus_one", "times_two", "divided"],
 )
 def test_rooms(room):
-    capacity = rewritten(Queue(room)).match.drop.capacity
+    capacity = rewritten(Queue(room)).match.drop_rule.capacity
     assert [capacity({"S": n}) for n in range(1, 600)] == [room(n) for n in range(1, 600)]
 
 
@@ -220,7 +220,7 @@ class SecondIsOptional(Masked):
 def test_a_mask_of_the_programs_own(block):
     block = block()
     match = rewritten(block).match
-    assert match.drop is None and match.keep is not None
+    assert match.drop_rule is None and match.keep_masks is not None
     nn.init.zeros_(block.gate.weight)  # all weights are 1/E: below the threshold
     same(block, 1, 7, 50)
 
@@ -240,7 +240,7 @@ class PassesThrough(Loop):
 
 def test_tokens_without_an_expert_may_pass_through():
     match = rewritten(PassesThrough()).match
-    assert match.lifted[0].missed is not None and match.drop is not None
+    assert match.evidence[0].unrouted_value is not None and match.drop_rule is not None
     same(PassesThrough(), 1, 7, 50, 333)
 
 
@@ -256,7 +256,7 @@ def test_padding_goes_to_nobody():
             return out
 
     match = rewritten(Padding()).match
-    assert match.drop is None and match.keep is None and match.num_experts == E
+    assert match.drop_rule is None and match.keep_masks is None and match.num_experts == E
     same(Padding(), 1, 7, 50)
 
 
@@ -305,7 +305,7 @@ def test_a_capacity_beyond_all_that_is_captured_is_a_guard():
     """Below it nothing is dropped; above it the original runs."""
     block = Queue(lambda n: 2000)
     match = rewritten(block).match
-    assert match.drop is None and [str(g) for g in match.guards] == [f"S*{K} <= 2000 is True"]
+    assert match.drop_rule is None and [str(g) for g in match.guards] == [f"S*{K} <= 2000 is True"]
 
 
 class Generous(nn.Module):
@@ -330,8 +330,8 @@ class Generous(nn.Module):
 def test_weights_that_only_some_captures_tell_apart():
     torch.manual_seed(0)
     match = rewritten(Generous()).match
-    assert match.drop is not None and match.drop.order == "position_slot"
-    assert not all(lifted.kept.all() for lifted in match.lifted)
+    assert match.drop_rule is not None and match.drop_rule.order == "position_slot"
+    assert not all(lifted.kept_slots.all() for lifted in match.evidence)
     same(Generous(), 1, 2, 7, 50, 333)
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefx.errors import Refused
-from moefx.matching.lift.value_lookup import Lookup
+from moefx.matching.lift.value_lookup import ValueLookup
 
 from ..passes.blocks import D, H, Loop, Mlp, rewritten
 
@@ -92,13 +92,13 @@ def test_one_of_many_is_built_otherwise(change, count):
 def test_a_value_that_each_turn_computes_again_is_looked_at_once(monkeypatch):
     """`weights[t, k, None]` inserts the axis in each turn; the readings of it must not be as many as the experts."""
     most = 0
-    rows = Lookup.rows
+    rows = ValueLookup.rows
 
     def counted(self):
         nonlocal most
         most = max(most, len(self.readings))
         return rows(self)
 
-    monkeypatch.setattr(Lookup, "rows", counted)
+    monkeypatch.setattr(ValueLookup, "rows", counted)
     rewritten(Loop(Mlp, num_experts=24))
     assert 0 < most < 24

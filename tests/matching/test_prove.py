@@ -19,8 +19,8 @@ from ..passes.blocks import D, E, K, Loop, Mlp, rewritten
 class TestForms:
     def test_plain_loop(self):
         match = rewritten(Loop()).match
-        assert match.num_experts == E and match.slots == K and match.keep is None and not match.guards
-        assert len(match.lifted) >= 3 and [g.ids for g in match.groups] == [list(range(E))]
+        assert match.num_experts == E and match.slots == K and match.keep_masks is None and not match.guards
+        assert len(match.evidence) >= 3 and [g.ids for g in match.groups] == [list(range(E))]
 
     def test_tables_name_every_expert(self):
         (group,) = rewritten(Loop()).match.groups
@@ -109,7 +109,7 @@ class TestRefused:
 
         block = Dropping().double()
         result = rewritten(block, torch.zeros(5, D).double())
-        assert str(result.match.drop) == "3 places per expert, earlier tokens first"
+        assert str(result.match.drop_rule) == "3 places per expert, earlier tokens first"
         for n in (2, 5, 40):
             x = torch.randn(n, D).double()
             assert torch.allclose(result.graph.compile()(block, x), block(x))

@@ -9,7 +9,7 @@ from torch import nn
 
 from moefx.capture.concolic import capture
 from moefx.capture.routing import Routing
-from moefx.matching.integer_ranges import UNBOUNDED, Ranges
+from moefx.matching.integer_ranges import UNBOUNDED, IntegerRanges
 
 E = 4
 
@@ -26,9 +26,9 @@ class Fn(nn.Module):
 def ranges(fn):
     """(range of the result, whether it is decided)."""
     taken = capture(Fn(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
-    found = Ranges(taken.nodes)
-    bounds = found.of(taken.out)
-    return (None if bounds is None else (int(bounds[0].min()), int(bounds[1].max()))), found.decided(taken.out)
+    found = IntegerRanges(taken.nodes)
+    bounds = found.get(taken.out)
+    return (None if bounds is None else (int(bounds[0].min()), int(bounds[1].max()))), found.is_decided(taken.out)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ class Looked(Fn):
 )
 def test_lookups_bound_their_indices(fn, decided):
     taken = capture(Looked(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
-    assert Ranges(taken.nodes, of_call=True).decided(taken.out) == decided
+    assert IntegerRanges(taken.nodes, of_call=True).is_decided(taken.out) == decided
 
 
 def test_one_hot():

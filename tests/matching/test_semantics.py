@@ -261,7 +261,7 @@ class TestSelections:
 
         taken, S = terms_of(Fn(forward, w=torch.randn(D, E)), X)
         term = S.term(taken.out)
-        zeros = sum(is_const(S.T.resolve(S.T.picks(term, {0: t, 1: e})), 0) for t in range(T) for e in range(E))
+        zeros = sum(is_const(S.T.resolve(S.T.pick_axes(term, {0: t, 1: e})), 0) for t in range(T) for e in range(E))
         assert zeros == T * (E - 1)
 
 

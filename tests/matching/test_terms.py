@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moefx.matching.terms.normal_form import Terms
-from moefx.matching.terms.term import OVERWRITTEN, Term, TooLarge, is_const, is_pw, show
+from moefx.matching.terms.term import OVERWRITTEN, Term, TooLarge, format_term, is_const, is_pw
 
 from .numeric import check, evaluate
 
@@ -335,7 +335,7 @@ class TestNormalForm:
         T = Terms()
         y, mask = T.make("param", ("y",), (2, 3, 4)), T.array(torch.tensor([[0.0, 1, 0], [1, 0, 1]]))
         out = T.sum(T.pw("mul", y, T.reshape(mask, (2, 3, 1))), [1])
-        assert T.resolve(T.pick(out, 0, 0)) is T.picks(y, {0: 0, 1: 1})
+        assert T.resolve(T.pick(out, 0, 0)) is T.pick_axes(y, {0: 0, 1: 1})
         assert T.resolve(T.pick(out, 0, 1)).args[0] == "add"
 
     def test_masked_softmax_entry_is_zero(self):
@@ -343,7 +343,7 @@ class TestNormalForm:
         scores = T.make("param", ("s",), (2, 3))
         masked = T.pw("where", T.array(torch.tensor([[1, 0, 1], [1, 1, 0]])), scores, T.const(-math.inf))
         weights = T.row("softmax", [1], True, (), masked)
-        assert is_const(T.picks(weights, {0: 0, 1: 1}), 0) and not is_const(T.picks(weights, {0: 0, 1: 0}))
+        assert is_const(T.pick_axes(weights, {0: 0, 1: 1}), 0) and not is_const(T.pick_axes(weights, {0: 0, 1: 0}))
 
     def test_detach_and_cast(self):
         T = Terms()
@@ -368,7 +368,7 @@ class TestNormalForm:
         out = T.const(0, (4, 2))
         for e in range(3000):
             out = T.put(out, (0,), torch.tensor([[e % 4]]), T.make("param", (f"e{e}",), (1, 2)), True)
-        assert show(T.pick(out, 0, 3), 1).startswith("add(")
+        assert format_term(T.pick(out, 0, 3), 1).startswith("add(")
 
     def test_columns_of_several_slots(self):
         """A product with the gathered weights of all slots side by side: one slot's is that with its own expert's."""
@@ -397,8 +397,8 @@ class TestNormalForm:
         T = Terms()
         a = T.make("param", ("gate.weight",), (3,))
         assert repr(T.pw("mul", a, T.const(2.5))) == "mul(gate.weight, 2.5)"
-        assert "..." in show(T.pw("exp.default", T.pw("exp.default", a)), 1)
-        assert "row" not in show(T.row("softmax", [0], True, (), a))
+        assert "..." in format_term(T.pw("exp.default", T.pw("exp.default", a)), 1)
+        assert "row" not in format_term(T.row("softmax", [0], True, (), a))
 
     def test_evaluator_agrees_with_itself(self):
         T = Terms()

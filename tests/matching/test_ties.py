@@ -94,7 +94,7 @@ def test_a_mask_by_value_keeps_or_drops_all_that_are_equal(mask, k):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [2, 1])
 def test_a_number_of_places_parts_those_that_are_equal(k):
-    assert rewritten(PerExpert(largest, k)).match.drop.order == "weight"
+    assert rewritten(PerExpert(largest, k)).match.drop_rule.order == "weight"
     same_with_ties(PerExpert(largest, k))
 
 

@@ -10,11 +10,11 @@ from torch import fx
 
 from ...errors import Refused
 from ..graph_nodes import is_matrix_of_integers, is_random
-from ..terms.parameter_places import Place, has_place, is_parameter, parameter_of
-from ..terms.term import Term, number, show
-from .canonical_form import Body, Group, Ref
+from ..terms.parameter_places import ParameterSlice, has_place, is_parameter_slice, parameter_of
+from ..terms.term import Term, format_term, number
+from .canonical_form import Body, Group, NodeRef
 from .expert_owners import Owners
-from .value_lookup import Lookup
+from .value_lookup import ValueLookup
 
 FOREIGN = "an output row depends on something else than its own input row"
 Where = list[tuple[int, int, int]]  # token, slot and expert id of each summand
@@ -32,7 +32,7 @@ class Skeletons:
         if found is None:
             if t in self.given:
                 form: Any = ("given", t.shape)
-            elif has_place(t) and (is_parameter(t) or math.prod(t.shape) > 1):
+            elif has_place(t) and (is_parameter_slice(t) or math.prod(t.shape) > 1):
                 form = ("parameter", t.shape)
             elif math.prod(t.shape) == 1 and t.op != "const":
                 form = ("scalar",)
@@ -50,7 +50,7 @@ def _kind(t: Term) -> str:
         case "pw" | "row":
             name = f"{t.args[0].removesuffix('.default')}(...)"
         case "param" | "buffer" | "const":
-            name = show(t)
+            name = format_term(t)
         case "ein":
             name = "a matrix product"
         case _:
@@ -61,11 +61,11 @@ def _kind(t: Term) -> str:
 class Unifier:
     """The body of the experts of one form."""
 
-    def __init__(self, owners: Owners, lookup: Lookup, routed: set[fx.Node]):
+    def __init__(self, owners: Owners, lookup: ValueLookup, routed: set[fx.Node]):
         self.owners, self.lookup, self.routed = owners, lookup, routed
         self.experts = owners.experts
-        self.tables: list[dict[int, Place]] = []
-        self.values: list[Ref] = []
+        self.tables: list[dict[int, ParameterSlice]] = []
+        self.values: list[NodeRef] = []
         self.bodies: dict[tuple[Term, ...], Body] = {}
 
     def group(self, members: list[tuple[int, int, Term]], ids: list[list[int]]) -> Group:
@@ -83,7 +83,9 @@ class Unifier:
         if first.op == "const" and same:
             return Body("const", (number(first),), first.shape)
         of_experts = any(parameter_of(t).args[0] in self.experts for t in terms)
-        if all(is_parameter(t) for t in terms) and (of_experts or (same and not self._is_looked_up(where, terms))):
+        if all(is_parameter_slice(t) for t in terms) and (
+            of_experts or (same and not self._is_looked_up(where, terms))
+        ):
             body = self._table(where, terms, same)
         elif (ref := self.lookup.find(where, terms)) is not None:
             body = self._value(ref, first)
@@ -100,7 +102,7 @@ class Unifier:
         self.bodies[key] = body
         return body
 
-    def _value(self, ref: Ref, term: Term) -> Body:
+    def _value(self, ref: NodeRef, term: Term) -> Body:
         if ref not in self.values:
             self.values.append(ref)
         return Body("value", (self.values.index(ref),), term.shape)
@@ -109,7 +111,7 @@ class Unifier:
         """Whether a part of a parameter is a token's own row, as of an embedding, in another capture too: of one token,
         or of several that are alike, it is the same part everywhere."""
         ref = self.lookup.find(where, terms)
-        return ref is not None and ref.place in self.lookup.before
+        return ref is not None and ref.position in self.lookup.before
 
     def _decompose(self, where: Where, terms: list[Term]) -> Body:
         first = terms[0]
@@ -139,11 +141,11 @@ class Unifier:
     def _table(self, where: Where, terms: list[Term], same: bool) -> Body:
         shape = terms[0].shape
         if same and parameter_of(terms[0]).args[0] not in self.experts:
-            return Body("shared", (Place.of(terms[0]),), shape)
+            return Body("shared", (ParameterSlice.from_term(terms[0]),), shape)
         self.experts.update(parameter_of(t).args[0] for t in terms)
-        table: dict[int, Place] = {}
+        table: dict[int, ParameterSlice] = {}
         for (_, _, e), t in zip(where, terms, strict=True):
-            place = Place.of(t)
+            place = ParameterSlice.from_term(t)
             if table.setdefault(e, place) != place:
                 raise Refused(
                     f"expert {e} uses {place} for one token and {table[e]} for another", culprits=(place.fqn,)

@@ -14,11 +14,11 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.sizes import SizeGuard
 from ...capture.source import Source
-from ..terms.parameter_places import Place
+from ..terms.parameter_places import ParameterSlice
 
 
 @dataclasses.dataclass(frozen=True)
-class Ref:
+class NodeRef:
     """A kept node that supplies a value of each (token, slot): which node, and how it is indexed.
 
     `axes` says what the node's leading axes are: `t` the tokens (one axis or several), `k` the slots, `e` the experts;
@@ -29,7 +29,7 @@ class Ref:
 
     node: fx.Node
     axes: tuple[str, ...]
-    columns: tuple[Ref, ...] = ()
+    columns: tuple[NodeRef, ...] = ()
     inverted: bool = False  # a mask that is true where a slot does not count
 
     @property
@@ -38,7 +38,7 @@ class Ref:
         return self.axes, tuple(c.form for c in self.columns), self.inverted
 
     @property
-    def place(self) -> tuple:
+    def position(self) -> tuple:
         """Where it is in any capture that runs the same ops, and how it is read."""
         return self.node.meta["index"], self.axes
 
@@ -66,28 +66,30 @@ class Group:
 
     ids: list[int]
     body: Body
-    tables: list[dict[int, Place]]
-    values: list[Ref]
+    tables: list[dict[int, ParameterSlice]]
+    values: list[NodeRef]
 
 
 @dataclasses.dataclass
-class Lifted:
+class CanonicalForm:
     """The canonical form of one capture."""
 
     capture: Capture
     cut: fx.Node
     tokens: tuple[int, ...]
     slots: int
-    index: Ref
+    expert_index: NodeRef
     ids: torch.Tensor  # int64 [T, K]
     groups: list[Group]
-    shared: list[Ref]
-    missed: Ref | None  # what tokens get of which no slot counts, where that is not zero
-    kept: torch.Tensor  # bool [T, K]: False where the slot contributes nothing
-    absorbed: set[fx.Node]
-    numbers: dict[str, int] = dataclasses.field(default_factory=dict)  # of experts that no single list numbers
-    twice: set[int] = dataclasses.field(default_factory=set)  # tokens that have chosen an expert more than once
-    optional: SizeGuard | None = None  # the proof can do without it, where a form holds for these sizes only
+    shared: list[NodeRef]
+    unrouted_value: NodeRef | None  # what tokens get of which no slot counts, where that is not zero
+    kept_slots: torch.Tensor  # bool [T, K]: False where the slot contributes nothing
+    replaced_nodes: set[fx.Node]
+    expert_numbers: dict[str, int] = dataclasses.field(default_factory=dict)  # of experts that no single list numbers
+    repeated_tokens: set[int] = dataclasses.field(
+        default_factory=set
+    )  # tokens that have chosen an expert more than once
+    optional_guard: SizeGuard | None = None  # the proof can do without it, where a form holds for these sizes only
     forced_read: Source | None = None  # the branch of Python's that was made to go the other way here
 
 
@@ -100,7 +102,7 @@ def count_sequences(lifted_from: Capture, tokens: tuple[int, ...]) -> int:
     return dims[0] if has_axis and math.prod(tokens) == sizes.tokens else 0
 
 
-def with_all_experts(several: Sequence[Lifted]) -> Lifted:
+def merge_experts(several: Sequence[CanonicalForm]) -> CanonicalForm:
     """The form of the first capture, with all experts that any capture met."""
     groups = []
     for group in several[0].groups:
@@ -110,21 +112,21 @@ def with_all_experts(several: Sequence[Lifted]) -> Lifted:
     return dataclasses.replace(several[0], groups=groups)
 
 
-def has_matrices(body: Body) -> bool:
+def has_matrix_products(body: Body) -> bool:
     """Whether some contraction has an expert's matrix as an operand."""
     return any(
         b.op == "ein" and any(isinstance(a, Body) and len(a.shape) >= 2 and is_weight(a) for a in b.args)
-        for b in walk(body)
+        for b in walk_body(body)
     )
 
 
 def is_weight(body: Body) -> bool:
     """Whether a body is computed from an expert's parameters alone: normalised, quantised, masked weights."""
-    leaves = {b.op for b in walk(body)}
+    leaves = {b.op for b in walk_body(body)}
     return "expert" in leaves and "value" not in leaves
 
 
-def walk(body: Body) -> list[Body]:
+def walk_body(body: Body) -> list[Body]:
     """A body and all the bodies in it."""
     out, stack = [], [body]
     while stack:
@@ -134,13 +136,13 @@ def walk(body: Body) -> list[Body]:
     return out
 
 
-def most_tokens(lifted: Sequence[Lifted], times: int) -> float:
+def max_capture_tokens(lifted: Sequence[CanonicalForm], times: int) -> float:
     """Up to how many tokens captures are worth their time: `times` as many as there were if a line runs once for each
     token, any number if not."""
     return times * max(math.prod(one.tokens) for one in lifted) if _loops_over_tokens(lifted) else math.inf
 
 
-def _loops_over_tokens(lifted: Sequence[Lifted]) -> bool:
+def _loops_over_tokens(lifted: Sequence[CanonicalForm]) -> bool:
     counts: dict[int, list[int]] = {}
     for one in lifted:
         lines = Counter((n.meta["source"], str(n.target)) for n in one.capture.nodes if n.op == "call_function")

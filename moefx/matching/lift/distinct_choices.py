@@ -23,10 +23,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import CONTRACTIONS, SHAPE_ONLY, Capture
-from ..graph_nodes import SELECTIONS, arg, is_random, numbers, op_name, place_axis
-from ..integer_ranges import token_sizes
+from ..graph_nodes import SELECTIONS, collect_numbers, get_argument, is_random, op_name, position_axis
+from ..integer_ranges import find_token_sizes
 from ..terms.term import MASKED
-from .canonical_form import Lifted
+from .canonical_form import CanonicalForm
 from .expert_index import aligned
 
 MOVES = {
@@ -58,22 +58,24 @@ class _Way(NamedTuple):
         return self.values[min(place, len(self.values) - 1)]
 
 
-def are_different(lifted: Lifted, experts: set[int], others: Sequence[Lifted] = (), follows_masks: bool = True) -> bool:
+def has_distinct_slots(
+    lifted: CanonicalForm, experts: set[int], others: Sequence[CanonicalForm] = (), follows_masks: bool = True
+) -> bool:
     """Whether no two slots of a token can be the same one of these experts.
 
     Args:
         others: captures at other sizes.
         follows_masks: also that a choice cannot be one that was masked before it.
     """
-    if lifted.slots < 2 or "m" in lifted.index.axes:
+    if lifted.slots < 2 or "m" in lifted.expert_index.axes:
         return True
     places = _Places(lifted.capture, [other.capture for other in others], follows_masks)
     slots: list[list[_Way]] = []
-    for ref in lifted.index.columns or (lifted.index,):
+    for ref in lifted.expert_index.columns or (lifted.expert_index,):
         ways = places.ways(ref.node)
         if ways is None:
             return False
-        read = [[as_slots(x, lifted.tokens, ref.axes) for x in (way.choice, *way.values)] for way in ways]
+        read = [[view_as_slots(x, lifted.tokens, ref.axes) for x in (way.choice, *way.values)] for way in ways]
         for k in range(read[0][0].shape[1]):
             slots.append([_Way(choice[:, k], torch.stack([v[:, k] for v in values])) for choice, *values in read])
     among = torch.tensor(sorted(experts))
@@ -84,7 +86,7 @@ def are_different(lifted: Lifted, experts: set[int], others: Sequence[Lifted] = 
     )
 
 
-def as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
+def view_as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
     """A tensor that a `Ref` with these axes reads, as [T, K]."""
     sequences = len(x) if "s" in axes else 0
     return next(flat for found, flat in aligned(x, tokens, sequences) if found == axes)
@@ -95,10 +97,10 @@ class _Places:
 
     def __init__(self, capture: Capture, others: Sequence[Capture], follows_masks: bool = True):
         self._follows_masks = follows_masks
-        self._tokens = token_sizes(capture)  # what counts these is known of no other number
+        self._tokens = find_token_sizes(capture)  # what counts these is known of no other number
         self._fixed: dict[Any, Any] | None = None
         if capture.sizes.leaks or capture.sizes.routed:
-            here, *there = (numbers(c.nodes) for c in (capture, *others))
+            here, *there = (collect_numbers(c.nodes) for c in (capture, *others))
             self._fixed = {at: n for at, n in here.items() if all(n == other.get(at) for other in there)}
         self._known: dict[fx.Node, list[_Way] | None] = {}
         self._same: dict[str, list[_Way] | None] = {}  # by what is run: it chooses the same again
@@ -172,7 +174,7 @@ class _Places:
             return True
         if self._fixed is None or shapes:
             return False
-        return any(self._fixed.get(at) is None for at in numbers([_made_by(node)]))
+        return any(self._fixed.get(at) is None for at in collect_numbers([_made_by(node)]))
 
     def _chosen(self, node: fx.Node, shape: torch.Size) -> _Way | None:
         """Of what selects among scores, or among what is different already."""
@@ -188,13 +190,13 @@ class _Places:
                 return self._again(by.args[0], axis, shape) if is_kept else None
             size, axis, among = of[axis], axis if is_kept else None, axis
         elif name in ("argmax", "argmin"):
-            among = place_axis(node)
+            among = position_axis(node)
             size = math.prod(of) if among is None else of[among]
         elif name == "argsort":
-            axis = among = place_axis(node)
+            axis = among = position_axis(node)
             size = of[axis]
         elif name == "multinomial":
-            axis = None if arg(node, 2, "replacement", False) else -1
+            axis = None if get_argument(node, 2, "replacement", False) else -1
             size = of[-1]
         elif name == "gather" and self._different(node.args[2], axis := node.args[1]) is not None:
             return self._again(node.args[0], axis, shape)

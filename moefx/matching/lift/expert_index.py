@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...inspection.proof_trace import IndexAttempt
 from ..graph_nodes import describe_node
-from ..terms.parameter_places import Place
+from ..terms.parameter_places import ParameterSlice
 from ..terms.term import Term
-from .canonical_form import Lifted, Ref, count_sequences
+from .canonical_form import CanonicalForm, NodeRef, count_sequences
 from .expert_owners import Key, Owners
 
 _MOST_SLOTS = 64
@@ -28,7 +28,7 @@ _MAX_ATTEMPTS = 12  # that a refusal reports
 class Choice(NamedTuple):
     """What says which experts were used: the node, what it holds, and the slot of each summand of each token."""
 
-    index: Ref
+    index: NodeRef
     ids: torch.Tensor  # int64 [T, K]
     slots: list[list[int]]
 
@@ -39,7 +39,7 @@ def choice(
     summands: list[list[Term]],
     nodes: list[fx.Node],
     inside: set[fx.Node],
-    like: Lifted | None,
+    like: CanonicalForm | None,
 ) -> Choice | None:
     """The choice that explains the routed summands of every token, if there is one.
 
@@ -83,7 +83,7 @@ class _Search:
             if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor):
                 yield n, val
 
-    def candidates(self, inside: set[fx.Node]) -> list[tuple[Ref, torch.Tensor]]:
+    def candidates(self, inside: set[fx.Node]) -> list[tuple[NodeRef, torch.Tensor]]:
         """Readings of integer nodes as [T, K], the likeliest first; also of truths, which choose one of two experts."""
         found = []
         for place, (n, val) in enumerate(self._integers()):
@@ -92,10 +92,10 @@ class _Search:
                 for axes, flat in aligned(val, self.tokens, self.sequences):
                     if flat.shape[1] <= (1 if is_truth else _MOST_SLOTS):
                         order = ("s" in axes, is_truth, flat.shape[1] != self.widest, n in inside, place)
-                        found.append((order, Ref(n, axes), flat))
+                        found.append((order, NodeRef(n, axes), flat))
         return [(ref, flat) for _, ref, flat in sorted(found, key=lambda c: c[0])]
 
-    def one_node(self, candidates: list[tuple[Ref, torch.Tensor]]) -> Choice | None:
+    def one_node(self, candidates: list[tuple[NodeRef, torch.Tensor]]) -> Choice | None:
         """A node that holds the ids of all slots, by the experts' own numbers or by any others."""
         first = None
         for by_name in (True, False) if self.natural is not None else (False,):
@@ -114,7 +114,7 @@ class _Search:
                     first = first or Choice(ref, ids, slots)
         return first
 
-    def explain_miss(self, ref: Ref, ids: torch.Tensor) -> IndexAttempt:
+    def explain_miss(self, ref: NodeRef, ids: torch.Tensor) -> IndexAttempt:
         """Report for how many tokens a candidate names all experts that they use."""
         node, source = describe_node(ref.node)
         names, entries = self.natural, ids.shape[1]
@@ -127,16 +127,16 @@ class _Search:
             reason += f", and has {entries} of up to {self.widest} slots"
         return IndexAttempt(node, source, explained, reason)
 
-    def as_before(self, like: Lifted) -> Choice | None:
+    def as_before(self, like: CanonicalForm) -> Choice | None:
         """The nodes that chose the experts in the other capture, at the same places of this one."""
         names = self._names_in(like) or self.natural
-        found = self._twin(like.index) if names is not None else None
+        found = self._twin(like.expert_index) if names is not None else None
         slots = _slots(self.keys, found[1], names) if found is not None else None  # type: ignore[arg-type]
         return None if found is None or slots is None else Choice(*found, slots)
 
-    def _names_in(self, like: Lifted) -> dict[Key, int] | None:
+    def _names_in(self, like: CanonicalForm) -> dict[Key, int] | None:
         """The experts' numbers in the other capture, by their parameters, if it met them all."""
-        owners: dict[Place, set[int]] = defaultdict(set)
+        owners: dict[ParameterSlice, set[int]] = defaultdict(set)
         for table in (table for group in like.groups for table in group.tables):
             for e, place in table.items():
                 owners[place].add(e)
@@ -149,22 +149,22 @@ class _Search:
             names[key] = number.pop()
         return names
 
-    def _twin(self, ref: Ref) -> tuple[Ref, torch.Tensor] | None:
+    def _twin(self, ref: NodeRef) -> tuple[NodeRef, torch.Tensor] | None:
         if ref.columns:
             parts = [part for c in ref.columns if (part := self._twin(c)) is not None]
             if len(parts) < len(ref.columns):
                 return None
             columns = tuple(c for c, _ in parts)
-            return Ref(columns[0].node, ref.axes, columns), torch.cat([ids for _, ids in parts], dim=1)
+            return NodeRef(columns[0].node, ref.axes, columns), torch.cat([ids for _, ids in parts], dim=1)
         for n, val in self._integers():
             if n.meta["index"] == ref.node.meta["index"] and n.target == ref.node.target:
                 if "m" in ref.axes:
-                    return Ref(n, ref.axes), torch.arange(val.shape[-1]).expand(self.T, -1)
+                    return NodeRef(n, ref.axes), torch.arange(val.shape[-1]).expand(self.T, -1)
                 found = [flat for axes, flat in aligned(val, self.tokens, self.sequences) if axes == ref.axes]
-                return (Ref(n, ref.axes), found[0]) if found else None
+                return (NodeRef(n, ref.axes), found[0]) if found else None
         return None
 
-    def columns(self, candidates: list[tuple[Ref, torch.Tensor]]) -> Choice | None:
+    def columns(self, candidates: list[tuple[NodeRef, torch.Tensor]]) -> Choice | None:
         """Several integer nodes with one choice each, such as a first and a second argmax."""
         if self.natural is None or self.widest < 2:
             return None
@@ -183,7 +183,7 @@ class _Search:
             slots = _slots(self.keys, ids, self.natural)
             if slots is not None:
                 columns = tuple(r for r, _ in chosen)
-                return Choice(Ref(columns[0].node, ("t", "k"), columns), ids, slots)
+                return Choice(NodeRef(columns[0].node, ("t", "k"), columns), ids, slots)
         return None
 
     def mask(self) -> Choice | None:
@@ -207,7 +207,7 @@ class _Search:
                 slots = [[names[k] for k in row] for row in self.keys]
                 if [set(row) for row in slots] == [set(row) for row in chosen]:
                     ids = torch.arange(val.shape[-1]).expand(self.T, -1)
-                    return Choice(Ref(n, ("t",) * (val.dim() - 1) + ("m",)), ids, slots)
+                    return Choice(NodeRef(n, ("t",) * (val.dim() - 1) + ("m",)), ids, slots)
         return None
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from ..terms.parameter_places import Place, expert_indices, parameter_of
+from ..terms.parameter_places import ParameterSlice, guess_experts, parameter_of
 from ..terms.term import Term, is_const
 from .routed_nodes import Reach
 
-Key = tuple[Place, ...]  # the places of the expert parameters that reach a summand
+Key = tuple[ParameterSlice, ...]  # the places of the expert parameters that reach a summand
 
 
 class Owners:
@@ -18,7 +18,7 @@ class Owners:
 
     def __init__(self, reach: Reach, experts: set[str], numbers: dict[str, int] | None = None):
         self.reach, self.experts, self.numbers = reach, experts, numbers or {}
-        self._numbers: dict[Place, list[int]] = {}
+        self._numbers: dict[ParameterSlice, list[int]] = {}
         self._owners: dict[Term, frozenset[int]] = {}
 
     def summands(self, t: Term) -> list[Term]:
@@ -59,7 +59,7 @@ class Owners:
         return found
 
     def key(self, t: Term) -> Key:
-        mine = {Place.of(x) for x in self.reach.leaves(t) if parameter_of(x).args[0] in self.experts}
+        mine = {ParameterSlice.from_term(x) for x in self.reach.leaves(t) if parameter_of(x).args[0] in self.experts}
         return tuple(sorted(mine, key=str))
 
     def natural(self, places: Key, several: bool = False) -> list[int]:
@@ -72,10 +72,10 @@ class Owners:
             return sorted({min(o, key=lambda i: -votes[i]) for o in options if o})
         return common[:1]
 
-    def _options(self, place: Place) -> list[int]:
+    def _options(self, place: ParameterSlice) -> list[int]:
         if place not in self._numbers:
             parts = place.fqn.split(".")
             names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
             own = [self.numbers[name] for name in names if name in self.numbers]
-            self._numbers[place] = own or expert_indices(place, self.reach.children)
+            self._numbers[place] = own or guess_experts(place, self.reach.children)
         return self._numbers[place]

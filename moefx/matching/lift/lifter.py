@@ -23,30 +23,30 @@ from ...capture.captured import Capture, decided_by_floats
 from ...errors import Refused
 from ...inspection.proof_trace import CutAttempt, ProofTrace
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import Line, describe_node, is_given, is_of_call, is_random, line, op_name
+from ..graph_nodes import Line, depends_on_arguments, depends_on_call, describe_node, is_random, line, op_name
 from ..terms.parameter_places import parameter_of
 from ..terms.sum_expansion import structure
 from ..terms.term import OVERWRITTEN, Term, TooLarge, is_const, is_pw
 from .anti_unification import Skeletons, Unifier
-from .canonical_form import Group, Lifted, count_sequences, has_matrices
+from .canonical_form import CanonicalForm, Group, count_sequences, has_matrix_products
 from .expert_index import Choice, choice, every_expert_for_every_token, find_near_misses, is_taken_or_left
 from .expert_owners import Key, Owners
-from .repeated_choices import NotTwice, Sums, repeated
+from .repeated_choices import RepeatedChoiceRefused, Sums, repeated
 from .residual_terms import missed, place_keyless, shared
 from .routed_nodes import (
     Reach,
     alike_everywhere,
-    chooses,
+    collect_ancestors,
     cuts,
     expert_parameters,
     feeding,
+    has_integer_choices,
     inside_calls,
-    made_of,
     number_by_tokens,
 )
-from .value_lookup import Lookup
+from .value_lookup import ValueLookup
 
-Late = Literal["", "write", "any"]
+CutPreference = Literal["", "write", "any"]
 UNEXPLAINED = "no integer tensor with one entry per token and slot explains which experts were used"
 SINGLE_ELEMENTS = "the experts move or pick single elements of a row"
 ONE_EXPERT = "there is one expert only that computes anything, which tokens take or leave: of several none is chosen"
@@ -68,8 +68,8 @@ class NothingRouted(Refused):
 
 class Lifter:
     def __init__(
-        self, block: nn.Module, capture: Capture, like: Lifted | None = None, symbolic: bool = False,
-        by_slots: bool = False, is_last: bool = False, whole: frozenset[Line] = frozenset(), late: Late = "",
+        self, block: nn.Module, capture: Capture, like: CanonicalForm | None = None, symbolic: bool = False,
+        by_slots: bool = False, is_last: bool = False, whole: frozenset[Line] = frozenset(), late: CutPreference = "",
     ):  # fmt: skip
         """`like`: the form of another capture of the block; what chose the experts there is looked at first here.
         `symbolic`, `whole`: see `Semantics`; `by_slots`, `is_last`: see `Lookup`. `late`: prefer the last write, or the
@@ -81,7 +81,7 @@ class Lifter:
         self.experts: set[str] = set()  # FQNs of the experts' parameters, once lifted
         self.attempts: list[CutAttempt] = []  # the nodes that were tried as the routed sum
 
-    def lift(self, experts: set[str] | None = None) -> Lifted:
+    def lift(self, experts: set[str] | None = None) -> CanonicalForm:
         """The canonical form. `experts`: FQNs of the experts' parameters as far as another capture has shown them."""
         try:
             return self._lift_sets(experts)
@@ -89,7 +89,7 @@ class Lifter:
             refusal.trace = ProofTrace(cuts=tuple(self.attempts))
             raise
 
-    def _lift_sets(self, experts: set[str] | None) -> Lifted:
+    def _lift_sets(self, experts: set[str] | None) -> CanonicalForm:
         try:
             if experts is not None:
                 return self._lift(experts)
@@ -103,7 +103,7 @@ class Lifter:
                         refusals.setdefault(len(some), refusal)
                 first = first or refusals[max(refusals)]  # the largest set is the complete one
                 self.reach = self._new_reach()  # nothing of what was taken apart for these
-            alike = alike_everywhere(self.reach) if chooses(self.reach) else None
+            alike = alike_everywhere(self.reach) if has_integer_choices(self.reach) else None
             if alike:
                 with contextlib.suppress(Refused):
                     return self._lift(alike)
@@ -113,7 +113,7 @@ class Lifter:
         except TooLarge:
             raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None
 
-    def _lift(self, experts: set[str]) -> Lifted:
+    def _lift(self, experts: set[str]) -> CanonicalForm:
         self.experts = set(experts)
         self.routed, meeting = cuts(self.reach, self.experts)
         self.inside = inside_calls(self.capture, self.routed)
@@ -230,7 +230,7 @@ class Lifter:
                     return str(user.meta["source"])
         return ""
 
-    def _canonical(self, cut: fx.Node, attempt: CutAttempt) -> Lifted:
+    def _canonical(self, cut: fx.Node, attempt: CutAttempt) -> CanonicalForm:
         tokens = tuple(cut.meta["val"].shape[:-1])
         routed, rest = self._summands(cut)
         attempt.reached += 1
@@ -239,7 +239,7 @@ class Lifter:
         nodes = feeding(self.reach, cut, self.routed, self.like)
         known = [e for group in (self.like.groups if self.like is not None else ()) for e in group.ids]
         highest = max([*known, *(int(ids[t, k]) for t, row in enumerate(slots) for k in row)])  # of ids that count
-        lookup = Lookup(
+        lookup = ValueLookup(
             self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like, self.by_slots, self.is_last,
             count_sequences(self.capture, tokens),
         )  # fmt: skip
@@ -279,11 +279,11 @@ class Lifter:
                 groups = self._groups(cut, lookup, instances, chosen)
                 worth = sums()
             if worth is None:
-                raise NotTwice(str(cut.meta["source"]))
+                raise RepeatedChoiceRefused(str(cut.meta["source"]))
             for t, places in every.items():
                 kept[t] = torch.tensor([worth.counts(place) for place in places])
         absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
-        return Lifted(
+        return CanonicalForm(
             self.capture, cut, tokens, ids.shape[1], index, ids, groups, common, alone, kept, absorbed,
             self.owners.numbers, {*twice},
         )  # fmt: skip
@@ -292,18 +292,22 @@ class Lifter:
         """Number experts by their place in one list. If that fails, through all lists of a list; then, if they are in
         none, by the tokens that meet their parameters."""
         reach, like = self.reach, self.like
-        if like is not None and not (like.numbers and like.numbers != reach.nested):
-            return [lambda _: like.numbers]
-        known = like.numbers if like is not None else {}
+        if like is not None and not (like.expert_numbers and like.expert_numbers != reach.nested):
+            return [lambda _: like.expert_numbers]
+        known = like.expert_numbers if like is not None else {}
         by_tokens = [lambda cut: number_by_tokens(reach, cut, self.experts, known)]
         return by_tokens if known else [lambda _: {}, *([lambda _: reach.nested] if reach.nested else []), *by_tokens]
 
     def _groups(
-        self, cut: fx.Node, lookup: Lookup, instances: dict[int, list[tuple[int, int, Term]]], chosen: list[list[int]]
+        self,
+        cut: fx.Node,
+        lookup: ValueLookup,
+        instances: dict[int, list[tuple[int, int, Term]]],
+        chosen: list[list[int]],
     ) -> list[Group]:
         """What the summands of one form have in common, by form; none where no token shows one."""
         groups = [Unifier(self.owners, lookup, self.routed).group(m, chosen) for m in instances.values()]
-        if instances and not any(has_matrices(g.body) for g in groups):
+        if instances and not any(has_matrix_products(g.body) for g in groups):
             raise Refused(
                 "experts are single vectors looked up per token (retrieval), not functions with a matrix product",
                 culprits=tuple(sorted(self.experts)[:3]),
@@ -329,12 +333,12 @@ class Lifter:
         if self.reach.T.overwrites and _is_overwritten(routed):
             raise _overwritten(cut)
         if not any(routed):
-            raise NothingRouted(str(cut.meta["source"]), any(map(is_of_call, self.capture.nodes)))
+            raise NothingRouted(str(cut.meta["source"]), any(map(depends_on_call, self.capture.nodes)))
         return routed, rest
 
     def _choice(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]], attempt: CutAttempt) -> Choice:
         # what the sum is made of first: statistics of another choice may have the same numbers; nothing from behind it
-        last, end = made_of(cut), cut.meta["index"]
+        last, end = collect_ancestors(cut), cut.meta["index"]
         before = (n for n in self.capture.nodes if n not in self.routed and n.meta["index"] < end)
         nodes = sorted(before, key=lambda n: n not in last)
         found = choice(self.owners, tokens, routed, nodes, self.inside, self.like)
@@ -439,7 +443,7 @@ class Lifter:
                 continue
             if decided_by_floats(n):
                 turns[line(n)].append(n)
-            elif is_given(n) and any(op_name(user) in _TAKES_ROWS for user in n.users):
+            elif depends_on_arguments(n) and any(op_name(user) in _TAKES_ROWS for user in n.users):
                 turns[None].append(n)
         return next((masks for masks in turns.values() if len(masks) > 1), [])
 

@@ -17,29 +17,29 @@ import torch
 from ...capture.captured import Capture
 from ...errors import Refused
 from ..terms.normal_form import Terms
-from ..terms.parameter_places import Place, has_place
+from ..terms.parameter_places import ParameterSlice, has_place
 from ..terms.term import Term, is_const, number
-from .canonical_form import Body, Group, Lifted, Ref
-from .value_lookup import Lookup
+from .canonical_form import Body, CanonicalForm, Group, NodeRef
+from .value_lookup import ValueLookup
 
 _Sum = dict[tuple[Term | None, tuple[Term, ...]], float]  # how often rows are added up, and times which scalars
 
 
-TWICE = "two choices of a token may be the same expert, and do not add up then as different ones do"
+REPEATED_CHOICE = "two choices of a token may be the same expert, and do not add up then as different ones do"
 
 
-class NotTwice(Refused):
+class RepeatedChoiceRefused(Refused):
     """A token that chose an expert twice does not get what both choices are worth."""
 
     def __init__(self, source: str, culprits: tuple[str, ...] = ()):
         super().__init__(
-            TWICE, culprits=culprits, source=source,
+            REPEATED_CHOICE, culprits=culprits, source=source,
             remedy="let one topk choose: its choices are different experts; or mask the first choice before the "
             "second, scores.masked_fill(one_hot(first, num_experts).bool(), -math.inf)",
         )  # fmt: skip
 
 
-def repeated(ids: torch.Tensor, slots: list[list[int]], like: Lifted | None) -> dict[int, set[int]]:
+def repeated(ids: torch.Tensor, slots: list[list[int]], like: CanonicalForm | None) -> dict[int, set[int]]:
     """By token the experts that it has chosen twice, of those that are known from tokens which chose them once."""
     chosen = ids.tolist()
     again = [{e for e in row if row.count(e) > 1} for row in chosen]
@@ -52,14 +52,14 @@ class Sums:
     """Whether what a token gets is the sum of what its choices are worth, one by one."""
 
     def __init__(
-        self, capture: Capture, T: Terms, lookup: Lookup, groups: list[Group], routed: list[list[Term]],
-        like: Lifted | None,
+        self, capture: Capture, T: Terms, lookup: ValueLookup, groups: list[Group], routed: list[list[Term]],
+        like: CanonicalForm | None,
     ):  # fmt: skip
         """`routed`: the summands of all tokens that the experts have a part in."""
         self.T, self.lookup = T, lookup
         parts = dict.fromkeys(part for row in routed for part in row)
-        self.places = {Place.of(x): x for x in _walk(*parts) if has_place(x)}
-        self.groups: dict[int, tuple[Group, list[dict[int, Place]]]] = {}
+        self.places = {ParameterSlice.from_term(x): x for x in _walk(*parts) if has_place(x)}
+        self.groups: dict[int, tuple[Group, list[dict[int, ParameterSlice]]]] = {}
         others = {g.body: g for g in like.groups} if like is not None else {}
         met = {g.body for g in groups}
         unmet = [_in_capture(g, capture) for body, g in others.items() if body not in met]
@@ -130,7 +130,7 @@ def _in_capture(group: Group, capture: Capture) -> Group | None:
     if any(n not in here or here[n].target != n.target for n in several):
         return None
 
-    def twin(ref: Ref) -> Ref:
+    def twin(ref: NodeRef) -> NodeRef:
         columns = tuple(map(twin, ref.columns))
         return dataclasses.replace(ref, node=columns[0].node if columns else here[ref.node], columns=columns)
 

@@ -6,20 +6,20 @@ import math
 
 from ...errors import Refused
 from ..graph_nodes import line
-from ..terms.term import Term, is_const, show
-from .canonical_form import Lifted, Ref
+from ..terms.term import Term, format_term, is_const
+from .canonical_form import CanonicalForm, NodeRef
 from .expert_owners import Owners
-from .value_lookup import Lookup
+from .value_lookup import ValueLookup
 
 
 def shared(
-    rest: list[list[Term]], lookup: Lookup, owners: Owners, like: Lifted | None
-) -> tuple[list[Ref], list[list[Term]]]:
+    rest: list[list[Term]], lookup: ValueLookup, owners: Owners, like: CanonicalForm | None
+) -> tuple[list[NodeRef], list[list[Term]]]:
     """Summands that are the rows of a node which is computed without the experts, the same node for all tokens.
     Where its row is zero under this routing (a gated part that is not chosen) there is no summand. A sum that is no
     node's is taken apart. `like`: the form of another capture of the block; where that has identity experts, one that
     all tokens chose here is none of these."""
-    refs: list[Ref] = []
+    refs: list[NodeRef] = []
     lines = None
     if like is not None and any(not group.tables for group in like.groups):
         lines = {line(ref.node) for ref in like.shared}
@@ -41,17 +41,19 @@ def shared(
         rest = apart
 
 
-def _as_there(refs: list[Ref], there: list[Ref], lookup: Lookup) -> list[Ref]:
+def _as_there(refs: list[NodeRef], there: list[NodeRef], lookup: ValueLookup) -> list[NodeRef]:
     """The summands of another capture, in their order, where those that are not among `refs` are zero for all tokens:
     what a dense mask lets through, of an identity expert that nobody chose."""
-    mine = {ref.place: ref for ref in refs}
-    if not all(ref.place in mine for ref in there):
-        mine = {ref.place: ref for ref in lookup.zero_rows()} | mine
-    ordered = [mine[ref.place] for ref in there if ref.place in mine]
+    mine = {ref.position: ref for ref in refs}
+    if not all(ref.position in mine for ref in there):
+        mine = {ref.position: ref for ref in lookup.zero_rows()} | mine
+    ordered = [mine[ref.position] for ref in there if ref.position in mine]
     return ordered if len(ordered) == len(there) and set(refs) <= set(ordered) else refs
 
 
-def missed(rest: list[list[Term]], routed: list[list[Term]], lookup: Lookup) -> tuple[Ref | None, list[list[Term]]]:
+def missed(
+    rest: list[list[Term]], routed: list[list[Term]], lookup: ValueLookup
+) -> tuple[NodeRef | None, list[list[Term]]]:
     """What the tokens that no expert took have instead: their own row, say, which the others do not have."""
     alone = [t for t, parts in enumerate(routed) if not parts]
     if not alone or any(len(rest[t]) != 1 for t in alone) or any(rest[t] for t in range(len(rest)) if routed[t]):
@@ -60,7 +62,9 @@ def missed(rest: list[list[Term]], routed: list[list[Term]], lookup: Lookup) -> 
     return (ref, [[] for _ in rest]) if ref is not None else (None, rest)
 
 
-def place_keyless(t: int, parts: list[Term], ids: list[int], placed: list[tuple[int, Term]], lookup: Lookup) -> None:
+def place_keyless(
+    t: int, parts: list[Term], ids: list[int], placed: list[tuple[int, Term]], lookup: ValueLookup
+) -> None:
     """Summands of a token without parameters (identity experts): the slots that are left, told apart by their
     weights."""
     for part in [summand for whole in parts for summand in _by_weight(whole, lookup)]:
@@ -70,11 +74,13 @@ def place_keyless(t: int, parts: list[Term], ids: list[int], placed: list[tuple[
         if not fits and len(free) == 1:
             fits = free
         if not fits:
-            raise Refused(f"a part of the output is neither an expert's nor the same for all tokens: {show(part, 3)}")
+            raise Refused(
+                f"a part of the output is neither an expert's nor the same for all tokens: {format_term(part, 3)}"
+            )
         placed.append((fits[0], part))
 
 
-def _by_weight(t: Term, lookup: Lookup) -> list[Term]:
+def _by_weight(t: Term, lookup: ValueLookup) -> list[Term]:
     """`x * (w1 + w2)` as two summands: one token may choose two experts that do the same."""
     if t.op == "pw" and t.args[0] == "mul":
         a, b = t.args[2:]

@@ -21,11 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.captured import Capture, decided_by_floats, remembered
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import Line, from_state, is_known, is_routed, line, op_name
+from ..graph_nodes import Line, follows_from_state, is_known, is_routed, line, op_name
 from ..terms.node_semantics import Semantics
-from ..terms.parameter_places import Place, expert_indices, is_parameter, nested_numbers, parameter_of, sibling_names
+from ..terms.parameter_places import (
+    ParameterSlice,
+    find_siblings,
+    guess_experts,
+    is_parameter_slice,
+    nested_numbers,
+    parameter_of,
+)
 from ..terms.term import Term, TooLarge, is_const
-from .canonical_form import Lifted
+from .canonical_form import CanonicalForm
 
 _MOST_ROWS = 1 << 14
 _MOST_NODES_BACK = 60
@@ -42,7 +49,7 @@ class Reach:
     """
 
     def __init__(
-        self, block: nn.Module, capture: Capture, symbolic: bool = False, like: Lifted | None = None,
+        self, block: nn.Module, capture: Capture, symbolic: bool = False, like: CanonicalForm | None = None,
         whole: frozenset[Line] = frozenset(),
     ):  # fmt: skip
         self.block, self.capture = block, capture
@@ -50,7 +57,7 @@ class Reach:
         self.apart = {place.fqn: place.axes for table in tables for place in table.values()}
         self.S = Semantics(capture.nodes, capture.shadow, symbolic, whole)
         self.T = self.S.T
-        self.children, self.nested = sibling_names(block), nested_numbers(block)
+        self.children, self.nested = find_siblings(block), nested_numbers(block)
         results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]
         self.outputs = [n for n in pytree.tree_leaves(results) if isinstance(n, fx.Node)]
         self._leaves: dict[Term, frozenset[Term]] = {}
@@ -61,17 +68,21 @@ class Reach:
         shape = term.shape[: len(term.shape) - 1 if lead is None else lead]
         if math.prod(shape) > _MOST_ROWS:
             raise Refused(f"{math.prod(shape)} rows are too many to look at", source=str(node.meta["source"]))
-        return [self.T.resolve(self.T.picks(term, dict(enumerate(ix)))) for ix in itertools.product(*map(range, shape))]
+        return [
+            self.T.resolve(self.T.pick_axes(term, dict(enumerate(ix)))) for ix in itertools.product(*map(range, shape))
+        ]
 
     def leaves(self, t: Term) -> frozenset[Term]:
         """The parameter parts that reach a term as vectors (a scalar is a routing weight, not an expert)."""
         found = self._leaves.get(t)
         if found is None:
-            if is_parameter(t):
+            if is_parameter_slice(t):
                 found = frozenset([t])
             else:
                 is_single = math.prod(t.shape) == 1
-                parts = [self.leaves(a) for a in t.terms if is_single or math.prod(a.shape) > 1 or is_parameter(a)]
+                parts = [
+                    self.leaves(a) for a in t.terms if is_single or math.prod(a.shape) > 1 or is_parameter_slice(a)
+                ]
                 found = frozenset().union(*parts)
                 if is_single:
                     found = frozenset(p for p in found if parameter_of(p).args[0] not in self.deciding)
@@ -82,7 +93,7 @@ class Reach:
     def deciding(self) -> set[str]:
         """FQNs of the parameters that choices are made with."""
         choices = [n for n in self.capture.nodes if decided_by_floats(n)]
-        return {n.meta["fqn"] for n in made_of(*choices) if n.op == "get_attr"}
+        return {n.meta["fqn"] for n in collect_ancestors(*choices) if n.op == "get_attr"}
 
     def met(self, node: fx.Node, experts: Collection[str] | None = None) -> list[frozenset[Term]]:
         """The parameter parts that reach each row of a node. Where a mask lets all experts of a row pass, it is no mask
@@ -102,10 +113,10 @@ class Reach:
 
     def live(self) -> set[fx.Node]:
         """What the outputs and effects are computed from."""
-        return made_of(*self.outputs)
+        return collect_ancestors(*self.outputs)
 
 
-def padded(block: nn.Module, capture: Capture, width: int) -> frozenset[Line]:
+def find_padding_lines(block: nn.Module, capture: Capture, width: int) -> frozenset[Line]:
     """Lines at which some rows of hidden states are set to a constant, by a mask that is given, or appended: these rows
     do not show what is made of the others."""
     reach, behind, found = Reach(block, capture), set[fx.Node](), set[Line]()
@@ -153,7 +164,7 @@ def expert_parameters(reach: Reach) -> Iterator[list[set[str]]]:
             or val.dim() < 2
             or not val.is_floating_point()
             or math.prod(val.shape[:-1]) > _MOST_ROWS
-            or from_state(out)  # its rows are no tokens
+            or follows_from_state(out)  # its rows are no tokens
         ):
             continue
         tried += out not in reach.outputs
@@ -211,7 +222,9 @@ def _parts(t: Term) -> int:
 def _deciding(reach: Reach, parameters: set[str]) -> set[str]:
     """Which of these parameters choices are computed from: those of an earlier layer, of a router, of an embedding."""
     decided = [n for n in reach.capture.nodes if n.op == "call_function" and decided_by_floats(n)]
-    return {str(n.meta["fqn"]) for n in made_of(*decided) if n.op == "get_attr" and n.meta["fqn"] in parameters}
+    return {
+        str(n.meta["fqn"]) for n in collect_ancestors(*decided) if n.op == "get_attr" and n.meta["fqn"] in parameters
+    }
 
 
 def _stacked(per_row: list[frozenset[Term]], apart: dict[str, frozenset[int]]) -> dict[Term, frozenset[int]]:
@@ -294,9 +307,9 @@ def alike_everywhere(reach: Reach) -> set[str]:
         if not isinstance(val, FakeTensor) or val.dim() < 2 or math.prod(val.shape[:-1]) > _MOST_ROWS:
             continue
         met = frozenset.intersection(*[reach.leaves(r) for r in reach.rows(out)])
-        kinds: dict[tuple, set[Place]] = defaultdict(set)
-        for place in map(Place.of, met):
-            if expert_indices(place, reach.children):
+        kinds: dict[tuple, set[ParameterSlice]] = defaultdict(set)
+        for place in map(ParameterSlice.from_term, met):
+            if guess_experts(place, reach.children):
                 kinds[re.sub(r"\d+", "#", place.fqn), place.steps and place.steps[0][0]].add(place)
         found = {p.fqn for places in kinds.values() if len(places) > 1 for p in places}
         if found:
@@ -304,7 +317,7 @@ def alike_everywhere(reach: Reach) -> set[str]:
     return set()
 
 
-def chooses(reach: Reach) -> bool:
+def has_integer_choices(reach: Reach) -> bool:
     """Whether some integers with several entries per token follow from floats."""
     shapes = (n.meta["val"].shape for n in reach.outputs if isinstance(n.meta.get("val"), FakeTensor))
     tokens = math.prod(next(shapes, ())[:-1])
@@ -318,7 +331,7 @@ def chooses(reach: Reach) -> bool:
     )
 
 
-def chooses_for_sequences(capture: Capture) -> bool:
+def has_sequence_choices(capture: Capture) -> bool:
     """Whether some integers have one entry, or a few, for each sequence: few sequences may all choose the same."""
     dims = list(capture.sizes.dims.values())
     has_axis = len(dims) > 1 or (bool(dims) and capture.sizes.tokens > dims[0])
@@ -365,7 +378,7 @@ def inside_calls(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
     return inside
 
 
-def made_of(*nodes: fx.Node) -> set[fx.Node]:
+def collect_ancestors(*nodes: fx.Node) -> set[fx.Node]:
     """Nodes, and all that they are computed from."""
     seen: set[fx.Node] = set()
     stack = [*nodes]
@@ -377,11 +390,11 @@ def made_of(*nodes: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: Lifted | None) -> list[fx.Node]:
+def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: CanonicalForm | None) -> list[fx.Node]:
     """Float nodes that are computed without expert parameters and feed the cut. Not those that a loop over the experts
     makes of their tokens, here or in another capture of the block: where one expert has all tokens, its rows look like
     everybody's, and one row looks like a number; nor what a loop that writes rows has written so far."""
-    seen = made_of(cut)
+    seen = collect_ancestors(cut)
     rows = [_rows_of_lines(seen, cut)]
     if like is not None:
         nodes, sum_ = like.capture.nodes, like.cut

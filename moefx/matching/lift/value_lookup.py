@@ -13,15 +13,15 @@ from torch import fx
 from ..graph_nodes import line
 from ..terms.node_semantics import Semantics
 from ..terms.term import Term, is_const
-from .canonical_form import Lifted, Ref
+from .canonical_form import CanonicalForm, NodeRef
 
 
-class Lookup:
+class ValueLookup:
     """Finds the node whose elements are given terms: weights and input rows are recognised by what they are."""
 
     def __init__(
         self, S: Semantics, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int,
-        inside: set[fx.Node], like: Lifted | None, by_slots: bool, is_last: bool, sequences: int = 0,
+        inside: set[fx.Node], like: CanonicalForm | None, by_slots: bool, is_last: bool, sequences: int = 0,
     ):  # fmt: skip
         """`nodes`: to look among. `inside`: those that are a submodule's own, to be taken only where no other fits.
         `like`: the form of another capture of the block. `by_slots`: not what a token has for each expert. `is_last`:
@@ -33,9 +33,9 @@ class Lookup:
         self.counted: list[tuple[int, int, int]] = []  # places where a slot counts, and where it does not
         self.dropped: list[tuple[int, int, int]] = []
         self.doubtful: list[tuple[int, int, int]] = []  # where a weight that is zero at some of them is the likelier
-        self.readings: list[tuple[tuple[bool, bool, int], int, Ref]] = []
+        self.readings: list[tuple[tuple[bool, bool, int], int, NodeRef]] = []
         self.before = {  # at a single token several readings fit: as in the other capture is best
-            ref.place
+            ref.position
             for group in (like.groups if like is not None and not is_last else ())
             for value in group.values
             for ref in (value.columns or (value,))
@@ -44,17 +44,17 @@ class Lookup:
             for rank, axes in self._axes(tuple(n.meta["val"].shape)):
                 if by_slots and "e" in axes and {"t", "s"} & set(axes):
                     continue
-                ref, index = Ref(n, axes), n.meta["index"]
+                ref, index = NodeRef(n, axes), n.meta["index"]
                 at = -index if is_last else index
-                self.readings.append(((ref.place not in self.before, n in inside, rank), at, ref))
+                self.readings.append(((ref.position not in self.before, n in inside, rank), at, ref))
         self.readings.sort(key=lambda r: r[:2])
         self.readings = self._without_repeated()
-        self.before_knew = like is not None and not like.kept.all()  # which slots are dropped
-        self._tables: dict[tuple, dict[Term, list[Ref]]] = {}
+        self.before_knew = like is not None and not like.kept_slots.all()  # which slots are dropped
+        self._tables: dict[tuple, dict[Term, list[NodeRef]]] = {}
 
-    def _without_repeated(self) -> list[tuple[tuple[bool, bool, int], int, Ref]]:
+    def _without_repeated(self) -> list[tuple[tuple[bool, bool, int], int, NodeRef]]:
         """The first of the readings that are the same: each turn of a loop may compute `weights[..., None]` again."""
-        first: dict[tuple, tuple[tuple[bool, bool, int], int, Ref]] = {}
+        first: dict[tuple, tuple[tuple[bool, bool, int], int, NodeRef]] = {}
         for reading in self.readings:
             ref = reading[-1]
             first.setdefault((self.S.term(ref.node), ref.axes, line(ref.node)), reading)
@@ -88,7 +88,7 @@ class Lookup:
             out += [(11, ("s", "e"))] if len(shape) > 1 and shape[1] >= self.experts else []
         return out
 
-    def element(self, ref: Ref, t: int, k: int, e: int) -> Term | None:
+    def element(self, ref: NodeRef, t: int, k: int, e: int) -> Term | None:
         if ref.columns:
             ref = ref.columns[k]
         term = self.S.term(ref.node)
@@ -105,9 +105,9 @@ class Lookup:
             if not 0 <= i < term.shape[axis]:
                 return None
             where[axis] = i
-        return self.S.T.resolve(self.S.T.picks(term, where))
+        return self.S.T.resolve(self.S.T.pick_axes(term, where))
 
-    def _value(self, ref: Ref, place: tuple[int, int, int]) -> Term | None:
+    def _value(self, ref: NodeRef, place: tuple[int, int, int]) -> Term | None:
         found = self.element(ref, *place)
         return found and self._plain(found)
 
@@ -123,7 +123,7 @@ class Lookup:
                 out |= {r for t in range(self.T) if (r := self.element(ref, t, 0, 0)) is not None}
         return out
 
-    def zero_rows(self) -> list[Ref]:
+    def zero_rows(self) -> list[NodeRef]:
         """Readings of one row per token whose rows are zero, all of them."""
         return [
             ref
@@ -134,12 +134,12 @@ class Lookup:
 
     def find(
         self, where: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False
-    ) -> Ref | None:
+    ) -> NodeRef | None:
         """The node (and reading) whose element at every place is the given term. A value that is not a scalar must
         be one per token, unless `wide`."""
         at = where[0]
         if (at, slots) not in self._tables:
-            table: dict[Term, list[Ref]] = defaultdict(list)
+            table: dict[Term, list[NodeRef]] = defaultdict(list)
             for _, _, ref in self.readings:
                 if slots or set(ref.axes) == {"t"}:
                     found = self._value(ref, at)
@@ -161,7 +161,7 @@ class Lookup:
 
     def find_rows(
         self, t: int, term: Term, rest: list[list[Term]], lines: Collection[tuple[Any, Any]] | None
-    ) -> tuple[Ref, list[Term]] | None:
+    ) -> tuple[NodeRef, list[Term]] | None:
         """The node whose row `t` is `term`, and whose other rows are among what is left of the sums, or zero; one of
         some lines, if these are given."""
         for _, _, ref in self.readings:
@@ -174,14 +174,14 @@ class Lookup:
                 return ref, column  # type: ignore[return-value]
         return None
 
-    def _likeliest(self, fits: Iterator[Ref], slots: Collection[int]) -> Ref | None:
+    def _likeliest(self, fits: Iterator[NodeRef], slots: Collection[int]) -> NodeRef | None:
         """The first, or a weight that says itself which slots count: zero wherever one is dropped, nowhere else (one
         expert's mask is), and most often where one may be."""
         dropped, doubtful, counted = (
             [at for at in found if at[1] in slots] for found in (self.dropped, self.doubtful, self.counted)
         )
         first, best, most = next(fits, None), None, -1
-        if first is None or not (dropped or doubtful) or (self.before_knew and first.place in self.before):
+        if first is None or not (dropped or doubtful) or (self.before_knew and first.position in self.before):
             return first
         for ref in itertools.chain([first], fits):
             says = len(self._zeros(ref, dropped)) == len(dropped) and not (dropped and self._zeros(ref, counted))
@@ -191,10 +191,10 @@ class Lookup:
                 break
         return best or first
 
-    def _zeros(self, ref: Ref, where: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    def _zeros(self, ref: NodeRef, where: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         return [at for at in where if (found := self.element(ref, *at)) is None or is_const(found, 0)]
 
-    def _columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> Ref | None:
+    def _columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> NodeRef | None:
         """One node for each slot."""
         columns = []
         for k in range(self.slots):
@@ -214,9 +214,9 @@ class Lookup:
             if found is None:
                 return None
             columns.append(found)
-        return Ref(columns[0].node, ("t", "k"), tuple(columns))
+        return NodeRef(columns[0].node, ("t", "k"), tuple(columns))
 
-    def holds(self, term: Term) -> list[Ref]:
+    def holds(self, term: Term) -> list[NodeRef]:
         """Readings that have this term somewhere (looked for at the first places only)."""
         return [ref for table in self._tables.values() for ref in table.get(self._plain(term), ())]
 

@@ -31,8 +31,8 @@ from ...capture.source import Source
 from ...errors import Refused
 from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure
-from ..graph_nodes import is_of_state, is_random, is_routed, line, numbers, op_name
-from ..integer_ranges import UNBOUNDED, Ranges
+from ..graph_nodes import collect_numbers, is_random, is_routed, is_state, line, op_name
+from ..integer_ranges import UNBOUNDED, IntegerRanges
 from . import empty_experts, zero_rows
 from .forced_outcome import BUFFER, COUNT, LIMIT, READ, ZERO, find_capture, force_outcome, refuse_change, repeat_outcome
 
@@ -107,9 +107,14 @@ def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Ca
     }
     for lifted in state.forms:
         doubtful = [read for read in lifted.capture.reads if len(outcomes[read.calls]) == 1]
-        ranges = Ranges.with_more_tokens(lifted.capture) if doubtful else None
+        ranges = IntegerRanges.with_more_tokens(lifted.capture) if doubtful else None
         for read in doubtful:
-            if ranges and read.node is not None and not _is_about_rows(read) and ranges.decided(read.node, read.asked):
+            if (
+                ranges
+                and read.node is not None
+                and not _is_about_rows(read)
+                and ranges.is_decided(read.node, read.asked)
+            ):
                 outcomes[read.calls] = {True, False}
     for calls, read in _find_large_count_reads(state).items():
         outcomes[calls], met[calls] = {read.value}, (read, met[calls][1])
@@ -138,7 +143,7 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
     equal: dict[tuple[Source, ...], list[HostRead | None]] = {}  # by capture one that was equal
     limits_at: dict[tuple[Source, ...], dict[float, list[HostRead]]] = {}
     for lifted in state.forms:
-        ranges = Ranges.with_more_tokens(lifted.capture)
+        ranges = IntegerRanges.with_more_tokens(lifted.capture)
         met: dict[tuple[Source, ...], HostRead | None] = {}
         for read in lifted.capture.reads:
             op, number = read.asked or ("", math.nan)
@@ -163,15 +168,15 @@ def _is_limit_test(state: ProofState, read: HostRead) -> bool:
     if read.asked is None or type(read.asked[1]) not in (int, float):
         return False
     captures = (lifted.capture for lifted in state.forms if any(read is r for r in lifted.capture.reads))
-    return any(is_unbounded(Ranges.with_more_tokens(taken), read) for taken in captures)
+    return any(is_unbounded(IntegerRanges.with_more_tokens(taken), read) for taken in captures)
 
 
-def is_unbounded(ranges: Ranges, read: HostRead) -> bool:
+def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
     """Whether the number that was compared grows with the tokens."""
     of = read.of if read.node is None else {read.node}
     if not of:  # how many rows there are
         return True
-    found = [ranges.of(n) if isinstance(n, fx.Node) else None for n in of]
+    found = [ranges.get(n) if isinstance(n, fx.Node) else None for n in of]
     return LENGTH in of or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
 
 
@@ -187,7 +192,7 @@ def _find_turning_values(
         with contextlib.suppress(Exception):  # it may check the value
             flips = {**tracer.flips, read.calls: value}
             nodes = state.capture(tracer.routing.again(), state.sizes[at], flips).nodes
-            return value, list(map(line, nodes)), numbers(nodes)
+            return value, list(map(line, nodes)), collect_numbers(nodes)
         return None
 
     def differ(a: Any, b: Any) -> set[Any]:
@@ -214,9 +219,9 @@ def find_buffers(read: HostRead) -> list[str]:
         if node in seen:
             continue
         seen.add(node)
-        if node.op == "placeholder" or is_random(node) or (is_of_state(node) and node.meta["kind"] != "buffer"):
+        if node.op == "placeholder" or is_random(node) or (is_state(node) and node.meta["kind"] != "buffer"):
             return []
-        if is_of_state(node):
+        if is_state(node):
             found.append(str(node.meta["fqn"]))
         stack += node.all_input_nodes
     return sorted(found)

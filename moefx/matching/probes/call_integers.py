@@ -27,9 +27,9 @@ from ...capture.effects import holds_integers
 from ...capture.routing import Routing
 from ...capture.source import is_users_own
 from ...errors import Refused
-from ..graph_nodes import is_given, is_known, is_of_call, line, op_name, values
-from ..integer_ranges import NARROW, Ranges
-from ..lift.canonical_form import Lifted
+from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, is_known, line, op_name
+from ..integer_ranges import NARROW, IntegerRanges
+from ..lift.canonical_form import CanonicalForm
 from ..op_classes import CUTS, INTEGER_FUNCTIONS, LEVELS, LOOKUPS
 
 if TYPE_CHECKING:
@@ -70,17 +70,17 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
     """Return the results of the operations on integers of a call, by their places in the program."""
     found: dict[Place, Observation] = {}
     counts = Counter[Any]()
-    ranges: list[Ranges] = []
+    ranges: list[IntegerRanges] = []
     for n in filter(_is_of_call, capture.nodes):
         where = (n.meta.get("calls") or n.meta["source"], str(n.target))
         counts[where] += 1
         made_of = find_operands(n)
-        of = set().union(*[values(capture, a) for a in (made_of[:1] if op_name(n) in LOOKUPS else made_of)])
+        of = set().union(*[find_extremes(capture, a) for a in (made_of[:1] if op_name(n) in LOOKUPS else made_of)])
         is_same = _can_level_off(n) and any(are_equal(capture.shadow(a), capture.shadow(n)) for a in made_of)
-        one = Observation(n, values(capture, n), of, is_same)
+        one = Observation(n, find_extremes(capture, n), of, is_same)
         is_one_way = one.is_same or len(one.values) == 1  # doubtful, or beside other captures
         if is_one_way and not ranges:
-            ranges.append(Ranges(capture.nodes, of_call=True))
+            ranges.append(IntegerRanges(capture.nodes, of_call=True))
         if not is_one_way or not _is_decided(ranges[0], n):
             found[(*where, counts[where])] = one
     for (*where, _), one in found.items():
@@ -88,11 +88,11 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
     return found
 
 
-def _is_decided(ranges: Ranges, n: fx.Node) -> bool:
+def _is_decided(ranges: IntegerRanges, n: fx.Node) -> bool:
     """Whether it comes out so whatever is given: `(ids % 4).clamp(max=3)`."""
-    found = ranges.of(n)
-    of = [ranges.of(a) for a in find_operands(n)] if op_name(n) in CUTS else []
-    return ranges.decided(n) or any(found and r and all(map(are_equal, found, r)) for r in of)
+    found = ranges.get(n)
+    of = [ranges.get(a) for a in find_operands(n)] if op_name(n) in CUTS else []
+    return ranges.is_decided(n) or any(found and r and all(map(are_equal, found, r)) for r in of)
 
 
 def _can_level_off(n: fx.Node) -> bool:
@@ -179,19 +179,19 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
             return
         raise refusal from error
     if _find_read_lines(lifted) != _find_read_lines(state.forms[met]) or not torch.equal(
-        lifted.kept, state.forms[met].kept
+        lifted.kept_slots, state.forms[met].kept_slots
     ):
         raise refusal
     state.add_evidence(lifted, sizes)
 
 
-def _find_read_lines(lifted: Lifted) -> list[Any]:
+def _find_read_lines(lifted: CanonicalForm) -> list[Any]:
     """Which nodes the experts, and what is added for all tokens, are read off."""
     counts, at = Counter[Any](), {}
     for n in lifted.capture.nodes:
         counts[line(n)] += 1
         at[n] = (line(n), counts[line(n)])
-    refs = [lifted.index, *lifted.shared, *(v for group in lifted.groups for v in group.values)]
+    refs = [lifted.expert_index, *lifted.shared, *(v for group in lifted.groups for v in group.values)]
     return [at[n] for ref in refs for n in ref.nodes]
 
 
@@ -200,7 +200,7 @@ def _is_of_call(n: fx.Node) -> bool:
     buffers, which have other values in each capture, only what makes others of them."""
     if n.op != "call_function" or not isinstance(n.meta.get("val"), torch.Tensor) or not is_known(n):
         return False
-    is_one = is_given(n) or (is_of_call(n) and _is_computation(n))
+    is_one = depends_on_arguments(n) or (depends_on_call(n) and _is_computation(n))
     return is_one and not any(map(is_abstract, find_operands(n)))
 
 

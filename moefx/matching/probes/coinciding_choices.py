@@ -24,9 +24,9 @@ from ...capture.routing import Routing
 from ...capture.shadows import computed_anew
 from ...capture.source import Source
 from ...errors import Refused
-from ..lift.canonical_form import Lifted, count_sequences
-from ..lift.distinct_choices import as_slots
-from ..lift.routed_nodes import made_of
+from ..lift.canonical_form import CanonicalForm, count_sequences
+from ..lift.distinct_choices import view_as_slots
+from ..lift.routed_nodes import collect_ancestors
 from .float_decisions import choose_captures, locate_decision
 from .forced_outcome import find_capture, force_outcome
 
@@ -44,7 +44,7 @@ def separate_choices(state: ProofState) -> None:
     Raises:
         Refused: the form is another one then.
     """
-    alike: dict[_Place, list[Lifted]] = {}
+    alike: dict[_Place, list[CanonicalForm]] = {}
     apart: set[_Place] = set()
     for lifted in state.forms:
         for n in _find_other_choices(lifted):
@@ -58,22 +58,22 @@ def separate_choices(state: ProofState) -> None:
                 _separate(state, place, taken)
 
 
-def _find_other_choices(lifted: Lifted) -> list[fx.Node]:
+def _find_other_choices(lifted: CanonicalForm) -> list[fx.Node]:
     """Integers and masks that the sum is made of, with entries for each token, of which the choice is not made."""
-    if "m" in lifted.index.axes:  # every expert is a slot there
+    if "m" in lifted.expert_index.axes:  # every expert is a slot there
         return []
-    every = made_of(lifted.cut) - made_of(*lifted.index.nodes) - lifted.absorbed
+    every = collect_ancestors(lifted.cut) - collect_ancestors(*lifted.expert_index.nodes) - lifted.replaced_nodes
     return sorted((n for n in every if _is_of_tokens(n, lifted)), key=lambda n: n.meta["index"])
 
 
-def _is_of_tokens(n: fx.Node, lifted: Lifted) -> bool:
+def _is_of_tokens(n: fx.Node, lifted: CanonicalForm) -> bool:
     if not decided_by_floats(n) or not (val := n.meta["val"]).numel():
         return False
     by_token = _align_with_tokens(val, lifted)
     return by_token is not None and (val.dtype is not torch.bool or by_token.shape[1] > int(lifted.ids.max()))
 
 
-def _align_with_tokens(val: torch.Tensor, lifted: Lifted) -> torch.Tensor | None:
+def _align_with_tokens(val: torch.Tensor, lifted: CanonicalForm) -> torch.Tensor | None:
     """The entries of each token, [T, N], or of its sequence; None if there are no such."""
     tokens, shape = len(lifted.ids), tuple(val.shape)
     if any(shape[: len(lead)] == lead for lead in (lifted.tokens, (tokens,))):
@@ -84,7 +84,7 @@ def _align_with_tokens(val: torch.Tensor, lifted: Lifted) -> torch.Tensor | None
     return val.reshape(sequences, -1).repeat_interleave(tokens // sequences, 0)
 
 
-def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: Lifted) -> bool:
+def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: CanonicalForm) -> bool:
     """Whether integers are for each token some of its choices, or all of them and others; whether a mask of experts is
     the same for all that were chosen."""
     of_tokens = _align_with_tokens(val, lifted)
@@ -95,17 +95,17 @@ def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: Lifted) -> bool:
     return bool(same.any(1).all()) or bool(same.any(2).all())
 
 
-def _can_differ(lifted: Lifted, place: _Place) -> bool:
+def _can_differ(lifted: CanonicalForm, place: _Place) -> bool:
     """Whether with other values of parameters and buffers the two choices do not come out alike."""
-    refs = lifted.index.columns or (lifted.index,)
+    refs = lifted.expert_index.columns or (lifted.expert_index,)
     others = [n for n in _find_other_choices(lifted) if place in map(locate_decision, decided_by_floats(n))]
-    nodes = sorted(made_of(*lifted.index.nodes, *others), key=lambda n: n.meta["index"])
+    nodes = sorted(collect_ancestors(*lifted.expert_index.nodes, *others), key=lambda n: n.meta["index"])
     for seed in range(_MAX_TRIALS):
         try:
             with torch.random.fork_rng(devices=()):  # a router may draw noise
                 torch.default_generator.manual_seed(seed)
                 values = computed_anew(nodes, Routing("diverse", seed, is_wild=True).invent)
-            ids = torch.cat([as_slots(values[ref.node], lifted.tokens, ref.axes) for ref in refs], dim=1)
+            ids = torch.cat([view_as_slots(values[ref.node], lifted.tokens, ref.axes) for ref in refs], dim=1)
             if not all(_are_alike(values[n], ids, lifted) for n in others):
                 return True
         except Exception:  # there may be another number of them

@@ -20,8 +20,8 @@ from torch import fx
 
 from ...capture.captured import SHAPE_ONLY, SPREAD, Capture, remembered
 from ...capture.source import Source
-from ..graph_nodes import SELECTIONS, is_known, is_routed, op_name, place_axis, values
-from ..integer_ranges import UNBOUNDED, Ranges, token_sizes
+from ..graph_nodes import SELECTIONS, find_extremes, is_known, is_routed, op_name, position_axis
+from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
 from .empty_experts import is_chosen_test
 from .forced_outcome import force_outcome
@@ -55,8 +55,8 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
         for place, limit in find_limits(lifted.capture, state.unforced_lengths).items():
             limited.setdefault(place, set()).add(limit)
     for lifted in state.forms:
-        ranges = Ranges.with_more_tokens(lifted.capture)
-        sizes = token_sizes(lifted.capture)
+        ranges = IntegerRanges.with_more_tokens(lifted.capture)
+        sizes = find_token_sizes(lifted.capture)
         for n in filter(is_known, lifted.capture.nodes):
             by = n.args[0] if op_name(n) == "getitem" else n
             if n.op != "call_function" or not isinstance(by, fx.Node):
@@ -75,8 +75,8 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
             if len(seen) > 1:
                 continue
             seen |= _find_outcomes(lifted.capture, n, by)
-            of.setdefault(key, set()).update(*[values(lifted.capture, a) for a in by.all_input_nodes])
-            if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool) and ranges.decided(n):
+            of.setdefault(key, set()).update(*[find_extremes(lifted.capture, a) for a in by.all_input_nodes])
+            if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool) and ranges.is_decided(n):
                 seen |= {0, 1}
     same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
     same = {key: seen for key, seen in same.items() if _is_constant(state, key)}
@@ -103,7 +103,7 @@ def _describe_outcome(seen: Any) -> str:
 
 def _find_outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
     """Two of the values, or the one that all elements have; of places two of the rows that there are of them."""
-    found = values(capture, n)
+    found = find_extremes(capture, n)
     if n.meta["val"].dtype is torch.bool:
         return set(map(bool, found))
     axis = _find_place_axis(n, by)
@@ -117,10 +117,10 @@ def _find_place_axis(n: fx.Node, by: fx.Node) -> int | None:
     """Along which several places were found in each row."""
     if n.meta["val"].dim() < 2 or (n.args[1:2] != (1,) if by is not n else op_name(n) != "argsort"):
         return None
-    return place_axis(n) if by is n else SELECTIONS[op_name(by)](by)[0] if op_name(by) in SELECTIONS else None
+    return position_axis(n) if by is n else SELECTIONS[op_name(by)](by)[0] if op_name(by) in SELECTIONS else None
 
 
-def _is_of_crowds(ranges: Ranges, n: fx.Node, by: fx.Node) -> bool:
+def _is_of_crowds(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> bool:
     """Whether an op computes something of numbers that grow with the tokens."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or not val.numel() or by.target in SHAPE_ONLY:
@@ -132,12 +132,12 @@ def _is_of_crowds(ranges: Ranges, n: fx.Node, by: fx.Node) -> bool:
     return op_name(by) not in ELEMENT_MOVES | NEW_TENSORS and any(_is_growing(ranges, a) for a in of)
 
 
-def _is_growing(ranges: Ranges, node: fx.Node) -> bool:
+def _is_growing(ranges: IntegerRanges, node: fx.Node) -> bool:
     """Whether a number may be any if there are enough tokens."""
 
     def grows(n: fx.Node, are: list[bool]) -> bool:
         val = n.meta.get("val")
-        found = ranges.of(n)
+        found = ranges.get(n)
         if found is not None:
             return not bool((found[1] < UNBOUNDED // 2).all() and (found[0] > -UNBOUNDED // 2).all())
         if n.op != "call_function" or not is_known(n) or not isinstance(val, torch.Tensor):

@@ -28,7 +28,7 @@ from ..integer_ranges import NARROW
 from ..op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
 
 if TYPE_CHECKING:
-    from ..lift.canonical_form import Lifted
+    from ..lift.canonical_form import CanonicalForm
     from ..proof_state import ProofState
 
 _MAX_CAPTURES = 8
@@ -182,7 +182,7 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
     return read.value == question.if_some and _is_of_an_expert(question.mask)
 
 
-def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> Lifted | None:
+def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalForm | None:
     """A capture of two or three tokens; None if what was read is the same there."""
     sizes = state.size_choice.choose_sequence(2 + seed % 2)
     routing = Routing(("flooded", "diverse")[seed // 2 % 2], 40 + seed)

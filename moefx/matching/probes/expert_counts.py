@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ...capture.captured import HostRead, decided_by_floats, is_abstract
 from ...capture.routing import Routing
 from ...errors import Refused
-from ..lift.canonical_form import Lifted
+from ..lift.canonical_form import CanonicalForm
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -44,7 +44,7 @@ def vary_expert_counts(state: ProofState) -> None:
     experts = max(state.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
     for sizes, expert in itertools.product(_choose_few_sizes(state) if routings else (), experts):
         controls = (Routing("spared", expert, (expert,) * count) for count in _CONTROLS)
-        if not any(isinstance(_capture_count(state, expert, control, sizes), Lifted) for control in controls):
+        if not any(isinstance(_capture_count(state, expert, control, sizes), CanonicalForm) for control in controls):
             continue
         for kind, offset, count in routings:
             found = _capture_count(state, expert, Routing(kind, expert + offset, (expert,) * count), sizes)
@@ -63,7 +63,7 @@ def _find_seen_counts(state: ProofState) -> set[int]:
     """The numbers of tokens that experts have in captures of several tokens that nothing was forced in."""
     seen: set[int] = set()
     for lifted in state.forms:
-        if lifted.optional is None and len(lifted.ids) > 1 and not lifted.capture.tracer.flips:
+        if lifted.optional_guard is None and len(lifted.ids) > 1 and not lifted.capture.tracer.flips:
             experts = [e for group in state.reference.groups for e in group.ids]
             seen |= {int((lifted.ids == e).sum()) for e in experts}
     return seen
@@ -78,7 +78,9 @@ def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
     return [sizes] if state.size_choice.is_within(sizes) else []
 
 
-def _capture_count(state: ProofState, expert: int, routing: Routing, sizes: dict[str, int]) -> Lifted | Refused | None:
+def _capture_count(
+    state: ProofState, expert: int, routing: Routing, sizes: dict[str, int]
+) -> CanonicalForm | Refused | None:
     """A capture in which only the tokens that prefer an expert choose it, the refusal of its form, or None if others
     do."""
     try:

@@ -20,9 +20,9 @@ from torch import fx
 from ...capture.captured import Capture
 from ...capture.routing import Routing, takes
 from ...errors import Refused
-from ..graph_nodes import is_of_call, op_name
-from ..integer_ranges import UNBOUNDED, Ranges
-from ..terms.parameter_places import Place, Siblings, expert_indices, tensor_at
+from ..graph_nodes import depends_on_call, op_name
+from ..integer_ranges import UNBOUNDED, IntegerRanges
+from ..terms.parameter_places import ParameterSlice, Siblings, get_tensor, guess_experts
 from .turning_integers import Turn, can_run, evaluate_path, find_integer_ancestors, find_path
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
     """Lift all captures again with integers that choose the missing experts, if arguments or buffers decide it: the
     example may have no such tokens, and a table of experts that is loaded later is all zeros."""
     first = state.reference
-    if not all(map(is_of_call, first.index.nodes)):
+    if not all(map(depends_on_call, first.expert_index.nodes)):
         return
     found: set[Turn] = set()
-    for node in first.index.nodes:
+    for node in first.expert_index.nodes:
         ancestors = find_integer_ancestors(node)
         for leaf in (n for n in ancestors if n.op == "placeholder"):
             argument = state.arguments.tensors[leaf.meta["position"]]
@@ -101,8 +101,8 @@ def _find_zero_experts(state: ProofState) -> set[int]:
     chance, as it may be where a mask or a capacity drops many slots, or where a buffer allows some experts only:
     it allows others in another capture."""
     chosen = [(one, one.ids.flatten().tolist()) for one in state.forms]
-    slots = [seen for one, ids in chosen for seen in zip(ids, one.kept.flatten().tolist(), strict=True)]
-    captures = [(e, bool(one.kept[one.ids == e].any())) for one, ids in chosen for e in set(ids)]
+    slots = [seen for one, ids in chosen for seen in zip(ids, one.kept_slots.flatten().tolist(), strict=True)]
+    captures = [(e, bool(one.kept_slots[one.ids == e].any())) for one, ids in chosen for e in set(ids)]
     by_slots, by_captures = _find_never_true(slots), _find_never_true(captures)
     return {e for e, n in Counter(e for e, _ in captures).items() if e in by_slots & by_captures and n > 1}
 
@@ -114,18 +114,18 @@ def _count_experts(state: ProofState) -> int:
     for group in first.groups:
         for table in group.tables:
             total = max(total, _count_siblings(state, table), _count_stacked(state, table, group.tables))
-    for node in first.index.nodes:
+    for node in first.expert_index.nodes:
         if op_name(node) in ("masked_fill", "where"):  # a number that is put may be nobody's
             continue
-        ids = Ranges(first.capture.nodes).of(node)
+        ids = IntegerRanges(first.capture.nodes).get(node)
         if ids is not None and (ids[0] >= 0).all() and ids[1].numel() and ids[1].max() < UNBOUNDED:
             total = max(total, int(ids[1].max()) + 1)
     return total
 
 
-def _count_stacked(state: ProofState, table: dict[int, Place], tables: list[dict[int, Place]]) -> int:
+def _count_stacked(state: ProofState, table: dict[int, ParameterSlice], tables: list[dict[int, ParameterSlice]]) -> int:
     """How many parts a tensor has, if the experts count them; as many for each of the tables that share it."""
-    if any(expert_indices(place, state.siblings)[:1] != [e] for e, place in table.items()):
+    if any(guess_experts(place, state.siblings)[:1] != [e] for e, place in table.items()):
         return 0
     tensor, length = _find_stack(state, next(iter(table.values())))
     taken = set(table.values())
@@ -134,9 +134,9 @@ def _count_stacked(state: ProofState, table: dict[int, Place], tables: list[dict
     return length // (1 + len(apart))
 
 
-def _find_stack(state: ProofState, place: Place) -> tuple[Any, int]:
+def _find_stack(state: ProofState, place: ParameterSlice) -> tuple[Any, int]:
     """What a place is a part of, and how many parts that has."""
-    shape = tensor_at(state.block, place.fqn).shape
+    shape = get_tensor(state.block, place.fqn).shape
     for i, (op, *rest) in enumerate(place.steps):
         if op == "at":
             return (place.fqn, place.steps[:i]), shape[rest[1][0][0]]
@@ -148,7 +148,7 @@ def _find_stack(state: ProofState, place: Place) -> tuple[Any, int]:
     return place.fqn, 0
 
 
-def _count_siblings(state: ProofState, table: dict[int, Place]) -> int:
+def _count_siblings(state: ProofState, table: dict[int, ParameterSlice]) -> int:
     """How many modules stand beside each other where the experts' places differ, if they count the experts. A shared
     expert in their list does not count."""
     names = {e: place.fqn.split(".") for e, place in table.items()}

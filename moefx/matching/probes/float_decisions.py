@@ -22,7 +22,7 @@ from torch import fx
 from ...capture.captured import MIXED, Capture, decided_by_floats
 from ...capture.source import Source
 from ..graph_nodes import op_name
-from ..lift.canonical_form import Lifted
+from ..lift.canonical_form import CanonicalForm
 from .forced_outcome import force_outcome
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class _Decision:
     source: Source
     what: str
     made_of: set[tuple[Source, str, bool]] = dataclasses.field(default_factory=set)  # to come out otherwise
-    met: list[Lifted] = dataclasses.field(default_factory=list)
+    met: list[CanonicalForm] = dataclasses.field(default_factory=list)
     columns: list[set[int]] = dataclasses.field(default_factory=list)  # how what may be alike came out
 
 
@@ -91,7 +91,7 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
 
 
 def _force_each(
-    state: ProofState, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[Lifted]
+    state: ProofState, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[CanonicalForm]
 ) -> None:
     """In one capture of each kind, once."""
     for taken in choose_captures(met):
@@ -105,7 +105,7 @@ def _name_operand(a: Any) -> Any:
     return a if not isinstance(a, fx.Node) else a.meta["fqn"] if a.op == "get_attr" else ""
 
 
-def choose_captures(met: list[Lifted]) -> list[Capture]:
+def choose_captures(met: list[CanonicalForm]) -> list[Capture]:
     """Choose the first capture, and of each kind of routing the one with the most tokens: a decision may matter only
     beside what many tokens, or a crowd, bring about. Few tokens may not show the form."""
     many = sorted((one for one in met if len(one.ids) > _FEW_TOKENS), key=lambda one: len(one.ids))
@@ -118,7 +118,7 @@ def locate_decision(n: fx.Node) -> tuple[Source, str, bool]:
     return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
 
 
-def _split_columns(val: torch.Tensor, decided: fx.Node, lifted: Lifted, experts: int) -> Sequence[torch.Tensor]:
+def _split_columns(val: torch.Tensor, decided: fx.Node, lifted: CanonicalForm, experts: int) -> Sequence[torch.Tensor]:
     """The elements that may be alike: of all tokens' first choices, of all choices of an expert, of all that came first
     in an order, or all."""
     if val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel():

@@ -51,7 +51,7 @@ def force_outcome(
         Refused: the outcome changes the form.
     """
     at = find_capture(state, taken)
-    tracer, sizes, optional = state.forms[at].capture.tracer, state.sizes[at], state.forms[at].optional
+    tracer, sizes, optional = state.forms[at].capture.tracer, state.sizes[at], state.forms[at].optional_guard
     try:
         forced = state.lift(tracer.routing.again(), sizes, {**tracer.flips, **flips})
         state.require_same_form(forced)

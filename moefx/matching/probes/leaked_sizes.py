@@ -27,8 +27,8 @@ from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard, evaluate, plain
 from ...errors import CaptureError, Refused
 from ...ir.guards.code_closure import collect_code, trace_closure
-from ..graph_nodes import numbers
-from ..lift.canonical_form import most_tokens
+from ..graph_nodes import collect_numbers
+from ..lift.canonical_form import max_capture_tokens
 from .reached_limits import MAX_CROWD_TOKENS
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _CommonBehaviour:
         self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
         self.most = 4 * max(len(c.nodes) for c in many)
         self.routed = any(lifted.capture.sizes.routed for lifted in state.forms)
-        self.has_drops = any(not lifted.kept.all() for lifted in state.forms)
+        self.has_drops = any(not lifted.kept_slots.all() for lifted in state.forms)
         # Counts of a crowded expert, and of experts that have as many each: what part of all tokens these are.
         even = state.reference.slots / state.num_experts
         self.crowds = {"crowded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
@@ -108,7 +108,7 @@ class _CommonBehaviour:
             self.state.require_same_form(lifted)
         except Refused:
             return True
-        return not self.has_drops and not lifted.kept.all()
+        return not self.has_drops and not lifted.kept_slots.all()
 
 
 def vary_leaked_sizes(state: ProofState) -> None:
@@ -126,7 +126,7 @@ def vary_leaked_sizes(state: ProofState) -> None:
         return SizeGuard(arguments.tokens, "lt", str(high), True)
 
     proven = max(math.prod(lifted.tokens) for lifted in state.forms)
-    longest = most_tokens(state.forms, times=4)
+    longest = max_capture_tokens(state.forms, times=4)
     for tokens in map(arguments.tokens_near, _LEAK_SIZES):
         if tokens <= below:
             continue
@@ -163,7 +163,7 @@ def try_round_sizes(state: ProofState) -> None:
         n for n in trace_closure(collect_code(state.block)).numbers if type(n) is int and _FEW < n <= MAX_CROWD_TOKENS
     ]
     sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MAX_NAMED]})
-    for n in itertools.takewhile(lambda n: n < most_tokens(state.forms, times=4), sizes):
+    for n in itertools.takewhile(lambda n: n < max_capture_tokens(state.forms, times=4), sizes):
         try:
             if not any(here := usual.differs(n)):
                 continue
@@ -234,7 +234,7 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
         return False
     if not has_moved(lifted.capture):
         return False  # it has moved back
-    lifted.optional = below
+    lifted.optional_guard = below
     state.add_evidence(lifted, sizes)
     return True
 
@@ -260,4 +260,4 @@ def _collect_lines(taken: Capture) -> set[tuple[str, str]]:
 def _collect_numbers(taken: Capture) -> dict[Any, int | float | None]:
     """Those that ops are called with, and those that are returned."""
     returned = enumerate(pytree.tree_leaves(taken.out))
-    return {**numbers(taken.nodes), **{i: plain(v) for i, v in returned if isinstance(v, (int, float))}}
+    return {**collect_numbers(taken.nodes), **{i: plain(v) for i, v in returned if isinstance(v, (int, float))}}

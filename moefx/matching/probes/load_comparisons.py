@@ -26,7 +26,7 @@ from ...capture.sizes import SizeGuard
 from ...capture.source import Source
 from ...errors import Refused
 from ..graph_nodes import is_routed, op_name
-from ..integer_ranges import UNBOUNDED, Ranges, token_sizes
+from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.lifter import NothingRouted
 from ..op_classes import ORDERED, TWO_SIDED
 from .branch_outcomes import is_unbounded
@@ -140,15 +140,17 @@ def _find_comparison_node(read: HostRead) -> fx.Node | None:
 
 def _is_of_load(capture: Capture, read: HostRead) -> bool:
     """Whether what is compared grows with the tokens of an expert, or of all, and is no number that it never is."""
-    ranges = Ranges.with_more_tokens(capture)
+    ranges = IntegerRanges.with_more_tokens(capture)
     if read.asked is not None:
         op, other = read.asked
         is_never = not read.of and op not in ORDERED and type(other) in (int, float) and (other < 0 or other % 1 != 0)
         return is_unbounded(ranges, read) and not is_never
     of: Any = node.args[0] if (node := _find_comparison_node(read)) is not None else None
-    if of is None or not token_sizes(capture).isdisjoint(of.meta["val"].shape):  # of each token, as its position is
+    if of is None or not find_token_sizes(capture).isdisjoint(
+        of.meta["val"].shape
+    ):  # of each token, as its position is
         return False
-    if (found := ranges.of(of)) is None:
+    if (found := ranges.get(of)) is None:
         return op_name(of) in ("sum", "count_nonzero") and is_made_of_rows(of)  # not ids of experts
     return bool((found[1] >= UNBOUNDED // 2).any())
 
@@ -173,7 +175,7 @@ def _find_sides(state: ProofState) -> list[_Side]:
         known = found.get(way)
         best = -1 if known is None else _rank_tokens(math.prod(known.sizes.values()))
         if tokens > 1 and _rank_tokens(math.prod(sizes.values())) > best:
-            found[way] = _Side(way, sizes, lifted.optional)
+            found[way] = _Side(way, sizes, lifted.optional_guard)
     return sorted(found.values(), key=lambda side: -math.prod(side.sizes.values()))[:_MAX_SIDES]
 
 

@@ -25,8 +25,8 @@ from ...capture.sizes import SizeGuard
 from ...capture.source import Source
 from ...errors import Refused
 from ..graph_nodes import is_known, is_routed, op_name, remembered
-from ..integer_ranges import NARROW, UNBOUNDED, Ranges, token_sizes
-from ..lift.canonical_form import Lifted
+from ..integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
+from ..lift.canonical_form import CanonicalForm
 from ..op_classes import AXIS_MOVES, BENT, ORDERED, RESHAPED_COPIES, TWO_SIDED
 from .load_statistics import has_loads
 
@@ -82,13 +82,13 @@ def overflow_limits(state: ProofState) -> None:
     state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
 
 
-def _count_most(lifted: Lifted) -> int:
+def _count_most(lifted: CanonicalForm) -> int:
     """How many choices one expert may get: of a token's `topk` one, else all of them."""
-    tokens, node = math.prod(lifted.tokens), lifted.index.node
+    tokens, node = math.prod(lifted.tokens), lifted.expert_index.node
     while op_name(node) in RESHAPED_COPIES and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     is_of_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
-    return tokens if is_of_topk and not lifted.index.columns else lifted.slots * tokens
+    return tokens if is_of_topk and not lifted.expert_index.columns else lifted.slots * tokens
 
 
 def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:
@@ -111,7 +111,7 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
         op, limit = read.asked or ("", None)
         if read.calls in lengths and op in ORDERED and type(limit) is int and limit > 1:
             note((read.source, "length"), limit, bool(read.value) is (op in ("gt", "ge")))
-    ranges: Ranges | None = None
+    ranges: IntegerRanges | None = None
     for n in capture.nodes:
         if n.op != "call_function":
             continue
@@ -124,7 +124,7 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
             continue
         place = (n.meta["source"], str(n.target))
         if is_narrow:
-            ranges = ranges or Ranges.with_more_tokens(capture)
+            ranges = ranges or IntegerRanges.with_more_tokens(capture)
             most = torch.iinfo(n.meta["val"].dtype).max
             if name != "_to_copy" or not _is_bounded(ranges, n.all_input_nodes[0], most + 1):
                 found[place] = most  # behind it numbers begin again: to see one beyond is not to see all
@@ -135,7 +135,7 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
                 note(place, end, reached)
         elif is_compared:
             for rows, limit, reached, has_both in _find_compared(capture, n, name):
-                ranges = ranges or Ranges.with_more_tokens(capture)
+                ranges = ranges or IntegerRanges.with_more_tokens(capture)
                 if has_loads(capture, rows) and not _grows(ranges, rows):
                     continue  # more tokens do not bring it there
                 if is_routed(rows) and not _is_count(ranges, rows, limit):
@@ -208,15 +208,15 @@ def _read_number(x: Any) -> int | None:
     return val.numel() if val.numel() and torch.equal(val, torch.arange(len(val), dtype=val.dtype)) else None
 
 
-def _is_below(ranges: Ranges, rows: fx.Node, limit: int) -> bool:
+def _is_below(ranges: IntegerRanges, rows: fx.Node, limit: int) -> bool:
     """Whether the values are below the limit under every routing, as ids of experts are."""
-    found = ranges.of(rows)
+    found = ranges.get(rows)
     return found is not None and bool((found[1] < limit).all())
 
 
-def _is_highest(capture: Capture, ranges: Ranges, rows: fx.Node, limit: int) -> bool:
+def _is_highest(capture: Capture, ranges: IntegerRanges, rows: fx.Node, limit: int) -> bool:
     """Whether one of the values is the limit and none can be larger, as of `ids.max()`: no token goes beyond."""
-    found = ranges.of(rows)
+    found = ranges.get(rows)
     return found is not None and bool((found[1] <= limit).all()) and bool((capture.shadow(rows) == limit).any())
 
 
@@ -240,22 +240,22 @@ def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
     if not is_known(before):
         return None
     if before.meta["val"].is_floating_point():
-        is_any = not before.all_input_nodes and before.meta["val"].numel() in token_sizes(capture)
+        is_any = not before.all_input_nodes and before.meta["val"].numel() in find_token_sizes(capture)
     else:
-        is_any = not _is_bounded(Ranges.with_more_tokens(capture), before)
+        is_any = not _is_bounded(IntegerRanges.with_more_tokens(capture), before)
     return _EXACT[dtype] if is_any else None
 
 
-def _is_bounded(ranges: Ranges, n: fx.Node, limit: int = UNBOUNDED // 2) -> bool:
+def _is_bounded(ranges: IntegerRanges, n: fx.Node, limit: int = UNBOUNDED // 2) -> bool:
     """Whether values are below the limit however many tokens there are; floats that are integers too."""
-    found = ranges.of(n)
+    found = ranges.get(n)
     if found is not None:
         return bool((found[1] < limit).all()) and bool((found[0] > -limit).all())
     is_same = op_name(n) in AXIS_MOVES and n.all_input_nodes
     return bool(is_same) and _is_bounded(ranges, n.all_input_nodes[0], limit)
 
 
-def _is_count(ranges: Ranges, n: fx.Node, limit: int) -> bool:
+def _is_count(ranges: IntegerRanges, n: fx.Node, limit: int) -> bool:
     """Whether a number grows with the tokens as a count of them does, so that what it is compared with is one: nothing
     on its way is scaled, turned round, or rounded to fewer digits than the limit has."""
     seen, stack = {n}, [n]
@@ -271,11 +271,11 @@ def _is_count(ranges: Ranges, n: fx.Node, limit: int) -> bool:
     return True
 
 
-def _grows(ranges: Ranges, n: fx.Node) -> bool:
+def _grows(ranges: IntegerRanges, n: fx.Node) -> bool:
     return is_routed(n) and not _is_bounded(ranges, n)
 
 
-def _is_bent(ranges: Ranges, n: fx.Node, grown: list[fx.Node], limit: int) -> bool:
+def _is_bent(ranges: IntegerRanges, n: fx.Node, grown: list[fx.Node], limit: int) -> bool:
     """Whether this op makes another function of a count than a count."""
     name, operands, val = op_name(n), n.args[:2], n.meta.get("val")
     if isinstance(val, torch.Tensor) and limit > _EXACT.get(val.dtype, UNBOUNDED):
@@ -289,7 +289,7 @@ def _is_bent(ranges: Ranges, n: fx.Node, grown: list[fx.Node], limit: int) -> bo
     return name in BENT or (name == "sub" and not is_routed(operands[0]))
 
 
-def _is_truth(ranges: Ranges, a: Any) -> bool:
+def _is_truth(ranges: IntegerRanges, a: Any) -> bool:
     """0 or 1."""
     return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
 

@@ -24,10 +24,10 @@ from ...capture.routing import Routing
 from ...capture.tracer import Flips
 from ...errors import Refused
 from ..graph_nodes import op_name
-from ..lift.canonical_form import Lifted
-from ..lift.distinct_choices import MOVES, are_different, as_slots
-from ..lift.form_agreement import same_form
-from ..lift.repeated_choices import NotTwice
+from ..lift.canonical_form import CanonicalForm
+from ..lift.distinct_choices import MOVES, has_distinct_slots, view_as_slots
+from ..lift.form_agreement import require_same_form
+from ..lift.repeated_choices import RepeatedChoiceRefused
 from ..op_classes import TABLE_LOOKUPS
 
 if TYPE_CHECKING:
@@ -46,17 +46,17 @@ def repeat_experts(state: ProofState) -> None:
         Refused: the two weights do not add up, or no capture shows it.
     """
     first, sizes, experts = state.reference, state.sizes[0], state.seen_experts
-    if are_different(first, experts, state.forms):
+    if has_distinct_slots(first, experts, state.forms):
         return
     made = _find_makers(first, experts)
     pairs = _pair_slots(first.slots)
     if len(first.ids) < _TOKENS_PER_CHANGE * len(pairs):  # each needs a token, and others are to show the form
         sizes = state.size_choice.choose(_TOKENS_PER_CHANGE * len(pairs), 0)
-        same_form(first, first := state.lift(Routing("diverse", 0), sizes))
+        require_same_form(first, first := state.lift(Routing("diverse", 0), sizes))
         made = _find_makers(first, experts)
     culprits = tuple(dict.fromkeys(op_name(node) for node, _ in made))
     source = str(made[-1][0].meta["source"])
-    again = NotTwice(source, culprits)
+    again = RepeatedChoiceRefused(source, culprits)
     lifted = _lift_with_choices(state, sizes, _build_flips(first, made, _repeat_earlier(pairs)), again)
     if lifted is not None and not all(_has_shown(lifted, i, pairs) for i in range(len(pairs))):
         raise again
@@ -70,14 +70,16 @@ def repeat_experts(state: ProofState) -> None:
             raise nobody
 
 
-def _has_shown(lifted: Lifted, i: int, pairs: list[tuple[int, int | None]]) -> bool:
+def _has_shown(lifted: CanonicalForm, i: int, pairs: list[tuple[int, int | None]]) -> bool:
     """Whether some token has chosen an expert twice in these slots, and is given something for it."""
-    tokens = [t for t in lifted.twice if _is_changed_token(t, i, pairs)]
+    tokens = [t for t in lifted.repeated_tokens if _is_changed_token(t, i, pairs)]
     slots = [*range(lifted.slots)] if pairs[i][1] is None else [*pairs[i]]
-    return any(bool(lifted.kept[t, slots].any()) and len({*lifted.ids[t, slots].tolist()}) == 1 for t in tokens)
+    return any(bool(lifted.kept_slots[t, slots].any()) and len({*lifted.ids[t, slots].tolist()}) == 1 for t in tokens)
 
 
-def _lift_with_choices(state: ProofState, sizes: dict[str, int], flips: Flips, refusal: Refused) -> Lifted | None:
+def _lift_with_choices(
+    state: ProofState, sizes: dict[str, int], flips: Flips, refusal: Refused
+) -> CanonicalForm | None:
     """The form where tokens choose as they are told to; None where the program does not run then: nor does the
     original."""
     try:
@@ -96,11 +98,11 @@ def _lift_with_choices(state: ProofState, sizes: dict[str, int], flips: Flips, r
 
 
 # ---------------------------------------------------------------------- where choices come from
-def _find_makers(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
+def _find_makers(lifted: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
     """What made the choices, in program order, each with the places that those of a token have in it: int64 [T, K], or
     [T, 1] where each slot has a node of its own."""
     found = []
-    refs = lifted.index.columns or (lifted.index,)
+    refs = lifted.expert_index.columns or (lifted.expert_index,)
     for ref in refs:
         moves: list[fx.Node] = []
         node: Any = ref.node
@@ -120,7 +122,7 @@ def _find_makers(lifted: Lifted, experts: set[int]) -> list[tuple[fx.Node, torch
         for n in reversed(moves):
             if op_name(n) != "_to_copy":
                 places = n.target(places, *n.args[1:], **n.kwargs)  # type: ignore[operator]
-        found.append((node, as_slots(places, lifted.tokens, ref.axes)))
+        found.append((node, view_as_slots(places, lifted.tokens, ref.axes)))
     return sorted(found, key=lambda made: made[0].meta["index"])
 
 
@@ -153,7 +155,7 @@ def _is_looked_up(node: fx.Node) -> bool:
     return op_name(node) in TABLE_LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
 
 
-def _build_flips(lifted: Lifted, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Flips:
+def _build_flips(lifted: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Flips:
     """How ops are to come out for some tokens to choose otherwise."""
     chosen: list[torch.Tensor] = []
     places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by what is run, and which time

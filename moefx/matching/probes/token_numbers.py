@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ...capture.routing import Routing
 from ...capture.sizes import SizeGuard
 from ...errors import Refused
-from ..lift.canonical_form import Lifted
+from ..lift.canonical_form import CanonicalForm
 from ..lift.lifter import NothingRouted
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ _MAX_TRIALS_ELSEWHERE = 2  # where the program may go another way, which has no 
 
 def show_all_slots(state: ProofState) -> None:
     """Capture a few tokens, which have places for all slots, if captures drop slots."""
-    if all(bool(lifted.kept.all()) for lifted in state.forms):
+    if all(bool(lifted.kept_slots.all()) for lifted in state.forms):
         return
     sizes = state.size_choice.choose_sequence(state.arguments.tokens_near(5))
     lifted = _try_lift(state, Routing("diverse", 6), sizes) if state.size_choice.is_within(sizes) else None
-    if isinstance(lifted, Lifted) and lifted.slots > state.reference.slots:
+    if isinstance(lifted, CanonicalForm) and lifted.slots > state.reference.slots:
         state.add_evidence(lifted, sizes)
 
 
@@ -69,12 +69,12 @@ def vary_token_counts(state: ProofState) -> None:
             more = more[:_MAX_TRIALS_ELSEWHERE]
         if sizes != one:  # a limit on counts may drop all tokens, but for those that a crowd leaves to others
             more = [*more[-2:], Routing("flooded", 5), Routing("flooded", 6)]
-        found: Lifted | Exception = Refused("no routing was tried")
+        found: CanonicalForm | Exception = Refused("no routing was tried")
         for routing in [Routing("diverse", 5), *more]:
             found = _lift_with_form(state, routing, sizes)
-            if isinstance(found, Lifted) or (sizes != one and not isinstance(found, NothingRouted)):
+            if isinstance(found, CanonicalForm) or (sizes != one and not isinstance(found, NothingRouted)):
                 break
-        if isinstance(found, Lifted):
+        if isinstance(found, CanonicalForm):
             state.add_evidence(found, sizes, optional=apart)
         elif apart is None:
             raise found
@@ -82,10 +82,10 @@ def vary_token_counts(state: ProofState) -> None:
             state.add_guard(more_than_one)
 
 
-def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
+def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:
     """A capture that has the form of the others, or why it has not."""
     found = _try_lift(state, routing, sizes)
-    if isinstance(found, Lifted):
+    if isinstance(found, CanonicalForm):
         try:
             state.require_same_form(found)
         except Refused as why:
@@ -98,7 +98,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
     first = state.reference
     busy = max(first.groups, key=lambda g: len(g.ids)).ids[0]
-    found: list[Lifted] = []
+    found: list[CanonicalForm] = []
     unclear: list[Refused] = []  # so few may show too little
     differs: list[Refused] = []
     for kind, seed in (("diverse", 5), ("crowded", busy)):
@@ -111,7 +111,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
             )
         if isinstance(lifted, Refused):
             unclear.append(lifted)
-        elif isinstance(lifted, Lifted):
+        elif isinstance(lifted, CanonicalForm):
             is_apart = not all(g.holds(state.sizes[0]) for g in lifted.capture.sizes.guards)
             try:
                 state.require_same_form(lifted)
@@ -124,10 +124,10 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
         state.add_evidence(lifted, sizes)
 
 
-def _lift_at_work(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> Lifted | Exception:
+def _lift_at_work(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> CanonicalForm | Exception:
     """The form of a capture: of several the first in which an expert has something to do, as a few tokens may all be
     masked."""
-    found: Lifted | Exception = Refused("no routing was tried")
+    found: CanonicalForm | Exception = Refused("no routing was tried")
     for n in range(_MAX_TRIALS if state.size_choice.is_as_captured(sizes) else _MAX_TRIALS_ELSEWHERE):
         found = _try_lift(state, Routing(kind, seed + n * state.num_experts), sizes)
         if not isinstance(found, NothingRouted):
@@ -135,7 +135,7 @@ def _lift_at_work(state: ProofState, kind: str, seed: int, sizes: dict[str, int]
     return found
 
 
-def _try_lift(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Lifted | Exception:
+def _try_lift(state: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:
     """The form of a capture; else why it has none, or what the program raises at sizes that it is not made for."""
     try:
         taken = state.capture(routing, sizes)

@@ -26,7 +26,7 @@ from ...capture.captured import Capture
 from ...capture.effects import holds_integers
 from ...capture.inputs import Arguments
 from ...capture.routing import Routing, takes
-from ..graph_nodes import is_of_call, is_of_state, lookups
+from ..graph_nodes import depends_on_call, find_lookups, is_state
 from ..integer_ranges import NARROW
 from .call_integers import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
 
@@ -78,7 +78,7 @@ def _observe_doubtful(
         return one.is_doubtful or _is_one_truth(one)
 
     found = {place: one for place, one in observe_integers(taken).items() if is_open(one)}
-    if any(map(is_of_state, itertools.chain.from_iterable(find_integer_ancestors(one.node) for one in found.values()))):
+    if any(map(is_state, itertools.chain.from_iterable(find_integer_ancestors(one.node) for one in found.values()))):
         for seed in BUFFER_SEEDS:
             more = _try_capture(state, arguments, sizes, seed)
             others = observe_integers(more) if more is not None else {}
@@ -104,7 +104,7 @@ def _try_capture(state: ProofState, arguments: Arguments, sizes: dict[str, int],
 
 def _is_within(n: fx.Node) -> bool:
     """Whether the indices of an op are: abstract tensors do not look."""
-    for i, _, allowed in lookups(n):
+    for i, _, allowed in find_lookups(n):
         if (seen := i.meta["val"]).numel() and not allowed.start <= seen.min() <= seen.max() < allowed.stop:
             return False
     return True
@@ -139,7 +139,7 @@ def find_integer_ancestors(node: fx.Node) -> set[fx.Node]:
     found, stack = {node}, [node]
     while stack:
         for a in stack.pop().all_input_nodes:
-            if a not in found and is_of_call(a):
+            if a not in found and depends_on_call(a):
                 found.add(a)
                 stack.append(a)
     return found

@@ -68,7 +68,7 @@ def pick(T: Terms, t: Term, axis: int, i: int) -> Term:
             inner, where = t.args
             free = [d for d in range(len(inner.shape)) if d not in dict(where)]
             if inner.op == "row":  # the batch axes of a softmax are picked inside it, whatever came first
-                return T.picks(T.pick(inner, free[axis], i), {d - (d > free[axis]): j for d, j in where})
+                return T.pick_axes(T.pick(inner, free[axis], i), {d - (d > free[axis]): j for d, j in where})
             return T.make("at", (inner, tuple(sorted((*where, (free[axis], i))))), shape)
     return T.make("at", (t, ((axis, i),)), shape)
 
@@ -117,7 +117,7 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
     ins, outs = reshape_group(inner.shape, t.shape, axis)
     if len(outs) == 1:
         where = unravel(i, [inner.shape[d] for d in ins])
-        return T.reshape(T.picks(inner, dict(zip(ins, where, strict=True))), shape)
+        return T.reshape(T.pick_axes(inner, dict(zip(ins, where, strict=True))), shape)
     if len(ins) == 1:
         sizes = [t.shape[d] for d in outs]
         if (apart := split_axis(T, inner, ins[0], sizes)) is not None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.captured import is_abstract
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import SELECTIONS, Line, from_state, is_known, line, op_name
+from ..graph_nodes import SELECTIONS, Line, follows_from_state, is_known, line, op_name
 from .normal_form import Terms
 from .op_rules import RULES
 from .op_rules.indexing import gather
@@ -31,7 +31,7 @@ _MOVED = {
 }  # fmt: skip
 
 
-def conditions(nodes: list[fx.Node]) -> set[fx.Node]:
+def find_conditions(nodes: list[fx.Node]) -> set[fx.Node]:
     """Comparisons of abstract floats (`h > 0`), and what is made of integers and truths of these alone, element by
     element: `(h > 0).float()`. Not what something else hangs on: which rows are chosen, or how many."""
     found: set[fx.Node] = set()
@@ -67,7 +67,7 @@ class Semantics:
     ):  # fmt: skip
         self.T = Terms()
         self.nodes, self.shadow, self.whole = nodes, shadow, whole
-        self.conditions = conditions(nodes) if symbolic else set()
+        self.conditions = find_conditions(nodes) if symbolic else set()
         self._terms: dict[fx.Node, Term] = {}
 
     def term(self, node: fx.Node) -> Term:
@@ -178,7 +178,7 @@ class Semantics:
     def _whole(self, node: fx.Node) -> Term:
         """What an op that no rule explains makes of parameters and buffers alone (of weights that are normalised or
         quantised, say): a value of its own for each expert. Of anything else: the node as it is."""
-        if not from_state(node):
+        if not follows_from_state(node):
             return self.opaque(node)
         call, part = (node.args[0], node.args[1]) if op_name(node) == "getitem" else (node, None)
         operands: list[Term] = []

@@ -147,7 +147,7 @@ class Terms:
         if t.op == "reshape":
             return self.reshape(t.args[0], shape)
         if 1 in t.shape:  # axes of size one are looked through, so that equal values are equal terms
-            squeezed = self.picks(t, {d: 0 for d, n in enumerate(t.shape) if n == 1})
+            squeezed = self.pick_axes(t, {d: 0 for d, n in enumerate(t.shape) if n == 1})
             return self.reshape(squeezed, shape)
         return self.make("reshape", (t,), shape)
 
@@ -213,7 +213,7 @@ class Terms:
             return None
 
         if units := {d: 0 for d, n in enumerate(t.shape) if n == 1}:  # looked through, as in `reshape`
-            inner = self._chunk(self.picks(t, units), dim - sum(d < dim for d in units), start, size, step)
+            inner = self._chunk(self.pick_axes(t, units), dim - sum(d < dim for d in units), start, size, step)
             return inner and self.reshape(inner, (*t.shape[:dim], size, *t.shape[dim + 1 :]))
         apart = split_axis(self, t, dim, [t.shape[dim] // size, size])
         return None if apart is None else self.pick(apart, dim, start // size)
@@ -243,7 +243,7 @@ class Terms:
         dims = tuple(dims)
         if indices.dim() == 1:
             at = zip(dims, indices.tolist(), strict=True)
-            return self.picks(t, {d: i + t.shape[d] if i < 0 else i for d, i in at})
+            return self.pick_axes(t, {d: i + t.shape[d] if i < 0 else i for d, i in at})
         if not from_start:
             indices = _from_the_start(indices, [t.shape[d] for d in dims])
         rest = [n for d, n in enumerate(t.shape) if d not in dims]
@@ -290,7 +290,7 @@ class Terms:
         if indices.shape[1] > 1:
             return values is self.index(base, dims, indices, 0)
         at = dict(zip(dims, indices[:, 0].tolist(), strict=True))
-        return values is self.reshape(self.picks(base, at), values.shape)
+        return values is self.reshape(self.pick_axes(base, at), values.shape)
 
     # ------------------------------------------------------------------ contracting
     def ein(self, inputs: Sequence[str], output: str, operands: Sequence[Term]) -> Term:
@@ -382,7 +382,7 @@ class Terms:
         return self.make("row", (name, dims, keep, static, t), shape)
 
     # ------------------------------------------------------------------ picking
-    def picks(self, t: Term, where: dict[int, int]) -> Term:
+    def pick_axes(self, t: Term, where: dict[int, int]) -> Term:
         for axis in sorted(where, reverse=True):
             t = self.pick(t, axis, where[axis])
         return t

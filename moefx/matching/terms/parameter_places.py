@@ -17,7 +17,7 @@ from .term import Term
 _MOVING = ("at", "slice", "reshape", "permute", "expand")
 
 
-def is_parameter(t: Term) -> bool:
+def is_parameter_slice(t: Term) -> bool:
     """A parameter or a part of one, moved but not computed with."""
     return parameter_of(t).op == "param"
 
@@ -34,21 +34,21 @@ def parameter_of(t: Term) -> Term:
     return t
 
 
-def tensor_at(block: nn.Module, fqn: str) -> torch.Tensor:
+def get_tensor(block: nn.Module, fqn: str) -> torch.Tensor:
     """A parameter or buffer of the block."""
     owner, _, name = fqn.rpartition(".")
     return getattr(block.get_submodule(owner), name)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ParameterSlice:
     """A parameter (by FQN) and the steps that lead to the part that is used, outermost last."""
 
     fqn: str
     steps: tuple[tuple, ...]
 
     @staticmethod
-    def of(t: Term) -> Place:
+    def from_term(t: Term) -> ParameterSlice:
         steps: list[tuple] = []
         while t.op not in ("param", "buffer"):
             if t.op == "pw":
@@ -60,7 +60,7 @@ class Place:
             else:
                 steps.append((t.op, t.shape, *t.args[1:]))
                 t = t.args[0]
-        return Place(t.args[0], tuple(reversed(steps)))
+        return ParameterSlice(t.args[0], tuple(reversed(steps)))
 
     @property
     def axes(self) -> frozenset[int]:
@@ -101,7 +101,7 @@ class Siblings(list[str]):
         return {part: number for number, part in enumerate(self)}
 
 
-def expert_indices(place: Place, children: dict[str, Siblings]) -> list[int]:
+def guess_experts(place: ParameterSlice, children: dict[str, Siblings]) -> list[int]:
     """Which expert a place may belong to, most likely first: its index in a stack, in a flat matrix, or among
     sibling modules. `children`: FQN of a parent -> its numbered parts in order.
     """
@@ -120,7 +120,7 @@ def expert_indices(place: Place, children: dict[str, Siblings]) -> list[int]:
     return found
 
 
-def sibling_names(block: nn.Module) -> dict[str, Siblings]:
+def find_siblings(block: nn.Module) -> dict[str, Siblings]:
     """For every module of the block whose parts are numbered alike (`0`, `1`, ... or `expert_0`, ...): those parts."""
     out: dict[str, Siblings] = {}
     for name, module in block.named_modules():

@@ -42,7 +42,7 @@ class Term:
         self.structure: frozenset[int] | None = None
 
     def __repr__(self) -> str:
-        return show(self)
+        return format_term(self)
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -84,7 +84,7 @@ class Operand:
     number: int
 
 
-def show(t: Any, depth: int = 6) -> str:
+def format_term(t: Any, depth: int = 6) -> str:
     if not isinstance(t, Term):
         return repr(tuple(t.value.shape)) if isinstance(t, Array) else repr(t)
     if t.op == "const":
@@ -94,10 +94,10 @@ def show(t: Any, depth: int = 6) -> str:
     if depth == 0:
         return "..."
     if t.op == "call":
-        return f"{getattr(t.args[0], '__name__', t.args[0])}({', '.join(show(a, depth - 1) for a in t.terms)})"
+        return f"{getattr(t.args[0], '__name__', t.args[0])}({', '.join(format_term(a, depth - 1) for a in t.terms)})"
     head = t.args[0] if t.op in ("pw", "row") else t.op
     rest = t.args[2:] if t.op == "pw" else t.args[1:] if t.op == "row" else t.args
-    return f"{head}({', '.join(show(a, depth - 1) for a in rest)})"
+    return f"{head}({', '.join(format_term(a, depth - 1) for a in rest)})"
 
 
 class TooLarge(Exception):
