@@ -91,7 +91,9 @@ class _Code:
                 first = min([node.lineno, *[d.lineno for d in node.decorator_list]])
                 self.functions.setdefault(first, []).append(node)
                 owner = node
-            owner = node if isinstance(node, ast.Lambda) else owner
+            if isinstance(node, ast.Lambda):
+                self.functions.setdefault(node.lineno, []).append(node)
+                owner = node
             stack += [(child, owner) for child in ast.iter_child_nodes(node)]
 
     def events(self, source: Source, how: str) -> dict[ast.expr, Value]:
@@ -293,12 +295,19 @@ class _Analysis:
             return None
         code = _code(file := function.__code__.co_filename)
         nodes = code.functions.get(function.__code__.co_firstlineno, []) if code is not None else []
+        nodes = [node for node in nodes if _is_definition(node, function.__code__)]
         if len(nodes) != 1 or nodes[0] in self.running:
             return None
         self.files[nodes[0]] = file
         own = parameters(nodes[0], values, has_self)
         is_nested = bool(self.running) and any(nodes[0] is inner for inner in ast.walk(self.running[-1]))
         return self._flow(nodes[0], {**env, **own} if is_nested else own, tested, function, owner)
+
+
+def _is_definition(node: Any, code: types.CodeType) -> bool:
+    """Whether a definition on the first line of some code is that of the code. Several lambdas may be on one line."""
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+    return getattr(node, "name", "<lambda>") == code.co_name and names == [*code.co_varnames[: code.co_argcount]]
 
 
 def _is_within(source: Source, function: ast.AST) -> bool:

@@ -21,9 +21,9 @@ from ..capture.routing import Routing
 from ..capture.source import Source
 from ..errors import Refused
 from .capacity_formulas import Formula, find_formula
-from .graph_nodes import asked_number, collect_numbers, op_name
+from .graph_nodes import collect_numbers, find_comparison, op_name
 from .lift.canonical_form import Body, CanonicalForm, NodeRef, walk_body
-from .lift.expert_index import aligned
+from .lift.expert_index import enumerate_slot_views
 from .match_result import DropRule, Match
 from .probes.forced_outcome import ASK_ROWS
 from .terms.index_arithmetic import unravel
@@ -47,14 +47,14 @@ def explain_drops(match: Match) -> None:
     owned = {e for group in match.groups for e in group.ids}
     if all(torch.equal(torch.isin(lifted.ids, torch.tensor([*owned])), lifted.kept_slots) for lifted in match.evidence):
         return
-    find_ties = functools.cache(lambda: _ties(match, owned))  # takes one capture more
-    match.drop_rule = _rule(match, owned)
+    find_ties = functools.cache(lambda: _find_ties(match, owned))  # takes one capture more
+    match.drop_rule = _find_rule(match, owned)
     if match.drop_rule is None:
-        match.keep_masks = _mask(match, find_ties)
+        match.keep_masks = _find_masks(match, find_ties)
     elif match.drop_rule.order == "weight" and find_ties() != "parted":
         rule, match.drop_rule = match.drop_rule, None
         try:
-            match.keep_masks = _mask(match, find_ties)
+            match.keep_masks = _find_masks(match, find_ties)
         except Refused:
             if find_ties() is not None:
                 raise
@@ -72,30 +72,32 @@ def refuse_unexplained(match: Match) -> None:
     if all(torch.equal(torch.isin(lifted.ids, torch.tensor([*owned])), lifted.kept_slots) for lifted in match.evidence):
         return
     for order in _ORDERS:
-        ranks = [_ranks(lifted, order, owned) for lifted in match.evidence]
-        if all(r is not None and _places(one, r) is not None for one, r in zip(match.evidence, ranks, strict=True)):
+        ranks = [_rank_slots(lifted, order, owned) for lifted in match.evidence]
+        if all(
+            r is not None and _bound_capacity(one, r) is not None for one, r in zip(match.evidence, ranks, strict=True)
+        ):
             return
-    _mask(match, lambda: None)
+    _find_masks(match, lambda: None)
 
 
 # ---------------------------------------------------------------------- a rule
-def _rule(match: Match, owned: set[int]) -> DropRule | None:
+def _find_rule(match: Match, owned: set[int]) -> DropRule | None:
     """The rule by which all captures of a match drop, if there is exactly one."""
     found = []
     for order in _ORDERS:
-        ranks = [_ranks(lifted, order, owned) for lifted in match.evidence]
+        ranks = [_rank_slots(lifted, order, owned) for lifted in match.evidence]
         if any(r is None for r in ranks):
             continue
-        places = [_places(lifted, r) for lifted, r in zip(match.evidence, ranks, strict=True)]  # type: ignore[arg-type]
+        places = [_bound_capacity(lifted, r) for lifted, r in zip(match.evidence, ranks, strict=True)]  # type: ignore[arg-type]
         if any(p is None for p in places):
             continue
-        capacity = _capacity(match, places)  # type: ignore[arg-type]
+        capacity = _find_capacity(match, places)  # type: ignore[arg-type]
         if capacity is not None:
             found.append(DropRule(order, capacity))
     return found[0] if len(found) == 1 or (found and match.slots == 1) else None
 
 
-def _ties(match: Match, owned: set[int]) -> str | None:
+def _find_ties(match: Match, owned: set[int]) -> str | None:
     """What an expert does about choices with equal weights.
 
     Returns:
@@ -106,8 +108,8 @@ def _ties(match: Match, owned: set[int]) -> str | None:
     """
     places = []
     for lifted in match.evidence:
-        ranks = _ranks(lifted, "weight", owned)
-        if ranks is None or (found := _places(lifted, ranks)) is None:
+        ranks = _rank_slots(lifted, "weight", owned)
+        if ranks is None or (found := _bound_capacity(lifted, ranks)) is None:
             return None
         places.append(found)
     for lifted, sizes, (fewest, most) in zip(match.evidence, match.sizes, places, strict=True):
@@ -118,17 +120,17 @@ def _ties(match: Match, owned: set[int]) -> str | None:
             tied = match.lift_at(Routing("tied", tracer.routing.seed), sizes, tracer.flips)
         except Exception:  # the program's own too
             continue
-        ranks = _ranks(tied, "weight", owned, is_tied=True)
+        ranks = _rank_slots(tied, "weight", owned, is_tied=True)
         if ranks is None or not _has_ties_at(tied, ranks, fewest, most):
             continue
-        if not _are_within(_places(tied, ranks), fewest, most):
+        if not _are_within(_bound_capacity(tied, ranks), fewest, most):
             return "together"
-        first = _ranks(tied, "weight", owned)
+        first = _rank_slots(tied, "weight", owned)
         is_promised = any(
             n.kwargs.get("stable") is True and n.all_input_nodes[0].meta["val"].is_floating_point()
             for n in tied.capture.nodes
         )
-        if is_promised and first is not None and not _are_within(_places(tied, first), fewest, most):
+        if is_promised and first is not None and not _are_within(_bound_capacity(tied, first), fewest, most):
             return "reordered"
         return "parted"
     return None
@@ -141,7 +143,7 @@ def _are_within(places: tuple[int, int | None] | None, fewest: int, most: int) -
 
 def _has_ties_at(lifted: CanonicalForm, ranks: dict[Slot, int], fewest: int, most: int) -> bool:
     """Whether the last place of an expert, which is one of these, goes to one of several choices of equal weight."""
-    weights = _weights(lifted)
+    weights = _find_weights(lifted)
     assert weights is not None
     groups: dict[tuple[int, float], list[int]] = defaultdict(list)
     for slot, rank in ranks.items():
@@ -149,7 +151,7 @@ def _has_ties_at(lifted: CanonicalForm, ranks: dict[Slot, int], fewest: int, mos
     return any(min(group) < fewest and max(group) >= most for group in groups.values())
 
 
-def _ranks(lifted: CanonicalForm, order: str, owned: set[int], is_tied: bool = False) -> dict[Slot, int] | None:
+def _rank_slots(lifted: CanonicalForm, order: str, owned: set[int], is_tied: bool = False) -> dict[Slot, int] | None:
     """How many slots of the same expert are before each slot in the queue; if `is_tied`, of those with equal weights
     the ones that are kept come first."""
     ids = lifted.ids.tolist()
@@ -157,7 +159,7 @@ def _ranks(lifted: CanonicalForm, order: str, owned: set[int], is_tied: bool = F
     if order == "position_slot":
         flat.sort(key=lambda s: (s[1], s[0]))
     elif order == "weight":
-        weights = _weights(lifted)
+        weights = _find_weights(lifted)
         if weights is None:
             return None
         flat.sort(key=lambda s: (-float(weights[s]), is_tied and not bool(lifted.kept_slots[s])))
@@ -171,7 +173,7 @@ def _ranks(lifted: CanonicalForm, order: str, owned: set[int], is_tied: bool = F
     return ranks
 
 
-def _weights(lifted: CanonicalForm) -> torch.Tensor | None:
+def _find_weights(lifted: CanonicalForm) -> torch.Tensor | None:
     """The routing weights [T, K] under the routing of this capture."""
     for group in lifted.groups:
         for i, ref in enumerate(group.values):
@@ -182,7 +184,7 @@ def _weights(lifted: CanonicalForm) -> torch.Tensor | None:
     return None
 
 
-def _places(lifted: CanonicalForm, ranks: dict[Slot, int]) -> tuple[int, int | None] | None:
+def _bound_capacity(lifted: CanonicalForm, ranks: dict[Slot, int]) -> tuple[int, int | None] | None:
     """(fewest, most) places that explain what one capture kept; most is None without a drop, the whole None if
     nothing explains it."""
     kept = [r for s, r in ranks.items() if lifted.kept_slots[s]]
@@ -191,7 +193,7 @@ def _places(lifted: CanonicalForm, ranks: dict[Slot, int]) -> tuple[int, int | N
     return None if most is not None and most < fewest else (fewest, most)
 
 
-def _capacity(match: Match, places: Sequence[tuple[int, int | None]]) -> Formula | None:
+def _find_capacity(match: Match, places: Sequence[tuple[int, int | None]]) -> Formula | None:
     """How many places there are at any size: the number of the program that is so in every capture, read off more."""
     overflow = next((i for i, (_, most) in enumerate(places) if most is not None), None)
     if overflow is None:
@@ -227,21 +229,21 @@ def _fits(value: float | None, places: tuple[int, int | None]) -> bool:
 
 
 # ---------------------------------------------------------------------- the program's own mask
-def _mask(match: Match, find_ties: Callable[[], str | None]) -> list[NodeRef] | None:
+def _find_masks(match: Match, find_ties: Callable[[], str | None]) -> list[NodeRef] | None:
     """The nodes that say which slots count, one for each capture; None if the others have weights or rows of zero."""
-    found = [_mask_candidates(lifted) for lifted in match.evidence]
-    for ref in _undominated(found[0], match.evidence[0]):
+    found = [_find_mask_candidates(lifted) for lifted in match.evidence]
+    for ref in _sort_by_directness(found[0], match.evidence[0]):
         refs = [ref]
         for other in found[1:]:
-            twin = next((r for r in other if r.form == ref.form and _alike(r.node, ref.node)), None)
+            twin = next((r for r in other if r.form == ref.form and _are_same_op(r.node, ref.node)), None)
             if twin is None:
                 break
             refs.append(twin)
         if len(refs) == len(found):
             return refs
-    if all(_explained_by_values(match, i) for i in range(len(match.evidence))):
+    if all(_is_explained_by_zeros(match, i) for i in range(len(match.evidence))):
         return None
-    if found_where := _spread(match):
+    if found_where := _find_spread(match):
         raise Refused(
             "which choices count hangs on something that is the same for few tokens, and no mask with one entry per "
             f"token and slot says which do: {found_where.text}",
@@ -255,7 +257,7 @@ def _mask(match: Match, find_ties: Callable[[], str | None]) -> list[NodeRef] | 
             source=str(source),
             remedy=ASK_ROWS,
         )
-    if skipped := _left_out(match.evidence):
+    if skipped := _explain_left_out(match.evidence):
         raise skipped
     ties = find_ties()
     if ties == "reordered":
@@ -282,7 +284,7 @@ def _mask(match: Match, find_ties: Callable[[], str | None]) -> list[NodeRef] | 
     )
 
 
-def _left_out(several: Sequence[CanonicalForm]) -> Refused | None:
+def _explain_left_out(several: Sequence[CanonicalForm]) -> Refused | None:
     """The refusal of a program that leaves out whole experts by how many tokens chose them, if it does."""
     run, left_out = set(), set()
     for lifted in several:
@@ -296,7 +298,7 @@ def _left_out(several: Sequence[CanonicalForm]) -> Refused | None:
     are_few = max(left_out) < min(run)
     lowest, highest = (max(left_out), min(run)) if are_few else (max(run), min(left_out))
     for read in (read for lifted in several for read in lifted.capture.reads):
-        _, number = asked_number(read)
+        _, number = find_comparison(read)
         if type(number) in (int, float) and lowest <= number <= highest:
             which = "fewer tokens than a limit" if are_few else "more tokens than a limit"
             return Refused(
@@ -308,7 +310,7 @@ def _left_out(several: Sequence[CanonicalForm]) -> Refused | None:
     return None
 
 
-def _spread(match: Match) -> Source | None:
+def _find_spread(match: Match) -> Source | None:
     """What was spread where all choices count otherwise, and then do not."""
     full = {(str(one.capture.tracer.routing), one.tokens) for one in match.evidence if one.kept_slots.all()}
     for lifted in match.evidence:
@@ -319,7 +321,7 @@ def _spread(match: Match) -> Source | None:
     return None
 
 
-def _explained_by_values(match: Match, capture: int) -> bool:
+def _is_explained_by_zeros(match: Match, capture: int) -> bool:
     """Every dropped slot has a weight, or a row, that is zero by construction and makes all of it zero."""
     lifted = match.evidence[capture]
     S = Semantics(lifted.capture.nodes, lifted.capture.shadow)
@@ -340,14 +342,14 @@ def _explained_by_values(match: Match, capture: int) -> bool:
     for t, k in (~lifted.kept_slots).nonzero().tolist():
         if (group := owner.get(int(lifted.ids[t, k]))) is not None:
             zeros = {i for i, refs in enumerate(group.values) if is_zero(refs[capture], t, k)}
-            if not is_const(_with_zeros(T, group.body, zeros), 0):
+            if not is_const(_substitute_zeros(T, group.body, zeros), 0):
                 return False
     return True
 
 
-def _with_zeros(T: Terms, body: Body, zeros: set[int]) -> Term:
+def _substitute_zeros(T: Terms, body: Body, zeros: set[int]) -> Term:
     """A body where some of its values are zero; what is not followed stands for itself."""
-    args: list[Any] = [_with_zeros(T, a, zeros) if isinstance(a, Body) else a for a in body.args]
+    args: list[Any] = [_substitute_zeros(T, a, zeros) if isinstance(a, Body) else a for a in body.args]
     match body.op:
         case "value" if args[0] in zeros:
             return T.const(0, body.shape)
@@ -366,7 +368,7 @@ def _with_zeros(T: Terms, body: Body, zeros: set[int]) -> Term:
     return T.make("node", (body,), body.shape)
 
 
-def _mask_candidates(lifted: CanonicalForm) -> list[NodeRef]:
+def _find_mask_candidates(lifted: CanonicalForm) -> list[NodeRef]:
     """Nodes before the cut whose truth (`inverted`: falsehood) per token and slot is exactly which slots count."""
     out: list[NodeRef] = []
 
@@ -387,7 +389,7 @@ def _mask_candidates(lifted: CanonicalForm) -> list[NodeRef]:
             if not n.meta.get("known") or val.numel() > 1 << 20:
                 continue
             val = lifted.capture.shadow(n)
-        for axes, flat in aligned((val != 0).to(torch.int64), lifted.tokens):
+        for axes, flat in enumerate_slot_views((val != 0).to(torch.int64), lifted.tokens):
             if flat.shape == lifted.kept_slots.shape:
                 offer(n, axes, flat.bool())
             elif flat.shape == (len(lifted.kept_slots), 1):  # of whole tokens
@@ -403,7 +405,7 @@ def _mask_candidates(lifted: CanonicalForm) -> list[NodeRef]:
     return sorted(out, key=lambda ref: ref.inverted)
 
 
-def _undominated(candidates: list[NodeRef], lifted: CanonicalForm) -> list[NodeRef]:
+def _sort_by_directness(candidates: list[NodeRef], lifted: CanonicalForm) -> list[NodeRef]:
     """Candidates by how directly the experts use them: first those that reach them past all the others."""
     nodes = {ref.node for ref in candidates}
     direct: set[torch.fx.Node] = set()
@@ -419,7 +421,7 @@ def _undominated(candidates: list[NodeRef], lifted: CanonicalForm) -> list[NodeR
     return sorted(candidates, key=lambda ref: (ref.node not in direct, ref.inverted, -ref.node.meta["index"]))
 
 
-def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
+def _are_same_op(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     """Whether they are one node of the program: of a loop over the experts, comparisons with the same one."""
     is_line = a.op == b.op and str(a.target) == str(b.target) and a.meta["source"] == b.meta["source"]
     return is_line and (op_name(a) not in COMPARISONS or collect_numbers([a]) == collect_numbers([b]))

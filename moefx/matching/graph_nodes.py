@@ -102,21 +102,21 @@ def collect_numbers(nodes: Iterable[fx.Node]) -> dict[Any, int | float | None]:
     found: dict[Any, int | float | None] = {}
     for n in nodes:
         if n.op == "call_function":
-            for path, value in _numbers((n.args, n.kwargs)):
+            for path, value in _walk_numbers((n.args, n.kwargs)):
                 where = (n.meta["source"], str(n.target), path)
                 found[where] = value if found.get(where, value) == value else None
     return found
 
 
-def _numbers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int | float]]:
+def _walk_numbers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int | float]]:
     if type(tree) in (int, float):
         yield path, tree
     elif isinstance(tree, (tuple, list)):
         for i, item in enumerate(tree):
-            yield from _numbers(item, (*path, i))
+            yield from _walk_numbers(item, (*path, i))
     elif isinstance(tree, dict):
         for key, item in tree.items():
-            yield from _numbers(item, (*path, key))
+            yield from _walk_numbers(item, (*path, key))
 
 
 def describe_node(node: fx.Node) -> tuple[str, str]:
@@ -126,7 +126,7 @@ def describe_node(node: fx.Node) -> tuple[str, str]:
     return f"{op_name(node) or node.op}{shape}", str(node.meta.get("source") or "")
 
 
-def asked_number(read: HostRead) -> tuple[str, Any]:
+def find_comparison(read: HostRead) -> tuple[str, Any]:
     """Which comparison Python reads, and with what (`("lt", 8)`), whether it compares a number itself or an op does;
     `("", None)` if it is none."""
     if read.asked is None and read.node is not None and op_name(read.node) in TWO_SIDED and is_routed(read.node):
@@ -170,15 +170,15 @@ def is_routed(node: Any) -> bool:
 def depends_on_call(node: fx.Node) -> bool:
     """Whether integers that another call may find otherwise, arguments or buffers, determine a value, alone or with
     others."""
-    return _follows(node, "of call", lambda n: n.op == "placeholder" or is_state(n))
+    return _depends(node, "of call", lambda n: n.op == "placeholder" or is_state(n))
 
 
 def depends_on_arguments(node: fx.Node) -> bool:
     """Whether integers that are arguments determine a value, alone or with others."""
-    return _follows(node, "given", lambda n: n.op == "placeholder")
+    return _depends(node, "given", lambda n: n.op == "placeholder")
 
 
-def _follows(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:
+def _depends(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:
     def inputs_of(n: fx.Node) -> list[fx.Node]:
         return [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
 

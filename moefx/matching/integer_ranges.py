@@ -65,7 +65,7 @@ class IntegerRanges:
         for node in nodes:
             val = node.meta.get("val")
             if isinstance(val, torch.Tensor) and not (val.dtype.is_floating_point or val.dtype.is_complex):
-                self._known[node] = _wrapped(self._range(node, val), val)
+                self._known[node] = _wrap(self._find_range(node, val), val)
             else:
                 self._known[node] = None
             self._limit_lookups(node)
@@ -94,7 +94,7 @@ class IntegerRanges:
             found = _compare(asked[0], (lo, hi), self._pair(number))
         return bool((found[0] == found[1]).all())
 
-    def _range(self, node: fx.Node, val: torch.Tensor) -> Range | None:
+    def _find_range(self, node: fx.Node, val: torch.Tensor) -> Range | None:
         if self._of_call and (node.op == "placeholder" or is_state(node)) and val.dtype is not torch.bool:
             info = torch.iinfo(val.dtype)
             return _uniform(max(info.min, -UNBOUNDED), min(info.max, UNBOUNDED), val)
@@ -115,10 +115,10 @@ class IntegerRanges:
                 return found and _uniform(*_hull(found), val)
             if i == 1 and op_name(bundle) in SELECTIONS and source is not None and source.dim():
                 dim, _ = SELECTIONS[op_name(bundle)](bundle)
-                return _uniform(0, self._last(bundle.args[0], dim), val)
+                return _uniform(0, self._find_last_position(bundle.args[0], dim), val)
             return None
         if name in ("argmax", "argmin", "argsort"):
-            return _uniform(0, self._last(node.args[0], position_axis(node)), val)
+            return _uniform(0, self._find_last_position(node.args[0], position_axis(node)), val)
         if name == "nonzero":
             return self._nonzero(node, val)
         if name in ("bincount", "histc"):
@@ -128,7 +128,7 @@ class IntegerRanges:
         inputs = [self._known.get(a) for a in node.all_input_nodes]
         if any(r is None for r in inputs):
             return _uniform(0, 1, val) if val.dtype == torch.bool else None
-        return self._apply(node, name, val)
+        return self._propagate(node, name, val)
 
     def _limit_lookups(self, node: fx.Node) -> None:
         """Integers by which entries were looked up lie within the tensor: what follows would not run otherwise. Not
@@ -141,7 +141,7 @@ class IntegerRanges:
                 lo, hi = self._known.get(i) or _uniform(allowed.start, allowed.stop - 1, val)
                 self._known[i] = lo.clamp(min=allowed.start), hi.clamp(max=allowed.stop - 1)
 
-    def _last(self, source: fx.Node, dim: int | None) -> int:
+    def _find_last_position(self, source: fx.Node, dim: int | None) -> int:
         """The last position along an axis, or among all elements."""
         shape = source.meta["val"].shape
         several = range(len(shape)) if dim is None else [dim % len(shape)] if shape else []
@@ -165,7 +165,7 @@ class IntegerRanges:
         several = dims if isinstance(dims, (list, tuple)) else (dims,)
         return bool(of.meta.get("ragged")) and (not several or any(d % of.meta["val"].dim() == 0 for d in several))
 
-    def _apply(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
+    def _propagate(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
         is_reshaped = name in ("view", "_unsafe_view")
 
         def bound(side: int) -> Any:
@@ -181,7 +181,11 @@ class IntegerRanges:
 
         try:
             is_of_truths = val.dtype is torch.bool and name in ("bitwise_and", "bitwise_or")
-            if name in ELEMENT_MOVES | AXIS_REDUCTIONS or is_of_truths or (name in MONOTONE and not _negative(node)):
+            if (
+                name in ELEMENT_MOVES | AXIS_REDUCTIONS
+                or is_of_truths
+                or (name in MONOTONE and not _has_negative_factor(node))
+            ):
                 args, kwargs = bound(0)
                 lo = node.target(*args, **kwargs)
                 args, kwargs = bound(1)
@@ -198,7 +202,11 @@ class IntegerRanges:
                 return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
             if name in CLOSED_ON_INTEGERS and not node.kwargs and not node.args[2:]:
                 return _arithmetic(name, *(self._pair(x) for x in node.args[:2]))
-            if name in ("floor_divide", "div") and not isinstance(node.args[1], fx.Node) and not _negative(node):
+            if (
+                name in ("floor_divide", "div")
+                and not isinstance(node.args[1], fx.Node)
+                and not _has_negative_factor(node)
+            ):
                 return tuple(node.target(x, *node.args[1:], **node.kwargs) for x in self._known[node.args[0]])
             if name == "remainder" and type(node.args[1]) is int and node.args[1] > 0:
                 lo, hi = self._known[node.args[0]]
@@ -224,9 +232,9 @@ class IntegerRanges:
         mask = node.args[1 if name == "masked_fill" else 0]
         kept, put = (node.args[0], node.args[2]) if name == "masked_fill" else (node.args[2], node.args[1])
         whole = self._pair(kept)
-        lo, hi = _hull_of(whole)
+        lo, hi = _hull_exact(whole)
         if op_name(mask) in COMPARISONS and mask.args[0] is kept and type(mask.args[1]) is int:
-            lo, hi = _without(op_name(mask), mask.args[1], lo, hi)
+            lo, hi = _exclude(op_name(mask), mask.args[1], lo, hi)
         (plo, phi), (klo, khi) = self._pair(put), whole
         return torch.minimum(plo, klo.clamp(min=lo)), torch.maximum(phi, khi.clamp(max=hi))
 
@@ -267,7 +275,7 @@ class IntegerRanges:
         return torch.where(inside, lo.clamp(max=int(value)), lo), torch.where(inside, hi.clamp(min=int(value)), hi)
 
 
-def _wrapped(found: Range | None, val: Any) -> Range | None:
+def _wrap(found: Range | None, val: Any) -> Range | None:
     """Of a type too narrow for the range, all that the type has."""
     if found is None or val.dtype not in NARROW:
         return found
@@ -286,11 +294,11 @@ def _hull(found: Range) -> tuple[int, int]:
     return min([0, *lo.reshape(-1).tolist()]), max([0, *hi.reshape(-1).tolist()])
 
 
-def _hull_of(found: Range) -> tuple[int, int]:
+def _hull_exact(found: Range) -> tuple[int, int]:
     return int(found[0].min()), int(found[1].max())
 
 
-def _without(name: str, number: int, lo: int, hi: int) -> tuple[int, int]:
+def _exclude(name: str, number: int, lo: int, hi: int) -> tuple[int, int]:
     """What is left of a range without the numbers that a comparison is true of."""
     if name in ("ge", "gt", "greater"):
         return lo, min(hi, number - (name == "ge"))
@@ -301,7 +309,7 @@ def _without(name: str, number: int, lo: int, hi: int) -> tuple[int, int]:
     return lo, hi
 
 
-def _negative(node: fx.Node) -> bool:
+def _has_negative_factor(node: fx.Node) -> bool:
     return any(isinstance(a, (int, float)) and a < 0 for a in node.args) or bool(node.kwargs.get("alpha", 1) != 1)
 
 

@@ -105,7 +105,7 @@ class Match:
             nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.evidence)
             most = max_capture_tokens(self.evidence, times=2)
             guards = [*self.within, *self.guards]
-            counts = itertools.takewhile(lambda tokens: tokens <= most, sorted({*_PROBES, *self._delicate}))
+            counts = itertools.takewhile(lambda tokens: tokens <= most, sorted({*_PROBES, *self._delicate_sizes}))
             sequences = [find_sequence(self.arguments, guards, tokens) for tokens in counts]
             several = [s for i, s in enumerate(sequences) if all(g.holds(s) for g in guards) and s not in sequences[:i]]
             if len(several) < _MIN_PROBES:  # the sizes are all multiples of a number, say
@@ -117,7 +117,7 @@ class Match:
         return self.size_samples[kind]
 
     @functools.cached_property
-    def _delicate(self) -> set[int]:
+    def _delicate_sizes(self) -> set[int]:
         """Sizes by which formulas are told apart that are alike elsewhere: those at which nothing is rounded, and those
         on both sides of a comparison."""
         whole = {times * self.num_experts for times in _TIMES if times * self.num_experts < _PROBES[-1]}
@@ -160,12 +160,12 @@ class Match:
         asked: list[dict[Any, list[SizeGuard]]] = [defaultdict(list) for _ in several]
         for by_expression, guards in zip(asked, several, strict=True):
             for g in guards:
-                by_expression[_expression_of(g)].append(g)
-        found = dict.fromkeys(self._with_formula(g, asked) for guards in several for g in guards)
+                by_expression[_without_number(g)].append(g)
+        found = dict.fromkeys(self._generalize_bound(g, asked) for guards in several for g in guards)
         alike = [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
-        return [g for seen in alike for g in self._with_tokens(seen)] if self.without_tokens else alike
+        return [g for seen in alike for g in self._restrict_to_tokens(seen)] if self.without_tokens else alike
 
-    def _with_tokens(self, guard: SizeGuard) -> list[SizeGuard]:
+    def _restrict_to_tokens(self, guard: SizeGuard) -> list[SizeGuard]:
         """The comparison for sizes with tokens only, where nothing hangs on it without; none if it always holds."""
         each, ones = [{**self.sizes[0], dim: 0} for dim in self.arguments.dims], dict.fromkeys(self.arguments.dims, 1)
         tokens = "*".join(self.arguments.dims)
@@ -196,12 +196,12 @@ class Match:
                 return False
         return True
 
-    def _with_formula(self, guard: SizeGuard, asked: list[dict[Any, list[SizeGuard]]]) -> SizeGuard:
+    def _generalize_bound(self, guard: SizeGuard, asked: list[dict[Any, list[SizeGuard]]]) -> SizeGuard:
         """What a size is compared with may be another number at each size: `min(S, int(1.25 * S / E))`. `asked`: by
         capture, the comparisons of one expression."""
         points = []
         for sizes, by_expression in zip(self.sizes, asked, strict=True):
-            alike = by_expression.get(_expression_of(guard), [])
+            alike = by_expression.get(_without_number(guard), [])
             if len(alike) == 1 and alike[0].right.isdigit():
                 points.append((sizes, int(alike[0].right)))
         formula = find_formula(points, self.expressions, laws=False) if len({n for _, n in points}) > 2 else None
@@ -219,6 +219,6 @@ class Match:
         return self.evidence[0].slots
 
 
-def _expression_of(guard: SizeGuard) -> tuple[str, str, bool]:
+def _without_number(guard: SizeGuard) -> tuple[str, str, bool]:
     """A comparison without the number that it compares with."""
     return guard.left, guard.op, guard.value

@@ -11,7 +11,7 @@ from torch import fx
 from ..capture.captured import Capture
 from ..capture.counts import is_empty_test
 from ..errors import Refused
-from .graph_nodes import asked_number, is_routed, op_name
+from .graph_nodes import find_comparison, is_routed, op_name
 from .op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
 from .probes.branch_outcomes import find_buffers
 from .probes.forced_outcome import DECIDE_OUTSIDE
@@ -32,14 +32,14 @@ def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
     Args:
         positions: how many a sequence has in this capture; None if there is one token axis.
     """
-    if (drawn := _random_order(capture)) is not None:
+    if (drawn := _find_random_order(capture)) is not None:
         return Refused(
             f"tokens or choices are taken in a random order: {drawn.meta['source'].text}",
             culprits=(op_name(drawn),), source=str(drawn.meta["source"]),
             remedy="take them as they come; to drop some at random, multiply the routing weights by a random mask: "
             "weights * (torch.rand_like(weights) >= rate)",
         )  # fmt: skip
-    if positions is not None and (mixing := _mixing(capture, positions)) is not None:
+    if positions is not None and (mixing := _find_mixing(capture, positions)) is not None:
         return Refused(
             MIXING,
             culprits=(op_name(mixing),), source=str(mixing.meta["source"]),
@@ -47,7 +47,7 @@ def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
             "x.transpose(1, 2).flatten(0, 1), and repeat each sample's choice for them, "
             "ids.repeat_interleave(channels, 0); experts that convolve or attend along the series stay as they are",
         )  # fmt: skip
-    if (convolution := _of_neighbours(capture)) is not None:
+    if (convolution := _find_convolution(capture)) is not None:
         kernel = "x".join(map(str, convolution.args[1].meta["val"].shape[2:]))  # type: ignore[union-attr]
         return Refused(
             f"{CONVOLVING} ({kernel}): only experts that treat tokens one by one are followed",
@@ -61,7 +61,7 @@ def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
 def explain_limit(capture: Capture) -> Refused | None:
     """A refusal that names the comparison of a count that decides whether an expert runs, if there is one."""
     for read in capture.reads:
-        op, number = asked_number(read)
+        op, number = find_comparison(read)
         if op in ORDERED and type(number) in (int, float) and not is_empty_test(op, number):
             return Refused(
                 f"the number of tokens that chose an expert decides whether it runs: {read.source.text}",
@@ -92,7 +92,7 @@ def explain_branch(state: ProofState) -> Refused | None:
     return None
 
 
-def _random_order(capture: Capture) -> fx.Node | None:
+def _find_random_order(capture: Capture) -> fx.Node | None:
     """What draws integers that rows are taken by, or put in places by."""
     for n in capture.nodes:
         if op_name(n) in RANDOM_INTEGERS and not any(a.meta.get("known") is False for a in n.all_input_nodes):
@@ -107,7 +107,7 @@ def _random_order(capture: Capture) -> fx.Node | None:
     return None
 
 
-def _mixing(capture: Capture, positions: int) -> fx.Node | None:
+def _find_mixing(capture: Capture, positions: int) -> fx.Node | None:
     """What computes with several positions of samples that were picked out, if each sample chooses."""
     if not any(map(functools.partial(_is_of_samples, capture.sizes.tokens, positions), capture.nodes)):
         return None
@@ -127,7 +127,7 @@ def _mixing(capture: Capture, positions: int) -> fx.Node | None:
     return None
 
 
-def _of_neighbours(capture: Capture) -> fx.Node | None:
+def _find_convolution(capture: Capture) -> fx.Node | None:
     """One of several convolutions beside each other, on the same or on rows that were chosen, with kernels that are no
     points."""
     met: dict[fx.Node | None, fx.Node] = {}

@@ -10,10 +10,10 @@ from torch import fx
 
 from ...errors import Refused
 from ..graph_nodes import is_matrix_of_integers, is_random
-from ..terms.parameter_places import ParameterSlice, has_place, is_parameter_slice, parameter_of
-from ..terms.term import Term, format_term, number
+from ..terms.parameter_places import ParameterSlice, is_parameter_slice, is_state_slice, strip_moves
+from ..terms.term import Term, constant_value, format_term
 from .canonical_form import Body, Group, NodeRef
-from .expert_owners import Owners
+from .expert_owners import ExpertOwners
 from .value_lookup import ValueLookup
 
 FOREIGN = "an output row depends on something else than its own input row"
@@ -27,24 +27,24 @@ class Skeletons:
         self.given = given
         self._found: dict[Term, int] = {}
 
-    def of(self, t: Term) -> int:
+    def hash_form(self, t: Term) -> int:
         found = self._found.get(t)
         if found is None:
             if t in self.given:
                 form: Any = ("given", t.shape)
-            elif has_place(t) and (is_parameter_slice(t) or math.prod(t.shape) > 1):
+            elif is_state_slice(t) and (is_parameter_slice(t) or math.prod(t.shape) > 1):
                 form = ("parameter", t.shape)
             elif math.prod(t.shape) == 1 and t.op != "const":
                 form = ("scalar",)
             elif t.op in ("node", "at"):
                 form = (t.op, t.shape)
             else:
-                form = (t.op, t.shape, *[self.of(a) if isinstance(a, Term) else a for a in t.args])
+                form = (t.op, t.shape, *[self.hash_form(a) if isinstance(a, Term) else a for a in t.args])
             found = self._found[t] = hash(form)
         return found
 
 
-def _kind(t: Term) -> str:
+def _describe(t: Term) -> str:
     """What a term is, for people."""
     match t.op:
         case "pw" | "row":
@@ -61,14 +61,14 @@ def _kind(t: Term) -> str:
 class Unifier:
     """The body of the experts of one form."""
 
-    def __init__(self, owners: Owners, lookup: ValueLookup, routed: set[fx.Node]):
+    def __init__(self, owners: ExpertOwners, lookup: ValueLookup, routed: set[fx.Node]):
         self.owners, self.lookup, self.routed = owners, lookup, routed
         self.experts = owners.experts
         self.tables: list[dict[int, ParameterSlice]] = []
         self.values: list[NodeRef] = []
         self.bodies: dict[tuple[Term, ...], Body] = {}
 
-    def group(self, members: list[tuple[int, int, Term]], ids: list[list[int]]) -> Group:
+    def unify_group(self, members: list[tuple[int, int, Term]], ids: list[list[int]]) -> Group:
         """`members`: token, slot and summand; `ids`: the experts of each token."""
         where = [(t, k, ids[t][k]) for t, k, _ in members]
         body = self._unify(where, [m for _, _, m in members])
@@ -81,16 +81,16 @@ class Unifier:
             return self.bodies[key]
         same = all(t is first for t in terms)
         if first.op == "const" and same:
-            return Body("const", (number(first),), first.shape)
-        of_experts = any(parameter_of(t).args[0] in self.experts for t in terms)
+            return Body("const", (constant_value(first),), first.shape)
+        of_experts = any(strip_moves(t).args[0] in self.experts for t in terms)
         if all(is_parameter_slice(t) for t in terms) and (
             of_experts or (same and not self._is_looked_up(where, terms))
         ):
-            body = self._table(where, terms, same)
+            body = self._add_table(where, terms, same)
         elif (ref := self.lookup.find(where, terms)) is not None:
-            body = self._value(ref, first)
-        elif all(has_place(t) for t in terms):
-            body = self._table(where, terms, same)
+            body = self._add_value(ref, first)
+        elif all(is_state_slice(t) for t in terms):
+            body = self._add_table(where, terms, same)
         else:
             try:
                 body = self._decompose(where, terms)
@@ -98,11 +98,11 @@ class Unifier:
                 # a value per slot that is wider than a scalar is a last resort: it exists for all slots at once
                 if first.op == "const" or (ref := self.lookup.find(where, terms, wide=True)) is None:
                     raise
-                body = self._value(ref, first)
+                body = self._add_value(ref, first)
         self.bodies[key] = body
         return body
 
-    def _value(self, ref: NodeRef, term: Term) -> Body:
+    def _add_value(self, ref: NodeRef, term: Term) -> Body:
         if ref not in self.values:
             self.values.append(ref)
         return Body("value", (self.values.index(ref),), term.shape)
@@ -119,13 +119,13 @@ class Unifier:
             if t.op != first.op or t.shape != first.shape or len(t.args) != len(first.args):
                 raise Refused(
                     "experts do not compute the same function",
-                    culprits=tuple(str(p) for p in {*self.owners.key(first), *self.owners.key(t)})[:4],
-                    remedy=f"where one has {_kind(first)}, another has {_kind(t)}",
+                    culprits=tuple(str(p) for p in {*self.owners.find_key(first), *self.owners.find_key(t)})[:4],
+                    remedy=f"where one has {_describe(first)}, another has {_describe(t)}",
                 )
         if first.op in ("node", "put", "index", "array"):
-            raise self._foreign(first)
+            raise self._explain_foreign(first)
         if first.op == "at" and (first.args[0].op == "node" or any(t.args[1] != first.args[1] for t in terms)):
-            raise self._foreign(first)
+            raise self._explain_foreign(first)
         args: list[Any] = []
         for position, a in enumerate(first.args):
             column = [t.args[position] for t in terms]
@@ -138,11 +138,11 @@ class Unifier:
                 raise Refused(f"a constant inside the experts depends on the routing: {a!r} and {other!r}")
         return Body(first.op, tuple(args), first.shape)
 
-    def _table(self, where: Where, terms: list[Term], same: bool) -> Body:
+    def _add_table(self, where: Where, terms: list[Term], same: bool) -> Body:
         shape = terms[0].shape
-        if same and parameter_of(terms[0]).args[0] not in self.experts:
+        if same and strip_moves(terms[0]).args[0] not in self.experts:
             return Body("shared", (ParameterSlice.from_term(terms[0]),), shape)
-        self.experts.update(parameter_of(t).args[0] for t in terms)
+        self.experts.update(strip_moves(t).args[0] for t in terms)
         table: dict[int, ParameterSlice] = {}
         for (_, _, e), t in zip(where, terms, strict=True):
             place = ParameterSlice.from_term(t)
@@ -159,7 +159,7 @@ class Unifier:
             self.tables.append(table)
         return Body("expert", (self.tables.index(table),), shape)
 
-    def _foreign(self, t: Term) -> Refused:
+    def _explain_foreign(self, t: Term) -> Refused:
         """Something reached the routed sum that no token's own row explains."""
         routed = sorted(self.routed, key=lambda n: n.meta["index"])
         if quantised := [a for n in routed for a in n.all_input_nodes if is_matrix_of_integers(a)]:
@@ -192,7 +192,7 @@ class Unifier:
                     culprits=(name,),
                     source=str(fx_node.meta["source"]),
                 )
-        elif has_place(base):
+        elif is_state_slice(base):
             what = f"a part of {base.args[0]}"
         if t.op == "at":
             which = ", ".join(str(i) for _, i in t.args[1])

@@ -27,7 +27,7 @@ from ..graph_nodes import SELECTIONS, collect_numbers, get_argument, is_random, 
 from ..integer_ranges import find_token_sizes
 from ..terms.term import MASKED
 from .canonical_form import CanonicalForm
-from .expert_index import aligned
+from .expert_index import enumerate_slot_views
 
 MOVES = {
     "_unsafe_view", "cat", "constant_pad_nd", "expand", "flatten", "flip", "permute", "repeat", "reshape", "roll",
@@ -48,7 +48,7 @@ _NOT_LOW = {"_softmax", "exp", "relu", "sigmoid", "softmax", "softplus", "tanh"}
 _COMBINED = {"add", "div", "mul", "neg", "sub", *_MOVED_ON}
 
 
-class _Way(NamedTuple):
+class _Derivation(NamedTuple):
     """How the elements of an integer tensor may come about."""
 
     choice: torch.Tensor  # int64 [*shape]: the choice that each is a function of; 0: of none
@@ -69,18 +69,20 @@ def has_distinct_slots(
     """
     if lifted.slots < 2 or "m" in lifted.expert_index.axes:
         return True
-    places = _Places(lifted.capture, [other.capture for other in others], follows_masks)
-    slots: list[list[_Way]] = []
+    places = _Derivations(lifted.capture, [other.capture for other in others], follows_masks)
+    slots: list[list[_Derivation]] = []
     for ref in lifted.expert_index.columns or (lifted.expert_index,):
-        ways = places.ways(ref.node)
+        ways = places.derive(ref.node)
         if ways is None:
             return False
         read = [[view_as_slots(x, lifted.tokens, ref.axes) for x in (way.choice, *way.values)] for way in ways]
         for k in range(read[0][0].shape[1]):
-            slots.append([_Way(choice[:, k], torch.stack([v[:, k] for v in values])) for choice, *values in read])
+            slots.append(
+                [_Derivation(choice[:, k], torch.stack([v[:, k] for v in values])) for choice, *values in read]
+            )
     among = torch.tensor(sorted(experts))
     return not any(
-        places.may_be_one(*ways, among)
+        places.may_coincide(*ways, among)
         for pair in itertools.combinations(slots, 2)
         for ways in itertools.product(*pair)
     )
@@ -89,10 +91,10 @@ def has_distinct_slots(
 def view_as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
     """A tensor that a `Ref` with these axes reads, as [T, K]."""
     sequences = len(x) if "s" in axes else 0
-    return next(flat for found, flat in aligned(x, tokens, sequences) if found == axes)
+    return next(flat for found, flat in enumerate_slot_views(x, tokens, sequences) if found == axes)
 
 
-class _Places:
+class _Derivations:
     """Args: others: where sizes became plain numbers, captures at other sizes say which numbers are none of these."""
 
     def __init__(self, capture: Capture, others: Sequence[Capture], follows_masks: bool = True):
@@ -102,14 +104,14 @@ class _Places:
         if capture.sizes.leaks or capture.sizes.routed:
             here, *there = (collect_numbers(c.nodes) for c in (capture, *others))
             self._fixed = {at: n for at, n in here.items() if all(n == other.get(at) for other in there)}
-        self._known: dict[fx.Node, list[_Way] | None] = {}
-        self._same: dict[str, list[_Way] | None] = {}  # by what is run: it chooses the same again
+        self._known: dict[fx.Node, list[_Derivation] | None] = {}
+        self._same: dict[str, list[_Derivation] | None] = {}  # by what is run: it chooses the same again
         self._rows = torch.zeros(1, dtype=torch.int64)  # by choice: those of a row are different places
         self._sizes = torch.ones(1, dtype=torch.int64)  # by choice: of how many places
 
-    def may_be_one(self, a: _Way, b: _Way, among: torch.Tensor) -> bool:
+    def may_coincide(self, a: _Derivation, b: _Derivation, among: torch.Tensor) -> bool:
         """Whether two slots, [T] and [N, T] each, can come out as one of these numbers."""
-        counts, is_at = zip(*(self._counts(way, among) for way in (a, b)), strict=True)
+        counts, is_at = zip(*(self._count_positions(way, among) for way in (a, b)), strict=True)
         if counts[0] is None or counts[1] is None:
             return True
         n = min(len(at) for at in is_at)
@@ -120,7 +122,7 @@ class _Places:
         found = [(is_same, both), (is_beside, counts[0] * counts[1] - both), (is_apart, counts[0] * counts[1])]
         return any(bool(tokens.any() and pairs.any()) for tokens, pairs in found)
 
-    def _counts(self, way: _Way, among: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def _count_positions(self, way: _Derivation, among: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """At how many places a slot is each of these numbers, and at which: [N, numbers]. None: not at the same for all
         tokens."""
         sizes = self._sizes[way.choice]
@@ -130,37 +132,37 @@ class _Places:
         return (is_at.sum(0) if is_uniform else None), is_at
 
     # ------------------------------------------------------------------ how integers come about
-    def ways(self, node: fx.Node) -> list[_Way] | None:
+    def derive(self, node: fx.Node) -> list[_Derivation] | None:
         """None: nothing is known of some element."""
         stack = [node]
         while stack:
             n = stack[-1]
-            unseen = [a for a in _made_from(n) if a not in self._known] if n not in self._known else []
+            unseen = [a for a in _integer_inputs(n) if a not in self._known] if n not in self._known else []
             stack += unseen
             if not unseen:
                 stack.pop()
                 if n not in self._known:
-                    self._known[n] = self._ways(n) if _is_of_integers(n) else None
-                    if not is_random(_made_by(n)):
-                        self._known[n] = self._same.setdefault(_run(n), self._known[n])
+                    self._known[n] = self._derive_node(n) if _is_of_integers(n) else None
+                    if not is_random(_producer(n)):
+                        self._known[n] = self._same.setdefault(_describe_run(n), self._known[n])
         return self._known[node]
 
-    def _ways(self, node: fx.Node) -> list[_Way] | None:
+    def _derive_node(self, node: fx.Node) -> list[_Derivation] | None:
         val: torch.Tensor = node.meta["val"]
         if self._is_of_sizes(node):
             return None
         if _is_constant(node):
             is_counting = val.numel() in self._tokens and len(val.unique()) > 1
             return None if is_counting else [_constant(val)]
-        chosen = self._chosen(node, val.shape)
+        chosen = self._derive_selection(node, val.shape)
         if chosen is not None:
             return [chosen._replace(values=chosen.values.to(val.dtype))]
         if op_name(node) in ("where", "masked_fill") and len(node.args) == 3:
             mask = node.args[0 if op_name(node) == "where" else 1]
             if self._known[mask] is None:
-                return self._either(val, [a for a in node.args if a is not mask])
+                return self._derive_branches(val, [a for a in node.args if a is not mask])
         try:
-            return self._computed(node)
+            return self._derive_computation(node)
         except RuntimeError:  # at a place that never is chosen, or else the program fails as well
             return None
 
@@ -174,11 +176,11 @@ class _Places:
             return True
         if self._fixed is None or shapes:
             return False
-        return any(self._fixed.get(at) is None for at in collect_numbers([_made_by(node)]))
+        return any(self._fixed.get(at) is None for at in collect_numbers([_producer(node)]))
 
-    def _chosen(self, node: fx.Node, shape: torch.Size) -> _Way | None:
+    def _derive_selection(self, node: fx.Node, shape: torch.Size) -> _Derivation | None:
         """Of what selects among scores, or among what is different already."""
-        name, by = op_name(node), _made_by(node)
+        name, by = op_name(node), _producer(node)
         if not by.all_input_nodes or not shape:
             return None
         of = getattr(by.all_input_nodes[0].meta.get("val"), "shape", ())
@@ -187,7 +189,7 @@ class _Places:
         if name == "getitem" and op_name(by) in SELECTIONS:
             axis, is_kept = SELECTIONS[op_name(by)](by)
             if node.args[1] == 0:
-                return self._again(by.args[0], axis, shape) if is_kept else None
+                return self._reselect(by.args[0], axis, shape) if is_kept else None
             size, axis, among = of[axis], axis if is_kept else None, axis
         elif name in ("argmax", "argmin"):
             among = position_axis(node)
@@ -198,22 +200,22 @@ class _Places:
         elif name == "multinomial":
             axis = None if get_argument(node, 2, "replacement", False) else -1
             size = of[-1]
-        elif name == "gather" and self._different(node.args[2], axis := node.args[1]) is not None:
-            return self._again(node.args[0], axis, shape)
+        elif name == "gather" and self._find_distinct(node.args[2], axis := node.args[1]) is not None:
+            return self._reselect(node.args[0], axis, shape)
         else:
             return None
         if size in self._tokens:
             return None
-        found = self._new(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
+        found = self._add_choices(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
         if among is not None and self._follows_masks:
             self._join_earlier(found, by.args[0], among)
         return found
 
-    def _join_earlier(self, found: _Way, scores: fx.Node, axis: int) -> None:
+    def _join_earlier(self, found: _Derivation, scores: fx.Node, axis: int) -> None:
         """Have new choices belong to the row of earlier ones if the scores of these are masked before the selection."""
         axis, shape = axis % scores.meta["val"].dim(), scores.meta["val"].shape
         is_one = found.choice.dim() < len(shape) or found.choice.shape[axis] == 1
-        masks = self._masks(scores, is_one)
+        masks = self._find_masks(scores, is_one)
         if sum(int(mask.values.sum(axis + 1).max()) for mask in masks) >= shape[axis]:
             return  # all may be masked
         rows, earlier = None, []
@@ -234,77 +236,83 @@ class _Places:
         rows = rows if found.choice.dim() == len(shape) else rows.squeeze(axis)
         self._rows[found.choice] = rows.expand(found.choice.shape)
 
-    def _masks(self, scores: fx.Node, is_one: bool) -> list[_Way]:
+    def _find_masks(self, scores: fx.Node, is_one: bool) -> list[_Derivation]:
         """Which scores are so low that they count as masked, as functions of earlier choices. Empty if others may be as
         low.
 
         Args:
             is_one: a single one is chosen. Among probabilities the second may be 0 as those that are masked.
         """
-        found: list[_Way] = []
+        found: list[_Derivation] = []
         node: Any = scores
         while isinstance(node, fx.Node) and node.op == "call_function":
             name, args = op_name(node), node.args
             if name in _MOVED_ON or (name in _SOFTMAX and is_one and not found):
                 node = args[0]
                 continue
-            several: list[_Way | None] = []
+            several: list[_Derivation | None] = []
             earlier: Any = args[0]
             if name == "masked_fill" and _is_low(args[2]):
-                several = [self._only_way(args[1])]
+                several = [self._derive_only(args[1])]
             elif name == "where" and len(args) == 3 and _is_low(args[1]):
-                several, earlier = [self._only_way(args[0])], args[2]
+                several, earlier = [self._derive_only(args[0])], args[2]
             elif name == "where" and len(args) == 3 and _is_low(args[2]):
-                way, earlier = self._only_way(args[0]), args[1]
+                way, earlier = self._derive_only(args[0]), args[1]
                 several = [way and way._replace(values=way.values == 0)]
             elif name == "scatter" and _is_low(args[3]):
-                several = [_spread_out(way, args[1], node.meta["val"].shape) for way in self._columns(args[2], args[1])]
-            elif name == "index_put" and _is_low(args[2]):
-                index = _of_each_row(node)
-                way = self._only_way(index) if index is not None else None
                 several = [
-                    way and _spread_out(_Way(way.choice[..., None], way.values[..., None]), -1, node.meta["val"].shape)
+                    _scatter_positions(way, args[1], node.meta["val"].shape)
+                    for way in self._derive_columns(args[2], args[1])
+                ]
+            elif name == "index_put" and _is_low(args[2]):
+                index = _find_row_index(node)
+                way = self._derive_only(index) if index is not None else None
+                several = [
+                    way
+                    and _scatter_positions(
+                        _Derivation(way.choice[..., None], way.values[..., None]), -1, node.meta["val"].shape
+                    )
                 ]
             else:
                 break
             if not several or None in several:
                 return []
-            found += [_Way(one.choice, one.values != 0) for one in several if one is not None]
+            found += [_Derivation(one.choice, one.values != 0) for one in several if one is not None]
             node = earlier
         return [] if _may_be_low(node) else found
 
-    def _columns(self, node: Any, axis: int) -> list[_Way]:
+    def _derive_columns(self, node: Any, axis: int) -> list[_Derivation]:
         """How the entries at each place along an axis come about."""
-        way = self._only_way(node)
+        way = self._derive_only(node)
         if way is None:
             return []
         axis %= way.choice.dim()
         parts = zip(way.choice.split(1, axis), way.values.split(1, axis + 1), strict=True)
-        return [_Way(choice, values) for choice, values in parts]
+        return [_Derivation(choice, values) for choice, values in parts]
 
-    def _only_way(self, node: Any) -> _Way | None:
-        ways = self.ways(node) if isinstance(node, fx.Node) and _is_of_integers(node) else None
+    def _derive_only(self, node: Any) -> _Derivation | None:
+        ways = self.derive(node) if isinstance(node, fx.Node) and _is_of_integers(node) else None
         return ways[0] if ways is not None and len(ways) == 1 else None
 
-    def _new(self, axis: int | None, values: torch.Tensor) -> _Way:
+    def _add_choices(self, axis: int | None, values: torch.Tensor) -> _Derivation:
         """Choices that were not known before, of these numbers."""
         choice = len(self._rows) + torch.arange(values[0].numel()).view(values.shape[1:])
         rows = choice if axis is None else choice.narrow(axis, 0, 1).expand(choice.shape)  # named by their first ones
         self._rows = torch.cat([self._rows, rows.flatten()])
         self._sizes = torch.cat([self._sizes, torch.full((choice.numel(),), len(values))])
-        return _Way(choice, values)
+        return _Derivation(choice, values)
 
-    def _again(self, node: Any, axis: int, shape: torch.Size) -> _Way | None:
+    def _reselect(self, node: Any, axis: int, shape: torch.Size) -> _Derivation | None:
         """What is selected, without putting back, from numbers that are different."""
-        way, along = self._different(node, axis), axis % len(shape)
+        way, along = self._find_distinct(node, axis), axis % len(shape)
         if way is None or any(
             n != m for i, (n, m) in enumerate(zip(shape, way.choice.shape, strict=True)) if i != along
         ):
             return None
         first = way.values.narrow(along + 1, 0, 1)
-        return self._new(axis, first.expand(len(first), *shape))
+        return self._add_choices(axis, first.expand(len(first), *shape))
 
-    def _different(self, node: Any, axis: int) -> _Way | None:
+    def _find_distinct(self, node: Any, axis: int) -> _Derivation | None:
         """How numbers come about that are all different along an axis, as one function of different places."""
         ways = self._known.get(node)
         if ways is None or len(ways) != 1 or not ways[0].choice.dim():
@@ -314,30 +322,30 @@ class _Places:
         apart = bool(choice.sort(axis).values.diff(dim=axis).all() and values.sort(0).values.diff(dim=0).all())
         return ways[0] if alike and apart and choice.all() else None
 
-    def _either(self, val: torch.Tensor, branches: list[Any]) -> list[_Way] | None:
+    def _derive_branches(self, val: torch.Tensor, branches: list[Any]) -> list[_Derivation] | None:
         """Of one or the other, nobody knows which."""
-        found: list[_Way] = []
+        found: list[_Derivation] = []
         for branch in branches:
             ways = self._known[branch] if isinstance(branch, fx.Node) else [_constant(torch.tensor(branch))]
             if ways is None or len(found) + len(ways) > _MOST_WAYS:
                 return None
             for choice, values in ways:
                 values = values.view(len(values), *[1] * (val.dim() - values.dim() + 1), *values.shape[1:])
-                found.append(_Way(choice.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype)))
+                found.append(_Derivation(choice.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype)))
         return found
 
-    def _computed(self, node: fx.Node) -> list[_Way] | None:
+    def _derive_computation(self, node: fx.Node) -> list[_Derivation] | None:
         """Of what only moves numbers, or computes with those at one place."""
-        by = _made_by(node)
+        by = _producer(node)
         name, inputs = op_name(by), by.all_input_nodes
         several = [ways for a in inputs if (ways := self._known[a]) is not None]
         if name == "scatter" and len(several) == len(inputs) and not isinstance(by.args[3], fx.Node):
             base, index = (self._known[a] for a in by.args[:3:2])
             if len(base) != 1 or len(index) != 1 or bool(base[0].choice.any()):
                 return None
-            at = _spread_out(index[0], by.args[1], node.meta["val"].shape)
+            at = _scatter_positions(index[0], by.args[1], node.meta["val"].shape)
             put = torch.tensor(by.args[3], dtype=node.meta["val"].dtype)
-            return at and [_Way(at.choice, torch.where(at.values, put, base[0].values[0]))]
+            return at and [_Derivation(at.choice, torch.where(at.values, put, base[0].values[0]))]
         looks_up, moves = name in _LOOKUPS, name in MOVES | _APART
         computes = name in _POINTWISE or torch.Tag.pointwise in getattr(by.target, "tags", ())
         if not (looks_up or moves or computes) or is_random(by) or len(several) < len(inputs):
@@ -347,9 +355,11 @@ class _Places:
         found = []
         for ways in itertools.product(*several):
             given = dict(zip(inputs, ways, strict=True))
-            values = torch.stack([_call(node, {a: way.at(n) for a, way in given.items()}) for n in range(_most(ways))])
+            values = torch.stack(
+                [_call(node, {a: way.at(n) for a, way in given.items()}) for n in range(_max_positions(ways))]
+            )
             if computes:
-                choice = _common([way.choice.expand(values.shape[1:]) for way in ways])
+                choice = _common_choice([way.choice.expand(values.shape[1:]) for way in ways])
             elif looks_up:
                 indices = {a: way.at(0) for a, way in given.items()}
                 choice = _call(node, indices | {inputs[0]: ways[0].choice})
@@ -357,7 +367,7 @@ class _Places:
                 choice = _call(node, {a: way.choice for a, way in given.items()}, padding=0)
             if choice is None:
                 return None
-            found.append(_Way(choice, values))
+            found.append(_Derivation(choice, values))
         return found
 
     def _is_at_constants(self, node: fx.Node) -> bool:
@@ -396,7 +406,7 @@ def _is_low(value: Any) -> bool:
     return type(value) in (int, float) and value <= MASKED
 
 
-def _spread_out(index: _Way | None, axis: int, shape: torch.Size) -> _Way | None:
+def _scatter_positions(index: _Derivation | None, axis: int, shape: torch.Size) -> _Derivation | None:
     """Where a tensor is written to at one place along an axis."""
     if index is None or index.choice.dim() != len(shape) or index.choice.shape[axis] != 1:
         return None
@@ -404,10 +414,10 @@ def _spread_out(index: _Way | None, axis: int, shape: torch.Size) -> _Way | None
     if any(n != m for i, (n, m) in enumerate(zip(index.choice.shape, shape, strict=True)) if i != axis):
         return None
     places = torch.arange(shape[axis]).view(-1, *[1] * (len(shape) - axis - 1))
-    return _Way(index.choice.expand(shape), (index.values % shape[axis]) == places)
+    return _Derivation(index.choice.expand(shape), (index.values % shape[axis]) == places)
 
 
-def _of_each_row(node: fx.Node) -> fx.Node | None:
+def _find_row_index(node: fx.Node) -> fx.Node | None:
     """The last index of `scores[torch.arange(n), index] = number`."""
     indices, shape = node.args[1], node.args[0].meta["val"].shape
     if len(indices) != len(shape) or len(shape) != 2 or not all(isinstance(i, fx.Node) for i in indices):
@@ -419,18 +429,18 @@ def _of_each_row(node: fx.Node) -> fx.Node | None:
     return index if is_each and index.meta["val"].shape == shape[:1] else None
 
 
-def _run(node: fx.Node) -> str:
-    by = _made_by(node)
+def _describe_run(node: fx.Node) -> str:
+    by = _producer(node)
     return str((by.op, by.target, by.args, by.kwargs, node.args[1] if by is not node else ""))
 
 
-def _made_by(node: fx.Node) -> fx.Node:
+def _producer(node: fx.Node) -> fx.Node:
     """The op, of which a node may be one of several results."""
     return node.args[0] if op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) else node
 
 
-def _made_from(node: fx.Node) -> list[fx.Node]:
-    return [] if not _is_of_integers(node) or _is_constant(node) else _made_by(node).all_input_nodes
+def _integer_inputs(node: fx.Node) -> list[fx.Node]:
+    return [] if not _is_of_integers(node) or _is_constant(node) else _producer(node).all_input_nodes
 
 
 def _is_of_integers(node: fx.Node) -> bool:
@@ -446,22 +456,22 @@ def _is_constant(node: fx.Node) -> bool:
     return is_made and not is_random(node) and "empty" not in op_name(node)
 
 
-def _constant(val: torch.Tensor) -> _Way:
-    return _Way(torch.zeros(val.shape, dtype=torch.int64), val[None])
+def _constant(val: torch.Tensor) -> _Derivation:
+    return _Derivation(torch.zeros(val.shape, dtype=torch.int64), val[None])
 
 
-def _most(ways: Iterable[_Way]) -> int:
+def _max_positions(ways: Iterable[_Derivation]) -> int:
     return max((len(way.values) for way in ways), default=0)
 
 
-def _common(choices: list[torch.Tensor]) -> torch.Tensor | None:
+def _common_choice(choices: list[torch.Tensor]) -> torch.Tensor | None:
     """The choice that each element is a function of, of several of which one may be; None: of two."""
     found = torch.stack(choices).amax(0)
     return found if all(bool(((c == 0) | (c == found)).all()) for c in choices) else None
 
 
 def _call(node: fx.Node, inputs: dict[fx.Node, torch.Tensor], **changed: Any) -> torch.Tensor:
-    by = _made_by(node)
+    by = _producer(node)
     args, kwargs = fx.node.map_arg((by.args, by.kwargs), inputs.__getitem__)
     if "padding" in changed and op_name(by) == "constant_pad_nd":
         args = *args[:2], changed["padding"]

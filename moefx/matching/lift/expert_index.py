@@ -17,7 +17,7 @@ from ..graph_nodes import describe_node
 from ..terms.parameter_places import ParameterSlice
 from ..terms.term import Term
 from .canonical_form import CanonicalForm, NodeRef, count_sequences
-from .expert_owners import Key, Owners
+from .expert_owners import ExpertOwners, OwnerKey
 
 _MOST_SLOTS = 64
 _MOST_COLUMNS = 12
@@ -25,7 +25,7 @@ _MOST_EXPERTS_OF_A_MASK = 128
 _MAX_ATTEMPTS = 12  # that a refusal reports
 
 
-class Choice(NamedTuple):
+class ExpertIndex(NamedTuple):
     """What says which experts were used: the node, what it holds, and the slot of each summand of each token."""
 
     index: NodeRef
@@ -33,14 +33,14 @@ class Choice(NamedTuple):
     slots: list[list[int]]
 
 
-def choice(
-    owners: Owners,
+def find_expert_index(
+    owners: ExpertOwners,
     tokens: tuple[int, ...],
     summands: list[list[Term]],
     nodes: list[fx.Node],
     inside: set[fx.Node],
     like: CanonicalForm | None,
-) -> Choice | None:
+) -> ExpertIndex | None:
     """The choice that explains the routed summands of every token, if there is one.
 
     Args:
@@ -48,7 +48,7 @@ def choice(
         inside: those of them that are a submodule's own, to be taken only where no other fits.
         like: the form of another capture of the block; what chose the experts there is looked at first.
     """
-    search = _Search(owners, tokens, summands, nodes)
+    search = _IndexSearch(owners, tokens, summands, nodes)
     found = search.as_before(like) if like is not None else None
     if found is not None:
         return found
@@ -57,25 +57,29 @@ def choice(
 
 
 def find_near_misses(
-    owners: Owners, tokens: tuple[int, ...], summands: list[list[Term]], nodes: list[fx.Node], inside: set[fx.Node]
+    owners: ExpertOwners,
+    tokens: tuple[int, ...],
+    summands: list[list[Term]],
+    nodes: list[fx.Node],
+    inside: set[fx.Node],
 ) -> tuple[IndexAttempt, ...]:
     """Report how far the candidates for the expert index came if `choice` found none, the closest first."""
-    search = _Search(owners, tokens, summands, nodes)
+    search = _IndexSearch(owners, tokens, summands, nodes)
     attempts = [search.explain_miss(*candidate) for candidate in search.candidates(inside)[:_MAX_ATTEMPTS]]
     return tuple(sorted(attempts, key=lambda attempt: -attempt.explained))
 
 
-class _Search:
-    def __init__(self, owners: Owners, tokens: tuple[int, ...], summands: list[list[Term]], nodes: list[fx.Node]):
+class _IndexSearch:
+    def __init__(self, owners: ExpertOwners, tokens: tuple[int, ...], summands: list[list[Term]], nodes: list[fx.Node]):
         self.tokens, self.nodes = tokens, nodes
         self.sequences = count_sequences(owners.reach.capture, tokens)
         self.T = math.prod(tokens)
-        self.keys = [[owners.key(p) for p in parts] for parts in summands]
+        self.keys = [[owners.find_key(p) for p in parts] for parts in summands]
         self.widest = max(map(len, self.keys))
-        names = {key: next(iter(owners.natural(key)), None) for key in {k for row in self.keys for k in row}}
+        names = {key: next(iter(owners.guess_numbers(key)), None) for key in {k for row in self.keys for k in row}}
         # the experts' own numbers, where all have one, and not the first of two lists the same as the first of another
         own = None not in names.values() and len(set(names.values())) == len(names)
-        self.natural: dict[Key, int] | None = names if own else None  # type: ignore[assignment]
+        self.natural: dict[OwnerKey, int] | None = names if own else None  # type: ignore[assignment]
 
     def _integers(self) -> Iterator[tuple[fx.Node, torch.Tensor]]:
         for n in self.nodes:
@@ -89,29 +93,29 @@ class _Search:
         for place, (n, val) in enumerate(self._integers()):
             if val.dtype is not torch.uint8:
                 is_truth = val.dtype is torch.bool
-                for axes, flat in aligned(val, self.tokens, self.sequences):
+                for axes, flat in enumerate_slot_views(val, self.tokens, self.sequences):
                     if flat.shape[1] <= (1 if is_truth else _MOST_SLOTS):
                         order = ("s" in axes, is_truth, flat.shape[1] != self.widest, n in inside, place)
                         found.append((order, NodeRef(n, axes), flat))
         return [(ref, flat) for _, ref, flat in sorted(found, key=lambda c: c[0])]
 
-    def one_node(self, candidates: list[tuple[NodeRef, torch.Tensor]]) -> Choice | None:
+    def one_node(self, candidates: list[tuple[NodeRef, torch.Tensor]]) -> ExpertIndex | None:
         """A node that holds the ids of all slots, by the experts' own numbers or by any others."""
         first = None
         for by_name in (True, False) if self.natural is not None else (False,):
             for ref, ids in candidates:
                 if ids.shape[1] < self.widest:
                     continue
-                names = self.natural if by_name else _consistent(self.keys, ids.tolist())
-                slots = _slots(self.keys, ids, names) if names else None
+                names = self.natural if by_name else _infer_numbers(self.keys, ids.tolist())
+                slots = _assign_slots(self.keys, ids, names) if names else None
                 if names is None or slots is None:
                     continue
                 unused = ids.numel() - sum(map(len, slots))
                 outside = ids.numel() - int(torch.isin(ids, torch.tensor(list(names.values()))).sum())
                 if unused == outside:  # ids that are nobody's say themselves which slots do not count
-                    return Choice(ref, ids, slots)
+                    return ExpertIndex(ref, ids, slots)
                 if ref.node.meta["val"].dtype is not torch.bool:  # a truth leaves nothing out
-                    first = first or Choice(ref, ids, slots)
+                    first = first or ExpertIndex(ref, ids, slots)
         return first
 
     def explain_miss(self, ref: NodeRef, ids: torch.Tensor) -> IndexAttempt:
@@ -127,20 +131,20 @@ class _Search:
             reason += f", and has {entries} of up to {self.widest} slots"
         return IndexAttempt(node, source, explained, reason)
 
-    def as_before(self, like: CanonicalForm) -> Choice | None:
+    def as_before(self, like: CanonicalForm) -> ExpertIndex | None:
         """The nodes that chose the experts in the other capture, at the same places of this one."""
         names = self._names_in(like) or self.natural
-        found = self._twin(like.expert_index) if names is not None else None
-        slots = _slots(self.keys, found[1], names) if found is not None else None  # type: ignore[arg-type]
-        return None if found is None or slots is None else Choice(*found, slots)
+        found = self._find_twin(like.expert_index) if names is not None else None
+        slots = _assign_slots(self.keys, found[1], names) if found is not None else None  # type: ignore[arg-type]
+        return None if found is None or slots is None else ExpertIndex(*found, slots)
 
-    def _names_in(self, like: CanonicalForm) -> dict[Key, int] | None:
+    def _names_in(self, like: CanonicalForm) -> dict[OwnerKey, int] | None:
         """The experts' numbers in the other capture, by their parameters, if it met them all."""
         owners: dict[ParameterSlice, set[int]] = defaultdict(set)
         for table in (table for group in like.groups for table in group.tables):
             for e, place in table.items():
                 owners[place].add(e)
-        names: dict[Key, int] = {}
+        names: dict[OwnerKey, int] = {}
         for key in {k for row in self.keys for k in row}:
             mine = [owners[p] for p in key if p in owners]
             number = set.intersection(*mine) if mine else set()
@@ -149,9 +153,9 @@ class _Search:
             names[key] = number.pop()
         return names
 
-    def _twin(self, ref: NodeRef) -> tuple[NodeRef, torch.Tensor] | None:
+    def _find_twin(self, ref: NodeRef) -> tuple[NodeRef, torch.Tensor] | None:
         if ref.columns:
-            parts = [part for c in ref.columns if (part := self._twin(c)) is not None]
+            parts = [part for c in ref.columns if (part := self._find_twin(c)) is not None]
             if len(parts) < len(ref.columns):
                 return None
             columns = tuple(c for c, _ in parts)
@@ -160,11 +164,13 @@ class _Search:
             if n.meta["index"] == ref.node.meta["index"] and n.target == ref.node.target:
                 if "m" in ref.axes:
                     return NodeRef(n, ref.axes), torch.arange(val.shape[-1]).expand(self.T, -1)
-                found = [flat for axes, flat in aligned(val, self.tokens, self.sequences) if axes == ref.axes]
+                found = [
+                    flat for axes, flat in enumerate_slot_views(val, self.tokens, self.sequences) if axes == ref.axes
+                ]
                 return (NodeRef(n, ref.axes), found[0]) if found else None
         return None
 
-    def columns(self, candidates: list[tuple[NodeRef, torch.Tensor]]) -> Choice | None:
+    def columns(self, candidates: list[tuple[NodeRef, torch.Tensor]]) -> ExpertIndex | None:
         """Several integer nodes with one choice each, such as a first and a second argmax."""
         if self.natural is None or self.widest < 2:
             return None
@@ -180,13 +186,13 @@ class _Search:
         covering = [single[at] for at in likely]
         for chosen in itertools.combinations(covering, self.widest):
             ids = torch.cat([i for _, i in chosen], dim=1)
-            slots = _slots(self.keys, ids, self.natural)
+            slots = _assign_slots(self.keys, ids, self.natural)
             if slots is not None:
                 columns = tuple(r for r, _ in chosen)
-                return Choice(NodeRef(columns[0].node, ("t", "k"), columns), ids, slots)
+                return ExpertIndex(NodeRef(columns[0].node, ("t", "k"), columns), ids, slots)
         return None
 
-    def mask(self) -> Choice | None:
+    def mask(self) -> ExpertIndex | None:
         """A mask of the chosen experts (a threshold, say): every expert is a slot, and most are dropped."""
         lowest = max(self.natural.values()) + 1 if self.natural is not None else self.widest
         for n, val in self._integers():
@@ -201,17 +207,17 @@ class _Search:
                 chosen = [[e for e, on in enumerate(row) if on is truth] for row in rows]
                 if any(len(e) != len(set(keys)) for e, keys in zip(chosen, self.keys, strict=True)):
                     continue
-                names = self.natural if self.natural is not None else _consistent(self.keys, chosen)
+                names = self.natural if self.natural is not None else _infer_numbers(self.keys, chosen)
                 if names is None:
                     continue
                 slots = [[names[k] for k in row] for row in self.keys]
                 if [set(row) for row in slots] == [set(row) for row in chosen]:
                     ids = torch.arange(val.shape[-1]).expand(self.T, -1)
-                    return Choice(NodeRef(n, ("t",) * (val.dim() - 1) + ("m",)), ids, slots)
+                    return ExpertIndex(NodeRef(n, ("t",) * (val.dim() - 1) + ("m",)), ids, slots)
         return None
 
 
-def aligned(
+def enumerate_slot_views(
     val: torch.Tensor, tokens: tuple[int, ...], sequences: int = 0
 ) -> list[tuple[tuple[str, ...], torch.Tensor]]:
     """Ways to read an integer tensor as [T, K]. `sequences`: how many there are, if one entry may be for all tokens of
@@ -233,7 +239,7 @@ def aligned(
     return out
 
 
-def _slots(keys: list[list[Any]], ids: torch.Tensor, names: dict[Any, int]) -> list[list[int]] | None:
+def _assign_slots(keys: list[list[Any]], ids: torch.Tensor, names: dict[Any, int]) -> list[list[int]] | None:
     """For each token, the slot of each key; None if some key's expert is not among the token's ids."""
     out = []
     for row, chosen in zip(keys, ids.tolist(), strict=True):
@@ -250,7 +256,7 @@ def _slots(keys: list[list[Any]], ids: torch.Tensor, names: dict[Any, int]) -> l
     return out
 
 
-def _consistent(keys: list[list[Any]], ids: list[list[int]]) -> dict[Any, int] | None:
+def _infer_numbers(keys: list[list[Any]], ids: list[list[int]]) -> dict[Any, int] | None:
     """A one-to-one naming of keys by ids that fits every token, if there is exactly one."""
     options: dict[Any, set[int]] = {}
     for row, chosen in zip(keys, ids, strict=True):
@@ -271,14 +277,14 @@ def _consistent(keys: list[list[Any]], ids: list[list[int]]) -> dict[Any, int] |
     return names if len(set(names.values())) == len(names) else None
 
 
-def every_expert_for_every_token(owners: Owners, summands: list[list[Term]]) -> bool:
-    keys = [{owners.key(p) for p in parts} for parts in summands]
+def uses_all_experts(owners: ExpertOwners, summands: list[list[Term]]) -> bool:
+    keys = [{owners.find_key(p) for p in parts} for parts in summands]
     every = set().union(*keys)
     return all(row == every for row in keys)
 
 
-def is_taken_or_left(owners: Owners, summands: list[list[Term]]) -> bool:
+def is_all_or_none(owners: ExpertOwners, summands: list[list[Term]]) -> bool:
     """Whether some tokens use all experts and the others none."""
-    keys = [{owners.key(p) for p in parts} for parts in summands]
+    keys = [{owners.find_key(p) for p in parts} for parts in summands]
     every = set().union(*keys)
     return bool(every) and not all(keys) and all(row in (set(), every) for row in keys)

@@ -24,25 +24,25 @@ from ...errors import Refused
 from ...inspection.proof_trace import CutAttempt, ProofTrace
 from ...ir.expression_check import is_pointwise
 from ..graph_nodes import Line, depends_on_arguments, depends_on_call, describe_node, is_random, line, op_name
-from ..terms.parameter_places import parameter_of
-from ..terms.sum_expansion import structure
+from ..terms.parameter_places import strip_moves
+from ..terms.sum_expansion import routed_axes
 from ..terms.term import OVERWRITTEN, Term, TooLarge, is_const, is_pw
 from .anti_unification import Skeletons, Unifier
 from .canonical_form import CanonicalForm, Group, count_sequences, has_matrix_products
-from .expert_index import Choice, choice, every_expert_for_every_token, find_near_misses, is_taken_or_left
-from .expert_owners import Key, Owners
-from .repeated_choices import RepeatedChoiceRefused, Sums, repeated
-from .residual_terms import missed, place_keyless, shared
+from .expert_index import ExpertIndex, find_expert_index, find_near_misses, is_all_or_none, uses_all_experts
+from .expert_owners import ExpertOwners, OwnerKey
+from .repeated_choices import ChoiceSums, RepeatedChoiceRefused, find_repeated
+from .residual_terms import assign_identity_slots, find_shared, find_unrouted_value
 from .routed_nodes import (
-    Reach,
-    alike_everywhere,
+    ParameterReach,
     collect_ancestors,
-    cuts,
-    expert_parameters,
-    feeding,
+    find_call_internals,
+    find_cut_inputs,
+    find_cuts,
+    find_families_met_by_all,
     has_integer_choices,
-    inside_calls,
     number_by_tokens,
+    propose_expert_parameters,
 )
 from .value_lookup import ValueLookup
 
@@ -76,7 +76,7 @@ class Lifter:
         last node, as the routed sum, on any line. Rows of tokens without an expert may be written after the experts."""
         self.late = late
         self.capture, self.like, self.by_slots, self.is_last = capture, like, by_slots, is_last
-        self._new_reach = lambda: Reach(block, capture, symbolic, like, whole)
+        self._new_reach = lambda: ParameterReach(block, capture, symbolic, like, whole)
         self.reach = self._new_reach()
         self.experts: set[str] = set()  # FQNs of the experts' parameters, once lifted
         self.attempts: list[CutAttempt] = []  # the nodes that were tried as the routed sum
@@ -92,32 +92,34 @@ class Lifter:
     def _lift_sets(self, experts: set[str] | None) -> CanonicalForm:
         try:
             if experts is not None:
-                return self._lift(experts)
+                return self._lift_experts(experts)
             first: Refused | None = None
-            for sets in itertools.islice(expert_parameters(self.reach), _MOST_SETS):
+            for sets in itertools.islice(propose_expert_parameters(self.reach), _MOST_SETS):
                 refusals: dict[int, Refused] = {}  # by the number of parameters
                 for some in sets:
                     try:
-                        return self._lift(some)
+                        return self._lift_experts(some)
                     except Refused as refusal:
                         refusals.setdefault(len(some), refusal)
                 first = first or refusals[max(refusals)]  # the largest set is the complete one
                 self.reach = self._new_reach()  # nothing of what was taken apart for these
-            alike = alike_everywhere(self.reach) if has_integer_choices(self.reach) else None
+            alike = find_families_met_by_all(self.reach) if has_integer_choices(self.reach) else None
             if alike:
                 with contextlib.suppress(Refused):
-                    return self._lift(alike)
+                    return self._lift_experts(alike)
             raise (
-                first or self._not_strided() or Refused("no parameter is used for some tokens only: nothing is routed")
+                first
+                or self._explain_layout()
+                or Refused("no parameter is used for some tokens only: nothing is routed")
             )
         except TooLarge:
             raise Refused("its rows depend on too much else to be followed: rows are mixed, as in attention") from None
 
-    def _lift(self, experts: set[str]) -> CanonicalForm:
+    def _lift_experts(self, experts: set[str]) -> CanonicalForm:
         self.experts = set(experts)
-        self.routed, meeting = cuts(self.reach, self.experts)
-        self.inside = inside_calls(self.capture, self.routed)
-        candidates = self._by_likelihood(meeting)
+        self.routed, meeting = find_cuts(self.reach, self.experts)
+        self.inside = find_call_internals(self.capture, self.routed)
+        candidates = self._rank_cuts(meeting)
         if not candidates:
             if left := [e for e in self.capture.effects if e.kind == "attribute" and e.node in self.routed]:
                 raise Refused(
@@ -129,20 +131,20 @@ class Lifter:
             raise Refused(
                 NOT_TOGETHER,
                 culprits=tuple(sorted(self.experts)[:3]),
-                source=self._source_of_experts(),
+                source=self._find_expert_source(),
                 remedy="the routed sum must be one tensor before it is used further; of several gates over the same "
                 "experts make each a module with its sum, which holds the same list of experts",
             )
         first: Refused | None = None
         of_some: Refused | None = None  # of a candidate with the rows of some tokens only: inside of one expert, say
         by_tokens: Refused | None = None
-        for numbering, cut in itertools.product(self._numberings(), candidates[:_MOST_CUTS]):
+        for numbering, cut in itertools.product(self._enumerate_numberings(), candidates[:_MOST_CUTS]):
             if (numbers := numbering(cut)) is None:
                 continue
-            self.owners = Owners(self.reach, self.experts, numbers)
+            self.owners = ExpertOwners(self.reach, self.experts, numbers)
             attempt = CutAttempt(*describe_node(cut))
             try:
-                return self._canonical(cut, attempt)
+                return self._lift_at(cut, attempt)
             except Refused as refusal:
                 attempt.reason = refusal.reason
                 self.attempts.append(attempt)
@@ -156,12 +158,12 @@ class Lifter:
                 if math.prod(cut.meta["val"].shape[:-1]) < self.capture.sizes.tokens:
                     of_some = of_some or refusal
                     continue
-                if self.reach.T.overwrites and _is_overwritten([self.reach.rows(cut)]):
-                    refusal = _overwritten(cut)
+                if self.reach.T.overwrites and _has_overwrite([self.reach.rows(cut)]):
+                    refusal = _refuse_overwrite(cut)
                 first = first or refusal
                 by_tokens = by_tokens or (refusal if numbers not in ({}, self.reach.nested) else None)
         raise (
-            self._random(candidates[0])
+            self._explain_random(candidates[0])
             or (by_tokens if not self._are_listed() else None)
             or first
             or of_some
@@ -173,7 +175,7 @@ class Lifter:
         lists = [name for name, m in self.reach.block.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
         return any(fqn.startswith(f"{name}." if name else "") for fqn in self.experts for name in lists)
 
-    def _not_strided(self) -> Refused | None:
+    def _explain_layout(self) -> Refused | None:
         """A sparse tensor between the experts and the output hides what they do."""
         for n in self.capture.nodes:
             val = n.meta.get("val")
@@ -186,7 +188,7 @@ class Lifter:
                 )
         return None
 
-    def _random(self, cut: fx.Node) -> Refused | None:
+    def _explain_random(self, cut: fx.Node) -> Refused | None:
         """Random numbers inside of the experts explain any failure."""
         for n in self.routed:
             if n.meta["index"] < cut.meta["index"] and is_random(n):
@@ -199,7 +201,7 @@ class Lifter:
                 )
         return None
 
-    def _by_likelihood(self, meeting: list[fx.Node]) -> list[fx.Node]:
+    def _rank_cuts(self, meeting: list[fx.Node]) -> list[fx.Node]:
         """Nodes that can be the routed sum: those of the fewest rows first, and of these the earliest."""
         found = []
         for position, n in enumerate(meeting):
@@ -223,72 +225,76 @@ class Lifter:
         found.sort(key=likelihood)
         return [n for _, _, n in found]
 
-    def _source_of_experts(self) -> str:
+    def _find_expert_source(self) -> str:
         for n in self.capture.nodes:
             if n.op == "get_attr" and n.meta["fqn"] in self.experts:
                 for user in n.users:
                     return str(user.meta["source"])
         return ""
 
-    def _canonical(self, cut: fx.Node, attempt: CutAttempt) -> CanonicalForm:
+    def _lift_at(self, cut: fx.Node, attempt: CutAttempt) -> CanonicalForm:
         tokens = tuple(cut.meta["val"].shape[:-1])
-        routed, rest = self._summands(cut)
+        routed, rest = self._split_rows(cut)
         attempt.reached += 1
-        index, ids, slots = self._choice(cut, tokens, routed, attempt)
+        index, ids, slots = self._find_index(cut, tokens, routed, attempt)
         attempt.reached += 1
-        nodes = feeding(self.reach, cut, self.routed, self.like)
+        nodes = find_cut_inputs(self.reach, cut, self.routed, self.like)
         known = [e for group in (self.like.groups if self.like is not None else ()) for e in group.ids]
         highest = max([*known, *(int(ids[t, k]) for t, row in enumerate(slots) for k in row)])  # of ids that count
         lookup = ValueLookup(
             self.reach.S, nodes, tokens, ids.shape[1], highest + 1, self.inside, self.like, self.by_slots, self.is_last,
             count_sequences(self.capture, tokens),
         )  # fmt: skip
-        common, rest = shared(rest, lookup, self.owners, self.like)
-        alone, rest = missed(rest, routed, lookup)
+        common, rest = find_shared(rest, lookup, self.owners, self.like)
+        alone, rest = find_unrouted_value(rest, routed, lookup)
         chosen = ids.tolist()
-        twice = repeated(ids, slots, self.like)
+        twice = find_repeated(ids, slots, self.like)
         placed = [
             [(k, part) for k, part in zip(slots[t], parts, strict=True) if chosen[t][k] not in twice.get(t, ())]
             for t, parts in enumerate(routed)
         ]
         for t, parts in enumerate(rest):
             if t not in twice:
-                place_keyless(t, parts, chosen[t], placed[t], lookup)
+                assign_identity_slots(t, parts, chosen[t], placed[t], lookup)
         kept = torch.zeros(ids.shape, dtype=torch.bool)
         skeletons = Skeletons(lookup.rows())
         instances: dict[int, list[tuple[int, int, Term]]] = defaultdict(list)
         for t, parts in enumerate(placed):
             for k, part in parts:
                 kept[t, k] = True
-                instances[skeletons.of(part)].append((t, k, part))
+                instances[skeletons.hash_form(part)].append((t, k, part))
         for t in twice:
             kept[t] = True  # for now
         lookup.dropped = [(t, k, chosen[t][k]) for t, k in (~kept).nonzero().tolist()]
         lookup.counted = [(t, k, chosen[t][k]) for t, k in kept.nonzero().tolist() if t not in twice]
         attempt.reached += 1
-        groups = self._groups(cut, lookup, instances, chosen)
+        groups = self._unify_groups(cut, lookup, instances, chosen)
         if twice:
             every = {t: [(t, k, e) for k, e in enumerate(chosen[t])] for t in sorted(twice)}
 
-            def sums() -> Sums | None:
-                found = Sums(self.capture, self.reach.T, lookup, groups, routed, self.like)
-                return found if all(found.hold(places, [*routed[t], *rest[t]]) for t, places in every.items()) else None
+            def sums() -> ChoiceSums | None:
+                found = ChoiceSums(self.capture, self.reach.T, lookup, groups, routed, self.like)
+                return (
+                    found
+                    if all(found.is_sum_of_choices(places, [*routed[t], *rest[t]]) for t, places in every.items())
+                    else None
+                )
 
             if (worth := sums()) is None:
                 lookup.doubtful = [place for places in every.values() for place in places]
-                groups = self._groups(cut, lookup, instances, chosen)
+                groups = self._unify_groups(cut, lookup, instances, chosen)
                 worth = sums()
             if worth is None:
                 raise RepeatedChoiceRefused(str(cut.meta["source"]))
             for t, places in every.items():
-                kept[t] = torch.tensor([worth.counts(place) for place in places])
+                kept[t] = torch.tensor([worth.has_effect(place) for place in places])
         absorbed = {n for n in self.routed if n.meta["index"] <= cut.meta["index"]}
         return CanonicalForm(
             self.capture, cut, tokens, ids.shape[1], index, ids, groups, common, alone, kept, absorbed,
             self.owners.numbers, {*twice},
         )  # fmt: skip
 
-    def _numberings(self) -> list[Callable[[fx.Node], dict[str, int] | None]]:
+    def _enumerate_numberings(self) -> list[Callable[[fx.Node], dict[str, int] | None]]:
         """Number experts by their place in one list. If that fails, through all lists of a list; then, if they are in
         none, by the tokens that meet their parameters."""
         reach, like = self.reach, self.like
@@ -298,7 +304,7 @@ class Lifter:
         by_tokens = [lambda cut: number_by_tokens(reach, cut, self.experts, known)]
         return by_tokens if known else [lambda _: {}, *([lambda _: reach.nested] if reach.nested else []), *by_tokens]
 
-    def _groups(
+    def _unify_groups(
         self,
         cut: fx.Node,
         lookup: ValueLookup,
@@ -306,7 +312,7 @@ class Lifter:
         chosen: list[list[int]],
     ) -> list[Group]:
         """What the summands of one form have in common, by form; none where no token shows one."""
-        groups = [Unifier(self.owners, lookup, self.routed).group(m, chosen) for m in instances.values()]
+        groups = [Unifier(self.owners, lookup, self.routed).unify_group(m, chosen) for m in instances.values()]
         if instances and not any(has_matrix_products(g.body) for g in groups):
             raise Refused(
                 "experts are single vectors looked up per token (retrieval), not functions with a matrix product",
@@ -319,41 +325,43 @@ class Lifter:
             )
         return groups
 
-    def _summands(self, cut: fx.Node) -> tuple[list[list[Term]], list[list[Term]]]:
+    def _split_rows(self, cut: fx.Node) -> tuple[list[list[Term]], list[list[Term]]]:
         """What each row of the cut is the sum of: the experts' results, and the rest."""
         routed, rest = [], []
-        self.reach.met(cut, self.experts)  # takes sums apart
+        self.reach.parameters_by_row(cut, self.experts)  # takes sums apart
         for t, row in enumerate(self.reach.rows(cut)):
-            parts = self.owners.summands(row)
+            parts = self.owners.split_summands(row)
             if any(is_const(p, "nan") for p in parts):  # type: ignore[arg-type]
                 raise Refused(f"output row {t} is never written", source=str(cut.meta["source"]))
-            mine = {p for p in parts if any(parameter_of(x).args[0] in self.experts for x in self.reach.leaves(p))}
+            mine = {p for p in parts if any(strip_moves(x).args[0] in self.experts for x in self.reach.leaves(p))}
             routed.append([p for p in parts if p in mine])
             rest.append([p for p in parts if p not in mine])
-        if self.reach.T.overwrites and _is_overwritten(routed):
-            raise _overwritten(cut)
+        if self.reach.T.overwrites and _has_overwrite(routed):
+            raise _refuse_overwrite(cut)
         if not any(routed):
             raise NothingRouted(str(cut.meta["source"]), any(map(depends_on_call, self.capture.nodes)))
         return routed, rest
 
-    def _choice(self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]], attempt: CutAttempt) -> Choice:
+    def _find_index(
+        self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]], attempt: CutAttempt
+    ) -> ExpertIndex:
         # what the sum is made of first: statistics of another choice may have the same numbers; nothing from behind it
         last, end = collect_ancestors(cut), cut.meta["index"]
         before = (n for n in self.capture.nodes if n not in self.routed and n.meta["index"] < end)
         nodes = sorted(before, key=lambda n: n not in last)
-        found = choice(self.owners, tokens, routed, nodes, self.inside, self.like)
+        found = find_expert_index(self.owners, tokens, routed, nodes, self.inside, self.like)
         if found is not None:
             return found
         attempt.indices = find_near_misses(self.owners, tokens, routed, nodes, self.inside)
-        if is_taken_or_left(self.owners, routed):
+        if is_all_or_none(self.owners, routed):
             raise Refused(ONE_EXPERT, source=str(cut.meta["source"]))
-        if every_expert_for_every_token(self.owners, routed):
+        if uses_all_experts(self.owners, routed):
             raise Refused(
                 "every expert is applied to every token: gates without a selection leave nothing to skip",
                 source=str(cut.meta["source"]),
                 remedy="select experts per token, for example with topk",
             )
-        if parts := self._chosen_in_parts(math.prod(tokens)):
+        if parts := self._find_partial_choices(math.prod(tokens)):
             raise Refused(
                 f"the tokens are cut into {len(parts)} parts, and experts are chosen for each on its own",
                 culprits=tuple(dict.fromkeys(op_name(made) for n in parts for made in decided_by_floats(n))),
@@ -367,7 +375,7 @@ class Lifter:
                 source=str(cut.meta["source"]),
                 remedy="make each choice with its sum a module of its own, which holds the same list of experts",
             )
-        moved = self._moves_elements()
+        moved = self._find_element_move()
         if moved is not None:
             name = op_name(moved.args[0] if op_name(moved) == "getitem" else moved)  # type: ignore[arg-type]
             raise Refused(
@@ -375,14 +383,14 @@ class Lifter:
                 culprits=(name,),
                 source=str(moved.meta["source"]),
             )
-        if (together := self._together(routed)) > 1:
+        if (together := self._count_shared_choices(routed)) > 1:
             raise Refused(
                 f"each choice of a token is used {together} times: mixtures of different experts share it",
                 source=str(cut.meta["source"]),
                 remedy="make each mixture a module of its own with its choice, or make their experts one each, with "
                 "the hidden units side by side",
             )
-        if masks := self._masks_in_turn(tokens):
+        if masks := self._find_masks(tokens):
             are_compared = decided_by_floats(masks[0])
             raise Refused(
                 f"each expert's tokens follow from a comparison of its own ({len(masks)} on this line)"
@@ -408,16 +416,16 @@ class Lifter:
         choices = Counter(op_name(n) for n in self.capture.nodes if op_name(n) in _CHOICES)
         return min(*(calls[owner] for owner in owners), max(choices.values(), default=0)) if owners else 1
 
-    def _together(self, routed: list[list[Term]]) -> int:
+    def _count_shared_choices(self, routed: list[list[Term]]) -> int:
         """How many experts are always used by the same tokens; 1 where all are by the same ones."""
-        tokens: dict[Key, set[int]] = defaultdict(set)
+        tokens: dict[OwnerKey, set[int]] = defaultdict(set)
         for t, parts in enumerate(routed):
             for p in parts:
-                tokens[self.owners.key(p)].add(t)
+                tokens[self.owners.find_key(p)].add(t)
         sizes = Counter(frozenset(used) for used in tokens.values()).values()
         return min(sizes) if len(sizes) > 1 else 1
 
-    def _chosen_in_parts(self, tokens: int) -> list[fx.Node]:
+    def _find_partial_choices(self, tokens: int) -> list[fx.Node]:
         """Choices that a line of the program makes in turn, together of all tokens."""
         turns: dict[tuple, list[fx.Node]] = defaultdict(list)
         for n in self.capture.nodes:
@@ -431,7 +439,7 @@ class Lifter:
                 return parts
         return []
 
-    def _masks_in_turn(self, tokens: tuple[int, ...]) -> list[fx.Node]:
+    def _find_masks(self, tokens: tuple[int, ...]) -> list[fx.Node]:
         """Masks of all tokens that take rows: comparisons of floats that a line of the program makes in turn, or given
         ones."""
         turns: dict[Line | None, list[fx.Node]] = defaultdict(list)
@@ -447,14 +455,14 @@ class Lifter:
                 turns[None].append(n)
         return next((masks for masks in turns.values() if len(masks) > 1), [])
 
-    def _moves_elements(self) -> fx.Node | None:
+    def _find_element_move(self) -> fx.Node | None:
         """The first op on rows of some tokens that moves elements along their last axis, if there is one."""
 
         def has_parts(n: fx.Node) -> bool:
             if not isinstance(n.meta.get("val"), FakeTensor) or not n.meta["val"].dim():
                 return False
             term = self.reach.S.term(n)
-            return len(term.shape) - 1 in structure(self.reach.T, term)
+            return len(term.shape) - 1 in routed_axes(self.reach.T, term)
 
         # element by element not all of an expert's parameters are seen to be routed
         of_some = [n for n in self.capture.nodes if n in self.routed or n.meta.get("ragged")]
@@ -465,7 +473,7 @@ class Lifter:
         return None
 
 
-def _is_overwritten(rows: list[list[Term]]) -> bool:
+def _has_overwrite(rows: list[list[Term]]) -> bool:
     """Whether some row is made of what is written to one place several times."""
     stack, seen = [p for row in rows for p in row], set[Term]()
     while stack:
@@ -478,7 +486,7 @@ def _is_overwritten(rows: list[list[Term]]) -> bool:
     return False
 
 
-def _overwritten(cut: fx.Node) -> Refused:
+def _refuse_overwrite(cut: fx.Node) -> Refused:
     return Refused(
         "one row is written several times at once: which one stays torch does not say, and gradients reach all",
         source=str(cut.meta["source"]),

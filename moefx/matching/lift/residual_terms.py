@@ -8,12 +8,12 @@ from ...errors import Refused
 from ..graph_nodes import line
 from ..terms.term import Term, format_term, is_const
 from .canonical_form import CanonicalForm, NodeRef
-from .expert_owners import Owners
+from .expert_owners import ExpertOwners
 from .value_lookup import ValueLookup
 
 
-def shared(
-    rest: list[list[Term]], lookup: ValueLookup, owners: Owners, like: CanonicalForm | None
+def find_shared(
+    rest: list[list[Term]], lookup: ValueLookup, owners: ExpertOwners, like: CanonicalForm | None
 ) -> tuple[list[NodeRef], list[list[Term]]]:
     """Summands that are the rows of a node which is computed without the experts, the same node for all tokens.
     Where its row is zero under this routing (a gated part that is not chosen) there is no summand. A sum that is no
@@ -35,13 +35,13 @@ def shared(
                     for mine, found in zip(rest, column[1], strict=True):
                         if not is_const(found, 0):
                             mine.remove(found)
-        apart = [[p for part in parts for p in owners.operands(part)] for parts in rest]
+        apart = [[p for part in parts for p in owners.split_operands(part)] for parts in rest]
         if apart == rest:
-            return (refs if like is None else _as_there(refs, like.shared, lookup)), rest
+            return (refs if like is None else _order_like(refs, like.shared, lookup)), rest
         rest = apart
 
 
-def _as_there(refs: list[NodeRef], there: list[NodeRef], lookup: ValueLookup) -> list[NodeRef]:
+def _order_like(refs: list[NodeRef], there: list[NodeRef], lookup: ValueLookup) -> list[NodeRef]:
     """The summands of another capture, in their order, where those that are not among `refs` are zero for all tokens:
     what a dense mask lets through, of an identity expert that nobody chose."""
     mine = {ref.position: ref for ref in refs}
@@ -51,7 +51,7 @@ def _as_there(refs: list[NodeRef], there: list[NodeRef], lookup: ValueLookup) ->
     return ordered if len(ordered) == len(there) and set(refs) <= set(ordered) else refs
 
 
-def missed(
+def find_unrouted_value(
     rest: list[list[Term]], routed: list[list[Term]], lookup: ValueLookup
 ) -> tuple[NodeRef | None, list[list[Term]]]:
     """What the tokens that no expert took have instead: their own row, say, which the others do not have."""
@@ -62,15 +62,15 @@ def missed(
     return (ref, [[] for _ in rest]) if ref is not None else (None, rest)
 
 
-def place_keyless(
+def assign_identity_slots(
     t: int, parts: list[Term], ids: list[int], placed: list[tuple[int, Term]], lookup: ValueLookup
 ) -> None:
     """Summands of a token without parameters (identity experts): the slots that are left, told apart by their
     weights."""
-    for part in [summand for whole in parts for summand in _by_weight(whole, lookup)]:
+    for part in [summand for whole in parts for summand in _split_by_weight(whole, lookup)]:
         free = sorted(set(range(len(ids))) - {k for k, _ in placed})
         scalars = {a for a in part.terms if math.prod(a.shape) == 1}
-        fits = [k for k in free if any(lookup.value_at(t, k, ids[k], s) for s in scalars)]
+        fits = [k for k in free if any(lookup.has_value_at(t, k, ids[k], s) for s in scalars)]
         if not fits and len(free) == 1:
             fits = free
         if not fits:
@@ -80,13 +80,13 @@ def place_keyless(
         placed.append((fits[0], part))
 
 
-def _by_weight(t: Term, lookup: ValueLookup) -> list[Term]:
+def _split_by_weight(t: Term, lookup: ValueLookup) -> list[Term]:
     """`x * (w1 + w2)` as two summands: one token may choose two experts that do the same."""
     if t.op == "pw" and t.args[0] == "mul":
         a, b = t.args[2:]
         wide, scalar = (a, b) if math.prod(b.shape) == 1 else (b, a)
-        if scalar.op == "pw" and scalar.args[0] == "add" and not any(lookup.holds(scalar)):
+        if scalar.op == "pw" and scalar.args[0] == "add" and not any(lookup.find_holders(scalar)):
             pw = lookup.S.T.pw
             products = [pw("mul", wide, s) if wide is a else pw("mul", s, wide) for s in scalar.args[2:]]
-            return [p for product in products for p in _by_weight(product, lookup)]
+            return [p for product in products for p in _split_by_weight(product, lookup)]
     return [t]

@@ -28,8 +28,8 @@ from ..terms.parameter_places import (
     find_siblings,
     guess_experts,
     is_parameter_slice,
-    nested_numbers,
-    parameter_of,
+    number_nested_modules,
+    strip_moves,
 )
 from ..terms.term import Term, TooLarge, is_const
 from .canonical_form import CanonicalForm
@@ -38,7 +38,7 @@ _MOST_ROWS = 1 << 14
 _MOST_NODES_BACK = 60
 
 
-class Reach:
+class ParameterReach:
     """What reaches the rows of the nodes of one capture, as terms.
 
     Attributes:
@@ -57,7 +57,7 @@ class Reach:
         self.apart = {place.fqn: place.axes for table in tables for place in table.values()}
         self.S = Semantics(capture.nodes, capture.shadow, symbolic, whole)
         self.T = self.S.T
-        self.children, self.nested = find_siblings(block), nested_numbers(block)
+        self.children, self.nested = find_siblings(block), number_nested_modules(block)
         results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]
         self.outputs = [n for n in pytree.tree_leaves(results) if isinstance(n, fx.Node)]
         self._leaves: dict[Term, frozenset[Term]] = {}
@@ -85,17 +85,17 @@ class Reach:
                 ]
                 found = frozenset().union(*parts)
                 if is_single:
-                    found = frozenset(p for p in found if parameter_of(p).args[0] not in self.deciding)
+                    found = frozenset(p for p in found if strip_moves(p).args[0] not in self.choice_parameters)
             self._leaves[t] = found
         return found
 
     @functools.cached_property
-    def deciding(self) -> set[str]:
+    def choice_parameters(self) -> set[str]:
         """FQNs of the parameters that choices are made with."""
         choices = [n for n in self.capture.nodes if decided_by_floats(n)]
         return {n.meta["fqn"] for n in collect_ancestors(*choices) if n.op == "get_attr"}
 
-    def met(self, node: fx.Node, experts: Collection[str] | None = None) -> list[frozenset[Term]]:
+    def parameters_by_row(self, node: fx.Node, experts: Collection[str] | None = None) -> list[frozenset[Term]]:
         """The parameter parts that reach each row of a node. Where a mask lets all experts of a row pass, it is no mask
         there, and the sum over them one product: it is taken apart as in the other rows.
 
@@ -104,14 +104,14 @@ class Reach:
                 image's channels meet parts of a norm's weight, rows of its pixels the whole.
         """
         found = [self.leaves(r) for r in self.rows(node)]
-        stacked = _stacked(found, self.apart)
+        stacked = _find_stacked(found, self.apart)
         if stacked := {t: axes for t, axes in stacked.items() if experts is None or t.args[0] in experts}:
-            self.T.stack(stacked)
+            self.T.mark_routed(stacked)
             self._leaves.clear()
             found = [self.leaves(r) for r in self.rows(node)]
         return found
 
-    def live(self) -> set[fx.Node]:
+    def live_nodes(self) -> set[fx.Node]:
         """What the outputs and effects are computed from."""
         return collect_ancestors(*self.outputs)
 
@@ -119,7 +119,7 @@ class Reach:
 def find_padding_lines(block: nn.Module, capture: Capture, width: int) -> frozenset[Line]:
     """Lines at which some rows of hidden states are set to a constant, by a mask that is given, or appended: these rows
     do not show what is made of the others."""
-    reach, behind, found = Reach(block, capture), set[fx.Node](), set[Line]()
+    reach, behind, found = ParameterReach(block, capture), set[fx.Node](), set[Line]()
     for n in capture.nodes:
         val = n.meta.get("val")
         if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point() or is_known(n):
@@ -146,13 +146,13 @@ def has_rows_of_padding(capture: Capture, width: int) -> bool:
     return False
 
 
-def expert_parameters(reach: Reach) -> Iterator[list[set[str]]]:
+def propose_expert_parameters(reach: ParameterReach) -> Iterator[list[set[str]]]:
     """Sets of FQNs that may be the experts' parameters, the likeliest first.
 
     They are the parameters that only some tokens meet, with their siblings, seen at the outputs or, behind something
     that mixes tokens, at the last node before it. Then what is seen further back and has none of these: rows of an
     image's channels, say, meet the parts of a norm's weight."""
-    live = reach.live()
+    live = reach.live_nodes()
     inner = [
         n for n in reversed(reach.capture.nodes) if n in live and n not in reach.outputs and n.op == "call_function"
     ]
@@ -170,7 +170,7 @@ def expert_parameters(reach: Reach) -> Iterator[list[set[str]]]:
         tried += out not in reach.outputs
         if tried > _MOST_NODES_BACK:
             break
-        per_row = reach.met(out)
+        per_row = reach.parameters_by_row(out)
         if not per_row:
             continue
         common = frozenset.intersection(*per_row)
@@ -179,26 +179,26 @@ def expert_parameters(reach: Reach) -> Iterator[list[set[str]]]:
             common = of_all
         varying = frozenset().union(*per_row) - common
         if varying:
-            found = {parameter_of(t).args[0] for t in varying}
-            experts = family(reach, found)
+            found = {strip_moves(t).args[0] for t in varying}
+            experts = add_siblings(reach, found)
             if not experts & before:
                 before |= experts
-                every = experts & ({parameter_of(t).args[0] for t in common} - found)  # a shared one of the same list
-                rest = experts - _tables(reach, varying)
-                yield _distinct([rest, experts, experts - every, rest - _deciding(reach, experts)])
+                every = experts & ({strip_moves(t).args[0] for t in common} - found)  # a shared one of the same list
+                rest = experts - _find_tables(reach, varying)
+                yield _distinct([rest, experts, experts - every, rest - _find_choice_parameters(reach, experts)])
 
 
 def _distinct(sets: list[set[str]]) -> list[set[str]]:
     return [s for i, s in enumerate(sets) if s and s not in sets[:i]]
 
 
-def _tables(reach: Reach, varying: frozenset[Term]) -> set[str]:
+def _find_tables(reach: ParameterReach, varying: frozenset[Term]) -> set[str]:
     """FQNs of parameters from which tokens look up single vectors, as they do from embeddings. A parameter that has one
     vector for each expert is none: it is as long as a stack of matrices or a list of modules."""
     lengths: dict[str, set[int]] = defaultdict(set)  # of what may be a table
     experts: set[int] = set()
     for t in varying:
-        fqn, length = parameter_of(t).args[0], _parts(t)
+        fqn, length = strip_moves(t).args[0], _count_parts(t)
         if len(t.shape) == 1 and length > 1:
             lengths[fqn].add(length)
         elif length > 1:
@@ -207,7 +207,7 @@ def _tables(reach: Reach, varying: frozenset[Term]) -> set[str]:
     return {fqn for fqn, found in lengths.items() if not found & experts}
 
 
-def _parts(t: Term) -> int:
+def _count_parts(t: Term) -> int:
     """How many parts like this one its parameter has."""
     count = 1
     while t.op != "param":
@@ -219,7 +219,7 @@ def _parts(t: Term) -> int:
     return count
 
 
-def _deciding(reach: Reach, parameters: set[str]) -> set[str]:
+def _find_choice_parameters(reach: ParameterReach, parameters: set[str]) -> set[str]:
     """Which of these parameters choices are computed from: those of an earlier layer, of a router, of an embedding."""
     decided = [n for n in reach.capture.nodes if n.op == "call_function" and decided_by_floats(n)]
     return {
@@ -227,7 +227,7 @@ def _deciding(reach: Reach, parameters: set[str]) -> set[str]:
     }
 
 
-def _stacked(per_row: list[frozenset[Term]], apart: dict[str, frozenset[int]]) -> dict[Term, frozenset[int]]:
+def _find_stacked(per_row: list[frozenset[Term]], apart: dict[str, frozenset[int]]) -> dict[Term, frozenset[int]]:
     """Parameters that a row meets as a whole, of which others meet parts, with the axes along which these are parts.
 
     Args:
@@ -236,17 +236,17 @@ def _stacked(per_row: list[frozenset[Term]], apart: dict[str, frozenset[int]]) -
     whole: set[Term] = set()
     both: set[Term] = set()  # in one row: an expert's part, and something of all experts
     for met in per_row:
-        axes = {t: _axes(t) for t in met}
-        parts, all_of = ({parameter_of(t) for t, at in axes.items() if bool(at) is has} for has in (True, False))
+        axes = {t: _find_split_axes(t) for t in met}
+        parts, all_of = ({strip_moves(t) for t, at in axes.items() if bool(at) is has} for has in (True, False))
         both |= parts & all_of
         whole |= all_of
         for t, at in axes.items():
-            fqn = parameter_of(t).args[0]
+            fqn = strip_moves(t).args[0]
             apart[fqn] = apart.get(fqn, frozenset()) | at
     return {t: apart[t.args[0]] for t in whole - both if apart[t.args[0]]}
 
 
-def _axes(t: Term) -> frozenset[int]:
+def _find_split_axes(t: Term) -> frozenset[int]:
     """Of its parameter, those at which a part has one place."""
     found = frozenset()
     while t.op != "param":
@@ -255,7 +255,7 @@ def _axes(t: Term) -> frozenset[int]:
     return found
 
 
-def family(reach: Reach, experts: set[str]) -> set[str]:
+def add_siblings(reach: ParameterReach, experts: set[str]) -> set[str]:
     """With parameters of some experts those of their siblings that no token met."""
     names = {n for n, _ in reach.block.named_parameters(remove_duplicate=False)}
     out = set(experts)
@@ -271,7 +271,9 @@ def family(reach: Reach, experts: set[str]) -> set[str]:
     return out & names
 
 
-def number_by_tokens(reach: Reach, cut: fx.Node, experts: set[str], known: dict[str, int]) -> dict[str, int] | None:
+def number_by_tokens(
+    reach: ParameterReach, cut: fx.Node, experts: set[str], known: dict[str, int]
+) -> dict[str, int] | None:
     """Number experts that are in no list by the tokens of which the rows of `cut` meet their parameters: parameters
     that the same tokens meet are one expert's.
 
@@ -283,8 +285,8 @@ def number_by_tokens(reach: Reach, cut: fx.Node, experts: set[str], known: dict[
         The numbers by FQN; None if all parameters meet the same tokens, or a list numbers the experts.
     """
     tokens: dict[str, set[int]] = defaultdict(set)
-    for token, met in enumerate(reach.met(cut, experts)):
-        for fqn in {parameter_of(t).args[0] for t in met} & experts:
+    for token, met in enumerate(reach.parameters_by_row(cut, experts)):
+        for fqn in {strip_moves(t).args[0] for t in met} & experts:
             tokens[fqn].add(token)
     kinds: dict[frozenset[int], list[str]] = defaultdict(list)
     for fqn in [name for name, _ in reach.block.named_parameters(remove_duplicate=False) if name in tokens]:
@@ -299,7 +301,7 @@ def number_by_tokens(reach: Reach, cut: fx.Node, experts: set[str], known: dict[
     return numbers if len(kinds) > 1 or known else None
 
 
-def alike_everywhere(reach: Reach) -> set[str]:
+def find_families_met_by_all(reach: ParameterReach) -> set[str]:
     """FQNs of parameters that come in several of a kind, each of which every token meets: where every token chooses
     all experts (k = E) no parameter varies, but what was chosen is there to be found."""
     for out in reach.outputs:
@@ -313,11 +315,11 @@ def alike_everywhere(reach: Reach) -> set[str]:
                 kinds[re.sub(r"\d+", "#", place.fqn), place.steps and place.steps[0][0]].add(place)
         found = {p.fqn for places in kinds.values() if len(places) > 1 for p in places}
         if found:
-            return family(reach, found)
+            return add_siblings(reach, found)
     return set()
 
 
-def has_integer_choices(reach: Reach) -> bool:
+def has_integer_choices(reach: ParameterReach) -> bool:
     """Whether some integers with several entries per token follow from floats."""
     shapes = (n.meta["val"].shape for n in reach.outputs if isinstance(n.meta.get("val"), FakeTensor))
     tokens = math.prod(next(shapes, ())[:-1])
@@ -346,9 +348,9 @@ def has_sequence_choices(capture: Capture) -> bool:
     )
 
 
-def cuts(reach: Reach, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
+def find_cuts(reach: ParameterReach, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
     """(nodes computed from expert parameters, those among them that every routed path runs through)."""
-    live = reach.live()
+    live = reach.live_nodes()
     routed: set[fx.Node] = set()
     for n in reach.capture.nodes:
         if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in routed for a in n.all_input_nodes):
@@ -364,7 +366,7 @@ def cuts(reach: Reach, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
     return routed, found
 
 
-def inside_calls(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
+def find_call_internals(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
     """Nodes that a submodule call without experts computes and keeps to itself: to use one would take the call
     apart, and its hooks would not fire."""
     order = sorted(n.meta["index"] for n in routed if n.op != "get_attr")
@@ -390,15 +392,17 @@ def collect_ancestors(*nodes: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: CanonicalForm | None) -> list[fx.Node]:
+def find_cut_inputs(
+    reach: ParameterReach, cut: fx.Node, routed: set[fx.Node], like: CanonicalForm | None
+) -> list[fx.Node]:
     """Float nodes that are computed without expert parameters and feed the cut. Not those that a loop over the experts
     makes of their tokens, here or in another capture of the block: where one expert has all tokens, its rows look like
     everybody's, and one row looks like a number; nor what a loop that writes rows has written so far."""
     seen = collect_ancestors(cut)
-    rows = [_rows_of_lines(seen, cut)]
+    rows = [_count_rows_by_line(seen, cut)]
     if like is not None:
         nodes, sum_ = like.capture.nodes, like.cut
-        rows.append(like.capture.once(("rows of lines", sum_), lambda: _rows_of_lines(nodes, sum_)))
+        rows.append(like.capture.once(("rows of lines", sum_), lambda: _count_rows_by_line(nodes, sum_)))
     loops = {at for at in set().union(*rows) if len(set().union(*[of.get(at, ()) for of in rows])) > 1}
     writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [
@@ -415,7 +419,7 @@ def feeding(reach: Reach, cut: fx.Node, routed: set[fx.Node], like: CanonicalFor
     ]
 
 
-def _rows_of_lines(nodes: Iterable[fx.Node], cut: fx.Node) -> dict[tuple[Line, bool], set[Any]]:
+def _count_rows_by_line(nodes: Iterable[fx.Node], cut: fx.Node) -> dict[tuple[Line, bool], set[Any]]:
     """By line of the program at which rows are made: how many per token. Where their number is the routing's (the key
     says so), in which turn, too: several turns of one length are a loop, as where tokens choose all experts, and each
     has all tokens."""

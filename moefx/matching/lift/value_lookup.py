@@ -41,18 +41,18 @@ class ValueLookup:
             for ref in (value.columns or (value,))
         }
         for n in nodes:
-            for rank, axes in self._axes(tuple(n.meta["val"].shape)):
+            for rank, axes in self._enumerate_axes(tuple(n.meta["val"].shape)):
                 if by_slots and "e" in axes and {"t", "s"} & set(axes):
                     continue
                 ref, index = NodeRef(n, axes), n.meta["index"]
                 at = -index if is_last else index
                 self.readings.append(((ref.position not in self.before, n in inside, rank), at, ref))
         self.readings.sort(key=lambda r: r[:2])
-        self.readings = self._without_repeated()
+        self.readings = self._drop_repeated()
         self.before_knew = like is not None and not like.kept_slots.all()  # which slots are dropped
         self._tables: dict[tuple, dict[Term, list[NodeRef]]] = {}
 
-    def _without_repeated(self) -> list[tuple[tuple[bool, bool, int], int, NodeRef]]:
+    def _drop_repeated(self) -> list[tuple[tuple[bool, bool, int], int, NodeRef]]:
         """The first of the readings that are the same: each turn of a loop may compute `weights[..., None]` again."""
         first: dict[tuple, tuple[tuple[bool, bool, int], int, NodeRef]] = {}
         for reading in self.readings:
@@ -60,7 +60,7 @@ class ValueLookup:
             first.setdefault((self.S.term(ref.node), ref.axes, line(ref.node)), reading)
         return list(first.values())
 
-    def _axes(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
+    def _enumerate_axes(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
         T, K, out = self.T, self.slots, []
         for lead in dict.fromkeys([(T,), self.tokens]):
             n = len(lead)
@@ -88,7 +88,7 @@ class ValueLookup:
             out += [(11, ("s", "e"))] if len(shape) > 1 and shape[1] >= self.experts else []
         return out
 
-    def element(self, ref: NodeRef, t: int, k: int, e: int) -> Term | None:
+    def get_element(self, ref: NodeRef, t: int, k: int, e: int) -> Term | None:
         if ref.columns:
             ref = ref.columns[k]
         term = self.S.term(ref.node)
@@ -107,11 +107,11 @@ class ValueLookup:
             where[axis] = i
         return self.S.T.resolve(self.S.T.pick_axes(term, where))
 
-    def _value(self, ref: NodeRef, place: tuple[int, int, int]) -> Term | None:
-        found = self.element(ref, *place)
-        return found and self._plain(found)
+    def _get_value(self, ref: NodeRef, place: tuple[int, int, int]) -> Term | None:
+        found = self.get_element(ref, *place)
+        return found and self._as_scalar(found)
 
-    def _plain(self, t: Term) -> Term:
+    def _as_scalar(self, t: Term) -> Term:
         """A weight is a scalar, whatever axes of size one a node has for it, as `max(-1, keepdim=True)` does."""
         return self.S.T.reshape(t, ()) if math.prod(t.shape) == 1 else t
 
@@ -120,7 +120,7 @@ class ValueLookup:
         out = set()
         for _, _, ref in self.readings:
             if set(ref.axes) in ({"t"}, {"s"}) and len(ref.node.meta["val"].shape) > len(ref.axes):
-                out |= {r for t in range(self.T) if (r := self.element(ref, t, 0, 0)) is not None}
+                out |= {r for t in range(self.T) if (r := self.get_element(ref, t, 0, 0)) is not None}
         return out
 
     def zero_rows(self) -> list[NodeRef]:
@@ -129,7 +129,7 @@ class ValueLookup:
             ref
             for _, _, ref in self.readings
             if set(ref.axes) == {"t"}
-            and all((r := self.element(ref, t, 0, 0)) is not None and is_const(r, 0) for t in range(self.T))
+            and all((r := self.get_element(ref, t, 0, 0)) is not None and is_const(r, 0) for t in range(self.T))
         ]
 
     def find(
@@ -142,21 +142,21 @@ class ValueLookup:
             table: dict[Term, list[NodeRef]] = defaultdict(list)
             for _, _, ref in self.readings:
                 if slots or set(ref.axes) == {"t"}:
-                    found = self._value(ref, at)
+                    found = self._get_value(ref, at)
                     if found is not None:
                         table[found].append(ref)
             self._tables[at, slots] = table
         scalar = math.prod(terms[0].shape) == 1
-        terms = [self._plain(t) for t in terms]
+        terms = [self._as_scalar(t) for t in terms]
         fits = (
             ref
             for ref in self._tables[at, slots].get(terms[0], ())
             if (scalar or wide or set(ref.axes) <= {"t", "s"})
-            and all(self._value(ref, place) is term for place, term in zip(where, terms, strict=True))
+            and all(self._get_value(ref, place) is term for place, term in zip(where, terms, strict=True))
         )
-        first = self._likeliest(fits, range(self.slots)) if scalar else next(fits, None)
+        first = self._find_likeliest(fits, range(self.slots)) if scalar else next(fits, None)
         if first is None and scalar and slots and self.slots > 1:
-            return self._columns(where, terms)
+            return self._find_columns(where, terms)
         return first
 
     def find_rows(
@@ -165,16 +165,16 @@ class ValueLookup:
         """The node whose row `t` is `term`, and whose other rows are among what is left of the sums, or zero; one of
         some lines, if these are given."""
         for _, _, ref in self.readings:
-            if set(ref.axes) != {"t"} or self.element(ref, t, 0, 0) is not term:
+            if set(ref.axes) != {"t"} or self.get_element(ref, t, 0, 0) is not term:
                 continue
             if lines is not None and line(ref.node) not in lines:
                 continue
-            column = [self.element(ref, i, 0, 0) for i in range(self.T)]
+            column = [self.get_element(ref, i, 0, 0) for i in range(self.T)]
             if all(r is not None and (is_const(r, 0) or r in parts) for r, parts in zip(column, rest, strict=True)):
                 return ref, column  # type: ignore[return-value]
         return None
 
-    def _likeliest(self, fits: Iterator[NodeRef], slots: Collection[int]) -> NodeRef | None:
+    def _find_likeliest(self, fits: Iterator[NodeRef], slots: Collection[int]) -> NodeRef | None:
         """The first, or a weight that says itself which slots count: zero wherever one is dropped, nowhere else (one
         expert's mask is), and most often where one may be."""
         dropped, doubtful, counted = (
@@ -184,17 +184,19 @@ class ValueLookup:
         if first is None or not (dropped or doubtful) or (self.before_knew and first.position in self.before):
             return first
         for ref in itertools.chain([first], fits):
-            says = len(self._zeros(ref, dropped)) == len(dropped) and not (dropped and self._zeros(ref, counted))
-            if says and (zeros := len(self._zeros(ref, doubtful))) > most:
+            says = len(self._find_zeros(ref, dropped)) == len(dropped) and not (
+                dropped and self._find_zeros(ref, counted)
+            )
+            if says and (zeros := len(self._find_zeros(ref, doubtful))) > most:
                 best, most = ref, zeros
             if best and not doubtful:
                 break
         return best or first
 
-    def _zeros(self, ref: NodeRef, where: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        return [at for at in where if (found := self.element(ref, *at)) is None or is_const(found, 0)]
+    def _find_zeros(self, ref: NodeRef, where: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        return [at for at in where if (found := self.get_element(ref, *at)) is None or is_const(found, 0)]
 
-    def _columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> NodeRef | None:
+    def _find_columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> NodeRef | None:
         """One node for each slot."""
         columns = []
         for k in range(self.slots):
@@ -207,20 +209,20 @@ class ValueLookup:
                 for _, _, ref in self.readings
                 if not {"k", "tk", "kt"} & set(ref.axes)
                 and {"t", "s"} & set(ref.axes)
-                and self._value(ref, first) is wanted
-                if all(self._value(ref, place) is term for place, term in mine)
+                and self._get_value(ref, first) is wanted
+                if all(self._get_value(ref, place) is term for place, term in mine)
             )
-            found = self._likeliest(fits, (k,))
+            found = self._find_likeliest(fits, (k,))
             if found is None:
                 return None
             columns.append(found)
         return NodeRef(columns[0].node, ("t", "k"), tuple(columns))
 
-    def holds(self, term: Term) -> list[NodeRef]:
+    def find_holders(self, term: Term) -> list[NodeRef]:
         """Readings that have this term somewhere (looked for at the first places only)."""
-        return [ref for table in self._tables.values() for ref in table.get(self._plain(term), ())]
+        return [ref for table in self._tables.values() for ref in table.get(self._as_scalar(term), ())]
 
-    def value_at(self, t: int, k: int, e: int, term: Term) -> bool:
+    def has_value_at(self, t: int, k: int, e: int, term: Term) -> bool:
         return any(
-            self.element(ref, t, k, e) is term for _, _, ref in self.readings if "k" in ref.axes or "e" in ref.axes
+            self.get_element(ref, t, k, e) is term for _, _, ref in self.readings if "k" in ref.axes or "e" in ref.axes
         )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .index_arithmetic import reshape_group, unravel, without_row
-from .parameter_places import has_place
-from .sum_expansion import shift, weight
-from .term import MASKED, OVERWRITTEN, Term, Write, is_const, number
+from .parameter_places import is_state_slice
+from .sum_expansion import cost, shift_axes
+from .term import MASKED, OVERWRITTEN, Term, Write, constant_value, is_const
 
 if TYPE_CHECKING:
     from .normal_form import Terms
@@ -23,7 +23,7 @@ def pick(T: Terms, t: Term, axis: int, i: int) -> Term:
     shape = t.shape[:axis] + t.shape[axis + 1 :]
     match t.op:
         case "const":
-            return T.const(number(t), shape)
+            return T.const(constant_value(t), shape)
         case "array":
             if not shape:
                 return T.const(t.args[0].flat[i])
@@ -77,7 +77,7 @@ def _pick_elementwise(T: Terms, t: Term, axis: int, i: int) -> Term:
     name, kwargs, *items = t.args
     picked: list = list(items)
     # cheap operands first: a zero mask makes the others irrelevant
-    order = sorted((k for k, a in enumerate(items) if isinstance(a, Term)), key=lambda k: weight(items[k]))
+    order = sorted((k for k, a in enumerate(items) if isinstance(a, Term)), key=lambda k: cost(items[k]))
     shape = t.shape[:axis] + t.shape[axis + 1 :]
     for k in order:
         a = items[k]
@@ -122,7 +122,7 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
         sizes = [t.shape[d] for d in outs]
         if (apart := split_axis(T, inner, ins[0], sizes)) is not None:
             return T.reshape(T.pick(apart, ins[0] + outs.index(axis), i), shape)
-        if axis > outs[0] and has_place(inner):  # of a parameter no range, or one with steps
+        if axis > outs[0] and is_state_slice(inner):  # of a parameter no range, or one with steps
             return T.make("at", (t, ((axis, i),)), shape)
         elements = torch.arange(math.prod(sizes)).reshape(sizes).select(outs.index(axis), i).reshape(1, -1)
         return T.reshape(T.index(inner, ins, elements, ins[0]), shape)
@@ -137,19 +137,19 @@ def split_axis(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term | None:
     if t.op == "pw":
         name, kwargs, *items = t.args
         placed = [(a, axis - len(t.shape) + len(a.shape)) if isinstance(a, Term) else (a, -1) for a in items]
-        return T.pw(name, *[_with_axes(T, a, d, sizes) if d >= 0 else a for a, d in placed], **dict(kwargs))
+        return T.pw(name, *[_reshape_axis(T, a, d, sizes) if d >= 0 else a for a, d in placed], **dict(kwargs))
     if t.op != "ein":
         return None
     inputs, output, *operands = t.args
     label, free = output[axis], [x for x in _LABELS if all(x not in s for s in inputs)]
     labels = "".join(free[: len(sizes)])
     apart = [
-        _with_axes(T, o, s.index(label), sizes) if label in s else o for s, o in zip(inputs, operands, strict=True)
+        _reshape_axis(T, o, s.index(label), sizes) if label in s else o for s, o in zip(inputs, operands, strict=True)
     ]
     return T.ein([s.replace(label, labels) for s in inputs], output.replace(label, labels), apart)
 
 
-def _with_axes(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term:
+def _reshape_axis(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term:
     """`t` with axes of these sizes in the place of one, of which there may be one element for all."""
     if t.shape[axis] == 1:
         sizes = [1] * len(sizes)
@@ -177,17 +177,17 @@ def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:
         if axis not in dims:
             break
         if len(dims) == 1:
-            writes, t = _writes(T, t, axis)
+            writes, t = _collect_writes(T, t, axis)
             for values, accumulate, hits in writes.get(i, ()):
                 if not accumulate:
-                    return _plus(T, _last(T, [T.pick(values, 0, j) for j in hits]), added)
+                    return _add_all(T, _keep_last(T, [T.pick(values, 0, j) for j in hits]), added)
                 added += [T.pick(values, 0, j) for j in reversed(hits)]
         elif len(indices.hits(dims.index(axis), i)):
             break
         else:
             t = base
     if t.op != "put":
-        return _plus(T, T.pick(t, axis, i), added)
+        return _add_all(T, T.pick(t, axis, i), added)
     base, dims, indices, values, accumulate = t.args
     under = T.pick(base, axis, i)
     if axis in dims:
@@ -196,13 +196,13 @@ def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:
         left = without_row(indices.value, q)[:, hits]
         values = T.index(values, (0,), hits[None], 0)
         dims = [d - (d > axis) for d in dims if d != axis]
-        return _plus(T, T.put(under, dims, left, values, accumulate), added)
+        return _add_all(T, T.put(under, dims, left, values, accumulate), added)
     rest = [d for d in range(len(base.shape)) if d not in dims]
     values = T.pick(values, 1 + rest.index(axis), i)
-    return _plus(T, T.put(under, [d - (d > axis) for d in dims], indices.value, values, accumulate), added)
+    return _add_all(T, T.put(under, [d - (d > axis) for d in dims], indices.value, values, accumulate), added)
 
 
-def _writes(T: Terms, t: Term, axis: int) -> tuple[dict[int, list[Write]], Term]:
+def _collect_writes(T: Terms, t: Term, axis: int) -> tuple[dict[int, list[Write]], Term]:
     """What a chain of `put` along one axis writes at each index, the last write first, and the term below the chain."""
     if (t, axis) not in T.writes:
         below, writes = t, dict[int, list[Write]]()
@@ -215,7 +215,7 @@ def _writes(T: Terms, t: Term, axis: int) -> tuple[dict[int, list[Write]], Term]
     return T.writes[t, axis]
 
 
-def _last(T: Terms, written: list[Term]) -> Term:
+def _keep_last(T: Terms, written: list[Term]) -> Term:
     """What is at a place that one `put` writes these to. Gradients reach all of them, also where it is the last one:
     of weights that is looked into where a choice may name an expert twice (see `different`)."""
     if len(written) == 1 or not written[0].shape or all(map(is_const, written)):
@@ -224,7 +224,7 @@ def _last(T: Terms, written: list[Term]) -> Term:
     return T.pw(OVERWRITTEN, *written)
 
 
-def _plus(T: Terms, base: Term, added: list[Term]) -> Term:
+def _add_all(T: Terms, base: Term, added: list[Term]) -> Term:
     for term in reversed(added):
         base = T.pw("add", base, term)
     return base
@@ -235,9 +235,9 @@ def _pick_row(T: Terms, t: Term, axis: int, i: int) -> Term:
     acted = {d % len(inner.shape) for d in dims}
     if not keep:
         source = [d for d in range(len(inner.shape)) if d not in acted][axis]
-        return T.row(name, shift(acted, source), keep, static, T.pick(inner, source, i))
+        return T.row(name, shift_axes(acted, source), keep, static, T.pick(inner, source, i))
     if axis not in acted:
-        return T.row(name, shift(acted, axis), keep, static, T.pick(inner, axis, i))
+        return T.row(name, shift_axes(acted, axis), keep, static, T.pick(inner, axis, i))
     shape = t.shape[:axis] + t.shape[axis + 1 :]
     masked = name == "softmax" and _is_masked(T, inner, axis, i)
     if masked and not all(_is_masked(T, inner, axis, j) for j in range(inner.shape[axis])):
@@ -248,4 +248,4 @@ def _pick_row(T: Terms, t: Term, axis: int, i: int) -> Term:
 def _is_masked(T: Terms, scores: Term, axis: int, i: int) -> bool:
     """Whether a score is -inf, or so low (-1e9, `finfo.min`) that its softmax beside any other score rounds to 0."""
     score = T.resolve(T.pick(scores, axis, i))
-    return is_const(score) and number(score) <= MASKED
+    return is_const(score) and constant_value(score) <= MASKED

@@ -96,33 +96,33 @@ class Semantics:
             return self.T.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
         # `torch.tensor(0.5)`: in arithmetic as a number is, but for the rounding of literals of 16 bit.
         if node.meta.get("literal") and val.dim() == 0 and val.dtype.itemsize > 2:
-            return self._number(node)
+            return self._build_known(node)
         if not isinstance(val, torch.Tensor) or node.op != "call_function":
             return self.opaque(node)
         if node.meta.get("opaque") or line(node) in self.whole:
-            return self._whole(node)
+            return self._build_unexplained(node)
         name = op_name(node)
         if name.startswith(("empty", "new_empty")):
             return self.T.const(math.nan, val.shape)
         if is_known(node) and node not in self.conditions and (name not in RULES or not node.all_input_nodes):
-            return self._number(node)
+            return self._build_known(node)
         if name == "getitem":
-            return self._part(node)
+            return self._build_result(node)
         found = RULES.get(name)
         if any(isinstance(a, complex) for a in node.args):
-            out = self._whole(node)
+            out = self._build_unexplained(node)
         elif found is not None:
             args = [self.value(a) for a in node.args]
             kwargs = {k: self.value(v) for k, v in node.kwargs.items()}
             out = found(self, node, *args, **kwargs)
         elif is_pointwise(node.target):
-            out = self._elementwise(node)
+            out = self._build_elementwise(node)
         else:
-            out = self._whole(node)
+            out = self._build_unexplained(node)
         if out is not None and out.op != "node" and not node.meta["grad"] and not node.meta.get("known"):
             out = self.T.pw("detach", out)
         assert out is None or out.shape == tuple(val.shape), (node, node.target, out.shape, val.shape)
-        return out if out is not None else self._whole(node)
+        return out if out is not None else self._build_unexplained(node)
 
     def value(self, a: Any) -> Any:
         """An argument of a node, with terms for nodes."""
@@ -132,7 +132,7 @@ class Semantics:
             return [self.value(x) for x in a]
         return a
 
-    def _number(self, node: fx.Node) -> Term:
+    def _build_known(self, node: fx.Node) -> Term:
         val = node.meta["val"]
         if val.numel() > _LARGEST_ARRAY:
             return self.opaque(node)
@@ -142,12 +142,12 @@ class Semantics:
         """A concrete integer argument."""
         return torch.as_tensor(node.meta["val"] if isinstance(node, fx.Node) else node, dtype=torch.int64)
 
-    def _elementwise(self, node: fx.Node) -> Term:
+    def _build_elementwise(self, node: fx.Node) -> Term:
         packet, overload = op_name(node), node.target._overloadname
         items = tuple(self.value(a) for a in node.args)
         return self.T.pw(f"{packet}.{overload}", *items, **dict(node.kwargs))
 
-    def _part(self, node: fx.Node) -> Term:
+    def _build_result(self, node: fx.Node) -> Term:
         """One result of an op with several: values that a selection took are a gather by the concrete indices."""
         bundle, i = node.args
         name = op_name(bundle)
@@ -170,12 +170,12 @@ class Semantics:
         if i == 0 and name in ("native_layer_norm", "_fused_rms_norm"):
             return norm(self, bundle)
         if i == 0 and name == "native_batch_norm" and not bundle.args[5]:
-            return batch_norm(self, bundle) or self._whole(node)
+            return batch_norm(self, bundle) or self._build_unexplained(node)
         if i == 0 and name == "native_dropout" and (not bundle.args[2] or bundle.args[1] == 0):
             return self.value(bundle.args[0])
-        return self._whole(node)
+        return self._build_unexplained(node)
 
-    def _whole(self, node: fx.Node) -> Term:
+    def _build_unexplained(self, node: fx.Node) -> Term:
         """What an op that no rule explains makes of parameters and buffers alone (of weights that are normalised or
         quantised, say): a value of its own for each expert. Of anything else: the node as it is."""
         if not follows_from_state(node):

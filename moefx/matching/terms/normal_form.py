@@ -17,7 +17,7 @@ import torch
 from .element_selection import pick, split_axis
 from .index_arithmetic import broadcast, without_row
 from .sum_expansion import resolve
-from .term import Array, Term, TooLarge, Write, is_const, is_pw, number
+from .term import Array, Term, TooLarge, Write, constant_value, is_const, is_pw
 
 aten = torch.ops.aten
 _FEW = 256
@@ -37,7 +37,7 @@ class Terms:
         self.writes: dict[tuple[Term, int], tuple[dict[int, list[Write]], Term]] = {}  # see `pick`
         self.stacked: dict[Term, frozenset[int]] = {}  # parameters, and along which axes routing takes them apart
 
-    def stack(self, found: dict[Term, frozenset[int]]) -> None:
+    def mark_routed(self, found: dict[Term, frozenset[int]]) -> None:
         """From now on sums over these axes of parameters are written out."""
         self.stacked = found
         self._resolved.clear()
@@ -64,7 +64,7 @@ class Terms:
 
     def array(self, value: torch.Tensor) -> Term:
         value = value.detach().to(torch.float64 if value.is_floating_point() else torch.int64)
-        if value.numel() and (same := _same_number(value)) is not None:
+        if value.numel() and (same := _find_uniform_value(value)) is not None:
             return self.const(same, value.shape)
         return self.make("array", (self.intern(value),), value.shape)
 
@@ -78,13 +78,13 @@ class Terms:
                 self.pw(name, *[self.reshape(a, ()) if isinstance(a, Term) else a for a in items], **kwargs),
                 shape,
             )
-        items = tuple(self._strip(a) if isinstance(a, Term) else a for a in items)
+        items = tuple(self._strip_leading_ones(a) if isinstance(a, Term) else a for a in items)
         folded = self._fold(name, items, kwargs, shape)
         if folded is not None:
             return self.expand(folded, shape)
         return self.make("pw", (name, tuple(sorted(kwargs.items())), *items), shape)
 
-    def _strip(self, t: Term) -> Term:
+    def _strip_leading_ones(self, t: Term) -> Term:
         """Without the leading ones that broadcasting ignores, and scalars as scalars."""
         if not t.shape or t.shape[0] != 1:
             return t
@@ -124,7 +124,7 @@ class Terms:
         """Elementwise on known numbers, in float64."""
         if math.prod(broadcast([t.shape for t in items if isinstance(t, Term) and t.op == "array"])) > 1 << 20:
             return None
-        values = [torch.as_tensor(number(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]
+        values = [torch.as_tensor(constant_value(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]
         if name == "where":
             values[0] = values[0] != 0
         packet, _, overload = name.partition(".")
@@ -141,7 +141,7 @@ class Terms:
         if t.shape == shape:
             return t
         if t.op == "const":
-            return self.const(number(t), shape)
+            return self.const(constant_value(t), shape)
         if t.op == "array":
             return self.array(t.args[0].value.reshape(shape))
         if t.op == "reshape":
@@ -157,7 +157,7 @@ class Terms:
             return t
         shape = tuple(t.shape[d] for d in order)
         if t.op == "const":
-            return self.const(number(t), shape)
+            return self.const(constant_value(t), shape)
         if t.op == "array":
             return self.array(t.args[0].value.permute(order))
         if t.op == "permute":
@@ -169,7 +169,7 @@ class Terms:
         if t.shape == shape:
             return t
         if t.op == "const":
-            return self.const(number(t), shape)
+            return self.const(constant_value(t), shape)
         if len(t.shape) < len(shape):
             t = self.reshape(t, (1,) * (len(shape) - len(t.shape)) + t.shape)
         return t if t.shape == shape else self.make("expand", (t,), shape)
@@ -182,7 +182,7 @@ class Terms:
         if shape == t.shape:
             return t
         if t.op == "const":
-            return self.const(number(t), shape)
+            return self.const(constant_value(t), shape)
         if t.op == "array":
             return self.array(t.args[0].value[(slice(None),) * dim + (slice(start, stop, step),)])
         if t.op == "slice" and t.args[1] == dim:
@@ -202,18 +202,18 @@ class Terms:
                     pieces.append(self.slice(piece, dim, a, b))
                 low += piece.shape[dim]
             return self.cat(pieces, dim)
-        if (part := self._chunk(t, dim, start, size, step)) is not None:
+        if (part := self._slice_block(t, dim, start, size, step)) is not None:
             return part
         return self.make("slice", (t, dim, start, stop, step), shape)
 
-    def _chunk(self, t: Term, dim: int, start: int, size: int, step: int) -> Term | None:
+    def _slice_block(self, t: Term, dim: int, start: int, size: int, step: int) -> Term | None:
         """One of several equal parts of a product, such as that with all experts' matrices side by side: as if they
         were one upon the other. Halves stay: a gate and what it gates are one product."""
         if step != 1 or not size or t.shape[dim] % size or start % size or t.shape[dim] <= 2 * size:
             return None
 
         if units := {d: 0 for d, n in enumerate(t.shape) if n == 1}:  # looked through, as in `reshape`
-            inner = self._chunk(self.pick_axes(t, units), dim - sum(d < dim for d in units), start, size, step)
+            inner = self._slice_block(self.pick_axes(t, units), dim - sum(d < dim for d in units), start, size, step)
             return inner and self.reshape(inner, (*t.shape[:dim], size, *t.shape[dim + 1 :]))
         apart = split_axis(self, t, dim, [t.shape[dim] // size, size])
         return None if apart is None else self.pick(apart, dim, start // size)
@@ -227,9 +227,11 @@ class Terms:
         size = sum(t.shape[dim] for t in terms)
         shape = (*terms[0].shape[:dim], size, *terms[0].shape[dim + 1 :])
         if all(t.op == "const" and t.args == terms[0].args for t in terms):
-            return self.const(number(terms[0]), shape)
+            return self.const(constant_value(terms[0]), shape)
         if all(t.op in ("const", "array") for t in terms):
-            numbers = [torch.as_tensor(number(t), dtype=None if t.op == "array" else torch.float64) for t in terms]
+            numbers = [
+                torch.as_tensor(constant_value(t), dtype=None if t.op == "array" else torch.float64) for t in terms
+            ]
             pieces = [n.expand(t.shape) for n, t in zip(numbers, terms, strict=True)]
             return self.array(torch.cat(pieces, dim))
         return self.make("cat", (dim, *terms), shape)
@@ -245,17 +247,17 @@ class Terms:
             at = zip(dims, indices.tolist(), strict=True)
             return self.pick_axes(t, {d: i + t.shape[d] if i < 0 else i for d, i in at})
         if not from_start:
-            indices = _from_the_start(indices, [t.shape[d] for d in dims])
+            indices = _wrap_negative(indices, [t.shape[d] for d in dims])
         rest = [n for d, n in enumerate(t.shape) if d not in dims]
         shape = (*rest[:position], *indices.shape[1:], *rest[position:])
         if t.op == "const":
-            return self.const(number(t), shape)
+            return self.const(constant_value(t), shape)
         if t.op == "index" and dims == (position,) == (t.args[3],) and t.args[2].value.dim() == 2:
             inner, inner_dims, first, _ = t.args  # an index of an index
             return self.index(inner, inner_dims, first.value[:, indices[0]], position, routed, True)
         if len(dims) > 1 and indices.numel():
             for q, row in enumerate(indices):  # a coordinate that is the same for all elements
-                if (i := _same_number(row)) is not None:
+                if (i := _find_uniform_value(row)) is not None:
                     picked = self.pick(t, dims[q], int(i))
                     left, indices = [d - (d > dims[q]) for d in dims if d != dims[q]], without_row(indices, q)
                     every = len(left) == 1 and torch.equal(indices[0], torch.arange(picked.shape[left[0]]))
@@ -273,15 +275,15 @@ class Terms:
             return base
         rest = tuple(n for d, n in enumerate(base.shape) if d not in dims)
         values = self.expand(values, (indices.shape[1], *rest))
-        indices = _from_the_start(indices, [base.shape[d] for d in dims])
+        indices = _wrap_negative(indices, [base.shape[d] for d in dims])
         if len(dims) == 1 and not accumulate and torch.equal(indices[0], torch.arange(base.shape[dims[0]])):
             order = [*range(1, dims[0] + 1), 0, *range(dims[0] + 1, len(base.shape))]
             return self.permute(values, order)  # all of it is written
-        if self._writes_nothing_new(base, dims, indices, values, accumulate):
+        if self._is_noop_write(base, dims, indices, values, accumulate):
             return base
         return self.make("put", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
 
-    def _writes_nothing_new(
+    def _is_noop_write(
         self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool
     ) -> bool:
         """Whether `put` adds zeros, or writes what is there already: `y[0, 0] += 0 * weight.sum()`."""
@@ -314,7 +316,7 @@ class Terms:
                 labels = "".join(label for label in labels if size[label] != 1)
             elsewhere = set("".join(other for other in inputs if other is not labels)) | set(output)
             if t.op == "const" and set(labels) <= elsewhere:
-                factor *= number(t)
+                factor *= constant_value(t)
             elif not labels:
                 scalars.append((t, not kept))
             else:
@@ -333,7 +335,7 @@ class Terms:
     def _contract(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
         labels = set("".join(s for s, _ in kept))
         if not kept or not set(out) <= labels:
-            return self.expand_missing(kept, out, size)
+            return self._expand_missing(kept, out, size)
         if len(kept) == 1:
             (s, t), gone = kept[0], [i for i, label in enumerate(kept[0][0]) if label not in out]
             t = self.sum(t, gone)
@@ -355,7 +357,7 @@ class Terms:
         assert renamed is not None
         return self.make("ein", (*renamed, *[t for _, t in kept]), [size[x] for x in out])
 
-    def expand_missing(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
+    def _expand_missing(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
         have = "".join(label for label in out if any(label in s for s, _ in kept))
         inner = self._contract(kept, have, size) if kept else self.const(1)
         inner = self.reshape(inner, [size[x] if x in have else 1 for x in out])
@@ -368,7 +370,7 @@ class Terms:
             return t
         shape = tuple(n for d, n in enumerate(t.shape) if d not in dims)
         if t.op == "const":
-            return self.const(number(t) * math.prod(t.shape[d] for d in dims), shape)
+            return self.const(constant_value(t) * math.prod(t.shape[d] for d in dims), shape)
         if t.op == "array":
             return self.array(t.args[0].value.sum(dims))
         if all(t.shape[d] == 1 for d in dims):
@@ -416,7 +418,7 @@ def _rename_labels(inputs: tuple[str, ...], output: str) -> tuple[tuple[str, ...
     return tuple("".join(names[x] for x in s) for s in inputs), "".join(names[x] for x in output)
 
 
-def _from_the_start(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+def _wrap_negative(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """Indices [m, *I] with the negative ones counted from the start of the m axes."""
     below = indices < 0
     if not below.any():
@@ -424,7 +426,7 @@ def _from_the_start(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     return torch.where(below, indices + torch.tensor(sizes).reshape(-1, *[1] * (indices.dim() - 1)), indices)
 
 
-def _same_number(value: torch.Tensor) -> float | None:
+def _find_uniform_value(value: torch.Tensor) -> float | None:
     """The number that all elements are, if it is one."""
     if value.numel() <= _FEW:  # this runs for every row of every mask: faster than two ops on a tensor
         numbers = value.reshape(-1).tolist()

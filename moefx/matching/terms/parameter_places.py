@@ -19,15 +19,15 @@ _MOVING = ("at", "slice", "reshape", "permute", "expand")
 
 def is_parameter_slice(t: Term) -> bool:
     """A parameter or a part of one, moved but not computed with."""
-    return parameter_of(t).op == "param"
+    return strip_moves(t).op == "param"
 
 
-def has_place(t: Term) -> bool:
+def is_state_slice(t: Term) -> bool:
     """A parameter or a buffer or a part of one, moved but not computed with."""
-    return parameter_of(t).op in ("param", "buffer")
+    return strip_moves(t).op in ("param", "buffer")
 
 
-def parameter_of(t: Term) -> Term:
+def strip_moves(t: Term) -> Term:
     """What is left of a part of a parameter (or of anything else) before it was moved."""
     while t.op in _MOVING or (t.op == "pw" and t.args[0] in ("cast", "detach")):
         t = t.terms[0]
@@ -55,7 +55,7 @@ class ParameterSlice:
                 steps.append((t.args[0], *[v for _, v in t.args[1]]))
                 t = t.args[2]
             elif t.op == "at":
-                steps += reversed(_at(t))
+                steps += reversed(_steps_of_element(t))
                 t = t.args[0]
             else:
                 steps.append((t.op, t.shape, *t.args[1:]))
@@ -82,7 +82,7 @@ class ParameterSlice:
         return text
 
 
-def _at(t: Term) -> list[tuple]:
+def _steps_of_element(t: Term) -> list[tuple]:
     """An element of a parameter: first the axes that choose something, then those of size one."""
     inner, where = t.args
     real = [(a, i) for a, i in where if inner.shape[a] > 1]
@@ -140,7 +140,7 @@ def find_siblings(block: nn.Module) -> dict[str, Siblings]:
     return out
 
 
-def nested_numbers(block: nn.Module) -> dict[str, int]:
+def number_nested_modules(block: nn.Module) -> dict[str, int]:
     """For lists of modules in a list: the number of each inner module, counted through all inner lists."""
     numbers: dict[str, int] = {}
     for name, module in block.named_modules():

@@ -30,25 +30,25 @@ _ORDER = {
 }
 
 
-def weight(t: Term) -> tuple[int, int]:
+def cost(t: Term) -> tuple[int, int]:
     inner = t
     while inner.op in ("reshape", "expand", "permute", "slice"):
         inner = inner.args[0]
     return _ORDER.get(inner.op, 9), math.prod(t.shape)
 
 
-def shift(dims: set[int], gone: int) -> list[int]:
+def shift_axes(dims: set[int], gone: int) -> list[int]:
     return [d - (d > gone) for d in dims]
 
 
-def structure(T: Terms, t: Term) -> frozenset[int]:
+def routed_axes(T: Terms, t: Term) -> frozenset[int]:
     """The axes of `t` along which routing put different things: sums over these are written out."""
     if t.structure is None:
-        t.structure = frozenset(d for d in _structure(T, t) if t.shape[d] > 1)
+        t.structure = frozenset(d for d in _find_routed_axes(T, t) if t.shape[d] > 1)
     return t.structure
 
 
-def _structure(T: Terms, t: Term) -> set[int]:
+def _find_routed_axes(T: Terms, t: Term) -> set[int]:
     match t.op:
         case "const" | "node" | "buffer" | "call":
             return set()
@@ -57,25 +57,25 @@ def _structure(T: Terms, t: Term) -> set[int]:
         case "array":
             return set(range(len(t.shape)))
         case "pw":
-            return {d + len(t.shape) - len(a.shape) for a in t.terms for d in structure(T, a)}
+            return {d + len(t.shape) - len(a.shape) for a in t.terms for d in routed_axes(T, a)}
         case "ein":
             inputs, output, *operands = t.args
-            routed = {s[d] for s, o in zip(inputs, operands, strict=True) for d in structure(T, o)}
+            routed = {s[d] for s, o in zip(inputs, operands, strict=True) for d in routed_axes(T, o)}
             return {d for d, label in enumerate(output) if label in routed}
         case "permute":
-            inner = structure(T, t.args[0])
+            inner = routed_axes(T, t.args[0])
             return {d for d, source in enumerate(t.args[1]) if source in inner}
         case "expand" | "slice":
-            return set(structure(T, t.args[0]))
+            return set(routed_axes(T, t.args[0]))
         case "cat":
             dim, *pieces = t.args
             return (
-                {dim}.union(*[structure(T, p) for p in pieces])
+                {dim}.union(*[routed_axes(T, p) for p in pieces])
                 if all(p.shape[dim] == 1 for p in pieces)
-                else set().union(*[structure(T, p) for p in pieces])
+                else set().union(*[routed_axes(T, p) for p in pieces])
             )
         case "reshape":
-            inner = structure(T, t.args[0])
+            inner = routed_axes(T, t.args[0])
             if not inner:
                 return set()
             return {
@@ -86,14 +86,14 @@ def _structure(T: Terms, t: Term) -> set[int]:
             width = indices.value.dim() - 1
             rest = [d for d in range(len(inner.shape)) if d not in dims]
             out = {position + k for k in range(width)}
-            return out | {r if r < position else r + width for r, d in enumerate(rest) if d in structure(T, inner)}
+            return out | {r if r < position else r + width for r, d in enumerate(rest) if d in routed_axes(T, inner)}
         case "put":
             base, dims, _, values, _ = t.args
             rest = [d for d in range(len(base.shape)) if d not in dims]
-            return set(dims) | set(structure(T, base)) | {rest[d - 1] for d in structure(T, values) if d > 0}
+            return set(dims) | set(routed_axes(T, base)) | {rest[d - 1] for d in routed_axes(T, values) if d > 0}
         case "sum" | "row":
             inner = t.args[-1]
-            routed = structure(T, inner)
+            routed = routed_axes(T, inner)
             if t.op == "row" and t.args[2]:
                 return set(routed)
             gone = {d % len(inner.shape) for d in t.args[0 if t.op == "sum" else 1]}
@@ -102,7 +102,7 @@ def _structure(T: Terms, t: Term) -> set[int]:
         case "at":
             inner, where = t.args
             free = [d for d in range(len(inner.shape)) if d not in dict(where)]
-            return {k for k, d in enumerate(free) if d in structure(T, inner)}
+            return {k for k, d in enumerate(free) if d in routed_axes(T, inner)}
     raise AssertionError(t.op)
 
 
@@ -144,7 +144,7 @@ def resolve(T: Terms, t: Term) -> Term:
 
 def _resolve_sum(T: Terms, t: Term) -> Term:
     dims, inner = t.args
-    routed = structure(T, inner) & {d % len(inner.shape) for d in dims}
+    routed = routed_axes(T, inner) & {d % len(inner.shape) for d in dims}
     if not routed or inner.shape[min(routed)] > _WIDEST_SUM:
         return T.sum(T.resolve(inner), dims)
     axis = min(routed)
@@ -152,14 +152,14 @@ def _resolve_sum(T: Terms, t: Term) -> Term:
     left.remove(axis)
     total = T.const(0, t.shape)
     for i in range(inner.shape[axis]):
-        total = T.pw("add", total, T.resolve(T.sum(T.pick(inner, axis, i), shift(set(left), axis))))
+        total = T.pw("add", total, T.resolve(T.sum(T.pick(inner, axis, i), shift_axes(set(left), axis))))
     return total
 
 
 def _resolve_ein(T: Terms, t: Term) -> Term:
     inputs, output, *operands = t.args
     for s, o in zip(inputs, operands, strict=True):
-        for d in structure(T, o):
+        for d in routed_axes(T, o):
             if s[d] not in output:
                 return _expand_label(T, t, s[d])
         if o.op == "cat" and s[o.args[0]] not in output:
@@ -171,7 +171,7 @@ def _expand_label(T: Terms, t: Term, label: str) -> Term:
     inputs, output, *operands = t.args
     n = next(o.shape[s.index(label)] for s, o in zip(inputs, operands, strict=True) if label in s)
     total = T.const(0, t.shape)
-    order = sorted(range(len(operands)), key=lambda k: weight(operands[k]))
+    order = sorted(range(len(operands)), key=lambda k: cost(operands[k]))
     for i in range(n):
         picked = list(operands)
         for k in order:

@@ -116,7 +116,7 @@ def is_pw(t: Any, name: str) -> bool:
     return isinstance(t, Term) and t.op == "pw" and t.args[0] == name
 
 
-def number(t: Term) -> Any:
+def constant_value(t: Term) -> Any:
     if t.op == "array":
         return t.args[0].value
     return math.nan if t.args[0] == "nan" else t.args[0]

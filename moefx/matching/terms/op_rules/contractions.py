@@ -16,14 +16,14 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from ..term import Term
-from .rule_registry import Reader, rule
+from .rule_registry import TermBuilder, rule
 
 _LETTERS = "abcdefhijklmnopqrstuvw"
 
 
 @rule("linear")
 def _linear(
-    S: Reader,
+    S: TermBuilder,
     n: fx.Node,
     x: Term,
     w: Term,
@@ -39,7 +39,7 @@ def _linear(
     return out if b is None else S.T.pw("add", out, b)
 
 
-def _autocast(S: Reader, n: fx.Node, *operands: Term | None) -> list[Term | None]:
+def _autocast(S: TermBuilder, n: fx.Node, *operands: Term | None) -> list[Term | None]:
     """Under autocast a contraction casts its operands itself."""
     dtype = n.meta["val"].dtype
     out: list[Term | None] = []
@@ -55,7 +55,7 @@ def _autocast(S: Reader, n: fx.Node, *operands: Term | None) -> list[Term | None
 
 
 @rule("mm", "bmm", "mv", "dot", "matmul")
-def _matmul(S: Reader, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | None:
+def _matmul(S: TermBuilder, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | None:
     x, w = _autocast(S, n, x, w)
     a, b = len(x.shape), len(w.shape)
     lead = max(a, b, 2) - 2
@@ -71,7 +71,7 @@ def _matmul(S: Reader, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | None:
 
 
 @rule("addmm", "baddbmm", "addmv")
-def _addmm(S: Reader, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float = 1, alpha: float = 1) -> Term:
+def _addmm(S: TermBuilder, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float = 1, alpha: float = 1) -> Term:
     out = (
         S.T.ein(["axy", "ayz"], "axz", [x, w])
         if len(x.shape) == 3
@@ -86,7 +86,7 @@ def _addmm(S: Reader, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float =
 
 @rule("convolution")
 def _convolution(
-    S: Reader,
+    S: TermBuilder,
     n: fx.Node,
     x: Term,
     w: Term,
@@ -118,7 +118,7 @@ def _convolution(
 
 
 @rule("einsum")
-def _einsum(S: Reader, n: fx.Node, equation: Any, *operands: Any) -> Term | None:
+def _einsum(S: TermBuilder, n: fx.Node, equation: Any, *operands: Any) -> Term | None:
     if not isinstance(equation, str):
         return None
     terms = list(operands[0]) if isinstance(operands[0], list) else list(operands)
@@ -148,7 +148,7 @@ def _einsum(S: Reader, n: fx.Node, equation: Any, *operands: Any) -> Term | None
 
 @rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 def _grouped_mm(
-    S: Reader, n: fx.Node, x: Term, w: Term, offs: Any = None, bias: Any = None, *rest: Any, **kw: Any
+    S: TermBuilder, n: fx.Node, x: Term, w: Term, offs: Any = None, bias: Any = None, *rest: Any, **kw: Any
 ) -> Term | None:
     node = n.args[2] if len(n.args) > 2 else n.kwargs.get("offs")
     if node is None or bias is not None or len(x.shape) != 2 or len(w.shape) != 3:

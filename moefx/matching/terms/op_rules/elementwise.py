@@ -14,12 +14,12 @@ from torch import fx
 
 from ...graph_nodes import op_name
 from ..term import Term
-from .rule_registry import Reader, as_term, rule
+from .rule_registry import TermBuilder, as_term, rule
 
 
 @rule("add", "sub", "rsub", "mul", "div", "true_divide")
 def _arithmetic(
-    S: Reader, n: fx.Node, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None
+    S: TermBuilder, n: fx.Node, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None
 ) -> Term | None:
     name = op_name(n)
     a, b = as_term(S, a), as_term(S, b)
@@ -34,23 +34,23 @@ def _arithmetic(
 
 
 @rule("where")
-def _where(S: Reader, n: fx.Node, c: Term, a: Any, b: Any) -> Term:
+def _where(S: TermBuilder, n: fx.Node, c: Term, a: Any, b: Any) -> Term:
     return S.T.expand(S.T.pw("where", c, as_term(S, a), as_term(S, b)), n.meta["val"].shape)
 
 
 @rule("masked_fill")
-def _masked_fill(S: Reader, n: fx.Node, a: Term, mask: Term, value: Any) -> Term:
+def _masked_fill(S: TermBuilder, n: fx.Node, a: Term, mask: Term, value: Any) -> Term:
     return S.T.expand(S.T.pw("where", mask, as_term(S, value), a), n.meta["val"].shape)
 
 
 @rule("_to_copy", "to", "type_as")
-def _cast(S: Reader, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
+def _cast(S: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
     old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
     return a if old == new else S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
 
 
 @rule("copy")
-def _copy(S: Reader, n: fx.Node, a: Term, b: Term, *_: Any) -> Term:
+def _copy(S: TermBuilder, n: fx.Node, a: Term, b: Term, *_: Any) -> Term:
     source = n.args[1].meta["val"].dtype
     new = n.meta["val"].dtype
     if source != new and source.is_floating_point:
@@ -59,37 +59,37 @@ def _copy(S: Reader, n: fx.Node, a: Term, b: Term, *_: Any) -> Term:
 
 
 @rule("clone", "contiguous", "lift_fresh", "alias", "lift")
-def _same(S: Reader, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
+def _same(S: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
     return a
 
 
 @rule("detach")
-def _detach(S: Reader, n: fx.Node, a: Term) -> Term:
+def _detach(S: TermBuilder, n: fx.Node, a: Term) -> Term:
     return S.T.pw("detach", a)
 
 
 @rule("fill", "full", "full_like", "new_full")
-def _fill(S: Reader, n: fx.Node, *args: Any, **kw: Any) -> Term:
+def _fill(S: TermBuilder, n: fx.Node, *args: Any, **kw: Any) -> Term:
     return S.T.expand(as_term(S, args[-1]), n.meta["val"].shape)
 
 
 @rule("zero", "zeros", "zeros_like", "new_zeros")
-def _zeros(S: Reader, n: fx.Node, *_: Any, **kw: Any) -> Term:
+def _zeros(S: TermBuilder, n: fx.Node, *_: Any, **kw: Any) -> Term:
     return S.T.const(0, n.meta["val"].shape)
 
 
 @rule("ones", "ones_like", "new_ones")
-def _ones(S: Reader, n: fx.Node, *_: Any, **kw: Any) -> Term:
+def _ones(S: TermBuilder, n: fx.Node, *_: Any, **kw: Any) -> Term:
     return S.T.const(1, n.meta["val"].shape)
 
 
 @rule("glu")
-def _glu(S: Reader, n: fx.Node, a: Term, dim: int = -1) -> Term:
+def _glu(S: TermBuilder, n: fx.Node, a: Term, dim: int = -1) -> Term:
     half = a.shape[dim] // 2
     gate = S.T.pw("sigmoid.default", S.T.slice(a, dim, half, 2 * half))
     return S.T.pw("mul", S.T.slice(a, dim, 0, half), gate)
 
 
 @rule("_prelu_kernel")
-def _prelu(S: Reader, n: fx.Node, x: Term, w: Term) -> Term:
+def _prelu(S: TermBuilder, n: fx.Node, x: Term, w: Term) -> Term:
     return S.T.expand(S.T.pw("where", S.T.pw("gt.Scalar", x, 0), x, S.T.pw("mul", x, w)), x.shape)

@@ -18,11 +18,11 @@ from ...graph_nodes import is_routed, op_name
 from ..index_arithmetic import positions
 from ..normal_form import Terms
 from ..term import Term
-from .rule_registry import Reader, as_term, rule
+from .rule_registry import TermBuilder, as_term, rule
 
 
 @rule("index", "_unsafe_index")
-def _index(S: Reader, n: fx.Node, a: Term, _: Any) -> Term:
+def _index(S: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
     nodes = n.args[1]
     dims = [d for d, i in enumerate(nodes) if i is not None]
     indices = torch.stack(torch.broadcast_tensors(*[S.numbers(nodes[d]) for d in dims]))
@@ -31,7 +31,7 @@ def _index(S: Reader, n: fx.Node, a: Term, _: Any) -> Term:
 
 
 @rule("index_select")
-def _index_select(S: Reader, n: fx.Node, a: Term, dim: int, _: Any) -> Term:
+def _index_select(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any) -> Term:
     dim %= len(a.shape)
     indices = S.numbers(n.args[2]).reshape(1, -1)
     return S.T.index(a, (dim,), indices, dim, routed=is_routed(n.args[2]))
@@ -39,7 +39,7 @@ def _index_select(S: Reader, n: fx.Node, a: Term, dim: int, _: Any) -> Term:
 
 @rule("embedding")
 def _embedding(
-    S: Reader, n: fx.Node, weight: Term, ids: Any, padding_idx: int = -1, by_frequency: bool = False, *sparse: bool
+    S: TermBuilder, n: fx.Node, weight: Term, ids: Any, padding_idx: int = -1, by_frequency: bool = False, *sparse: bool
 ) -> Term | None:
     if padding_idx != -1 or by_frequency or any(sparse):  # rows without gradients, or with others than an index has
         return None
@@ -47,13 +47,13 @@ def _embedding(
 
 
 @rule("gather")
-def _gather(S: Reader, n: fx.Node, a: Term, dim: int, _: Any, **kw: Any) -> Term:
+def _gather(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, **kw: Any) -> Term:
     out = gather(S.T, a, dim, S.numbers(n.args[2]))
     return out if n.meta["val"].dim() else S.T.reshape(out, ())  # one number, as `quantile` takes it
 
 
 @rule("take")
-def _take(S: Reader, n: fx.Node, a: Term, _: Any) -> Term:
+def _take(S: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
     return S.T.index(S.T.reshape(a, (math.prod(a.shape),)), (0,), S.numbers(n.args[1])[None], 0)
 
 
@@ -106,7 +106,7 @@ def scatter(T: Terms, base: Term, dim: int, indices: torch.Tensor, source: Term,
 
 @rule("scatter")
 def _scatter(
-    S: Reader,
+    S: TermBuilder,
     n: fx.Node,
     a: Term,
     dim: int,
@@ -123,13 +123,13 @@ def _scatter(
 
 
 @rule("scatter_add")
-def _scatter_add(S: Reader, n: fx.Node, a: Term, dim: int, _: Any, source: Term) -> Term | None:
+def _scatter_add(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, source: Term) -> Term | None:
     return scatter(S.T, a, dim, S.numbers(n.args[2]), source, True)
 
 
 @rule("scatter_reduce")
 def _scatter_reduce(
-    S: Reader,
+    S: TermBuilder,
     n: fx.Node,
     a: Term,
     dim: int,
@@ -145,7 +145,7 @@ def _scatter_reduce(
 
 
 @rule("index_add", "index_copy", "index_fill")
-def _index_add(S: Reader, n: fx.Node, a: Term, dim: int, _: Any, source: Any, *, alpha: float = 1) -> Term:
+def _index_add(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, source: Any, *, alpha: float = 1) -> Term:
     dim %= len(a.shape)
     source = as_term(S, source)
     if alpha != 1:
@@ -158,7 +158,7 @@ def _index_add(S: Reader, n: fx.Node, a: Term, dim: int, _: Any, source: Any, *,
 
 @rule("index_put", "_unsafe_index_put", "_index_put_impl")
 def _index_put(
-    S: Reader, n: fx.Node, a: Term, _: Any, values: Term, accumulate: bool = False, *rest: Any
+    S: TermBuilder, n: fx.Node, a: Term, _: Any, values: Term, accumulate: bool = False, *rest: Any
 ) -> Term | None:
     nodes = n.args[1]
     dims = [d for d, i in enumerate(nodes) if i is not None]
@@ -178,14 +178,14 @@ def _index_put(
 
 
 @rule("select_scatter")
-def _select_scatter(S: Reader, n: fx.Node, a: Term, b: Term, dim: int, i: int) -> Term:
+def _select_scatter(S: TermBuilder, n: fx.Node, a: Term, b: Term, dim: int, i: int) -> Term:
     dim %= len(a.shape)
     return S.T.put(a, (dim,), torch.tensor([[i % a.shape[dim]]]), S.T.reshape(b, (1, *b.shape)), False)
 
 
 @rule("slice_scatter")
 def _slice_scatter(
-    S: Reader,
+    S: TermBuilder,
     n: fx.Node,
     a: Term,
     b: Term,
@@ -203,7 +203,7 @@ def _slice_scatter(
 
 
 @rule("masked_scatter")
-def _masked_scatter(S: Reader, n: fx.Node, a: Term, _: Any, source: Term) -> Term:
+def _masked_scatter(S: TermBuilder, n: fx.Node, a: Term, _: Any, source: Term) -> Term:
     where = S.numbers(n.args[1]).expand(a.shape).nonzero().t()
     flat = S.T.reshape(source, (math.prod(source.shape),))
     return S.T.put(a, tuple(range(len(a.shape))), where, S.T.slice(flat, 0, 0, where.shape[1]), False)

@@ -15,23 +15,23 @@ import torch
 from torch import fx
 
 from ..term import Term
-from .rule_registry import Reader, rule
+from .rule_registry import TermBuilder, rule
 
 
 @rule("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as")
-def _reshape(S: Reader, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term | None:
+def _reshape(S: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term | None:
     if n.args[0].meta["val"].dtype != n.meta["val"].dtype:
         return None  # a reinterpretation of the bits
     return S.T.reshape(a, n.meta["val"].shape)
 
 
 @rule("permute")
-def _permute(S: Reader, n: fx.Node, a: Term, order: list[int]) -> Term:
+def _permute(S: TermBuilder, n: fx.Node, a: Term, order: list[int]) -> Term:
     return S.T.permute(a, order)
 
 
 @rule("transpose", "t")
-def _transpose(S: Reader, n: fx.Node, a: Term, i: int = 0, j: int = 1) -> Term:
+def _transpose(S: TermBuilder, n: fx.Node, a: Term, i: int = 0, j: int = 1) -> Term:
     order = list(range(len(a.shape)))
     if len(order) > 1:
         order[i], order[j] = order[j], order[i]
@@ -39,13 +39,13 @@ def _transpose(S: Reader, n: fx.Node, a: Term, i: int = 0, j: int = 1) -> Term:
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def _expand(S: Reader, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
+def _expand(S: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
     return S.T.expand(a, n.meta["val"].shape)
 
 
 @rule("slice")
 def _slice(
-    S: Reader,
+    S: TermBuilder,
     n: fx.Node,
     a: Term,
     dim: int = 0,
@@ -57,24 +57,24 @@ def _slice(
 
 
 @rule("select")
-def _select(S: Reader, n: fx.Node, a: Term, dim: int, i: int) -> Term:
+def _select(S: TermBuilder, n: fx.Node, a: Term, dim: int, i: int) -> Term:
     dim %= len(a.shape)
     return S.T.pick(a, dim, i % a.shape[dim])
 
 
 @rule("cat")
-def _cat(S: Reader, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
+def _cat(S: TermBuilder, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
     return S.T.cat(terms, dim)
 
 
 @rule("stack")
-def _stack(S: Reader, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
+def _stack(S: TermBuilder, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
     dim %= len(terms[0].shape) + 1
     return S.T.cat([S.T.reshape(t, (*t.shape[:dim], 1, *t.shape[dim:])) for t in terms], dim)
 
 
 @rule("constant_pad_nd")
-def _pad(S: Reader, n: fx.Node, a: Term, pad: list[int], value: float = 0) -> Term | None:
+def _pad(S: TermBuilder, n: fx.Node, a: Term, pad: list[int], value: float = 0) -> Term | None:
     if min(pad) < 0:
         return None
     for k in range(len(pad) // 2):
@@ -85,12 +85,12 @@ def _pad(S: Reader, n: fx.Node, a: Term, pad: list[int], value: float = 0) -> Te
     return a
 
 
-def _moved(S: Reader, a: Term, dim: int, order: torch.Tensor) -> Term:
+def _moved(S: TermBuilder, a: Term, dim: int, order: torch.Tensor) -> Term:
     return S.T.index(a, (dim,), order[None], dim)
 
 
 @rule("repeat")
-def _repeat(S: Reader, n: fx.Node, a: Term, times: list[int]) -> Term:
+def _repeat(S: TermBuilder, n: fx.Node, a: Term, times: list[int]) -> Term:
     a = S.T.reshape(a, (1,) * (len(times) - len(a.shape)) + a.shape)
     for dim, k in enumerate(times):
         if a.shape[dim] == 1:
@@ -101,7 +101,7 @@ def _repeat(S: Reader, n: fx.Node, a: Term, times: list[int]) -> Term:
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(S: Reader, n: fx.Node, a: Term, times: Any, dim: int | None = None, **kw: Any) -> Term:
+def _repeat_interleave(S: TermBuilder, n: fx.Node, a: Term, times: Any, dim: int | None = None, **kw: Any) -> Term:
     if dim is None:
         a, dim = S.T.reshape(a, (math.prod(a.shape),)), 0
     counts = S.numbers(n.args[1]) if isinstance(n.args[1], fx.Node) else times
@@ -109,14 +109,14 @@ def _repeat_interleave(S: Reader, n: fx.Node, a: Term, times: Any, dim: int | No
 
 
 @rule("flip")
-def _flip(S: Reader, n: fx.Node, a: Term, dims: list[int]) -> Term:
+def _flip(S: TermBuilder, n: fx.Node, a: Term, dims: list[int]) -> Term:
     for d in dims:
         a = _moved(S, a, d % len(a.shape), torch.arange(a.shape[d]).flip(0))
     return a
 
 
 @rule("roll")
-def _roll(S: Reader, n: fx.Node, a: Term, shifts: list[int], dims: list[int] = ()) -> Term | None:
+def _roll(S: TermBuilder, n: fx.Node, a: Term, shifts: list[int], dims: list[int] = ()) -> Term | None:
     if not dims:
         return None
     for k, d in zip(shifts, dims, strict=True):

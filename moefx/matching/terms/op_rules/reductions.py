@@ -15,7 +15,7 @@ from torch import fx
 
 from ...graph_nodes import op_name
 from ..term import Term
-from .rule_registry import Reader, rule
+from .rule_registry import TermBuilder, rule
 
 
 def _dims(t: Term, dim: Any) -> list[int]:
@@ -24,11 +24,11 @@ def _dims(t: Term, dim: Any) -> list[int]:
     return [d % len(t.shape) for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
 
 
-def _kept(S: Reader, n: fx.Node, out: Term) -> Term:
+def _kept(S: TermBuilder, n: fx.Node, out: Term) -> Term:
     return S.T.reshape(out, n.meta["val"].shape)
 
 
-def _as_result(S: Reader, n: fx.Node, a: Term) -> Term:
+def _as_result(S: TermBuilder, n: fx.Node, a: Term) -> Term:
     """The operand in the dtype of the result, to which the op (by its `dtype`) or autocast casts it first."""
     old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
     cast = old != new and old.is_floating_point
@@ -36,29 +36,29 @@ def _as_result(S: Reader, n: fx.Node, a: Term) -> Term:
 
 
 @rule("sum")
-def _sum(S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
+def _sum(S: TermBuilder, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
     return _kept(S, n, S.T.sum(_as_result(S, n, a), _dims(a, dim)))
 
 
 @rule("mean")
-def _mean(S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
+def _mean(S: TermBuilder, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
     a = _as_result(S, n, a)
     dims = _dims(a, dim)
     return _kept(S, n, S.T.pw("div", S.T.sum(a, dims), S.T.const(math.prod(a.shape[d] for d in dims))))
 
 
 @rule("_softmax", "_log_softmax", "softmax", "log_softmax")
-def _softmax(S: Reader, n: fx.Node, a: Term, dim: int, *_: Any) -> Term:
+def _softmax(S: TermBuilder, n: fx.Node, a: Term, dim: int, *_: Any) -> Term:
     return S.T.row("log_softmax" if "log" in op_name(n) else "softmax", [dim], True, (), a)
 
 
 @rule("cumsum", "cumprod", "logcumsumexp")
-def _scan(S: Reader, n: fx.Node, a: Term, dim: int, **kw: Any) -> Term:
+def _scan(S: TermBuilder, n: fx.Node, a: Term, dim: int, **kw: Any) -> Term:
     return S.T.row(op_name(n), [dim], True, (), a)
 
 
 @rule("amax", "amin", "logsumexp", "prod", "argmax")
-def _reduce(S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, **kw: Any) -> Term | None:
+def _reduce(S: TermBuilder, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, **kw: Any) -> Term | None:
     if kw.get("dtype") is not None:
         return None
     return _kept(S, n, S.T.row(op_name(n), _dims(a, dim), False, (), a))
@@ -66,7 +66,7 @@ def _reduce(S: Reader, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = Fal
 
 @rule("linalg_vector_norm")
 def _vector_norm(
-    S: Reader,
+    S: TermBuilder,
     n: fx.Node,
     a: Term,
     ord: float = 2,
@@ -80,7 +80,7 @@ def _vector_norm(
 
 @rule("var")
 def _var(
-    S: Reader,
+    S: TermBuilder,
     n: fx.Node,
     a: Term,
     dim: Any = None,
@@ -95,12 +95,12 @@ def _var(
 
 
 @rule("rms_norm")
-def _rms_norm(S: Reader, n: fx.Node, x: Term, shape: Any, weight: Term | None = None, eps: Any = None) -> Term:
+def _rms_norm(S: TermBuilder, n: fx.Node, x: Term, shape: Any, weight: Term | None = None, eps: Any = None) -> Term:
     out = S.T.row("rms_norm", range(-len(shape), 0), True, (eps,), _as_result(S, n, x))
     return out if weight is None else S.T.pw("mul", out, weight)
 
 
-def norm(S: Reader, bundle: fx.Node) -> Term:
+def norm(S: TermBuilder, bundle: fx.Node) -> Term:
     """Layer norm and RMS norm: normalise, then the elementwise part."""
     layer = op_name(bundle) == "native_layer_norm"
     x, shape, weight, *rest = (S.value(a) for a in bundle.args)
@@ -113,7 +113,7 @@ def norm(S: Reader, bundle: fx.Node) -> Term:
     return out if bundle.meta["grad"] else S.T.pw("detach", out)
 
 
-def batch_norm(S: Reader, bundle: fx.Node) -> Term | None:
+def batch_norm(S: TermBuilder, bundle: fx.Node) -> Term | None:
     """Batch norm in eval mode: elementwise, by statistics that are buffers."""
     x, weight, bias, mean, var = (S.value(a) for a in bundle.args[:5])
     if mean is None or var is None:

@@ -11,7 +11,7 @@ from ..normal_form import Terms
 from ..term import Term
 
 
-class Reader(Protocol):
+class TermBuilder(Protocol):
     """What reads a captured graph as terms."""
 
     T: Terms
@@ -40,5 +40,5 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def as_term(S: Reader, a: Any) -> Term:
+def as_term(S: TermBuilder, a: Any) -> Term:
     return a if isinstance(a, Term) else S.T.const(a)
