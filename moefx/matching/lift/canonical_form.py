@@ -1,4 +1,10 @@
-"""The canonical form: `out[t] = shared(x_t) + sum_k F(x_t, c[t,k]; theta[idx[t,k]])`, as data (design section 3.3)."""
+"""The canonical form of one capture, as data.
+
+    out[t] = shared(x[t]) + sum over k of F(x[t], weight[t,k]; parameters of expert index[t,k])
+
+`Body` is F, `NodeRef` names the nodes that supply index, weights and shared summands, and `Group` lists the experts
+that compute one F. `Lifter` builds a `CanonicalForm`; `require_same_form` compares two.
+"""
 
 from __future__ import annotations
 
@@ -19,40 +25,50 @@ from ..terms.parameter_places import ParameterSlice
 
 @dataclasses.dataclass(frozen=True)
 class NodeRef:
-    """A kept node that supplies a value of each (token, slot): which node, and how it is indexed.
+    """A node outside the routed region that supplies a value for each token and slot.
 
-    `axes` says what the node's leading axes are: `t` the tokens (one axis or several), `k` the slots, `e` the experts;
-    `tk` and `kt` flattened pairs; `m` the experts where the node is a mask of the chosen ones; `s` the sequences, if
-    all tokens of a sequence have one value. The remaining axes are the value's. Where no single node holds all slots
-    there is one for each: `columns`.
+    Attributes:
+        node: the node, or the first of `columns`.
+        axes: the meaning of the node's leading axes; the other axes belong to the value. `t` is a token axis (one or
+            several), `k` the slots, `e` the experts, `tk` and `kt` flattened pairs, `m` the experts of a mask, `s` the
+            sequences, if all tokens of a sequence share a value.
+        columns: one reference per slot, if no single node holds all slots.
+        inverted: whether the node is a mask that is true for dropped slots.
     """
 
     node: fx.Node
     axes: tuple[str, ...]
     columns: tuple[NodeRef, ...] = ()
-    inverted: bool = False  # a mask that is true where a slot does not count
+    inverted: bool = False
 
     @property
     def form(self) -> tuple:
-        """What two captures must agree on."""
+        """The part of the reference that two captures must agree on."""
         return self.axes, tuple(c.form for c in self.columns), self.inverted
 
     @property
     def position(self) -> tuple:
-        """Where it is in any capture that runs the same ops, and how it is read."""
+        """The node's index and axes, which identify it in every capture that runs the same ops."""
         return self.node.meta["index"], self.axes
 
     @property
     def nodes(self) -> list[fx.Node]:
+        """The nodes of all columns, or the one node."""
         return [n for c in self.columns for n in c.nodes] if self.columns else [self.node]
 
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The template of a routed summand: `op` with static `args` and bodies, or a leaf.
+    """The template of a routed summand: an `op` of a `Term` whose `args` are bodies and static values, or a leaf.
 
-    Leaves: `value` (Ref), `expert` (table of `Place` by expert id), `shared` (Place), `const` (number). What no
-    `value` reaches is the same for all rows of an expert: see `is_weight`.
+    | leaf | args |
+    |---|---|
+    | `value` | index into `Group.values`: a value per token and slot |
+    | `expert` | index into `Group.tables`: a parameter slice per expert |
+    | `shared` | a `ParameterSlice` that all experts use |
+    | `const` | a number |
+
+    A body without a `value` leaf is the same for all rows of an expert (see `is_weight`).
     """
 
     op: str
@@ -62,7 +78,14 @@ class Body:
 
 @dataclasses.dataclass
 class Group:
-    """Experts of one form: their ids and the body they share."""
+    """The experts of one capture that share a body.
+
+    Attributes:
+        ids: expert ids.
+        body: the function that each of them computes.
+        tables: for each `expert` leaf, the parameter slice by expert id.
+        values: for each `value` leaf, the node that supplies it.
+    """
 
     ids: list[int]
     body: Body
@@ -72,7 +95,24 @@ class Group:
 
 @dataclasses.dataclass
 class CanonicalForm:
-    """The canonical form of one capture."""
+    """The canonical form of one capture, with T tokens and K slots.
+
+    Attributes:
+        cut: the node at which all routed rows are summed.
+        tokens: the leading axes of the cut; their product is T.
+        slots: K.
+        expert_index: the node that holds the selected experts.
+        ids: the selected experts.
+        groups: the experts, by body.
+        shared: nodes whose rows are added for all tokens.
+        unrouted_value: the output of tokens without a kept slot, if it is not zero.
+        kept_slots: False if the slot contributes nothing.
+        replaced_nodes: nodes that the form replaces, up to the cut.
+        expert_numbers: expert number by FQN, for experts that no single list numbers.
+        repeated_tokens: tokens that selected an expert more than once.
+        optional_guard: set if the proof may drop this form and guard on the sizes instead.
+        forced_read: the branch of Python code that this capture forced the other way.
+    """
 
     capture: Capture
     cut: fx.Node
@@ -82,38 +122,35 @@ class CanonicalForm:
     ids: torch.Tensor  # int64 [T, K]
     groups: list[Group]
     shared: list[NodeRef]
-    unrouted_value: NodeRef | None  # what tokens get of which no slot counts, where that is not zero
-    kept_slots: torch.Tensor  # bool [T, K]: False where the slot contributes nothing
+    unrouted_value: NodeRef | None
+    kept_slots: torch.Tensor  # bool [T, K]
     replaced_nodes: set[fx.Node]
-    expert_numbers: dict[str, int] = dataclasses.field(default_factory=dict)  # of experts that no single list numbers
-    repeated_tokens: set[int] = dataclasses.field(
-        default_factory=set
-    )  # tokens that have chosen an expert more than once
-    optional_guard: SizeGuard | None = None  # the proof can do without it, where a form holds for these sizes only
-    forced_read: Source | None = None  # the branch of Python's that was made to go the other way here
+    expert_numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+    repeated_tokens: set[int] = dataclasses.field(default_factory=set)
+    optional_guard: SizeGuard | None = None
+    forced_read: Source | None = None
 
 
-def count_sequences(lifted_from: Capture, tokens: tuple[int, ...]) -> int:
-    """How many sequences the tokens are of, if the hidden states have an axis for them; else 0. The model may fix their
-    length."""
-    sizes = lifted_from.sizes
+def count_sequences(capture: Capture, tokens: tuple[int, ...]) -> int:
+    """Count the sequences of the hidden states; 0 if these have no sequence axis. The model may fix the length."""
+    sizes = capture.sizes
     dims = list(sizes.dims.values())
     has_axis = len(dims) > 1 or (bool(dims) and sizes.tokens > dims[0])
     return dims[0] if has_axis and math.prod(tokens) == sizes.tokens else 0
 
 
-def merge_experts(several: Sequence[CanonicalForm]) -> CanonicalForm:
-    """The form of the first capture, with all experts that any capture met."""
+def merge_experts(forms: Sequence[CanonicalForm]) -> CanonicalForm:
+    """Return the first form, with the experts of all forms in its groups."""
     groups = []
-    for group in several[0].groups:
-        met = [g for one in several for g in one.groups if g.body == group.body]
-        tables = [{e: p for g in met for e, p in g.tables[j].items()} for j in range(len(group.tables))]
-        groups.append(dataclasses.replace(group, ids=sorted({e for g in met for e in g.ids}), tables=tables))
-    return dataclasses.replace(several[0], groups=groups)
+    for group in forms[0].groups:
+        alike = [g for form in forms for g in form.groups if g.body == group.body]
+        tables = [{e: p for g in alike for e, p in g.tables[j].items()} for j in range(len(group.tables))]
+        groups.append(dataclasses.replace(group, ids=sorted({e for g in alike for e in g.ids}), tables=tables))
+    return dataclasses.replace(forms[0], groups=groups)
 
 
 def has_matrix_products(body: Body) -> bool:
-    """Whether some contraction has an expert's matrix as an operand."""
+    """Whether the body contains a product with an expert's matrix."""
     return any(
         b.op == "ein" and any(isinstance(a, Body) and len(a.shape) >= 2 and is_weight(a) for a in b.args)
         for b in walk_body(body)
@@ -121,13 +158,13 @@ def has_matrix_products(body: Body) -> bool:
 
 
 def is_weight(body: Body) -> bool:
-    """Whether a body is computed from an expert's parameters alone: normalised, quantised, masked weights."""
+    """Whether the body depends on an expert's parameters only, such as a normalised, quantised or masked weight."""
     leaves = {b.op for b in walk_body(body)}
     return "expert" in leaves and "value" not in leaves
 
 
 def walk_body(body: Body) -> list[Body]:
-    """A body and all the bodies in it."""
+    """List the body and all bodies in it."""
     out, stack = [], [body]
     while stack:
         b = stack.pop()
@@ -136,17 +173,21 @@ def walk_body(body: Body) -> list[Body]:
     return out
 
 
-def max_capture_tokens(lifted: Sequence[CanonicalForm], times: int) -> float:
-    """Up to how many tokens captures are worth their time: `times` as many as there were if a line runs once for each
-    token, any number if not."""
-    return times * max(math.prod(one.tokens) for one in lifted) if _loops_over_tokens(lifted) else math.inf
+def max_capture_tokens(forms: Sequence[CanonicalForm], times: int) -> float:
+    """Limit the size of further captures, which are slow if the program loops over tokens.
+
+    Returns:
+        `times` the most tokens of these captures if a line runs once per token, else infinity.
+    """
+    return times * max(math.prod(form.tokens) for form in forms) if _loops_over_tokens(forms) else math.inf
 
 
-def _loops_over_tokens(lifted: Sequence[CanonicalForm]) -> bool:
-    counts: dict[int, list[int]] = {}
-    for one in lifted:
-        lines = Counter((n.meta["source"], str(n.target)) for n in one.capture.nodes if n.op == "call_function")
-        counts.setdefault(math.prod(one.tokens), []).append(max(lines.values(), default=0))
+def _loops_over_tokens(forms: Sequence[CanonicalForm]) -> bool:
+    """Whether the most frequent line runs at least once per token, and more often for more tokens."""
+    counts: dict[int, list[int]] = {}  # runs of the most frequent line, by number of tokens
+    for form in forms:
+        lines = Counter((n.meta["source"], str(n.target)) for n in form.capture.nodes if n.op == "call_function")
+        counts.setdefault(math.prod(form.tokens), []).append(max(lines.values(), default=0))
     by_tokens = [counts[tokens] for tokens in sorted(counts)]
-    grow = all(max(few) < min(many) for few, many in itertools.pairwise(by_tokens))
-    return len(counts) > 1 and grow and all(min(found) >= tokens for tokens, found in counts.items())
+    is_growing = all(max(few) < min(many) for few, many in itertools.pairwise(by_tokens))
+    return len(counts) > 1 and is_growing and all(min(runs) >= tokens for tokens, runs in counts.items())

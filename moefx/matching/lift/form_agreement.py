@@ -1,4 +1,4 @@
-"""Whether two captures were lifted to one form."""
+"""Agreement: the canonical forms of two captures are one template."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ from .canonical_form import CanonicalForm
 
 
 def require_same_form(a: CanonicalForm, b: CanonicalForm) -> None:
-    """Raise unless two lifts have one template. `b` may have met fewer kinds of experts and only some of the experts;
-    its groups are put into the order of `a`'s."""
-    where = str(a.cut.meta["source"])
+    """Check that two captures have one template, and sort the groups of `b` like those of `a`.
+
+    `b` may use a part of the experts, and of the groups. It gets an empty group for each that it lacks.
+
+    Raises:
+        Refused: slots, expert index, shared summands or expert functions differ.
+    """
+    source = str(a.cut.meta["source"])
     if a.slots != b.slots:
         raise Refused(
-            f"the number of slots per token depends on routing or size: {a.slots} and {b.slots}", source=where
+            f"the number of slots per token depends on routing or size: {a.slots} and {b.slots}", source=source
         )
     if a.expert_index.form != b.expert_index.form or len(a.shared) != len(b.shared):
-        raise Refused("which experts are chosen, or what is added for all tokens, depends on the routing", source=where)
+        raise Refused(
+            "the node that selects the experts, or a summand of all tokens, depends on the routing", source=source
+        )
     if a.unrouted_value and b.unrouted_value and a.unrouted_value.form != b.unrouted_value.form:
-        raise Refused("what tokens without an expert get depends on the routing", source=where)
+        raise Refused("the output of tokens without an expert depends on the routing", source=source)
     by_form = {(g.body, tuple(v.form for v in g.values)): g for g in b.groups}
     ordered = [by_form.pop((g.body, tuple(v.form for v in g.values)), None) for g in a.groups]
     if by_form:
-        raise Refused("experts compute different functions under different routings", source=where)
+        raise Refused("experts compute different functions under different routings", source=source)
     b.groups[:] = [
         h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[])
         for g, h in zip(a.groups, ordered, strict=True)
