@@ -34,9 +34,10 @@ from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path,
 from ..ir.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, set_name
-from ..matching.drop_rules import SKIPPED, explain_drops
+from ..matching.drop_masks import SKIPPED
+from ..matching.drop_rules import explain_drops
 from ..matching.lift.anti_unification import FOREIGN
-from ..matching.lift.lifter import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
+from ..matching.lift.lift_refusals import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
 from ..matching.lift.repeated_choices import REPEATED_CHOICE
 from ..matching.match_result import Match
 from ..matching.proof_state import ProofState

@@ -1,4 +1,4 @@
-"""Nodes of a capture: which op they are, which of them select, and which integers routing decides."""
+"""Queries on the nodes of a capture: the op, the line, the axis of a selection, and what an integer depends on."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -21,23 +21,25 @@ from .op_classes import INDEXED_WRITES, LOOKUPS, TWO_SIDED
 
 
 def op_name(node: fx.Node) -> str:
+    """Return the name of the op without its overload: `add` for `aten.add.Tensor`."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
 
 
-Line = tuple[Any, Any]
+Line = tuple[Any, Any]  # op, source
 
 
 def line(node: fx.Node) -> Line:
-    """Which op it is, and of which line of the program: the same for all turns of a loop."""
+    """Return the op and the source line of a node: equal for all runs of a loop."""
     return node.target, node.meta["source"]
 
 
 def get_argument(node: fx.Node, i: int, name: str, default: Any) -> Any:
+    """Return an argument by position or name."""
     return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
 
 
-# for ops that return what they selected and where: along which dim, and whether it is kept
+# ops that return (values, indices): functions that give the selected dim, and whether the result keeps it
 SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
     "topk": lambda n: (get_argument(n, 2, "dim", -1), True),
     "sort": lambda n: (n.kwargs.get("dim", next((a for a in n.args[1:] if type(a) is int), -1)), True),
@@ -51,7 +53,7 @@ _INDEXED = LOOKUPS | INDEXED_WRITES
 
 
 def find_lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int, range]]:
-    """The integers by which an op looks up or writes entries of a tensor: the axis of each, and what they may be."""
+    """Yield the integer nodes by which an op reads or writes entries of a tensor, with axis and allowed values."""
     name, base = op_name(node), node.args[0] if node.args else None
     if name not in _INDEXED or not isinstance(base, fx.Node):
         return
@@ -66,23 +68,23 @@ def find_lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int, range]]:
 
 
 def position_axis(node: fx.Node) -> int | None:
-    """The dim along which `argmax`, `argmin` or `argsort` gives places; None: among all elements."""
+    """Return the dim of `argmax`, `argmin` or `argsort`; None for all elements."""
     last = -1 if op_name(node) == "argsort" else None
     return node.kwargs.get("dim", next((a for a in node.args[1:] if type(a) is int), last))
 
 
 def is_known(node: fx.Node) -> bool:
-    """Whether a value follows from integers alone, so that its numbers are at hand."""
+    """Whether a value depends on integers only, so that the capture knows it."""
     return bool(node.meta.get("known")) and node.op != "placeholder"
 
 
 def is_state(node: fx.Node) -> bool:
-    """Whether it is a parameter, a buffer, or a tensor that is an ordinary attribute."""
+    """Whether a node is a parameter, a buffer, or a tensor in an ordinary attribute."""
     return node.op == "get_attr" and node.meta["kind"] != "constant"
 
 
 def is_matrix_of_integers(node: fx.Node) -> bool:
-    """Whether it is a float copy of a parameter or a buffer with integers along two axes."""
+    """Whether a node is a float copy of an integer parameter or buffer with two axes or more."""
     roots = node.all_input_nodes
     is_copy = str(node.target).startswith("aten._to_copy") and is_state(roots[0])
     if not is_copy or not node.meta["val"].is_floating_point():
@@ -92,13 +94,17 @@ def is_matrix_of_integers(node: fx.Node) -> bool:
 
 
 def find_extremes(capture: Capture, n: fx.Node) -> set[float]:
-    """Two of the values, or the one that all elements have."""
+    """Return the least and the largest element of a node."""
     value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0, dtype=torch.float32)
     return {float(value.min()), float(value.max())} if value.numel() else set()
 
 
 def collect_numbers(nodes: Iterable[fx.Node]) -> dict[Any, int | float | None]:
-    """The numbers that ops are called with, by place in the program; None where one place has several."""
+    """Collect the numbers in the arguments of ops.
+
+    Returns:
+        Numbers by (source, op, path in the arguments); None if runs of the line have different numbers.
+    """
     found: dict[Any, int | float | None] = {}
     for n in nodes:
         if n.op == "call_function":
@@ -127,8 +133,10 @@ def describe_node(node: fx.Node) -> tuple[str, str]:
 
 
 def find_comparison(read: HostRead) -> tuple[str, Any]:
-    """Which comparison Python reads, and with what (`("lt", 8)`), whether it compares a number itself or an op does;
-    `("", None)` if it is none."""
+    """Return the comparison whose result Python reads, such as `("lt", 8)`, or `("", None)`.
+
+    Either Python compares a number that it reads, or an op compares and Python reads the boolean.
+    """
     if read.asked is None and read.node is not None and op_name(read.node) in TWO_SIDED and is_routed(read.node):
         return op_name(read.node), read.node.args[1]
     return read.asked or ("", None)
@@ -140,23 +148,23 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_skipped(node: fx.Node) -> bool:
-    """Whether it stands for a submodule that is not run in captures (see `capture.skipped_calls`)."""
+    """Whether a node stands for a submodule that captures do not run (see `capture.skipped_calls`)."""
     return getattr(node.target, "__self__", None) is UnknownResult
 
 
 def follows_from_state(node: fx.Node) -> bool:
-    """Whether a value is computed from parameters and buffers alone: the same for all tokens of a call."""
+    """Whether a value depends on parameters and buffers only, so that it is the same for all tokens of a call."""
 
-    def of(n: fx.Node, are: list[bool]) -> bool:
+    def is_computed(n: fx.Node, inputs: list[bool]) -> bool:
         if n.op == "get_attr":
             return n.meta["kind"] in ("param", "buffer") and isinstance(n.meta["val"], FakeTensor)
-        return bool(are) and not is_random(n) and all(are)
+        return bool(inputs) and not is_random(n) and all(inputs)
 
-    return remembered(node, "from_state", of)
+    return remembered(node, "from_state", is_computed)
 
 
 def is_routed(node: Any) -> bool:
-    """Whether an integer was computed from floats or from arguments: another routing, another integer."""
+    """Whether an integer depends on floats or arguments, so that another routing may change it."""
 
     def is_first(n: fx.Node) -> bool:
         return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor)
@@ -168,13 +176,12 @@ def is_routed(node: Any) -> bool:
 
 
 def depends_on_call(node: fx.Node) -> bool:
-    """Whether integers that another call may find otherwise, arguments or buffers, determine a value, alone or with
-    others."""
+    """Whether a value depends on integers that may differ in the next call: arguments or buffers."""
     return _depends(node, "of call", lambda n: n.op == "placeholder" or is_state(n))
 
 
 def depends_on_arguments(node: fx.Node) -> bool:
-    """Whether integers that are arguments determine a value, alone or with others."""
+    """Whether a value depends on integers that are arguments."""
     return _depends(node, "given", lambda n: n.op == "placeholder")
 
 

@@ -1,6 +1,6 @@
-"""Sizes of captures for a program that is proven on one side of its comparisons: multiples of 14, one token a sequence.
+"""Find sizes of captures at which given size guards hold, such as multiples of 14, or one token per sequence.
 
-`Arguments.choose` avoids round numbers, and never meets these.
+`Arguments.choose` avoids round numbers, so it never finds these.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ def find_sizes(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int) -
 
 
 def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int) -> dict[str, int]:
-    """Find sizes with so many tokens, or a few more, at which all guards hold: of one sequence, else of as few as there
-    may be. If there are none, of one sequence."""
+    """Find sizes with `tokens` tokens, or a few more, at which all guards hold, with as few sequences as possible.
+
+    If no sizes fit, return one sequence of `tokens` tokens.
+    """
     one = arguments.sequence(tokens)
     if _hold(guards, one):
         return one
     fixed = _fixed(arguments, guards)
     free = [dim for dim in reversed(arguments.dims) if dim not in fixed]
     fewest = 0, one
-    for long in free:  # the last axis, if it may be
+    for long in free:  # the last axis first
         others = [dim for dim in free if dim != long]
         for short in sorted(itertools.product(_SHORT, repeat=len(others)), key=math.prod):
             known = fixed | dict(zip(others, short, strict=True))

@@ -1,8 +1,8 @@
-"""What integers can be under any routing, not only under those that were tried.
+"""The ranges of integers under any routing, not only under the routings of the captures.
 
-An expert index that `topk` took from E scores lies in [0, E), so a check for a sentinel index is decided, whatever
-the routing: such a branch needs no second look. Ranges are kept per element, `lo <= value <= hi`; a tensor whose shape
-depends on the routing has one range for all its elements.
+An expert index that `topk` selects among E scores lies in [0, E). So a comparison with the sentinel -1 has one result
+under every routing, and needs no probe. A range is `lo <= value <= hi` for each element. A tensor whose shape depends
+on the routing has one range for all elements.
 """
 
 # fx types an argument as anything that a program can hold: the code knows better.
@@ -28,20 +28,31 @@ from .graph_nodes import SELECTIONS, find_lookups, is_state, op_name, position_a
 from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, MONOTONE
 
 aten = torch.ops.aten
-Range = tuple[torch.Tensor, torch.Tensor]  # of a shape that broadcasts to the node's
-UNBOUNDED = 1 << 40  # grows with the number of tokens
-NARROW = {torch.int8, torch.uint8, torch.int16}  # that counts overflow; those that overflow 32 bits fill no memory
+Range = tuple[torch.Tensor, torch.Tensor]  # lo, hi; they broadcast to the shape of the node
+UNBOUNDED = 1 << 40  # the bound of numbers that grow with the number of tokens
+NARROW = {torch.int8, torch.uint8, torch.int16}  # counts of tokens may overflow these; no memory holds 2**31 tokens
 
-_FEW = 8  # as many as there may be groups of experts, or choices of a token
+_MAX_OTHER_SIZE = 8  # a size up to this may be the number of expert groups, or of slots
 
 
 def find_token_sizes(capture: Capture) -> set[int]:
-    """Numbers of tokens that nothing else in a capture has."""
+    """Find the sizes of the capture that only numbers of tokens have: above 8, and of no parameter."""
     held = {n for node in capture.nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
-    return {n for n in capture.sizes.expressions if n > _FEW} - held
+    return {n for n in capture.sizes.expressions if n > _MAX_OTHER_SIZE} - held
 
 
 class IntegerRanges:
+    """The ranges of the integer nodes of one capture.
+
+    Args:
+        nodes: the nodes of the capture.
+        of_call: give arguments and buffers the full range of their type; by default they have no range.
+        sizes: numbers of tokens, which other calls may exceed. Positions on an axis of this size are unbounded, unless
+            they are compared with the size.
+        sizes_of_tokens: sizes of all axes that may be token axes, also those that parameters share. By default, any
+            axis may be one.
+    """
+
     def __init__(
         self,
         nodes: list[fx.Node],
@@ -49,19 +60,13 @@ class IntegerRanges:
         sizes: Collection[int] = (),
         sizes_of_tokens: Collection[int] | None = None,
     ):
-        """
-        Args:
-            of_call: integers that are arguments or buffers may be any; else nothing is said of what follows from them.
-            sizes: numbers of tokens, of which there may be more: positions among so many are unbounded, unless they are
-                compared with such a number.
-            sizes_of_tokens: sizes of all axes that tokens may have, with those that parameters have too; if not given,
-                any axis may be one of tokens.
-        """
         self._known: dict[fx.Node, Range | None] = {}
         self._of_call, self._sizes = of_call, sizes
-        self._here = IntegerRanges(nodes, of_call) if sizes else None
-        self._held = {n for node in nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
-        self._fixed = set[int]() if sizes_of_tokens is None else self._held - {*sizes_of_tokens}
+        self._at_these_sizes = IntegerRanges(nodes, of_call) if sizes else None
+        self._parameter_sizes = {
+            n for node in nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())
+        }
+        self._fixed = set[int]() if sizes_of_tokens is None else self._parameter_sizes - {*sizes_of_tokens}
         for node in nodes:
             val = node.meta.get("val")
             if isinstance(val, torch.Tensor) and not (val.dtype.is_floating_point or val.dtype.is_complex):
@@ -72,15 +77,16 @@ class IntegerRanges:
 
     @classmethod
     def with_more_tokens(cls, capture: Capture) -> IntegerRanges:
-        """However many tokens there are. Computed once for a capture."""
+        """Return the ranges for any number of tokens. Cached in the capture."""
         sizes_of_tokens = capture.sizes.expressions
         return capture.once("ranges", lambda: cls(capture.nodes, False, find_token_sizes(capture), sizes_of_tokens))
 
     def get(self, node: fx.Node) -> Range | None:
+        """Return the range of a node, or None if it is not known."""
         return self._known.get(node)
 
     def is_decided(self, node: fx.Node, asked: tuple[str, Any] | None = None) -> bool:
-        """Whether a boolean, or what was asked of a number (`("lt", 8)`), is the same under every routing."""
+        """Whether a boolean, or the comparison `asked` of a number (`("lt", 8)`), is equal under every routing."""
         found = self.get(node)
         if found is None:
             return False
@@ -88,8 +94,8 @@ class IntegerRanges:
             if isinstance(asked[1], Count):
                 return False
             number = plain(asked[1])
-            if self._here is not None and number in self._sizes:
-                return self._here.is_decided(node, asked)
+            if self._at_these_sizes is not None and number in self._sizes:
+                return self._at_these_sizes.is_decided(node, asked)
             lo, hi = map(torch.tensor, _hull(found))
             found = _compare(asked[0], (lo, hi), self._pair(number))
         return bool((found[0] == found[1]).all())
@@ -103,7 +109,7 @@ class IntegerRanges:
         if not node.all_input_nodes:
             exact = val.to(torch.int64)
             may_be_more = val.numel() in self._sizes or node.meta.get("ragged")
-            if self._here is not None and may_be_more and len(exact.unique()) > 1:
+            if self._at_these_sizes is not None and may_be_more and len(exact.unique()) > 1:
                 return _uniform(-UNBOUNDED if exact.min() < 0 else 0, UNBOUNDED, val)
             return exact, exact
         name = op_name(node)
@@ -131,18 +137,20 @@ class IntegerRanges:
         return self._propagate(node, name, val)
 
     def _limit_lookups(self, node: fx.Node) -> None:
-        """Integers by which entries were looked up lie within the tensor: what follows would not run otherwise. Not
-        those of an axis that tokens may have: it is longer in other calls."""
+        """Limit integers to the axis from which they read entries, since the program fails otherwise.
+
+        A token axis gives no limit: it is longer in other calls.
+        """
         for i, dim, allowed in find_lookups(node):
             base, val = node.args[0], i.meta["val"]
             shape = base.meta["val"].shape
-            is_last = len(shape) > 1 and dim % len(shape) == len(shape) - 1 and shape[dim] in self._held
+            is_last = len(shape) > 1 and dim % len(shape) == len(shape) - 1 and shape[dim] in self._parameter_sizes
             if is_state(base) or is_last:
                 lo, hi = self._known.get(i) or _uniform(allowed.start, allowed.stop - 1, val)
                 self._known[i] = lo.clamp(min=allowed.start), hi.clamp(max=allowed.stop - 1)
 
     def _find_last_position(self, source: fx.Node, dim: int | None) -> int:
-        """The last position along an axis, or among all elements."""
+        """Return the last position along an axis, or among all elements."""
         shape = source.meta["val"].shape
         several = range(len(shape)) if dim is None else [dim % len(shape)] if shape else []
         if any(self._is_of_tokens(source, d) for d in several):
@@ -151,74 +159,48 @@ class IntegerRanges:
 
     def _is_of_tokens(self, source: fx.Node, dim: int) -> bool:
         is_ragged = dim == 0 and bool(source.meta.get("ragged"))
-        return self._here is not None and (is_ragged or source.meta["val"].shape[dim] in self._sizes)
+        return self._at_these_sizes is not None and (is_ragged or source.meta["val"].shape[dim] in self._sizes)
 
     def _is_over_fixed(self, node: fx.Node) -> bool:
-        """Whether all axes that a sum is over have sizes of parameters, as that of the experts has."""
+        """Whether a sum runs only over axes with sizes of parameters, such as the expert axis."""
         shape = node.args[0].meta["val"].shape
         dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(len(shape))
         return not node.args[0].meta.get("ragged") and all(shape[d] in self._fixed for d in dims)
 
     def _is_over_rows(self, node: fx.Node) -> bool:
-        """Whether a sum is over the rows of an expert."""
-        of, dims = node.args[0], node.args[1] if len(node.args) > 1 else ()
+        """Whether a sum runs over the rows of an expert."""
+        operand, dims = node.args[0], node.args[1] if len(node.args) > 1 else ()
         several = dims if isinstance(dims, (list, tuple)) else (dims,)
-        return bool(of.meta.get("ragged")) and (not several or any(d % of.meta["val"].dim() == 0 for d in several))
+        return bool(operand.meta.get("ragged")) and (
+            not several or any(d % operand.meta["val"].dim() == 0 for d in several)
+        )
 
     def _propagate(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
-        is_reshaped = name in ("view", "_unsafe_view")
-
-        def bound(side: int) -> Any:
-            def value(n: fx.Node) -> torch.Tensor:
-                known = self._known[n]
-                known = _compare("ne", known, self._pair(0)) if val.dtype is torch.bool else known
-                shape = n.meta["val"].shape
-                whole = known[side] if known[side].shape == shape else known[side].expand(shape)
-                return whole.contiguous() if is_reshaped else whole
-
-            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "dtype")}  # see `_wrapped`
-            return fx.node.map_arg((node.args, kwargs), value)
-
+        """Return the range of an op whose integer operands all have ranges."""
         try:
-            is_of_truths = val.dtype is torch.bool and name in ("bitwise_and", "bitwise_or")
+            is_logical = val.dtype is torch.bool and name in ("bitwise_and", "bitwise_or")
             if (
                 name in ELEMENT_MOVES | AXIS_REDUCTIONS
-                or is_of_truths
+                or is_logical
                 or (name in MONOTONE and not _has_negative_factor(node))
             ):
-                args, kwargs = bound(0)
-                lo = node.target(*args, **kwargs)
-                args, kwargs = bound(1)
-                hi = node.target(*args, **kwargs)
-                lo, hi = (x[0] if isinstance(x, tuple) else x for x in (lo, hi))
-                lo, hi = lo.to(torch.int64), hi.to(torch.int64)
-                is_sum = name == "sum" and not self._is_over_fixed(node)
-                if is_sum or (name == "cumsum" and val.dim() and val.shape[node.args[1]] > 1):
-                    # over tokens, of which there may be more
-                    exact, below = lo == hi, lo < 0
-                    if self._is_over_rows(node):  # another routing, another number of them
-                        exact &= lo == 0
-                    lo, hi = torch.where(below & ~exact, -UNBOUNDED, lo), torch.where(exact, hi, UNBOUNDED)
-                return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
+                return self._propagate_bounds(node, name, val)
             if name in CLOSED_ON_INTEGERS and not node.kwargs and not node.args[2:]:
                 return _arithmetic(name, *(self._pair(x) for x in node.args[:2]))
-            if (
-                name in ("floor_divide", "div")
-                and not isinstance(node.args[1], fx.Node)
-                and not _has_negative_factor(node)
-            ):
+            is_division = name in ("floor_divide", "div") and not isinstance(node.args[1], fx.Node)
+            if is_division and not _has_negative_factor(node):
                 return tuple(node.target(x, *node.args[1:], **node.kwargs) for x in self._known[node.args[0]])
             if name == "remainder" and type(node.args[1]) is int and node.args[1] > 0:
                 lo, hi = self._known[node.args[0]]
                 inside = (lo >= 0) & (hi < node.args[1])
                 return torch.where(inside, lo, 0), torch.where(inside, hi, node.args[1] - 1)
             if name in COMPARISONS:
-                if self._here is not None and any(self._is_size(x) for x in node.args[:2]):
-                    return self._here.get(node)
+                if self._at_these_sizes is not None and any(self._is_size(x) for x in node.args[:2]):
+                    return self._at_these_sizes.get(node)
                 a, b = (self._pair(x) for x in node.args[:2])
                 return _compare(name, a, b)
             if name in ("masked_fill", "where") and len(node.args) == 3:
-                return self._filled(node, name)
+                return self._propagate_fill(node, name)
             if name == "index":
                 return _uniform(*_hull(self._known[node.args[0]]), val)
             if name in ("logical_not", "bitwise_not") and val.dtype == torch.bool:
@@ -227,8 +209,35 @@ class IntegerRanges:
             pass
         return _uniform(0, 1, val) if val.dtype == torch.bool else None
 
-    def _filled(self, node: fx.Node, name: str) -> Range:
-        """`ids.masked_fill(ids == E, 0)`: what a comparison of the kept numbers themselves replaces is none of them."""
+    def _propagate_bounds(self, node: fx.Node, name: str, val: torch.Tensor) -> Range:
+        """Return the range of a monotone op: run it on the lower and on the upper bounds of its operands."""
+        is_reshaped = name in ("view", "_unsafe_view")
+
+        def run(side: int) -> torch.Tensor:
+            def bound(n: fx.Node) -> torch.Tensor:
+                known = self._known[n]
+                known = _compare("ne", known, self._pair(0)) if val.dtype is torch.bool else known
+                shape = n.meta["val"].shape
+                whole = known[side] if known[side].shape == shape else known[side].expand(shape)
+                return whole.contiguous() if is_reshaped else whole
+
+            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "dtype")}  # see `_wrap`
+            args, kwargs = fx.node.map_arg((node.args, kwargs), bound)
+            result = node.target(*args, **kwargs)
+            return (result[0] if isinstance(result, tuple) else result).to(torch.int64)
+
+        lo, hi = run(0), run(1)
+        is_sum = name == "sum" and not self._is_over_fixed(node)
+        if is_sum or (name == "cumsum" and val.dim() and val.shape[node.args[1]] > 1):
+            # other calls may sum over more tokens
+            exact, below = lo == hi, lo < 0
+            if self._is_over_rows(node):  # their number depends on the routing
+                exact &= lo == 0
+            lo, hi = torch.where(below & ~exact, -UNBOUNDED, lo), torch.where(exact, hi, UNBOUNDED)
+        return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
+
+    def _propagate_fill(self, node: fx.Node, name: str) -> Range:
+        """Return the range of `ids.masked_fill(ids == E, 0)`: the kept numbers are not those that the mask replaces."""
         mask = node.args[1 if name == "masked_fill" else 0]
         kept, put = (node.args[0], node.args[2]) if name == "masked_fill" else (node.args[2], node.args[1])
         whole = self._pair(kept)
@@ -239,7 +248,7 @@ class IntegerRanges:
         return torch.minimum(plo, klo.clamp(min=lo)), torch.maximum(phi, khi.clamp(max=hi))
 
     def _is_size(self, x: Any) -> bool:
-        """Whether it is a number of tokens, or all positions among so many."""
+        """Whether an operand is a number of tokens, or `arange` over it."""
         if not isinstance(x, fx.Node):
             return x in self._sizes
         val = x.meta.get("val")
@@ -252,7 +261,7 @@ class IntegerRanges:
         return exact, exact
 
     def _nonzero(self, node: fx.Node, val: torch.Tensor) -> Range | None:
-        """Coordinates of what may be true."""
+        """Return the range of the coordinates of entries that may be true."""
         mask = node.args[0]
         found = self._known.get(mask)
         shape = mask.meta["val"].shape
@@ -264,7 +273,7 @@ class IntegerRanges:
         return torch.zeros((1, len(hi)), dtype=torch.int64), torch.tensor([hi], dtype=torch.int64)
 
     def _scatter(self, node: fx.Node, val: torch.Tensor) -> Range | None:
-        """`one_hot`: a constant written at indices that have a range."""
+        """Return the range of a constant that is written at indices with a range, as in `one_hot`."""
         base, dim, index, value = node.args
         found, under = self._known.get(index), self._known.get(base)
         if found is None or under is None or not isinstance(value, (int, bool)):
@@ -276,7 +285,7 @@ class IntegerRanges:
 
 
 def _wrap(found: Range | None, val: Any) -> Range | None:
-    """Of a type too narrow for the range, all that the type has."""
+    """Replace ranges that exceed a narrow type by the full range of the type."""
     if found is None or val.dtype not in NARROW:
         return found
     info = torch.iinfo(val.dtype)
@@ -289,17 +298,18 @@ def _uniform(lo: int, hi: int, val: torch.Tensor) -> Range:
 
 
 def _hull(found: Range) -> tuple[int, int]:
-    """The least and the greatest that any element can be, 0 included."""
+    """Return the least and the largest possible element, with 0."""
     lo, hi = found
     return min([0, *lo.reshape(-1).tolist()]), max([0, *hi.reshape(-1).tolist()])
 
 
 def _hull_exact(found: Range) -> tuple[int, int]:
+    """Return the least and the largest possible element."""
     return int(found[0].min()), int(found[1].max())
 
 
 def _exclude(name: str, number: int, lo: int, hi: int) -> tuple[int, int]:
-    """What is left of a range without the numbers that a comparison is true of."""
+    """Exclude the numbers for which a comparison with `number` is true from a range."""
     if name in ("ge", "gt", "greater"):
         return lo, min(hi, number - (name == "ge"))
     if name in ("le", "lt"):
@@ -314,18 +324,18 @@ def _has_negative_factor(node: fx.Node) -> bool:
 
 
 def _arithmetic(name: str, a: Range, b: Range) -> Range | None:
-    """Of two operands, in which the result need not grow."""
+    """Return the range of a binary op that is not monotone in both operands."""
     (alo, ahi), (blo, bhi) = a, b
     if name == "sub":
         lo, hi = alo - bhi, ahi - blo
-    elif name == "mul":  # in float64, in which nothing overflows
+    elif name == "mul":  # float64 does not overflow
         ends = torch.stack(torch.broadcast_tensors(*[x.double() * y for x in a for y in b]))
         lo, hi = (x.clamp(-UNBOUNDED, UNBOUNDED).to(torch.int64) for x in (ends.amin(0), ends.amax(0)))
     elif bool((alo < 0).any() or (blo < 0).any()):
         return None
     elif name == "bitwise_and":
         lo, hi = torch.zeros_like(alo + blo), torch.minimum(ahi, bhi)
-    else:  # below the sum, and no bit more than either has
+    else:  # bitwise_or: at least the larger operand, at most the sum
         lo, hi = torch.maximum(alo, blo), ahi + bhi
     return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
 

@@ -1,4 +1,4 @@
-"""What is proven of a block: one canonical form, and the captures that all agree on it."""
+"""The result of a match: the proven form of a block, the captures that agree on it, and its guards."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .guarded_sizes import find_sequence, find_sizes
 from .lift.canonical_form import Body, CanonicalForm, NodeRef, max_capture_tokens
 from .terms.parameter_places import ParameterSlice
 
-# some are small, some multiples of what capacities are rounded to; with the last ones slopes that are alike differ
-_PROBES = (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512, 1031, 4096, 4099)
-_TIMES = (24, 40)  # that many tokens for each expert: no capacity is rounded there
-_FROM = (7, 60, 300)  # where such sizes are looked for: floors and ceilings may hide some
-_MIN_PROBES = 12
-_MOST_DELICATE, _MOST_TEXTS = 1100, 32
+# numbers of tokens: small ones, multiples to which capacities are rounded, and large ones that tell slopes apart
+_SAMPLED_TOKENS = (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512, 1031, 4096, 4099)
+_TOKENS_PER_EXPERT = (24, 40)  # capacities are not rounded at these
+_MIN_EXACT = (7, 60, 300)  # sizes without rounding are searched from these on; clamps may hide some
+_MIN_SAMPLES = 12
+_MAX_DELICATE, _MAX_EXPRESSIONS = 1100, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,8 @@ class DropRule:
     """Capacity: an expert takes the first `capacity(dims)` of the slots that chose it.
 
     Attributes:
-        order: `position_token` (token by token), `position_slot` (all first choices first) or `weight` (largest first).
+        order: `position_token` (token by token), `position_slot` (all first slots first) or `weight` (largest first).
+        capacity: rows that an expert takes, as a function of the sizes.
     """
 
     order: str
@@ -57,28 +58,39 @@ class DropRule:
 
 @dataclasses.dataclass
 class ExpertGroup:
-    """One group of experts in the final form.
+    """The experts of the proven form that share a body.
 
     Attributes:
-        ids: the expert ids that belong to it, ascending.
-        body: what one expert computes; `expert` leaves index `tables`, `value` leaves index `Match.values`.
-        tables: for each expert leaf, the place of the parameter of each id, in the order of `ids`.
+        ids: expert ids, ascending.
+        body: the function of one expert; `expert` leaves index `tables`, `value` leaves index `values`.
+        tables: for each `expert` leaf, the parameter slice of each expert, in the order of `ids`.
+        values: for each `value` leaf, the node that supplies it in each capture.
     """
 
     ids: list[int]
     body: Body
     tables: list[list[ParameterSlice]]
-    values: list[list[NodeRef]]  # by value, then by capture
+    values: list[list[NodeRef]]
 
 
 @dataclasses.dataclass
 class Match:
-    """The proof: one canonical form, and the captures that all agree on it (the first one is shown to users).
+    """The proof of a block: one canonical form, and the captures that agree on it.
 
-    Which slots count where some do not: by `drop`, a rule, or `keep`, the nodes that say so (see `drops`).
-
-    With `without_tokens` the form is for calls without tokens too, whatever way the block goes there, as long as all
-    that it returns is empty then: a rank that has none takes part in what the others do.
+    Attributes:
+        evidence: the forms of the captures; users see the first.
+        sizes: the sizes of each capture.
+        groups: the experts, with complete tables.
+        extra_guards: size guards besides the comparisons of the captures.
+        modes_read: modes that the block reads, such as `training`.
+        capture_at: makes another capture, from a routing and sizes.
+        lift_at: makes another capture and lifts it.
+        drop_rule: the capacity by which slots are dropped, if there is one (see `drop_rules`).
+        keep_masks: otherwise, for each capture, the program's mask of the slots that count, if slots are dropped.
+        within: comparisons of sizes that decide between two forms, with the example's results.
+        without_tokens: the form also holds for calls without tokens, if all that the block returns is empty then.
+            Ranks without tokens must take part in the exchanges of the others.
+        size_samples: cache of `sample_sizes`.
     """
 
     block: nn.Module
@@ -93,70 +105,80 @@ class Match:
     lift_at: Callable[..., CanonicalForm]
     drop_rule: DropRule | None = None
     keep_masks: list[NodeRef] | None = None
-    within: tuple[SizeGuard, ...] = ()  # the way the program goes for the example, where it has two
+    within: tuple[SizeGuard, ...] = ()
     without_tokens: bool = False
     probe_runs: tuple[ProbeRun, ...] = ()  # of the proof
     size_samples: dict[str, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
 
     def sample_sizes(self, kind: str = "diverse") -> list[tuple[dict[str, int], Capture]]:
-        """Captures at more sizes under this kind of routing, for numbers that depend on them."""
+        """Return captures at more sizes under this kind of routing, to find formulas for numbers.
+
+        Returns:
+            (sizes, capture) pairs, without sizes at which the block fails. Cached.
+        """
         if kind not in self.size_samples:
-            probes = self.size_samples[kind] = []
-            nodes = 4 * max(len(lifted.capture.nodes) for lifted in self.evidence)
+            samples = self.size_samples[kind] = []
+            max_nodes = 4 * max(len(form.capture.nodes) for form in self.evidence)
             most = max_capture_tokens(self.evidence, times=2)
             guards = [*self.within, *self.guards]
-            counts = itertools.takewhile(lambda tokens: tokens <= most, sorted({*_PROBES, *self._delicate_sizes}))
+            counts = itertools.takewhile(
+                lambda tokens: tokens <= most, sorted({*_SAMPLED_TOKENS, *self._delicate_sizes})
+            )
             sequences = [find_sequence(self.arguments, guards, tokens) for tokens in counts]
             several = [s for i, s in enumerate(sequences) if all(g.holds(s) for g in guards) and s not in sequences[:i]]
-            if len(several) < _MIN_PROBES:  # the sizes are all multiples of a number, say
-                several += [s for s in find_sizes(self.arguments, guards, 64) if s not in several][:_MIN_PROBES]
+            if len(several) < _MIN_SAMPLES:  # guards may allow multiples of a number only
+                several += [s for s in find_sizes(self.arguments, guards, 64) if s not in several][:_MIN_SAMPLES]
             for sizes in several:
                 is_long = self.arguments.each * math.prod(sizes.values()) > 512
-                with contextlib.suppress(Exception):  # sizes that the program does not take
-                    probes.append((sizes, self.capture_at(Routing(kind, 0), sizes, most=nodes if is_long else 0)))
+                with contextlib.suppress(Exception):  # the block may fail at some sizes
+                    samples.append((sizes, self.capture_at(Routing(kind, 0), sizes, most=max_nodes if is_long else 0)))
         return self.size_samples[kind]
 
     @functools.cached_property
     def _delicate_sizes(self) -> set[int]:
-        """Sizes by which formulas are told apart that are alike elsewhere: those at which nothing is rounded, and those
-        on both sides of a comparison."""
-        whole = {times * self.num_experts for times in _TIMES if times * self.num_experts < _PROBES[-1]}
-        tokens = range(2, _MOST_DELICATE)
-        for text in sorted(self.expressions, key=lambda e: (len(e), e))[:_MOST_TEXTS]:
+        """Numbers of tokens at which similar formulas differ: without rounding, and on both sides of a comparison."""
+        found = {
+            times * self.num_experts for times in _TOKENS_PER_EXPERT if times * self.num_experts < _SAMPLED_TOKENS[-1]
+        }
+        tokens = range(2, _MAX_DELICATE)
+        for text in sorted(self.expressions, key=lambda e: (len(e), e))[:_MAX_EXPRESSIONS]:
             with contextlib.suppress(ArithmeticError, ValueError, TypeError):
                 values = [evaluate(text, self.arguments.sequence(n)) for n in tokens]
                 exact = [n for n, v in zip(tokens, values, strict=True) if v == int(v)]
                 if len(exact) < len(values):
-                    whole |= {n for least in _FROM for n in exact[bisect.bisect(exact, least) :][:1]}
-        for guard in dict.fromkeys(g for lifted in self.evidence for g in lifted.capture.sizes.guards):
+                    found |= {n for least in _MIN_EXACT for n in exact[bisect.bisect(exact, least) :][:1]}
+        for guard in dict.fromkeys(g for form in self.evidence for g in form.capture.sizes.guards):
             with contextlib.suppress(ArithmeticError, ValueError, TypeError):
                 sides = [guard.holds(self.arguments.sequence(n)) for n in tokens]
-                turns = [n for n, (a, b) in zip(tokens, itertools.pairwise(sides), strict=False) if a is not b]
-                whole |= {n for turn in turns[:1] for n in (turn, turn + 1)}
-        return whole
+                changes = [n for n, (a, b) in zip(tokens, itertools.pairwise(sides), strict=False) if a is not b]
+                found |= {n for change in changes[:1] for n in (change, change + 1)}
+        return found
 
     def exclude_optional(self) -> bool:
-        """Leave out the captures at sizes at which the program may go another way; the form then holds for the other
-        sizes only. False if there are none."""
-        left = [i for i, lifted in enumerate(self.evidence) if not lifted.optional_guard]
+        """Exclude the captures with an `optional_guard`; the form then holds for the guarded sizes only.
+
+        Returns:
+            Whether some captures were excluded.
+        """
+        left = [i for i, form in enumerate(self.evidence) if not form.optional_guard]
         if len(left) == len(self.evidence) or len(left) < 2:
             return False
-        gone = [
-            (self.sizes[i], lifted.optional_guard) for i, lifted in enumerate(self.evidence) if lifted.optional_guard
-        ]
+        gone = [(self.sizes[i], form.optional_guard) for i, form in enumerate(self.evidence) if form.optional_guard]
         values = [refs for group in self.groups for refs in group.values]
         for column in [self.evidence, self.sizes, *values, *([self.keep_masks] if self.keep_masks else [])]:
             column[:] = [column[i] for i in left]  # type: ignore[index]
         for sizes, guard in gone:
-            if all(g.holds(sizes) for g in self.guards):  # the program was not seen to compare
+            if all(g.holds(sizes) for g in self.guards):  # no comparison of the program excludes them
                 self.extra_guards.append(guard)
         return True
 
     @property
     def guards(self) -> list[SizeGuard]:
-        """Comparisons of sizes that came out the same in every capture. Where captures went both ways and still agree
-        on the form, the comparison does not matter."""
-        several = [lifted.capture.sizes.guards for lifted in self.evidence]
+        """Comparisons of sizes with the same result in every capture.
+
+        A comparison with both results does not matter, since the captures agree on the form.
+        """
+        several = [form.capture.sizes.guards for form in self.evidence]
         asked: list[dict[Any, list[SizeGuard]]] = [defaultdict(list) for _ in several]
         for by_expression, guards in zip(asked, several, strict=True):
             for g in guards:
@@ -166,11 +188,11 @@ class Match:
         return [g for seen in alike for g in self._restrict_to_tokens(seen)] if self.without_tokens else alike
 
     def _restrict_to_tokens(self, guard: SizeGuard) -> list[SizeGuard]:
-        """The comparison for sizes with tokens only, where nothing hangs on it without; none if it always holds."""
-        each, ones = [{**self.sizes[0], dim: 0} for dim in self.arguments.dims], dict.fromkeys(self.arguments.dims, 1)
+        """Restrict a guard to sizes with tokens, if the block returns nothing without; drop it if it always holds."""
+        empty, ones = [{**self.sizes[0], dim: 0} for dim in self.arguments.dims], dict.fromkeys(self.arguments.dims, 1)
         tokens = "*".join(self.arguments.dims)
         try:
-            if all(guard.holds(sizes) for sizes in each):
+            if all(guard.holds(sizes) for sizes in empty):
                 return [guard]
         except ArithmeticError:
             pass
@@ -183,22 +205,25 @@ class Match:
 
     @functools.cached_property
     def is_empty_without_tokens(self) -> bool:
-        """Whether, for no tokens, nothing that the block returns has an element, and it changes nothing."""
+        """Whether a call without tokens returns only empty tensors, and has no side effects."""
         for dim in self.arguments.dims:
             try:
-                taken = self.capture_at(Routing("diverse", 0), {**self.sizes[0], dim: 0})
-            except Exception:  # the program's own, which is not made for that
+                capture = self.capture_at(Routing("diverse", 0), {**self.sizes[0], dim: 0})
+            except Exception:  # the block itself fails without tokens
                 return False
-            values = [leaf.meta.get("val") for leaf in pytree.tree_leaves(taken.out) if isinstance(leaf, fx.Node)]
-            if taken.effects or len(values) != len(pytree.tree_leaves(taken.out)):
+            values = [leaf.meta.get("val") for leaf in pytree.tree_leaves(capture.out) if isinstance(leaf, fx.Node)]
+            if capture.effects or len(values) != len(pytree.tree_leaves(capture.out)):
                 return False
             if not all(isinstance(value, torch.Tensor) and value.numel() == 0 for value in values):
                 return False
         return True
 
     def _generalize_bound(self, guard: SizeGuard, asked: list[dict[Any, list[SizeGuard]]]) -> SizeGuard:
-        """What a size is compared with may be another number at each size: `min(S, int(1.25 * S / E))`. `asked`: by
-        capture, the comparisons of one expression."""
+        """Replace the bound of a guard by a formula, if it depends on the sizes: `min(S, int(1.25 * S / E))`.
+
+        Args:
+            asked: for each capture, its comparisons by expression.
+        """
         points = []
         for sizes, by_expression in zip(self.sizes, asked, strict=True):
             alike = by_expression.get(_without_number(guard), [])
@@ -210,15 +235,16 @@ class Match:
 
     @property
     def expressions(self) -> set[str]:
-        """What the program computed from sizes."""
-        logs = [lifted.capture.sizes for lifted in self.evidence]
+        """Expressions over sizes that the program computed."""
+        logs = [form.capture.sizes for form in self.evidence]
         return set().union(*[log.used | log.leaks for log in logs])
 
     @property
     def slots(self) -> int:
+        """Slots per token, K."""
         return self.evidence[0].slots
 
 
 def _without_number(guard: SizeGuard) -> tuple[str, str, bool]:
-    """A comparison without the number that it compares with."""
+    """Return a guard's key without the number on its right."""
     return guard.left, guard.op, guard.value

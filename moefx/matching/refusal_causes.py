@@ -1,4 +1,4 @@
-"""Causes of a refusal that lie before the place where the match failed: random orders, experts that mix positions."""
+"""Explain a refusal by a cause elsewhere in the program: a random order, experts that mix positions, a count limit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MIXING = (
     "each sample chooses experts for all of its positions, and the experts compute with several positions at once: "
     "only experts that treat positions one by one are followed"
 )
-CONVOLVING = "the experts are convolutions that make a token of its neighbours"
+CONVOLVING = "the experts are convolutions that compute a token from its neighbours"
 
 
 def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
-    """A refusal that names the cause, if there is one of these.
+    """Return a refusal that names the cause, or None.
 
     Args:
-        positions: how many a sequence has in this capture; None if there is one token axis.
+        positions: length of the sequences in this capture, or None if there is one token axis.
     """
     if (drawn := _find_random_order(capture)) is not None:
         return Refused(
@@ -59,7 +59,7 @@ def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
 
 
 def explain_limit(capture: Capture) -> Refused | None:
-    """A refusal that names the comparison of a count that decides whether an expert runs, if there is one."""
+    """Return a refusal that names the comparison of a token count that decides whether an expert runs, or None."""
     for read in capture.reads:
         op, number = find_comparison(read)
         if op in ORDERED and type(number) in (int, float) and not is_empty_test(op, number):
@@ -73,7 +73,7 @@ def explain_limit(capture: Capture) -> Refused | None:
 
 
 def explain_branch(state: ProofState) -> Refused | None:
-    """A refusal that names the buffer without which experts would be chosen, if there is one."""
+    """Return a refusal that names the buffer whose value disables the selection of experts, or None."""
     if state.first is None or state.forms:
         return None
     routing, sizes = state.first.tracer.routing.again(), state.first.sizes.dims
@@ -81,10 +81,10 @@ def explain_branch(state: ProofState) -> Refused | None:
         if type(read.value) is bool and (buffers := find_buffers(read)):
             try:
                 state.lift(routing, sizes, {read.calls: not read.value})
-            except Exception:  # nor are any then; the program's own
+            except Exception:  # still none, or the program itself fails
                 continue
             return Refused(
-                f"the buffer {', '.join(buffers)} decides whether experts are chosen, and none are as it is now: "
+                f"the buffer {', '.join(buffers)} decides whether experts are chosen, and none are with its value: "
                 f"{read.source.text}",
                 source=str(read.source),
                 remedy=DECIDE_OUTSIDE,
@@ -93,7 +93,7 @@ def explain_branch(state: ProofState) -> Refused | None:
 
 
 def _find_random_order(capture: Capture) -> fx.Node | None:
-    """What draws integers that rows are taken by, or put in places by."""
+    """Find an op that draws integers by which rows are read or written."""
     for n in capture.nodes:
         if op_name(n) in RANDOM_INTEGERS and not any(a.meta.get("known") is False for a in n.all_input_nodes):
             users, seen = [n], {n}
@@ -108,7 +108,7 @@ def _find_random_order(capture: Capture) -> fx.Node | None:
 
 
 def _find_mixing(capture: Capture, positions: int) -> fx.Node | None:
-    """What computes with several positions of samples that were picked out, if each sample chooses."""
+    """Find an op that computes with several positions of the samples of an expert, if each sample selects experts."""
     if not any(map(functools.partial(_is_of_samples, capture.sizes.tokens, positions), capture.nodes)):
         return None
     for n in capture.nodes:
@@ -128,21 +128,20 @@ def _find_mixing(capture: Capture, positions: int) -> fx.Node | None:
 
 
 def _find_convolution(capture: Capture) -> fx.Node | None:
-    """One of several convolutions beside each other, on the same or on rows that were chosen, with kernels that are no
-    points."""
-    met: dict[fx.Node | None, fx.Node] = {}
+    """Find one of several parallel convolutions with kernels above one element: on one input, or on routed rows."""
+    first: dict[fx.Node | None, fx.Node] = {}  # by input; None for routed rows
     for n in capture.nodes:
         if op_name(n) == "convolution" and max(n.args[1].meta["val"].shape[2:]) > 1:  # type: ignore[union-attr]
             data = n.args[0]
-            of = None if data.meta.get("ragged") else data  # type: ignore[union-attr]
-            if of in met:
-                return met[of]
-            met[of] = n  # type: ignore[index]
+            key = None if data.meta.get("ragged") else data  # type: ignore[union-attr]
+            if key in first:
+                return first[key]
+            first[key] = n  # type: ignore[index]
     return None
 
 
 def _is_of_samples(tokens: int, positions: int, node: fx.Node) -> bool:
-    """Whether integers have one entry, or a few, for each sample."""
+    """Whether a node holds one integer, or a few, per sample."""
     val: Any = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.is_floating_point() or val.dtype == torch.bool:
         return False

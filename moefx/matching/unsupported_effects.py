@@ -1,4 +1,4 @@
-"""What a block writes, or draws from, that no graph can: lists, globals, plain tensors, generators of its own."""
+"""Refuse side effects that a rewritten block cannot repeat: lists, globals, plain tensors, generators of its own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ NO_CACHE = (
 )
 
 
-def refuse_effects(taken: Capture) -> None:
-    """Raises:
-    Refused: a call leaves something behind that a rewritten one would not, or draws what it would not draw anew.
+def refuse_effects(capture: Capture) -> None:
+    """Check that a graph can repeat all side effects of a capture.
+
+    Raises:
+        Refused: the block writes to a Python object, or draws from a generator that is not torch's.
     """
-    for effect in taken.effects:
+    for effect in capture.effects:
         if effect.kind == "draw":
             raise Refused(
-                f"the block draws from {effect.target}: the numbers of one call would be those of all",
+                f"the block draws from {effect.target}: every call would get the numbers of one call",
                 culprits=(str(effect.target),),
                 remedy="draw them with torch, as a tensor",
             )

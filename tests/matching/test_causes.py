@@ -133,7 +133,7 @@ def test_experts_that_convolve_neighbours(monkeypatch):
     tried, x = [], torch.randn(2, 4, 32, 32)
     taken = pipeline._prove_arguments
     monkeypatch.setattr(pipeline, "_prove_arguments", lambda *args: tried.append(args) or taken(*args))
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"of its neighbours \(3x3\).*convolve before the experts"):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"from its neighbours \(3x3\).*convolve before the experts"):
         moefx.compile(Pixels(), example_inputs=(x,))
     assert len(tried) == 2  # not those in which the sizes of images are fixed in turn: a minute
     model, x = RowsOfPixels(), x[..., :5, :6]

@@ -239,7 +239,7 @@ def test_two_gates_over_the_same_experts():
         def forward(self, x):
             return self.first(x), self.second(x)
 
-    with pytest.raises(moefx.NoMoEBlockFound, match="of several gates over the same experts"):
+    with pytest.raises(moefx.NoMoEBlockFound, match="if several gates share the experts"):
         moefx.compile(Together(), example_inputs=(torch.randn(9, D),))
     model, x = Apart().double(), torch.randn(7, D, dtype=torch.float64)
     compiled = moefx.compile(model, example_inputs=(x,))

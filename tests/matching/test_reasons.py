@@ -147,7 +147,7 @@ class TakeOrLeave(nn.Module):
 
 
 def test_one_expert_that_tokens_take_or_leave():
-    assert "there is one expert only that computes anything" in refusal(TakeOrLeave(), torch.randn(40, D))
+    assert "only one expert computes anything" in refusal(TakeOrLeave(), torch.randn(40, D))
 
 
 class WriteTwice(nn.Module):
@@ -186,4 +186,4 @@ def take_top_p(block, x):
 def test_refuses_unexplained_drops_before_it_looks_further(monkeypatch):
     goes_on = Probe(lambda state: pytest.fail("the proof went on"), "")
     monkeypatch.setattr(prove, "INTERVENTIONS", (goes_on,))
-    assert "no mask in the program says which" in refusal(Block(take_top_p), torch.randn(40, D))
+    assert "no mask in the program tells which" in refusal(Block(take_top_p), torch.randn(40, D))

@@ -43,7 +43,7 @@ def agrees(block: nn.Module, *args: torch.Tensor) -> None:
     taken, S = terms_of(block, *args)
     values: dict = dict(block.named_parameters())
     values |= {n: args[n.meta["position"]] for n in taken.nodes if n.op == "placeholder"}
-    values |= {n: S.shadow(n) for n in taken.nodes if n.op == "get_attr" and n.meta["kind"] == "constant"}
+    values |= {n: S.concrete_value(n) for n in taken.nodes if n.op == "get_attr" and n.meta["kind"] == "constant"}
     with torch.no_grad():
         expected = block(*args)
         term = S.term(taken.out)

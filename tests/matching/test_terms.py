@@ -387,7 +387,7 @@ class TestNormalForm:
                     assert found is act(T.ein(("d", "df"), "f", (T.pick(x, 0, t), expert)))
 
     def test_too_large(self):
-        T = Terms(most_picks=3)
+        T = Terms(max_picks=3)
         a = T.make("param", ("a",), (9,))
         with pytest.raises(TooLarge):
             for i in range(9):

@@ -101,7 +101,7 @@ def test_a_number_of_places_parts_those_that_are_equal(k):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [2, 1])
 def test_rows_taken_down_to_a_value_are_no_number_of_places(k):
-    with pytest.raises(Refused, match="equal are kept or dropped together") as refusal:
+    with pytest.raises(Refused, match="equal weights are kept or dropped together") as refusal:
         rewritten(PerExpert(down_to_the_last_place, k))
     assert "argsort(descending=True, stable=True)[:places]" in refusal.value.remedy  # as `largest` does
 
@@ -113,7 +113,7 @@ def largest_and_last(w):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [2, 1])
 def test_the_last_of_equal_choices_are_not_the_first(k):
-    with pytest.raises(Refused, match="of equal ones not those of the first tokens"):
+    with pytest.raises(Refused, match="among equal weights not the first tokens"):
         rewritten(PerExpert(largest_and_last, k))
 
 

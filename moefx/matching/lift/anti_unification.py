@@ -1,4 +1,8 @@
-"""Anti-unification: what the routed summands of all tokens and slots have in common, and how the rest varies."""
+"""Anti-unification: find the function F of which the summands of all tokens and slots are instances.
+
+`Skeletons` sorts summands by form. `Unifier` walks the summands of one form in parallel: equal parts go into the body
+as they are, parts that differ become leaves (a value per token and slot, or a parameter slice per expert).
+"""
 
 from __future__ import annotations
 
@@ -17,21 +21,25 @@ from .expert_owners import ExpertOwners
 from .value_lookup import ValueLookup
 
 FOREIGN = "an output row depends on something else than its own input row"
-Where = list[tuple[int, int, int]]  # token, slot and expert id of each summand
+Positions = list[tuple[int, int, int]]  # token, slot and expert of each summand
 
 
 class Skeletons:
-    """The form of terms as a hash: which ops, not which rows, weights or parameters. `given`: rows of kept nodes."""
+    """Hashes the form of terms: the ops, without the rows, weights and parameters they apply to.
 
-    def __init__(self, given: set[Term]):
-        self.given = given
+    Args:
+        rows: rows of nodes outside the routed region.
+    """
+
+    def __init__(self, rows: set[Term]):
+        self.rows = rows
         self._found: dict[Term, int] = {}
 
     def hash_form(self, t: Term) -> int:
         found = self._found.get(t)
         if found is None:
-            if t in self.given:
-                form: Any = ("given", t.shape)
+            if t in self.rows:
+                form: Any = ("row", t.shape)
             elif is_state_slice(t) and (is_parameter_slice(t) or math.prod(t.shape) > 1):
                 form = ("parameter", t.shape)
             elif math.prod(t.shape) == 1 and t.op != "const":
@@ -45,7 +53,7 @@ class Skeletons:
 
 
 def _describe(t: Term) -> str:
-    """What a term is, for people."""
+    """Describe a term in a message."""
     match t.op:
         case "pw" | "row":
             name = f"{t.args[0].removesuffix('.default')}(...)"
@@ -59,7 +67,13 @@ def _describe(t: Term) -> str:
 
 
 class Unifier:
-    """The body of the experts of one form."""
+    """Builds the body, tables and values of one group of experts.
+
+    Args:
+        owners: the experts' parameters; parameters that differ by expert are added to them.
+        lookup: finds the nodes that supply values.
+        routed: nodes that are computed from the experts' parameters.
+    """
 
     def __init__(self, owners: ExpertOwners, lookup: ValueLookup, routed: set[fx.Node]):
         self.owners, self.lookup, self.routed = owners, lookup, routed
@@ -69,12 +83,20 @@ class Unifier:
         self.bodies: dict[tuple[Term, ...], Body] = {}
 
     def unify_group(self, members: list[tuple[int, int, Term]], ids: list[list[int]]) -> Group:
-        """`members`: token, slot and summand; `ids`: the experts of each token."""
+        """Anti-unify summands.
+
+        Args:
+            members: (token, slot, summand) of each.
+            ids: the selected experts, by token and slot.
+
+        Raises:
+            Refused: the summands differ in something else than values and expert parameters.
+        """
         where = [(t, k, ids[t][k]) for t, k, _ in members]
         body = self._unify(where, [m for _, _, m in members])
         return Group(sorted({e for _, _, e in where}), body, self.tables, self.values)
 
-    def _unify(self, where: Where, terms: list[Term]) -> Body:
+    def _unify(self, where: Positions, terms: list[Term]) -> Body:
         first = terms[0]
         key = tuple(terms)
         if key in self.bodies:
@@ -95,7 +117,7 @@ class Unifier:
             try:
                 body = self._decompose(where, terms)
             except Refused:
-                # a value per slot that is wider than a scalar is a last resort: it exists for all slots at once
+                # the last resort: a vector per slot, which the program computes for all slots at once
                 if first.op == "const" or (ref := self.lookup.find(where, terms, wide=True)) is None:
                     raise
                 body = self._add_value(ref, first)
@@ -107,20 +129,22 @@ class Unifier:
             self.values.append(ref)
         return Body("value", (self.values.index(ref),), term.shape)
 
-    def _is_looked_up(self, where: Where, terms: list[Term]) -> bool:
-        """Whether a part of a parameter is a token's own row, as of an embedding, in another capture too: of one token,
-        or of several that are alike, it is the same part everywhere."""
-        ref = self.lookup.find(where, terms)
-        return ref is not None and ref.position in self.lookup.before
+    def _is_looked_up(self, where: Positions, terms: list[Term]) -> bool:
+        """Whether a parameter slice is a row that tokens look up, as from an embedding, also in the template.
 
-    def _decompose(self, where: Where, terms: list[Term]) -> Body:
+        One token, or several equal tokens, always look up the same slice, so that it seems to be a constant.
+        """
+        ref = self.lookup.find(where, terms)
+        return ref is not None and ref.position in self.lookup.template_positions
+
+    def _decompose(self, where: Positions, terms: list[Term]) -> Body:
         first = terms[0]
         for t in terms:
             if t.op != first.op or t.shape != first.shape or len(t.args) != len(first.args):
                 raise Refused(
                     "experts do not compute the same function",
                     culprits=tuple(str(p) for p in {*self.owners.find_key(first), *self.owners.find_key(t)})[:4],
-                    remedy=f"where one has {_describe(first)}, another has {_describe(t)}",
+                    remedy=f"one has {_describe(first)}, and another has {_describe(t)}",
                 )
         if first.op in ("node", "put", "index", "array"):
             raise self._explain_foreign(first)
@@ -138,7 +162,7 @@ class Unifier:
                 raise Refused(f"a constant inside the experts depends on the routing: {a!r} and {other!r}")
         return Body(first.op, tuple(args), first.shape)
 
-    def _add_table(self, where: Where, terms: list[Term], same: bool) -> Body:
+    def _add_table(self, where: Positions, terms: list[Term], same: bool) -> Body:
         shape = terms[0].shape
         if same and strip_moves(terms[0]).args[0] not in self.experts:
             return Body("shared", (ParameterSlice.from_term(terms[0]),), shape)
@@ -160,12 +184,12 @@ class Unifier:
         return Body("expert", (self.tables.index(table),), shape)
 
     def _explain_foreign(self, t: Term) -> Refused:
-        """Something reached the routed sum that no token's own row explains."""
+        """Explain a part of a summand that does not follow from the token's own row."""
         routed = sorted(self.routed, key=lambda n: n.meta["index"])
         if quantised := [a for n in routed for a in n.all_input_nodes if is_matrix_of_integers(a)]:
             names = dict.fromkeys(str(root.meta["fqn"]) for a in quantised for root in a.all_input_nodes)
             return Refused(
-                "the experts' weights are made of integers, as quantised ones are: they are taken for tables",
+                "the experts' weights are made of integers, as quantised ones are: they look like lookup tables",
                 culprits=tuple(names)[:3],
                 source=str(quantised[0].meta["source"]),
                 remedy="keep the weights of experts as floats",
@@ -173,32 +197,31 @@ class Unifier:
         base = t
         while base.terms:
             base = base.terms[0]
-        what, source = base.op, ""
+        found, source = base.op, ""
         if base.op == "node":
-            fx_node = base.args[0]
-            maker = fx_node.args[0] if fx_node.target is operator.getitem else fx_node
+            node = base.args[0]
+            maker = node.args[0] if node.target is operator.getitem else node
             name = getattr(maker.target, "__name__", str(maker.target))
-            match fx_node.op:
-                case "placeholder":
-                    what = f"the argument {name}"
-                case "get_attr" if fx_node.meta["kind"] == "constant":
-                    what = "a tensor that is neither a parameter nor a buffer of the block"
-                case _:
-                    what = f"what {name} makes"
-            source = "" if fx_node.op == "placeholder" else str(fx_node.meta["source"])
-            if fx_node in self.routed or is_random(fx_node):
+            source = "" if node.op == "placeholder" else str(node.meta["source"])
+            if node in self.routed or is_random(node):
                 return Refused(
                     f"the experts' computation goes through {name}, which is not row by row",
                     culprits=(name,),
-                    source=str(fx_node.meta["source"]),
+                    source=str(node.meta["source"]),
                 )
+            if node.op == "placeholder":
+                found = f"the argument {name}"
+            elif node.op == "get_attr" and node.meta["kind"] == "constant":
+                found = "a tensor that is neither a parameter nor a buffer of the block"
+            else:
+                found = f"the result of {name}"
         elif is_state_slice(base):
-            what = f"a part of {base.args[0]}"
+            found = f"a part of {base.args[0]}"
         if t.op == "at":
             which = ", ".join(str(i) for _, i in t.args[1])
-            what = f"element [{which}] of {what}"
+            found = f"element [{which}] of {found}"
         return Refused(
-            f"{FOREIGN}: on {what}",
+            f"{FOREIGN}: on {found}",
             source=source,
             remedy="each expert must treat the rows it gets one by one",
         )

@@ -1,8 +1,10 @@
-"""Which choices of a token are different experts, whatever its scores are.
+"""Prove that the slots of a token hold different experts, whatever its scores are.
 
-Those of one `topk` are different places of one order. What a program makes of places (an offset for each group of
-experts, a fixed expert beside them) is run for each place that there may be: two choices are different where no two
-places come out as one expert.
+The K choices of one `topk` are different positions in one order. A program may compute ids from positions: an offset
+for each group of experts, or a fixed expert beside them. Such computations run once for each possible position. Two
+slots are distinct if no two positions give the same expert.
+
+A *choice* is an entry of a selection's result, numbered from 1. Choices of one *row* are different positions.
 """
 
 # fx types an argument as anything that a program can hold: the code knows better.
@@ -33,107 +35,126 @@ MOVES = {
     "_unsafe_view", "cat", "constant_pad_nd", "expand", "flatten", "flip", "permute", "repeat", "reshape", "roll",
     "select", "slice", "squeeze", "stack", "t", "transpose", "unsqueeze", "view",
 }  # fmt: skip
-_APART = {"chunk", "split", "split_with_sizes", "unbind"}
-_LOOKUPS = {"gather", "index", "index_select"}
-_POINTWISE = {"_to_copy", "detach", "floor_divide", "lift_fresh"}  # and what torch calls so
-# Of these the first arguments are a tensor, or the shape: what they hold hangs on the others only.
-_SHAPED = {
+_SPLITS = {"chunk", "split", "split_with_sizes", "unbind"}
+_GATHERS = {"gather", "index", "index_select"}
+_POINTWISE = {"_to_copy", "detach", "floor_divide", "lift_fresh"}  # besides the ops that torch tags as pointwise
+# The values of these ops depend only on the arguments from this number on; the ones before are a tensor or a shape.
+_SHAPE_ARGS = {
     "_unsafe_view": 2, "expand": 2, "full": 1, "new_full": 2, "new_ones": 2, "new_zeros": 2, "ones": 1, "reshape": 2,
     "view": 2, "zeros": 1,
 }  # fmt: skip
-_MOST_WAYS = 8
-_MOVED_ON = {"_to_copy", "alias", "clone", "detach"}
+_MAX_DERIVATIONS = 8
+_PASSED_ON = {"_to_copy", "alias", "clone", "detach"}
 _SOFTMAX = {"_log_softmax", "_softmax", "log_softmax", "softmax"}
 _NOT_LOW = {"_softmax", "exp", "relu", "sigmoid", "softmax", "softplus", "tanh"}
-_COMBINED = {"add", "div", "mul", "neg", "sub", *_MOVED_ON}
+_COMBINED = {"add", "div", "mul", "neg", "sub", *_PASSED_ON}
 
 
 class _Derivation(NamedTuple):
-    """How the elements of an integer tensor may come about."""
+    """The elements of an integer tensor as functions of choices.
 
-    choice: torch.Tensor  # int64 [*shape]: the choice that each is a function of; 0: of none
-    values: torch.Tensor  # [N, *shape], by which place that choice is
+    Attributes:
+        choice: the choice on which each element depends; 0 if it is constant.
+        values: the element for each of the N positions of that choice.
+    """
 
-    def at(self, place: int) -> torch.Tensor:
-        return self.values[min(place, len(self.values) - 1)]
+    choice: torch.Tensor  # int64 [*shape]
+    values: torch.Tensor  # [N, *shape]
+
+    def at(self, position: int) -> torch.Tensor:
+        return self.values[min(position, len(self.values) - 1)]
 
 
 def has_distinct_slots(
-    lifted: CanonicalForm, experts: set[int], others: Sequence[CanonicalForm] = (), follows_masks: bool = True
+    form: CanonicalForm, experts: set[int], others: Sequence[CanonicalForm] = (), follows_masks: bool = True
 ) -> bool:
     """Whether no two slots of a token can be the same one of these experts.
 
     Args:
-        others: captures at other sizes.
-        follows_masks: also that a choice cannot be one that was masked before it.
+        experts: expert numbers that matter.
+        others: forms of captures at other sizes.
+        follows_masks: whether to use that a selection cannot return what was masked before it.
     """
-    if lifted.slots < 2 or "m" in lifted.expert_index.axes:
+    if form.slots < 2 or "m" in form.expert_index.axes:
         return True
-    places = _Derivations(lifted.capture, [other.capture for other in others], follows_masks)
+    known = _Derivations(form.capture, [other.capture for other in others], follows_masks)
     slots: list[list[_Derivation]] = []
-    for ref in lifted.expert_index.columns or (lifted.expert_index,):
-        ways = places.derive(ref.node)
-        if ways is None:
+    for ref in form.expert_index.columns or (form.expert_index,):
+        derivations = known.derive(ref.node)
+        if derivations is None:
             return False
-        read = [[view_as_slots(x, lifted.tokens, ref.axes) for x in (way.choice, *way.values)] for way in ways]
+        read = [
+            [view_as_slots(x, form.tokens, ref.axes) for x in (derivation.choice, *derivation.values)]
+            for derivation in derivations
+        ]
         for k in range(read[0][0].shape[1]):
             slots.append(
                 [_Derivation(choice[:, k], torch.stack([v[:, k] for v in values])) for choice, *values in read]
             )
     among = torch.tensor(sorted(experts))
     return not any(
-        places.may_coincide(*ways, among)
+        known.may_coincide(*derivations, among)
         for pair in itertools.combinations(slots, 2)
-        for ways in itertools.product(*pair)
+        for derivations in itertools.product(*pair)
     )
 
 
 def view_as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
-    """A tensor that a `Ref` with these axes reads, as [T, K]."""
+    """View a tensor as [T, K], by the axes of a `NodeRef`."""
     sequences = len(x) if "s" in axes else 0
     return next(flat for found, flat in enumerate_slot_views(x, tokens, sequences) if found == axes)
 
 
 class _Derivations:
-    """Args: others: where sizes became plain numbers, captures at other sizes say which numbers are none of these."""
+    """The derivations of the integers of one capture.
+
+    Args:
+        others: captures at other sizes. If sizes became plain numbers, a number that differs there is a size.
+        follows_masks: see `has_distinct_slots`.
+    """
 
     def __init__(self, capture: Capture, others: Sequence[Capture], follows_masks: bool = True):
         self._follows_masks = follows_masks
-        self._tokens = find_token_sizes(capture)  # what counts these is known of no other number
+        self._tokens = find_token_sizes(capture)
         self._fixed: dict[Any, Any] | None = None
         if capture.sizes.leaks or capture.sizes.routed:
             here, *there = (collect_numbers(c.nodes) for c in (capture, *others))
             self._fixed = {at: n for at, n in here.items() if all(n == other.get(at) for other in there)}
         self._known: dict[fx.Node, list[_Derivation] | None] = {}
-        self._same: dict[str, list[_Derivation] | None] = {}  # by what is run: it chooses the same again
-        self._rows = torch.zeros(1, dtype=torch.int64)  # by choice: those of a row are different places
-        self._sizes = torch.ones(1, dtype=torch.int64)  # by choice: of how many places
+        self._same: dict[str, list[_Derivation] | None] = {}  # by op and arguments: it selects the same again
+        self._rows = torch.zeros(1, dtype=torch.int64)  # by choice: its row
+        self._sizes = torch.ones(1, dtype=torch.int64)  # by choice: the number of positions
 
     def may_coincide(self, a: _Derivation, b: _Derivation, among: torch.Tensor) -> bool:
-        """Whether two slots, [T] and [N, T] each, can come out as one of these numbers."""
-        counts, is_at = zip(*(self._count_positions(way, among) for way in (a, b)), strict=True)
+        """Whether two slots ([T] choices and [N, T] values each) can hold the same one of these numbers."""
+        counts, is_at = zip(*(self._count_positions(derivation, among) for derivation in (a, b)), strict=True)
         if counts[0] is None or counts[1] is None:
             return True
         n = min(len(at) for at in is_at)
-        both = (is_at[0][:n] & is_at[1][:n]).sum(0)  # by number: at one place
+        both = (is_at[0][:n] & is_at[1][:n]).sum(0)  # by number: positions at which both are it
         is_same = a.choice == b.choice
         is_beside = ~is_same & (self._rows[a.choice] == self._rows[b.choice])
         is_apart = ~(is_same | is_beside)
         found = [(is_same, both), (is_beside, counts[0] * counts[1] - both), (is_apart, counts[0] * counts[1])]
         return any(bool(tokens.any() and pairs.any()) for tokens, pairs in found)
 
-    def _count_positions(self, way: _Derivation, among: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """At how many places a slot is each of these numbers, and at which: [N, numbers]. None: not at the same for all
-        tokens."""
-        sizes = self._sizes[way.choice]
-        values = way.values[: int(sizes[0])]
+    def _count_positions(
+        self, derivation: _Derivation, among: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Count the positions at which a slot is each of these numbers.
+
+        Returns:
+            The counts, or None if tokens differ, and whether the slot is each number at each position: [N, numbers].
+        """
+        sizes = self._sizes[derivation.choice]
+        values = derivation.values[: int(sizes[0])]
         is_at = values[:, :1] == among
         is_uniform = bool((sizes == sizes[0]).all() and (values == values[:, :1]).all())
         return (is_at.sum(0) if is_uniform else None), is_at
 
-    # ------------------------------------------------------------------ how integers come about
+    # ------------------------------------------------------------------ derivations of nodes
     def derive(self, node: fx.Node) -> list[_Derivation] | None:
-        """None: nothing is known of some element."""
+        """Return the possible derivations of a node, or None if some element has none."""
         stack = [node]
         while stack:
             n = stack[-1]
@@ -163,14 +184,14 @@ class _Derivations:
                 return self._derive_branches(val, [a for a in node.args if a is not mask])
         try:
             return self._derive_computation(node)
-        except RuntimeError:  # at a place that never is chosen, or else the program fails as well
+        except RuntimeError:  # at a position that is never selected; otherwise the program fails as well
             return None
 
     def _is_of_sizes(self, node: fx.Node) -> bool:
-        """Whether a number that is no shape follows from sizes, or from the routing: it is another at the next call."""
+        """Whether a number that is not a shape depends on sizes or routing, so that the next call has another."""
         if node.op == "get_attr":
             return bool(node.meta["of_sizes"]) or self._fixed is not None
-        given, shapes = node.meta["of_sizes"], _SHAPED.get(op_name(node), 0)
+        given, shapes = node.meta["of_sizes"], _SHAPE_ARGS.get(op_name(node), 0)
         args = (*node.args[shapes:], *node.kwargs.values()) if shapes else (node.args, node.kwargs)
         if given and any(n in given for n in pytree.tree_leaves(args) if type(n) in (int, float)):
             return True
@@ -179,27 +200,27 @@ class _Derivations:
         return any(self._fixed.get(at) is None for at in collect_numbers([_producer(node)]))
 
     def _derive_selection(self, node: fx.Node, shape: torch.Size) -> _Derivation | None:
-        """Of what selects among scores, or among what is different already."""
-        name, by = op_name(node), _producer(node)
-        if not by.all_input_nodes or not shape:
+        """Derive the result of a selection among scores, or among different numbers."""
+        name, producer = op_name(node), _producer(node)
+        if not producer.all_input_nodes or not shape:
             return None
-        of = getattr(by.all_input_nodes[0].meta.get("val"), "shape", ())
-        axis: Any = None  # along which all are different
-        among: int | None = None  # along which is chosen
-        if name == "getitem" and op_name(by) in SELECTIONS:
-            axis, is_kept = SELECTIONS[op_name(by)](by)
+        source_shape = getattr(producer.all_input_nodes[0].meta.get("val"), "shape", ())
+        axis: Any = None  # along which all results are different
+        among: int | None = None  # along which the op selects
+        if name == "getitem" and op_name(producer) in SELECTIONS:
+            axis, is_kept = SELECTIONS[op_name(producer)](producer)
             if node.args[1] == 0:
-                return self._reselect(by.args[0], axis, shape) if is_kept else None
-            size, axis, among = of[axis], axis if is_kept else None, axis
+                return self._reselect(producer.args[0], axis, shape) if is_kept else None
+            size, axis, among = source_shape[axis], axis if is_kept else None, axis
         elif name in ("argmax", "argmin"):
             among = position_axis(node)
-            size = math.prod(of) if among is None else of[among]
+            size = math.prod(source_shape) if among is None else source_shape[among]
         elif name == "argsort":
             axis = among = position_axis(node)
-            size = of[axis]
+            size = source_shape[axis]
         elif name == "multinomial":
             axis = None if get_argument(node, 2, "replacement", False) else -1
-            size = of[-1]
+            size = source_shape[-1]
         elif name == "gather" and self._find_distinct(node.args[2], axis := node.args[1]) is not None:
             return self._reselect(node.args[0], axis, shape)
         else:
@@ -208,16 +229,16 @@ class _Derivations:
             return None
         found = self._add_choices(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
         if among is not None and self._follows_masks:
-            self._join_earlier(found, by.args[0], among)
+            self._join_earlier(found, producer.args[0], among)
         return found
 
     def _join_earlier(self, found: _Derivation, scores: fx.Node, axis: int) -> None:
-        """Have new choices belong to the row of earlier ones if the scores of these are masked before the selection."""
+        """Add new choices to the row of earlier ones, if the scores at these are masked before the selection."""
         axis, shape = axis % scores.meta["val"].dim(), scores.meta["val"].shape
         is_one = found.choice.dim() < len(shape) or found.choice.shape[axis] == 1
         masks = self._find_masks(scores, is_one)
         if sum(int(mask.values.sum(axis + 1).max()) for mask in masks) >= shape[axis]:
-            return  # all may be masked
+            return  # every score may be masked
         rows, earlier = None, []
         for mask in masks:
             choice = mask.choice.expand(shape).narrow(axis, 0, 1)
@@ -232,22 +253,21 @@ class _Derivations:
             return
         of_rows = torch.isin(self._rows, rows).nonzero().flatten()
         if not bool(torch.isin(of_rows, torch.cat(earlier)).all()):
-            return  # some of an earlier choice may be chosen again
+            return  # the row has a choice that is not masked
         rows = rows if found.choice.dim() == len(shape) else rows.squeeze(axis)
         self._rows[found.choice] = rows.expand(found.choice.shape)
 
     def _find_masks(self, scores: fx.Node, is_one: bool) -> list[_Derivation]:
-        """Which scores are so low that they count as masked, as functions of earlier choices. Empty if others may be as
-        low.
+        """Find the masked scores, as functions of earlier choices. Empty if other scores may be as low.
 
         Args:
-            is_one: a single one is chosen. Among probabilities the second may be 0 as those that are masked.
+            is_one: whether a single score is selected. The second largest probability may be 0, like masked ones.
         """
         found: list[_Derivation] = []
         node: Any = scores
         while isinstance(node, fx.Node) and node.op == "call_function":
             name, args = op_name(node), node.args
-            if name in _MOVED_ON or (name in _SOFTMAX and is_one and not found):
+            if name in _PASSED_ON or (name in _SOFTMAX and is_one and not found):
                 node = args[0]
                 continue
             several: list[_Derivation | None] = []
@@ -257,20 +277,22 @@ class _Derivations:
             elif name == "where" and len(args) == 3 and _is_low(args[1]):
                 several, earlier = [self._derive_only(args[0])], args[2]
             elif name == "where" and len(args) == 3 and _is_low(args[2]):
-                way, earlier = self._derive_only(args[0]), args[1]
-                several = [way and way._replace(values=way.values == 0)]
+                derivation, earlier = self._derive_only(args[0]), args[1]
+                several = [derivation and derivation._replace(values=derivation.values == 0)]
             elif name == "scatter" and _is_low(args[3]):
                 several = [
-                    _scatter_positions(way, args[1], node.meta["val"].shape)
-                    for way in self._derive_columns(args[2], args[1])
+                    _scatter_positions(derivation, args[1], node.meta["val"].shape)
+                    for derivation in self._derive_columns(args[2], args[1])
                 ]
             elif name == "index_put" and _is_low(args[2]):
                 index = _find_row_index(node)
-                way = self._derive_only(index) if index is not None else None
+                derivation = self._derive_only(index) if index is not None else None
                 several = [
-                    way
+                    derivation
                     and _scatter_positions(
-                        _Derivation(way.choice[..., None], way.values[..., None]), -1, node.meta["val"].shape
+                        _Derivation(derivation.choice[..., None], derivation.values[..., None]),
+                        -1,
+                        node.meta["val"].shape,
                     )
                 ]
             else:
@@ -282,63 +304,65 @@ class _Derivations:
         return [] if _may_be_low(node) else found
 
     def _derive_columns(self, node: Any, axis: int) -> list[_Derivation]:
-        """How the entries at each place along an axis come about."""
-        way = self._derive_only(node)
-        if way is None:
+        """Derive the entries at each index along an axis."""
+        derivation = self._derive_only(node)
+        if derivation is None:
             return []
-        axis %= way.choice.dim()
-        parts = zip(way.choice.split(1, axis), way.values.split(1, axis + 1), strict=True)
+        axis %= derivation.choice.dim()
+        parts = zip(derivation.choice.split(1, axis), derivation.values.split(1, axis + 1), strict=True)
         return [_Derivation(choice, values) for choice, values in parts]
 
     def _derive_only(self, node: Any) -> _Derivation | None:
-        ways = self.derive(node) if isinstance(node, fx.Node) and _is_of_integers(node) else None
-        return ways[0] if ways is not None and len(ways) == 1 else None
+        derivations = self.derive(node) if isinstance(node, fx.Node) and _is_of_integers(node) else None
+        return derivations[0] if derivations is not None and len(derivations) == 1 else None
 
     def _add_choices(self, axis: int | None, values: torch.Tensor) -> _Derivation:
-        """Choices that were not known before, of these numbers."""
+        """Add choices with these values by position. If `axis` is given, choices along it share a row."""
         choice = len(self._rows) + torch.arange(values[0].numel()).view(values.shape[1:])
-        rows = choice if axis is None else choice.narrow(axis, 0, 1).expand(choice.shape)  # named by their first ones
+        rows = (
+            choice if axis is None else choice.narrow(axis, 0, 1).expand(choice.shape)
+        )  # named after its first choice
         self._rows = torch.cat([self._rows, rows.flatten()])
         self._sizes = torch.cat([self._sizes, torch.full((choice.numel(),), len(values))])
         return _Derivation(choice, values)
 
     def _reselect(self, node: Any, axis: int, shape: torch.Size) -> _Derivation | None:
-        """What is selected, without putting back, from numbers that are different."""
-        way, along = self._find_distinct(node, axis), axis % len(shape)
-        if way is None or any(
-            n != m for i, (n, m) in enumerate(zip(shape, way.choice.shape, strict=True)) if i != along
+        """Derive a selection without replacement among different numbers."""
+        derivation, along = self._find_distinct(node, axis), axis % len(shape)
+        if derivation is None or any(
+            n != m for i, (n, m) in enumerate(zip(shape, derivation.choice.shape, strict=True)) if i != along
         ):
             return None
-        first = way.values.narrow(along + 1, 0, 1)
+        first = derivation.values.narrow(along + 1, 0, 1)
         return self._add_choices(axis, first.expand(len(first), *shape))
 
     def _find_distinct(self, node: Any, axis: int) -> _Derivation | None:
-        """How numbers come about that are all different along an axis, as one function of different places."""
-        ways = self._known.get(node)
-        if ways is None or len(ways) != 1 or not ways[0].choice.dim():
+        """Return the derivation of a node if its numbers differ along an axis, as one function of the position."""
+        derivations = self._known.get(node)
+        if derivations is None or len(derivations) != 1 or not derivations[0].choice.dim():
             return None
-        choice, values = ways[0]
+        choice, values = derivations[0]
         alike = all(bool((x == x.narrow(axis, 0, 1)).all()) for x in (self._rows[choice], *values))
         apart = bool(choice.sort(axis).values.diff(dim=axis).all() and values.sort(0).values.diff(dim=0).all())
-        return ways[0] if alike and apart and choice.all() else None
+        return derivations[0] if alike and apart and choice.all() else None
 
     def _derive_branches(self, val: torch.Tensor, branches: list[Any]) -> list[_Derivation] | None:
-        """Of one or the other, nobody knows which."""
+        """Derive a `where` with an unknown mask: the derivations of both branches."""
         found: list[_Derivation] = []
         for branch in branches:
-            ways = self._known[branch] if isinstance(branch, fx.Node) else [_constant(torch.tensor(branch))]
-            if ways is None or len(found) + len(ways) > _MOST_WAYS:
+            derivations = self._known[branch] if isinstance(branch, fx.Node) else [_constant(torch.tensor(branch))]
+            if derivations is None or len(found) + len(derivations) > _MAX_DERIVATIONS:
                 return None
-            for choice, values in ways:
+            for choice, values in derivations:
                 values = values.view(len(values), *[1] * (val.dim() - values.dim() + 1), *values.shape[1:])
                 found.append(_Derivation(choice.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype)))
         return found
 
     def _derive_computation(self, node: fx.Node) -> list[_Derivation] | None:
-        """Of what only moves numbers, or computes with those at one place."""
+        """Derive an op that moves numbers, or computes with those of one choice."""
         by = _producer(node)
         name, inputs = op_name(by), by.all_input_nodes
-        several = [ways for a in inputs if (ways := self._known[a]) is not None]
+        several = [derivations for a in inputs if (derivations := self._known[a]) is not None]
         if name == "scatter" and len(several) == len(inputs) and not isinstance(by.args[3], fx.Node):
             base, index = (self._known[a] for a in by.args[:3:2])
             if len(base) != 1 or len(index) != 1 or bool(base[0].choice.any()):
@@ -346,25 +370,28 @@ class _Derivations:
             at = _scatter_positions(index[0], by.args[1], node.meta["val"].shape)
             put = torch.tensor(by.args[3], dtype=node.meta["val"].dtype)
             return at and [_Derivation(at.choice, torch.where(at.values, put, base[0].values[0]))]
-        looks_up, moves = name in _LOOKUPS, name in MOVES | _APART
+        looks_up, moves = name in _GATHERS, name in MOVES | _SPLITS
         computes = name in _POINTWISE or torch.Tag.pointwise in getattr(by.target, "tags", ())
         if not (looks_up or moves or computes) or is_random(by) or len(several) < len(inputs):
             return None
-        if math.prod(map(len, several)) > _MOST_WAYS or (looks_up and not self._is_at_constants(by)):
+        if math.prod(map(len, several)) > _MAX_DERIVATIONS or (looks_up and not self._is_at_constants(by)):
             return None
         found = []
-        for ways in itertools.product(*several):
-            given = dict(zip(inputs, ways, strict=True))
+        for derivations in itertools.product(*several):
+            given = dict(zip(inputs, derivations, strict=True))
             values = torch.stack(
-                [_call(node, {a: way.at(n) for a, way in given.items()}) for n in range(_max_positions(ways))]
+                [
+                    _call(node, {a: derivation.at(n) for a, derivation in given.items()})
+                    for n in range(_max_positions(derivations))
+                ]
             )
             if computes:
-                choice = _common_choice([way.choice.expand(values.shape[1:]) for way in ways])
+                choice = _common_choice([derivation.choice.expand(values.shape[1:]) for derivation in derivations])
             elif looks_up:
-                indices = {a: way.at(0) for a, way in given.items()}
-                choice = _call(node, indices | {inputs[0]: ways[0].choice})
+                indices = {a: derivation.at(0) for a, derivation in given.items()}
+                choice = _call(node, indices | {inputs[0]: derivations[0].choice})
             else:
-                choice = _call(node, {a: way.choice for a, way in given.items()}, padding=0)
+                choice = _call(node, {a: derivation.choice for a, derivation in given.items()}, padding=0)
             if choice is None:
                 return None
             found.append(_Derivation(choice, values))
@@ -377,7 +404,7 @@ class _Derivations:
 
 
 def _may_be_low(node: Any) -> bool:
-    """Whether scores may be as low as those that are masked, not by chance but because the program makes them so."""
+    """Whether the program itself may make scores as low as masked ones."""
     stack, seen = [node], set()
     while stack:
         n = stack.pop()
@@ -395,7 +422,7 @@ def _may_be_low(node: Any) -> bool:
 
 
 def _is_low(value: Any) -> bool:
-    """Whether a number that is put in place of a score masks it."""
+    """Whether a number masks the score that it replaces."""
     while isinstance(value, fx.Node) and op_name(value) in ("_to_copy", "detach", "lift_fresh"):
         value = value.args[0]
     if isinstance(value, fx.Node) and op_name(value) in ("full", "full_like", "scalar_tensor"):
@@ -407,7 +434,7 @@ def _is_low(value: Any) -> bool:
 
 
 def _scatter_positions(index: _Derivation | None, axis: int, shape: torch.Size) -> _Derivation | None:
-    """Where a tensor is written to at one place along an axis."""
+    """Derive the mask of the entries that a write at one index along an axis changes."""
     if index is None or index.choice.dim() != len(shape) or index.choice.shape[axis] != 1:
         return None
     axis %= len(shape)
@@ -418,7 +445,7 @@ def _scatter_positions(index: _Derivation | None, axis: int, shape: torch.Size) 
 
 
 def _find_row_index(node: fx.Node) -> fx.Node | None:
-    """The last index of `scores[torch.arange(n), index] = number`."""
+    """Return `index` of `scores[torch.arange(n), index] = number`."""
     indices, shape = node.args[1], node.args[0].meta["val"].shape
     if len(indices) != len(shape) or len(shape) != 2 or not all(isinstance(i, fx.Node) for i in indices):
         return None
@@ -435,7 +462,7 @@ def _describe_run(node: fx.Node) -> str:
 
 
 def _producer(node: fx.Node) -> fx.Node:
-    """The op, of which a node may be one of several results."""
+    """Return the op itself, if the node is one of its several results."""
     return node.args[0] if op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) else node
 
 
@@ -449,7 +476,7 @@ def _is_of_integers(node: fx.Node) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether it is the same in all runs of the program."""
+    """Whether a node has the same value in all runs of the program."""
     if node.op == "get_attr":
         return node.meta["kind"] == "constant" and node.meta["literal"]
     is_made = node.op == "call_function" and (not node.all_input_nodes or node.target in SHAPE_ONLY)
@@ -460,12 +487,12 @@ def _constant(val: torch.Tensor) -> _Derivation:
     return _Derivation(torch.zeros(val.shape, dtype=torch.int64), val[None])
 
 
-def _max_positions(ways: Iterable[_Derivation]) -> int:
-    return max((len(way.values) for way in ways), default=0)
+def _max_positions(derivations: Iterable[_Derivation]) -> int:
+    return max((len(derivation.values) for derivation in derivations), default=0)
 
 
 def _common_choice(choices: list[torch.Tensor]) -> torch.Tensor | None:
-    """The choice that each element is a function of, of several of which one may be; None: of two."""
+    """Return the choice on which each element depends; None if some element depends on two."""
     found = torch.stack(choices).amax(0)
     return found if all(bool(((c == 0) | (c == found)).all()) for c in choices) else None
 

@@ -1,4 +1,8 @@
-"""Whose a summand is: the experts, by their natural numbers, whose parameters reach a term."""
+"""The owners of a summand: the experts whose parameters reach its term.
+
+A key is the set of expert parameter slices that reach a term. An expert's number is its position in a stack, a flat
+matrix or a list of modules.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,17 @@ from ..terms.parameter_places import ParameterSlice, guess_experts, strip_moves
 from ..terms.term import Term, is_const
 from .routed_nodes import ParameterReach
 
-OwnerKey = tuple[ParameterSlice, ...]  # the places of the expert parameters that reach a summand
+OwnerKey = tuple[ParameterSlice, ...]  # sorted
 
 
 class ExpertOwners:
-    """`experts`: FQNs of the parameters that are the experts'. `numbers`: of modules or parameters that have none by
-    their place in one list (see `nested_numbers` and `number_by_tokens`)."""
+    """Maps terms to experts, and splits rows into the experts' summands.
+
+    Args:
+        experts: FQNs of the experts' parameters.
+        numbers: expert numbers by FQN of a module or parameter, if no single list numbers the experts
+            (see `number_nested_modules` and `number_by_tokens`).
+    """
 
     def __init__(self, reach: ParameterReach, experts: set[str], numbers: dict[str, int] | None = None):
         self.reach, self.experts, self.numbers = reach, experts, numbers or {}
@@ -22,10 +31,13 @@ class ExpertOwners:
         self._owners: dict[Term, frozenset[int]] = {}
 
     def split_summands(self, t: Term) -> list[Term]:
-        """The summands of a row, one per expert: what one expert adds up (a bias, a residual) stays together, as does a
-        sum that no expert has a part in, and scalar factors are distributed over sums of several experts."""
-        if t.op == "reshape" and math.prod(t.shape) == 1:  # of an expert with one output
-            return [self.reach.T.reshape(p, t.shape) for p in self.split_summands(t.args[0])]
+        """Split a row into one summand per expert.
+
+        Sums within one expert (its bias, its residual) stay together, as do sums without experts. Scalar factors are
+        distributed over sums of several experts.
+        """
+        if t.op == "reshape" and math.prod(t.shape) == 1:  # the experts have one output
+            return [self.reach.terms.reshape(p, t.shape) for p in self.split_summands(t.args[0])]
         if t.op == "pw":
             name, kwargs, *items = t.args
             if name in ("add", "sub") and all(i.shape == t.shape for i in items):
@@ -39,43 +51,50 @@ class ExpertOwners:
                 if len(wide) == 1 and not (name == "div" and wide[0] == 1):
                     inner = self.split_summands(items[wide[0]])
                     return [
-                        self.reach.T.pw(name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs))
+                        self.reach.terms.pw(
+                            name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs)
+                        )
                         for p in inner
                     ]
         return [] if is_const(t, 0) else [t]
 
     def split_operands(self, t: Term) -> list[Term]:
-        """The two that a sum or a difference adds up; anything else as it is, without zeros."""
+        """Return both operands of a sum or difference, with signs; else the term itself, or nothing for zero."""
         if t.op == "pw" and t.args[0] in ("add", "sub") and all(i.shape == t.shape for i in t.args[2:]):
             a, b = t.args[2:]
-            return [a, b if t.args[0] == "add" else self.reach.T.pw("mul", b, self.reach.T.const(-1))]
+            return [a, b if t.args[0] == "add" else self.reach.terms.pw("mul", b, self.reach.terms.const(-1))]
         return [] if is_const(t, 0) else [t]
 
     def experts_of(self, t: Term) -> frozenset[int]:
-        """The experts (by natural index) whose parameters reach a term."""
+        """Return the numbers of the experts whose parameters reach a term."""
         found = self._owners.get(t)
         if found is None:
             found = self._owners[t] = frozenset(self.guess_numbers(self.find_key(t), several=True))
         return found
 
     def find_key(self, t: Term) -> OwnerKey:
+        """Return the expert parameter slices that reach a term."""
         mine = {ParameterSlice.from_term(x) for x in self.reach.leaves(t) if strip_moves(x).args[0] in self.experts}
         return tuple(sorted(mine, key=str))
 
-    def guess_numbers(self, places: OwnerKey, several: bool = False) -> list[int]:
-        """The expert numbers that fit all the places of a key; with `several`, of each place on its own the likeliest:
-        the one that most of the other places could have too."""
-        options = [self._options(p) for p in places]
+    def guess_numbers(self, key: OwnerKey, several: bool = False) -> list[int]:
+        """Guess the expert number of a key: the first one that fits all its slices, if there is one.
+
+        Args:
+            several: if no number fits all slices, return the likeliest number of each slice: the one that most
+                slices could have.
+        """
+        options = [self._options(p) for p in key]
         common = [i for i in (options[0] if options else []) if all(i in o for o in options)]
-        if several and not common and len(places) > 1:
+        if several and not common and len(key) > 1:
             votes = Counter(i for o in options for i in o)
             return sorted({min(o, key=lambda i: -votes[i]) for o in options if o})
         return common[:1]
 
-    def _options(self, place: ParameterSlice) -> list[int]:
-        if place not in self._numbers:
-            parts = place.fqn.split(".")
+    def _options(self, part: ParameterSlice) -> list[int]:
+        if part not in self._numbers:
+            parts = part.fqn.split(".")
             names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
             own = [self.numbers[name] for name in names if name in self.numbers]
-            self._numbers[place] = own or guess_experts(place, self.reach.children)
-        return self._numbers[place]
+            self._numbers[part] = own or guess_experts(part, self.reach.children)
+        return self._numbers[part]

@@ -1,7 +1,7 @@
-"""What the choices of a token are worth, where two of them are one expert: the sum of what each is worth by itself.
+"""Tokens that select one expert in two slots: check that they receive the sum over both slots.
 
-A mask has an expert once that was chosen twice. Rows are compared as sums of products: in which order a program adds up
-weights, and whether before or after they are multiplied with what the expert gives, is nothing that must be the same.
+A program with a mask adds such an expert once, and its form differs. Rows are compared as sums of products, so that
+the order of additions, and of weighting and addition, does not matter.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from ..terms.term import Term, constant_value, is_const
 from .canonical_form import Body, CanonicalForm, Group, NodeRef
 from .value_lookup import ValueLookup
 
-_LinearSum = dict[tuple[Term | None, tuple[Term, ...]], float]  # how often rows are added up, and times which scalars
+_LinearSum = dict[tuple[Term | None, tuple[Term, ...]], float]  # (row, scalar factors) -> coefficient
 
-
-REPEATED_CHOICE = "two choices of a token may be the same expert, and do not add up then as different ones do"
+REPEATED_CHOICE = "a token may select the same expert twice, and its output is then not the sum over both slots"
 
 
 class RepeatedChoiceRefused(Refused):
-    """A token that chose an expert twice does not get what both choices are worth."""
+    """A token that selects an expert twice does not receive the sum over both slots."""
 
     def __init__(self, source: str, culprits: tuple[str, ...] = ()):
         super().__init__(
@@ -39,28 +38,43 @@ class RepeatedChoiceRefused(Refused):
         )  # fmt: skip
 
 
-def find_repeated(ids: torch.Tensor, slots: list[list[int]], like: CanonicalForm | None) -> dict[int, set[int]]:
-    """By token the experts that it has chosen twice, of those that are known from tokens which chose them once."""
-    chosen = ids.tolist()
-    again = [{e for e in row if row.count(e) > 1} for row in chosen]
-    known = {chosen[t][k] for t, row in enumerate(slots) for k in row if chosen[t][k] not in again[t]}
-    known |= {e for group in (like.groups if like is not None else ()) for e in group.ids}
-    return {t: experts for t, row in enumerate(again) if (experts := row & known)}
+def find_repeated(ids: torch.Tensor, slots: list[list[int]], template: CanonicalForm | None) -> dict[int, set[int]]:
+    """Find the experts that a token selects twice.
+
+    Only experts count that are known from other tokens, or from the template.
+
+    Args:
+        ids: selected experts [T, K].
+        slots: the slots with a summand, by token.
+
+    Returns:
+        Sets of experts by token.
+    """
+    selected = ids.tolist()
+    repeated = [{e for e in row if row.count(e) > 1} for row in selected]
+    known = {selected[t][k] for t, row in enumerate(slots) for k in row if selected[t][k] not in repeated[t]}
+    known |= {e for group in (template.groups if template is not None else ()) for e in group.ids}
+    return {t: experts for t, row in enumerate(repeated) if (experts := row & known)}
 
 
 class ChoiceSums:
-    """Whether what a token gets is the sum of what its choices are worth, one by one."""
+    """Expands the bodies of single slots, to compare their sum with the summands of a token.
+
+    Args:
+        routed: the summands with expert parameters, by token.
+        template: the form of another capture, for experts that this one lacks.
+    """
 
     def __init__(
         self, capture: Capture, T: Terms, lookup: ValueLookup, groups: list[Group], routed: list[list[Term]],
-        like: CanonicalForm | None,
+        template: CanonicalForm | None,
     ):  # fmt: skip
         """`routed`: the summands of all tokens that the experts have a part in."""
-        self.T, self.lookup = T, lookup
+        self.terms, self.lookup = T, lookup
         parts = dict.fromkeys(part for row in routed for part in row)
-        self.places = {ParameterSlice.from_term(x): x for x in _walk_terms(*parts) if is_state_slice(x)}
+        self.parameters = {ParameterSlice.from_term(x): x for x in _walk_terms(*parts) if is_state_slice(x)}
         self.groups: dict[int, tuple[Group, list[dict[int, ParameterSlice]]]] = {}
-        others = {g.body: g for g in like.groups} if like is not None else {}
+        others = {g.body: g for g in template.groups} if template is not None else {}
         met = {g.body for g in groups}
         unmet = [_move_to_capture(g, capture) for body, g in others.items() if body not in met]
         for group in (*groups, *filter(None, unmet)):
@@ -68,44 +82,49 @@ class ChoiceSums:
             tables = [own | more for own, more in zip(group.tables, other.tables, strict=True)]
             self.groups |= {e: (group, tables) for e in {*group.ids, *other.ids}}
 
-    def is_sum_of_choices(self, places: list[tuple[int, int, int]], parts: list[Term]) -> bool:
-        """`places`: the token, slot and expert of each choice of a token. `parts`: all that it gets."""
+    def is_sum_of_choices(self, slots: list[tuple[int, int, int]], parts: list[Term]) -> bool:
+        """Whether the summands of a token are the sum over its slots.
+
+        Args:
+            slots: (token, slot, expert) of each slot of the token.
+            parts: all summands of the token.
+        """
         wanted: _LinearSum = {}
-        for place in places:
-            _add(wanted, self._expand_choice(place))
+        for slot in slots:
+            _add(wanted, self._expand_choice(slot))
         found: _LinearSum = {}
         for part in parts:
             _add(found, self._expand_row(part))
         return _round(wanted) == _round(found)
 
-    def has_effect(self, place: tuple[int, int, int]) -> bool:
-        """Whether a choice is worth anything."""
-        return bool(_round(self._expand_choice(place)))
+    def has_effect(self, slot: tuple[int, int, int]) -> bool:
+        """Whether a slot contributes anything."""
+        return bool(_round(self._expand_choice(slot)))
 
-    def _expand_choice(self, place: tuple[int, int, int]) -> _LinearSum:
-        known = self.groups.get(place[2])
-        return self._expand_row(self._build_summand(known[0].body, place)) if known is not None else {}
+    def _expand_choice(self, slot: tuple[int, int, int]) -> _LinearSum:
+        known = self.groups.get(slot[2])
+        return self._expand_row(self._build_summand(known[0].body, slot)) if known is not None else {}
 
-    def _build_summand(self, body: Body, where: tuple[int, int, int]) -> Term:
-        """The summand of one choice. What no token has stands for itself."""
-        group, tables = self.groups[where[2]]
+    def _build_summand(self, body: Body, slot: tuple[int, int, int]) -> Term:
+        """Build the summand of one slot. A value that no token has becomes an opaque term."""
+        group, tables = self.groups[slot[2]]
         found: Term | None = None
         match body.op:
             case "value":
-                found = self.lookup.get_element(group.values[body.args[0]], *where)
+                found = self.lookup.get_element(group.values[body.args[0]], *slot)
             case "expert":
-                found = self.places.get(tables[body.args[0]][where[2]])
+                found = self.parameters.get(tables[body.args[0]][slot[2]])
             case "shared":
-                found = self.places.get(body.args[0])
+                found = self.parameters.get(body.args[0])
             case "const":
-                return self.T.const(body.args[0], body.shape)
+                return self.terms.const(body.args[0], body.shape)
             case _:
-                args = [self._build_summand(a, where) if isinstance(a, Body) else a for a in body.args]
-                return self.T.make(body.op, tuple(args), body.shape)
-        return self.T.make("node", (body, where[2]), body.shape) if found is None else found
+                args = [self._build_summand(a, slot) if isinstance(a, Body) else a for a in body.args]
+                return self.terms.make(body.op, tuple(args), body.shape)
+        return self.terms.make("node", (body, slot[2]), body.shape) if found is None else found
 
     def _expand_row(self, t: Term) -> _LinearSum:
-        """A row as a sum of rows, each times scalars."""
+        """Expand a row to a sum of rows, each times scalars."""
         if is_const(t, 0):
             return {}
         if t.op == "pw":
@@ -121,12 +140,12 @@ class ChoiceSums:
                 )
             if name in ("cast", "detach") and len(items) == 1:
                 rows = self._expand_row(items[0]).items()
-                return {(row and self.T.pw(name, row, **dict(kwargs)), by): n for (row, by), n in rows}
+                return {(row and self.terms.pw(name, row, **dict(kwargs)), by): n for (row, by), n in rows}
         return {(t, ()): 1.0}
 
 
 def _move_to_capture(group: Group, capture: Capture) -> Group | None:
-    """With the values of another capture, at the same places of it; None where it took another way."""
+    """Replace the nodes of a group by those at the same positions of a capture, or return None if its ops differ."""
     several = [n for ref in group.values for n in ref.nodes]
     here = {n: capture.nodes[i] for n in several if (i := n.meta["index"]) < len(capture.nodes)}
     if any(n not in here or here[n].target != n.target for n in several):
@@ -140,7 +159,7 @@ def _move_to_capture(group: Group, capture: Capture) -> Group | None:
 
 
 def _expand_scalar(t: Any) -> _LinearSum:
-    """A scalar as a sum of products."""
+    """Expand a scalar to a sum of products."""
     if not isinstance(t, Term) or t.op == "const":
         return {(None, ()): float(constant_value(t) if isinstance(t, Term) else t)}
     if t.op in ("reshape", "expand"):

@@ -1,4 +1,4 @@
-"""Summands that are no expert's: what all tokens get, what those get that no expert took, and identity experts."""
+"""Summands without expert parameters: shared summands, the output of unrouted tokens, and identity experts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ from .value_lookup import ValueLookup
 
 
 def find_shared(
-    rest: list[list[Term]], lookup: ValueLookup, owners: ExpertOwners, like: CanonicalForm | None
+    rest: list[list[Term]], lookup: ValueLookup, owners: ExpertOwners, template: CanonicalForm | None
 ) -> tuple[list[NodeRef], list[list[Term]]]:
-    """Summands that are the rows of a node which is computed without the experts, the same node for all tokens.
-    Where its row is zero under this routing (a gated part that is not chosen) there is no summand. A sum that is no
-    node's is taken apart. `like`: the form of another capture of the block; where that has identity experts, one that
-    all tokens chose here is none of these."""
+    """Find the shared summands: nodes without experts whose rows are added for all tokens.
+
+    A token lacks the summand if the row is zero under this routing, such as a gated part. A sum that no node computes
+    is split further.
+
+    Args:
+        rest: the summands without expert parameters, by token.
+        template: the form of another capture. If it has identity experts, only lines of its shared summands count:
+            an identity expert that all tokens select looks like a shared summand.
+
+    Returns:
+        The nodes, and the summands that are left.
+    """
     refs: list[NodeRef] = []
     lines = None
-    if like is not None and any(not group.tables for group in like.groups):
-        lines = {line(ref.node) for ref in like.shared}
+    if template is not None and any(not group.tables for group in template.groups):
+        lines = {line(ref.node) for ref in template.shared}
     while True:
         rest = [list(parts) for parts in rest]
         tried: set[Term] = set()
@@ -35,26 +44,33 @@ def find_shared(
                     for mine, found in zip(rest, column[1], strict=True):
                         if not is_const(found, 0):
                             mine.remove(found)
-        apart = [[p for part in parts for p in owners.split_operands(part)] for parts in rest]
-        if apart == rest:
-            return (refs if like is None else _order_like(refs, like.shared, lookup)), rest
-        rest = apart
+        split = [[p for part in parts for p in owners.split_operands(part)] for parts in rest]
+        if split == rest:
+            return (refs if template is None else _order_like(template.shared, refs, lookup)), rest
+        rest = split
 
 
-def _order_like(refs: list[NodeRef], there: list[NodeRef], lookup: ValueLookup) -> list[NodeRef]:
-    """The summands of another capture, in their order, where those that are not among `refs` are zero for all tokens:
-    what a dense mask lets through, of an identity expert that nobody chose."""
+def _order_like(template: list[NodeRef], refs: list[NodeRef], lookup: ValueLookup) -> list[NodeRef]:
+    """Sort `refs` like the template's shared summands, and add those whose rows are all zero in this capture.
+
+    A row is zero for an identity expert behind a dense mask that no token selects. If the two lists differ in another
+    summand, `refs` stays as it is.
+    """
     mine = {ref.position: ref for ref in refs}
-    if not all(ref.position in mine for ref in there):
+    if not all(ref.position in mine for ref in template):
         mine = {ref.position: ref for ref in lookup.zero_rows()} | mine
-    ordered = [mine[ref.position] for ref in there if ref.position in mine]
-    return ordered if len(ordered) == len(there) and set(refs) <= set(ordered) else refs
+    ordered = [mine[ref.position] for ref in template if ref.position in mine]
+    return ordered if len(ordered) == len(template) and set(refs) <= set(ordered) else refs
 
 
 def find_unrouted_value(
     rest: list[list[Term]], routed: list[list[Term]], lookup: ValueLookup
 ) -> tuple[NodeRef | None, list[list[Term]]]:
-    """What the tokens that no expert took have instead: their own row, say, which the others do not have."""
+    """Find the output of tokens without an expert, such as their own row, if no other token has a residual summand.
+
+    Returns:
+        The node, or None, and the summands that are left.
+    """
     alone = [t for t, parts in enumerate(routed) if not parts]
     if not alone or any(len(rest[t]) != 1 for t in alone) or any(rest[t] for t in range(len(rest)) if routed[t]):
         return None, rest
@@ -65,8 +81,18 @@ def find_unrouted_value(
 def assign_identity_slots(
     t: int, parts: list[Term], ids: list[int], placed: list[tuple[int, Term]], lookup: ValueLookup
 ) -> None:
-    """Summands of a token without parameters (identity experts): the slots that are left, told apart by their
-    weights."""
+    """Append the summands of identity experts, which have no parameters, to `placed`, each in a free slot.
+
+    A summand belongs to the slot whose routing weight it contains.
+
+    Args:
+        parts: the summands of token `t` without expert parameters.
+        ids: the selected experts of the token.
+        placed: (slot, summand) pairs of the token.
+
+    Raises:
+        Refused: no slot is left for a summand.
+    """
     for part in [summand for whole in parts for summand in _split_by_weight(whole, lookup)]:
         free = sorted(set(range(len(ids))) - {k for k, _ in placed})
         scalars = {a for a in part.terms if math.prod(a.shape) == 1}
@@ -81,12 +107,12 @@ def assign_identity_slots(
 
 
 def _split_by_weight(t: Term, lookup: ValueLookup) -> list[Term]:
-    """`x * (w1 + w2)` as two summands: one token may choose two experts that do the same."""
+    """Split `x * (w1 + w2)` into two summands: a token may select two experts that compute the same."""
     if t.op == "pw" and t.args[0] == "mul":
         a, b = t.args[2:]
         wide, scalar = (a, b) if math.prod(b.shape) == 1 else (b, a)
         if scalar.op == "pw" and scalar.args[0] == "add" and not any(lookup.find_holders(scalar)):
-            pw = lookup.S.T.pw
+            pw = lookup.semantics.T.pw
             products = [pw("mul", wide, s) if wide is a else pw("mul", s, wide) for s in scalar.args[2:]]
             return [p for product in products for p in _split_by_weight(product, lookup)]
     return [t]

@@ -1,4 +1,8 @@
-"""Which node supplies a value: weights and input rows are recognised by what they are, not by where they came from."""
+"""Find the node that supplies a value of the experts, such as a routing weight or an input row.
+
+Nodes are compared by their terms, not by the ops between them and the experts: a node fits if its elements are the
+given terms. A *reading* is a node with the meaning of its axes, a `NodeRef`.
+"""
 
 from __future__ import annotations
 
@@ -17,51 +21,66 @@ from .canonical_form import CanonicalForm, NodeRef
 
 
 class ValueLookup:
-    """Finds the node whose elements are given terms: weights and input rows are recognised by what they are."""
+    """Finds the readings whose elements are given terms.
+
+    Args:
+        nodes: nodes to search.
+        tokens: the token axes.
+        slots: number of slots, K.
+        experts: number of experts.
+        inside: nodes that a submodule keeps to itself; they are tried last.
+        template: the form of another capture; its readings are tried first.
+        weights_per_slot: skip nodes with one value per token and expert.
+        align_to_last: find the last node that fits, whatever the template has, else the first.
+        sequences: number of sequences, if one value may hold for all tokens of a sequence; else 0.
+
+    Attributes:
+        counted: (token, slot, expert) of the slots that count.
+        dropped: the same for slots that do not.
+        doubtful: the same for slots that may not. A weight that is zero at some of them is more likely.
+    """
 
     def __init__(
         self, S: Semantics, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int,
-        inside: set[fx.Node], like: CanonicalForm | None, by_slots: bool, is_last: bool, sequences: int = 0,
+        inside: set[fx.Node], template: CanonicalForm | None, weights_per_slot: bool, align_to_last: bool,
+        sequences: int = 0,
     ):  # fmt: skip
-        """`nodes`: to look among. `inside`: those that are a submodule's own, to be taken only where no other fits.
-        `like`: the form of another capture of the block. `by_slots`: not what a token has for each expert. `is_last`:
-        of nodes that fit the last is found, whatever `like` has, else the first. `sequences`: how many there are, if
-        one value may be for all tokens of a sequence."""
-        self.S, self.tokens, self.slots, self.experts = S, tokens, slots, experts
-        self.T, self.sequences = math.prod(tokens), sequences
+        self.semantics, self.tokens, self.slots, self.experts = S, tokens, slots, experts
+        self.num_tokens, self.sequences = math.prod(tokens), sequences
         self.positions = list(itertools.product(*map(range, tokens)))
-        self.counted: list[tuple[int, int, int]] = []  # places where a slot counts, and where it does not
+        self.counted: list[tuple[int, int, int]] = []
         self.dropped: list[tuple[int, int, int]] = []
-        self.doubtful: list[tuple[int, int, int]] = []  # where a weight that is zero at some of them is the likelier
+        self.doubtful: list[tuple[int, int, int]] = []
         self.readings: list[tuple[tuple[bool, bool, int], int, NodeRef]] = []
-        self.before = {  # at a single token several readings fit: as in the other capture is best
+        self.template_positions = {  # many readings fit a single token; those of the template are the likeliest
             ref.position
-            for group in (like.groups if like is not None and not is_last else ())
+            for group in (template.groups if template is not None and not align_to_last else ())
             for value in group.values
             for ref in (value.columns or (value,))
         }
         for n in nodes:
             for rank, axes in self._enumerate_axes(tuple(n.meta["val"].shape)):
-                if by_slots and "e" in axes and {"t", "s"} & set(axes):
+                if weights_per_slot and "e" in axes and {"t", "s"} & set(axes):
                     continue
                 ref, index = NodeRef(n, axes), n.meta["index"]
-                at = -index if is_last else index
-                self.readings.append(((ref.position not in self.before, n in inside, rank), at, ref))
+                at = -index if align_to_last else index
+                self.readings.append(((ref.position not in self.template_positions, n in inside, rank), at, ref))
         self.readings.sort(key=lambda r: r[:2])
         self.readings = self._drop_repeated()
-        self.before_knew = like is not None and not like.kept_slots.all()  # which slots are dropped
+        self.template_drops_slots = template is not None and not template.kept_slots.all()
         self._tables: dict[tuple, dict[Term, list[NodeRef]]] = {}
 
     def _drop_repeated(self) -> list[tuple[tuple[bool, bool, int], int, NodeRef]]:
-        """The first of the readings that are the same: each turn of a loop may compute `weights[..., None]` again."""
+        """Keep the first of equal readings: each run of a loop may compute `weights[..., None]` again."""
         first: dict[tuple, tuple[tuple[bool, bool, int], int, NodeRef]] = {}
         for reading in self.readings:
             ref = reading[-1]
-            first.setdefault((self.S.term(ref.node), ref.axes, line(ref.node)), reading)
+            first.setdefault((self.semantics.term(ref.node), ref.axes, line(ref.node)), reading)
         return list(first.values())
 
     def _enumerate_axes(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
-        T, K, out = self.T, self.slots, []
+        """List the axes by which a tensor of this shape may hold values, each with its rank (0 is the likeliest)."""
+        T, K, out = self.num_tokens, self.slots, []
         for lead in dict.fromkeys([(T,), self.tokens]):
             n = len(lead)
             t = ("t",) * n
@@ -89,54 +108,63 @@ class ValueLookup:
         return out
 
     def get_element(self, ref: NodeRef, t: int, k: int, e: int) -> Term | None:
+        """Return the term of a reading for a token, slot and expert, or None outside of the tensor."""
         if ref.columns:
             ref = ref.columns[k]
-        term = self.S.term(ref.node)
+        term = self.semantics.term(ref.node)
         position = self.positions[t]
         where: dict[int, int] = {}
         seen = 0
         many = ref.axes.count("t") > 1
         for axis, kind in enumerate(ref.axes):
-            i = {"k": k, "e": e, "tk": t * self.slots + k, "kt": k * self.T + t}.get(kind)
-            i = t // (self.T // term.shape[axis]) if kind == "s" else i
+            i = {"k": k, "e": e, "tk": t * self.slots + k, "kt": k * self.num_tokens + t}.get(kind)
+            i = t // (self.num_tokens // term.shape[axis]) if kind == "s" else i
             if i is None:
                 i = position[seen] if many else t
                 seen += 1
             if not 0 <= i < term.shape[axis]:
                 return None
             where[axis] = i
-        return self.S.T.resolve(self.S.T.pick_axes(term, where))
+        return self.semantics.T.resolve(self.semantics.T.pick_axes(term, where))
 
-    def _get_value(self, ref: NodeRef, place: tuple[int, int, int]) -> Term | None:
-        found = self.get_element(ref, *place)
+    def _get_value(self, ref: NodeRef, slot: tuple[int, int, int]) -> Term | None:
+        found = self.get_element(ref, *slot)
         return found and self._as_scalar(found)
 
     def _as_scalar(self, t: Term) -> Term:
-        """A weight is a scalar, whatever axes of size one a node has for it, as `max(-1, keepdim=True)` does."""
-        return self.S.T.reshape(t, ()) if math.prod(t.shape) == 1 else t
+        """Remove the axes of a term with one element: `max(-1, keepdim=True)` gives weights of shape [1]."""
+        return self.semantics.T.reshape(t, ()) if math.prod(t.shape) == 1 else t
 
     def rows(self) -> set[Term]:
-        """The rows, one per token, of all readings that have one."""
+        """Return the rows of all readings with one row per token."""
         out = set()
         for _, _, ref in self.readings:
             if set(ref.axes) in ({"t"}, {"s"}) and len(ref.node.meta["val"].shape) > len(ref.axes):
-                out |= {r for t in range(self.T) if (r := self.get_element(ref, t, 0, 0)) is not None}
+                out |= {r for t in range(self.num_tokens) if (r := self.get_element(ref, t, 0, 0)) is not None}
         return out
 
     def zero_rows(self) -> list[NodeRef]:
-        """Readings of one row per token whose rows are zero, all of them."""
+        """List the readings with one row per token whose rows are all zero."""
         return [
             ref
             for _, _, ref in self.readings
             if set(ref.axes) == {"t"}
-            and all((r := self.get_element(ref, t, 0, 0)) is not None and is_const(r, 0) for t in range(self.T))
+            and all(
+                (r := self.get_element(ref, t, 0, 0)) is not None and is_const(r, 0) for t in range(self.num_tokens)
+            )
         ]
 
     def find(
         self, where: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False
     ) -> NodeRef | None:
-        """The node (and reading) whose element at every place is the given term. A value that is not a scalar must
-        be one per token, unless `wide`."""
+        """Find the reading whose element at every position is the given term.
+
+        Args:
+            where: (token, slot, expert) of each term.
+            terms: the wanted elements.
+            slots: whether readings per slot or expert may fit, besides those per token.
+            wide: whether a vector may differ by slot. By default a vector must be the token's.
+        """
         at = where[0]
         if (at, slots) not in self._tables:
             table: dict[Term, list[NodeRef]] = defaultdict(list)
@@ -152,7 +180,7 @@ class ValueLookup:
             ref
             for ref in self._tables[at, slots].get(terms[0], ())
             if (scalar or wide or set(ref.axes) <= {"t", "s"})
-            and all(self._get_value(ref, place) is term for place, term in zip(where, terms, strict=True))
+            and all(self._get_value(ref, slot) is term for slot, term in zip(where, terms, strict=True))
         )
         first = self._find_likeliest(fits, range(self.slots)) if scalar else next(fits, None)
         if first is None and scalar and slots and self.slots > 1:
@@ -162,32 +190,46 @@ class ValueLookup:
     def find_rows(
         self, t: int, term: Term, rest: list[list[Term]], lines: Collection[tuple[Any, Any]] | None
     ) -> tuple[NodeRef, list[Term]] | None:
-        """The node whose row `t` is `term`, and whose other rows are among what is left of the sums, or zero; one of
-        some lines, if these are given."""
+        """Find the reading whose row `t` is `term` and whose other rows are summands of their tokens, or zero.
+
+        Args:
+            rest: the summands that are left, by token.
+            lines: lines that may hold the node; None for all.
+
+        Returns:
+            The reading and its rows.
+        """
         for _, _, ref in self.readings:
             if set(ref.axes) != {"t"} or self.get_element(ref, t, 0, 0) is not term:
                 continue
             if lines is not None and line(ref.node) not in lines:
                 continue
-            column = [self.get_element(ref, i, 0, 0) for i in range(self.T)]
+            column = [self.get_element(ref, i, 0, 0) for i in range(self.num_tokens)]
             if all(r is not None and (is_const(r, 0) or r in parts) for r, parts in zip(column, rest, strict=True)):
                 return ref, column  # type: ignore[return-value]
         return None
 
     def _find_likeliest(self, fits: Iterator[NodeRef], slots: Collection[int]) -> NodeRef | None:
-        """The first, or a weight that says itself which slots count: zero wherever one is dropped, nowhere else (one
-        expert's mask is), and most often where one may be."""
+        """Choose among readings that fit: the first, unless one is zero exactly at the dropped slots.
+
+        A weight that is zero elsewhere is the mask of one expert. If some slots are doubtful, the reading that is zero
+        at most of these wins.
+        """
         dropped, doubtful, counted = (
             [at for at in found if at[1] in slots] for found in (self.dropped, self.doubtful, self.counted)
         )
         first, best, most = next(fits, None), None, -1
-        if first is None or not (dropped or doubtful) or (self.before_knew and first.position in self.before):
+        if (
+            first is None
+            or not (dropped or doubtful)
+            or (self.template_drops_slots and first.position in self.template_positions)
+        ):
             return first
         for ref in itertools.chain([first], fits):
-            says = len(self._find_zeros(ref, dropped)) == len(dropped) and not (
+            is_mask = len(self._find_zeros(ref, dropped)) == len(dropped) and not (
                 dropped and self._find_zeros(ref, counted)
             )
-            if says and (zeros := len(self._find_zeros(ref, doubtful))) > most:
+            if is_mask and (zeros := len(self._find_zeros(ref, doubtful))) > most:
                 best, most = ref, zeros
             if best and not doubtful:
                 break
@@ -197,10 +239,10 @@ class ValueLookup:
         return [at for at in where if (found := self.get_element(ref, *at)) is None or is_const(found, 0)]
 
     def _find_columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> NodeRef | None:
-        """One node for each slot."""
+        """Find one reading per slot."""
         columns = []
         for k in range(self.slots):
-            mine = [(place, term) for place, term in zip(where, terms, strict=True) if place[1] == k]
+            mine = [(slot, term) for slot, term in zip(where, terms, strict=True) if slot[1] == k]
             if not mine or len(mine) == len(where):
                 return None
             first, wanted = mine[0]
@@ -210,7 +252,7 @@ class ValueLookup:
                 if not {"k", "tk", "kt"} & set(ref.axes)
                 and {"t", "s"} & set(ref.axes)
                 and self._get_value(ref, first) is wanted
-                if all(self._get_value(ref, place) is term for place, term in mine)
+                if all(self._get_value(ref, slot) is term for slot, term in mine)
             )
             found = self._find_likeliest(fits, (k,))
             if found is None:
@@ -219,7 +261,7 @@ class ValueLookup:
         return NodeRef(columns[0].node, ("t", "k"), tuple(columns))
 
     def find_holders(self, term: Term) -> list[NodeRef]:
-        """Readings that have this term somewhere (looked for at the first places only)."""
+        """List the readings that have this term at the first position of some earlier `find`."""
         return [ref for table in self._tables.values() for ref in table.get(self._as_scalar(term), ())]
 
     def has_value_at(self, t: int, k: int, e: int, term: Term) -> bool:

@@ -1,4 +1,4 @@
-"""How an element of each kind of term is found."""
+"""Select an index of an axis in each kind of term: `Terms.pick`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _LABELS = string.ascii_letters
 
 
 def pick(T: Terms, t: Term, axis: int, i: int) -> Term:
+    """Select index `i` of `axis`, and remove the axis."""
     shape = t.shape[:axis] + t.shape[axis + 1 :]
     match t.op:
         case "const":
@@ -67,7 +68,7 @@ def pick(T: Terms, t: Term, axis: int, i: int) -> Term:
         case "at":
             inner, where = t.args
             free = [d for d in range(len(inner.shape)) if d not in dict(where)]
-            if inner.op == "row":  # the batch axes of a softmax are picked inside it, whatever came first
+            if inner.op == "row":  # pick the batch axes of a softmax inside it, in any order of picks
                 return T.pick_axes(T.pick(inner, free[axis], i), {d - (d > free[axis]): j for d, j in where})
             return T.make("at", (inner, tuple(sorted((*where, (free[axis], i))))), shape)
     return T.make("at", (t, ((axis, i),)), shape)
@@ -76,7 +77,7 @@ def pick(T: Terms, t: Term, axis: int, i: int) -> Term:
 def _pick_elementwise(T: Terms, t: Term, axis: int, i: int) -> Term:
     name, kwargs, *items = t.args
     picked: list = list(items)
-    # cheap operands first: a zero mask makes the others irrelevant
+    # cheap operands first: after a zero mask the others do not matter
     order = sorted((k for k, a in enumerate(items) if isinstance(a, Term)), key=lambda k: cost(items[k]))
     shape = t.shape[:axis] + t.shape[axis + 1 :]
     for k in order:
@@ -110,7 +111,7 @@ def _pick_cat(T: Terms, t: Term, axis: int, i: int) -> Term:
 
 
 def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
-    """Merged axes unravel the index; split axes become a strided slice of the axis they were split from."""
+    """Pick from a reshape: merged axes unravel the index, split axes become a strided slice of the old axis."""
     inner, shape = t.args[0], t.shape[:axis] + t.shape[axis + 1 :]
     if t.shape[axis] == 1:
         return T.reshape(inner, shape)
@@ -120,9 +121,9 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
         return T.reshape(T.pick_axes(inner, dict(zip(ins, where, strict=True))), shape)
     if len(ins) == 1:
         sizes = [t.shape[d] for d in outs]
-        if (apart := split_axis(T, inner, ins[0], sizes)) is not None:
-            return T.reshape(T.pick(apart, ins[0] + outs.index(axis), i), shape)
-        if axis > outs[0] and is_state_slice(inner):  # of a parameter no range, or one with steps
+        if (split := split_axis(T, inner, ins[0], sizes)) is not None:
+            return T.reshape(T.pick(split, ins[0] + outs.index(axis), i), shape)
+        if axis > outs[0] and is_state_slice(inner):  # a parameter slice with steps would have no index
             return T.make("at", (t, ((axis, i),)), shape)
         elements = torch.arange(math.prod(sizes)).reshape(sizes).select(outs.index(axis), i).reshape(1, -1)
         return T.reshape(T.index(inner, ins, elements, ins[0]), shape)
@@ -132,8 +133,10 @@ def _pick_reshape(T: Terms, t: Term, axis: int, i: int) -> Term:
 
 
 def split_axis(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term | None:
-    """A product of which one axis is several, such as that of the slots and the columns of each slot's expert, or of
-    all experts' columns: the product of operands that have these axes. None: it is none."""
+    """Split an axis of a product into axes of these sizes, by splitting it in the operands.
+
+    The axis may merge the slots, or the experts, with an expert's columns. None if the term is not a product.
+    """
     if t.op == "pw":
         name, kwargs, *items = t.args
         placed = [(a, axis - len(t.shape) + len(a.shape)) if isinstance(a, Term) else (a, -1) for a in items]
@@ -143,18 +146,18 @@ def split_axis(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term | None:
     inputs, output, *operands = t.args
     label, free = output[axis], [x for x in _LABELS if all(x not in s for s in inputs)]
     labels = "".join(free[: len(sizes)])
-    apart = [
+    split = [
         _reshape_axis(T, o, s.index(label), sizes) if label in s else o for s, o in zip(inputs, operands, strict=True)
     ]
-    return T.ein([s.replace(label, labels) for s in inputs], output.replace(label, labels), apart)
+    return T.ein([s.replace(label, labels) for s in inputs], output.replace(label, labels), split)
 
 
 def _reshape_axis(T: Terms, t: Term, axis: int, sizes: list[int]) -> Term:
-    """`t` with axes of these sizes in the place of one, of which there may be one element for all."""
+    """Replace an axis by axes of these sizes. An axis of size one becomes axes of size one."""
     if t.shape[axis] == 1:
         sizes = [1] * len(sizes)
-    apart = split_axis(T, t, axis, sizes)
-    return apart if apart is not None else T.reshape(t, (*t.shape[:axis], *sizes, *t.shape[axis + 1 :]))
+    split = split_axis(T, t, axis, sizes)
+    return split if split is not None else T.reshape(t, (*t.shape[:axis], *sizes, *t.shape[axis + 1 :]))
 
 
 def _pick_index(T: Terms, t: Term, axis: int, i: int) -> Term:
@@ -172,7 +175,7 @@ def _pick_index(T: Terms, t: Term, axis: int, i: int) -> Term:
 
 def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:
     added: list[Term] = []
-    while t.op == "put":  # a loop over experts leaves one `put` per expert: walk the chain, do not recurse
+    while t.op == "put":  # a loop over experts leaves one `put` per expert, too many to recurse
         base, dims, indices, values, accumulate = t.args
         if axis not in dims:
             break
@@ -203,7 +206,7 @@ def _pick_put(T: Terms, t: Term, axis: int, i: int) -> Term:
 
 
 def _collect_writes(T: Terms, t: Term, axis: int) -> tuple[dict[int, list[Write]], Term]:
-    """What a chain of `put` along one axis writes at each index, the last write first, and the term below the chain."""
+    """Collect the writes of a chain of `put` along one axis, by index, the last first, and the term below it."""
     if (t, axis) not in T.writes:
         below, writes = t, dict[int, list[Write]]()
         while below.op == "put" and below.args[1] == (axis,):
@@ -216,8 +219,11 @@ def _collect_writes(T: Terms, t: Term, axis: int) -> tuple[dict[int, list[Write]
 
 
 def _keep_last(T: Terms, written: list[Term]) -> Term:
-    """What is at a place that one `put` writes these to. Gradients reach all of them, also where it is the last one:
-    of weights that is looked into where a choice may name an expert twice (see `different`)."""
+    """Return the last of the values that one `put` writes at one index.
+
+    Gradients reach all of them, so `OVERWRITTEN` marks the result. Scalars are routing weights: a write that repeats
+    an index needs an expert that is selected twice (see `distinct_choices`).
+    """
     if len(written) == 1 or not written[0].shape or all(map(is_const, written)):
         return written[-1]
     T.overwrites = True
@@ -241,11 +247,11 @@ def _pick_row(T: Terms, t: Term, axis: int, i: int) -> Term:
     shape = t.shape[:axis] + t.shape[axis + 1 :]
     masked = name == "softmax" and _is_masked(T, inner, axis, i)
     if masked and not all(_is_masked(T, inner, axis, j) for j in range(inner.shape[axis])):
-        return T.const(0, shape)  # masked out before the softmax
+        return T.const(0, shape)  # masked before the softmax
     return T.make("at", (t, ((axis, i),)), shape)
 
 
 def _is_masked(T: Terms, scores: Term, axis: int, i: int) -> bool:
-    """Whether a score is -inf, or so low (-1e9, `finfo.min`) that its softmax beside any other score rounds to 0."""
+    """Whether a score is -inf, or so low (-1e9, `finfo.min`) that its softmax rounds to 0 beside any other."""
     score = T.resolve(T.pick(scores, axis, i))
     return is_const(score) and constant_value(score) <= MASKED

@@ -1,4 +1,4 @@
-"""Shapes and positions: broadcasting, unravelled indices, and which axes a reshape merges or splits."""
+"""Arithmetic on shapes and indices: broadcasting, unravelled indices, and the axes that a reshape merges or splits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import torch
 
 
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that tensors of these shapes broadcast to."""
+    """Return the shape to which tensors of these shapes broadcast.
+
+    Raises:
+        ValueError: they do not.
+    """
     if len(set(shapes)) == 1:
         return shapes[0]
     out = [1] * max(map(len, shapes), default=0)
@@ -22,7 +26,7 @@ def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def unravel(i: int, shape: Sequence[int]) -> list[int]:
-    """The coordinates of flat index `i`."""
+    """Return the coordinates of flat index `i`."""
     out = []
     for n in reversed(shape):
         i, at = divmod(i, n)
@@ -31,12 +35,12 @@ def unravel(i: int, shape: Sequence[int]) -> list[int]:
 
 
 def positions(shape: Sequence[int]) -> torch.Tensor:
-    """The coordinates of every element of a tensor of this shape: [len(shape), *shape]."""
+    """Return the coordinates of every element of a tensor of this shape: [len(shape), *shape]."""
     return torch.stack(torch.meshgrid(*[torch.arange(n) for n in shape], indexing="ij"))
 
 
 def reshape_group(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tuple[list[int], list[int]]:
-    """The input axes and output axes of the smallest block of a reshape that holds output axis `axis`."""
+    """Return the input and output axes of the smallest group of a reshape that contains output axis `axis`."""
     i = j = 0
     while i < len(old) or j < len(new):
         ins, outs, a, b = [], [], 1, 1
@@ -57,4 +61,5 @@ def reshape_group(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tupl
 
 
 def without_row(indices: torch.Tensor, q: int) -> torch.Tensor:
+    """Remove row `q`."""
     return torch.cat([indices[:q], indices[q + 1 :]])

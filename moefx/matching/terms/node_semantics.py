@@ -1,4 +1,4 @@
-"""Terms of the nodes of a captured graph. A node of an op that no rule explains is taken as it is (`node`)."""
+"""Terms of the nodes of a captured graph, by the rules in `op_rules`. A node without a rule is opaque (`node`)."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -32,8 +32,10 @@ _MOVED = {
 
 
 def find_conditions(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Comparisons of abstract floats (`h > 0`), and what is made of integers and truths of these alone, element by
-    element: `(h > 0).float()`. Not what something else hangs on: which rows are chosen, or how many."""
+    """Find comparisons of abstract floats (`h > 0`), and elementwise functions of these alone: `(h > 0).float()`.
+
+    Excluded are comparisons on which anything else depends, such as the selected rows or their number.
+    """
     found: set[fx.Node] = set()
     for n in nodes:
         val = n.meta.get("val")
@@ -42,9 +44,9 @@ def find_conditions(nodes: list[fx.Node]) -> set[fx.Node]:
         if not is_pointwise(n.target) and op_name(n) not in _MOVED:
             continue
         is_comparison = val.dtype is torch.bool and any(is_abstract(a) for a in n.all_input_nodes)
-        # Of integers terms have no arithmetic of their own.
-        is_of_one = is_known(n) and (val.dtype is torch.bool or val.is_floating_point())
-        if is_comparison or (is_of_one and not found.isdisjoint(n.all_input_nodes)):
+        # terms have no integer arithmetic
+        is_function = is_known(n) and (val.dtype is torch.bool or val.is_floating_point())
+        if is_comparison or (is_function and not found.isdisjoint(n.all_input_nodes)):
             found.add(n)
     for n in reversed(nodes):
         if n in found and any(is_known(user) and user not in found for user in n.users):
@@ -53,25 +55,27 @@ def find_conditions(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 class Semantics:
-    """Terms of the nodes of one captured graph, built on demand and in program order.
+    """The terms of the nodes of one captured graph, built on demand and in program order.
 
     Args:
-        symbolic: `conditions` are terms like others, as part of an activation, and not the values that they have
-            under this routing, as where they say which experts are chosen.
-        whole: lines of nodes that are taken as they are.
+        nodes: the nodes of the capture.
+        concrete_value: returns a node's values under the routing of the capture.
+        symbolic: treat comparisons (see `find_conditions`) as part of an activation: they become terms. By default
+            they have their values under this routing, as if they selected experts.
+        opaque_lines: lines whose nodes are opaque.
     """
 
     def __init__(
-        self, nodes: list[fx.Node], shadow: Callable[[fx.Node], torch.Tensor], symbolic: bool = False,
-        whole: frozenset[Line] = frozenset(),
+        self, nodes: list[fx.Node], concrete_value: Callable[[fx.Node], torch.Tensor], symbolic: bool = False,
+        opaque_lines: frozenset[Line] = frozenset(),
     ):  # fmt: skip
         self.T = Terms()
-        self.nodes, self.shadow, self.whole = nodes, shadow, whole
+        self.nodes, self.concrete_value, self.opaque_lines = nodes, concrete_value, opaque_lines
         self.conditions = find_conditions(nodes) if symbolic else set()
         self._terms: dict[fx.Node, Term] = {}
 
     def term(self, node: fx.Node) -> Term:
-        """The (unresolved) term of a node."""
+        """Return the term of a node, not resolved."""
         if node not in self._terms:
             needed, stack = set(), [node]
             while stack:
@@ -85,6 +89,7 @@ class Semantics:
         return self._terms[node]
 
     def opaque(self, node: fx.Node) -> Term:
+        """Return a term that stands for the node itself."""
         val = node.meta.get("val")
         return self.T.make("node", (node,), tuple(val.shape) if isinstance(val, torch.Tensor) else ())
 
@@ -94,12 +99,12 @@ class Semantics:
             return self.T.make(node.meta["kind"], (node.meta["fqn"],), tuple(val.shape))
         if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and node not in self.conditions:
             return self.T.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
-        # `torch.tensor(0.5)`: in arithmetic as a number is, but for the rounding of literals of 16 bit.
+        # `torch.tensor(0.5)` acts like a number; literals of 16 bits would round
         if node.meta.get("literal") and val.dim() == 0 and val.dtype.itemsize > 2:
             return self._build_known(node)
         if not isinstance(val, torch.Tensor) or node.op != "call_function":
             return self.opaque(node)
-        if node.meta.get("opaque") or line(node) in self.whole:
+        if node.meta.get("opaque") or line(node) in self.opaque_lines:
             return self._build_unexplained(node)
         name = op_name(node)
         if name.startswith(("empty", "new_empty")):
@@ -125,7 +130,7 @@ class Semantics:
         return out if out is not None else self._build_unexplained(node)
 
     def value(self, a: Any) -> Any:
-        """An argument of a node, with terms for nodes."""
+        """Convert an argument of a node: nodes become terms."""
         if isinstance(a, fx.Node):
             return self._terms.get(a) or (self.term(a) if isinstance(a.meta.get("val"), torch.Tensor) else a)
         if isinstance(a, (list, tuple)):
@@ -136,10 +141,10 @@ class Semantics:
         val = node.meta["val"]
         if val.numel() > _LARGEST_ARRAY:
             return self.opaque(node)
-        return self.T.array(self.shadow(node))
+        return self.T.array(self.concrete_value(node))
 
     def numbers(self, node: Any) -> torch.Tensor:
-        """A concrete integer argument."""
+        """Return an integer argument under the routing of the capture."""
         return torch.as_tensor(node.meta["val"] if isinstance(node, fx.Node) else node, dtype=torch.int64)
 
     def _build_elementwise(self, node: fx.Node) -> Term:
@@ -148,7 +153,7 @@ class Semantics:
         return self.T.pw(f"{packet}.{overload}", *items, **dict(node.kwargs))
 
     def _build_result(self, node: fx.Node) -> Term:
-        """One result of an op with several: values that a selection took are a gather by the concrete indices."""
+        """Build one result of an op with several. Selected values are a gather by the concrete indices."""
         bundle, i = node.args
         name = op_name(bundle)
         if i == 0 and name in ("max", "min") and all(u.args[1] == 0 or not u.users for u in bundle.users):
@@ -158,7 +163,7 @@ class Semantics:
         if i == 0 and name in SELECTIONS:
             dim, keep = SELECTIONS[name](bundle)
             source = self.value(bundle.args[0])
-            picked = self.shadow(bundle)[1]
+            picked = self.concrete_value(bundle)[1]
             dim %= max(1, len(source.shape))
             if not keep:
                 picked = picked.unsqueeze(dim)
@@ -176,8 +181,10 @@ class Semantics:
         return self._build_unexplained(node)
 
     def _build_unexplained(self, node: fx.Node) -> Term:
-        """What an op that no rule explains makes of parameters and buffers alone (of weights that are normalised or
-        quantised, say): a value of its own for each expert. Of anything else: the node as it is."""
+        """Build a node without a rule: a `call` if it depends on parameters and buffers only, else an opaque term.
+
+        A call of an op on normalised or quantised weights gives each expert a value of its own.
+        """
         if not follows_from_state(node):
             return self.opaque(node)
         call, part = (node.args[0], node.args[1]) if op_name(node) == "getitem" else (node, None)

@@ -1,7 +1,7 @@
 """The constructors of terms, which keep them in normal form (see `term`).
 
-The lifter asks for rows with `pick(term, axis, i)`: moving ops are evaluated away, zeros fold, and what is left says
-which input row met which parameters with which weights. Nothing is expanded that nobody asks for.
+The lifter reads rows with `Terms.pick(term, axis, i)`. Ops that move elements disappear, and zeros fold. The result
+shows the input row, the parameters and the weights. Terms are lazy: only picked elements are computed.
 """
 
 from __future__ import annotations
@@ -20,31 +20,41 @@ from .sum_expansion import resolve
 from .term import Array, Term, TooLarge, Write, constant_value, is_const, is_pw
 
 aten = torch.ops.aten
-_FEW = 256
-_FOLDED = ("const", "permute")  # operands that an einsum in normal form does not have
+_MAX_LISTED = 256
+_NOT_IN_PRODUCTS = ("const", "permute")  # ops of terms that are not operands of an einsum in normal form
 
 
 class Terms:
-    """The table of terms of one capture, and their constructors, which keep them in normal form."""
+    """The table of terms of one capture, with constructors that keep them in normal form.
 
-    def __init__(self, most_picks: int = 1_000_000) -> None:
-        self.most_picks = most_picks
+    Args:
+        max_picks: number of picked elements above which `pick` raises `TooLarge`.
+
+    Attributes:
+        overwrites: whether some write puts several values at one index (see `OVERWRITTEN`).
+        writes: cache of `element_selection`.
+        routed_parameters: parameters of which the routing selects parts, with the axes of the parts.
+    """
+
+    def __init__(self, max_picks: int = 1_000_000) -> None:
+        self.max_picks = max_picks
         self._table: dict[tuple, Term] = {}
         self._arrays: dict[tuple, Array] = {}
         self._picks: dict[tuple[Term, int, int], Term] = {}
         self._resolved: dict[Term, Term] = {}
-        self.overwrites = False  # whether there is `OVERWRITTEN`
-        self.writes: dict[tuple[Term, int], tuple[dict[int, list[Write]], Term]] = {}  # see `pick`
-        self.stacked: dict[Term, frozenset[int]] = {}  # parameters, and along which axes routing takes them apart
+        self.overwrites = False
+        self.writes: dict[tuple[Term, int], tuple[dict[int, list[Write]], Term]] = {}
+        self.routed_parameters: dict[Term, frozenset[int]] = {}
 
     def mark_routed(self, found: dict[Term, frozenset[int]]) -> None:
-        """From now on sums over these axes of parameters are written out."""
-        self.stacked = found
+        """Have sums over these axes of parameters written out from now on."""
+        self.routed_parameters = found
         self._resolved.clear()
         for t in self._table.values():
-            t.structure = None
+            t.routed_axes = None
 
     def make(self, op: str, args: tuple, shape: Iterable[int]) -> Term:
+        """Return the term with this op and these arguments, without normalisation."""
         shape = tuple(shape)
         key = (op, args, shape)
         term = self._table.get(key)
@@ -53,6 +63,7 @@ class Terms:
         return term
 
     def intern(self, value: torch.Tensor) -> Array:
+        """Return the `Array` with these numbers."""
         value = value.contiguous()
         key = (value.dtype, value.shape, ctypes.string_at(value.data_ptr(), value.nbytes))
         return self._arrays.setdefault(key, Array(value))
@@ -70,7 +81,7 @@ class Terms:
 
     # ------------------------------------------------------------------ elementwise
     def pw(self, name: str, *items: Any, **kwargs: Any) -> Term:
-        """An elementwise op on terms and static values, with the identities that routing constants need."""
+        """An elementwise op on terms and static values. Folds zeros, ones, constant masks and known numbers."""
         terms = [a for a in items if isinstance(a, Term)]
         shape = broadcast([t.shape for t in terms])
         if shape and math.prod(shape) == 1:
@@ -85,7 +96,7 @@ class Terms:
         return self.make("pw", (name, tuple(sorted(kwargs.items())), *items), shape)
 
     def _strip_leading_ones(self, t: Term) -> Term:
-        """Without the leading ones that broadcasting ignores, and scalars as scalars."""
+        """Remove leading axes of size one, which broadcasting ignores; a single element becomes a scalar."""
         if not t.shape or t.shape[0] != 1:
             return t
         if math.prod(t.shape) == 1:
@@ -121,7 +132,7 @@ class Terms:
         return None
 
     def _compute(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
-        """Elementwise on known numbers, in float64."""
+        """Compute an elementwise op on known numbers, in float64. None if it is large, or torch refuses it."""
         if math.prod(broadcast([t.shape for t in items if isinstance(t, Term) and t.op == "array"])) > 1 << 20:
             return None
         values = [torch.as_tensor(constant_value(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]
@@ -146,7 +157,7 @@ class Terms:
             return self.array(t.args[0].value.reshape(shape))
         if t.op == "reshape":
             return self.reshape(t.args[0], shape)
-        if 1 in t.shape:  # axes of size one are looked through, so that equal values are equal terms
+        if 1 in t.shape:  # ignore axes of size one, so that equal values are equal terms
             squeezed = self.pick_axes(t, {d: 0 for d, n in enumerate(t.shape) if n == 1})
             return self.reshape(squeezed, shape)
         return self.make("reshape", (t,), shape)
@@ -192,7 +203,7 @@ class Terms:
             return self.slice(inner, dim, begin, end, stride * step)
         if t.op == "reshape" and len(t.shape) == 1 and step == 1:
             block = math.prod(t.args[0].shape[1:])
-            if size == block and start % block == 0:  # one row of what was flattened
+            if size == block and start % block == 0:  # one row of a flattened matrix
                 return self.reshape(self.pick(t.args[0], 0, start // block), shape)
         if t.op == "cat" and t.args[0] == dim and step == 1 and size:
             pieces, low = [], 0
@@ -207,16 +218,19 @@ class Terms:
         return self.make("slice", (t, dim, start, stop, step), shape)
 
     def _slice_block(self, t: Term, dim: int, start: int, size: int, step: int) -> Term | None:
-        """One of several equal parts of a product, such as that with all experts' matrices side by side: as if they
-        were one upon the other. Halves stay: a gate and what it gates are one product."""
+        """Return one of several equal blocks of a product, as if the blocks were stacked; None if it is not one.
+
+        The matrices of all experts may stand side by side in one product. Halves are not split: a fused gate and
+        up-projection is one product.
+        """
         if step != 1 or not size or t.shape[dim] % size or start % size or t.shape[dim] <= 2 * size:
             return None
 
-        if units := {d: 0 for d, n in enumerate(t.shape) if n == 1}:  # looked through, as in `reshape`
+        if units := {d: 0 for d, n in enumerate(t.shape) if n == 1}:  # ignored, as in `reshape`
             inner = self._slice_block(self.pick_axes(t, units), dim - sum(d < dim for d in units), start, size, step)
             return inner and self.reshape(inner, (*t.shape[:dim], size, *t.shape[dim + 1 :]))
-        apart = split_axis(self, t, dim, [t.shape[dim] // size, size])
-        return None if apart is None else self.pick(apart, dim, start // size)
+        split = split_axis(self, t, dim, [t.shape[dim] // size, size])
+        return None if split is None else self.pick(split, dim, start // size)
 
     def cat(self, terms: Sequence[Term], dim: int) -> Term:
         terms = [t for t in terms if not (t.shape == (0,) and any(len(s.shape) > 1 for s in terms))]
@@ -240,8 +254,12 @@ class Terms:
         self, t: Term, dims: Sequence[int], indices: torch.Tensor, position: int, routed: bool = False,
         from_start: bool = False,
     ) -> Term:  # fmt: skip
-        """Advanced indexing: `indices` [m, *I] into `dims`; the axes of I stand at `position` of the result.
-        What routing chose stays an index even where it happens to be a range. `from_start`: none is negative."""
+        """Advanced indexing with `indices` [m, *I] into `dims`; the axes I are at `position` of the result.
+
+        Args:
+            routed: the indices depend on the routing, and stay an `index` even if they are a range by chance.
+            from_start: no index is negative.
+        """
         dims = tuple(dims)
         if indices.dim() == 1:
             at = zip(dims, indices.tolist(), strict=True)
@@ -256,7 +274,7 @@ class Terms:
             inner, inner_dims, first, _ = t.args  # an index of an index
             return self.index(inner, inner_dims, first.value[:, indices[0]], position, routed, True)
         if len(dims) > 1 and indices.numel():
-            for q, row in enumerate(indices):  # a coordinate that is the same for all elements
+            for q, row in enumerate(indices):  # a coordinate that is equal for all elements
                 if (i := _find_uniform_value(row)) is not None:
                     picked = self.pick(t, dims[q], int(i))
                     left, indices = [d - (d > dims[q]) for d in dims if d != dims[q]], without_row(indices, q)
@@ -278,7 +296,7 @@ class Terms:
         indices = _wrap_negative(indices, [base.shape[d] for d in dims])
         if len(dims) == 1 and not accumulate and torch.equal(indices[0], torch.arange(base.shape[dims[0]])):
             order = [*range(1, dims[0] + 1), 0, *range(dims[0] + 1, len(base.shape))]
-            return self.permute(values, order)  # all of it is written
+            return self.permute(values, order)  # every element is written
         if self._is_noop_write(base, dims, indices, values, accumulate):
             return base
         return self.make("put", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
@@ -286,7 +304,7 @@ class Terms:
     def _is_noop_write(
         self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool
     ) -> bool:
-        """Whether `put` adds zeros, or writes what is there already: `y[0, 0] += 0 * weight.sum()`."""
+        """Whether `put` adds zeros, or writes the values that `base` has: `y[0, 0] += 0 * weight.sum()`."""
         if accumulate:
             return is_const(values, 0)
         if indices.shape[1] > 1:
@@ -303,7 +321,11 @@ class Terms:
             for label, n in zip(labels, t.shape, strict=True)
         }
         shape = tuple(size[label] for label in output)
-        if len(operands) > 1 and 1 not in size.values() and all(t.shape and t.op not in _FOLDED for t in operands):
+        if (
+            len(operands) > 1
+            and 1 not in size.values()
+            and all(t.shape and t.op not in _NOT_IN_PRODUCTS for t in operands)
+        ):
             renamed = _rename_labels(tuple(inputs), output)
             if renamed is not None:
                 return self.make("ein", (*renamed, *operands), shape)
@@ -328,7 +350,7 @@ class Terms:
         result = self.reshape(self._contract(kept, out, size), shape)
         for label in set("".join(inputs)) - set(output) - set("".join(labels for labels, _ in kept)):
             factor *= size[label]
-        for s, leads in scalars:  # in the order that they have as rows of a longer product
+        for s, leads in scalars:  # in the order of the operands
             result = self.pw("mul", s, result) if leads else self.pw("mul", result, s)
         return self.pw("mul", result, self.const(factor)) if factor != 1 else result
 
@@ -341,7 +363,7 @@ class Terms:
             t = self.sum(t, gone)
             s = "".join(label for label in s if label in out)
             return self.permute(t, [s.index(label) for label in out])
-        if labels == set(out):  # nothing is summed: a product with broadcasting
+        if labels == set(out):  # no label is summed: a product with broadcasting
             aligned = [
                 self.reshape(
                     self.permute(t, [s.index(x) for x in out if x in s]),
@@ -378,29 +400,34 @@ class Terms:
         return self.make("sum", (tuple(d - len(t.shape) for d in dims), t), shape)
 
     def row(self, name: str, dims: Iterable[int], keep: bool, static: tuple, t: Term) -> Term:
-        """An op that acts along `dims` and treats the others as a batch."""
+        """An op that acts along `dims`; the other dims are a batch."""
         dims = tuple(sorted(d % len(t.shape) - len(t.shape) for d in dims))
         shape = t.shape if keep else tuple(n for d, n in enumerate(t.shape) if d - len(t.shape) not in dims)
         return self.make("row", (name, dims, keep, static, t), shape)
 
     # ------------------------------------------------------------------ picking
     def pick_axes(self, t: Term, where: dict[int, int]) -> Term:
+        """Select indices by axis, and remove these axes."""
         for axis in sorted(where, reverse=True):
             t = self.pick(t, axis, where[axis])
         return t
 
     def pick(self, t: Term, axis: int, i: int) -> Term:
-        """`t` at index `i` of `axis`, which disappears."""
+        """Select index `i` of `axis`, and remove the axis.
+
+        Raises:
+            TooLarge: more than `max_picks` elements were picked.
+        """
         key = (t, axis, i)
         found = self._picks.get(key)
         if found is None:
-            if len(self._picks) > self.most_picks:
+            if len(self._picks) > self.max_picks:
                 raise TooLarge
             found = self._picks[key] = pick(self, t, axis, i)
         return found
 
     def resolve(self, t: Term) -> Term:
-        """`t` with the sums over routed axes written out: the normal form in which terms are compared."""
+        """Write out the sums over routed axes. Terms are compared in this normal form."""
         found = self._resolved.get(t)
         if found is None:
             found = resolve(self, t)
@@ -410,7 +437,7 @@ class Terms:
 
 @functools.cache
 def _rename_labels(inputs: tuple[str, ...], output: str) -> tuple[tuple[str, ...], str] | None:
-    """Labels of an einsum in the order of their appearance. None: it sums over no label, or its output has others."""
+    """Rename the labels of an einsum in order of appearance. None if it sums over no label, or broadcasts."""
     labels = set("".join(inputs))
     if not set(output) < labels:
         return None
@@ -419,7 +446,7 @@ def _rename_labels(inputs: tuple[str, ...], output: str) -> tuple[tuple[str, ...
 
 
 def _wrap_negative(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Indices [m, *I] with the negative ones counted from the start of the m axes."""
+    """Replace negative indices [m, *I], counted from the end of axes of these m sizes."""
     below = indices < 0
     if not below.any():
         return indices
@@ -427,8 +454,8 @@ def _wrap_negative(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 
 def _find_uniform_value(value: torch.Tensor) -> float | None:
-    """The number that all elements are, if it is one."""
-    if value.numel() <= _FEW:  # this runs for every row of every mask: faster than two ops on a tensor
+    """Return the number of all elements, or None if they differ."""
+    if value.numel() <= _MAX_LISTED:  # every row of every mask passes here, and a list is faster than two tensor ops
         numbers = value.reshape(-1).tolist()
         first, same = numbers[0], numbers.count(numbers[0]) == len(numbers)
     else:

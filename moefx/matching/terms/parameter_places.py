@@ -1,6 +1,6 @@
-"""Expert parameters: from the terms that a capture found to tables `expert id -> place in the user's parameters`.
+"""Parameter slices: the parts of the user's parameters that experts use, and the expert that each may belong to.
 
-An expert's buffers (the mask of a pruned weight, the scale of a quantised one) are found at places, too.
+A slice may also be a part of a buffer: the mask of a pruned weight, the scale of a quantised one.
 """
 
 from __future__ import annotations
@@ -18,37 +18,43 @@ _MOVING = ("at", "slice", "reshape", "permute", "expand")
 
 
 def is_parameter_slice(t: Term) -> bool:
-    """A parameter or a part of one, moved but not computed with."""
+    """Whether a term is a parameter or a part of one, moved but not computed with."""
     return strip_moves(t).op == "param"
 
 
 def is_state_slice(t: Term) -> bool:
-    """A parameter or a buffer or a part of one, moved but not computed with."""
+    """Whether a term is a parameter or buffer or a part of one, moved but not computed with."""
     return strip_moves(t).op in ("param", "buffer")
 
 
 def strip_moves(t: Term) -> Term:
-    """What is left of a part of a parameter (or of anything else) before it was moved."""
+    """Return the operand of a chain of moves (picks, slices, reshapes, casts): for a slice, its parameter."""
     while t.op in _MOVING or (t.op == "pw" and t.args[0] in ("cast", "detach")):
         t = t.terms[0]
     return t
 
 
 def get_tensor(block: nn.Module, fqn: str) -> torch.Tensor:
-    """A parameter or buffer of the block."""
+    """Return a parameter or buffer of the block by FQN."""
     owner, _, name = fqn.rpartition(".")
     return getattr(block.get_submodule(owner), name)
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSlice:
-    """A parameter (by FQN) and the steps that lead to the part that is used, outermost last."""
+    """A part of a parameter or buffer.
+
+    Attributes:
+        fqn: the parameter.
+        steps: (op, shape of the result, arguments) of each move that leads to the part, outermost last.
+    """
 
     fqn: str
     steps: tuple[tuple, ...]
 
     @staticmethod
     def from_term(t: Term) -> ParameterSlice:
+        """Convert a term for which `is_state_slice` holds."""
         steps: list[tuple] = []
         while t.op not in ("param", "buffer"):
             if t.op == "pw":
@@ -64,7 +70,7 @@ class ParameterSlice:
 
     @property
     def axes(self) -> frozenset[int]:
-        """Of the parameter, those at which the part has one place."""
+        """Axes of the parameter at which the part has one index."""
         op, *rest = self.steps[0] if self.steps else ("",)
         return frozenset(axis for axis, _ in rest[1]) if op == "at" else frozenset()
 
@@ -83,7 +89,7 @@ class ParameterSlice:
 
 
 def _steps_of_element(t: Term) -> list[tuple]:
-    """An element of a parameter: first the axes that choose something, then those of size one."""
+    """Return the steps of an `at` term: first the axes that select something, then those of size one."""
     inner, where = t.args
     real = [(a, i) for a, i in where if inner.shape[a] > 1]
     unit = [(a - sum(r < a for r, _ in real), i) for a, i in where if inner.shape[a] == 1]
@@ -93,35 +99,42 @@ def _steps_of_element(t: Term) -> list[tuple]:
 
 
 class Siblings(list[str]):
-    """Names of parts of a module that are numbered alike, in order."""
+    """Names of the parts of a module that differ in their number only, in order."""
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
-        """Where each name stands."""
+        """The position of each name."""
         return {part: number for number, part in enumerate(self)}
 
 
-def guess_experts(place: ParameterSlice, children: dict[str, Siblings]) -> list[int]:
-    """Which expert a place may belong to, most likely first: its index in a stack, in a flat matrix, or among
-    sibling modules. `children`: FQN of a parent -> its numbered parts in order.
+def guess_experts(part: ParameterSlice, children: dict[str, Siblings]) -> list[int]:
+    """List the experts that a slice may belong to, most likely first.
+
+    Candidates are its index in a stack or a flat matrix, and its position among sibling modules.
+
+    Args:
+        children: the numbered parts of each parent, by FQN of the parent.
     """
-    parts, found = place.fqn.split("."), []
+    parts, found = part.fqn.split("."), []
     for depth in range(len(parts)):
         siblings = children.get(".".join(parts[:depth]))
         if siblings is not None and len(siblings) > 1 and parts[depth] in siblings.numbers:
             found.append(siblings.numbers[parts[depth]])
-    for op, *rest in place.steps:
+    for op, *rest in part.steps:
         if op == "at" and rest[1]:
             return [rest[1][0][1]]
         if op == "slice":
             _, _, start, stop, step = rest
             if step == 1 and start % (stop - start) == 0:
-                return [*found, start // (stop - start)]  # of an expert's own matrix, or of one of all experts'
+                return [
+                    *found,
+                    start // (stop - start),
+                ]  # a block of an expert's own matrix, or of a matrix of all experts
     return found
 
 
 def find_siblings(block: nn.Module) -> dict[str, Siblings]:
-    """For every module of the block whose parts are numbered alike (`0`, `1`, ... or `expert_0`, ...): those parts."""
+    """Find the parts of each module that differ in their number only: `0`, `1`, ... or `expert_0`, `expert_1`, ..."""
     out: dict[str, Siblings] = {}
     for name, module in block.named_modules():
         parts = [*module._modules, *module._parameters]
@@ -130,7 +143,9 @@ def find_siblings(block: nn.Module) -> dict[str, Siblings]:
             if re.search(r"\d", part):
                 families.setdefault(re.sub(r"\d+", "#", part), []).append(part)
         largest = max(families.values(), key=len, default=[])
-        if len(largest) < 2 and isinstance(module, nn.ModuleDict):  # experts have names, beside a router maybe
+        if len(largest) < 2 and isinstance(
+            module, nn.ModuleDict
+        ):  # named experts, perhaps beside a router: parts with equal parameters
             kinds: dict[tuple, list[str]] = {}
             for part, child in module.items():
                 kinds.setdefault(tuple((n, t.shape) for n, t in child.named_parameters()), []).append(part)
@@ -141,7 +156,7 @@ def find_siblings(block: nn.Module) -> dict[str, Siblings]:
 
 
 def number_nested_modules(block: nn.Module) -> dict[str, int]:
-    """For lists of modules in a list: the number of each inner module, counted through all inner lists."""
+    """Number the modules of nested lists, counted through all inner lists, by FQN."""
     numbers: dict[str, int] = {}
     for name, module in block.named_modules():
         inner = list(module.named_children())

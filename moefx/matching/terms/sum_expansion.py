@@ -1,4 +1,8 @@
-"""Along which axes routing put different things, and how sums over these are written out."""
+"""Sums over routed axes, written out as additions.
+
+An axis is routed if the routing determines its elements, such as the axis of the experts. Written out, the summands of
+experts that a token did not select fold to zero.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from .term import Term, is_const
 if TYPE_CHECKING:
     from .normal_form import Terms
 
-_WIDEST_SUM = 1 << 16
+_MAX_TERMS = 1 << 16
 
 
-_ORDER = {
+_COST = {
     "const": 0,
     "array": 0,
     "param": 1,
@@ -31,21 +35,23 @@ _ORDER = {
 
 
 def cost(t: Term) -> tuple[int, int]:
+    """Sort key of operands: those that are likely to be zero, and cheap to pick, come first."""
     inner = t
     while inner.op in ("reshape", "expand", "permute", "slice"):
         inner = inner.args[0]
-    return _ORDER.get(inner.op, 9), math.prod(t.shape)
+    return _COST.get(inner.op, 9), math.prod(t.shape)
 
 
 def shift_axes(dims: set[int], gone: int) -> list[int]:
+    """Renumber axes after one is removed."""
     return [d - (d > gone) for d in dims]
 
 
 def routed_axes(T: Terms, t: Term) -> frozenset[int]:
-    """The axes of `t` along which routing put different things: sums over these are written out."""
-    if t.structure is None:
-        t.structure = frozenset(d for d in _find_routed_axes(T, t) if t.shape[d] > 1)
-    return t.structure
+    """Return the axes along which the routing determines the elements."""
+    if t.routed_axes is None:
+        t.routed_axes = frozenset(d for d in _find_routed_axes(T, t) if t.shape[d] > 1)
+    return t.routed_axes
 
 
 def _find_routed_axes(T: Terms, t: Term) -> set[int]:
@@ -53,7 +59,7 @@ def _find_routed_axes(T: Terms, t: Term) -> set[int]:
         case "const" | "node" | "buffer" | "call":
             return set()
         case "param":
-            return set(T.stacked.get(t, ()))
+            return set(T.routed_parameters.get(t, ()))
         case "array":
             return set(range(len(t.shape)))
         case "pw":
@@ -107,6 +113,7 @@ def _find_routed_axes(T: Terms, t: Term) -> set[int]:
 
 
 def resolve(T: Terms, t: Term) -> Term:
+    """Write out all sums over routed axes in a term."""
     match t.op:
         case "sum":
             return _resolve_sum(T, t)
@@ -145,7 +152,7 @@ def resolve(T: Terms, t: Term) -> Term:
 def _resolve_sum(T: Terms, t: Term) -> Term:
     dims, inner = t.args
     routed = routed_axes(T, inner) & {d % len(inner.shape) for d in dims}
-    if not routed or inner.shape[min(routed)] > _WIDEST_SUM:
+    if not routed or inner.shape[min(routed)] > _MAX_TERMS:
         return T.sum(T.resolve(inner), dims)
     axis = min(routed)
     left = [d % len(inner.shape) for d in dims]

@@ -1,7 +1,8 @@
-"""Terms: what one element, row or block of a captured tensor is, as an expression.
+"""Terms: symbolic expressions for captured tensors, their rows and their elements.
 
-Once routing is concrete, every way to write dispatch and combine (loops, masks, one-hot products, sorting, gathered
-weights) only moves rows about. So a captured tensor becomes one lazy, hash-consed expression. `Terms` makes them.
+Under a concrete routing, all spellings of dispatch and combine (loops, masks, one-hot products, sorting, gathered
+weights) only move rows. So each captured tensor is one lazy expression, and rows that compute the same are one object.
+`Terms` constructs them.
 """
 
 from __future__ import annotations
@@ -16,41 +17,44 @@ import torch
 
 
 class Term:
-    """One expression. `op` and `args` identify it; equal terms are the same object.
+    """One expression. Its `op`, `args` and `shape` identify it; equal terms are the same object.
 
     | op | args |
     |---|---|
-    | `node` | an FX node taken as it is |
+    | `node` | an opaque FX node |
     | `param`, `buffer` | FQN |
-    | `const` | a number, in every element |
+    | `const` | the number of every element |
     | `array` | an `Array` of known numbers |
     | `pw` | name, keyword arguments, items (terms and static values): elementwise with broadcasting |
     | `ein` | input labels, output labels, operands |
-    | `row` | name, acted-on dims (negative), keeps them, static arguments, operand: softmax, norms, reductions |
+    | `row` | name, dims it acts on (negative), whether it keeps them, static arguments, operand: softmax, norms |
     | `sum` | dims, operand |
     | `reshape`, `permute`, `expand`, `slice`, `cat` | as in torch |
-    | `index` | operand, dims, `Array` [m, *I], position of I: advanced indexing |
+    | `index` | operand, dims, `Array` [m, *I], position of the axes I in the result: advanced indexing |
     | `put` | base, dims, `Array` [m, n], values [n, *rest], accumulate: every kind of scatter |
     | `at` | operand, ((axis, i), ...): an element that stays symbolic |
-    | `call` | function, arguments and keyword arguments (terms as `Operand`), which of its results, operands |
+    | `call` | function, arguments and keyword arguments (with `Operand` for terms), index of the result, operands |
+
+    Attributes:
+        routed_axes: cached axes along which the routing determines the elements; see `sum_expansion.routed_axes`.
     """
 
-    __slots__ = ("args", "op", "shape", "structure")
+    __slots__ = ("args", "op", "routed_axes", "shape")
 
     def __init__(self, op: str, args: tuple, shape: tuple[int, ...]):
         self.op, self.args, self.shape = op, args, shape
-        self.structure: frozenset[int] | None = None
+        self.routed_axes: frozenset[int] | None = None
 
     def __repr__(self) -> str:
         return format_term(self)
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        return tuple([a for a in self.args if isinstance(a, Term)])  # in less time than of a generator
+        return tuple([a for a in self.args if isinstance(a, Term)])  # a list is faster than a generator
 
 
 class Array:
-    """Concrete integers (int64) or numbers (float64) inside a term; interned, so identity is equality."""
+    """Known integers (int64) or floats (float64) inside a term. Interned: equal arrays are the same object."""
 
     def __init__(self, value: torch.Tensor):
         self.value = value
@@ -69,22 +73,23 @@ class Array:
         return rows
 
     def hits(self, row: int, i: int) -> list[int]:
-        """Positions along the last axis where row `row` equals `i`."""
+        """Return the positions along the last axis at which a row equals `i`."""
         return self._positions[row].get(i, [])
 
     def all_hits(self, row: int) -> dict[int, list[int]]:
-        """The same for all numbers that row `row` has."""
+        """Return the positions along the last axis of each number of a row."""
         return self._positions[row]
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Where the operand of this number stands among the arguments of a `call`."""
+    """Stands for an operand, by its number, among the arguments of a `call`."""
 
     number: int
 
 
 def format_term(t: Any, depth: int = 6) -> str:
+    """Format a term for messages, nested at most `depth` deep."""
     if not isinstance(t, Term):
         return repr(tuple(t.value.shape)) if isinstance(t, Array) else repr(t)
     if t.op == "const":
@@ -101,11 +106,11 @@ def format_term(t: Any, depth: int = 6) -> str:
 
 
 class TooLarge(Exception):
-    """More elements were asked for than any mixture of experts needs."""
+    """The lift picks more elements than any mixture of experts needs."""
 
 
-OVERWRITTEN = "overwritten"  # elementwise, of several that one write puts at the same place: the last one, on the CPU
-MASKED = -1e8  # a score below counts as masked: its softmax beside any other score rounds to 0
+OVERWRITTEN = "overwritten"  # elementwise op on the values that one write puts at one index; the CPU keeps the last
+MASKED = -1e8  # scores up to this count as masked: their softmax rounds to 0 beside any other score
 
 
 def is_const(t: Any, value: float | None = None) -> bool:
@@ -117,9 +122,10 @@ def is_pw(t: Any, name: str) -> bool:
 
 
 def constant_value(t: Term) -> Any:
+    """Return the number of a `const`, or the tensor of an `array`."""
     if t.op == "array":
         return t.args[0].value
     return math.nan if t.args[0] == "nan" else t.args[0]
 
 
-Write = tuple[Term, bool, list[int]]  # values, whether they are added, and which of them
+Write = tuple[Term, bool, list[int]]  # values, whether they are added, and the rows of the values

@@ -1,4 +1,4 @@
-"""Products: linear, matmul, einsum, convolutions with kernels of one element, grouped products."""
+"""Rules for products: linear, matmul, einsum, convolutions with kernels of one element, grouped products."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -40,7 +40,7 @@ def _linear(
 
 
 def _autocast(S: TermBuilder, n: fx.Node, *operands: Term | None) -> list[Term | None]:
-    """Under autocast a contraction casts its operands itself."""
+    """Cast operands to the dtype of the result, as a contraction does under autocast."""
     dtype = n.meta["val"].dtype
     out: list[Term | None] = []
     flat = [a for a in pytree.tree_leaves((n.args, n.kwargs)) if isinstance(a, fx.Node)]
@@ -98,7 +98,7 @@ def _convolution(
     _: Any,
     groups: int,
 ) -> Term | None:
-    """A kernel of size one is a product with a matrix (or, in groups, with one matrix each)."""
+    """Translate a convolution with a kernel of one element: a product with a matrix, or with one per group."""
     space = len(w.shape) - 2
     if (
         transposed

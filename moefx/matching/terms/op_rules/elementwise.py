@@ -1,4 +1,4 @@
-"""Ops that work element by element, where torch's own schema does not say all, and constants."""
+"""Rules for constants, and for elementwise ops whose schema does not tell enough for a generic rule."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false

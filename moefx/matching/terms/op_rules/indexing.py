@@ -1,4 +1,4 @@
-"""Ops that move elements to places which concrete integers decide: every kind of gather and scatter."""
+"""Rules for ops that move elements by integers: every kind of gather and scatter."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -41,7 +41,7 @@ def _index_select(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any) -> Term
 def _embedding(
     S: TermBuilder, n: fx.Node, weight: Term, ids: Any, padding_idx: int = -1, by_frequency: bool = False, *sparse: bool
 ) -> Term | None:
-    if padding_idx != -1 or by_frequency or any(sparse):  # rows without gradients, or with others than an index has
+    if padding_idx != -1 or by_frequency or any(sparse):  # the gradients differ from those of an index
         return None
     return S.T.index(weight, (0,), S.numbers(n.args[1])[None], 0, routed=is_routed(n.args[1]))
 
@@ -49,7 +49,7 @@ def _embedding(
 @rule("gather")
 def _gather(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, **kw: Any) -> Term:
     out = gather(S.T, a, dim, S.numbers(n.args[2]))
-    return out if n.meta["val"].dim() else S.T.reshape(out, ())  # one number, as `quantile` takes it
+    return out if n.meta["val"].dim() else S.T.reshape(out, ())  # a scalar, as in `quantile`
 
 
 @rule("take")
@@ -58,7 +58,7 @@ def _take(S: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
 
 
 def _routed_axes(indices: torch.Tensor, dim: int) -> list[int]:
-    """`dim` and the axes along which an index tensor varies; along the others it was merely expanded."""
+    """Return `dim` and the axes along which an index tensor varies. It is expanded along the others."""
     varies = [
         d for d in range(indices.dim()) if indices.shape[d] > 1 and not (indices == indices.narrow(d, 0, 1)).all()
     ]
@@ -66,9 +66,10 @@ def _routed_axes(indices: torch.Tensor, dim: int) -> list[int]:
 
 
 def gather(T: Terms, a: Term, dim: int, indices: torch.Tensor) -> Term:
+    """Translate `a.gather(dim, indices)`."""
     if not a.shape:
         return a
-    if not indices.numel():  # of tokens that a mask left none of
+    if not indices.numel():  # a mask left no tokens
         return T.const(0, indices.shape)
     dim %= len(a.shape)
     axes = _routed_axes(indices, dim)
@@ -84,6 +85,7 @@ def gather(T: Terms, a: Term, dim: int, indices: torch.Tensor) -> Term:
 
 
 def scatter(T: Terms, base: Term, dim: int, indices: torch.Tensor, source: Term, accumulate: bool) -> Term | None:
+    """Translate `base.scatter(dim, indices, source)`, or `scatter_add` if `accumulate`; None for a scalar base."""
     if not base.shape:
         return None
     if not indices.numel():

@@ -1,4 +1,4 @@
-"""Ops that move elements to places which only shapes decide."""
+"""Rules for ops that move elements by shapes alone."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -85,7 +85,7 @@ def _pad(S: TermBuilder, n: fx.Node, a: Term, pad: list[int], value: float = 0) 
     return a
 
 
-def _moved(S: TermBuilder, a: Term, dim: int, order: torch.Tensor) -> Term:
+def _reorder(S: TermBuilder, a: Term, dim: int, order: torch.Tensor) -> Term:
     return S.T.index(a, (dim,), order[None], dim)
 
 
@@ -96,7 +96,7 @@ def _repeat(S: TermBuilder, n: fx.Node, a: Term, times: list[int]) -> Term:
         if a.shape[dim] == 1:
             a = S.T.expand(a, (*a.shape[:dim], k, *a.shape[dim + 1 :]))
         elif k != 1:
-            a = _moved(S, a, dim, torch.arange(a.shape[dim]).repeat(k))
+            a = _reorder(S, a, dim, torch.arange(a.shape[dim]).repeat(k))
     return a
 
 
@@ -105,13 +105,13 @@ def _repeat_interleave(S: TermBuilder, n: fx.Node, a: Term, times: Any, dim: int
     if dim is None:
         a, dim = S.T.reshape(a, (math.prod(a.shape),)), 0
     counts = S.numbers(n.args[1]) if isinstance(n.args[1], fx.Node) else times
-    return _moved(S, a, dim % len(a.shape), torch.arange(a.shape[dim]).repeat_interleave(counts))
+    return _reorder(S, a, dim % len(a.shape), torch.arange(a.shape[dim]).repeat_interleave(counts))
 
 
 @rule("flip")
 def _flip(S: TermBuilder, n: fx.Node, a: Term, dims: list[int]) -> Term:
     for d in dims:
-        a = _moved(S, a, d % len(a.shape), torch.arange(a.shape[d]).flip(0))
+        a = _reorder(S, a, d % len(a.shape), torch.arange(a.shape[d]).flip(0))
     return a
 
 
@@ -120,5 +120,5 @@ def _roll(S: TermBuilder, n: fx.Node, a: Term, shifts: list[int], dims: list[int
     if not dims:
         return None
     for k, d in zip(shifts, dims, strict=True):
-        a = _moved(S, a, d % len(a.shape), torch.arange(a.shape[d]).roll(k))
+        a = _reorder(S, a, d % len(a.shape), torch.arange(a.shape[d]).roll(k))
     return a

@@ -1,4 +1,4 @@
-"""Ops that act along some axes: sums, means, softmax, norms."""
+"""Rules for ops that act along some axes: sums, means, softmax, norms."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -24,12 +24,12 @@ def _dims(t: Term, dim: Any) -> list[int]:
     return [d % len(t.shape) for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
 
 
-def _kept(S: TermBuilder, n: fx.Node, out: Term) -> Term:
+def _reshape_to_result(S: TermBuilder, n: fx.Node, out: Term) -> Term:
     return S.T.reshape(out, n.meta["val"].shape)
 
 
 def _as_result(S: TermBuilder, n: fx.Node, a: Term) -> Term:
-    """The operand in the dtype of the result, to which the op (by its `dtype`) or autocast casts it first."""
+    """Cast the operand to the dtype of the result, as the op (by its `dtype`) or autocast does first."""
     old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
     cast = old != new and old.is_floating_point
     return S.T.pw("cast", a, dtype=str(new).removeprefix("torch.")) if cast else a
@@ -37,14 +37,14 @@ def _as_result(S: TermBuilder, n: fx.Node, a: Term) -> Term:
 
 @rule("sum")
 def _sum(S: TermBuilder, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
-    return _kept(S, n, S.T.sum(_as_result(S, n, a), _dims(a, dim)))
+    return _reshape_to_result(S, n, S.T.sum(_as_result(S, n, a), _dims(a, dim)))
 
 
 @rule("mean")
 def _mean(S: TermBuilder, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Term:
     a = _as_result(S, n, a)
     dims = _dims(a, dim)
-    return _kept(S, n, S.T.pw("div", S.T.sum(a, dims), S.T.const(math.prod(a.shape[d] for d in dims))))
+    return _reshape_to_result(S, n, S.T.pw("div", S.T.sum(a, dims), S.T.const(math.prod(a.shape[d] for d in dims))))
 
 
 @rule("_softmax", "_log_softmax", "softmax", "log_softmax")
@@ -61,7 +61,7 @@ def _scan(S: TermBuilder, n: fx.Node, a: Term, dim: int, **kw: Any) -> Term:
 def _reduce(S: TermBuilder, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, **kw: Any) -> Term | None:
     if kw.get("dtype") is not None:
         return None
-    return _kept(S, n, S.T.row(op_name(n), _dims(a, dim), False, (), a))
+    return _reshape_to_result(S, n, S.T.row(op_name(n), _dims(a, dim), False, (), a))
 
 
 @rule("linalg_vector_norm")
@@ -75,7 +75,11 @@ def _vector_norm(
     *,
     dtype: Any = None,
 ) -> Term | None:
-    return None if dtype is not None else _kept(S, n, S.T.row("linalg_vector_norm", _dims(a, dim), False, (ord,), a))
+    return (
+        None
+        if dtype is not None
+        else _reshape_to_result(S, n, S.T.row("linalg_vector_norm", _dims(a, dim), False, (ord,), a))
+    )
 
 
 @rule("var")
@@ -91,7 +95,7 @@ def _var(
 ) -> Term | None:
     if isinstance(unbiased, bool):
         correction = 1 if unbiased else 0
-    return _kept(S, n, S.T.row("var", _dims(a, dim), False, (1 if correction is None else correction,), a))
+    return _reshape_to_result(S, n, S.T.row("var", _dims(a, dim), False, (1 if correction is None else correction,), a))
 
 
 @rule("rms_norm")
@@ -101,7 +105,7 @@ def _rms_norm(S: TermBuilder, n: fx.Node, x: Term, shape: Any, weight: Term | No
 
 
 def norm(S: TermBuilder, bundle: fx.Node) -> Term:
-    """Layer norm and RMS norm: normalise, then the elementwise part."""
+    """Translate layer norm or RMS norm: normalise, then scale and shift."""
     layer = op_name(bundle) == "native_layer_norm"
     x, shape, weight, *rest = (S.value(a) for a in bundle.args)
     bias, eps = rest if layer else (None, rest[0])
@@ -114,7 +118,7 @@ def norm(S: TermBuilder, bundle: fx.Node) -> Term:
 
 
 def batch_norm(S: TermBuilder, bundle: fx.Node) -> Term | None:
-    """Batch norm in eval mode: elementwise, by statistics that are buffers."""
+    """Translate batch norm in eval mode: elementwise, with buffers as statistics."""
     x, weight, bias, mean, var = (S.value(a) for a in bundle.args[:5])
     if mean is None or var is None:
         return None

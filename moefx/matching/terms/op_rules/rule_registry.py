@@ -1,4 +1,4 @@
-"""Where the rules stand, and what a rule is given."""
+"""The registry of rules, and the interface that rules use."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..term import Term
 
 
 class TermBuilder(Protocol):
-    """What reads a captured graph as terms."""
+    """Translates nodes of a captured graph to terms (`Semantics`)."""
 
     T: Terms
 
     def value(self, a: Any) -> Any:
-        """An argument of a node, with terms for nodes."""
+        """Convert an argument of a node: nodes become terms."""
 
     def numbers(self, node: Any) -> torch.Tensor:
-        """A concrete integer argument."""
+        """Return an integer argument under the routing of the capture."""
         ...
 
 
@@ -29,8 +29,11 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register what the ops of these names mean: a function of the reader, the node and its arguments as terms. Where
-    it returns None the node is taken as it is."""
+    """Register a rule for the ops of these names.
+
+    A rule is a function of the builder, the node and its arguments, with terms for nodes. It returns the node's term,
+    or None if the node shall be opaque.
+    """
 
     def register(fn: Rule) -> Rule:
         for name in names:
@@ -41,4 +44,5 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def as_term(S: TermBuilder, a: Any) -> Term:
+    """Convert a number to a constant; a term stays as it is."""
     return a if isinstance(a, Term) else S.T.const(a)

@@ -1,0 +1,240 @@
+"""Masks of the program that tell which slots count, and refusals of drops without a mask.
+
+A block whose drops follow no rule (see `drop_rules`) may compute a tensor with one entry per token and slot. The
+rewritten block keeps that computation, and drops the same slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..capture.captured import COMPARISONS, SPREAD
+from ..capture.source import Source
+from ..errors import Refused
+from .graph_nodes import collect_numbers, find_comparison, op_name
+from .lift.canonical_form import Body, CanonicalForm, NodeRef
+from .lift.expert_index import enumerate_slot_views
+from .match_result import Match
+from .probes.forced_outcome import ASK_ROWS
+from .terms.index_arithmetic import unravel
+from .terms.node_semantics import Semantics
+from .terms.normal_form import Terms
+from .terms.term import Term, is_const
+
+SKIPPED = "some chosen experts are skipped (dropped)"
+
+
+def find_masks(match: Match, find_ties: Callable[[], str | None]) -> list[NodeRef] | None:
+    """Find the program's mask of the slots that count.
+
+    Args:
+        find_ties: tells how an expert treats slots with equal weights (see `drop_rules`).
+
+    Returns:
+        A node for each capture; None if the dropped slots have zero weights or rows, so that no mask is needed.
+
+    Raises:
+        Refused: the program has no mask.
+    """
+    found = [_find_mask_candidates(form) for form in match.evidence]
+    for ref in _sort_by_directness(found[0], match.evidence[0]):
+        refs = [ref]
+        for other in found[1:]:
+            twin = next((r for r in other if r.form == ref.form and _are_same_op(r.node, ref.node)), None)
+            if twin is None:
+                break
+            refs.append(twin)
+        if len(refs) == len(found):
+            return refs
+    if all(_is_explained_by_zeros(match, i) for i in range(len(match.evidence))):
+        return None
+    raise _explain_no_mask(match, find_ties)
+
+
+def _explain_no_mask(match: Match, find_ties: Callable[[], str | None]) -> Refused:
+    """Return the refusal that names the likeliest reason why slots are dropped without a mask."""
+    if spread := _find_spread(match):
+        return Refused(
+            "which slots count depends on a value that is the same for few tokens, and no mask with one entry per "
+            f"token and slot tells which do: {spread.text}",
+            source=str(spread),
+            remedy="compute it for all choices at once, before the experts, and multiply the routing weights by it",
+        )
+    skips = [form.forced_read for form in match.evidence if not form.kept_slots.all()]
+    if (source := skips[0]) is not None and None not in skips:
+        return Refused(
+            f"a number read from a tensor decides whether an expert runs: {source.text}",
+            source=str(source),
+            remedy=ASK_ROWS,
+        )
+    if (skipped := _explain_left_out(match.evidence)) is not None:
+        return skipped
+    ties = find_ties()
+    if ties == "reordered":
+        return Refused(
+            "an expert keeps its largest weights, and among equal weights not the first tokens, although it sorts "
+            "stably",
+            source=str(match.evidence[0].cut.meta["source"]),
+            remedy="sort the weights in the order of the tokens, as in "
+            "weights.argsort(descending=True, stable=True)[:places]",
+        )
+    if ties == "together":
+        return Refused(
+            "an expert keeps its weights down to a threshold, so that equal weights are kept or dropped together; a "
+            "capacity is a number of places",
+            source=str(match.evidence[0].cut.meta["source"]),
+            remedy="keep a number of them by indices, as in weights.argsort(descending=True, stable=True)[:places], or "
+            "multiply the routing weights of all choices, before the experts, by the mask that says which are kept",
+        )
+    return Refused(
+        f"{SKIPPED}, no known rule explains which, and no mask in the program tells which",
+        source=str(match.evidence[0].cut.meta["source"]),
+        remedy="compute the dropped slots as a mask over all choices instead of in Python, as in "
+        "kept = ranks < places, and multiply the routing weights by it",
+    )
+
+
+def _explain_left_out(several: Sequence[CanonicalForm]) -> Refused | None:
+    """Return the refusal of a program that skips whole experts by their number of tokens, or None."""
+    run, left_out = set(), set()
+    for form in several:
+        for e in form.ids.unique().tolist():
+            kept = form.kept_slots[form.ids == e]
+            if bool(kept.any()) != bool(kept.all()):
+                return None
+            (run if bool(kept.all()) else left_out).add(len(kept))
+    if not run or not left_out or not (max(left_out) < min(run) or max(run) < min(left_out)):
+        return None
+    are_few = max(left_out) < min(run)
+    lowest, highest = (max(left_out), min(run)) if are_few else (max(run), min(left_out))
+    for read in (read for form in several for read in form.capture.reads):
+        _, number = find_comparison(read)
+        if type(number) in (int, float) and lowest <= number <= highest:
+            which = "fewer tokens than a limit" if are_few else "more tokens than a limit"
+            return Refused(
+                f"experts that {which} chose are left out, and their tokens get nothing from them: {read.source.text}",
+                source=str(read.source),
+                remedy="run every expert that has tokens, or take the weights away by a mask over all choices, as in "
+                "weights * (counts >= limit)[ids]",
+            )
+    return None
+
+
+def _find_spread(match: Match) -> Source | None:
+    """Find the value whose variation (`SPREAD`) made a capture drop slots that it keeps otherwise."""
+    full = {(str(one.capture.tracer.routing), one.tokens) for one in match.evidence if one.kept_slots.all()}
+    for form in match.evidence:
+        if not form.kept_slots.all() and (str(form.capture.tracer.routing), form.tokens) in full:
+            for at, how in form.capture.tracer.flips.items():
+                if how == SPREAD and isinstance(at, tuple) and isinstance(at[0], Source):
+                    return at[0]
+    return None
+
+
+def _is_explained_by_zeros(match: Match, capture: int) -> bool:
+    """Whether each dropped slot of a capture has a zero weight or row that makes its summand zero."""
+    form = match.evidence[capture]
+    S = Semantics(form.capture.nodes, form.capture.shadow)
+    T = S.T
+
+    def is_zero(ref: NodeRef, t: int, k: int) -> bool:
+        ref = ref.columns[k] if ref.columns else ref
+        if not {"t", "k", "e"} & set(ref.axes) or {"tk", "kt", "m", "s"} & set(ref.axes):
+            return False
+        it = iter(unravel(t, form.tokens) if ref.axes.count("t") > 1 else (t,))
+        where = {a: k if x == "k" else int(form.ids[t, k]) if x == "e" else next(it) for a, x in enumerate(ref.axes)}
+        term = S.term(ref.node)
+        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(
+            T.resolve(T.pick_axes(term, where)), 0
+        )
+
+    owner = {e: group for group in match.groups for e in group.ids}
+    for t, k in (~form.kept_slots).nonzero().tolist():
+        if (group := owner.get(int(form.ids[t, k]))) is not None:
+            zeros = {i for i, refs in enumerate(group.values) if is_zero(refs[capture], t, k)}
+            if not is_const(_substitute_zeros(T, group.body, zeros), 0):
+                return False
+    return True
+
+
+def _substitute_zeros(T: Terms, body: Body, zeros: set[int]) -> Term:
+    """Build the term of a body with zeros for some of its values. Unknown ops become opaque terms."""
+    args: list[Any] = [_substitute_zeros(T, a, zeros) if isinstance(a, Body) else a for a in body.args]
+    match body.op:
+        case "value" if args[0] in zeros:
+            return T.const(0, body.shape)
+        case "const":
+            return T.const(args[0], body.shape)
+        case "pw":
+            return T.pw(args[0], *args[2:], **dict(args[1]))
+        case "ein":
+            return T.ein(args[0], args[1], args[2:])
+        case "sum":
+            return T.sum(args[1], args[0])
+        case "reshape" | "expand":
+            return getattr(T, body.op)(args[0], body.shape)
+        case "permute" | "slice":
+            return getattr(T, body.op)(*args)
+    return T.make("node", (body,), body.shape)
+
+
+def _find_mask_candidates(form: CanonicalForm) -> list[NodeRef]:
+    """Find the nodes before the cut that are nonzero (if `inverted`, zero) exactly at the slots that count."""
+    out: list[NodeRef] = []
+
+    def offer(n: torch.fx.Node, axes: tuple[str, ...], truth: torch.Tensor) -> None:
+        for inverted in (False, True):
+            if torch.equal(truth != inverted, form.kept_slots):
+                out.append(NodeRef(n, axes, inverted=inverted))
+
+    for n in form.capture.nodes:
+        val = n.meta.get("val")
+        if n in form.replaced_nodes or n.meta["index"] >= form.cut.meta["index"] or not isinstance(val, torch.Tensor):
+            continue
+        if isinstance(val, FakeTensor):
+            if not n.meta.get("known") or val.numel() > 1 << 20:
+                continue
+            val = form.capture.shadow(n)
+        for axes, flat in enumerate_slot_views((val != 0).to(torch.int64), form.tokens):
+            if flat.shape == form.kept_slots.shape:
+                offer(n, axes, flat.bool())
+            elif flat.shape == (len(form.kept_slots), 1):  # one entry per token
+                offer(n, tuple(a for a in axes if a == "t"), flat.bool().expand(form.kept_slots.shape))
+        lead = tuple(val.shape[:-1])
+        if (
+            lead in (form.tokens, (form.kept_slots.shape[0],))
+            and val.shape[-1] > form.ids.max()
+            and form.ids.min() >= 0
+        ):
+            flat = (val != 0).reshape(form.kept_slots.shape[0], -1)
+            offer(n, ("t",) * len(lead) + ("e",), flat.gather(1, form.ids))
+    return sorted(out, key=lambda ref: ref.inverted)
+
+
+def _sort_by_directness(candidates: list[NodeRef], form: CanonicalForm) -> list[NodeRef]:
+    """Sort candidates by how directly the experts use them: first those on a path without other candidates."""
+    nodes = {ref.node for ref in candidates}
+    direct: set[torch.fx.Node] = set()
+    seen: set[torch.fx.Node] = set()
+    stack = list(form.replaced_nodes)
+    while stack:
+        for a in stack.pop().all_input_nodes:
+            if a in nodes:
+                direct.add(a)
+            elif a not in seen:
+                seen.add(a)
+                stack.append(a)
+    return sorted(candidates, key=lambda ref: (ref.node not in direct, ref.inverted, -ref.node.meta["index"]))
+
+
+def _are_same_op(a: torch.fx.Node, b: torch.fx.Node) -> bool:
+    """Whether two nodes are one op of the program; comparisons in a loop must have the same number."""
+    is_line = a.op == b.op and str(a.target) == str(b.target) and a.meta["source"] == b.meta["source"]
+    return is_line and (op_name(a) not in COMPARISONS or collect_numbers([a]) == collect_numbers([b]))
+
+
+__all__ = ["SKIPPED", "find_masks"]

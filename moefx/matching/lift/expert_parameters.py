@@ -1,0 +1,172 @@
+"""Find the experts' parameters, and number the experts.
+
+Expert parameters are those that only some tokens meet, with the parameters of sibling modules.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.captured import decided_by_floats
+from ..graph_nodes import follows_from_state
+from ..terms.parameter_places import ParameterSlice, guess_experts, strip_moves
+from ..terms.term import Term
+from .routed_nodes import MAX_ROWS, ParameterReach, collect_ancestors
+
+_MAX_INNER_NODES = 60
+
+
+def propose_expert_parameters(reach: ParameterReach) -> Iterator[list[set[str]]]:
+    """Propose sets of FQNs that may be the experts' parameters, the likeliest first.
+
+    A proposal holds the parameters that only some tokens meet, with their siblings. They are seen at the outputs, or
+    at the last node before an op that mixes tokens. Later proposals are seen further back and share no parameter with
+    earlier ones: channels of an image meet parts of a norm's weight, which must not hide the experts.
+    """
+    live = reach.live_nodes()
+    inner = [
+        n for n in reversed(reach.capture.nodes) if n in live and n not in reach.outputs and n.op == "call_function"
+    ]
+    tried, before = 0, set()
+    for out in [*reach.outputs, *inner]:
+        val = out.meta.get("val")
+        if (
+            not isinstance(val, FakeTensor)
+            or val.dim() < 2
+            or not val.is_floating_point()
+            or math.prod(val.shape[:-1]) > MAX_ROWS
+            or follows_from_state(out)  # its rows are not tokens
+        ):
+            continue
+        tried += out not in reach.outputs
+        if tried > _MAX_INNER_NODES:
+            break
+        per_row = reach.parameters_by_row(out)
+        if not per_row:
+            continue
+        common = frozenset.intersection(*per_row)
+        more = [met for met in per_row if met != common]  # without padding rows, more parameters are common
+        if more and (of_all := frozenset.intersection(*more)) != frozenset().union(*more):
+            common = of_all
+        varying = frozenset().union(*per_row) - common
+        if varying:
+            found = {strip_moves(t).args[0] for t in varying}
+            experts = add_siblings(reach, found)
+            if not experts & before:
+                before |= experts
+                every = experts & ({strip_moves(t).args[0] for t in common} - found)  # shared experts of the list
+                rest = experts - _find_tables(reach, varying)
+                yield _distinct([rest, experts, experts - every, rest - _find_choice_parameters(reach, experts)])
+
+
+def _distinct(sets: list[set[str]]) -> list[set[str]]:
+    return [s for i, s in enumerate(sets) if s and s not in sets[:i]]
+
+
+def _find_tables(reach: ParameterReach, varying: frozenset[Term]) -> set[str]:
+    """Find the FQNs of tables, from which tokens look up single vectors, such as embeddings.
+
+    A parameter with one vector per expert is not a table: it is as long as a stack of matrices or a list of modules.
+    """
+    lengths: dict[str, set[int]] = defaultdict(set)  # of possible tables
+    experts: set[int] = set()
+    for t in varying:
+        fqn, length = strip_moves(t).args[0], _count_parts(t)
+        if len(t.shape) == 1 and length > 1:
+            lengths[fqn].add(length)
+        elif length > 1:
+            experts.add(length)
+        experts |= {len(reach.children.get(fqn[:i], ())) for i, c in enumerate(fqn) if c == "."}
+    return {fqn for fqn, found in lengths.items() if not found & experts}
+
+
+def _count_parts(t: Term) -> int:
+    """Count the parts of this size in the parameter."""
+    count = 1
+    while t.op != "param":
+        if t.op == "at":
+            count = math.prod(t.terms[0].shape[axis] for axis, _ in t.args[1])
+        elif t.op == "slice":
+            count = t.terms[0].shape[t.args[1]] // max(1, t.shape[t.args[1]])
+        t = t.terms[0]
+    return count
+
+
+def _find_choice_parameters(reach: ParameterReach, parameters: set[str]) -> set[str]:
+    """Find the parameters on which integers depend: those of an earlier layer, a router or an embedding."""
+    decided = [n for n in reach.capture.nodes if n.op == "call_function" and decided_by_floats(n)]
+    return {
+        str(n.meta["fqn"]) for n in collect_ancestors(*decided) if n.op == "get_attr" and n.meta["fqn"] in parameters
+    }
+
+
+def add_siblings(reach: ParameterReach, experts: set[str]) -> set[str]:
+    """Add the parameters of sibling modules, which no token met in this capture."""
+    names = {n for n, _ in reach.block.named_parameters(remove_duplicate=False)}
+    out = set(experts)
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)  # parts by the names before and after them
+    for fqn in experts:
+        parts = fqn.split(".")
+        for depth, part in enumerate(parts):
+            alike[".".join(parts[:depth]), ".".join(parts[depth + 1 :])].append(part)
+    for (before, behind), parts in alike.items():
+        siblings = reach.children.get(before)
+        if siblings is not None and len(parts) > 1 and any(part in siblings.numbers for part in parts):
+            out |= {".".join(filter(None, (before, other, behind))) for other in siblings}
+    return out & names
+
+
+def number_by_tokens(
+    reach: ParameterReach, cut: fx.Node, experts: set[str], known: dict[str, int]
+) -> dict[str, int] | None:
+    """Number experts that no list holds: parameters that the same tokens meet belong to one expert.
+
+    Args:
+        cut: the node whose rows meet the parameters.
+        experts: FQNs of the parameters.
+        known: numbers by FQN from another capture.
+
+    Returns:
+        Numbers by FQN, or None if the same tokens meet all parameters and no numbers are known.
+    """
+    tokens: dict[str, set[int]] = defaultdict(set)
+    for token, met in enumerate(reach.parameters_by_row(cut, experts)):
+        for fqn in {strip_moves(t).args[0] for t in met} & experts:
+            tokens[fqn].add(token)
+    kinds: dict[frozenset[int], list[str]] = defaultdict(list)
+    for fqn in [name for name, _ in reach.block.named_parameters(remove_duplicate=False) if name in tokens]:
+        kinds[frozenset(tokens[fqn])].append(fqn)
+    numbers, highest = dict(known), max(known.values(), default=-1)
+    for names in kinds.values():
+        before = {known[name] for name in names if name in known}
+        if len(before) > 1:  # these tokens chose several experts
+            continue
+        highest += not before
+        numbers |= dict.fromkeys(names, before.pop() if before else highest)
+    return numbers if len(kinds) > 1 or known else None
+
+
+def find_families_met_by_all(reach: ParameterReach) -> set[str]:
+    """Find the FQNs of numbered parameters that every token meets.
+
+    They may be experts of which each token selects all (K = E): no parameter varies then.
+    """
+    for out in reach.outputs:
+        val = out.meta.get("val")
+        if not isinstance(val, FakeTensor) or val.dim() < 2 or math.prod(val.shape[:-1]) > MAX_ROWS:
+            continue
+        met = frozenset.intersection(*[reach.leaves(r) for r in reach.rows(out)])
+        kinds: dict[tuple, set[ParameterSlice]] = defaultdict(set)
+        for place in map(ParameterSlice.from_term, met):
+            if guess_experts(place, reach.children):
+                kinds[re.sub(r"\d+", "#", place.fqn), place.steps and place.steps[0][0]].add(place)
+        found = {p.fqn for places in kinds.values() if len(places) > 1 for p in places}
+        if found:
+            return add_siblings(reach, found)
+    return set()

@@ -1,0 +1,256 @@
+"""Refusals of the lifter: name the cause if a capture has no cut, or no node that holds the selected experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...capture.captured import Capture, decided_by_floats
+from ...errors import Refused
+from ..graph_nodes import Line, depends_on_arguments, depends_on_call, is_random, line, op_name
+from ..terms.sum_expansion import routed_axes
+from ..terms.term import Term
+from .expert_index import is_all_or_none, uses_all_experts
+from .expert_owners import ExpertOwners, OwnerKey
+from .routed_nodes import ParameterReach
+
+UNEXPLAINED = "no integer tensor with one entry per token and slot explains which experts were used"
+SINGLE_ELEMENTS = "the experts move or pick single elements of a row"
+ONE_EXPERT = "only one expert computes anything, and tokens take or leave it: none is selected among several"
+NOT_TOGETHER = "the experts' results do not come together in one tensor"
+_JOINS = {"cat", "stack"}  # may join the results of experts
+_SELECTIONS = {"argmax", "argsort", "max", "sort", "topk"}
+_MASKED_OPS = {"masked_fill", "masked_scatter", "nonzero", "where"}
+
+
+class NothingRouted(Refused):
+    """Every expert's result is masked in this capture."""
+
+    def __init__(self, capture: Capture, cut: fx.Node):
+        has_integers = any(map(depends_on_call, capture.nodes))
+        remedy = "an integer argument or buffer that turns all experts off is not followed" if has_integers else ""
+        super().__init__("no expert's result reaches this sum", source=str(cut.meta["source"]), remedy=remedy)
+
+
+def explain_no_cut(capture: Capture, routed: set[fx.Node], experts: set[str]) -> Refused:
+    """Explain why no node sums all routed rows. `experts` are the FQNs of the experts' parameters."""
+    written = [e for e in capture.effects if e.kind == "attribute" and e.node in routed]
+    if written:
+        return Refused(
+            "the experts set attributes that stay behind, as hooks do that prune or normalise a weight",
+            culprits=tuple(str(e.target) for e in written[:3]),
+            source=str(written[0].node.meta["source"]),
+            remedy="torch.nn.utils.parametrize does it without; prune.remove makes it final",
+        )
+    users = (u for n in capture.nodes if n.op == "get_attr" and n.meta["fqn"] in experts for u in n.users)
+    first = next(users, None)
+    return Refused(
+        NOT_TOGETHER,
+        culprits=tuple(sorted(experts)[:3]),
+        source=str(first.meta["source"]) if first is not None else "",
+        remedy="the routed sum must be one tensor before it is used further; if several gates share the experts, "
+        "make each gate a module with its sum, which holds the same list of experts",
+    )
+
+
+def explain_layout(capture: Capture) -> Refused | None:
+    """Explain that a sparse tensor hides the experts, if the capture has one."""
+    for n in capture.nodes:
+        val = n.meta.get("val")
+        if isinstance(val, torch.Tensor) and val.layout is not torch.strided:
+            return Refused(
+                f"a {val.layout} tensor is computed with, and only strided ones are followed",
+                culprits=(op_name(n),),
+                source=str(n.meta["source"]),
+                remedy="gather and add rows with index, index_add or a dense product instead",
+            )
+    return None
+
+
+def explain_random(routed: set[fx.Node], cut: fx.Node) -> Refused | None:
+    """Explain that the experts draw random numbers before the cut, if they do. This makes every cut fail."""
+    for n in routed:
+        if n.meta["index"] < cut.meta["index"] and is_random(n):
+            return Refused(
+                "the experts draw random numbers (dropout in training?): which row gets which depends on the "
+                "order of the experts",
+                culprits=(op_name(n),),
+                source=str(n.meta["source"]),
+                remedy="set the dropout inside of the experts to 0; in eval mode they are rewritten as they are",
+            )
+    return None
+
+
+def explain_overwrite(cut: fx.Node) -> Refused:
+    """Explain that one write puts several rows at one place."""
+    return Refused(
+        "one row is written several times at once: torch does not say which one stays, and gradients reach all",
+        source=str(cut.meta["source"]),
+        remedy="add them up: out.index_add_(0, rows, y), or out.index_put_((rows,), y, accumulate=True)",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class UnexplainedIndex:
+    """A cut for which no integer node holds the selected experts.
+
+    Attributes:
+        routed: nodes that are computed from the experts' parameters.
+        summands: the summands with expert parameters, by token.
+    """
+
+    reach: ParameterReach
+    owners: ExpertOwners
+    routed: set[fx.Node]
+    cut: fx.Node
+    summands: list[list[Term]]
+
+    def explain(self) -> Refused:
+        """Return the refusal of the first cause that applies."""
+        causes = (
+            self._explain_one_expert, self._explain_all_experts, self._explain_partial_choices,
+            self._explain_several_gates, self._explain_element_move, self._explain_shared_choices,
+            self._explain_separate_masks,
+        )  # fmt: skip
+        for cause in causes:
+            if (refusal := cause()) is not None:
+                return refusal
+        return Refused(
+            UNEXPLAINED,
+            source=self._source,
+            remedy="the experts of a token must follow from that token's own choice (token choice), "
+            "not from the other tokens",
+        )
+
+    @property
+    def _source(self) -> str:
+        return str(self.cut.meta["source"])
+
+    @property
+    def _capture(self) -> Capture:
+        return self.reach.capture
+
+    def _explain_one_expert(self) -> Refused | None:
+        return Refused(ONE_EXPERT, source=self._source) if is_all_or_none(self.owners, self.summands) else None
+
+    def _explain_all_experts(self) -> Refused | None:
+        if not uses_all_experts(self.owners, self.summands):
+            return None
+        return Refused(
+            "every expert is applied to every token: gates without a selection leave nothing to skip",
+            source=self._source,
+            remedy="select experts per token, for example with topk",
+        )
+
+    def _explain_partial_choices(self) -> Refused | None:
+        """A line runs several times, and selects experts for a part of the tokens each time."""
+        tokens = math.prod(self.cut.meta["val"].shape[:-1])
+        runs: dict[Line, list[fx.Node]] = defaultdict(list)
+        for n in self._capture.nodes:
+            val = n.meta.get("val")
+            if not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor) or n in self.routed:
+                continue
+            if val.dtype is torch.int64 and val.dim() and decided_by_floats(n):
+                runs[line(n)].append(n)
+        for parts in runs.values():
+            if len(parts) > 1 and sum(len(n.meta["val"]) for n in parts) == tokens == self._capture.sizes.tokens:
+                return Refused(
+                    f"the tokens are cut into {len(parts)} parts, and experts are chosen for each on its own",
+                    culprits=tuple(dict.fromkeys(op_name(made) for n in parts for made in decided_by_floats(n))),
+                    source=str(parts[0].meta["source"]),
+                    remedy="choose for all tokens at once, or make a module of the code that handles one part; "
+                    "torch.compile(model, backend='moefx') takes each part for itself",
+                )
+        return None
+
+    def _explain_several_gates(self) -> Refused | None:
+        """Each module with expert parameters is called several times, for as many selections."""
+        modules = {fqn.rpartition(".")[0] for fqn in self.owners.experts}
+        calls = Counter(call.fqn for call in self._capture.calls if call.fqn in modules)
+        selections = Counter(op_name(n) for n in self._capture.nodes if op_name(n) in _SELECTIONS)
+        if not modules:
+            return None
+        times = min(*(calls[module] for module in modules), max(selections.values(), default=0))
+        if times < 2:
+            return None
+        return Refused(
+            f"the same experts are applied {times} times, each time by a choice of its own",
+            source=self._source,
+            remedy="make each choice with its sum a module of its own, which holds the same list of experts",
+        )
+
+    def _explain_element_move(self) -> Refused | None:
+        """An op on rows of some tokens moves elements along their last axis."""
+
+        def varies_within_rows(n: fx.Node) -> bool:
+            if not isinstance(n.meta.get("val"), FakeTensor) or not n.meta["val"].dim():
+                return False
+            term = self.reach.semantics.term(n)
+            return len(term.shape) - 1 in routed_axes(self.reach.terms, term)
+
+        # if single elements move, some expert parameters are not recognised, and `routed` lacks their users
+        for n in (n for n in self._capture.nodes if n in self.routed or n.meta.get("ragged")):
+            inputs = n.all_input_nodes
+            if not inputs or op_name(n) in _JOINS or not varies_within_rows(n) or any(map(varies_within_rows, inputs)):
+                continue
+            name = op_name(n.args[0] if op_name(n) == "getitem" else n)  # type: ignore[arg-type]
+            return Refused(
+                f"{SINGLE_ELEMENTS}: {name} along the last axis is not followed there",
+                culprits=(name,),
+                source=str(n.meta["source"]),
+            )
+        return None
+
+    def _explain_shared_choices(self) -> Refused | None:
+        """Several experts always have the same tokens."""
+        tokens: dict[OwnerKey, set[int]] = defaultdict(set)
+        for t, parts in enumerate(self.summands):
+            for part in parts:
+                tokens[self.owners.find_key(part)].add(t)
+        sizes = Counter(frozenset(used) for used in tokens.values()).values()
+        if len(sizes) < 2 or min(sizes) < 2:
+            return None
+        return Refused(
+            f"each choice of a token is used {min(sizes)} times: mixtures of different experts share it",
+            source=self._source,
+            remedy="make each mixture a module of its own with its choice, or join the experts that share a choice, "
+            "with the hidden units side by side",
+        )
+
+    def _explain_separate_masks(self) -> Refused | None:
+        """Each expert has a mask of its own: a comparison of floats on one line, or an argument."""
+        tokens = tuple(self.cut.meta["val"].shape[:-1])
+        by_line: dict[Line | None, list[fx.Node]] = defaultdict(list)
+        for n in self._capture.nodes:
+            val = n.meta.get("val")
+            if n in self.routed or not isinstance(val, torch.Tensor) or val.dtype is not torch.bool:
+                continue
+            if tuple(val.shape) not in (tokens, (math.prod(tokens),)):
+                continue
+            if decided_by_floats(n):
+                by_line[line(n)].append(n)
+            elif depends_on_arguments(n) and any(op_name(user) in _MASKED_OPS for user in n.users):
+                by_line[None].append(n)
+        masks = next((masks for masks in by_line.values() if len(masks) > 1), None)
+        if masks is None:
+            return None
+        first = masks[0]
+        is_used_argument = first.op == "placeholder" and first.users
+        source = str((next(iter(first.users)) if is_used_argument else first).meta["source"])
+        if decided_by_floats(first):
+            return Refused(
+                f"each expert's tokens follow from a comparison of its own ({len(masks)} on this line)",
+                source=source,
+                remedy="compare the scores of all experts at once, as in mask = scores > 0, and use mask[:, e]",
+            )
+        return Refused(
+            f"each expert's tokens follow from a mask of its own ({len(masks)} masks)",
+            source=source,
+            remedy="make one mask for all experts, mask = torch.stack(masks, -1), and add each expert's results "
+            "for its tokens: here = mask[..., e]; out[here] += expert(x[here])",
+        )
