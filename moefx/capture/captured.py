@@ -162,6 +162,12 @@ def decided_by_floats(node: fx.Node) -> list[fx.Node]:
     return [made_by] if any(is_abstract(a) for a in made_by.all_input_nodes) else []
 
 
+def is_nan_check(node: fx.Node) -> bool:
+    """Whether a boolean tells only whether floats are finite, which says nothing of experts."""
+    made_of = decided_by_floats(node)
+    return bool(made_of) and all(getattr(n.target, "__name__", "").partition(".")[0] in _NAN_CHECKS for n in made_of)
+
+
 def is_abstract(node: fx.Node) -> bool:
     """Whether a value is a float that no routing determines."""
     return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("known")
@@ -228,7 +234,8 @@ def _comparisons(node: fx.Node) -> list[fx.Node]:
     return found if floats else []
 
 
-COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "isneginf", "isposinf", "signbit"}
+_NAN_CHECKS = {"isnan", "isinf", "isfinite", "isneginf", "isposinf"}
+COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "signbit", *_NAN_CHECKS}
 # Of these the truth of a float is that it is not 0.
 TRUTHS = {"logical_not", "logical_and", "logical_or", "logical_xor", "any", "all", "nonzero", "count_nonzero"}
 CHOICES = {

@@ -128,9 +128,11 @@ class Flow:
         self.exits: list[tuple[str, Env, int]] = []  # continue, break, raise
         self.returned = False  # under a test
         self.outer: set[str] = set()
+        self.function_name = ""
         self.shared: set[str] = set()  # names whose value has other names
 
     def run(self, function: Any, given: Mapping[str, Value]) -> Value:
+        self.function_name = getattr(function, "name", "")
         if isinstance(function, ast.Lambda):
             return self.value(function.body, dict(given))
         env = self.block(function.body, dict(given))
@@ -330,6 +332,8 @@ class Flow:
         if isinstance(node, ast.Name):
             held = self.names.get(node.id, ())
             return held[-1] if held else self.outer_names.get(node.id, getattr(builtins, node.id, None))
+        if isinstance(node, ast.Attribute) and _name_of(getattr(node.value, "func", node)) == "super":
+            return self._inherited(node.attr)
         if isinstance(node, ast.Attribute) and (owner := self.object_of(node.value)) is not None:
             if isinstance(owner, nn.Module):
                 own = {**vars(owner), **owner._modules, **owner._parameters, **owner._buffers}
@@ -345,6 +349,14 @@ class Flow:
             if isinstance(held, (dict, nn.ModuleDict)):
                 return next(iter(held.values()), None)
         return None
+
+    def _inherited(self, name: str) -> Any:
+        """The method that `super()` gives: of this name the second one, in the method that overrides it."""
+        owner = next((held[-1] for held in (self.names.get("self"),) if held), None)
+        found = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
+        found = [types.MethodType(f, owner) for f in found if isinstance(f, types.FunctionType)]
+        at = 1 if name == self.function_name else 0
+        return found[at] if len(found) > at else None
 
     def store(self, target: ast.AST, value: Value, env: Env, source: ast.AST) -> None:
         self.share(source, target, env)

@@ -36,6 +36,7 @@ from .captured import (
     has_values,
     is_abstract,
     is_float,
+    is_nan_check,
     map_tensors,
     question,
     tensors_in,
@@ -299,7 +300,7 @@ class Tracer(Recorder):
         original = node.meta.get("original") if node.op == "get_attr" and not is_float(t) else None
         value = (original if original is not None and has_values(original) else self.concrete(t)).item()
         is_asked = t.dtype is torch.bool or is_float(t) or self._is_state(node)
-        if t.dtype is torch.bool and from_floats(node) and is_asked_of_tensor():
+        if t.dtype is torch.bool and from_floats(node) and is_asked_of_tensor() and not is_nan_check(node):
             self.ask(ASKS)
         if not is_asked and not from_floats(node):
             self.note_plain(node, value)

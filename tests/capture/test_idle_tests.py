@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import functools
 import heapq
 import itertools
 import logging
@@ -427,6 +428,23 @@ class Grouped(Buckets):
 @pytest.mark.parametrize("kind", [Skips, Appends, Starts, Active, Dictionary, Lists, Early, Asked, Combined])
 def test_an_expert_without_tokens_is_left_out(kind):
     assert rewritten(kind(), torch.zeros(40, 6)).match.num_experts == 6
+
+
+class Checked(Skips):
+    """A check for NaN says nothing of tokens: any function may be called behind it."""
+
+    def forward(self, x):
+        if torch.isnan(self.gate(x)).any():
+            raise ValueError("not a number")
+        return super().forward(scale_partially(x))
+
+
+def scale_partially(x):
+    return functools.partial(torch.mul, x)(1.0)
+
+
+def test_a_check_for_nan_is_no_question_about_tokens():
+    assert rewritten(Checked(), torch.zeros(40, 6)).match.num_experts == 6
 
 
 def test_lists_of_tokens_by_expert_are_no_decision():
