@@ -42,15 +42,6 @@ def from_floats(node: fx.Node) -> bool:
     return remembered(node, "from_floats", of)
 
 
-def follows_from_inputs(node: fx.Node) -> bool:
-    """Whether arguments, parameters or buffers take part in a value, rather than constants alone."""
-
-    def of(n: fx.Node, are: list[bool]) -> bool:
-        return n.op == "placeholder" or (n.op == "get_attr" and n.meta.get("kind") != "constant") or any(are)
-
-    return remembered(node, "of inputs", of)
-
-
 def has_ancestor(node: fx.Node, ancestor: fx.Node) -> bool:
     """Whether a value is computed from another one, or is that."""
     stack, seen = [node], set()

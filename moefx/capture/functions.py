@@ -20,7 +20,7 @@ from ..errors import Refused
 from . import autocast
 from .captured import below_modes, is_float, tensors_in
 from .counts import LENGTH, counted
-from .forms import follows_from_inputs, require_one_dtype_under
+from .forms import require_one_dtype_under
 from .idle_tests import ROWS
 from .sizes import Number, Size, evaluate, plain, sized
 from .source import user_source
@@ -219,9 +219,6 @@ class Functions(TorchFunctionMode):
             out = torch.Size([counted(first, LENGTH, tracer), *out[1:]])
         elif out and type(out[0]) is int and (several := self._several(t, out[0])) is not None:
             out = torch.Size([several, *out[1:]])
-        with below_modes(), torch.DisableTorchFunction():
-            if not _is_batched(t) and not follows_from_inputs(node := tracer.node_of(t)):
-                tracer.note_plain(node, tuple(n if type(n) is int else None for n in out))
         return out
 
     def _has_rows_of_routing(self, t: Any) -> bool:

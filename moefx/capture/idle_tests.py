@@ -202,7 +202,9 @@ class _Analysis:
             code = self._code(calls[0])
             for node, value in code.events(calls[0], how).items():
                 known = self.events.setdefault(self._owner(code, node, calls[0]), {})
-                if how not in (TRUTH, KEYS, LOADS) or node not in known:
+                before = known.get(node)
+                # a comparison of a load may ask for any rows, too: `start < n`, for a start of 0
+                if before is None or (how not in (TRUTH, KEYS) and before.kind != LOAD):
                     known[node] = value
         for _ in range(_MAX_ROUNDS):
             before = {owner: dict(events) for owner, events in self.events.items()}

@@ -1,10 +1,9 @@
-"""Objects whose state decides what a forward computes and cannot be compared: iterators, byte buffers, generators."""
+"""Objects whose state decides what a forward computes and cannot be compared: iterators and byte buffers."""
 
 from __future__ import annotations
 
 import array
 import io
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..ir.guards.attribute_reads import find_attributes
 from ..ir.guards.code_closure import collect_code, trace_closure
 from ..ir.guards.stored_values import is_configuration
 
-_OPAQUE = (Iterator, array.array, bytearray, io.IOBase, memoryview, random.Random)
+_OPAQUE = (Iterator, array.array, bytearray, io.IOBase, memoryview)
 
 
 def refuse_opaque_state(block: nn.Module) -> None:
@@ -37,5 +36,4 @@ def refuse_opaque_state(block: nn.Module) -> None:
 
 
 def _is_opaque(value: Any) -> bool:
-    is_of_numpy = type(value).__module__.startswith("numpy.random")
-    return is_of_numpy or (isinstance(value, _OPAQUE) and not is_configuration(value))
+    return isinstance(value, _OPAQUE) and not is_configuration(value)

@@ -435,7 +435,7 @@ class Flow:
             self.store(parts[1], Value(BOX, value.type), env, source)
             return is_event
         kind = {TESTS: TEST, BOXES: BOX}.get(value.kind, "")
-        type_ = CONSTANT if called == "range" else value.type if value.kind else UNKNOWN
+        type_ = CONSTANT if called == "range" else value.type if value.kind or value.type == TENSOR else UNKNOWN
         if isinstance(target, ast.Name) and type_ == UNKNOWN:
             type_ = self.type_seen(target.id)
         self.store(target, Value(kind, type_), env, source)

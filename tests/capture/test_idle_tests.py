@@ -192,7 +192,6 @@ _KEEPERS = {
     ),
     "a tuple": keeping(tuple, lambda kept, e: (*kept, e), len),
     "a fraction": keeping(lambda: Fraction(0), lambda kept, e: kept + 1, lambda kept: kept),
-    "the shape of a tensor": keeping(lambda: torch.empty(0), lambda kept, e: torch.empty(len(kept) + 1), len),
     "a tensor of integers": keeping(lambda: torch.zeros((), dtype=torch.long), lambda kept, e: kept + 1, int),
 }
 

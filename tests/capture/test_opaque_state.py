@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import random
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ _OPAQUE = {
     "count": (itertools.count, lambda clock: next(clock) > 30),
     "bytearray": (bytearray, lambda kept: kept.append(1) or len(kept) > 30),
     "StringIO": (io.StringIO, lambda log: log.write("x") and len(log.getvalue()) > 30),
-    "Random": (lambda: random.Random(0), lambda generator: generator.random() > 0.5),
 }
 
 

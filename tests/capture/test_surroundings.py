@@ -151,7 +151,9 @@ def test_random_numbers_that_torch_does_not_draw(draw):
         model = Draws(draw)
     states = random.getstate(), model.dice[0].getstate(), model.generator.bit_generator.state, DICE.getstate()
     name = next(name for name, one in DRAWS.items() if one is draw)
-    with pytest.raises(moefx.NoMoEBlockFound, match=rf"the block draws from \S*{name}: the numbers of one call"):
+    with pytest.raises(
+        moefx.NoMoEBlockFound, match=rf"the block draws from \S*{name}: every call would get the numbers of one"
+    ):
         moefx.compile(model, example_inputs=(torch.randn(5, D, device="meta"),))
     assert states == (
         random.getstate(), model.dice[0].getstate(), model.generator.bit_generator.state, DICE.getstate()

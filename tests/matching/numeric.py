@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moefx.matching.terms.normal_form import Terms
-from moefx.matching.terms.term import OVERWRITTEN, Array, Term, number
+from moefx.matching.terms.term import OVERWRITTEN, Array, Term, constant_value
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def _value(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Ten
         case "node" | "param":
             return values[args[0]].double()
         case "const":
-            return torch.full(t.shape, number(t), dtype=torch.float64)
+            return torch.full(t.shape, constant_value(t), dtype=torch.float64)
         case "array":
             return args[0].value.double()
         case "pw":

@@ -189,5 +189,5 @@ def test_a_loop_that_stops_when_no_token_is_left():
 
 
 def test_a_block_that_compares_no_loads_gets_no_captures(monkeypatch):
-    monkeypatch.setattr(load_comparisons, "_sides", None)
+    monkeypatch.setattr(load_comparisons, "_find_sides", None)
     assert rewritten(Loads(k=2)).match.num_experts == E
