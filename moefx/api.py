@@ -254,6 +254,7 @@ def explain(
         planned=proven.decision,
         gradients=gradients,
         trace=trace,
+        is_compiled=False,
     )
 
 

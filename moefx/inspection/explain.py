@@ -89,6 +89,7 @@ class Explanation:
         planned: the planner's `planner.decision.Decision`; None without `plan="auto"`.
         gradients: over a mesh, the reduction of each group of parameters.
         trace: print the steps of each proof, too.
+        is_compiled: the model was compiled; else `compile` would rewrite these blocks.
     """
 
     model: str
@@ -103,11 +104,13 @@ class Explanation:
     planned: Any = None
     gradients: tuple[str, ...] = ()
     trace: bool = False
+    is_compiled: bool = True
 
     def to_json(self) -> str:
         return json.dumps(
             {
                 "model": self.model,
+                "is_compiled": self.is_compiled,
                 "seconds": self.seconds,
                 "matched": [{**self._to_dict(m), "no_kernels": m.no_kernels} for m in self.matched],
                 "refused": [self._to_dict(r) for r in self.refused],
@@ -128,7 +131,8 @@ class Explanation:
     def __str__(self) -> str:
         blocks = sum(len(m.names) for m in self.matched)
         refused = sum(r.seen for r in self.refused)
-        lines = [f"{self.model}: {blocks} MoE block(s) rewritten, {refused} refused, {self.seconds:.1f} s"]
+        verb = "rewritten" if self.is_compiled else "would be rewritten"
+        lines = [f"{self.model}: {blocks} MoE block(s) {verb}, {refused} refused, {self.seconds:.1f} s"]
         for m in self.matched:
             lines += ["", f"  {_format_names(m.names)}   {m.kind}"]
             lines.append(f"    experts     E={m.num_experts}, top-{m.top_k}, each {_format_expert(m.expert)}")
