@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..util.user_code import is_user_file
-from .outcome_flow import BOX, CONTAINERS, FREE, LOAD, OPTION, TEST, UNKNOWN, Flow, Value, parameters
+from .outcome_flow import BOX, CONTAINERS, FREE, LOAD, OPTION, TEST, UNKNOWN, Flow, Value, name_of, parameters
 from .source import Source, user_frames, user_step
 
 # A boolean that tells of tokens; the truth of a number or a tensor; a list, or a loop with as many turns as there are
@@ -29,7 +29,6 @@ _MAX_ROUNDS = 12
 _MAX_LOOKS = 3
 _JUMPS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT")
 _Calls = tuple[Source, ...]
-_Functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
 
 
 class Questions:
@@ -156,8 +155,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
 
 def _called(node: ast.AST | None) -> str:
-    name = node.func if isinstance(node, ast.Call) else None
-    return getattr(name, "attr", getattr(name, "id", ""))
+    return name_of(node.func) if isinstance(node, ast.Call) else ""
 
 
 def _tests(node: ast.AST) -> list[ast.expr]:
@@ -174,17 +172,17 @@ def _tests(node: ast.AST) -> list[ast.expr]:
 
 
 @functools.lru_cache(maxsize=256)
-def _code_of(file: str, first_line: str) -> _Code | None:
-    """The code of a file. Args: `first_line`: so that another notebook cell of this name is not taken for it."""
+def _parse(text: str) -> _Code | None:
+    """Parse the text of a file, or return None. Another notebook cell of the same name has another text."""
     try:
-        return _Code(ast.parse("".join(linecache.getlines(file))))
+        return _Code(ast.parse(text))
     except (SyntaxError, ValueError):
         return None
 
 
 def _code(file: str) -> _Code | None:
     lines = linecache.getlines(file)
-    return _code_of(file, str(hash("".join(lines)))) if lines else None
+    return _parse("".join(lines)) if lines else None
 
 
 class _Analysis:

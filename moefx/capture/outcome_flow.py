@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from .counts import is_empty_test
 from .sizes import Number
 
 Env: TypeAlias = "dict[str, Value]"
@@ -77,12 +78,6 @@ class Value(NamedTuple):
         return Value(kind, type_, self.stamp | other.stamp, parts)
 
 
-class Escape(NamedTuple):
-    """Where a decision is taken on an outcome."""
-
-    node: ast.AST
-
-
 CONTAINERS = {
     "list", "tuple", "sorted", "set", "frozenset", "enumerate", "zip", "reversed", "iter", "dict", "deque", "map",
     "filter", "chain", "islice", "Counter", "defaultdict", "OrderedDict", "takewhile", "dropwhile", "accumulate",
@@ -92,7 +87,7 @@ _FILLS = {"append", "add", "insert", "appendleft", "extend", "update", "setdefau
 _EMPTIES = {"pop", "popleft", "popitem", "remove", "discard", "clear"}
 _LOGS = {"debug", "info", "warning", "error", "log", "warn", "print", "critical", "exception", "write"}
 _OF_ANY_ITEM = {"dtype", "device", "shape", "size", "dim", "ndim", "new_zeros", "new_empty", "new_full", "new_ones"}
-_EMPTY_TESTS = {("Eq", 0), ("NotEq", 0), ("Gt", 0), ("LtE", 0), ("GtE", 1), ("Lt", 1)}
+_COMPARISONS = {"Eq": "eq", "NotEq": "ne", "Gt": "gt", "LtE": "le", "GtE": "ge", "Lt": "lt"}
 _READS = {"copy", "count", "get", "index", "items", "keys", "reverse", "sort", "values"}
 _PURE_MODULES = ("math", "operator", "_operator", "einops", "copy")
 _PLAIN_CALLS = {
@@ -122,17 +117,19 @@ class Flow:
         call: Callable[[Any, list[Any], int, Env], Any],
     ):
         self.events, self.names, self.outer_names, self.call = events, names, outer_names, call
-        self.escapes: dict[ast.AST, Escape] = {}
+        self.escapes: dict[ast.AST, None] = {}  # where decisions are taken on outcomes
         self.returns: list[tuple[Value, int]] = []
         self.tested = FREE  # what decides if a statement runs
         self.exits: list[tuple[str, Env, int]] = []  # continue, break, raise
         self.returned = False  # under a test
         self.outer: set[str] = set()
-        self.function_name = ""
+        self.function_name, self.owner_name = "", ""
         self.shared: set[str] = set()  # names whose value has other names
 
     def run(self, function: Any, given: Mapping[str, Value]) -> Value:
         self.function_name = getattr(function, "name", "")
+        arguments = getattr(function, "args", None)  # a module has none
+        self.owner_name = arguments.args[0].arg if arguments is not None and arguments.args else ""
         if isinstance(function, ast.Lambda):
             return self.value(function.body, dict(given))
         env = self.block(function.body, dict(given))
@@ -172,7 +169,7 @@ class Flow:
         return env
 
     def _augassign(self, s: ast.AugAssign, env: Env) -> Env:
-        old, new = self.value(_loaded(s.target), env), self.value(s.value, env)
+        old, new = self.value(s.target, env), self.value(s.value, env)
         if isinstance(s.target, ast.Name) and (old.kind == BOX or old.type == LIST):
             if self.tested or new.kind:
                 env[s.target.id] = Value(BOX, new.type if new.kind else _item_type(s.value), frozenset([id(s)]))
@@ -332,7 +329,7 @@ class Flow:
         if isinstance(node, ast.Name):
             held = self.names.get(node.id, ())
             return held[-1] if held else self.outer_names.get(node.id, getattr(builtins, node.id, None))
-        if isinstance(node, ast.Attribute) and _name_of(getattr(node.value, "func", node)) == "super":
+        if isinstance(node, ast.Attribute) and name_of(getattr(node.value, "func", node)) == "super":
             return self._inherited(node.attr)
         if isinstance(node, ast.Attribute) and (owner := self.object_of(node.value)) is not None:
             if isinstance(owner, nn.Module):
@@ -352,7 +349,7 @@ class Flow:
 
     def _inherited(self, name: str) -> Any:
         """The method that `super()` gives: of this name the second one, in the method that overrides it."""
-        owner = next((held[-1] for held in (self.names.get("self"),) if held), None)
+        owner = self.object_of(ast.Name(self.owner_name))
         found = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
         found = [types.MethodType(f, owner) for f in found if isinstance(f, types.FunctionType)]
         at = 1 if name == self.function_name else 0
@@ -430,7 +427,7 @@ class Flow:
         value = self.value(source, env)
         if value.kind == PLAIN:
             self.escape(source)
-        if _name_of(getattr(source, "func", source)) == "items" and len(parts) == 2 and value.kind == BOXES:
+        if name_of(getattr(source, "func", source)) == "items" and len(parts) == 2 and value.kind == BOXES:
             self.store(parts[0], Value("", CONSTANT), env, source)
             self.store(parts[1], Value(BOX, value.type), env, source)
             return is_event
@@ -439,15 +436,11 @@ class Flow:
         if isinstance(target, ast.Name) and type_ == UNKNOWN:
             type_ = self.type_seen(target.id)
         self.store(target, Value(kind, type_), env, source)
-        if not kind and type_ == UNKNOWN:
-            for one in ast.walk(target):
-                if isinstance(one, ast.Name):
-                    env[one.id] = env[one.id]._replace(type=self.type_seen(one.id))
         return value.kind == BOX or is_event
 
     # ------------------------------------------------------------------ expressions
     def escape(self, node: ast.AST) -> None:
-        self.escapes.setdefault(node, Escape(node))
+        self.escapes[node] = None
 
     def test(self, node: ast.AST, env: Env) -> int:
         """What decides a test; one on what was made of outcomes escapes."""
@@ -482,7 +475,7 @@ class Flow:
 
     def called(self, node: ast.Call, event: Value) -> Value:
         """What a call gives that asks for tokens itself, as `any(masks)` does."""
-        name = _name_of(node.func)
+        name = name_of(node.func)
         if event.kind == BOX:
             return event
         if name in ("min", "max", "sorted", "sort", "topk"):  # their results remember where they come from
@@ -599,8 +592,8 @@ class Flow:
         if len(others) == 1 and op in ("In", "NotIn") and not left.kind and others[0].kind in (BOX, BOXES):
             return Value(TEST, CONSTANT)
         measured, number = _measured(node.left), node.comparators[0]
-        is_emptiness = isinstance(number, ast.Constant) and (op, number.value) in _EMPTY_TESTS and len(others) == 1
-        if is_emptiness and measured is not None and self.value(measured, env).kind == BOX:
+        is_emptiness = isinstance(number, ast.Constant) and is_empty_test(_COMPARISONS.get(op, ""), number.value)
+        if is_emptiness and len(others) == 1 and measured is not None and self.value(measured, env).kind == BOX:
             return Value(TEST, CONSTANT)
         if len(others) == 1 and sorted((left.kind, others[0].kind)) == ["", TEST]:
             return Value(TEST, CONSTANT)
@@ -628,7 +621,7 @@ class Flow:
 
     def _yield_(self, node: ast.Yield, env: Env) -> Value:
         value = self.value(node.value, env)
-        self.returns.append((Value(BOX if self.tested else value.kind and BOXES, value.type), False))
+        self.returns.append((Value(BOX if self.tested else value.kind and BOXES, value.type), FREE))
         return Value()
 
     def _slice_(self, node: ast.Slice, env: Env) -> Value:
@@ -680,7 +673,7 @@ class Flow:
     _setcomp_ = _generatorexp_ = _dictcomp_ = _listcomp_
 
     def _call_(self, node: ast.Call, env: Env) -> Value:
-        name = _name_of(node.func)
+        name = name_of(node.func)
         if name in _LOGS and (isinstance(node.func, ast.Attribute) or name == "print"):
             return Value("", NONE)
         arguments = [*node.args, *[k.value for k in node.keywords]]
@@ -810,16 +803,12 @@ def _is_pure(function: Any) -> bool:
     return isinstance(function, type) or module in _PURE_MODULES
 
 
-def _loaded(target: ast.AST) -> ast.AST:
-    return target
-
-
 def _item_type(node: ast.AST) -> str:
     items = getattr(node, "elts", [])
     return CONSTANT if items and all(isinstance(i, ast.Constant) for i in items) else UNKNOWN
 
 
-def _name_of(function: ast.AST) -> str:
+def name_of(function: ast.AST) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
@@ -831,7 +820,7 @@ def _root(node: ast.AST) -> str:
 
 def _measured(node: ast.AST) -> ast.AST | None:
     """What an expression asks the length of."""
-    return node.args[0] if isinstance(node, ast.Call) and _name_of(node.func) == "len" and node.args else None
+    return node.args[0] if isinstance(node, ast.Call) and name_of(node.func) == "len" and node.args else None
 
 
 def parameters(function: Any, values: list[Value], has_self: bool) -> dict[str, Value]:

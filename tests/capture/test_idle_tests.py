@@ -446,6 +446,19 @@ def test_a_check_for_nan_is_no_question_about_tokens():
     assert rewritten(Checked(), torch.zeros(40, 6)).match.num_experts == 6
 
 
+class Inherits(Skips):
+    """`super()` is followed whatever the first argument is called."""
+
+    def of_buckets(s, x, w, ids, buckets):
+        if buckets[0][0].numel() == 0:
+            return super().of_buckets(x, w, ids, buckets)
+        return super().of_buckets(x, w, ids, buckets)
+
+
+def test_a_method_of_the_base_class_is_followed():
+    assert rewritten(Inherits(), torch.zeros(40, 6)).match.num_experts == 6
+
+
 def test_lists_of_tokens_by_expert_are_no_decision():
     try:
         rewritten(Grouped(), torch.zeros(40, 6))
