@@ -18,7 +18,10 @@ from torch import nn
 
 from ..errors import Refused
 from ..util.user_code import is_user_file
-from .outcome_flow import BOX, CONTAINERS, FREE, LOAD, OPTION, TEST, UNKNOWN, Flow, Value, name_of, parameters
+from .outcome_expressions import CONTAINERS
+from .outcome_flow import Flow, parameters
+from .outcome_names import name_of
+from .outcome_values import BOX, FREE, LOAD, OPTION, TEST, UNKNOWN, Value
 from .source import Source, user_frames, user_step
 
 # A boolean that tells of tokens; the truth of a number or a tensor; a list, or a loop with as many turns as there are

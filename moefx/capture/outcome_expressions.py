@@ -1,0 +1,404 @@
+"""Evaluate the expressions of a function on `outcome_values`: see `outcome_flow`, which runs its statements."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from .counts import is_empty_test
+from .outcome_names import Names, name_of, root_name
+from .outcome_values import (
+    BOX,
+    BOXES,
+    BY_LOAD,
+    BY_OUTCOME,
+    CONSTANT,
+    FREE,
+    KEYS,
+    LIST,
+    LOAD,
+    NONE,
+    OPTION,
+    PLAIN,
+    TENSOR,
+    TEST,
+    TESTS,
+    TRUTH,
+    UNKNOWN,
+    Env,
+    Value,
+    type_of,
+)
+
+CONTAINERS = {
+    "list", "tuple", "sorted", "set", "frozenset", "enumerate", "zip", "reversed", "iter", "dict", "deque", "map",
+    "filter", "chain", "islice", "Counter", "defaultdict", "OrderedDict", "takewhile", "dropwhile", "accumulate",
+    "pairwise", "product",
+}  # fmt: skip
+_FILLS = {"append", "add", "insert", "appendleft", "extend", "update", "setdefault", "extendleft", "__setitem__"}
+_EMPTIES = {"pop", "popleft", "popitem", "remove", "discard", "clear"}
+_LOGS = {"debug", "info", "warning", "error", "log", "warn", "print", "critical", "exception", "write"}
+_OF_ANY_ITEM = {"dtype", "device", "shape", "size", "dim", "ndim", "new_zeros", "new_empty", "new_full", "new_ones"}
+_COMPARISONS = {"Eq": "eq", "NotEq": "ne", "Gt": "gt", "LtE": "le", "GtE": "ge", "Lt": "lt"}
+_READS = {"copy", "count", "get", "index", "items", "keys", "reverse", "sort", "values"}
+_PURE_MODULES = ("math", "operator", "_operator", "einops", "copy")
+_PLAIN_CALLS = {
+    "len", "int", "float", "bool", "str", "abs", "round", "any", "all", "min", "max", "sum", "repr", "hash", "ord",
+    "chr", "isinstance", "hasattr", "divmod", "pow", "next", "range", "format", "bin",
+}  # fmt: skip
+_PURE = _PLAIN_CALLS - {"next"} | {"type", "slice", "print", "getattr", "super", "complex", "callable", "id"}
+_OF_NUMBERS = {"min", "max", "abs", "sum", "round", "divmod", "pow", "int", "len"}  # may remember where they come from
+
+
+class Expressions(Names):
+    """The expressions of one function."""
+
+    def test(self, node: ast.AST, env: Env) -> int:
+        """What decides a test; one on what was made of outcomes escapes."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return max(self.test(node.operand, env), self.asks(node))
+        if isinstance(node, ast.BoolOp):
+            return max([self.test(v, env) for v in node.values] + [self.asks(node)])
+        value = self.value(node, env)
+        if value.kind == PLAIN:
+            self.escape(node)
+        if value.kind in (TEST, PLAIN, BOX, OPTION):
+            return BY_OUTCOME
+        return max(BY_LOAD if value.kind == LOAD else FREE, self.asks(node))
+
+    def asks(self, node: ast.AST) -> int:
+        """Whether an expression asks for tokens itself."""
+        event = self.events.get(node)
+        return FREE if event is None else BY_LOAD if event.kind == LOAD else BY_OUTCOME
+
+    def value(self, node: ast.AST | None, env: Env) -> Value:
+        if node is None:
+            return Value("", NONE)
+        method = getattr(self, f"_{type(node).__name__.lower()}_", self._others)
+        value = method(node, env)
+        event = self.events.get(node)
+        if event is None or event.kind == TRUTH:
+            return value
+        if event.kind == KEYS:
+            is_list = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+            return Value(BOX, UNKNOWN) if is_list else value
+        return event if not (isinstance(node, ast.Call) and event.kind == TEST) else self.called(node, event)
+
+    def called(self, node: ast.Call, event: Value) -> Value:
+        """What a call gives that asks for tokens itself, as `any(masks)` does."""
+        name = name_of(node.func)
+        if event.kind == BOX:
+            return event
+        if name in ("min", "max", "sorted", "sort", "topk"):  # their results remember where they come from
+            return Value()
+        is_made = name in _PLAIN_CALLS or name in ("index", "count", "remove", "list")
+        return Value(PLAIN, CONSTANT) if is_made and name != "bool" else event
+
+    def _constant_(self, node: ast.Constant, env: Env) -> Value:
+        return Value("", NONE if node.value is None else CONSTANT)
+
+    def _name_(self, node: ast.Name, env: Env) -> Value:
+        return env[node.id] if node.id in env else self.seen(node.id)
+
+    def _attribute_(self, node: ast.Attribute, env: Env) -> Value:
+        value = self.value(node.value, env)
+        if value.kind == PLAIN and node.attr in _OF_ANY_ITEM:
+            return Value()
+        if value.kind in (PLAIN, TEST):
+            return value
+        held = self.object_of(node)
+        if held is None and value.type == TENSOR and node.attr not in ("dtype", "device"):
+            return Value("", TENSOR)
+        return Value("", type_of(held) if held is not None else UNKNOWN)
+
+    def _tuple_(self, node: ast.Tuple, env: Env) -> Value:
+        parts = tuple(self.value(e.value if isinstance(e, ast.Starred) else e, env) for e in node.elts)
+        self.shared |= {
+            e.id for e, part in zip(node.elts, parts, strict=True) if isinstance(e, ast.Name) and part.type == LIST
+        }
+        kinds = {p.kind for p in parts}
+        several = TESTS if kinds & {TEST, TESTS} else BOXES if kinds & {BOX, BOXES} else LOAD if LOAD in kinds else ""
+        kind = PLAIN if PLAIN in kinds else several
+        is_constant = parts and all(p.type in (CONSTANT, NONE) for p in parts)
+        return Value(kind, CONSTANT if is_constant or not parts else UNKNOWN, frozenset(), parts)
+
+    def _list_(self, node: ast.List, env: Env) -> Value:
+        value = self._tuple_(node, env)  # type: ignore[arg-type]
+        is_box = any(isinstance(e, ast.Starred) and p.kind == BOX for e, p in zip(node.elts, value.parts, strict=True))
+        return Value(BOX if is_box else value.kind, LIST)
+
+    _set_ = _list_
+
+    def _dict_(self, node: ast.Dict, env: Env) -> Value:
+        kinds = {self.value(v, env).kind for v in (*node.values, *[k for k in node.keys if k is not None])}
+        return Value(
+            PLAIN if PLAIN in kinds else TESTS if kinds & {TEST, LOAD} else BOXES if BOX in kinds else "", LIST
+        )
+
+    def _namedexpr_(self, node: ast.NamedExpr, env: Env) -> Value:
+        value = self.value(node.value, env)
+        self.store(node.target, value, env, node.value)
+        return value
+
+    def _starred_(self, node: ast.Starred, env: Env) -> Value:
+        return self.value(node.value, env)
+
+    def _boolop_(self, node: ast.BoolOp, env: Env) -> Value:
+        values = [self.value(v, env) for v in node.values]
+        kinds = {v.kind for v in values}
+        if PLAIN in kinds:
+            return Value(PLAIN, CONSTANT)
+        asked = max(map(self.asks, node.values))
+        if TEST in kinds or asked == BY_OUTCOME:
+            return Value(TEST, CONSTANT)
+        if kinds == {LOAD} or asked:
+            return Value(LOAD, CONSTANT)
+        return functools.reduce(lambda a, b: a.joined(b, FREE, ""), values)
+
+    def _unaryop_(self, node: ast.UnaryOp, env: Env) -> Value:
+        if isinstance(node.op, ast.Not):
+            value = self.value(node.operand, env)
+            asked = self.asks(node.operand)
+            is_asked = value.kind in (TEST, BOX, OPTION) or asked == BY_OUTCOME
+            kind = LOAD if value.kind == LOAD or asked else ""
+            return Value(PLAIN if value.kind == PLAIN else TEST if is_asked else kind, CONSTANT)
+        value = self.value(node.operand, env)
+        return value._replace(kind=PLAIN) if value.kind not in ("", LOAD) else value
+
+    def _binop_(self, node: ast.BinOp, env: Env) -> Value:
+        return self.operation(node, self.value(node.left, env), self.value(node.right, env))
+
+    def operation(self, node: ast.AST, left: Value, right: Value) -> Value:
+        kinds = {left.kind, right.kind} - {""}
+        if not kinds:
+            is_plain = left.type == right.type == CONSTANT
+            is_list = LIST in (left.type, right.type)
+            return Value("", CONSTANT if is_plain else LIST if is_list else TENSOR if TENSOR in (
+                left.type, right.type) else UNKNOWN)  # fmt: skip
+        if kinds <= {BOX, BOXES} or (BOX in kinds and LIST in (left.type, right.type)):
+            return Value(BOX, left.type if left.kind else right.type)
+        if kinds == {OPTION}:
+            return Value("", TENSOR)
+        if kinds == {LOAD}:
+            is_number = all(v.kind or v.type == CONSTANT for v in (left, right))
+            return Value(LOAD, CONSTANT) if is_number else Value("", TENSOR)
+        for one, other in ((left, right), (right, left)):
+            if one.kind in (PLAIN, TEST, TESTS) and not other.kind and other.type not in (CONSTANT, LIST, NONE):
+                self.escape(node)
+                return Value("", TENSOR)
+        return Value(PLAIN, CONSTANT)
+
+    def _compare_(self, node: ast.Compare, env: Env) -> Value:
+        left, *others = values = [self.value(v, env) for v in (node.left, *node.comparators)]
+        kinds = {v.kind for v in values} - {""}
+        if kinds == {LOAD}:
+            return Value(LOAD, CONSTANT)
+        op = type(node.ops[0]).__name__
+        if not kinds:
+            is_plain = all(v.type in (CONSTANT, NONE) for v in values) or op in ("Is", "IsNot", "In", "NotIn")
+            is_tensor = any(v.type == TENSOR for v in values)
+            return Value("", CONSTANT if is_plain else TENSOR if is_tensor else UNKNOWN)
+        if len(others) == 1 and OPTION in kinds and op in ("Is", "IsNot"):
+            return Value(TEST, CONSTANT)
+        if len(others) == 1 and op in ("In", "NotIn") and not left.kind and others[0].kind in (BOX, BOXES):
+            return Value(TEST, CONSTANT)
+        measured, number = _measured(node.left), node.comparators[0]
+        is_emptiness = isinstance(number, ast.Constant) and is_empty_test(_COMPARISONS.get(op, ""), number.value)
+        if is_emptiness and len(others) == 1 and measured is not None and self.value(measured, env).kind == BOX:
+            return Value(TEST, CONSTANT)
+        if len(others) == 1 and sorted((left.kind, others[0].kind)) == ["", TEST]:
+            return Value(TEST, CONSTANT)
+        if any(v.kind in (PLAIN, TEST) for v in values) and any(v.type == TENSOR for v in values):
+            self.escape(node)
+        return Value(PLAIN, CONSTANT)
+
+    def _ifexp_(self, node: ast.IfExp, env: Env) -> Value:
+        tested = self.test(node.test, env)
+        one, other = self.value(node.body, env), self.value(node.orelse, env)
+        return one._replace(stamp=frozenset([1])).joined(other._replace(stamp=frozenset([2])), tested, "")
+
+    def _joinedstr_(self, node: ast.JoinedStr, env: Env) -> Value:
+        parts = [self.value(v.value, env) for v in node.values if isinstance(v, ast.FormattedValue)]
+        return Value(PLAIN if any(p.kind not in ("", OPTION) for p in parts) else "", CONSTANT)
+
+    def _lambda_(self, node: ast.Lambda, env: Env) -> Value:
+        for name in ast.walk(node.body):  # its body is a function of its own
+            if isinstance(name, ast.Name) and name.id in env and env[name.id].kind in (PLAIN, TEST, BOX, TESTS, BOXES):
+                self.escape(name)
+        return Value()
+
+    def _await_(self, node: Any, env: Env) -> Value:
+        return self.value(node.value, env)
+
+    def _yield_(self, node: ast.Yield, env: Env) -> Value:
+        value = self.value(node.value, env)
+        self.returns.append((Value(BOX if self.tested else value.kind and BOXES, value.type), FREE))
+        return Value()
+
+    def _slice_(self, node: ast.Slice, env: Env) -> Value:
+        kinds = {self.value(v, env).kind for v in (node.lower, node.upper, node.step) if v is not None} - {""}
+        return Value(LOAD if kinds == {LOAD} else PLAIN if kinds else "", CONSTANT)
+
+    def _subscript_(self, node: ast.Subscript, env: Env) -> Value:
+        base, index = self.value(node.value, env), self.value(node.slice, env)
+        if base.kind in (BOX, TESTS, BOXES):
+            if isinstance(node.slice, ast.Slice):
+                return base
+            if base.kind == BOXES:
+                return Value(BOX, base.type)
+            if isinstance(node.slice, (ast.Constant, ast.UnaryOp)):
+                return Value(PLAIN, CONSTANT if base.type == CONSTANT else UNKNOWN)
+            return Value(TEST if base.kind == TESTS or (base.type == CONSTANT and not index.kind) else "", base.type)
+        if base.kind in (PLAIN, TEST):
+            return Value(PLAIN, CONSTANT)
+        if base.kind == LOAD:
+            return base
+        if index.kind in (PLAIN, TEST):
+            return Value(PLAIN, UNKNOWN)
+        if index.kind == LOAD:
+            is_part = isinstance(node.slice, ast.Slice)
+            return Value((BOX if base.type == LIST else "") if is_part else LOAD, UNKNOWN)
+        if len(base.parts) and isinstance(node.slice, ast.Constant) and type(node.slice.value) is int:
+            return base.parts[node.slice.value] if node.slice.value < len(base.parts) else Value()
+        if base.type == TENSOR:
+            return Value("", TENSOR)
+        held = self.object_of(node)
+        return Value("", type_of(held) if held is not None else UNKNOWN)
+
+    def _listcomp_(self, node: Any, env: Env) -> Value:
+        inner = dict(env)
+        is_box = False
+        for part in node.generators:
+            is_box = self.bind(part.target, part.iter, inner) or is_box
+            is_box = any([self.test(condition, inner) for condition in part.ifs]) or is_box
+        before, self.tested = self.tested, max(self.tested, BY_OUTCOME if is_box else FREE)
+        item = self.value(node.value if isinstance(node, ast.DictComp) else node.elt, inner)
+        self.tested = before
+        if item.kind == PLAIN and not is_box:
+            return Value(PLAIN, CONSTANT)
+        if is_box:
+            return Value(BOX, item.type)
+        kind = {TEST: TESTS, LOAD: TESTS, TESTS: TESTS, BOX: BOXES, BOXES: BOXES}.get(item.kind, "")
+        return Value(kind, item.type if kind else LIST)
+
+    _setcomp_ = _generatorexp_ = _dictcomp_ = _listcomp_
+
+    def _call_(self, node: ast.Call, env: Env) -> Value:
+        name = name_of(node.func)
+        if name in _LOGS and (isinstance(node.func, ast.Attribute) or name == "print"):
+            return Value("", NONE)
+        arguments = [*node.args, *[k.value for k in node.keywords]]
+        if (name == "len" and len(arguments) == 1) or name in ("isinstance", "getattr", "hasattr"):
+            value = self.value(arguments[0], env)
+            return Value(PLAIN, CONSTANT) if value.kind in (BOX, PLAIN, TEST) else Value("", UNKNOWN)
+        values = [self.value(a, env) for a in arguments]
+        kinds = {v.kind for v in values} - {"", OPTION}
+        is_builtin = isinstance(node.func, ast.Name) and name not in env and hasattr(builtins, name)
+        if is_builtin or name in CONTAINERS:
+            return self._builtin(node, name, values, kinds)
+        if isinstance(node.func, ast.Attribute) and (found := self._method(node, name, values, kinds, env)) is not None:
+            return found
+        if self.value(node.func, env).kind in (PLAIN, TEST):
+            self.escape(node)
+            return Value("", TENSOR)
+        function = self.object_of(node.func)
+        if not kinds & {PLAIN, TEST}:
+            if self._gives_tensors(node, function, kinds, env):
+                if TESTS in kinds:
+                    self.escape(node)
+                return Value("", TENSOR)
+            if (found := self.call(function, values, self.tested, env)) is not None:
+                return found
+        if kinds or (self.tested and not _is_pure(function)):
+            self.escape(node)  # who knows what it keeps
+        return Value()
+
+    def _gives_tensors(self, node: ast.Call, function: Any, kinds: set[str], env: Env) -> bool:
+        """Whether a call is one of torch, of a submodule, or of a method of a tensor: it keeps nothing in Python."""
+        if isinstance(function, nn.Module):
+            return not kinds
+        if isinstance(function, type) and not issubclass(function, torch.Tensor):
+            return False
+        if root_name(node.func) in ("torch", "F") or is_of_torch(function):
+            return True
+        if function is None and isinstance(node.func, ast.Attribute) and kinds and kinds <= {BOX, BOXES, LOAD}:
+            return True  # of a tensor: `rows.split(counts)`, `out.index_add(0, ids, y)`
+        return not kinds and self.value(node.func, env).type == TENSOR
+
+    def _builtin(self, node: ast.Call, name: str, values: list[Value], kinds: set[str]) -> Value:
+        is_fresh = name == "next" and isinstance(node.args[0], ast.GeneratorExp)
+        if self.tested and name not in _PURE and name not in CONTAINERS and not is_fresh:
+            self.escape(node)  # `next(iterator)`, `setattr(...)`
+        if not kinds:
+            is_list = name in CONTAINERS
+            is_number = name in _OF_NUMBERS and any(v.type != CONSTANT for v in values)
+            return Value("", LIST if is_list else CONSTANT if name in _PLAIN_CALLS and not is_number else UNKNOWN)
+        if kinds == {LOAD} and name not in CONTAINERS and name != "range":
+            return Value(LOAD, CONSTANT)
+        type_ = CONSTANT if any(v.type == CONSTANT for v in values if v.kind) else UNKNOWN
+        if name in ("takewhile", "dropwhile", "filter") or (name in CONTAINERS and BOX in kinds):
+            return Value(BOX, type_)
+        if name == "range":
+            return Value(BOX, CONSTANT)
+        if name in CONTAINERS and kinds <= {TESTS, BOXES}:
+            return Value(TESTS if TESTS in kinds else BOXES, type_)
+        if name == "bool" and kinds == {TEST}:
+            return Value(TEST, CONSTANT)
+        if name == "sum" and kinds == {BOX} and type_ != CONSTANT:
+            return Value("", TENSOR)
+        return Value(PLAIN, CONSTANT)
+
+    def _method(self, node: ast.Call, name: str, values: list[Value], kinds: set[str], env: Env) -> Value | None:
+        """What a method of a container does; None if it is none."""
+        owner = node.func.value  # type: ignore[attr-defined]
+        value = self.value(owner, env)
+        is_container = value.kind in (BOX, TESTS, BOXES) or value.type == LIST
+        if is_container and name in _FILLS:
+            is_decided = owner in self.events or node in self.events or (name in ("extend", "update") and BOX in kinds)
+            if self.tested or kinds or is_decided:
+                self.mark(owner, env, values[-1] if values else Value(), is_decided)
+            return Value("", NONE)
+        if is_container and name in _EMPTIES:
+            if self.tested or kinds:
+                self.mark(owner, env, Value("", value.type))
+            is_in_turn = self.tested or not value.kind
+            return Value("" if is_in_turn else PLAIN, UNKNOWN)
+        if value.kind in (BOX, TESTS, BOXES):
+            if name in ("keys", "values", "items", "copy", "__iter__"):
+                return value
+            return Value(OPTION, UNKNOWN) if name == "get" else Value(PLAIN, CONSTANT)
+        if value.type == CONSTANT and not value.kind:  # of a string
+            return Value(PLAIN if kinds - {OPTION} else "", CONSTANT)
+        if value.type == LIST and not value.kind:
+            if self.tested and name not in _READS:
+                self.escape(node)
+            return None if kinds else Value()
+        if value.kind == PLAIN and name not in _OF_ANY_ITEM:
+            return Value(PLAIN, value.type)
+        return None
+
+    def _others(self, node: ast.AST, env: Env) -> Value:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.value(child, env)
+        return Value()
+
+
+def is_of_torch(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").split(".")[0] in ("torch", "torchvision")
+
+
+def _is_pure(function: Any) -> bool:
+    """Whether a function is known to keep nothing. An object that is made keeps what it is given until it is stored."""
+    module = (getattr(function, "__module__", None) or "").split(".")[0]
+    return isinstance(function, type) or module in _PURE_MODULES
+
+
+def _measured(node: ast.AST) -> ast.AST | None:
+    """What an expression asks the length of."""
+    return node.args[0] if isinstance(node, ast.Call) and name_of(node.func) == "len" and node.args else None

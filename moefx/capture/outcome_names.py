@@ -1,0 +1,199 @@
+"""Store values under names, and look them up: see `outcome_flow`."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .outcome_values import (
+    BOX,
+    BOXES,
+    CONSTANT,
+    FREE,
+    LIST,
+    LOAD,
+    NONE,
+    OPTION,
+    PLAIN,
+    TENSOR,
+    TEST,
+    TESTS,
+    UNKNOWN,
+    Env,
+    Value,
+    type_of,
+)
+
+
+class Names:
+    """The names of one function, and what is stored under them.
+
+    Args:
+        events: what expressions evaluate to that ask for tokens.
+        names: what names held, as seen while the function ran.
+        outer_names: those of its module.
+        call: analyses another function, given its name's value, the values of the arguments, what decides whether it
+            runs, and the names here, which a nested function sees.
+    """
+
+    def __init__(
+        self,
+        events: Mapping[ast.AST, Value],
+        names: Mapping[str, list[Any]],
+        outer_names: Mapping[str, Any],
+        call: Callable[[Any, list[Any], int, Env], Any],
+    ):
+        self.events, self.names, self.outer_names, self.call = events, names, outer_names, call
+        self.escapes: dict[ast.AST, None] = {}  # where decisions are taken on outcomes
+        self.returns: list[tuple[Value, int]] = []
+        self.tested = FREE  # what decides if a statement runs
+        self.exits: list[tuple[str, Env, int]] = []  # continue, break, raise
+        self.returned = False  # under a test
+        self.outer: set[str] = set()
+        self.function_name, self.owner_name = "", ""
+        self.shared: set[str] = set()  # names whose value has other names
+
+    def value(self, node: ast.AST | None, env: Env) -> Value:
+        """What an expression evaluates to."""
+        raise NotImplementedError
+
+    def escape(self, node: ast.AST) -> None:
+        self.escapes[node] = None
+
+    def type_seen(self, name: str) -> str:
+        """The type of all values that a name was seen to hold; numbers that remember where they come from are such."""
+        held = self.names.get(name) or [self.outer_names.get(name)]
+        found = {type_of(v) for v in held} - {NONE}
+        return found.pop() if len(found) == 1 else TENSOR if found == {TENSOR, CONSTANT} else UNKNOWN
+
+    def seen(self, name: str) -> Value:
+        return Value("", self.type_seen(name))
+
+    def object_of(self, node: ast.AST) -> Any:
+        """What a name or an attribute of one holds, if that was seen."""
+        if isinstance(node, ast.Name):
+            held = self.names.get(node.id, ())
+            return held[-1] if held else self.outer_names.get(node.id, getattr(builtins, node.id, None))
+        if isinstance(node, ast.Attribute) and name_of(getattr(node.value, "func", node)) == "super":
+            return self._inherited(node.attr)
+        if isinstance(node, ast.Attribute) and (owner := self.object_of(node.value)) is not None:
+            if isinstance(owner, nn.Module):
+                own = {**vars(owner), **owner._modules, **owner._parameters, **owner._buffers}
+                found = getattr(type(owner), node.attr, None)
+                found = types.MethodType(found, owner) if isinstance(found, types.FunctionType) else found
+                return own.get(node.attr, found)
+            if isinstance(owner, (type, types.ModuleType)):
+                return getattr(owner, node.attr, None)
+        if isinstance(node, ast.Subscript):  # an item like the others
+            held = self.object_of(node.value)
+            if isinstance(held, (list, tuple, nn.ModuleList, nn.Sequential)):
+                return next(iter(held), None)
+            if isinstance(held, (dict, nn.ModuleDict)):
+                return next(iter(held.values()), None)
+        return None
+
+    def _inherited(self, name: str) -> Any:
+        """The method that `super()` gives: of this name the second one, in the method that overrides it."""
+        owner = self.object_of(ast.Name(self.owner_name))
+        found = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
+        found = [types.MethodType(f, owner) for f in found if isinstance(f, types.FunctionType)]
+        at = 1 if name == self.function_name else 0
+        return found[at] if len(found) > at else None
+
+    def store(self, target: ast.AST, value: Value, env: Env, source: ast.AST) -> None:
+        self.share(source, target, env)
+        if isinstance(target, ast.Name):
+            if target.id in self.outer and (value.kind or (self.tested and value.type != TENSOR)):
+                self.escape(target)
+            type_ = self.type_seen(target.id) if value.type == UNKNOWN and not value.kind else value.type
+            env[target.id] = value._replace(type=type_, stamp=frozenset([id(target)]))
+        elif isinstance(target, ast.Starred):
+            self.store(target.value, value, env, source)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            parts = value.parts if len(value.parts) == len(target.elts) else None
+            for i, one in enumerate(target.elts):
+                kind = {BOX: PLAIN, TESTS: TEST, BOXES: BOX}.get(value.kind, value.kind)
+                type_ = TENSOR if value.type == TENSOR else UNKNOWN
+                self.store(one, parts[i] if parts else Value(kind, type_), env, source)
+        elif isinstance(target, ast.Attribute):
+            is_kept = value.type == TENSOR and isinstance(self.object_of(target.value), nn.Module)
+            if value.kind not in ("", OPTION) or (self.tested and not is_kept):
+                self.escape(target)
+        elif isinstance(target, ast.Subscript):
+            index, base = self.value(target.slice, env), self.value(target.value, env)
+            is_container = base.kind in (BOX, TESTS, BOXES) or base.type == LIST
+            if target in self.events:  # by a number of the routing
+                self.mark(target.value, env, value, True)
+            elif is_container and (self.tested or value.kind or index.kind):
+                self.mark(target.value, env, value)
+            elif (
+                value.kind in (PLAIN, TEST, TESTS)
+                or index.kind in (PLAIN, TEST)
+                or (self.tested and base.type != TENSOR)
+            ):
+                self.escape(target)
+
+    def share(self, source: ast.AST, target: ast.AST, env: Env) -> None:
+        """Note lists that get another name, by themselves or by one of their methods (`note = seen.add`)."""
+        owner = source.value if isinstance(source, ast.Attribute) else source
+        if any(isinstance(n, (ast.Name, ast.Attribute)) and self.value(n, env).type == LIST for n in (source, owner)):
+            self.shared |= {root_name(source), *([target.id] if isinstance(target, ast.Name) else [])}
+
+    def mark(self, container: ast.AST, env: Env, item: Value, is_decided: bool = False) -> None:
+        """A container was filled, as an outcome decided."""
+        kind = BOX if self.tested or is_decided or item.kind not in (TEST, PLAIN, LOAD) else TESTS
+        if isinstance(container, ast.Name) and container.id in self.shared:
+            self.escape(container)  # others may ask it under another name
+            return
+        while isinstance(container, (ast.Subscript, ast.Call, ast.Attribute)):
+            if isinstance(container, ast.Subscript):
+                kind = BOXES
+            elif isinstance(container, ast.Attribute):  # of an object: others may ask it
+                self.escape(container)
+                return
+            container = container.func.value if isinstance(container, ast.Call) and isinstance(  # type: ignore
+                container.func, ast.Attribute) else getattr(container, "value", ast.Constant(None))  # fmt: skip
+        if isinstance(container, ast.Name):
+            old = env.get(container.id, Value())
+            type_ = CONSTANT if CONSTANT in (item.type, old.type if old.kind else "") else item.type
+            env[container.id] = Value(kind, type_, old.stamp | {id(container)})
+
+    def bind(self, target: ast.AST, source: ast.AST, env: Env) -> bool:
+        """Store an item of what a loop is over. Returns whether outcomes decide how many there are."""
+        called = source.func.id if isinstance(source, ast.Call) and isinstance(source.func, ast.Name) else ""
+        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+        is_event = source in self.events
+        if called == "enumerate" and len(parts) == 2 and source.args and not is_event:  # type: ignore[attr-defined]
+            found = self.bind(parts[1], source.args[0], env)  # type: ignore[attr-defined]
+            self.store(parts[0], Value(PLAIN if found else "", CONSTANT), env, source)
+            return found
+        if called == "zip" and len(parts) == len(source.args) and not is_event:  # type: ignore[attr-defined]
+            return any([self.bind(p, a, env) for p, a in zip(parts, source.args, strict=True)])  # type: ignore
+        value = self.value(source, env)
+        if value.kind == PLAIN:
+            self.escape(source)
+        if name_of(getattr(source, "func", source)) == "items" and len(parts) == 2 and value.kind == BOXES:
+            self.store(parts[0], Value("", CONSTANT), env, source)
+            self.store(parts[1], Value(BOX, value.type), env, source)
+            return is_event
+        kind = {TESTS: TEST, BOXES: BOX}.get(value.kind, "")
+        type_ = CONSTANT if called == "range" else value.type if value.kind or value.type == TENSOR else UNKNOWN
+        if isinstance(target, ast.Name) and type_ == UNKNOWN:
+            type_ = self.type_seen(target.id)
+        self.store(target, Value(kind, type_), env, source)
+        return value.kind == BOX or is_event
+
+
+def name_of(function: ast.AST) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def root_name(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return getattr(node, "id", "")
