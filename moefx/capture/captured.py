@@ -263,8 +263,14 @@ class HostRead:
 
 @dataclasses.dataclass(frozen=True)
 class Often:
-    """How a boolean that Python reads is to come out in a loop that may ask on until it is another (`while places < n:
-    places *= 2`): so many times, and only where a number is compared with one of `others`, if there are any."""
+    """Force a boolean that Python reads a limited number of times. A loop such as `while places < n: places *= 2` would
+    otherwise never end.
+
+    Attributes:
+        value: the forced outcome.
+        times: number of reads to force.
+        others: force only comparisons with these numbers; empty: all comparisons.
+    """
 
     value: bool
     times: int

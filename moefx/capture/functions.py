@@ -273,7 +273,7 @@ class Functions(TorchFunctionMode):
 
 
 def _is_along_rows(func: Any, args: tuple, options: dict[str, Any]) -> bool:
-    """Whether the length of what such a function gives depends on the length of the first axis."""
+    """Whether the function splits along the first axis, so that the length of its result depends on that axis."""
     at = _LISTS[func]
     dim = options.get("dim", args[at] if len(args) > at else 0)
     several = (*options.values(), *args[1:])  # the lengths of the parts, whose number they are
@@ -381,7 +381,7 @@ _NAMES = {
     torch.cosine_similarity: ("x1", "x2"),
 }
 _OF_ONE_DTYPE = {F.linear, torch.matmul, torch.einsum}
-# What they give has as many items as there are rows, or depends on that: where they have the dimension as an argument.
+# Functions that return a list whose length follows from an axis, with the position of their `dim` argument.
 _LISTS = {
     torch.Tensor.tolist: 9, torch.Tensor.__iter__: 9, torch.Tensor.unbind: 1, torch.unbind: 1, torch.Tensor.split: 2,
     torch.split: 2, torch.Tensor.chunk: 2, torch.chunk: 2,

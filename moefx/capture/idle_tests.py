@@ -24,9 +24,9 @@ from .outcome_names import name_of
 from .outcome_values import BOX, FREE, LOAD, OPTION, TEST, UNKNOWN, Value
 from .source import Source, user_frames, user_step
 
-# A boolean that tells of tokens; the truth of a number or a tensor; a list, or a loop with as many turns as there are
-# rows; an item of a container, or turns of a loop, by a number of the routing.
-# A comparison of an expert's load, which captures show both ways.
+# ASKS: a boolean tells whether an expert has tokens. TRUTH: the truth of a number or a tensor does. ROWS: a list or a
+# loop is as long as an expert's rows. KEYS: a number of the routing is the key of a container, or the turns of a loop.
+# LOADS: Python compares an expert's load, and captures show both outcomes.
 ASKS, TRUTH, ROWS, KEYS, LOADS = "asks", "truth", "rows", "keys", "loads"
 _MAX_ROUNDS = 12
 _MAX_LOOKS = 3
@@ -99,8 +99,9 @@ class _Code:
             stack += [(child, owner) for child in ast.iter_child_nodes(node)]
 
     def events(self, source: Source, how: str) -> dict[ast.expr, Value]:
-        """The expressions that a frame was at, with what they give. Some versions of Python tell of a test no more than
-        the statement that it is part of, and Python 3.10 the line alone: then all that may ask for tokens there."""
+        """Return the expressions that a frame evaluated, with their values. Some versions of Python report only the
+        statement of a test, and Python 3.10 only its line: then return all expressions there that may ask for tokens.
+        """
         if source.where is not None:
             return _events(self.at.get(source.where), how)
         nodes = [n for n in self.at.values() if n.lineno <= source.line <= (n.end_lineno or 0)]
@@ -265,7 +266,7 @@ class _Analysis:
     ) -> Value:
         names: dict[str, list[Any]] = {}
         globals_: dict[str, Any] = {}
-        if called is not None:  # what it sees, whether or not it was at work when somebody asked
+        if called is not None:  # its globals and closure, which no capture need have recorded
             code, cells = called.__code__, called.__closure__ or ()
             globals_ = called.__globals__
             closure = zip(code.co_freevars, cells, strict=True)

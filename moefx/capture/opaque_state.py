@@ -31,7 +31,7 @@ def refuse_opaque_state(block: nn.Module) -> None:
             raise Refused(
                 f"the block uses {path}, a {type(value).__qualname__}, whose state cannot be compared between calls",
                 culprits=(path,),
-                remedy="keep what it remembers in a buffer, a number or a list",
+                remedy="keep its state in a buffer, a number or a list",
             )
 
 

@@ -21,8 +21,8 @@ from ...ir.expression_check import is_pointwise
 from ..graph_nodes import SELECTIONS, Line, follows_from_state, is_known, line, op_name
 from .normal_form import Terms
 from .op_rules import RULES
+from .op_rules.axis_reductions import batch_norm, norm
 from .op_rules.indexing import gather
-from .op_rules.reductions import batch_norm, norm
 from .term import Operand, Term
 
 _LARGEST_ARRAY = 1 << 22
