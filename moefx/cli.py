@@ -318,7 +318,7 @@ def guessed_inputs(model: nn.Module) -> tuple | dict:
     import torch
     from torch.utils._pytree import tree_map_only
 
-    from .capture.examples import examples
+    from .capture.example_calls import examples
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
         return torch.randn(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor

@@ -18,7 +18,7 @@ from torch import nn
 import moefx
 import moefx.compiler.model_proof
 import moefx.compiler.survey
-from moefx.capture.find import Found, Seen, signature
+from moefx.capture.block_search import Found, Seen, signature
 from moefx.compiler.numeric_check import NumericCheck, numeric_check
 from moefx.compiler.pipeline import BlockRewrite
 from moefx.ir.guards.attribute_reads import AttributeLocation, find_globals, find_tied_tensors, read_value

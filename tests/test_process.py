@@ -19,9 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import moefx
-from moefx.capture.recorder import Recorder
-from moefx.capture.sizes import Number
-from moefx.capture.worker import Interrupted, check_interrupt, run_in_worker
+from moefx.capture.graph_recorder import Recorder
+from moefx.capture.symbolic_sizes import Number
+from moefx.capture.worker_thread import Interrupted, check_interrupt, run_in_worker
 
 from . import models
 from .passes.blocks import D, Loop

@@ -23,15 +23,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.dataclass_fields import open_dataclasses
 from ..util.fake_tensor_log import without_fake_tensor_errors
-from .caches import clearing_caches
-from .calls import recording
-from .captured import Capture, Effect, is_float, tensors_in
-from .containers import contents, refill
-from .effects import HOOKS, effects_of, plain_tensors, put_in_place, python_random, restore
-from .functions import Functions
-from .routing import Routing
-from .sizes import SizeLog
-from .surroundings import Surroundings
+from .call_recording import recording
+from .capture_result import Capture, Effect, is_float, tensors_in
+from .concrete_routing import Routing
+from .filled_caches import clearing_caches
+from .outside_state import Surroundings
+from .raw_containers import contents, refill
+from .side_effects import HOOKS, effects_of, plain_tensors, put_in_place, python_random, restore
+from .symbolic_sizes import SizeLog
+from .torch_functions import Functions
 from .tracer import Flips, Tracer
 
 aten = torch.ops.aten

@@ -18,11 +18,11 @@ from torch import nn
 
 from ..errors import Refused
 from ..util.user_code import is_user_file
+from .code_locations import Source, user_frames, user_step
 from .outcome_expressions import CONTAINERS
 from .outcome_flow import Flow, parameters
 from .outcome_names import name_of
 from .outcome_values import BOX, FREE, LOAD, OPTION, TEST, UNKNOWN, Value
-from .source import Source, user_frames, user_step
 
 # ASKS: a boolean tells whether an expert has tokens. TRUTH: the truth of a number or a tensor does. ROWS: a list or a
 # loop is as long as an expert's rows. KEYS: a number of the routing is the key of a container, or the turns of a loop.

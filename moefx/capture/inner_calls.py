@@ -19,10 +19,10 @@ from torch import nn
 from ..ir.guards.attribute_reads import MODULE_INTERNALS
 from ..ir.guards.code_closure import FUNCTION_TYPES
 from ..ir.passed_objects import is_passed
-from .captured import below_modes, is_float, tensors_in
-from .containers import base_of, contents, same_items, slots_of
-from .recorder import Recorder
-from .surroundings import Surroundings
+from .capture_result import below_modes, is_float, tensors_in
+from .graph_recorder import Recorder
+from .outside_state import Surroundings
+from .raw_containers import base_of, contents, same_items, slots_of
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, nn.Module,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .counts import is_empty_test
 from .outcome_names import Names, name_of, root_name
 from .outcome_values import (
     BOX,
@@ -34,6 +33,7 @@ from .outcome_values import (
     Value,
     type_of,
 )
+from .routed_numbers import is_empty_test
 
 CONTAINERS = {
     "list", "tuple", "sorted", "set", "frozenset", "enumerate", "zip", "reversed", "iter", "dict", "deque", "map",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from .sizes import Number
+from .symbolic_sizes import Number
 
 Env: TypeAlias = "dict[str, Value]"
 # What decides whether a statement runs: no outcome, the load of this turn's expert, or outcomes.

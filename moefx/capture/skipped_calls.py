@@ -28,10 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..errors import Refused
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, replace_objects
-from .captured import is_float
-from .effects import HOOKS
+from .capture_result import is_float
+from .code_locations import is_asked_by_user, user_source
 from .inner_calls import InnerCall, given_tensors, objects_in
-from .source import is_asked_by_user, user_source
+from .side_effects import HOOKS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..errors import CaptureError, Refused
-from . import autocast
-from .abstract import empty, is_pure, key_of, known_result, remember
-from .captured import (
+from . import device_autocast
+from .capture_result import (
     CHOICES,
     MIXED,
     SHAPE_ONLY,
@@ -41,9 +40,10 @@ from .captured import (
     question,
     tensors_in,
 )
-from .collectives import is_alone, run_alone
-from .counts import LENGTH, Count, Share, tells_empty
-from .forms import (
+from .code_locations import Source, is_asked_by_number, is_asked_of_tensor, user_calls, user_source, user_step
+from .concrete_routing import Routing
+from .concrete_values import shadow
+from .functionalize import (
     GROUPED_MM,
     from_floats,
     functional_form,
@@ -54,12 +54,12 @@ from .forms import (
     require_one_dtype,
     with_leading_ones,
 )
+from .graph_recorder import Recorder, grad_enabled
 from .idle_tests import ASKS, KEYS, LOADS, Questions
-from .recorder import Recorder, grad_enabled
-from .routing import Routing
-from .shadows import shadow
-from .sizes import value_of
-from .source import Source, is_asked_by_number, is_asked_of_tensor, user_calls, user_source, user_step
+from .layout_cache import empty, is_pure, key_of, known_result, remember
+from .routed_numbers import LENGTH, Count, Share, tells_empty
+from .single_rank_collectives import is_alone, run_alone
+from .symbolic_sizes import value_of
 
 aten = torch.ops.aten
 # They raise or do nothing, as `assert` does: no part of what is computed, and invented numbers need not pass them.
@@ -234,8 +234,8 @@ class Tracer(Recorder):
                 return func(*args)
             if self.quiet:
                 return self.compute(func, args, kwargs)[0]
-            if self.autocast is not None and autocast.is_emulated() and not self.is_cast:
-                given = autocast.cast_as_there(func, args, kwargs, self.autocast, self._cast)
+            if self.autocast is not None and device_autocast.is_emulated() and not self.is_cast:
+                given = device_autocast.cast_as_there(func, args, kwargs, self.autocast, self._cast)
                 args, kwargs = given or (args, kwargs)
             return self.record(func, args, kwargs)
 
@@ -267,8 +267,8 @@ class Tracer(Recorder):
 
     def notice_autocast(self) -> None:
         """How it is at a call of the program's."""
-        self.autocast = autocast.dtype_here()
-        if autocast.is_switched():
+        self.autocast = device_autocast.dtype_here()
+        if device_autocast.is_switched():
             self.modes_read.add("autocast")
 
     def _cast(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.defaults import users_device
-from ..capture.effects import python_random
-from ..capture.worker import check_interrupt
+from ..capture.default_device import users_device
+from ..capture.side_effects import python_random
+from ..capture.worker_thread import check_interrupt
 from ..ir.passed_objects import is_passed
 from ..util.model_copy import copy_model
 from .input_layouts import Layout, apply_layout

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from .._plan import Plan
-from ..capture.autocast import under
-from ..capture.defaults import neutral_device
-from ..capture.worker import run_in_worker
+from ..capture.default_device import neutral_device
+from ..capture.device_autocast import under
+from ..capture.worker_thread import run_in_worker
 from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
 from .numeric_check import find_nonfinite, numeric_check

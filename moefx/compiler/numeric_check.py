@@ -9,10 +9,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ..capture.effects import python_random, silenced
+from ..capture.outside_state import unwritten
+from ..capture.side_effects import python_random, silenced
 from ..capture.skipped_calls import skipping
-from ..capture.surroundings import unwritten
-from ..capture.worker import run_in_worker
+from ..capture.worker_thread import run_in_worker
 from ..comparison.block_check import verify_block
 from ..errors import summarize_error
 from ..ir.argument_binding import find_device, flatten_arguments

@@ -16,17 +16,17 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
-from ..capture.collisions import ModelNumbers
-from ..capture.effects import silenced
-from ..capture.identity_questions import refuse_identity_questions
-from ..capture.inputs import Arguments
+from ..capture.argument_readings import readings, with_batch_of_one
+from ..capture.block_arguments import Arguments
+from ..capture.code_locations import is_users_own
+from ..capture.identity_tests import refuse_identity_questions
 from ..capture.opaque_state import refuse_opaque_state
-from ..capture.readings import readings, with_batch_of_one
-from ..capture.sizes import SizeGuard
+from ..capture.outside_state import ARGUMENT
+from ..capture.side_effects import silenced
+from ..capture.size_collisions import ModelNumbers
 from ..capture.skipped_calls import SkippedCall, Skipping, skipping
-from ..capture.source import is_users_own
-from ..capture.surroundings import ARGUMENT
-from ..capture.worker import run_in_worker
+from ..capture.symbolic_sizes import SizeGuard
+from ..capture.worker_thread import run_in_worker
 from ..errors import CaptureError, Refused
 from ..inspection.history import History
 from ..inspection.proof_trace import CutAttempt, ProofTrace

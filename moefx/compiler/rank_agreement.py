@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from .._plan import Plan
-from ..capture.autocast import under
-from ..capture.defaults import neutral_device
-from ..capture.worker import run_in_worker
+from ..capture.default_device import neutral_device
+from ..capture.device_autocast import under
+from ..capture.worker_thread import run_in_worker
 from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
 from .model_proof import quote_name, survey_and_verify

@@ -13,14 +13,14 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from .._plan import Plan
-from ..capture.autocast import under
-from ..capture.defaults import neutral_device
-from ..capture.find import find, signature
+from ..capture.block_arguments import Arguments
+from ..capture.block_search import find, signature
+from ..capture.code_locations import is_own_mistake
+from ..capture.default_device import neutral_device
+from ..capture.device_autocast import under
 from ..capture.inner_calls import copy_abstract, objects_in, tensors_within
-from ..capture.inputs import Arguments
 from ..capture.skipped_calls import SkippedCall, Skipping
-from ..capture.source import is_own_mistake
-from ..capture.worker import run_in_worker
+from ..capture.worker_thread import run_in_worker
 from ..errors import Refused, summarize_error
 from ..ir.argument_binding import (
     Guard,

@@ -14,14 +14,14 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._plan import Plan
-from ..capture.alone import run_copy
-from ..capture.captured import has_values
+from ..capture.block_search import Found, Seen, find, signature
+from ..capture.capture_result import has_values
+from ..capture.code_locations import is_own_mistake
 from ..capture.concolic import capture
-from ..capture.examples import examples
-from ..capture.find import Found, Seen, find, signature
-from ..capture.routing import Routing
+from ..capture.concrete_routing import Routing
+from ..capture.example_calls import examples
+from ..capture.isolated_run import run_copy
 from ..capture.skipped_calls import SkippedCall, Skipping
-from ..capture.source import is_own_mistake
 from ..errors import CaptureError, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
 from ..inspection.proof_trace import ProofTrace
 from ..ir.guards.attribute_reads import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from moefx.capture.inputs import Arguments
-from moefx.capture.routing import Routing
+from moefx.capture.block_arguments import Arguments
+from moefx.capture.concrete_routing import Routing
 from moefx.ir.block_graph import BlockGraph
 from moefx.matching.proof_state import ProofState
 

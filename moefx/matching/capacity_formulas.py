@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from ..capture.sizes import evaluate
+from ..capture.symbolic_sizes import evaluate
 
 Point = tuple[int, int]  # (tokens, value)
 

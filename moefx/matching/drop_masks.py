@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.captured import COMPARISONS, SPREAD
-from ..capture.source import Source
+from ..capture.capture_result import COMPARISONS, SPREAD
+from ..capture.code_locations import Source
 from ..errors import Refused
 from .graph_nodes import collect_numbers, find_comparison, op_name
 from .lift.canonical_form import Body, CanonicalForm, NodeRef

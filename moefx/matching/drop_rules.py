@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..capture.routing import Routing
+from ..capture.concrete_routing import Routing
 from ..errors import Refused
 from .capacity_formulas import Formula, find_formula
 from .drop_masks import find_masks

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.captured import SHAPE_ONLY, Capture, HostRead, is_abstract, remembered
+from ..capture.capture_result import SHAPE_ONLY, Capture, HostRead, is_abstract, remembered
 from ..capture.skipped_calls import UnknownResult
 from .op_classes import INDEXED_WRITES, LOOKUPS, TWO_SIDED
 

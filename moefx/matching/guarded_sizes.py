@@ -9,8 +9,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from ..capture.inputs import TWICE_THE_TOKENS, Arguments
-from ..capture.sizes import SizeGuard
+from ..capture.block_arguments import TWICE_THE_TOKENS, Arguments
+from ..capture.symbolic_sizes import SizeGuard
 
 MAX_TOKENS = 600
 _MIN_TOKENS = 8

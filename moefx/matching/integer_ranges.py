@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..capture.captured import Capture
-from ..capture.counts import Count
-from ..capture.sizes import plain
+from ..capture.capture_result import Capture
+from ..capture.routed_numbers import Count
+from ..capture.symbolic_sizes import plain
 from .graph_nodes import SELECTIONS, find_lookups, is_state, op_name, position_axis
 from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, MONOTONE
 

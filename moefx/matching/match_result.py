@@ -17,10 +17,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..capture.captured import Capture
-from ..capture.inputs import Arguments
-from ..capture.routing import Routing
-from ..capture.sizes import SizeGuard, evaluate
+from ..capture.block_arguments import Arguments
+from ..capture.capture_result import Capture
+from ..capture.concrete_routing import Routing
+from ..capture.symbolic_sizes import SizeGuard, evaluate
 from ..inspection.proof_trace import ProbeRun
 from .capacity_formulas import Formula, find_formula
 from .guarded_sizes import find_sequence, find_sizes

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.captured import Capture
+from ..capture.block_arguments import Arguments
+from ..capture.capture_result import Capture
+from ..capture.code_locations import Source
 from ..capture.concolic import capture
+from ..capture.concrete_routing import Routing
 from ..capture.idle_tests import Questions
-from ..capture.inputs import Arguments
-from ..capture.routing import Routing
-from ..capture.sizes import SizeGuard, SizeLog
-from ..capture.source import Source
+from ..capture.symbolic_sizes import SizeGuard, SizeLog
 from ..capture.tracer import Flips
 from ..errors import Refused
 from ..inspection.proof_trace import ProbeRun

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
+from ..capture.concrete_routing import Routing
 from ..capture.idle_tests import refuse_remembered
-from ..capture.routing import Routing
 from ..errors import Refused
 from .drop_rules import refuse_unexplained
 from .lift.canonical_form import CanonicalForm

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ..capture.captured import Capture
-from ..capture.counts import is_empty_test
+from ..capture.capture_result import Capture
+from ..capture.routed_numbers import is_empty_test
 from ..errors import Refused
 from .graph_nodes import find_comparison, is_routed, op_name
 from .op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES

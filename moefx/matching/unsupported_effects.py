@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..capture.captured import Capture
-from ..capture.surroundings import ARGUMENT
+from ..capture.capture_result import Capture
+from ..capture.outside_state import ARGUMENT
 from ..errors import Refused
 
 NO_CACHE = (

@@ -17,8 +17,8 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.autocast import dtype_here
-from ..capture.captured import Call, is_float
+from ..capture.capture_result import Call, is_float
+from ..capture.device_autocast import dtype_here
 from ..errors import Refused
 from ..ir.passed_objects import check_structure, check_tensor, get_name, is_passed
 from ..matching.capacity_formulas import find_formula

@@ -18,8 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from ..capture.autocast import dtype_here
-from ..capture.captured import CONTRACTIONS, Call, Effect
+from ..capture.capture_result import CONTRACTIONS, Call, Effect
+from ..capture.device_autocast import dtype_here
 from ..errors import Refused
 from ..ir.passed_objects import check_structure
 from ..matching.graph_nodes import is_random, is_skipped

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..capture.captured import Capture
-from ..capture.sizes import evaluate
+from ..capture.capture_result import Capture
+from ..capture.symbolic_sizes import evaluate
 from ..errors import Refused
 from ..ir.graph_codegen import FUNCTIONS
 from ..matching.capacity_formulas import Formula, find_formula

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..capture.captured import Call
+from ..capture.capture_result import Call
 from ..ir.passed_objects import is_passed
 from ..matching.match_result import Match
 from .aligned_nodes import AlignedNodes, leaf_nodes

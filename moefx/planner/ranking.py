@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.defaults import neutral_device
+from ..capture.default_device import neutral_device
 from ..errors import NothingFits, UnknownArchitecture, UnknownPlatform
 from ..util.unit_text import amount
 from .architecture import Architecture

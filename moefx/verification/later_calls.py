@@ -17,9 +17,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from ..capture.collisions import ModelNumbers
-from ..capture.inputs import Arguments, Leaf
-from ..capture.readings import readings
+from ..capture.argument_readings import readings
+from ..capture.block_arguments import Arguments, Leaf
+from ..capture.size_collisions import ModelNumbers
 from ..comparison.input_layouts import Layout
 from ..comparison.sandbox import Inputs, Options, Parameters, copy_detached, execute, leaves, make_sandbox
 from ..errors import summarize_error

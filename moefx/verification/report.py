@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.defaults import neutral_device
+from ..capture.default_device import neutral_device
 from ..comparison.policy import Row
 from ..comparison.routing_tape import RoutingRow
 from ..comparison.sandbox import Inputs

@@ -14,9 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefx
-from moefx.capture.autocast import dtype_here, under
 from moefx.capture.concolic import capture
-from moefx.capture.routing import Routing
+from moefx.capture.concrete_routing import Routing
+from moefx.capture.device_autocast import dtype_here, under
 from moefx.compiler.pipeline import rewrite_block
 from moefx.errors import CaptureError
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moefx.capture.captured import Capture, Effect
+from moefx.capture.capture_result import Capture, Effect
+from moefx.capture.code_locations import Source, is_user_file
 from moefx.capture.concolic import capture
-from moefx.capture.routing import Routing
-from moefx.capture.source import Source, is_user_file
+from moefx.capture.concrete_routing import Routing
 from moefx.errors import CaptureError
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.capture import caches
-from moefx.capture.surroundings import Surroundings
+from moefx.capture import filled_caches
+from moefx.capture.outside_state import Surroundings
 
 from ..passes.blocks import D, Loop
 
@@ -268,10 +268,10 @@ def test_a_cache_that_a_call_makes_keeps_nothing_either():
 
 def test_caches_are_found_without_a_look_at_all_objects(monkeypatch):
     def all_caches():
-        return {id(cache) for cache in caches._all_caches()}
+        return {id(cache) for cache in filled_caches._all_caches()}
 
     looks, look = [], gc.get_objects
-    monkeypatch.setattr(caches.gc, "get_objects", lambda: looks.append(1) or look())
+    monkeypatch.setattr(filled_caches.gc, "get_objects", lambda: looks.append(1) or look())
     assert all_caches() >= {id(_split), id(_table)}
     looks.clear()
     assert all_caches() >= {id(_split), id(_table)} and not looks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.capture.examples import examples
+from moefx.capture.example_calls import examples
 from moefx.errors import InvalidInput
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moefx.capture.find import find, signature
+from moefx.capture.block_search import find, signature
 
 D, E = 4, 3
 

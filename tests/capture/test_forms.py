@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moefx.capture.forms import functional_form
+from moefx.capture.functionalize import functional_form
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.capture.sizes import Ratio, Size, SizeGuard, SizeLog, sized
+from moefx.capture.symbolic_sizes import Ratio, Size, SizeGuard, SizeLog, sized
 
 
 def evaluate(expr: str, **dims: int) -> float:

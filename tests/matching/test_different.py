@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefx.capture.concolic import capture
-from moefx.capture.routing import Routing
+from moefx.capture.concrete_routing import Routing
 from moefx.errors import Refused
 from moefx.matching.lift.canonical_form import NodeRef
 from moefx.matching.lift.distinct_choices import has_distinct_slots

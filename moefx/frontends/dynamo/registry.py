@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ...api import Record
-from ...capture.source import Source
+from ...capture.code_locations import Source
 from ...compiler.survey import Refusal
 from ...inspection.explain import BlockReport
 from ...runtime.module import BlockForward, rewritten_blocks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ...capture.source import Source
+from ...capture.code_locations import Source
 from ...errors import Refused
 from ...util.user_code import is_user_file
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..._plan import Plan
-from ...capture.autocast import under
-from ...capture.defaults import neutral_device
-from ...capture.find import Seen
-from ...capture.sizes import SizeGuard
+from ...capture.block_search import Seen
+from ...capture.default_device import neutral_device
+from ...capture.device_autocast import under
+from ...capture.symbolic_sizes import SizeGuard
 from ...compiler.block_report import build_report
 from ...compiler.numeric_check import numeric_check
 from ...compiler.pipeline import BlockRewrite, apply_capacity, rewrite_block

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...capture.sizes import FOLLOWED
-from ...capture.source import Source, said
+from ...capture.code_locations import Source, said
+from ...capture.symbolic_sizes import FOLLOWED
 
 
 class ValueRef(NamedTuple):

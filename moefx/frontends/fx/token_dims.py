@@ -13,8 +13,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.printers import PythonPrinter
 
-from ...capture.inputs import NAMES
-from ...capture.sizes import FOLLOWED
+from ...capture.block_arguments import NAMES
+from ...capture.symbolic_sizes import FOLLOWED
 from ...errors import Refused
 from ...ir.graph_codegen import INFIX
 from .float_inputs import may_be_constant

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ...capture.captured import Capture
-from ...capture.sizes import SizeGuard
-from ...capture.source import Source
+from ...capture.capture_result import Capture
+from ...capture.code_locations import Source
+from ...capture.symbolic_sizes import SizeGuard
 from ..terms.parameter_places import ParameterSlice
 
 

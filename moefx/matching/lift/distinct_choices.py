@@ -24,7 +24,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import CONTRACTIONS, SHAPE_ONLY, Capture
+from ...capture.capture_result import CONTRACTIONS, SHAPE_ONLY, Capture
 from ..graph_nodes import SELECTIONS, collect_numbers, get_argument, is_random, op_name, position_axis
 from ..integer_ranges import find_token_sizes
 from ..terms.term import MASKED

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import Capture, decided_by_floats
+from ...capture.capture_result import Capture, decided_by_floats
 from ...errors import Refused
 from ..graph_nodes import Line, depends_on_arguments, depends_on_call, is_random, line, op_name
 from ..terms.sum_expansion import routed_axes

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...capture.captured import Capture
+from ...capture.capture_result import Capture
 from ...errors import Refused
 from ..terms.normal_form import Terms
 from ..terms.parameter_places import ParameterSlice, is_state_slice

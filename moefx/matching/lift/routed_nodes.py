@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import Capture, decided_by_floats, remembered
+from ...capture.capture_result import Capture, decided_by_floats, remembered
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from ..graph_nodes import Line, is_known, is_routed, line, op_name

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from ...capture.captured import Capture, HostRead, decided_by_floats
-from ...capture.counts import LENGTH, is_empty_test
-from ...capture.sizes import COMPARE
-from ...capture.source import Source
+from ...capture.capture_result import Capture, HostRead, decided_by_floats
+from ...capture.code_locations import Source
+from ...capture.routed_numbers import LENGTH, is_empty_test
+from ...capture.symbolic_sizes import COMPARE
 from ...errors import Refused
 from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import MIXED, Capture, is_abstract
-from ...capture.effects import holds_integers
-from ...capture.routing import Routing
-from ...capture.source import is_users_own
+from ...capture.capture_result import MIXED, Capture, is_abstract
+from ...capture.code_locations import is_users_own
+from ...capture.concrete_routing import Routing
+from ...capture.side_effects import holds_integers
 from ...errors import Refused
 from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, is_known, line, op_name
 from ..integer_ranges import NARROW, IntegerRanges

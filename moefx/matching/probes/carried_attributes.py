@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.routing import Routing
+from ...capture.concrete_routing import Routing
 from ...errors import Refused
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import MIXED, Capture, decided_by_floats
-from ...capture.routing import Routing
-from ...capture.shadows import computed_anew
-from ...capture.source import Source
+from ...capture.capture_result import MIXED, Capture, decided_by_floats
+from ...capture.code_locations import Source
+from ...capture.concrete_routing import Routing
+from ...capture.concrete_values import computed_anew
 from ...errors import Refused
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import SHAPE_ONLY, SPREAD, Capture, remembered
-from ...capture.source import Source
+from ...capture.capture_result import SHAPE_ONLY, SPREAD, Capture, remembered
+from ...capture.code_locations import Source
 from ..graph_nodes import SELECTIONS, find_extremes, is_known, is_routed, op_name, position_axis
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES

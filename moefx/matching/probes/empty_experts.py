@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from ...capture.captured import HostRead
-from ...capture.counts import Count, is_empty_test
-from ...capture.routing import Routing
-from ...capture.sizes import COMPARE
+from ...capture.capture_result import HostRead
+from ...capture.concrete_routing import Routing
+from ...capture.routed_numbers import Count, is_empty_test
+from ...capture.symbolic_sizes import COMPARE
 from ...errors import Refused
 from ..graph_nodes import is_known, is_routed, op_name, remembered
 from ..integer_ranges import NARROW

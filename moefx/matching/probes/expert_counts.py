@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from ...capture.captured import HostRead, decided_by_floats, is_abstract
-from ...capture.routing import Routing
+from ...capture.capture_result import HostRead, decided_by_floats, is_abstract
+from ...capture.concrete_routing import Routing
 from ...errors import Refused
 from ..lift.canonical_form import CanonicalForm
 

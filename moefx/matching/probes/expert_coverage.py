@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import Capture
-from ...capture.routing import Routing, takes
+from ...capture.capture_result import Capture
+from ...capture.concrete_routing import Routing, takes
 from ...errors import Refused
 from ..graph_nodes import depends_on_call, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges

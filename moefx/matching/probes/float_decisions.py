@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import MIXED, Capture, decided_by_floats
-from ...capture.source import Source
+from ...capture.capture_result import MIXED, Capture, decided_by_floats
+from ...capture.code_locations import Source
 from ..graph_nodes import op_name
 from ..lift.canonical_form import CanonicalForm
 from .forced_outcome import force_outcome

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...capture.captured import Capture, Often
-from ...capture.sizes import value_of
-from ...capture.source import Source, is_users_own
+from ...capture.capture_result import Capture, Often
+from ...capture.code_locations import Source, is_users_own
+from ...capture.symbolic_sizes import value_of
 from ...capture.tracer import Flips
 from ...errors import Refused
 

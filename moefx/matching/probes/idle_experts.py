@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from ...capture.captured import Capture
-from ...capture.routing import Routing
+from ...capture.capture_result import Capture
+from ...capture.concrete_routing import Routing
 from ...errors import Refused
 from .call_integers import find_doubtful_nodes
 from .turning_integers import evaluate_path, find_integer_ancestors, find_path

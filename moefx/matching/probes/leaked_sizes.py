@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.utils._pytree as pytree
 
-from ...capture.captured import Capture
-from ...capture.routing import Routing
-from ...capture.sizes import SizeGuard, evaluate, plain
+from ...capture.capture_result import Capture
+from ...capture.concrete_routing import Routing
+from ...capture.symbolic_sizes import SizeGuard, evaluate, plain
 from ...errors import CaptureError, Refused
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import collect_numbers

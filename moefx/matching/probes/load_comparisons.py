@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
-from ...capture.captured import Capture, HostRead
-from ...capture.counts import Count, Share, is_empty_test
-from ...capture.routing import Routing
-from ...capture.sizes import SizeGuard
-from ...capture.source import Source
+from ...capture.capture_result import Capture, HostRead
+from ...capture.code_locations import Source
+from ...capture.concrete_routing import Routing
+from ...capture.routed_numbers import Count, Share, is_empty_test
+from ...capture.symbolic_sizes import SizeGuard
 from ...errors import Refused
 from ..graph_nodes import is_routed, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes

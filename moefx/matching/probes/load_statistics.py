@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.captured import SHAPE_ONLY, Capture
+from ...capture.capture_result import SHAPE_ONLY, Capture
 from ..graph_nodes import is_known, remembered
 
 

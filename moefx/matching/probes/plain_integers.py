@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import Refused
 
 if TYPE_CHECKING:
-    from ...capture.source import Source
+    from ...capture.code_locations import Source
     from ..proof_state import ProofState
 
 

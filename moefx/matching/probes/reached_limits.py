@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import Capture
-from ...capture.routing import Routing
-from ...capture.sizes import SizeGuard
-from ...capture.source import Source
+from ...capture.capture_result import Capture
+from ...capture.code_locations import Source
+from ...capture.concrete_routing import Routing
+from ...capture.symbolic_sizes import SizeGuard
 from ...errors import Refused
 from ..graph_nodes import is_known, is_routed, op_name, remembered
 from ..integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.captured import Capture
-from ...capture.routing import Routing
+from ...capture.capture_result import Capture
+from ...capture.concrete_routing import Routing
 from ...capture.tracer import Flips
 from ...errors import Refused
 from ..graph_nodes import op_name

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...capture.routing import Routing
-from ...capture.sizes import SizeGuard
+from ...capture.concrete_routing import Routing
+from ...capture.symbolic_sizes import SizeGuard
 from ...errors import Refused
 from ..lift.canonical_form import CanonicalForm
 from ..lift.lifter import NothingRouted

@@ -22,10 +22,10 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.node import map_arg
 
-from ...capture.captured import Capture
-from ...capture.effects import holds_integers
-from ...capture.inputs import Arguments
-from ...capture.routing import Routing, takes
+from ...capture.block_arguments import Arguments
+from ...capture.capture_result import Capture
+from ...capture.concrete_routing import Routing, takes
+from ...capture.side_effects import holds_integers
 from ..graph_nodes import depends_on_call, find_lookups, is_state
 from ..integer_ranges import NARROW
 from .call_integers import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...capture.captured import HostRead, decided_by_floats, is_abstract, question
+from ...capture.capture_result import HostRead, decided_by_floats, is_abstract, question
 from ..graph_nodes import op_name
 from ..op_classes import NOT_NEGATIVE, PICKS, PRODUCTS, SIZE_REDUCTIONS, VIEWS
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .captured import Effect, is_float, map_tensors, tensors_in
+from .capture_result import Effect, is_float, map_tensors, tensors_in
 from .tracer import Tracer
 
 

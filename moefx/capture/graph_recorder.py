@@ -19,13 +19,13 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
-from . import autocast
-from .abstract import empty, key_of, known_result, remember
-from .captured import below_modes, is_float, map_tensors, tensors_in
-from .forms import has_gradients
-from .sizes import SizeLog, plain
-from .source import NOWHERE, user_calls, user_source
-from .worker import check_interrupt
+from . import device_autocast
+from .capture_result import below_modes, is_float, map_tensors, tensors_in
+from .code_locations import NOWHERE, user_calls, user_source
+from .functionalize import has_gradients
+from .layout_cache import empty, key_of, known_result, remember
+from .symbolic_sizes import SizeLog, plain
+from .worker_thread import check_interrupt
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
         self.named: dict[int, str] = {}  # plain attributes of modules, by id
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.most_nodes = 0  # more than so many is an endless loop; 0: no limit
-        self.autocast = autocast.dtype_here()  # at the last call of the program's; below an op it reads as off
+        self.autocast = device_autocast.dtype_here()  # at the last call of the program's; below an op it reads as off
         self.sizes = SizeLog()
         self.detached: set[int] = set()  # tensors that share memory with one that has gradients, by id
         self.lengths: set[int] = set()  # how many rows the routing left somewhere
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
             node.meta["calls"] = user_calls()
         if self.autocast is not None and isinstance(func, torch._ops.OpOverload):
             values = map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
-            if autocast.changes(func, values[0], values[1], self.autocast, out):
+            if device_autocast.changes(func, values[0], values[1], self.autocast, out):
                 node.meta["autocast"] = None  # as it ran in the original, in place or inside of another function, say
         return node
 

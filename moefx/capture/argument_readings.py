@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from .collisions import ModelNumbers
-from .inputs import Arguments, Axis
+from .block_arguments import Arguments, Axis
+from .size_collisions import ModelNumbers
 
 MAX_READINGS = 12
 

@@ -39,11 +39,12 @@ class Source:
         return linecache.getline(self.file, self.line).strip()
 
 
-_CAPTURE = __file__.replace("source.py", "concolic.py")
-_NUMBERS = tuple(__file__.replace("source.py", name) for name in ("source.py", "counts.py", "sizes.py", "tracer.py"))
+_FOLDER = __file__.removesuffix("code_locations.py")
+_CAPTURE = _FOLDER + "concolic.py"
+_NUMBERS = (__file__, *(_FOLDER + name for name in ("routed_numbers.py", "symbolic_sizes.py", "tracer.py")))
 _WRAPPERS = ("_tensor.py", "overrides.py", "functional.py", "_ops.py", "_compile.py", "_dynamo/", "utils/")
 _TENSORS = tuple(TORCH_DIR + name for name in _WRAPPERS)
-_STAND_INS = __file__.replace("capture/source.py", "ir/passed_objects.py")
+_STAND_INS = __file__.replace("capture/code_locations.py", "ir/passed_objects.py")
 
 
 def is_asked_by_user(frame: types.FrameType | None) -> bool:

@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import Refused
-from . import autocast
-from .captured import below_modes, is_float, tensors_in
-from .counts import LENGTH, counted
-from .forms import require_one_dtype_under
+from . import device_autocast
+from .capture_result import below_modes, is_float, tensors_in
+from .code_locations import user_source
+from .functionalize import require_one_dtype_under
 from .idle_tests import ROWS
-from .sizes import Number, Size, evaluate, plain, sized
-from .source import user_source
+from .routed_numbers import LENGTH, counted
+from .symbolic_sizes import Number, Size, evaluate, plain, sized
 from .tracer import Tracer, from_floats
 
 aten = torch.ops.aten
@@ -183,27 +183,29 @@ class Functions(TorchFunctionMode):
         if tracer.autocast is None and all(isinstance(t, FakeTensor) for t in tensors_in((args, options))):
             made = functools.partial(_recur_once, func) if is_recurrent else func
             run = functools.partial(tracer.abstract, made, args, options)
-        if autocast.is_emulated():
-            with autocast.cpu_does(tracer.autocast):  # to most products all devices do the same
+        if device_autocast.is_emulated():
+            with device_autocast.cpu_does(tracer.autocast):  # to most products all devices do the same
                 out = tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
-            return out if tracer.autocast is None else autocast.checked(func, args, options, tracer.autocast, out)
+            return (
+                out if tracer.autocast is None else device_autocast.checked(func, args, options, tracer.autocast, out)
+            )
         return tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
 
     def _run(self, func: Any, args: tuple, options: dict[str, Any], run: Any = None) -> Any:
         """`func`, or instead of it `run`, which records the same."""
         run = run or func
-        if not autocast.is_emulated():
+        if not device_autocast.is_emulated():
             return run(*args, **options)
         dtype = self.tracer.autocast
-        with autocast.cpu_does(None):
+        with device_autocast.cpu_does(None):
             if dtype is None or any(map(_is_batched, tensors_in((args, options)))):
                 return run(*args, **options)
-            given = autocast.cast_as_there(func, args, options, dtype, torch.Tensor.to)
+            given = device_autocast.cast_as_there(func, args, options, dtype, torch.Tensor.to)
             if given is None:
-                return autocast.checked(func, args, options, dtype, run(*args, **options))
+                return device_autocast.checked(func, args, options, dtype, run(*args, **options))
             with self.tracer.already_cast():
                 out = run(*given[0], **given[1])
-            return autocast.checked(func, args, options, dtype, out)
+            return device_autocast.checked(func, args, options, dtype, out)
 
     def _whole_norm(self, *args: Any) -> torch.Tensor:
         return self.tracer.record_whole(aten.rms_norm.default, args, {}, functools.partial(torch.rms_norm, *args))

@@ -10,8 +10,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
-from .captured import SHAPE_ONLY, is_float, remembered
-from .source import user_source
+from .capture_result import SHAPE_ONLY, is_float, remembered
+from .code_locations import user_source
 
 aten = torch.ops.aten
 GROUPED_MM = aten._grouped_mm

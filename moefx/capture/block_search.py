@@ -22,17 +22,17 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..ir.dataclass_fields import open_dataclasses
 from ..ir.guards.code_closure import FUNCTION_TYPES
-from .alone import run_alone
-from .attention import attends
-from .captured import below_modes, has_values, is_float
+from .attention_check import attends
+from .capture_result import below_modes, has_values, is_float
+from .code_locations import user_source
 from .concolic import capture
-from .containers import base_of, contents, same_items
-from .functions import Functions
+from .concrete_routing import Routing
 from .inner_calls import Changes, InnerCall, StateBefore, objects_in, tensors_within
+from .isolated_run import run_alone
 from .named_experts import modules_apart
-from .routing import Routing
+from .raw_containers import base_of, contents, same_items
 from .skipped_calls import Skipping, skip
-from .source import user_source
+from .torch_functions import Functions
 from .tracer import Tracer
 
 CANNOT_RUN = "does not run on abstract tensors, so nothing is known of what it writes to", "let it run on meta tensors"

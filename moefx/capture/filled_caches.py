@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from .containers import base_of, contents
-from .sizes import Number
+from .raw_containers import base_of, contents
+from .symbolic_sizes import Number
 from .tracer import Tracer
 
 _CACHE: Any = type(functools.lru_cache(lambda: None))

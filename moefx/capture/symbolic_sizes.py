@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import Refused
 from ..ir.graph_codegen import FUNCTIONS
-from .source import user_source
+from .code_locations import user_source
 
 MAX_COMPARISONS = 256  # of sizes, in one capture
 COMPARE = {

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from .captured import CONTRACTIONS
+from .capture_result import CONTRACTIONS
 
 
 def attends(nodes: Iterable[fx.Node]) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from .captured import has_values
-from .collisions import ModelNumbers
+from .capture_result import has_values
+from .size_collisions import ModelNumbers
 
 NAMES = ("B", "S", "P", "Q", "R")
 _FEW = 8

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .sizes import ARITHMETIC, COMPARE, Number
+from .symbolic_sizes import ARITHMETIC, COMPARE, Number
 
 _LINEAR = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
 LENGTH = object()  # where a number came from: it is how many rows there are

@@ -11,8 +11,8 @@ from torch import nn
 from ..errors import CaptureError
 from ..ir.argument_binding import find_device
 from ..util.model_copy import copy_model
-from .captured import has_values, is_float
-from .effects import python_random
+from .capture_result import has_values, is_float
+from .side_effects import python_random
 
 
 def run_alone(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

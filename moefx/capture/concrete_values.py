@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
-from .captured import CONTRACTIONS, SHAPE_ONLY
+from .capture_result import CONTRACTIONS, SHAPE_ONLY
 
 
 def shadow(node: fx.Node, invent: Callable[[fx.Node], torch.Tensor]) -> torch.Tensor:

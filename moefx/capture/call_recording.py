@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..util.user_code import is_library_file
-from .autocast import dtype_here
-from .captured import Call, below_modes
+from .capture_result import Call, below_modes
+from .device_autocast import dtype_here
 from .tracer import Tracer
 
 _WITHOUT_MODE = ("range",)  # torch calls no mode for these

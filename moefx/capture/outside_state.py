@@ -27,9 +27,9 @@ from ..ir.guards.code_closure import (
 )
 from ..ir.guards.stored_values import is_plain
 from ..ir.passed_objects import is_passed
-from .captured import tensors_in
-from .containers import Slot, base_of, contents, refill, same_items, slots_of, values
-from .effects import is_generator
+from .capture_result import tensors_in
+from .raw_containers import Slot, base_of, contents, refill, same_items, slots_of, values
+from .side_effects import is_generator
 
 # Libraries whose objects hold what users put in.
 _HOLDERS = {"argparse", "collections", "queue", "types", "weakref"}

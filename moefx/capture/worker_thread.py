@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import autocast
+from . import device_autocast
 
 R = TypeVar("R")
 _PATIENCE = 10.0  # seconds from an interrupt to the next op or proof step of the worker, before it is forced to stop
@@ -70,7 +70,7 @@ class _Work:
         self.gate, self.running = threading.Lock(), threading.Lock()
         self.has_begun = self.has_ended = self.is_cancelled = False
         self.thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="moefx")
-        self.state = autocast.state(), _accelerator_stream()
+        self.state = device_autocast.state(), _accelerator_stream()
 
     def result(self) -> Any:
         self.running.acquire()  # `join` believes after an interrupt that the thread has ended
@@ -96,7 +96,7 @@ class _Work:
         try:
             if stream is not None:
                 torch.accelerator.set_stream(stream)
-            with _ProcessLimits.raised(), autocast.under(*casting), torch.enable_grad():
+            with _ProcessLimits.raised(), device_autocast.under(*casting), torch.enable_grad():
                 self.outcome = True, self.fn()
         except BaseException as error:
             self.outcome = False, error

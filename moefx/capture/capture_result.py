@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
-from .sizes import SizeLog
-from .source import Source
+from .code_locations import Source
+from .symbolic_sizes import SizeLog
 
 # Element by element a comparison comes out either way, an integer as it was or one more; choices are those among
 # numbers of no meaning.
