@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
-from ..capture.argument_readings import readings, with_batch_of_one
+from ..capture.argument_interpretations import readings, with_batch_of_one
 from ..capture.block_arguments import Arguments
 from ..capture.code_locations import is_users_own
 from ..capture.identity_tests import refuse_identity_questions

@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from ..capture.argument_readings import readings
+from ..capture.argument_interpretations import readings
 from ..capture.block_arguments import Arguments, Leaf
 from ..capture.size_collisions import ModelNumbers
 from ..comparison.input_layouts import Layout

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.capture.argument_readings import MAX_READINGS, readings
+from moefx.capture.argument_interpretations import MAX_READINGS, readings
 from moefx.capture.size_collisions import ModelNumbers
 
 D, H, E, LENGTH = 16, 12, 4, 10
