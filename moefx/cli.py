@@ -318,12 +318,12 @@ def guessed_inputs(model: nn.Module) -> tuple | dict:
     import torch
     from torch.utils._pytree import tree_map_only
 
-    from .capture.example_calls import examples
+    from .capture.example_calls import find_example_calls
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
         return torch.randn(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
-    calls = [tree_map_only(torch.Tensor, filled, call) for call in examples(model, None)]
+    calls = [tree_map_only(torch.Tensor, filled, call) for call in find_example_calls(model, None)]
     for args, kwargs in calls[:-1]:
         with contextlib.suppress(Exception), torch.no_grad():
             model(*args, **kwargs)

@@ -18,7 +18,7 @@ from torch import nn
 import moefx
 import moefx.compiler.model_proof
 import moefx.compiler.survey
-from moefx.capture.block_search import Found, Seen, signature
+from moefx.capture.block_search import BlockCandidates, SurveyedCall, compute_signature
 from moefx.compiler.numeric_check import NumericCheck, numeric_check
 from moefx.compiler.pipeline import BlockRewrite
 from moefx.ir.guards.attribute_reads import AttributeLocation, find_globals, find_tied_tensors, read_value
@@ -42,7 +42,7 @@ _CHECKS: list[tuple[weakref.ref[BlockRewrite], NumericCheck]] = []
 
 
 def rewrite_once(
-    module: nn.Module, call: Seen, found: Found, plan: moefx.Plan, read: set[AttributeLocation]
+    module: nn.Module, call: SurveyedCall, found: BlockCandidates, plan: moefx.Plan, read: set[AttributeLocation]
 ) -> BlockRewrite:
     """Stand in for `survey._rewrite_as_called`. Two blocks are equal if `survey` would give two modules of a model the
     same program; also their classes' methods, globals and the type of each argument have to be the same."""
@@ -92,7 +92,7 @@ def _holds_for(proof: _Proof, module: nn.Module, names: dict[AttributeLocation, 
     return is_same(names, proof.globals) and all(is_same(own, other) for own, other in attributes)
 
 
-def _key_of(module: nn.Module, call: Seen, found: Found, plan: moefx.Plan) -> tuple | None:
+def _key_of(module: nn.Module, call: SurveyedCall, found: BlockCandidates, plan: moefx.Plan) -> tuple | None:
     """What else than attributes and globals a proof depends on; None if that is not only what can be compared."""
     arguments, structure = pytree.tree_flatten((call.args, call.kwargs))
     if found.objects or not all(map(_is_comparable, arguments)):
@@ -105,7 +105,7 @@ def _key_of(module: nn.Module, call: Seen, found: Found, plan: moefx.Plan) -> tu
     devices = {t.device for t in (*module.parameters(), *module.buffers())}
     return (
         call.name,
-        signature(module),
+        compute_signature(module),
         tuple(find_tied_tensors(module).items()),
         tuple(methods),
         frozenset(devices),

@@ -13,10 +13,10 @@ from typing import Any
 from .block_arguments import Arguments, Axis
 from .size_collisions import ModelNumbers
 
-MAX_READINGS = 12
+MAX_INTERPRETATIONS = 12
 
 
-def readings(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers) -> Iterator[Arguments]:
+def interpret_arguments(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers) -> Iterator[Arguments]:
     """Yield the interpretations, the most likely first.
 
     Features are the last axis, else the second one (images [B, C, H, W]). Then axes that equal a token dim are
@@ -26,10 +26,10 @@ def readings(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers) -> Iter
     yield first
     yield Arguments(args, kwargs, feature=1, numbers=numbers)
     others = itertools.chain(_renamed(first, args, kwargs, ()), _with_fixed_dims(first, args, kwargs))
-    yield from itertools.islice(others, MAX_READINGS)
+    yield from itertools.islice(others, MAX_INTERPRETATIONS)
 
 
-def with_batch_of_one(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> Arguments | None:
+def interpret_batch_of_one(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> Arguments | None:
     """The interpretation in which first axes of 1 are the batch axis, as of a condition `[1, D]` beside `[1, S, D]`.
 
     None if there is no such axis. The likelier one takes them as fixed, and broadcasts them over more sequences.
@@ -54,4 +54,4 @@ def _with_fixed_dims(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> I
             yield Arguments(args, kwargs, numbers=first.numbers, fixed=fixed)
 
 
-__all__ = ["readings", "with_batch_of_one"]
+__all__ = ["interpret_arguments", "interpret_batch_of_one"]

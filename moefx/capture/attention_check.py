@@ -9,7 +9,7 @@ from torch import fx
 from .capture_result import CONTRACTIONS
 
 
-def attends(nodes: Iterable[fx.Node]) -> bool:
+def has_attention(nodes: Iterable[fx.Node]) -> bool:
     """Whether a softmax is of products of activations with each other, or an op is an attention by its name.
 
     A router's softmax is of products with a weight.

@@ -44,16 +44,16 @@ class Leaf:
     example: torch.Tensor | None  # values to draw from, for integers and booleans
     requires_grad: bool
     turns: tuple[int, ...] = ()  # numbers that are among the values, too (see `matching.probes.turning_integers`)
-    is_place: bool = False  # in a table, say, which has no others
+    is_fixed: bool = False  # in a table, say, which has no others
 
     @property
-    def together(self) -> int:
+    def numbers_per_token(self) -> int:
         """How many numbers belong to one token."""
         sizes = itertools.takewhile(lambda size: isinstance(size, int), reversed(self.shape))
         return math.prod(int(size) for size in sizes)
 
     @property
-    def is_of_tokens(self) -> bool:
+    def has_token_axis(self) -> bool:
         """Whether there are as many as tokens or sequences."""
         return any(isinstance(size, str) for size in self.shape)
 
@@ -65,31 +65,31 @@ class Leaf:
     @property
     def is_mask(self) -> bool:
         """Whether it has ones and zeros only, one at a time."""
-        return self.together == 1 and bool(((self.example == 0) | (self.example == 1)).all())  # type: ignore[operator]
+        return self.numbers_per_token == 1 and bool(((self.example == 0) | (self.example == 1)).all())  # type: ignore[operator]
 
     @property
     def takes_turns(self) -> bool:
         """Whether other numbers than the example has may stand in it: of tokens, of sequences, or a single one."""
         is_integer = self.example is not None and self.dtype != torch.bool and self.example.numel() > 0
-        return is_integer and (self.together == 1 or self.is_of_tokens)
+        return is_integer and (self.numbers_per_token == 1 or self.has_token_axis)
 
-    def takes(self, number: int) -> bool:
+    def can_hold(self, number: int) -> bool:
         """Whether a number may. Of several of a token no two are to be the same."""
         assert self.example is not None
         info = torch.iinfo(self.dtype)
-        return info.min <= number <= info.max and (self.together == 1 or number not in self.example)
+        return info.min <= number <= info.max and (self.numbers_per_token == 1 or number not in self.example)
 
-    def values(self, n: int, seed: int, generator: torch.Generator) -> torch.Tensor:
+    def draw_values(self, n: int, seed: int, generator: torch.Generator) -> torch.Tensor:
         """So many integers or booleans like those of the example. What belongs to one token stays together, as the
         experts of a token do, of which no two are the same."""
         assert self.example is not None
-        together = self.together
+        together = self.numbers_per_token
         pool = self._rows()
         if not pool.numel():
             return torch.zeros(n, dtype=self.dtype)
         if self.is_single and self.dtype != torch.bool:  # a step, a length: of later calls it may be any other
             own, most = int(pool[0, 0]), torch.iinfo(self.dtype).max
-            tried = (own, *self.turns, *(() if self.is_place else (own + 1, own + 10007)))
+            tried = (own, *self.turns, *(() if self.is_fixed else (own + 1, own + 10007)))
             return torch.full((n,), min(most, tried[seed % len(tried)]), dtype=self.dtype)
         pool = self._varied(pool, generator)
         kinds = pool.unique(dim=0)
@@ -102,7 +102,7 @@ class Leaf:
         if self.is_mask and rows > 1 and (pool[order] == pool[order[0]]).all():  # few sequences, by chance
             order[seed % rows] = int((pool != pool[order[0]]).flatten().nonzero()[0])
         out = pool[order].flatten()
-        if seed and together > 1 and self.is_of_tokens and out.dtype != torch.bool:
+        if seed and together > 1 and self.has_token_axis and out.dtype != torch.bool:
             out = _renamed(out, pool[pool >= 0].unique(), generator)
         if self.turns and rows > 1:  # one of a token, here and there
             at = torch.rand(rows, generator=generator, dtype=torch.float32).argsort()[: -(-rows // 3)]
@@ -114,12 +114,12 @@ class Leaf:
     def _rows(self) -> torch.Tensor:
         """[tokens, numbers of one token]; [numbers, 1] where the example's are no whole rows."""
         assert self.example is not None
-        whole = max(1, self.together)
+        whole = max(1, self.numbers_per_token)
         return self.example.reshape(-1, 1 if self.example.numel() % whole else whole)
 
     def _varied(self, pool: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Rows to draw from: those of the example, and others where it has too few kinds to show what hangs on them."""
-        together = self.together
+        together = self.numbers_per_token
         if self.is_mask:  # whose example may mask nearly all, or nothing
             pool = torch.tensor([[0], [1], [1], [1]] if pool.float().mean() > 0.5 else [[0], [0], [0], [1]])
             pool = pool.to(self.dtype).repeat(7, 1)[torch.randperm(28, generator=generator)]
@@ -218,13 +218,13 @@ class Arguments:
         """The number of tokens, as an expression over the dims."""
         return "*".join((*self.dims, *([str(self.each)] if self.each > 1 else [])))
 
-    def shifted(self) -> Arguments:
+    def at_other_sizes(self) -> Arguments:
         """The same arguments, for captures at other sizes."""
         out = copy.copy(self)
         out.shift += 1
         return out
 
-    def turned(self, numbers: Iterable[tuple[int | str, int]]) -> Arguments:
+    def with_turns(self, numbers: Iterable[tuple[int | str, int]]) -> Arguments:
         """With more numbers among the values of tensors, by the positions of these among all; by name for buffers."""
         more = sorted(numbers, key=str)
         out = self._with(
@@ -235,9 +235,9 @@ class Arguments:
         out.held = self.held | {n: (*self.held.get(n, ()), *(v for at, v in more if at == n)) for n in names}
         return out
 
-    def in_places(self) -> Arguments | None:
+    def with_fixed_integers(self) -> Arguments | None:
         """With single integers as they are, if there are any that were not."""
-        if all(leaf.is_place or not (leaf.takes_turns and leaf.is_single) for leaf in self.tensors):
+        if all(leaf.is_fixed or not (leaf.takes_turns and leaf.is_single) for leaf in self.tensors):
             return None
         return self._with(
             dataclasses.replace(leaf, is_place=leaf.takes_turns and leaf.is_single) for leaf in self.tensors
@@ -287,7 +287,7 @@ class Arguments:
         is_product = bool(self.dims) and self.tokens not in self.dims and n == all_tokens
         return [*exact, *([self.tokens] if is_product else []), n]
 
-    def choose(self, tokens: int, variant: int = 0) -> dict[str, int]:
+    def choose_sizes(self, tokens: int, variant: int = 0) -> dict[str, int]:
         """Choose sizes with about `tokens` tokens that equal no number of the model, nor each other's products.
 
         Args:
@@ -319,20 +319,20 @@ class Arguments:
 
     def choose_sequences(self) -> dict[str, int]:
         """Sizes with many short sequences: enough for choices that are made once for each."""
-        return self.choose(3 * _MANY) | {self.dims[0]: _MANY} | dict.fromkeys(self.dims[1:], 3)
+        return self.choose_sizes(3 * _MANY) | {self.dims[0]: _MANY} | dict.fromkeys(self.dims[1:], 3)
 
-    def sequence(self, tokens: int) -> dict[str, int]:
+    def choose_sequence(self, tokens: int) -> dict[str, int]:
         """Sizes of one sequence with so many tokens."""
         return dict.fromkeys(self.dims, 1) | {self.dims[-1]: max(1, tokens // self.each)}
 
-    def tokens_near(self, tokens: int, avoid: Collection[int] = ()) -> int:
+    def choose_tokens_near(self, tokens: int, avoid: Collection[int] = ()) -> int:
         """The number of tokens of a sequence, as given or a few more, that equals no number of the model."""
         least = -(-tokens // self.each) | 1  # odd, as all sizes of captures are
         several = [self.each * n for n in range(least, least + _NEAR, 2)]
         several = [n for n in several if n not in avoid] if self.dims else [tokens]
-        return min(several, key=lambda n: self.numbers.cost(self.sequence(n), self.each) + n)
+        return min(several, key=lambda n: self.numbers.cost(self.choose_sequence(n), self.each) + n)
 
-    def at(self, sizes: dict[str, int], seed: int = 0) -> tuple[tuple, dict[str, Any]]:
+    def build_call(self, sizes: dict[str, int], seed: int = 0) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) at these sizes: meta tensors for floats, small real ones for integers."""
         generator = torch.Generator().manual_seed(77 + seed)
         out = []
@@ -346,7 +346,7 @@ class Arguments:
             if leaf.example is None:
                 out.append(torch.empty(shape, dtype=leaf.dtype, device="meta"))
                 continue
-            out.append(leaf.values(math.prod(shape), seed, generator).reshape(shape))
+            out.append(leaf.draw_values(math.prod(shape), seed, generator).reshape(shape))
         args, kwargs = pytree.tree_unflatten(out, self.spec)
         return args, kwargs
 

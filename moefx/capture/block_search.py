@@ -22,16 +22,16 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..ir.dataclass_fields import open_dataclasses
 from ..ir.guards.code_closure import FUNCTION_TYPES
-from .attention_check import attends
-from .capture_result import below_modes, has_values, is_float
-from .code_locations import user_source
-from .concolic import capture
+from .attention_check import has_attention
+from .capture_result import has_values, is_float, suspend_modes
+from .code_locations import find_user_source
+from .concolic import capture_block
 from .concrete_routing import Routing
-from .inner_calls import Changes, InnerCall, StateBefore, objects_in, tensors_within
-from .isolated_run import run_alone
+from .inner_calls import CallChanges, InnerCall, StateSnapshot, iterate_objects, iterate_tensors
+from .isolated_run import run_for_layouts
 from .named_experts import modules_apart
-from .raw_containers import base_of, contents, same_items
-from .skipped_calls import Skipping, skip
+from .raw_containers import copy_items, find_base_type, have_same_items
+from .skipped_calls import SkipPlan, plan_skipped_calls
 from .torch_functions import Functions
 from .tracer import Tracer
 
@@ -40,7 +40,7 @@ _CHOICES = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthval
 
 
 @dataclasses.dataclass
-class Seen:
+class SurveyedCall:
     """A module call of the abstract run: the first with its class and shapes.
 
     Attributes:
@@ -56,7 +56,7 @@ class Seen:
 
 
 @dataclasses.dataclass
-class Found:
+class BlockCandidates:
     """Candidate blocks of a model.
 
     Attributes:
@@ -70,23 +70,23 @@ class Found:
     """
 
     chains: list[list[str]]
-    calls: dict[str, Seen]
+    calls: dict[str, SurveyedCall]
     twins: dict[str, str]
     branches: set[str]
     structural: set[str]
-    attends: bool
+    has_attention: bool
     objects: dict[int, Any] = dataclasses.field(default_factory=dict)
 
-    def skipping(self, call: Seen, every: bool = False) -> Skipping | None:
+    def skip_calls(self, call: SurveyedCall, every: bool = False) -> SkipPlan | None:
         """The call with stand-ins for those of `objects`, or for `every` object, that it passes on to submodules; None
         if there are none."""
         if not self.objects and not every:
             return None
         seen = self.calls[self.twins[call.name]] if call.name in self.twins else call  # an equal one that was run
-        return skip(seen.args, seen.kwargs, None if every else self.objects, seen.inner)
+        return plan_skipped_calls(seen.args, seen.kwargs, None if every else self.objects, seen.inner)
 
 
-def signature(module: nn.Module) -> tuple:
+def compute_signature(module: nn.Module) -> tuple:
     """Classes, shapes, and what else a capture would be of: modules that agree in it may share one."""
     return (
         tuple((n, _code_of(m), m.training) for n, m in module.named_modules()),
@@ -140,13 +140,13 @@ class Opaque:
         if key in self.results or len(self.results) == _MOST_OPAQUE:
             return False
         try:
-            self.results[key] = run_alone(module, args, kwargs)
+            self.results[key] = run_for_layouts(module, args, kwargs)
         except Exception:  # the user's own, and the caller has it already
             return False
         return True
 
 
-def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
+def search_blocks(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> BlockCandidates:
     """Run `model` once on abstract floats. A module that does not run on these is run alone, on random numbers of the
     same shapes, and its results are taken as given. Raises what the model raises."""
     opaque = Opaque()
@@ -161,23 +161,23 @@ def find(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Found:
                     raise
 
 
-def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, opaque: Opaque) -> Found:
+def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, opaque: Opaque) -> BlockCandidates:
     """`share`: do not run a module again that is called as an equal one was."""
     opaque.failed = None
-    calls: dict[str, Seen] = {}
+    calls: dict[str, SurveyedCall] = {}
     twins: dict[str, str] = {}
     first: dict[tuple, tuple[str, Any]] = {}
-    stack: list[Seen] = []
+    stack: list[SurveyedCall] = []
     choices: list[tuple[str, int]] = []
     names = {id(m): n for n, m in model.named_modules()}
-    signatures = {id(m): signature(m) for m in model.modules()}
+    signatures = {id(m): compute_signature(m) for m in model.modules()}
     passed: dict[int, tuple[Any, Any]] = {}  # objects among arguments, and what containers held at first
     objects: dict[int, Any] = {}
 
-    changes: dict[str, Changes] = {}  # of modules that were run
+    changes: dict[str, CallChanges] = {}  # of modules that were run
 
-    def note_inner(tracer: Tracer, seen: Seen, out: Any, done: Changes) -> None:
-        given = list(objects_in(seen.args, seen.kwargs))
+    def note_inner(tracer: Tracer, seen: SurveyedCall, out: Any, done: CallChanges) -> None:
+        given = list(iterate_objects(seen.args, seen.kwargs))
         # asked here, because the capture puts back what it has written to
         objects.update({id(thing): thing for thing in given if _is_written(*passed[id(thing)])})
         if given:
@@ -190,36 +190,36 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
             name = names.get(id(module))
             if name is None or tracer.quiet or not tracer.is_here():
                 return original(module, *args, **kwargs)
-            for thing in objects_in(args, kwargs):
-                passed.setdefault(id(thing), (thing, contents(thing) if base_of(thing) is not None else None))
+            for thing in iterate_objects(args, kwargs):
+                passed.setdefault(id(thing), (thing, copy_items(thing) if find_base_type(thing) is not None else None))
             if name == "":
-                seen = calls.setdefault("", Seen("", args, kwargs))
+                seen = calls.setdefault("", SurveyedCall("", args, kwargs))
                 stack.append(seen)
                 try:
                     out = original(module, *args, **kwargs)
                 finally:
                     stack.pop()
                 for inner in seen.inner:
-                    inner.look_back(tracer)
+                    inner.note_overwritten(tracer)
                 return out
             leaves = [_meta(x) for x in pytree.tree_leaves((args, kwargs))]
             key = (signatures[id(module)], tuple(leaves))
             known = first.get(key) if share and any(True for _ in module.children()) else None
-            seen = Seen(name, args, kwargs, _nodes(tracer, (args, kwargs)))
+            seen = SurveyedCall(name, args, kwargs, _nodes(tracer, (args, kwargs)))
             calls.setdefault(name, seen)
             if known is not None and known[0] != name and (again := _fresh(tracer, known[1], seen.inputs)) is not None:
                 twins[name] = known[0]
                 seen.outputs = _nodes(tracer, again)
-                note_inner(tracer, seen, again, changes.get(known[0], Changes()))
+                note_inner(tracer, seen, again, changes.get(known[0], CallChanges()))
                 return again
             if key in opaque.results:
                 out = _fresh(tracer, opaque.results[key], seen.inputs)
                 seen.outputs = _nodes(tracer, out)
-                note_inner(tracer, seen, out, Changes(missed=CANNOT_RUN))
+                note_inner(tracer, seen, out, CallChanges(missed=CANNOT_RUN))
                 return out
             stack.append(seen)
-            is_given = any(True for _ in objects_in(args, kwargs))
-            before = StateBefore(tracer, model, module, args, kwargs) if is_given else None
+            is_given = any(True for _ in iterate_objects(args, kwargs))
+            before = StateSnapshot(tracer, model, module, args, kwargs) if is_given else None
             try:
                 out = original(module, *args, **kwargs)
             except Exception:
@@ -228,11 +228,11 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
             finally:
                 stack.pop()
             for inner in seen.inner:
-                inner.look_back(tracer)
+                inner.note_overwritten(tracer)
             seen.outputs = _nodes(tracer, out)
             if before is not None:
-                changes[name] = before.changes(out)
-            note_inner(tracer, seen, out, changes.get(name, Changes()))
+                changes[name] = before.find_changes(out)
+            note_inner(tracer, seen, out, changes.get(name, CallChanges()))
             first.setdefault(key, (name, out))
             return out
 
@@ -243,7 +243,7 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
             choices.append((stack[-1].name, position))
 
     with _observing(around, chosen):
-        nodes = capture(model, _abstract(args), _abstract(kwargs), Routing("diverse", 0)).nodes
+        nodes = capture_block(model, _abstract(args), _abstract(kwargs), Routing("diverse", 0)).nodes
 
     alike = {n: signatures[id(m)] for n, m in model.named_modules()}
     chosen_in = dict.fromkeys(name for name, position in choices if _index_is_used(nodes, position))
@@ -258,14 +258,16 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
             chains.append(_chain(name, alike, calls))
             if _side_by_side([calls[p] for p in parts if p in calls]):
                 branches.add(name)
-    return Found([c for c in chains if c], calls, twins, branches, set(structural), attends(nodes), objects)
+    return BlockCandidates(
+        [c for c in chains if c], calls, twins, branches, set(structural), has_attention(nodes), objects
+    )
 
 
 def _is_written(thing: Any, before: Any) -> bool:
     """Whether a container is not as it was, or an object holds tensors, which it may have written to."""
-    if before is not None and not same_items(contents(thing), before):
+    if before is not None and not have_same_items(copy_items(thing), before):
         return True
-    return type(thing) not in (list, dict) and any(True for _ in tensors_within(thing))
+    return type(thing) not in (list, dict) and any(True for _ in iterate_tensors(thing))
 
 
 def _abstract(tree: Any) -> Any:
@@ -279,7 +281,7 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
     """Hook the tracer that `capture` makes: its module calls and its float-to-integer boundaries."""
     from . import concolic
 
-    recording, record = concolic.recording, Tracer.record
+    recording, record = concolic.record_calls, Tracer.record
 
     @contextlib.contextmanager
     def observed(tracer: Tracer, names: dict[int, str], functions: Functions) -> Iterator[None]:
@@ -297,21 +299,21 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
             chosen(len(self.nodes))
         return record(self, func, args, kwargs)
 
-    concolic.recording, Tracer.record = observed, noted  # type: ignore[method-assign]
+    concolic.record_calls, Tracer.record = observed, noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        concolic.recording, Tracer.record = recording, record  # type: ignore[method-assign]
+        concolic.record_calls, Tracer.record = recording, record  # type: ignore[method-assign]
 
 
 def _nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
-    with below_modes(), torch.DisableTorchFunction():
+    with suspend_modes(), torch.DisableTorchFunction():
         found: list[fx.Node] = []
         open_dataclasses(tree, lambda t: (found.append(tracer.node_of(t)), t)[1])
         return found
 
 
-def _side_by_side(calls: list[Seen]) -> bool:
+def _side_by_side(calls: list[SurveyedCall]) -> bool:
     """Whether the second of these calls does not build on the result of the first."""
     if len(calls) < 2:
         return False
@@ -331,13 +333,13 @@ def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
     plain = [x for x in leaves if not isinstance(x, torch.Tensor)]
     if not is_abstract or not all(is_abstract) or not all(isinstance(x, (int, float, type(None))) for x in plain):
         return None
-    source = user_source()
+    source = find_user_source()
 
     def fresh(t: torch.Tensor) -> torch.Tensor:
         twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
         twin.meta.update(index=len(tracer.nodes), source=source, grad=True, known=False, again=inputs)
         tracer.nodes.append(twin)
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             fake = tracer.to_fake(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
         twin.meta["val"] = fake
         tracer.track(fake, twin)
@@ -356,7 +358,7 @@ def _index_is_used(nodes: list[fx.Node], position: int) -> bool:
     return not parts or any(u.args[1] == 1 and u.users for u in parts)
 
 
-def _chain(name: str, alike: dict[str, tuple], calls: dict[str, Seen]) -> list[str]:
+def _chain(name: str, alike: dict[str, tuple], calls: dict[str, SurveyedCall]) -> list[str]:
     """The module and its parents that were called, up to where the same choice is made more than once."""
     like, chain = alike[name], []
     while True:

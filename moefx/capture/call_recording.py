@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..util.user_code import is_library_file
-from .capture_result import Call, below_modes
-from .device_autocast import dtype_here
+from .capture_result import SubmoduleCall, suspend_modes
+from .device_autocast import get_autocast_dtype
 from .tracer import Tracer
 
 _WITHOUT_MODE = ("range",)  # torch calls no mode for these
@@ -40,7 +40,7 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recording(tracer: Tracer, names: dict[int, str], functions: TorchFunctionMode) -> Iterator[None]:
+def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunctionMode) -> Iterator[None]:
     """Everything that capture must see and that is not an op: module calls, custom autograd functions, mode queries,
     and for the mode `functions` those functions that torch calls no mode for."""
     original_apply = torch.autograd.Function.__dict__["apply"]
@@ -66,15 +66,15 @@ def recording(tracer: Tracer, names: dict[int, str], functions: TorchFunctionMod
         fqn = names.get(id(module))
         if fqn is None or tracer.quiet or not tracer.is_here():
             return original_call(module, *args, **kwargs)
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             node_args, node_kwargs = _map_tensors((args, kwargs), tracer.node_of)
-        record = Call(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth, dtype_here())
+        record = SubmoduleCall(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth, get_autocast_dtype())
         depth += 1
         try:
             out = original_call(module, *args, **kwargs)
         finally:
             depth -= 1
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             record.out = _map_tensors(_opened(out), tracer.node_of)
         record.stop = len(tracer.nodes)
         tracer.calls.append(record)

@@ -22,10 +22,10 @@ from .symbolic_sizes import SizeLog
 
 # Element by element a comparison comes out either way, an integer as it was or one more; choices are those among
 # numbers of no meaning.
-MIXED = "mixed"
+FORCE_MIXED = "mixed"
 # What follows from integers alone, and looked like a constant: a number as it was, one more, or zero; another one of
 # those to choose from; a truth either way.
-SPREAD = "spread"
+FORCE_SPREAD = "spread"
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ def has_values(t: torch.Tensor) -> bool:
     return not (t.is_meta or isinstance(t, FakeTensor))
 
 
-def below_modes() -> contextlib.AbstractContextManager[Any]:
+def suspend_modes() -> contextlib.AbstractContextManager[Any]:
     """Run ops without any dispatch mode. torch's own context costs as much as an op, also if there is no mode."""
     count = torch._C._len_torch_dispatch_stack()
     if _len_torch_dispatch_stack_pre_dispatch() or count > 1:
@@ -114,14 +114,14 @@ def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     return tree
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
+def collect_tensors(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(tree, found.append)
     return found
 
 
 @dataclasses.dataclass
-class Call:
+class SubmoduleCall:
     """One call of a submodule of the block: which nodes went in, came out, and ran inside."""
 
     fqn: str
@@ -149,7 +149,7 @@ class Effect:
     node: Any
 
 
-def decided_by_floats(node: fx.Node) -> list[fx.Node]:
+def find_float_decisions(node: fx.Node) -> list[fx.Node]:
     """What in the program turned abstract floats into the integers or the boolean of a node: a cast, or a choice among
     them; of a boolean the comparisons that it is made of."""
     val = node.meta.get("val")
@@ -164,7 +164,7 @@ def decided_by_floats(node: fx.Node) -> list[fx.Node]:
 
 def is_nan_check(node: fx.Node) -> bool:
     """Whether a boolean tells only whether floats are finite, which says nothing of experts."""
-    made_of = decided_by_floats(node)
+    made_of = find_float_decisions(node)
     return bool(made_of) and all(getattr(n.target, "__name__", "").partition(".")[0] in _NAN_CHECKS for n in made_of)
 
 
@@ -173,7 +173,7 @@ def is_abstract(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("known")
 
 
-def remembered(
+def fold_ancestors(
     node: fx.Node,
     name: str,
     of: Callable[[fx.Node, list[Any]], Any],
@@ -194,7 +194,7 @@ def remembered(
     return node.meta[name]
 
 
-def question(target: Any, args: Any, kwargs: Any) -> int:
+def hash_computation(target: Any, args: Any, kwargs: Any) -> int:
     """A number for what an op computes: the same where the same is computed of the same again."""
 
     def of(n: fx.Node, _: list[Any]) -> int:
@@ -203,7 +203,7 @@ def question(target: Any, args: Any, kwargs: Any) -> int:
 
     for n in pytree.tree_leaves((args, kwargs)):
         if isinstance(n, fx.Node):
-            remembered(n, "question", of)
+            fold_ancestors(n, "question", of)
     return _question(target, args, kwargs)
 
 
@@ -250,19 +250,19 @@ class HostRead:
     `calls`: where, and from where that was called, the innermost first. `of`: what a number was computed from, if it is
     not `node` itself."""
 
-    calls: tuple[Source, ...]
+    call_stack: tuple[Source, ...]
     value: bool | float | str
     node: fx.Node | None  # None: the length of something
-    asked: tuple[str, Any] | None = None  # the comparison, where `node` is a number
-    of: frozenset[fx.Node] = frozenset()
+    comparison: tuple[str, Any] | None = None  # the comparison, where `node` is a number
+    origins: frozenset[fx.Node] = frozenset()
 
     @property
     def source(self) -> Source:
-        return self.calls[0] if self.calls else Source("?", 0, 0)
+        return self.call_stack[0] if self.call_stack else Source("?", 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Often:
+class LimitedOutcome:
     """Force a boolean that Python reads a limited number of times. A loop such as `while places < n: places *= 2` would
     otherwise never end.
 
@@ -273,8 +273,8 @@ class Often:
     """
 
     value: bool
-    times: int
-    others: frozenset[int | float] = frozenset()
+    num_reads: int
+    compared_with: frozenset[int | float] = frozenset()
 
 
 @dataclasses.dataclass
@@ -287,7 +287,7 @@ class Capture:
 
     graph: fx.Graph
     out: Any
-    calls: list[Call]
+    calls: list[SubmoduleCall]
     effects: list[Effect]
     reads: list[HostRead]
     sizes: SizeLog
@@ -295,13 +295,13 @@ class Capture:
     constants: dict[str, torch.Tensor]
     tracer: Any  # what ran it: see `tracer`
     modes_read: set[str]
-    remembered: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what was computed of it, by name
+    computed: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what was computed of it, by name
 
-    def shadow(self, node: fx.Node) -> torch.Tensor:
+    def concrete_value(self, node: fx.Node) -> torch.Tensor:
         return self.tracer.shadow(node)
 
-    def once(self, name: Any, compute: Callable[[], Any]) -> Any:
+    def compute_once(self, name: Any, compute: Callable[[], Any]) -> Any:
         """Compute something about this capture the first time that it is asked for under this name."""
-        if name not in self.remembered:
-            self.remembered[name] = compute()
-        return self.remembered[name]
+        if name not in self.computed:
+            self.computed[name] = compute()
+        return self.computed[name]

@@ -47,7 +47,7 @@ _TENSORS = tuple(TORCH_DIR + name for name in _WRAPPERS)
 _STAND_INS = __file__.replace("capture/code_locations.py", "ir/passed_objects.py")
 
 
-def is_asked_by_user(frame: types.FrameType | None) -> bool:
+def is_user_access(frame: types.FrameType | None) -> bool:
     """Whether the program that is captured asks for an attribute, itself or by a function of Python's own, as by
     `copy.copy`."""
     while frame is not None and (file := frame.f_code.co_filename).startswith((*GENERATED, PYTHON_DIR, _STAND_INS)):
@@ -84,7 +84,7 @@ _local = threading.local()
 
 
 @contextlib.contextmanager
-def said(sources: tuple[Source, ...]) -> Iterator[None]:
+def override_user_stack(sources: tuple[Source, ...]) -> Iterator[None]:
     """What runs in this context is of these places, the innermost first: an op of a graph, its own frames gone."""
     before, _local.said = getattr(_local, "said", ()), sources
     try:
@@ -93,7 +93,7 @@ def said(sources: tuple[Source, ...]) -> Iterator[None]:
         _local.said = before
 
 
-def user_source() -> Source:
+def find_user_source() -> Source:
     """The innermost frame that belongs neither to torch nor to this package."""
     if given := getattr(_local, "said", ()):
         return given[0]
@@ -101,7 +101,7 @@ def user_source() -> Source:
     return NOWHERE if frame is None else _source_of(frame)
 
 
-def user_calls() -> tuple[Source, ...]:
+def find_user_stack() -> tuple[Source, ...]:
     """All of these, the innermost first: a function of the user's may be called at several places."""
     if given := getattr(_local, "said", ()):
         return given
@@ -112,7 +112,7 @@ def user_calls() -> tuple[Source, ...]:
     return tuple(found)
 
 
-def user_frames() -> Iterator[tuple[Source, types.FrameType]]:
+def iterate_user_frames() -> Iterator[tuple[Source, types.FrameType]]:
     """Yield the places of `user_calls` with their frames; none for an op of a graph."""
     frame = None if getattr(_local, "said", ()) else _user_frame(sys._getframe(1))
     while frame is not None:
@@ -120,12 +120,12 @@ def user_frames() -> Iterator[tuple[Source, types.FrameType]]:
         frame = _user_frame(frame.f_back)
 
 
-def is_asked_by_number() -> bool:
+def is_user_asking_number() -> bool:
     """Whether the user's code asks a number something, rather than a part of this package."""
     return _is_users(_NUMBERS)
 
 
-def is_asked_of_tensor() -> bool:
+def is_user_asking_tensor() -> bool:
     """Whether the user's code asks a tensor something, rather than Python code of torch, as checks of arguments do."""
     return _is_users((PACKAGE_DIR, *_TENSORS))
 
@@ -137,7 +137,7 @@ def _is_users(passed_over: tuple[str, ...]) -> bool:
     return frame is not None and frame is _user_frame(frame)
 
 
-def user_step() -> str:
+def find_user_opcode() -> str:
     """The instruction of the user's code that runs at this moment."""
     frame = None if getattr(_local, "said", ()) else _user_frame(sys._getframe(1))
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] if frame is not None else ""
@@ -163,7 +163,7 @@ _is_user_file: dict[str, bool] = {}
 NOWHERE = Source("?", 0, 0)
 
 
-def is_users_own(error: BaseException) -> bool:
+def is_raised_by_program(error: BaseException) -> bool:
     """Whether the program itself raised an error, by a `raise` or an `assert` of the user's code or of Python code of
     torch that this called, such as the argument checks of `torch.distributions`. An op that fails does not count."""
     trace, is_raised = error.__traceback__, False
@@ -187,7 +187,7 @@ def _opcode(trace: types.TracebackType) -> str:
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
 
 
-def is_own_mistake(error: BaseException) -> bool:
+def is_internal_error(error: BaseException) -> bool:
     """Whether an error is a mistake in this package's own code: it was neither raised on purpose, nor by code or an op
     that this package called for the program."""
     trace = error.__traceback__

@@ -23,27 +23,34 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.dataclass_fields import open_dataclasses
 from ..util.fake_tensor_log import without_fake_tensor_errors
-from .call_recording import recording
-from .capture_result import Capture, Effect, is_float, tensors_in
+from .call_recording import record_calls
+from .capture_result import Capture, Effect, collect_tensors, is_float
 from .concrete_routing import Routing
-from .filled_caches import clearing_caches
-from .outside_state import Surroundings
-from .raw_containers import contents, refill
-from .side_effects import HOOKS, effects_of, plain_tensors, put_in_place, python_random, restore
+from .filled_caches import clear_filled_caches
+from .outside_state import OutsideState
+from .raw_containers import copy_items, restore_items
+from .side_effects import (
+    HOOKS,
+    collect_effects,
+    find_attribute_tensors,
+    install_stand_ins,
+    keep_random_state,
+    restore_attributes,
+)
 from .symbolic_sizes import SizeLog
 from .torch_functions import Functions
-from .tracer import Flips, Tracer
+from .tracer import Interventions, Tracer
 
 aten = torch.ops.aten
 
 
-def capture(
+def capture_block(
     block: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
     routing: Routing,
     *,
-    flips: Flips | None = None,
+    interventions: Interventions | None = None,
     dims: dict[str, int] | None = None,
     sizes: SizeLog | None = None,
     most_nodes: int = 0,
@@ -55,12 +62,12 @@ def capture(
     the values of integer buffers, by name; `sizes` is the log to fill, instead of one of `dims`. The block, its
     parameters and its buffers are left as they were. Raises `CaptureError` with the user's source line.
     """
-    tracer = Tracer(routing, flips)
+    tracer = Tracer(routing, interventions)
     tracer.sizes, tracer.most_nodes = sizes or SizeLog(dims), most_nodes
-    tracer.named = plain_tensors(block)
+    tracer.named = find_attribute_tensors(block)
 
     def stand_in(t: torch.Tensor, name: str) -> torch.Tensor:
-        return routing.integers(t, name, (held or {}).get(name, ()))
+        return routing.vary_integers(t, name, (held or {}).get(name, ()))
 
     state: dict[str, torch.Tensor] = {}
     buffers = {name for name, _ in block.named_buffers(remove_duplicate=False)}
@@ -94,7 +101,7 @@ def capture(
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             value = tracer.to_fake(leaf) if is_float(leaf) else leaf.clone()
-            if (otherwise := tracer.flips.get(len(inputs))) is not None:
+            if (otherwise := tracer.interventions.get(len(inputs))) is not None:
                 value = otherwise(value)
             node = tracer._register(tracer.graph.placeholder(f"arg{len(inputs)}"))
             node.meta.update(leaf=i, position=len(inputs))
@@ -108,15 +115,15 @@ def capture(
     unique = list(block.named_modules())
     names = {id(m): n for n, m in unique if n}
     originals = {n: dict(vars(m)) for n, m in unique}
-    tracer.named |= put_in_place(block, stand_in)
+    tracer.named |= install_stand_ins(block, stand_in)
     before = {n: dict(vars(m)) for n, m in unique}
-    hooks = [(own[k], contents(own[k])) for own in before.values() for k in HOOKS & own.keys()]
-    surroundings, functions = Surroundings(block, (args, kwargs)), Functions(tracer)
+    hooks = [(own[k], copy_items(own[k])) for own in before.values() for k in HOOKS & own.keys()]
+    surroundings, functions = OutsideState(block, (args, kwargs)), Functions(tracer)
     try:
         with (
-            without_fake_tensor_errors(), clearing_caches(tracer), python_random(surroundings.generators) as drawn,
-            torch.random.fork_rng(devices=[]),
-            recording(tracer, names, functions), tracer, functions,
+            without_fake_tensor_errors(), clear_filled_caches(tracer),
+            keep_random_state(surroundings.generators) as drawn, torch.random.fork_rng(devices=[]),
+            record_calls(tracer, names, functions), tracer, functions,
         ):  # fmt: skip
             torch.default_generator.manual_seed(routing.seed)  # no accelerator's: none is used here, nor kept
             try:
@@ -127,21 +134,21 @@ def capture(
                 raise
             draws = drawn()
         with torch.DisableTorchFunction():
-            effects = effects_of(tracer, block, before, given, state, inputs)
+            effects = collect_effects(tracer, block, before, given, state, inputs)
             foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
-            effects += [Effect("record", path, None) for path in [*surroundings.changed(), *foreign]]
+            effects += [Effect("record", path, None) for path in [*surroundings.list_changes(), *foreign]]
             effects += [Effect("draw", name, None) for name in draws]
             changed = {e.node: t for e in effects if e.kind == "input" for _, t, node in inputs if e.target is node}
-            own = {key for t in tensors_in(out) for key in vars(t).keys() - _names_of_fakes()}
+            own = {key for t in collect_tensors(out) for key in vars(t).keys() - _names_of_fakes()}
             effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]
             out = open_dataclasses(out, lambda t: _returned(tracer, t, changed))
             tracer.refuse_cut_off([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
     finally:
         for n, m in block.named_modules():
-            restore(m, originals[n])
+            restore_attributes(m, originals[n])
         for now, old in hooks:  # models install hooks when first called
             if now or old:
-                refill(now, old)
+                restore_items(now, old)
         surroundings.restore()
         with torch.no_grad(), torch.DisableTorchFunction():
             for t, value in tracer.overwritten.values():

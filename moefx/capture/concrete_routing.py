@@ -37,14 +37,14 @@ class Routing:
         self.kind, self.seed, self.prefer, self.as_they_are, self.is_wild = kind, seed, prefer, as_they_are, is_wild
         self.generator = torch.Generator().manual_seed(1000 + seed)
 
-    def again(self) -> Routing:
+    def restart(self) -> Routing:
         """The same, from the start."""
         return Routing(self.kind, self.seed, self.prefer, self.as_they_are, self.is_wild)
 
     def __repr__(self) -> str:
         return f"Routing({self.kind!r}, seed={self.seed})"
 
-    def invent(self, node: fx.Node) -> torch.Tensor:
+    def invent_value(self, node: fx.Node) -> torch.Tensor:
         """A value for an abstract float of this shape: unlike scores where it may be router scores."""
         val = node.meta["val"]
         original = node.meta.get("original")
@@ -66,7 +66,7 @@ class Routing:
 
     def _invented(self, node: fx.Node, val: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if node.op == "call_function" and val.numel() and shape and 2 <= shape[-1] <= 4096:
-            return self.scores(val.numel() // shape[-1], shape[-1]).view(shape).to(val.dtype)
+            return self.draw_scores(val.numel() // shape[-1], shape[-1]).view(shape).to(val.dtype)
         return torch.randn(shape, generator=self.generator, dtype=torch.float32).to(val.dtype)
 
     def _moved(self, value: torch.Tensor, name: str) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Routing:
         """Of a parameter or buffer; two that are the same now are told apart from the second routing on."""
         return torch.Generator().manual_seed(self.seed + (zlib.crc32(name.encode()) << 8 if self.seed else 0))
 
-    def scores(self, rows: int, n: int) -> torch.Tensor:
+    def draw_scores(self, rows: int, n: int) -> torch.Tensor:
         """Scores [rows, n] whose order along each row is the wanted preference."""
         base = torch.rand(rows, n, generator=self.generator, dtype=torch.float64) - 0.5
         if self.kind == "crowded":
@@ -175,7 +175,7 @@ class Routing:
         """Columns in an order of this routing's own."""
         return torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
 
-    def coins(self, shape: Sequence[int]) -> torch.Tensor:
+    def draw_coins(self, shape: Sequence[int]) -> torch.Tensor:
         """Outcomes of a comparison, both in some rows, and in others the same one: what is asked of a row as a whole
         (`(x != 0).any(-1)`) comes out both ways, too."""
         outcome = torch.rand(shape, generator=self.generator, dtype=torch.float32) < 0.5
@@ -184,11 +184,11 @@ class Routing:
             outcome = torch.where(row < 0.6, row < 0.3, outcome)
         return outcome
 
-    def numbers(self, shape: Sequence[int]) -> torch.Tensor:
+    def draw_numbers(self, shape: Sequence[int]) -> torch.Tensor:
         """Floats of no meaning."""
         return torch.rand(shape, generator=self.generator, dtype=torch.float32)
 
-    def integers(self, t: torch.Tensor, name: str, turns: Sequence[int] = ()) -> torch.Tensor:
+    def vary_integers(self, t: torch.Tensor, name: str, turns: Sequence[int] = ()) -> torch.Tensor:
         """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation: where all are
         the same there are others, too, and routings after the first see them in another order, 0, 1, 2, ... all
         routings; these see each of them in its own. What was baked in shows, as does that two are the same now.
@@ -218,7 +218,7 @@ def _tied(value: torch.Tensor) -> torch.Tensor:
     return rows.view(value.shape)
 
 
-def takes(value: torch.Tensor, number: int) -> bool:
+def can_hold(value: torch.Tensor, number: int) -> bool:
     """Whether a number that an integer buffer does not have may be among its values."""
     if value.dtype is torch.bool or not value.numel() or number in value:
         return False

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from .capture_result import CONTRACTIONS, SHAPE_ONLY
 
 
-def shadow(node: fx.Node, invent: Callable[[fx.Node], torch.Tensor]) -> torch.Tensor:
+def compute_concrete_value(node: fx.Node, invent: Callable[[fx.Node], torch.Tensor]) -> torch.Tensor:
     """The concrete value of a node, computed from what is invented at the nearest contraction; kept at each node."""
     stack = [node]
     while stack:
@@ -30,7 +30,9 @@ def shadow(node: fx.Node, invent: Callable[[fx.Node], torch.Tensor]) -> torch.Te
     return node.meta["shadow"]
 
 
-def computed_anew(nodes: Sequence[fx.Node], invent: Callable[[fx.Node], torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+def recompute_values(
+    nodes: Sequence[fx.Node], invent: Callable[[fx.Node], torch.Tensor]
+) -> dict[fx.Node, torch.Tensor]:
     """The values of nodes, which are in program order with all that they are computed from: the integers that follow
     from floats, too.
 

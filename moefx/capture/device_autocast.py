@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError
-from .capture_result import map_tensors, tensors_in
+from .capture_result import collect_tensors, map_tensors
 
 aten = torch.ops.aten
 # What autocast knows by another name than the operation that is run.
@@ -31,23 +31,23 @@ _LOW = (torch.bfloat16, torch.float16)
 _local = threading.local()
 
 
-class State(NamedTuple):
+class DeviceState(NamedTuple):
     """For which kind of device captures are, and what autocast casts to outside of the block (None: nothing)."""
 
     device: str
     dtype: torch.dtype | None
 
 
-def state() -> State:
+def get_device_state() -> DeviceState:
     """Of this thread. Where nobody said, captures are for the CPU."""
-    return getattr(_local, "state", None) or State("cpu", _of("cpu"))
+    return getattr(_local, "state", None) or DeviceState("cpu", _of("cpu"))
 
 
 @contextlib.contextmanager
-def under(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+def use_device_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Captures in this context are for a device, under its autocast with this dtype or (None) without."""
     device = "cpu" if device == "meta" else device
-    before, _local.state = getattr(_local, "state", None), State(device, dtype)
+    before, _local.state = getattr(_local, "state", None), DeviceState(device, dtype)
     try:
         with contextlib.ExitStack() as stack:
             for kind in {"cpu", device}:
@@ -57,17 +57,17 @@ def under(device: str, dtype: torch.dtype | None) -> Iterator[None]:
         _local.state = before
 
 
-def dtype_here() -> torch.dtype | None:
+def get_autocast_dtype() -> torch.dtype | None:
     """What autocast casts to at this place of a block; None where it is off."""
-    device, outside = state()
+    device, outside = get_device_state()
     if device != "cpu" and (there := _of(device)) != outside:
         return there
     return _of("cpu")  # a block that asks its tensors for their device is told that it is the CPU
 
 
-def is_switched() -> bool:
+def is_changed_by_block() -> bool:
     """Whether the block has switched autocast on or off here, for any device that it may be on."""
-    device, outside = state()
+    device, outside = get_device_state()
     return any(_of(kind) != (outside if kind in ("cpu", device) else None) for kind in ("cpu", "cuda", device))
 
 
@@ -93,22 +93,22 @@ def _set(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 def is_emulated() -> bool:
     """Whether a capture is for another device than the CPU, whose autocast then must not act by itself."""
-    return state().device != "cpu"
+    return get_device_state().device != "cpu"
 
 
-def cpu_does(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
+def use_cpu_autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
     """What the CPU's autocast casts to meanwhile."""
     return contextlib.nullcontext() if _of("cpu") is dtype else _set("cpu", dtype)
 
 
-def cast_as_there(
+def cast_arguments(
     func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, cast: Callable[..., torch.Tensor]
 ) -> tuple[tuple, dict[str, Any]] | None:
     """The arguments with the casts that autocast to `dtype` makes there; None where it leaves a function alone."""
-    device = state().device
+    device = get_device_state().device
     if not _is_listed(func, device):
         return None
-    floats = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+    floats = [t for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
     casts, without, result = _asked(func, args, kwargs, device, dtype)
     if not casts and result != without:  # by a `dtype` that it fills in, or beside casts of the function's own
         casts = [result if t.dtype in _LOW else None for t in floats]
@@ -117,9 +117,9 @@ def cast_as_there(
     return args, kwargs
 
 
-def checked(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> Any:
+def check_result(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> Any:
     """`out`, the result of such a call here, if it has the dtype that it has there."""
-    device = state().device
+    device = get_device_state().device
     is_listed = _is_listed(func, device)
     if not is_listed and (_result(out) is None or getattr(func, "__name__", "") not in _composites()):
         return out
@@ -134,16 +134,16 @@ def checked(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, 
     return out
 
 
-def changes(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> bool:
+def changes_call(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> bool:
     """Whether autocast would do something to such a call when it is run again, other than make `out` of it."""
-    device = state().device
+    device = get_device_state().device
     if not _is_listed(func, device):
         return False
     try:
         casts, _, result = _asked(func, args, kwargs, device, dtype)
     except CaptureError:
         return True
-    floats = [t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+    floats = [t.dtype for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
     return result != _result(out) or any(to not in (None, was) for to, was in zip(casts, floats, strict=False))
 
 
@@ -216,7 +216,7 @@ def _ask(func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: tor
     call: Any = _KNOWN_AS.get(func, func)
     with FakeTensorMode(), torch.no_grad():
         args, kwargs = map_tensors((args, kwargs), lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
-        floats = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+        floats = [t for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
         without = None
         with _set(device, None), _Casts(floats) as before, contextlib.suppress(Exception):  # dtypes that only it allows
             without = _result(call(*args, **kwargs))
@@ -230,4 +230,4 @@ def _ask(func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: tor
 
 
 def _result(out: Any) -> torch.dtype | None:
-    return next((t.dtype for t in tensors_in(out) if t.is_floating_point()), None)
+    return next((t.dtype for t in collect_tensors(out) if t.is_floating_point()), None)

@@ -15,7 +15,7 @@ _MOST_WIDTHS = 5
 Example = tuple[tuple, dict[str, Any]]
 
 
-def examples(model: nn.Module, example_inputs: Any) -> list[Example]:
+def find_example_calls(model: nn.Module, example_inputs: Any) -> list[Example]:
     """(args, kwargs) of calls of `model`, the likeliest first: what was given, or what can be guessed.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .raw_containers import base_of, contents
+from .raw_containers import copy_items, find_base_type
 from .symbolic_sizes import Number
 from .tracer import Tracer
 
@@ -25,7 +25,7 @@ _MAX_VISITED = 4096  # objects in the entries of one cache
 
 
 @contextlib.contextmanager
-def clearing_caches(tracer: Tracer) -> Iterator[None]:
+def clear_filled_caches(tracer: Tracer) -> Iterator[None]:
     """Clear the caches that hold something of this capture at the end, and no others."""
     caches = _all_caches()  # keeps them, and so their ids
     misses = {id(cache): cache.cache_info().misses for cache in caches}
@@ -71,12 +71,12 @@ def _holds_capture(cache: Any, tracer: Tracer) -> bool:
                 return True
         elif isinstance(thing, tuple):
             todo += tuple.__iter__(thing)
-        elif base_of(thing) is not None:
-            items = contents(thing)
+        elif find_base_type(thing) is not None:
+            items = copy_items(thing)
             todo += [*items, *items.values()] if type(items) is dict else items
         else:
             todo += getattr(thing, "__dict__", {}).values()
     return False
 
 
-__all__ = ["clearing_caches"]
+__all__ = ["clear_filled_caches"]

@@ -10,14 +10,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
-from .capture_result import SHAPE_ONLY, is_float, remembered
-from .code_locations import user_source
+from .capture_result import SHAPE_ONLY, fold_ancestors, is_float
+from .code_locations import find_user_source
 
 aten = torch.ops.aten
 GROUPED_MM = aten._grouped_mm
 
 
-def leaves_of(node: fx.Node) -> frozenset[bool]:
+def find_leaf_kinds(node: fx.Node) -> frozenset[bool]:
     """Of the values without inputs that a node follows from: whether they are buffers, attributes, or single integers
     that are arguments."""
 
@@ -25,7 +25,7 @@ def leaves_of(node: fx.Node) -> frozenset[bool]:
         is_state = n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute")
         return frozenset().union(*leaves) if leaves else frozenset([is_state or _is_single_integer(n)])
 
-    return remembered(node, "leaves", of)
+    return fold_ancestors(node, "leaves", of)
 
 
 def _is_single_integer(n: fx.Node) -> bool:
@@ -33,13 +33,13 @@ def _is_single_integer(n: fx.Node) -> bool:
     return n.op == "placeholder" and isinstance(val, torch.Tensor) and not is_float(val) and val.numel() == 1
 
 
-def from_floats(node: fx.Node) -> bool:
+def follows_from_floats(node: fx.Node) -> bool:
     """Whether an integer follows from arguments or abstract floats: it is part of the routing."""
 
     def of(n: fx.Node, are: list[bool]) -> bool:
         return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor) or any(are)
 
-    return remembered(node, "from_floats", of)
+    return fold_ancestors(node, "from_floats", of)
 
 
 def has_ancestor(node: fx.Node, ancestor: fx.Node) -> bool:
@@ -57,7 +57,7 @@ def has_ancestor(node: fx.Node, ancestor: fx.Node) -> bool:
 
 def has_gradients(node: fx.Node) -> bool:
     """Whether gradients may flow from a value to parameters or to an argument."""
-    return remembered(node, "has_gradients", _has_gradients)
+    return fold_ancestors(node, "has_gradients", _has_gradients)
 
 
 def _has_gradients(n: fx.Node, have_inputs: list[bool]) -> bool:
@@ -87,11 +87,13 @@ def with_leading_ones(value: fx.Node) -> fx.Node:
     return value
 
 
-def functional_form(func: Any, args: Any, kwargs: dict[str, Any], names: list[str]) -> tuple[Any, Any, dict[str, Any]]:
+def find_functional_form(
+    func: Any, args: Any, kwargs: dict[str, Any], names: list[str]
+) -> tuple[Any, Any, dict[str, Any]]:
     """The functional form of an in-place or `out=` op, with its arguments."""
     found, is_same = _functional_op(func)
     if found is None:
-        raise CaptureError(f"no functional form of {func} is known, at {user_source()}: {user_source().text}")
+        raise CaptureError(f"no functional form of {func} is known, at {find_user_source()}: {find_user_source().text}")
     if not is_same:
         return found, args, kwargs
     return found, args, {**_defaults(func, found, len(args)), **{k: v for k, v in kwargs.items() if k not in names}}
@@ -152,4 +154,6 @@ def _require_one(name: str, tensors: list[Any], casts: dict[Any, Any] | None = N
     floats = [t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()]
     dtypes = dict.fromkeys((casts or {}).get(dtype, dtype) for dtype in floats)
     if len(dtypes) > 1:
-        raise RuntimeError(f"{name} takes one dtype, and is given {' and '.join(map(str, dtypes))} ({user_source()})")
+        raise RuntimeError(
+            f"{name} takes one dtype, and is given {' and '.join(map(str, dtypes))} ({find_user_source()})"
+        )

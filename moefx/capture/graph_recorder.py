@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from . import device_autocast
-from .capture_result import below_modes, is_float, map_tensors, tensors_in
-from .code_locations import NOWHERE, user_calls, user_source
+from .capture_result import collect_tensors, is_float, map_tensors, suspend_modes
+from .code_locations import NOWHERE, find_user_source, find_user_stack
 from .functionalize import has_gradients
 from .layout_cache import empty, key_of, known_result, remember
-from .symbolic_sizes import SizeLog, plain
+from .symbolic_sizes import SizeLog, unwrap_numbers
 from .worker_thread import check_interrupt
 
 aten = torch.ops.aten
@@ -64,7 +64,9 @@ class Recorder(TorchDispatchMode):
         self.named: dict[int, str] = {}  # plain attributes of modules, by id
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.most_nodes = 0  # more than so many is an endless loop; 0: no limit
-        self.autocast = device_autocast.dtype_here()  # at the last call of the program's; below an op it reads as off
+        self.autocast = (
+            device_autocast.get_autocast_dtype()
+        )  # at the last call of the program's; below an op it reads as off
         self.sizes = SizeLog()
         self.detached: set[int] = set()  # tensors that share memory with one that has gradients, by id
         self.lengths: set[int] = set()  # how many rows the routing left somewhere
@@ -80,18 +82,20 @@ class Recorder(TorchDispatchMode):
         is_op = type(target) is torch._ops.OpOverload
         name = _node_name(target) if is_op else None
         node = self.graph.create_node("call_function", target, name=name)
-        node.args = plain(args)  # `create_node` searches arguments for symbolic sizes, of which there are none
+        node.args = unwrap_numbers(args)  # `create_node` searches arguments for symbolic sizes, of which there are none
         if kwargs:
-            node.kwargs = plain(kwargs)
+            node.kwargs = unwrap_numbers(kwargs)
         return self._register(node)
 
     def _register(self, node: fx.Node) -> fx.Node:
         check_interrupt()
         if 0 < self.most_nodes < len(self.nodes):
-            raise CaptureError(f"more than {self.most_nodes} operations, at {user_source()}: {user_source().text}")
+            raise CaptureError(
+                f"more than {self.most_nodes} operations, at {find_user_source()}: {find_user_source().text}"
+            )
         # whether how many rows it has may follow from the routing
         is_ragged = node.target in _RAGGED or any([a.meta.get("ragged") for a in node.all_input_nodes])
-        source = user_source()
+        source = find_user_source()
         if source is NOWHERE:  # after the call, for a result that is a view: where its inputs were made
             source = next((a.meta["source"] for a in reversed(node.all_input_nodes)), source)
         node.meta.update(
@@ -145,7 +149,7 @@ class Recorder(TorchDispatchMode):
     def _constant(self, t: torch.Tensor) -> fx.Node:
         """A tensor that nobody recorded: a plain attribute, a closure variable, a literal."""
         if isinstance(t, FakeTensor):
-            raise CaptureError(f"a tensor of unknown origin reached {user_source()}: {user_source().text}")
+            raise CaptureError(f"a tensor of unknown origin reached {find_user_source()}: {find_user_source().text}")
         name = self.named.get(id(t)) or f"_moefx_constant_{len(self.constants)}"
         node = self._register(self.graph.create_node("get_attr", name.replace(".", "_"), name=None))
         node.meta["fqn"] = name
@@ -209,7 +213,7 @@ class Recorder(TorchDispatchMode):
             new = self.emit(aten.permute.default, (node, inverse), {})
         else:
             raise CaptureError(
-                f"in-place update through a view made by {packet}, at {user_source()}: {user_source().text}"
+                f"in-place update through a view made by {packet}, at {find_user_source()}: {find_user_source().text}"
             )
         self.describe(new, base, bool(node.meta.get("known")) and bool(old.meta.get("known")))
         return new
@@ -243,7 +247,7 @@ class Recorder(TorchDispatchMode):
                 self.aliases[id(out)].node = node
             else:
                 self.track(out, node)
-        elif isinstance(out, (tuple, list)) and tensors_in(out):
+        elif isinstance(out, (tuple, list)) and collect_tensors(out):
             if is_view:
                 self._record_parts(func, node_args, args, out)
             else:
@@ -260,11 +264,11 @@ class Recorder(TorchDispatchMode):
 
     def _emit_op(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> fx.Node:
         node = self.emit(func, tuple(args), kwargs)
-        if not all(map(is_float, tensors_in(out))):  # see `doubts`
-            node.meta["calls"] = user_calls()
+        if not all(map(is_float, collect_tensors(out))):  # see `doubts`
+            node.meta["calls"] = find_user_stack()
         if self.autocast is not None and isinstance(func, torch._ops.OpOverload):
             values = map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
-            if device_autocast.changes(func, values[0], values[1], self.autocast, out):
+            if device_autocast.changes_call(func, values[0], values[1], self.autocast, out):
                 node.meta["autocast"] = None  # as it ran in the original, in place or inside of another function, say
         return node
 
@@ -290,12 +294,12 @@ class Recorder(TorchDispatchMode):
         if isinstance(t, FakeTensor):
             return t
         # made by hand: under the mode it takes several times as long
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             return self._fake(_on_meta(t))
 
     def abstract(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a function of fake tensors gives, without autocast: on meta tensors, which is much faster."""
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             key = key_of(func, args, kwargs)
             if (known := known_result(key)) is None:
                 out = func(*map_tensors(args, _on_meta), **map_tensors(kwargs, _on_meta))
@@ -316,6 +320,6 @@ def _node_name(op: torch._ops.OpOverload) -> str:
 
 def _on_meta(t: torch.Tensor) -> torch.Tensor:
     if t.layout is not torch.strided:
-        where = user_source()
+        where = find_user_source()
         raise CaptureError(f"a {t.layout} tensor is made at {where}, and capture follows strided ones: {where.text}")
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")

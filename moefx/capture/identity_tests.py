@@ -14,7 +14,7 @@ from ..ir.guards.code_closure import unwrap_callable
 from ..util.user_code import is_user_file
 
 
-def refuse_identity_questions(block: nn.Module) -> None:
+def refuse_identity_tests(block: nn.Module) -> None:
     """Check that no method of a block, nor a function or method that these name, asks what no stand-in can see: whether
     a variable `is` another one, its `type` or `id`, and whether it is `callable`. Submodules that are given a stand-in
     are not run.

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..util.user_code import is_user_file
-from .code_locations import Source, user_frames, user_step
+from .code_locations import Source, find_user_opcode, iterate_user_frames
 from .outcome_expressions import CONTAINERS
 from .outcome_flow import Flow, parameters
 from .outcome_names import name_of
@@ -34,7 +34,7 @@ _JUMPS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT")
 _Calls = tuple[Source, ...]
 
 
-class Questions:
+class IdleQuestions:
     """What one capture, or several, asked.
 
     Attributes:
@@ -51,17 +51,17 @@ class Questions:
 
     def note(self, how: str) -> None:
         """The user's code asks, at this moment."""
-        frames = [*user_frames()]
+        frames = [*iterate_user_frames()]
         if not frames:
             return
-        if how == ASKS and user_step().startswith(_JUMPS):
+        if how == ASKS and find_user_opcode().startswith(_JUMPS):
             how = TRUTH
         self.sites[tuple(source for source, _ in frames), how] = None
         for source, frame in frames:
             if len(known := self.names.setdefault(source, [])) < _MAX_LOOKS:
                 known.append((frame.f_locals.copy(), frame.f_globals))
 
-    def add(self, other: Questions) -> None:
+    def add(self, other: IdleQuestions) -> None:
         self.sites |= other.sites
         self.errors |= {calls: of for calls, of in other.errors.items() if calls not in self.errors or of}
         for source, several in other.names.items():
@@ -192,7 +192,7 @@ def _code(file: str) -> _Code | None:
 class _Analysis:
     """The functions of a program in which tokens were asked for."""
 
-    def __init__(self, questions: Questions):
+    def __init__(self, questions: IdleQuestions):
         self.questions = questions
         self.events: dict[ast.AST, dict[ast.AST, Value]] = {}  # by function
         self.files: dict[ast.AST, str] = {}
@@ -334,7 +334,7 @@ def _names(call: ast.AST | None, function: ast.AST) -> bool:
     return _called(call) == getattr(function, "name", "")
 
 
-def refuse_remembered(questions: Questions) -> None:
+def refuse_remembered(questions: IdleQuestions) -> None:
     """Check that the program does nothing with the outcomes but to leave experts out.
 
     Raises:
@@ -364,4 +364,4 @@ def refuse_remembered(questions: Questions) -> None:
         )
 
 
-__all__ = ["ASKS", "ROWS", "Questions", "refuse_remembered"]
+__all__ = ["ASKS", "ROWS", "IdleQuestions", "refuse_remembered"]

@@ -19,10 +19,10 @@ from torch import nn
 from ..ir.guards.attribute_reads import MODULE_INTERNALS
 from ..ir.guards.code_closure import FUNCTION_TYPES
 from ..ir.passed_objects import is_passed
-from .capture_result import below_modes, is_float, tensors_in
+from .capture_result import collect_tensors, is_float, suspend_modes
 from .graph_recorder import Recorder
-from .outside_state import Surroundings
-from .raw_containers import base_of, contents, same_items, slots_of
+from .outside_state import OutsideState
+from .raw_containers import copy_items, find_base_type, have_same_items, list_slots
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, nn.Module,
@@ -31,7 +31,7 @@ _PLAIN = (
 _DEPTH = 5
 
 
-def objects_in(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def iterate_objects(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the objects and the containers among arguments that a callee can write to."""
     stack = [*args, *kwargs.values()]
     while stack:
@@ -44,24 +44,24 @@ def objects_in(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
             stack += value.values() if type(value) is dict else value
 
 
-def given_tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
+def collect_given_tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among arguments, alone or in tuples: not in containers, which a callee may write to."""
     found: list[torch.Tensor] = []
     for value in arguments:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, tuple):
-            found += given_tensors(value)
+            found += collect_given_tensors(value)
     return found
 
 
-def tensors_within(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+def iterate_tensors(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
     """Yield the tensors of an object, and of what it refers to."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and not isinstance(value, _PLAIN) and not is_passed(value):
         for inner in _parts(value):
-            yield from tensors_within(inner, depth - 1)
+            yield from iterate_tensors(inner, depth - 1)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -72,7 +72,7 @@ def _parts(value: Any) -> list[Any]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         inner += value
     inner += getattr(value, "__dict__", {}).values()
-    return inner + [v for slot in slots_of(value) for v in slot.get()]
+    return inner + [v for slot in list_slots(value) for v in slot.get()]
 
 
 def copy_abstract(value: Any) -> Any:
@@ -96,7 +96,7 @@ def _note_tensors(value: Any, memo: dict[int, Any], depth: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Changes:
+class CallChanges:
     """What a call of a submodule does beside its result.
 
     Attributes:
@@ -117,23 +117,25 @@ class InnerCall:
         is_overwritten: whether the block then writes in place to a tensor that the submodule was given or returned.
     """
 
-    def __init__(self, tracer: Recorder, name: str, args: tuple, kwargs: dict[str, Any], out: Any, changes: Changes):
+    def __init__(
+        self, tracer: Recorder, name: str, args: tuple, kwargs: dict[str, Any], out: Any, changes: CallChanges
+    ):
         self.name, self.args, self.kwargs, self.out, self.changes = name, args, kwargs, out, changes
         self.is_overwritten = False
-        self._tensors = [*given_tensors((*args, *kwargs.values())), *tensors_in(out)]
+        self._tensors = [*collect_given_tensors((*args, *kwargs.values())), *collect_tensors(out)]
         self._versions = _versions(tracer, self._tensors)
 
-    def look_back(self, tracer: Recorder) -> None:
+    def note_overwritten(self, tracer: Recorder) -> None:
         """Note what was written to since the call."""
         self.is_overwritten |= _versions(tracer, self._tensors) != self._versions
 
-    def missed_by_captures(self, given: Collection[int]) -> tuple[str, str] | None:
+    def find_missed_change(self, given: Collection[int]) -> tuple[str, str] | None:
         """What the call does that captures would not see, and a remedy.
 
         Args:
             given: ids of the objects that the block has been given, which captures replace.
         """
-        if made := [o for o in objects_in(self.args, self.kwargs) if id(o) not in given]:
+        if made := [o for o in iterate_objects(self.args, self.kwargs) if id(o) not in given]:
             what = f"a {type(made[0]).__name__} that the block itself has not been given, and that it may write to, too"
             return what, f"pass {self.name} what is in it: tensors and numbers, alone or in a tuple"
         if self.is_overwritten:
@@ -146,18 +148,18 @@ class InnerCall:
 
 def _versions(tracer: Recorder, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """How often each tensor was written to, and how many attributes it has."""
-    with below_modes(), torch.DisableTorchFunction():
+    with suspend_modes(), torch.DisableTorchFunction():
         known = [t for t in tensors if id(t) in tracer.aliases]
         return [(tracer.versions.get(id(tracer.root(t)), 0), len(vars(t))) for t in known]
 
 
-class StateBefore:
+class StateSnapshot:
     """What a call of a submodule may change, as it is before the call."""
 
     def __init__(self, tracer: Recorder, model: nn.Module, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         self.tracer, self.module = tracer, module
-        self.tensors = given_tensors((*args, *kwargs.values()))
-        with below_modes(), torch.DisableTorchFunction():
+        self.tensors = collect_given_tensors((*args, *kwargs.values()))
+        with suspend_modes(), torch.DisableTorchFunction():
             for t in self.tensors:
                 tracer.node_of(t)
         self.versions = _versions(tracer, self.tensors)
@@ -165,20 +167,20 @@ class StateBefore:
         inside = {id(m) for m in module.modules()}
         outside = {id(v) for m in model.modules() if id(m) not in inside for v in vars(m).values()}
         self.own = {  # containers of the module, such as a table by length, that no other module has
-            key: (value, contents(value))
+            key: (value, copy_items(value))
             for key, value in self.attributes.items()
-            if base_of(value) is not None and id(value) not in outside
+            if find_base_type(value) is not None and id(value) not in outside
         }
-        self.surroundings = Surroundings(module, (), objects_in(args, kwargs))
+        self.surroundings = OutsideState(module, (), iterate_objects(args, kwargs))
 
-    def changes(self, out: Any) -> Changes:
+    def find_changes(self, out: Any) -> CallChanges:
         """What was done since."""
         now = self._attributes()
         names = {key for key, value in now.items() if key not in self.attributes or self.attributes[key] is not value}
-        names |= {key for key, (value, items) in self.own.items() if not same_items(contents(value), items)}
+        names |= {key for key, (value, items) in self.own.items() if not have_same_items(copy_items(value), items)}
         modules = dict(self.module.named_modules())
         replaced = [key for path, key in names if key in modules[path]._buffers]
-        results = self._roots(tensors_in(out))
+        results = self._roots(collect_tensors(out))
         missed = None
         if _versions(self.tracer, self.tensors) != self.versions:
             missed = "writes to one of its inputs in place", "return a new tensor from it"
@@ -188,12 +190,12 @@ class StateBefore:
             missed = "returns two tensors that share memory", "return new tensors from it"
         elif replaced:
             missed = f"puts another tensor in the place of its buffer {replaced[0]}", "write to the buffer in place"
-        elif elsewhere := self.surroundings.changed({id(value) for value, _ in self.own.values()}):
+        elif elsewhere := self.surroundings.list_changes({id(value) for value, _ in self.own.values()}):
             missed = f"writes to {elsewhere[0]}", "keep it in the object, or in a buffer of its own"
-        return Changes(missed, frozenset(names))
+        return CallChanges(missed, frozenset(names))
 
     def _roots(self, tensors: Iterable[torch.Tensor]) -> list[int]:
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             return [id(self.tracer.root(t)) for t in tensors if id(t) in self.tracer.aliases]
 
     def _attributes(self) -> dict[tuple[str, str], Any]:
@@ -205,4 +207,12 @@ class StateBefore:
         }
 
 
-__all__ = ["Changes", "InnerCall", "StateBefore", "copy_abstract", "given_tensors", "objects_in", "tensors_within"]
+__all__ = [
+    "CallChanges",
+    "InnerCall",
+    "StateSnapshot",
+    "collect_given_tensors",
+    "copy_abstract",
+    "iterate_objects",
+    "iterate_tensors",
+]

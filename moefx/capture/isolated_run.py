@@ -12,10 +12,10 @@ from ..errors import CaptureError
 from ..ir.argument_binding import find_device
 from ..util.model_copy import copy_model
 from .capture_result import has_values, is_float
-from .side_effects import python_random
+from .side_effects import keep_random_state
 
 
-def run_alone(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run_for_layouts(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The results of a call, as meta tensors. Random numbers take the place of abstract floats.
 
     Raises:
@@ -43,7 +43,7 @@ def run_copy(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     def filled(t: torch.Tensor) -> torch.Tensor:
         return (t.clone() if has_values(t) else torch.randn(t.shape, generator=generator).to(t.dtype)).to(device)
 
-    with torch.no_grad(), torch.random.fork_rng(), python_random():
+    with torch.no_grad(), torch.random.fork_rng(), keep_random_state():
         args, kwargs = pytree.tree_map_only(torch.Tensor, filled, (args, kwargs))
         return copy(*args, **kwargs)
 

@@ -27,9 +27,17 @@ from ..ir.guards.code_closure import (
 )
 from ..ir.guards.stored_values import is_plain
 from ..ir.passed_objects import is_passed
-from .capture_result import tensors_in
-from .raw_containers import Slot, base_of, contents, refill, same_items, slots_of, values
-from .side_effects import is_generator
+from .capture_result import collect_tensors
+from .raw_containers import (
+    SlotAttribute,
+    copy_items,
+    find_base_type,
+    have_same_items,
+    list_slots,
+    list_values,
+    restore_items,
+)
+from .side_effects import is_random_generator
 
 # Libraries whose objects hold what users put in.
 _HOLDERS = {"argparse", "collections", "queue", "types", "weakref"}
@@ -38,7 +46,7 @@ ARGUMENT = "an argument"
 _MOST_ITEMS = 256
 
 
-class Surroundings:
+class OutsideState:
     """The contents of everything that the code of a block and its arguments reach, as they are now.
 
     Args:
@@ -68,7 +76,7 @@ class Surroundings:
             self._hold_class(cls)
         self._visit(ARGUMENT, arguments)
 
-    def changed(self, but: Collection[int] = ()) -> list[str]:
+    def list_changes(self, but: Collection[int] = ()) -> list[str]:
         """Paths of what is not as it was. Args: but: ids of containers that are left out."""
         return [
             path
@@ -79,7 +87,7 @@ class Surroundings:
     def restore(self) -> None:
         """Put back what differs; what nobody has written to is not written to here either."""
         for _, thing, items, put in self._held:
-            if base_of(thing) is not None or isinstance(thing, _NewNames) or not _same(_items(thing), items):
+            if find_base_type(thing) is not None or isinstance(thing, _NewNames) or not _same(_items(thing), items):
                 put(items)  # of a container the order may differ alone
 
     def _visit(self, path: str, value: Any, depth: int = _DEPTH) -> None:
@@ -93,15 +101,15 @@ class Surroundings:
             self._seen.add(id(value))
             self._held.append((path, value, value.copy(), functools.partial(value.__setitem__, ...)))
             return
-        if is_generator(value):
+        if is_random_generator(value):
             self._seen.add(id(value))
             self.generators[path] = value
             return
         inner: list[Any] = []
-        if base_of(value) is not None:
+        if find_base_type(value) is not None:
             self._seen.add(id(value))
             self._hold_items(path, value)
-            inner += values(value)
+            inner += list_values(value)
         elif isinstance(value, tuple):
             inner += tuple.__iter__(value)
         elif isinstance(value, (*FUNCTION_TYPES, functools.partial)):
@@ -115,12 +123,12 @@ class Surroundings:
                 self._visit(path, item, depth - 1)
 
     def _hold_items(self, path: str, container: Any) -> None:
-        self._held.append((path, container, contents(container), functools.partial(refill, container)))
+        self._held.append((path, container, copy_items(container), functools.partial(restore_items, container)))
 
     def _hold_attributes(self, path: str, thing: Any) -> list[Any]:
         """Hold the attributes of an object, and return their values."""
         inner: list[Any] = []
-        for slot in slots_of(thing):
+        for slot in list_slots(thing):
             self._held.append((path, slot, slot.get(), slot.put))
             inner += slot.get()
         if type(own := getattr(thing, "__dict__", None)) is dict:
@@ -199,7 +207,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a.tobytes() == b.tobytes() if _is_array(a) else same_items(a, b)
+    return a.tobytes() == b.tobytes() if _is_array(a) else have_same_items(a, b)
 
 
 def _items(thing: Any) -> Any:
@@ -208,26 +216,28 @@ def _items(thing: Any) -> Any:
         return thing.copy()
     if isinstance(thing, _Name):
         return [thing.namespace.get(thing.name)]
-    if isinstance(thing, Slot):
+    if isinstance(thing, SlotAttribute):
         return thing.get()
     if isinstance(thing, _NewNames):
         return thing.found()
     if isinstance(thing, _Class):
         return {k: v for k, v in vars(thing.cls).items() if not k.startswith("__") and not isinstance(v, property)}
-    return contents(thing)
+    return copy_items(thing)
 
 
 def _is_filled_cache(before: Any, now: Any) -> bool:
     """A dict that got objects under new keys (a library's backends, say): neither tensors nor numbers that count."""
     if not isinstance(now, dict) or any(now.get(k, now) is not v for k, v in before.items()):
         return False
-    return not any(is_plain(v) or tensors_in(v) or tensors_in(getattr(v, "__dict__", ())) for v in now.values())
+    return not any(
+        is_plain(v) or collect_tensors(v) or collect_tensors(getattr(v, "__dict__", ())) for v in now.values()
+    )
 
 
 @contextlib.contextmanager
-def unwritten(block: nn.Module) -> Iterator[None]:
+def keep_outside_state(block: nn.Module) -> Iterator[None]:
     """Put back what a run of a block writes to outside of its tensors."""
-    surroundings = Surroundings(block, ())
+    surroundings = OutsideState(block, ())
     try:
         yield
     finally:
@@ -240,4 +250,4 @@ def _reached(code: frozenset[Any]) -> CodeClosure:
     return trace_closure(code)
 
 
-__all__ = ["Surroundings", "unwritten"]
+__all__ = ["OutsideState", "keep_outside_state"]

@@ -12,39 +12,39 @@ from typing import Any
 _BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set, collections.deque)  # a subclass before its base
 
 
-def base_of(thing: Any) -> Any:
+def find_base_type(thing: Any) -> Any:
     """The built-in container type that stores the items of `thing`; None if it is no container."""
     kind = type(thing)
     return kind if kind in _BASES else next((base for base in _BASES if issubclass(kind, base)), None)
 
 
-def contents(container: Any) -> Any:
+def copy_items(container: Any) -> Any:
     """A copy of the stored items: a plain dict, set or list."""
     if type(container) is dict:
         return container.copy()  # without asking keys for their hash, which a symbolic size notes
-    base = base_of(container)
+    base = find_base_type(container)
     if issubclass(base, dict):
         return dict(base.items(container))
     return set(container) if base is set else list(base.__iter__(container))
 
 
-def values(container: Any) -> list[Any]:
+def list_values(container: Any) -> list[Any]:
     """The stored items; of a dict the values."""
-    items = contents(container)
+    items = copy_items(container)
     return list(items.values() if type(items) is dict else items)
 
 
-def same_items(a: Any, b: Any) -> bool:
+def have_same_items(a: Any, b: Any) -> bool:
     """Whether two results of `contents` hold the same objects, dicts in any order."""
     if type(a) is dict:
         return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
     return a == b if type(a) is set else len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
-def refill(container: Any, items: Any) -> None:
+def restore_items(container: Any, items: Any) -> None:
     """Make `contents(container)` equal to `items` again, in the same order. Write only what differs."""
-    base, now = base_of(container), contents(container)
-    if same_items(now, items) and list(now) == list(items):
+    base, now = find_base_type(container), copy_items(container)
+    if have_same_items(now, items) and list(now) == list(items):
         return
     if base is list:
         list.__setitem__(container, slice(None), items)
@@ -67,7 +67,7 @@ def _refill_dict(base: Any, container: Any, now: dict[Any, Any], items: dict[Any
             base.__setitem__(container, key, value)
 
 
-class Slot:
+class SlotAttribute:
     """One of the `__slots__` of an object."""
 
     def __init__(self, thing: Any, member: Any):
@@ -87,9 +87,17 @@ class Slot:
             self.member.__delete__(self.thing)
 
 
-def slots_of(thing: Any) -> list[Slot]:
+def list_slots(thing: Any) -> list[SlotAttribute]:
     members = [member for cls in type(thing).__mro__ for member in vars(cls).values()]
-    return [Slot(thing, member) for member in members if type(member) is types.MemberDescriptorType]
+    return [SlotAttribute(thing, member) for member in members if type(member) is types.MemberDescriptorType]
 
 
-__all__ = ["Slot", "base_of", "contents", "refill", "same_items", "slots_of", "values"]
+__all__ = [
+    "SlotAttribute",
+    "copy_items",
+    "find_base_type",
+    "have_same_items",
+    "list_slots",
+    "list_values",
+    "restore_items",
+]

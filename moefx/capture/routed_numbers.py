@@ -15,7 +15,7 @@ import torch
 from .symbolic_sizes import ARITHMETIC, COMPARE, Number
 
 _LINEAR = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
-LENGTH = object()  # where a number came from: it is how many rows there are
+ROW_COUNT = object()  # where a number came from: it is how many rows there are
 
 
 def is_empty_test(op: str, other: Any) -> bool:
@@ -24,12 +24,12 @@ def is_empty_test(op: str, other: Any) -> bool:
     return type(other) in (int, float) and (op, other) in empty
 
 
-def tells_empty(count: Number, op: str, other: Any) -> bool:
+def asks_if_empty(count: Number, op: str, other: Any) -> bool:
     """Whether a comparison only asks whether there are any rows."""
-    return count.expr is LENGTH and is_empty_test(op, other)
+    return count.expr is ROW_COUNT and is_empty_test(op, other)
 
 
-class CountLog(Protocol):
+class RoutedNumberLog(Protocol):
     """Who is told."""
 
     def compared(self, count: Number, op: str, other: Any, value: bool) -> bool:
@@ -56,7 +56,7 @@ class _Routed(Number):
     origins: frozenset[Any] = frozenset()
 
     def _like(self, value: Any, expr: Any = None, other: Any = None) -> Any:
-        found = counted(value, None, self.log)
+        found = wrap_routed(value, None, self.log)
         if isinstance(found, _Routed):
             found.origins = self._origins() | (other._origins() if isinstance(other, _Routed) else frozenset())
         return found
@@ -69,7 +69,7 @@ class _Routed(Number):
         return self.origins if self.expr is None else frozenset([self.expr])
 
 
-class Count(_Routed, torch.SymInt):
+class RoutedInt(_Routed, torch.SymInt):
     _is = int
 
     def __index__(self) -> int:
@@ -87,17 +87,17 @@ class Count(_Routed, torch.SymInt):
         return self._like(self.value.bit_count())
 
 
-class Share(_Routed, torch.SymFloat):
+class RoutedFloat(_Routed, torch.SymFloat):
     _is = float
 
 
-def counted(value: Any, node: Any, log: CountLog) -> Any:
+def wrap_routed(value: Any, node: Any, log: RoutedNumberLog) -> Any:
     """`value` (a number, or a list of numbers) as numbers that report comparisons."""
     if type(value) is list:
-        return [counted(v, node, log) for v in value]
+        return [wrap_routed(v, node, log) for v in value]
     if type(value) is int:
-        return Count(value, node, log)
-    return Share(value, node, log) if type(value) is float else value
+        return RoutedInt(value, node, log)
+    return RoutedFloat(value, node, log) if type(value) is float else value
 
 
 def _arithmetic(fn: Callable, swapped: bool) -> Callable:
@@ -111,8 +111,10 @@ def _arithmetic(fn: Callable, swapped: bool) -> Callable:
         found = fn(value, self.value) if swapped else fn(self.value, value)
         if fn not in _LINEAR:  # it may be one number for all that few tokens have: `n // 300`
             self.log.leak(self.expr)
-        stays = self.expr is LENGTH and fn is operator.mul and type(value) is int and value > 0  # still 0 without rows
-        return Count(found, LENGTH, self.log) if stays else self._like(found, None, other)
+        stays = (
+            self.expr is ROW_COUNT and fn is operator.mul and type(value) is int and value > 0
+        )  # still 0 without rows
+        return RoutedInt(found, ROW_COUNT, self.log) if stays else self._like(found, None, other)
 
     return method
 
@@ -137,4 +139,4 @@ for _name, _fn in COMPARE.items():
     setattr(_Routed, f"__{_name}__", _comparison(_name, _fn))
 
 
-__all__ = ["LENGTH", "Count", "CountLog", "Share", "counted", "is_empty_test", "tells_empty"]
+__all__ = ["ROW_COUNT", "RoutedFloat", "RoutedInt", "RoutedNumberLog", "asks_if_empty", "is_empty_test", "wrap_routed"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .capture_result import Effect, is_float, map_tensors, tensors_in
+from .capture_result import Effect, collect_tensors, is_float, map_tensors
 from .tracer import Tracer
 
 
@@ -28,18 +28,18 @@ def _attributes(block: nn.Module) -> list[tuple[dict[str, Any], str, str, torch.
     ]
 
 
-def plain_tensors(block: nn.Module) -> dict[int, str]:
+def find_attribute_tensors(block: nn.Module) -> dict[int, str]:
     """Tensors that hang on modules as ordinary attributes, by identity."""
     return {id(value): path for _, _, path, value in _attributes(block)}
 
 
-def holds_integers(block: nn.Module) -> bool:
+def has_integers(block: nn.Module) -> bool:
     """Whether parameters, buffers or attributes of a block are integers."""
     attributes = [value for *_, value in _attributes(block)]
     return not all(map(is_float, [*attributes, *block.parameters(), *block.buffers()]))
 
 
-def put_in_place(block: nn.Module, stand_in: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[int, str]:
+def install_stand_ins(block: nn.Module, stand_in: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[int, str]:
     """Put stand-ins in the place of integers that hang on modules as ordinary attributes, until `restore`. Returns the
     names of these by their identity."""
     made: dict[int, torch.Tensor] = {}
@@ -60,7 +60,7 @@ _BEFORE = {"_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"}
 
 
 @contextlib.contextmanager
-def silenced(block: nn.Module) -> Iterator[None]:
+def silence_hooks(block: nn.Module) -> Iterator[None]:
     """While moefx runs a block for itself: without the block's own hooks, which stay outside of its forward, and those
     that look at what its parts return, such as a recorder of router logits. Hooks that make a part's weights stay."""
     taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -77,7 +77,7 @@ def silenced(block: nn.Module) -> Iterator[None]:
             state.update(hooks)
 
 
-def is_generator(thing: Any) -> bool:
+def is_random_generator(thing: Any) -> bool:
     """Whether it draws random numbers: Python's or NumPy's; torch's are followed."""
     return _accessors(thing) is not None
 
@@ -96,7 +96,7 @@ def _accessors(thing: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | 
 
 
 @contextlib.contextmanager
-def python_random(held: Mapping[str, Any] | None = None) -> Iterator[Callable[[], list[str]]]:
+def keep_random_state(held: Mapping[str, Any] | None = None) -> Iterator[Callable[[], list[str]]]:
     """Random numbers of Python's and of NumPy's come out as if none had been drawn. Yields what names the generators of
     which some were. Args: held: more of them than those of the modules, by name."""
     known = {**(held or {}), "random": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
@@ -109,7 +109,7 @@ def python_random(held: Mapping[str, Any] | None = None) -> Iterator[Callable[[]
             put(before[name])
 
 
-def effects_of(
+def collect_effects(
     tracer: Tracer,
     block: nn.Module,
     before: dict[str, dict[str, Any]],
@@ -142,7 +142,7 @@ def effects_of(
                 continue
             if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
                 found.append(Effect("attribute", path, tracer.node_of(value)))
-            elif _holds_results(value, tracer) and tensors_in(value):
+            elif _holds_results(value, tracer) and collect_tensors(value):
                 found.append(Effect("attribute", path, map_tensors(value, tracer.node_of)))
             elif not _unchanged(value, old):
                 found.append(Effect("state", path, value))
@@ -168,7 +168,7 @@ def _stand_for(value: Any, old: Any, tracer: Tracer) -> bool:
 
 
 def _unchanged(value: Any, old: Any) -> bool:
-    if tensors_in(value) or tensors_in(old):
+    if collect_tensors(value) or collect_tensors(old):
         return False
     try:
         return bool(value == old)
@@ -176,7 +176,7 @@ def _unchanged(value: Any, old: Any) -> bool:
         return False
 
 
-def restore(module: nn.Module, before: dict[str, Any]) -> None:
+def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
     now = vars(module)
     for key in [k for k in now if k not in before]:
         del now[key]

@@ -13,7 +13,7 @@ _UNCHANGED = {"allreduce_", "broadcast_", "reduce_"}
 _COPIES = {"_allgather_base_", "_reduce_scatter_base_", "allgather_", "alltoall_", "alltoall_base_", "reduce_scatter_"}
 
 
-def is_alone(func: Any, args: tuple) -> bool:
+def is_single_rank_op(func: Any, args: tuple) -> bool:
     """Whether an op of `torch.distributed` communicates in place over a group of one rank."""
     if getattr(func, "namespace", "") != "c10d" or func.overloadpacket.__name__ not in _UNCHANGED | _COPIES:
         return False
@@ -21,7 +21,7 @@ def is_alone(func: Any, args: tuple) -> bool:
     return all(dist.ProcessGroup.unbox(group).size() == 1 for group in groups)
 
 
-def run_alone(func: Any, args: tuple, copy: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
+def run_single_rank_op(func: Any, args: tuple, copy: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
     """The result of an op that `is_alone`. `copy` writes the second tensor into the first."""
     from torch._C._distributed_c10d import FakeWork
 

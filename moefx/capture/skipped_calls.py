@@ -29,8 +29,8 @@ from ..errors import Refused
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, replace_objects
 from .capture_result import is_float
-from .code_locations import is_asked_by_user, user_source
-from .inner_calls import InnerCall, given_tensors, objects_in
+from .code_locations import find_user_source, is_user_access
+from .inner_calls import InnerCall, collect_given_tensors, iterate_objects
 from .side_effects import HOOKS
 
 
@@ -66,7 +66,7 @@ class SkippedCall:
 
     @classmethod
     def of(cls, call: InnerCall) -> SkippedCall:
-        inputs, out = given_tensors((*call.args, *call.kwargs.values())), call.out
+        inputs, out = collect_given_tensors((*call.args, *call.kwargs.values())), call.out
         container = type(out) if type(out) in (tuple, list) else None
         return cls(call.name, tuple(_describe(r, inputs) for r in (out if container else [out])), container)
 
@@ -87,7 +87,7 @@ def _describe(result: Any, inputs: Sequence[torch.Tensor]) -> Result:
 
 
 @dataclasses.dataclass
-class Skipping:
+class SkipPlan:
     """The stand-ins of one lift.
 
     Attributes:
@@ -103,7 +103,7 @@ class Skipping:
     read: list[Refused]
     attributes: set[tuple[str, str]]
 
-    def check(self, read: Iterable[AttributeLocation]) -> None:
+    def check_reads(self, read: Iterable[AttributeLocation]) -> None:
         """Check what the captures of the block have read.
 
         Args:
@@ -124,9 +124,9 @@ class Skipping:
                 )
 
 
-def skip(
+def plan_skipped_calls(
     args: tuple, kwargs: dict[str, Any], objects: Mapping[int, Any] | None, inner: Iterable[InnerCall]
-) -> Skipping | None:
+) -> SkipPlan | None:
     """Put stand-ins in the place of objects that a block passes on to submodules; None if it passes none on.
 
     Args:
@@ -136,18 +136,18 @@ def skip(
     Raises:
         Refused: a submodule returns other things at different calls, or its calls cannot be skipped.
     """
-    given = {id(o): o for o in objects_in(args, kwargs)}
+    given = {id(o): o for o in iterate_objects(args, kwargs)}
     own = given.keys() if objects is None else given.keys() & objects.keys()
-    inner = [c for c in inner if own & {id(o) for o in objects_in(c.args, c.kwargs)}]
+    inner = [c for c in inner if own & {id(o) for o in iterate_objects(c.args, c.kwargs)}]
     if not inner:
         return None
     # all that is passed to these, as other calls may write to what this one has not written to
-    own = given.keys() & {id(o) for c in inner for o in objects_in(c.args, c.kwargs)}
+    own = given.keys() & {id(o) for c in inner for o in iterate_objects(c.args, c.kwargs)}
     read: list[Refused] = []
     stand_ins = {i: _stand_in(f"the given {type(given[i]).__name__}", "", read) for i in own}
     calls: dict[str, SkippedCall] = {}
     for c in inner:
-        if missed := c.missed_by_captures(own):
+        if missed := c.find_missed_change(own):
             what, remedy = missed
             raise Refused(f"{c.name} is given an object that it may write to, and {what}", remedy=remedy)
         call = SkippedCall.of(c)
@@ -158,14 +158,14 @@ def skip(
                 remedy="use a submodule for each of the calls",
             )
     attributes = {(f"{c.name}.{path}".rstrip("."), key) for c in inner for path, key in c.changes.attributes}
-    return Skipping(replace_objects(args, stand_ins), replace_objects(kwargs, stand_ins), calls, read, attributes)
+    return SkipPlan(replace_objects(args, stand_ins), replace_objects(kwargs, stand_ins), calls, read, attributes)
 
 
 def _stand_in(name: str, module: str, read: list[Refused]) -> PassedObject:
     """Make a stand-in for an argument of the block, or for a result of a submodule. Args: read: see `Skipping`."""
 
     def refuse(name: str, what: str) -> Exception | None:
-        if not is_asked_by_user(sys._getframe(1)):
+        if not is_user_access(sys._getframe(1)):
             return None
         why = f"the block itself reads {name}{what}, and what it holds is only known when it runs"
         remedy = (
@@ -174,7 +174,7 @@ def _stand_in(name: str, module: str, read: list[Refused]) -> PassedObject:
         if module:
             why = f"the block reads {name}{what}: {_UNSEEN}"
             remedy = f"compute with it in {module}, or return it in the shape of the hidden states and contiguous"
-        read.append(Refused(why, source=str(user_source()), remedy=remedy))
+        read.append(Refused(why, source=str(find_user_source()), remedy=remedy))
         return read[-1]
 
     return PassedObject(name, refuse)
@@ -189,11 +189,11 @@ class _Result(FakeTensor):
     _read: list[Refused]
 
     def __getattr__(self, key: str) -> Any:
-        if not is_asked_by_user(sys._getframe(1)):
+        if not is_user_access(sys._getframe(1)):
             raise AttributeError(key)
         why = Refused(
             f"the block reads the attribute {key} of a tensor that a submodule returns: {_UNSEEN}",
-            source=str(user_source()),
+            source=str(find_user_source()),
             remedy="return it beside the tensor, and compute with it in the submodule",
         )
         self._read.append(why)
@@ -201,7 +201,7 @@ class _Result(FakeTensor):
 
 
 @contextlib.contextmanager
-def skipping(block: nn.Module, calls: Mapping[str, SkippedCall]) -> Iterator[list[Refused]]:
+def patch_skipped_calls(block: nn.Module, calls: Mapping[str, SkippedCall]) -> Iterator[list[Refused]]:
     """While the context is open, calls of submodules that are given a stand-in return unknown results. Yields refusals
     of what was read from these; an `except` of the user's may have hidden them."""
     undone: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -229,12 +229,12 @@ class _Stub:
         self.result_class = type("_Result", (_Result,), {"_read": read})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs, call = given_tensors((*args, *kwargs.values())), self.call
+        inputs, call = collect_given_tensors((*args, *kwargs.values())), self.call
         known = [r for r in call.results if isinstance(r, ResultTensor)]
         if not any(is_passed(v) for v in pytree.tree_leaves((args, kwargs))):
             raise Refused(
                 f"{call.module} is called with an object that it may write to, and without one elsewhere in the block",
-                source=str(user_source()),
+                source=str(find_user_source()),
                 remedy="use a submodule for each of the calls",
             )
         if any(r.like >= len(inputs) for r in known):
@@ -244,7 +244,7 @@ class _Stub:
             raise Refused(
                 f"{call.module} is given an object that it may write to, and returns no contiguous tensor of the shape "
                 f"of one of its inputs, but {text}",
-                source=str(user_source()),
+                source=str(find_user_source()),
                 remedy="let it return a tensor in the shape of the hidden states, alone or in a tuple, and "
                 "y.contiguous() instead of a y that is not contiguous",
             )
@@ -293,4 +293,4 @@ class UnknownResult(torch.autograd.Function):
         return (None, *out)
 
 
-__all__ = ["SkippedCall", "Skipping", "UnknownResult", "skip", "skipping"]
+__all__ = ["SkipPlan", "SkippedCall", "UnknownResult", "patch_skipped_calls", "plan_skipped_calls"]

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import Refused
 from ..ir.graph_codegen import FUNCTIONS
-from .code_locations import user_source
+from .code_locations import find_user_source
 
 MAX_COMPARISONS = 256  # of sizes, in one capture
 COMPARE = {
@@ -36,7 +36,7 @@ COMPARE = {
 }
 
 
-def evaluate(expr: str, dims: Mapping[str, int]) -> Any:
+def evaluate_size(expr: str, dims: Mapping[str, int]) -> Any:
     """An expression that a `Size` carries: dims, numbers and arithmetic, nothing else."""
     return eval(_compiled(expr), {"__builtins__": {}, **FUNCTIONS}, dict(dims))
 
@@ -60,9 +60,9 @@ class SizeGuard:
     source: str = dataclasses.field(default="", compare=False)
 
     def holds(self, dims: dict[str, int]) -> bool:
-        if self.unless and evaluate(self.unless, dims) == 0:
+        if self.unless and evaluate_size(self.unless, dims) == 0:
             return True
-        left, right = (evaluate(side, dims) for side in (self.left, self.right))
+        left, right = (evaluate_size(side, dims) for side in (self.left, self.right))
         return COMPARE[self.op](left, right) is self.value
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class SizeLog:
         guard = SizeGuard(left, op, right, value)
         if guard not in self.seen:
             self.seen.add(guard)
-            unless, source = "*".join(_divisors(left) | _divisors(right)), user_source()
+            unless, source = "*".join(_divisors(left) | _divisors(right)), find_user_source()
             if len(self.seen) > MAX_COMPARISONS:
                 raise Refused(
                     f"it compares {left} with more than {MAX_COMPARISONS} numbers: {source.text}",
@@ -127,7 +127,7 @@ class SizeLog:
                 )
             self.guards.append(dataclasses.replace(guard, unless=unless, source=str(source)))
 
-    def rename(self, known: Iterable[SizeGuard]) -> None:
+    def unify_names(self, known: Iterable[SizeGuard]) -> None:
         """Comparisons that other captures have noted, by their names: B*S and S are one number here, where B is 1."""
         names: dict[tuple[str, str, str], list[SizeGuard]] = {}
         for guard in known:
@@ -144,7 +144,9 @@ class SizeLog:
         products = rf"\b(?:{name})(?:\*(?:{name}))*\b"
         if not self.dims:
             return text
-        return re.sub(products, lambda m: self.expressions.get(evaluate(m[0], self.dims), m[0]), text)  # S*S has none
+        return re.sub(
+            products, lambda m: self.expressions.get(evaluate_size(m[0], self.dims), m[0]), text
+        )  # S*S has none
 
     def leak(self, expr: str) -> None:
         self.leaks.add(expr)
@@ -185,7 +187,7 @@ class Number:
 
     def __getattr__(self, name: str) -> Any:
         if name == "node":
-            source = user_source()
+            source = find_user_source()
             what = f"the size {self.expr}" if isinstance(self.expr, str) else "a number of the routing"
             raise NumberNotTaken(
                 f"torch is given {what} here in a way that captures do not follow: {source.text}",
@@ -266,7 +268,7 @@ class Size(Number, torch.SymInt):
     _is = int
 
     def __hash__(self) -> int:
-        source = user_source()
+        source = find_user_source()
         raise NotHashable(
             f"unhashable type: the size {self.expr} is symbolic here, and a dict, a set or a cache asks for its hash: "
             f"{source.text}",
@@ -291,7 +293,7 @@ def _expr(x: Any) -> str | None:
     return f"({x!r})" if type(x) in (int, float) and x < 0 else repr(x) if type(x) in (int, float, bool) else None
 
 
-def value_of(x: Any) -> Any:
+def peek_value(x: Any) -> Any:
     """The number itself, without telling anybody that it is used."""
     return x.value if isinstance(x, Number) else x
 
@@ -299,22 +301,22 @@ def value_of(x: Any) -> Any:
 _PLAIN = frozenset([type(None), bool, int, float, str, torch.Tensor, FakeTensor, fx.Node])
 
 
-def plain(x: Any) -> Any:
+def unwrap_numbers(x: Any) -> Any:
     """For an op: a `Size` or `Ratio` as the number it is, also in the containers that arguments are made of."""
     kind = type(x)
     if kind in _PLAIN:
         return x
     if kind is tuple or kind is list:
-        return kind([plain(v) for v in x])
+        return kind([unwrap_numbers(v) for v in x])
     if isinstance(x, Number):
         x.log.use(x)
         return x.value
     if type(x) is torch.Size:
-        return torch.Size([plain(v) for v in x])
+        return torch.Size([unwrap_numbers(v) for v in x])
     if type(x) is dict:
-        return {k: plain(v) for k, v in x.items()}
+        return {k: unwrap_numbers(v) for k, v in x.items()}
     if type(x) is slice:
-        return slice(plain(x.start), plain(x.stop), plain(x.step))
+        return slice(unwrap_numbers(x.start), unwrap_numbers(x.stop), unwrap_numbers(x.step))
     return x
 
 
@@ -333,7 +335,7 @@ def _arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
         left, right = _expr(a), _expr(b)
         if left is None or right is None:
             return NotImplemented
-        return _made(fn(value_of(a), value_of(b)), f"({left}{symbol}{right})", self.log)
+        return _made(fn(peek_value(a), peek_value(b)), f"({left}{symbol}{right})", self.log)
 
     return method
 
@@ -350,7 +352,7 @@ def _comparison(name: str, fn: Callable) -> Callable:
         right = _expr(other)
         if right is None:
             return NotImplemented
-        value = fn(self.value, value_of(other))
+        value = fn(self.value, peek_value(other))
         if right != self.expr:
             self.log.note(self.expr, name, right, value)
         return value
@@ -368,7 +370,7 @@ def _followed(name: str, fn: Callable) -> Callable:
     return function
 
 
-FOLLOWED = {name: _followed(name, fn) for name, fn in FUNCTIONS.items()}
+SYMBOLIC_FUNCTIONS = {name: _followed(name, fn) for name, fn in FUNCTIONS.items()}
 
 
 def _define(kind: type) -> None:
@@ -391,11 +393,11 @@ ARITHMETIC = {
 _define(Number)
 
 
-def sized(value: Any, log: SizeLog) -> Any:
+def wrap_sizes(value: Any, log: SizeLog) -> Any:
     """`value` (an int or a `torch.Size`) with the symbolic ones among its sizes replaced by `Size`s."""
     if type(value) is int:
         expr = log.expressions.get(value)
         return Size(value, expr, log) if expr else value
     if isinstance(value, tuple) and any(v in log.expressions for v in value):
-        return torch.Size([sized(v, log) for v in value])
+        return torch.Size([wrap_sizes(v, log) for v in value])
     return value

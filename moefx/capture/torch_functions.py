@@ -18,13 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import Refused
 from . import device_autocast
-from .capture_result import below_modes, is_float, tensors_in
-from .code_locations import user_source
+from .capture_result import collect_tensors, is_float, suspend_modes
+from .code_locations import find_user_source
 from .functionalize import require_one_dtype_under
 from .idle_tests import ROWS
-from .routed_numbers import LENGTH, counted
-from .symbolic_sizes import Number, Size, evaluate, plain, sized
-from .tracer import Tracer, from_floats
+from .routed_numbers import ROW_COUNT, wrap_routed
+from .symbolic_sizes import Number, Size, evaluate_size, unwrap_numbers, wrap_sizes
+from .tracer import Tracer, follows_from_floats
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = (*args, *(kwargs or {}).values())
-        args, options = plain(args), plain(kwargs or {})
+        args, options = unwrap_numbers(args), unwrap_numbers(kwargs or {})
         tracer = self.tracer
         touched, tracer.touched = tracer.touched, False
         before = tracer.given
@@ -69,7 +69,7 @@ class Functions(TorchFunctionMode):
                     tracer.sizes.leak(size.expr)
             return self._called(func, args, options, touched, given)
         except Exception:
-            tracer.note_error(any(map(self._has_rows_of_routing, tensors_in((args, options)))))
+            tracer.note_error(any(map(self._has_rows_of_routing, collect_tensors((args, options)))))
             raise
         finally:
             tracer.given = before
@@ -102,7 +102,7 @@ class Functions(TorchFunctionMode):
             return
         sizes.note(left, "eq", right, is_met)
         if not is_met:
-            source = user_source()
+            source = find_user_source()
             what = f"a multiple of {step}" if type(step) is int and len(known) < len(shape) else "one that fits"
             raise Refused(
                 f"the number of tokens has to be {what} here: {source.text}",
@@ -162,11 +162,11 @@ class Functions(TorchFunctionMode):
         if func in _RMS_NORMS and (norm := _without_eps(*args, **options)):
             return self._run(torch.rms_norm, norm, {}, self._whole_norm)
         whole = _WHOLE.get(func)
-        tensors = tensors_in(args) if whole is not None else []
+        tensors = collect_tensors(args) if whole is not None else []
         if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
             out = self._run(func, args, options)
             if func is torch.Tensor.__getitem__:
-                with below_modes(), torch.DisableTorchFunction():
+                with suspend_modes(), torch.DisableTorchFunction():
                     for dim, stop in _whole_slices(*args):
                         out = tracer.record(torch.ops.aten.slice.Tensor, (out, dim, 0, stop), {})
             if touched:
@@ -178,16 +178,18 @@ class Functions(TorchFunctionMode):
             if name in options:
                 args = (*args, options.pop(name))
         if whole in _OF_ONE_DTYPE:
-            require_one_dtype_under(tracer.autocast, whole.__name__, tensors_in((args, options)))
+            require_one_dtype_under(tracer.autocast, whole.__name__, collect_tensors((args, options)))
         run, is_recurrent = functools.partial(func, *args, **options), func in _RECURRENCES
-        if tracer.autocast is None and all(isinstance(t, FakeTensor) for t in tensors_in((args, options))):
+        if tracer.autocast is None and all(isinstance(t, FakeTensor) for t in collect_tensors((args, options))):
             made = functools.partial(_recur_once, func) if is_recurrent else func
             run = functools.partial(tracer.abstract, made, args, options)
         if device_autocast.is_emulated():
-            with device_autocast.cpu_does(tracer.autocast):  # to most products all devices do the same
+            with device_autocast.use_cpu_autocast(tracer.autocast):  # to most products all devices do the same
                 out = tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
             return (
-                out if tracer.autocast is None else device_autocast.checked(func, args, options, tracer.autocast, out)
+                out
+                if tracer.autocast is None
+                else device_autocast.check_result(func, args, options, tracer.autocast, out)
             )
         return tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
 
@@ -197,15 +199,15 @@ class Functions(TorchFunctionMode):
         if not device_autocast.is_emulated():
             return run(*args, **options)
         dtype = self.tracer.autocast
-        with device_autocast.cpu_does(None):
-            if dtype is None or any(map(_is_batched, tensors_in((args, options)))):
+        with device_autocast.use_cpu_autocast(None):
+            if dtype is None or any(map(_is_batched, collect_tensors((args, options)))):
                 return run(*args, **options)
-            given = device_autocast.cast_as_there(func, args, options, dtype, torch.Tensor.to)
+            given = device_autocast.cast_arguments(func, args, options, dtype, torch.Tensor.to)
             if given is None:
-                return device_autocast.checked(func, args, options, dtype, run(*args, **options))
+                return device_autocast.check_result(func, args, options, dtype, run(*args, **options))
             with self.tracer.already_cast():
                 out = run(*given[0], **given[1])
-            return device_autocast.checked(func, args, options, dtype, out)
+            return device_autocast.check_result(func, args, options, dtype, out)
 
     def _whole_norm(self, *args: Any) -> torch.Tensor:
         return self.tracer.record_whole(aten.rms_norm.default, args, {}, functools.partial(torch.rms_norm, *args))
@@ -216,9 +218,9 @@ class Functions(TorchFunctionMode):
         with torch.DisableTorchFunction():
             shape = t.shape
             first = shape[0] if shape else None
-        out = sized(shape, tracer.sizes)
+        out = wrap_sizes(shape, tracer.sizes)
         if ragged and type(out[0]) is int:
-            out = torch.Size([counted(first, LENGTH, tracer), *out[1:]])
+            out = torch.Size([wrap_routed(first, ROW_COUNT, tracer), *out[1:]])
         elif out and type(out[0]) is int and (several := self._several(t, out[0])) is not None:
             out = torch.Size([several, *out[1:]])
         return out
@@ -227,7 +229,7 @@ class Functions(TorchFunctionMode):
         """Whether a tensor has as many rows as the routing says."""
         if not isinstance(t, torch.Tensor) or _is_batched(t):
             return False
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             shape = t.shape
             return bool(shape) and shape[0] in self.tracer.lengths and bool(self.tracer.node_of(t).meta.get("ragged"))
 
@@ -238,7 +240,7 @@ class Functions(TorchFunctionMode):
         each, rest = divmod(rows, tokens)
         if rest or not 2 <= each <= _MOST_OF_A_TOKEN or tokens < _LEAST_TOKENS or _is_batched(t):
             return None
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             if rows in self.tracer.held or self.tracer.node_of(t).op == "get_attr":
                 return None
         return Size(rows, f"{each}*{sizes.tokens_text}", sizes)
@@ -250,7 +252,7 @@ class Functions(TorchFunctionMode):
         if tracer.refuses_conversion(t, value):
             _SET_DATA(t, value)
             return
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             root, source = tracer.root(t), tracer.root(value)
             if source is root and (value.stride(), value.storage_offset()) == (t.stride(), t.storage_offset()):
                 return  # its own data
@@ -264,12 +266,12 @@ class Functions(TorchFunctionMode):
 
     def _numbers(self, t: torch.Tensor, value: Any) -> Any:
         """Integers that Python read from the routing."""
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             if is_float(t) or t.dtype is torch.bool or _is_batched(t):
                 return value
             node = self.tracer.node_of(t)
-            if from_floats(node):
-                return counted(value, node, self.tracer)
+            if follows_from_floats(node):
+                return wrap_routed(value, node, self.tracer)
             self.tracer.note_plain(node, value)
             return value
 
@@ -326,7 +328,7 @@ def _is_identity(left: str, right: str, dims: Iterable[str]) -> bool:
     """Whether two expressions are equal at all sizes, by some that have no factor in common."""
     several = [dict(zip(dims, primes, strict=False)) for primes in _PRIMES]
     try:
-        return all(evaluate(left, one) == evaluate(right, one) for one in several)
+        return all(evaluate_size(left, one) == evaluate_size(right, one) for one in several)
     except (ArithmeticError, NameError):
         return False
 

@@ -24,42 +24,49 @@ from ..errors import CaptureError, Refused
 from . import device_autocast
 from .capture_result import (
     CHOICES,
-    MIXED,
+    FORCE_MIXED,
+    FORCE_SPREAD,
     SHAPE_ONLY,
-    SPREAD,
     TRUTHS,
-    Call,
     HostRead,
-    Often,
-    below_modes,
+    LimitedOutcome,
+    SubmoduleCall,
+    collect_tensors,
     has_values,
+    hash_computation,
     is_abstract,
     is_float,
     is_nan_check,
     map_tensors,
-    question,
-    tensors_in,
+    suspend_modes,
 )
-from .code_locations import Source, is_asked_by_number, is_asked_of_tensor, user_calls, user_source, user_step
+from .code_locations import (
+    Source,
+    find_user_opcode,
+    find_user_source,
+    find_user_stack,
+    is_user_asking_number,
+    is_user_asking_tensor,
+)
 from .concrete_routing import Routing
-from .concrete_values import shadow
+from .concrete_values import compute_concrete_value
 from .functionalize import (
     GROUPED_MM,
-    from_floats,
-    functional_form,
+    find_functional_form,
+    find_leaf_kinds,
+    follows_from_floats,
     grouped_result,
     has_ancestor,
     has_gradients,
-    leaves_of,
     require_one_dtype,
     with_leading_ones,
 )
 from .graph_recorder import Recorder, grad_enabled
-from .idle_tests import ASKS, KEYS, LOADS, Questions
+from .idle_tests import ASKS, KEYS, LOADS, IdleQuestions
 from .layout_cache import empty, is_pure, key_of, known_result, remember
-from .routed_numbers import LENGTH, Count, Share, tells_empty
-from .single_rank_collectives import is_alone, run_alone
-from .symbolic_sizes import value_of
+from .routed_numbers import ROW_COUNT, RoutedFloat, RoutedInt, asks_if_empty
+from .single_rank_collectives import is_single_rank_op, run_single_rank_op
+from .symbolic_sizes import peek_value
 
 aten = torch.ops.aten
 # They raise or do nothing, as `assert` does: no part of what is computed, and invented numbers need not pass them.
@@ -72,7 +79,7 @@ _PLACES = {
 # How reads come out, by where they are, through all calls; comparisons and numbers by where they are computed, by which
 # op, and whether of what is known of the routing alone. A function says what integers are to be that an op gave, or an
 # argument has (by its number).
-Flips = Mapping[tuple[Source, ...] | tuple[Source, str, bool] | int, Any]
+Interventions = Mapping[tuple[Source, ...] | tuple[Source, str, bool] | int, Any]
 
 
 @functools.cache
@@ -86,16 +93,16 @@ def _aliases(func: Any) -> tuple[list[int], bool]:
 class Tracer(Recorder):
     """Runs and records every op of one capture; it is the `CountLog` of the numbers of the routing."""
 
-    def __init__(self, routing: Routing, flips: Flips | None = None):
+    def __init__(self, routing: Routing, interventions: Interventions | None = None):
         super().__init__()
-        self.routing, self.flips = routing, flips or {}
+        self.routing, self.interventions = routing, interventions or {}
         self.coins: dict[tuple[int, torch.Size], torch.Tensor] = {}  # outcomes of what comes out mixed, by question
         self.numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # what choices are made of then
         self.reads: list[HostRead] = []
         self.plain_reads: dict[tuple[Source, ...], list[Any]] = {}  # integers, by the calls that read them
-        self.questions = Questions()
+        self.questions = IdleQuestions()
         self.turned: Counter[tuple[Source, ...]] = Counter()  # how many times a read came out otherwise
-        self.calls: list[Call] = []
+        self.calls: list[SubmoduleCall] = []
         self.modes_read: set[str] = set()
         self.refusals: list[Refused] = []
         self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tensors of others, and what they held
@@ -109,14 +116,14 @@ class Tracer(Recorder):
 
     # ------------------------------------------------------------------ numbers of the routing (a `CountLog`)
     def compared(self, count: Any, op: str, other: Any, value: bool) -> bool:
-        if is_asked_by_number():
-            self.ask(ASKS if tells_empty(count, op, other) else LOADS)
-        if isinstance(other, (Count, Share)) and op in ("eq", "ne") and user_step() != "COMPARE_OP":
+        if is_user_asking_number():
+            self.ask(ASKS if asks_if_empty(count, op, other) else LOADS)
+        if isinstance(other, (RoutedInt, RoutedFloat)) and op in ("eq", "ne") and find_user_opcode() != "COMPARE_OP":
             return value  # keys of a dict: whether two ids are one is no branch
-        if tells_empty(count, op, other):
+        if asks_if_empty(count, op, other):
             return value  # without rows nothing is computed; other captures had experts without
-        if count.expr is LENGTH and count.value == 0:  # either way nothing is computed: it tells nothing of rows
-            return self._turned(user_calls(), value, (op, other))
+        if count.expr is ROW_COUNT and count.value == 0:  # either way nothing is computed: it tells nothing of rows
+            return self._turned(find_user_stack(), value, (op, other))
         return self._noted(value, count.expr if isinstance(count.expr, fx.Node) else None, (op, other), count.origins)
 
     def _noted(
@@ -124,7 +131,7 @@ class Tracer(Recorder):
         of: frozenset[Any] = frozenset(),
     ) -> Any:  # fmt: skip
         """What Python reads here, as it is to come out."""
-        calls = user_calls()
+        calls = find_user_stack()
         value = self._turned(calls, value, asked)
         self.reads.append(HostRead(calls, value, node, asked, of))
         return value
@@ -139,18 +146,18 @@ class Tracer(Recorder):
         Args:
             is_of_rows: whether the number of rows may be the reason.
         """
-        if not is_asked_of_tensor():
+        if not is_user_asking_tensor():
             return
-        self.questions.errors[user_calls()] = is_of_rows or self.questions.errors.get(user_calls(), False)
+        self.questions.errors[find_user_stack()] = is_of_rows or self.questions.errors.get(find_user_stack(), False)
 
     def _turned(self, calls: tuple[Source, ...], value: Any, asked: tuple[str, Any] | None) -> Any:
-        flip = self.flips.get(calls, value)
-        if not isinstance(flip, Often):
+        flip = self.interventions.get(calls, value)
+        if not isinstance(flip, LimitedOutcome):
             return flip
-        if asked is not None and flip.others and value_of(asked[1]) not in flip.others:
+        if asked is not None and flip.compared_with and peek_value(asked[1]) not in flip.compared_with:
             return value
         self.turned[calls] += 1
-        return flip.value if self.turned[calls] <= flip.times else value
+        return flip.value if self.turned[calls] <= flip.num_reads else value
 
     def asks_for_grad(self, t: torch.Tensor) -> bool:
         """Whether a tensor requires a gradient, which is not known here: it may come out either way."""
@@ -158,11 +165,11 @@ class Tracer(Recorder):
 
     def refuse(self, reason: str, remedy: str) -> None:
         """The program does here what a block must not do; other modules may."""
-        self.refusals.append(Refused(reason, source=str(user_source()), remedy=remedy))
+        self.refusals.append(Refused(reason, source=str(find_user_source()), remedy=remedy))
 
     def refuses_conversion(self, old: torch.Tensor, new: torch.Tensor) -> bool:
         """Refuse a parameter or buffer that becomes one of another dtype or shape. Returns whether it does."""
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             if (old.dtype, old.shape) == (new.dtype, new.shape):
                 return False
             of, to = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (old, new))
@@ -176,7 +183,7 @@ class Tracer(Recorder):
         self.sizes.routed = True
 
     def keyed(self) -> None:
-        if is_asked_by_number():
+        if is_user_asking_number():
             self.ask(KEYS)
 
     def use(self, size: Any) -> None:
@@ -192,15 +199,15 @@ class Tracer(Recorder):
 
     def _is_state(self, node: fx.Node) -> bool:
         """Computed from buffers, attributes and single integers only: a step, say, that is counted or given."""
-        leaves = leaves_of(node)
-        return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not from_floats(node))
+        leaves = find_leaf_kinds(node)
+        return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not follows_from_floats(node))
 
     def concrete(self, t: torch.Tensor) -> torch.Tensor:
         return self.shadow(self.node_of(t)) if isinstance(t, FakeTensor) else t
 
     def shadow(self, node: fx.Node) -> torch.Tensor:
         """The concrete value of a node under this routing."""
-        return shadow(node, self.routing.invent)
+        return compute_concrete_value(node, self.routing.invent_value)
 
     def _constant(self, t: torch.Tensor) -> fx.Node:
         if id(t) not in self.named and (t.requires_grad or isinstance(t, nn.Parameter)):
@@ -225,9 +232,9 @@ class Tracer(Recorder):
             return torch.device("cpu")
         if func in _CHECKS:
             return None
-        with below_modes(), torch.DisableTorchFunction():
-            if is_alone(func, args):
-                return run_alone(func, args, self._copy_values)
+        with suspend_modes(), torch.DisableTorchFunction():
+            if is_single_rank_op(func, args):
+                return run_single_rank_op(func, args, self._copy_values)
             if func is aten._local_scalar_dense.default:
                 return self._host_read(args[0])
             if func is aten.is_same_size.default:
@@ -235,7 +242,7 @@ class Tracer(Recorder):
             if self.quiet:
                 return self.compute(func, args, kwargs)[0]
             if self.autocast is not None and device_autocast.is_emulated() and not self.is_cast:
-                given = device_autocast.cast_as_there(func, args, kwargs, self.autocast, self._cast)
+                given = device_autocast.cast_arguments(func, args, kwargs, self.autocast, self._cast)
                 args, kwargs = given or (args, kwargs)
             return self.record(func, args, kwargs)
 
@@ -267,8 +274,8 @@ class Tracer(Recorder):
 
     def notice_autocast(self) -> None:
         """How it is at a call of the program's."""
-        self.autocast = device_autocast.dtype_here()
-        if device_autocast.is_switched():
+        self.autocast = device_autocast.get_autocast_dtype()
+        if device_autocast.is_changed_by_block():
             self.modes_read.add("autocast")
 
     def _cast(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -286,7 +293,7 @@ class Tracer(Recorder):
     def _lift_literal(self, t: torch.Tensor) -> torch.Tensor:
         self.literals[id(t)] = self.given
         if is_float(t) and not isinstance(t, FakeTensor):
-            with below_modes(), torch.DisableTorchFunction():
+            with suspend_modes(), torch.DisableTorchFunction():
                 node = self._constant(t)
                 fake = node.meta["val"]
                 self.track(fake, node)
@@ -300,17 +307,17 @@ class Tracer(Recorder):
         original = node.meta.get("original") if node.op == "get_attr" and not is_float(t) else None
         value = (original if original is not None and has_values(original) else self.concrete(t)).item()
         is_asked = t.dtype is torch.bool or is_float(t) or self._is_state(node)
-        if t.dtype is torch.bool and from_floats(node) and is_asked_of_tensor() and not is_nan_check(node):
+        if t.dtype is torch.bool and follows_from_floats(node) and is_user_asking_tensor() and not is_nan_check(node):
             self.ask(ASKS)
-        if not is_asked and not from_floats(node):
+        if not is_asked and not follows_from_floats(node):
             self.note_plain(node, value)
         return self._noted(value, node) if is_asked else value
 
     def note_plain(self, node: fx.Node, value: Any) -> None:
         """Python reads integers that no routing and no state determines: see `matching.probes.plain_integers`."""
         is_computed = node.op == "call_function" or node.meta.get("kind") == "constant"
-        if is_computed and leaves_of(node) == {False}:
-            self.plain_reads.setdefault(user_calls(), []).append(value)
+        if is_computed and find_leaf_kinds(node) == {False}:
+            self.plain_reads.setdefault(find_user_stack(), []).append(value)
 
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
@@ -349,15 +356,15 @@ class Tracer(Recorder):
         out, concrete = self.compute(func, args, kwargs)
         if type(out) is bool:  # `torch.equal`
             return self._noted(out)
-        flip = self.flips.get((user_source(), str(func), known)) if self.flips else None
+        flip = self.interventions.get((find_user_source(), str(func), known)) if self.interventions else None
         if callable(flip):
-            changed = {id(t): flip(t) for t in tensors_in(out) if not is_float(t)}
+            changed = {id(t): flip(t) for t in collect_tensors(out) if not is_float(t)}
             out, concrete = (map_tensors(tree, lambda t: changed.get(id(t), t)) for tree in (out, concrete))
-        elif flip == SPREAD:
-            asked = question(func, node_args, node_kwargs)
+        elif flip == FORCE_SPREAD:
+            asked = hash_computation(func, node_args, node_kwargs)
             out, concrete = self._spread(func, args, kwargs, out, concrete, asked)
-        elif flip == MIXED:
-            asked = question(func, node_args, node_kwargs)
+        elif flip == FORCE_MIXED:
+            asked = hash_computation(func, node_args, node_kwargs)
             out, concrete = self._mixed(func, args, kwargs, out, concrete, asked, known)
         return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
 
@@ -383,17 +390,17 @@ class Tracer(Recorder):
     ) -> tuple[Any, Any]:
         """What an op gave, and its concrete result, otherwise (see `MIXED`). The same question, in every turn of a
         loop, say, has the same answer."""
-        source = user_source()
+        source = find_user_source()
         if func.overloadpacket.__name__ in CHOICES:
 
             def arbitrary(t: torch.Tensor) -> torch.Tensor:
                 if known:
                     return self._tossed(self.concrete(t), asked)
-                numbers = self.numbers.setdefault((source, t.shape), self.routing.numbers(t.shape))
+                numbers = self.numbers.setdefault((source, t.shape), self.routing.draw_numbers(t.shape))
                 return numbers.to(t.dtype) if is_float(t) else self.concrete(t)
 
             concrete = func(*map_tensors(args, arbitrary), **kwargs)
-            others = iter(tensors_in(concrete))
+            others = iter(collect_tensors(concrete))
             return map_tensors(out, lambda t: other if not is_float(other := next(others)) else t), concrete
         if not isinstance(out, torch.Tensor):
             return out, concrete
@@ -413,8 +420,8 @@ class Tracer(Recorder):
         if concrete is None:
             concrete = func(*map_tensors(args, self.concrete), **map_tensors(kwargs, self.concrete))
         if func.overloadpacket.__name__ in _PLACES:
-            args = map_tensors(args, lambda t: self.routing.numbers(t.shape) if t.dim() else self.concrete(t))
-            others = iter(tensors_in(func(*args, **kwargs)))
+            args = map_tensors(args, lambda t: self.routing.draw_numbers(t.shape) if t.dim() else self.concrete(t))
+            others = iter(collect_tensors(func(*args, **kwargs)))
         else:
             others = itertools.repeat(None)
 
@@ -425,7 +432,7 @@ class Tracer(Recorder):
             return other.to(t.dtype)
 
         concrete = map_tensors(concrete, otherwise)
-        there = iter(tensors_in(concrete))
+        there = iter(collect_tensors(concrete))
         return map_tensors(out, lambda t: t if is_float(next_ := next(there)) else next_), concrete
 
     def _spread_out(self, value: torch.Tensor, asked: int) -> torch.Tensor:
@@ -433,7 +440,7 @@ class Tracer(Recorder):
             return value
         spread = self._tossed(value, asked)
         if value.dtype is not torch.bool:
-            is_zero = self.coins.setdefault((asked + 1, value.shape), self.routing.coins(value.shape))
+            is_zero = self.coins.setdefault((asked + 1, value.shape), self.routing.draw_coins(value.shape))
             is_zero = is_zero ^ bool(is_zero.sum() > is_zero.numel() // 2)  # else nothing is left of them
             first = torch.arange(value.numel()).view(value.shape) == 0
             spread = torch.where(is_zero if is_zero.any() else first, torch.zeros_like(value), spread)
@@ -443,7 +450,7 @@ class Tracer(Recorder):
 
     def _tossed(self, value: torch.Tensor, asked: int) -> torch.Tensor:
         """Element by element a coin for the question, or a number as it was or one more."""
-        coins = self.coins.setdefault((asked, value.shape), self.routing.coins(value.shape)).clone()
+        coins = self.coins.setdefault((asked, value.shape), self.routing.draw_coins(value.shape)).clone()
         return coins if value.dtype is torch.bool else value + coins.to(value.dtype)
 
     def _same_value(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -475,7 +482,7 @@ class Tracer(Recorder):
         """(what the user sees, the concrete result where one was needed)."""
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        flat = tensors_in((args, kwargs))
+        flat = collect_tensors((args, kwargs))
         if flat and not any(isinstance(t, FakeTensor) for t in flat):
             concrete = func(*args, **kwargs)
             return map_tensors(concrete, lambda t: self.to_fake(t) if is_float(t) else t), concrete
@@ -494,17 +501,17 @@ class Tracer(Recorder):
                 out = grouped_result(*fargs) if func.overloadpacket is GROUPED_MM else func(*fargs, **fkwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = None
-        leaves = tensors_in(out)
+        leaves = collect_tensors(out)
         if out is not None and leaves and all(is_float(t) for t in leaves):
             remember(key, out)
             return out, None
         if self.quiet and flat:
             raise CaptureError(
-                f"{func} inside an operation that is kept whole, at {user_source()}: {user_source().text}"
+                f"{func} inside an operation that is kept whole, at {find_user_source()}: {find_user_source().text}"
             )
         cargs, ckwargs = map_tensors((args, kwargs), self.concrete)
         concrete = func(*cargs, **ckwargs)
-        if not tensors_in(concrete):
+        if not collect_tensors(concrete):
             return concrete, concrete
         fakes = iter(leaves) if out is not None else None
 
@@ -549,7 +556,7 @@ class Tracer(Recorder):
             target, source = args[:2]
             self.mutate(target, self._converted(source, target))
             return target
-        functional, node_args, node_kwargs = functional_form(func, node_args, node_kwargs, names)
+        functional, node_args, node_kwargs = find_functional_form(func, node_args, node_kwargs, names)
         node = self._emit_op(functional, node_args, node_kwargs, targets[0])
         if len(targets) == 1:
             parts = [node]
@@ -604,7 +611,7 @@ class Tracer(Recorder):
         self, target: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any], opaque: bool = False
     ) -> Any:
         """Record one call as one node; the ops inside it run but are not recorded."""
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             node_args, node_kwargs, nodes = self._nodes_of(args, kwargs)
             known = all(node.meta.get("known") for node in nodes)
         self.quiet += 1
@@ -612,7 +619,7 @@ class Tracer(Recorder):
             out = run()
         finally:
             self.quiet -= 1
-        with below_modes(), torch.DisableTorchFunction():
+        with suspend_modes(), torch.DisableTorchFunction():
             before = len(self.nodes)
             self.record_out(target, node_args, node_kwargs, args, out, None, False, known and not opaque)
             if opaque:

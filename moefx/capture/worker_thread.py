@@ -70,7 +70,7 @@ class _Work:
         self.gate, self.running = threading.Lock(), threading.Lock()
         self.has_begun = self.has_ended = self.is_cancelled = False
         self.thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="moefx")
-        self.state = device_autocast.state(), _accelerator_stream()
+        self.state = device_autocast.get_device_state(), _accelerator_stream()
 
     def result(self) -> Any:
         self.running.acquire()  # `join` believes after an interrupt that the thread has ended
@@ -96,7 +96,7 @@ class _Work:
         try:
             if stream is not None:
                 torch.accelerator.set_stream(stream)
-            with _ProcessLimits.raised(), device_autocast.under(*casting), torch.enable_grad():
+            with _ProcessLimits.raised(), device_autocast.use_device_autocast(*casting), torch.enable_grad():
                 self.outcome = True, self.fn()
         except BaseException as error:
             self.outcome = False, error

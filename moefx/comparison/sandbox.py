@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.default_device import users_device
-from ..capture.side_effects import python_random
+from ..capture.side_effects import keep_random_state
 from ..capture.worker_thread import check_interrupt
 from ..ir.passed_objects import is_passed
 from ..util.model_copy import copy_model
@@ -153,7 +153,7 @@ def random_state(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[No
     numpy = sys.modules.get("numpy")
     accelerators = _select_accelerators(devices)
     kind = accelerators[0].type if accelerators else "cuda"
-    with python_random(), torch.random.fork_rng(devices=accelerators, device_type=kind):
+    with keep_random_state(), torch.random.fork_rng(devices=accelerators, device_type=kind):
         torch.default_generator.manual_seed(seed)
         for device in accelerators:  # `torch.manual_seed` would also seed devices that are not restored
             module = torch.get_device_module(device)

@@ -9,7 +9,7 @@ from torch import nn
 
 from .._plan import Plan
 from ..capture.default_device import neutral_device
-from ..capture.device_autocast import under
+from ..capture.device_autocast import use_device_autocast
 from ..capture.worker_thread import run_in_worker
 from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
@@ -31,7 +31,7 @@ def survey_and_verify(
     """
 
     def prove() -> tuple[Survey, dict[int, str]]:
-        with under(find_device(model).type, None):
+        with use_device_autocast(find_device(model).type, None):
             surveyed = found or survey(model, example_inputs, plan)
             return surveyed, _check_numerically(surveyed, plan)
 

@@ -9,9 +9,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ..capture.outside_state import unwritten
-from ..capture.side_effects import python_random, silenced
-from ..capture.skipped_calls import skipping
+from ..capture.outside_state import keep_outside_state
+from ..capture.side_effects import keep_random_state, silence_hooks
+from ..capture.skipped_calls import patch_skipped_calls
 from ..capture.worker_thread import run_in_worker
 from ..comparison.block_check import verify_block
 from ..errors import summarize_error
@@ -46,7 +46,12 @@ def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: f
     crowd = _random_arguments(block, result, crowd=True) if _is_small(block) else None
     fn, picks = result.graph.compile(), _placeholder_binder(block, result)
     try:
-        with python_random(), silenced(block), unwritten(block), skipping(block, result.skipped):
+        with (
+            keep_random_state(),
+            silence_hooks(block),
+            keep_outside_state(block),
+            patch_skipped_calls(block, result.skipped),
+        ):
             check = verify_block(
                 block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, crowd=crowd, seconds=seconds
             )
@@ -89,11 +94,11 @@ def _random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool = Fals
     if crowd:
         several = [find_sequence(arguments, guards, 521)]
     else:
-        several = [arguments.choose(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
+        several = [arguments.choose_sizes(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
     sizes = next((s for s in several if all(g.holds(s) for g in guards)), None if crowd else several[0])
     if sizes is None:
         return None
-    args, kwargs = arguments.at(sizes)
+    args, kwargs = arguments.build_call(sizes)
     generator = torch.Generator().manual_seed(0)
 
     def real(t: torch.Tensor) -> torch.Tensor:

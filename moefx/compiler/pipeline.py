@@ -16,15 +16,15 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
-from ..capture.argument_interpretations import readings, with_batch_of_one
+from ..capture.argument_interpretations import interpret_arguments, interpret_batch_of_one
 from ..capture.block_arguments import Arguments
-from ..capture.code_locations import is_users_own
-from ..capture.identity_tests import refuse_identity_questions
+from ..capture.code_locations import is_raised_by_program
+from ..capture.identity_tests import refuse_identity_tests
 from ..capture.opaque_state import refuse_opaque_state
 from ..capture.outside_state import ARGUMENT
-from ..capture.side_effects import silenced
+from ..capture.side_effects import silence_hooks
 from ..capture.size_collisions import ModelNumbers
-from ..capture.skipped_calls import SkippedCall, Skipping, skipping
+from ..capture.skipped_calls import SkippedCall, SkipPlan, patch_skipped_calls
 from ..capture.symbolic_sizes import SizeGuard
 from ..capture.worker_thread import run_in_worker
 from ..errors import CaptureError, Refused
@@ -94,8 +94,8 @@ def rewrite_block(
 
 
 def rewrite_with_objects(
-    rewrite: Callable[[Skipping | None], T],
-    find_skipping: Callable[[bool], Skipping | None],
+    rewrite: Callable[[SkipPlan | None], T],
+    find_skipping: Callable[[bool], SkipPlan | None],
     read: Iterable[AttributeLocation],
 ) -> T:
     """Rewrite a block that may pass objects, such as a key-value cache, to submodules that write to them. Such
@@ -115,7 +115,7 @@ def rewrite_with_objects(
         if (skipping := find_skipping(every)) is None:
             return None
         result = rewrite(skipping)
-        skipping.check(read)
+        skipping.check_reads(read)
         return result
 
     why: Refused | None = None
@@ -150,11 +150,11 @@ def _rewrite_block(
     for path, stand_in in objects:
         set_name(stand_in, format_path(path))
     if objects:
-        refuse_identity_questions(block)
+        refuse_identity_tests(block)
     refuse_opaque_state(block)
     start = time.perf_counter()
     # 1.-3. match, explain dropped slots, rewrite into the dialect
-    with silenced(block), skipping(block, skipped) as read:
+    with silence_hooks(block), patch_skipped_calls(block, skipped) as read:
         names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
         match, rewritten = prove_and_rewrite(block, args, kwargs, names)
     if read:
@@ -199,12 +199,12 @@ def prove_and_rewrite(
     """
     first: Exception | None = None
     refusal: Refused | None = None
-    for arguments in readings(args, kwargs, ModelNumbers.of(block)):
+    for arguments in interpret_arguments(args, kwargs, ModelNumbers.of(block)):
         try:
             return _prove_arguments(block, arguments, names)
         except (Refused, CaptureError) as error:
             if first is None:
-                if as_batch := with_batch_of_one(arguments, args, kwargs):
+                if as_batch := interpret_batch_of_one(arguments, args, kwargs):
                     with contextlib.suppress(Exception):
                         return _prove_arguments(block, as_batch, names)
                 raise
@@ -277,7 +277,7 @@ def _prove_sizes(state: ProofState, names: Placeholders) -> tuple[Match, Rewrite
         match, rewritten = _rewrite_or_explain(state, names)
     except Exception as error:  # also the user's own, such as an assertion on sizes
         side = state.side_guards()
-        if not side or not (isinstance(error, Refused) or is_users_own(error)):
+        if not side or not (isinstance(error, Refused) or is_raised_by_program(error)):
             raise
         try:
             return _check_example(prove_side(side))
@@ -295,7 +295,7 @@ def _prove_sizes(state: ProofState, names: Placeholders) -> tuple[Match, Rewrite
         return _check_example(prove_side(side))
     with contextlib.suppress(Refused):
         options = dataclasses.replace(state.options, late="")
-        again = ProofState(state.block, arguments.shifted(), state.hint, options=options)
+        again = ProofState(state.block, arguments.at_other_sizes(), state.hint, options=options)
         return _check_example(_rewrite_or_explain(again, names))
     return _check_example((match, rewritten))
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from .._plan import Plan
 from ..capture.default_device import neutral_device
-from ..capture.device_autocast import under
+from ..capture.device_autocast import use_device_autocast
 from ..capture.worker_thread import run_in_worker
 from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
@@ -82,7 +82,7 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
     if mesh is not None:
         from ..distribution.block_distribution import gather_by_rank
     try:
-        with compile_lock(), neutral_device(), under(find_device(model).type, None):
+        with compile_lock(), neutral_device(), use_device_autocast(find_device(model).type, None):
             found = run_in_worker(lambda: survey(model, example_inputs, plan))
         own = collect_facts(model, found, plan, find_mesh_platform(mesh, plan), example_inputs, mesh)
     except Exception as error:

@@ -14,12 +14,12 @@ from torch import fx, nn
 
 from .._plan import Plan
 from ..capture.block_arguments import Arguments
-from ..capture.block_search import find, signature
-from ..capture.code_locations import is_own_mistake
+from ..capture.block_search import compute_signature, search_blocks
+from ..capture.code_locations import is_internal_error
 from ..capture.default_device import neutral_device
-from ..capture.device_autocast import under
-from ..capture.inner_calls import copy_abstract, objects_in, tensors_within
-from ..capture.skipped_calls import SkippedCall, Skipping
+from ..capture.device_autocast import use_device_autocast
+from ..capture.inner_calls import copy_abstract, iterate_objects, iterate_tensors
+from ..capture.skipped_calls import SkippedCall, SkipPlan
 from ..capture.worker_thread import run_in_worker
 from ..errors import Refused, summarize_error
 from ..ir.argument_binding import (
@@ -187,7 +187,7 @@ class LazySpecializer:
     ) -> Program | None:
         forward = vars(block).get("forward")
         assert isinstance(forward, BlockForward)
-        block_signature = signature(block)
+        block_signature = compute_signature(block)
         self.made = [made for made in self.made if made.block() is not None]
         for made in self.made:
             if made.signature == block_signature and _admits_call(block, made, call, args, kwargs):
@@ -231,7 +231,7 @@ class LazySpecializer:
             forward = vars(block)["forward"]
         counted = forward.counts.original
         try:
-            with forward.running("original"), under(call.device, call.autocast), torch.enable_grad():
+            with forward.running("original"), use_device_autocast(call.device, call.autocast), torch.enable_grad():
                 find_skipping = self._find_skipping(block, *abstract)
                 with record_reads(block, find_attributes(block)) as read:
                     result, call_args, call_kwargs = rewrite_with_objects(
@@ -257,30 +257,30 @@ class LazySpecializer:
 
     def _find_skipping(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> Callable[[bool], Skipping | None]:
+    ) -> Callable[[bool], SkipPlan | None]:
         """Run a block with objects once, on abstract tensors and copies of the objects, to find the submodules that
         receive them.
         """
-        if not any(True for _ in objects_in(args, kwargs)):
+        if not any(True for _ in iterate_objects(args, kwargs)):
             return lambda every: None
         try:
-            found = find(block, *_copy_objects(args, kwargs))
+            found = search_blocks(block, *_copy_objects(args, kwargs))
         except Refused as refused:
             why = refused
         except Exception as error:
-            if is_own_mistake(error):
+            if is_internal_error(error):
                 raise
             why = Refused(f"it does not run on abstract tensors ({summarize_error(error)})")
         else:
-            return lambda every: found.skipping(found.calls[""], every)
+            return lambda every: found.skip_calls(found.calls[""], every)
 
-        def refuse(every: bool) -> Skipping | None:
+        def refuse(every: bool) -> SkipPlan | None:
             raise why
 
         return refuse
 
     def _rewrite(
-        self, block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], skipping: Skipping | None
+        self, block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], skipping: SkipPlan | None
     ) -> tuple[BlockRewrite, tuple, dict[str, Any]]:
         """Rewrite a block for a call. Captures see copies of objects. Returns the arguments, too."""
         if skipping is None:
@@ -317,7 +317,7 @@ class LazySpecializer:
             Refused: the tensors do not correspond to the recorded ones.
         """
         bind = signature_binder(block)
-        recorded_args, recorded_kwargs = self.arguments.at(self.arguments.sizes)
+        recorded_args, recorded_kwargs = self.arguments.build_call(self.arguments.sizes)
         recorded = dict(flatten_arguments(bind(*recorded_args, **recorded_kwargs)))
         mine = {id(t): (path, describe_leaf(t)) for path, t in flatten_arguments(bind(*args, **kwargs))}
         if not all(_has_same_type(recorded.get(path), kind) for path, kind in mine.values() if kind[0] == "tensor"):
@@ -332,7 +332,7 @@ class LazySpecializer:
         Raises:
             Refused: the kinds of the arguments do not determine them.
         """
-        args, kwargs = self.arguments.at(self.arguments.sizes)
+        args, kwargs = self.arguments.build_call(self.arguments.sizes)
         bound = signature_of(block).bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
@@ -357,7 +357,7 @@ def _keep_objects(arguments: Kinds, program: Program) -> Kinds:
 
 def _copy_objects(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Copy the objects among arguments, with meta tensors for their floats, because captures may write to them."""
-    copies = {id(o): _copy_object(o) for o in objects_in(args, kwargs) if type(o) not in (list, dict)}
+    copies = {id(o): _copy_object(o) for o in iterate_objects(args, kwargs) if type(o) not in (list, dict)}
     return replace_objects((args, kwargs), copies)
 
 
@@ -370,7 +370,7 @@ def _copy_object(thing: Any) -> Any:
     try:
         return copy_abstract(thing)
     except Exception as error:
-        if not any(True for _ in tensors_within(thing)):
+        if not any(True for _ in iterate_tensors(thing)):
             return thing
         name = type(thing).__name__
         raise Refused(

@@ -14,14 +14,14 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._plan import Plan
-from ..capture.block_search import Found, Seen, find, signature
+from ..capture.block_search import BlockCandidates, SurveyedCall, compute_signature, search_blocks
 from ..capture.capture_result import has_values
-from ..capture.code_locations import is_own_mistake
-from ..capture.concolic import capture
+from ..capture.code_locations import is_internal_error
+from ..capture.concolic import capture_block
 from ..capture.concrete_routing import Routing
-from ..capture.example_calls import examples
+from ..capture.example_calls import find_example_calls
 from ..capture.isolated_run import run_copy
-from ..capture.skipped_calls import SkippedCall, Skipping
+from ..capture.skipped_calls import SkippedCall, SkipPlan
 from ..errors import CaptureError, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
 from ..inspection.proof_trace import ProofTrace
 from ..ir.guards.attribute_reads import (
@@ -78,7 +78,7 @@ class MatchedBlock:
     """Modules of one kind that were proven and rewritten together."""
 
     names: list[str]
-    call: Seen
+    call: SurveyedCall
     result: BlockRewrite
     seconds: float
     read: set[AttributeLocation]  # attributes that the proof depends on
@@ -130,7 +130,7 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
             return Survey([], [refusal], time.perf_counter() - start, False, twin, copies)
         matched, refused = _try_chains(twin, found, plan, tell)
     matched, others = _drop_observed_blocks(model, matched)
-    return Survey(matched, [*refused, *others], time.perf_counter() - start, found.attends, twin, copies)
+    return Survey(matched, [*refused, *others], time.perf_counter() - start, found.has_attention, twin, copies)
 
 
 def _try_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
@@ -141,18 +141,18 @@ def _try_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
         return model, {}
 
 
-def _run_examples(model: nn.Module, example_inputs: Any) -> Found:
+def _run_examples(model: nn.Module, example_inputs: Any) -> BlockCandidates:
     """Run the model on the first of the examples that it accepts, and record the calls of its modules.
 
     Raises:
         CaptureError: the model runs on no example.
         Refused: it runs, but not on abstract tensors.
     """
-    calls, failed = examples(model, example_inputs), []
+    calls, failed = find_example_calls(model, example_inputs), []
     for call in calls:
         args, kwargs = pytree.tree_map_only(torch.Tensor, _with_values, call)
         try:
-            return find(model, args, kwargs)
+            return search_blocks(model, args, kwargs)
         except InvalidInput:
             raise
         except Exception as error:
@@ -166,7 +166,7 @@ def _run_examples(model: nn.Module, example_inputs: Any) -> Found:
                 raised.append(own_error)
                 continue
             # Without values a real run may fail. Then the error of the abstract run decides.
-            if not (isinstance(error, (CaptureError, Refused)) or is_own_mistake(error)):
+            if not (isinstance(error, (CaptureError, Refused)) or is_internal_error(error)):
                 raised.append(error)
                 continue
         raise _refuse_uncaptured(error, model) from error
@@ -186,7 +186,7 @@ def _refuse_uncaptured(error: Exception, model: nn.Module) -> Refused:
     """The refusal of a model that runs on real tensors only."""
     if isinstance(error, Refused):
         return error
-    if is_own_mistake(error):
+    if is_internal_error(error):
         return refuse_own_bug(error, _user_line(error) or forward_line(model))
     return Refused(
         f"the model runs, but not on abstract tensors ({summarize_error(error)})",
@@ -212,7 +212,7 @@ def _run_originals(model: nn.Module) -> Iterator[None]:
 
 
 def _try_chains(
-    model: nn.Module, found: Found, plan: Plan, tell: Callable[[str], None]
+    model: nn.Module, found: BlockCandidates, plan: Plan, tell: Callable[[str], None]
 ) -> tuple[list[MatchedBlock], list[Refusal]]:
     """Prove the candidates of each chain: those with expert-like parameters and the smaller ones first, at most two
     per
@@ -292,14 +292,14 @@ def _is_fully_sharded(model: nn.Module) -> bool:
     return any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in model.modules())
 
 
-def _priority(name: str, modules: dict[str, nn.Module], found: Found) -> tuple:
+def _priority(name: str, modules: dict[str, nn.Module], found: BlockCandidates) -> tuple:
     """Sort key of candidates: expert-like parameters first, then own routers, then few parameters."""
     inside = f"{name}." if name else ""
     expert_like = name in found.structural or any(s.startswith(inside) for s in found.structural)
     return not expert_like, _receives_expert_index(name, found), sum(p.numel() for p in modules[name].parameters())
 
 
-def _receives_expert_index(name: str, found: Found) -> bool:
+def _receives_expert_index(name: str, found: BlockCandidates) -> bool:
     """Whether a module is called with integers that the model computed from scores, not with token ids."""
     for node in found.calls[name].inputs if name in found.calls else []:
         val = node.meta.get("val")
@@ -315,7 +315,7 @@ def _receives_expert_index(name: str, found: Found) -> bool:
     return False
 
 
-def _refuse_dense(name: str, modules: dict[str, nn.Module], found: Found) -> Refusal:
+def _refuse_dense(name: str, modules: dict[str, nn.Module], found: BlockCandidates) -> Refusal:
     """The refusal of a block whose experts all contribute to each token."""
     nodes = found.calls[name].outputs
     return Refusal(
@@ -327,7 +327,7 @@ def _refuse_dense(name: str, modules: dict[str, nn.Module], found: Found) -> Ref
     )
 
 
-def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], found: Found) -> Refusal:
+def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], found: BlockCandidates) -> Refusal:
     """The refusal of a chain that selects something per token, while no parameter depends on the selection."""
     name = chain[min(1, len(chain) - 1)]
     nodes = found.calls[chain[0]].outputs
@@ -341,7 +341,7 @@ def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], found
     )
 
 
-def _is_token_embedding(refusal: Refusal, modules: dict[str, nn.Module], found: Found) -> bool:
+def _is_token_embedding(refusal: Refusal, modules: dict[str, nn.Module], found: BlockCandidates) -> bool:
     """Whether the supposed experts are the embedding of token ids, which every language model has."""
     parts = [f"{refusal.name}.{culprit}".lstrip(".").rpartition(".")[0] for culprit in refusal.culprits]
     is_likely = refusal.name in found.structural  # it has other expert-like parameters
@@ -363,12 +363,12 @@ def _overlaps(name: str, taken: set[str]) -> bool:
 
 
 def _prove_equal_modules(
-    name: str, modules: dict[str, nn.Module], found: Found, plan: Plan, tell: Callable[[str], None]
+    name: str, modules: dict[str, nn.Module], found: BlockCandidates, plan: Plan, tell: Callable[[str], None]
 ) -> list[MatchedBlock]:
     """Prove one module, and reuse its program for all modules that differ only in their weights."""
     made: list[MatchedBlock] = []
-    like = signature(modules[name])
-    alike = [n for n, m in modules.items() if signature(m) == like]
+    like = compute_signature(modules[name])
+    alike = [n for n, m in modules.items() if compute_signature(m) == like]
     watched, follows = find_attributes(modules[name]), has_custom_train(modules[""])
     left = [name, *[n for n in alike if n != name]]
     while left:
@@ -391,21 +391,21 @@ def _prove_equal_modules(
 
 
 def _rewrite_as_called(
-    module: nn.Module, call: Seen, found: Found, plan: Plan, read: set[AttributeLocation]
+    module: nn.Module, call: SurveyedCall, found: BlockCandidates, plan: Plan, read: set[AttributeLocation]
 ) -> BlockRewrite:
     """Rewrite a module for its recorded call, with stand-ins for objects if it passes any."""
 
-    def rewrite(skipping: Skipping | None) -> BlockRewrite:
+    def rewrite(skipping: SkipPlan | None) -> BlockRewrite:
         if skipping is None:
             return _rewrite(module, call.name, call, plan)
         stood_in = dataclasses.replace(call, args=skipping.args, kwargs=skipping.kwargs)
         return _rewrite(module, call.name, stood_in, plan, skipping.calls)
 
-    return rewrite_with_objects(rewrite, lambda every: found.skipping(call, every), read)
+    return rewrite_with_objects(rewrite, lambda every: found.skip_calls(call, every), read)
 
 
 def _rewrite(
-    module: nn.Module, name: str, call: Seen, plan: Plan, skipped: Mapping[str, SkippedCall] | None = None
+    module: nn.Module, name: str, call: SurveyedCall, plan: Plan, skipped: Mapping[str, SkippedCall] | None = None
 ) -> BlockRewrite:
     """Rewrite a module, and turn errors into refusals with a source line.
 
@@ -428,7 +428,7 @@ def _rewrite(
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code at unsupported sizes
         where = _user_line(error)
-        if (where or is_graph) and not is_own_mistake(error):
+        if (where or is_graph) and not is_internal_error(error):
             what = "at other sizes than the example's" if _is_capturable(module, call) else "on abstract tensors"
             reason = f"it does not run {what} ({summarize_error(error)})"
             raise Refused(reason, source=where, remedy=_FLAT if is_graph else "") from error
@@ -446,10 +446,10 @@ def _find_cache(tree: Any, depth: int = 4) -> str:
     return ""
 
 
-def _is_capturable(module: nn.Module, call: Seen) -> bool:
+def _is_capturable(module: nn.Module, call: SurveyedCall) -> bool:
     """Whether a module runs on abstract tensors of the example's sizes."""
     try:
-        capture(module, call.args, call.kwargs, Routing("diverse", 0))
+        capture_block(module, call.args, call.kwargs, Routing("diverse", 0))
     except Exception:
         return False
     return True

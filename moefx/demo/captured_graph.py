@@ -18,7 +18,7 @@ def captured_graph(block: nn.Module, name: str, args: tuple, kwargs: dict, num_e
     """
     arguments = Arguments(args, kwargs)
     taken = ProofState(block, arguments, num_experts).capture(
-        Routing("diverse"), arguments.choose(max(29, num_experts // 2), 0)
+        Routing("diverse"), arguments.choose_sizes(max(29, num_experts // 2), 0)
     )
     graph, copies = fx.Graph(), {}
     for node in taken.graph.nodes:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from ..capture.symbolic_sizes import evaluate
+from ..capture.symbolic_sizes import evaluate_size
 
 Point = tuple[int, int]  # (tokens, value)
 
@@ -27,7 +27,7 @@ class Formula:
     text: str
 
     def __call__(self, dims: Mapping[str, int]) -> int:
-        return int(evaluate(self.text, dims))
+        return int(evaluate_size(self.text, dims))
 
     def __str__(self) -> str:
         return self.text
@@ -108,7 +108,7 @@ def _with_arithmetic(text: str, points: Sequence[tuple[Mapping[str, int], int]])
 
 def _value(text: str, dims: Mapping[str, int]) -> int | None:
     try:
-        return evaluate(text, dims)
+        return evaluate_size(text, dims)
     except (ArithmeticError, ValueError):
         return None
 
@@ -116,7 +116,7 @@ def _value(text: str, dims: Mapping[str, int]) -> int | None:
 def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Formula | None:
     """Return `text`, clamped if necessary, if it gives all values. At least a third of them must not be clamped."""
     try:
-        values = [evaluate(text, dims) for dims, _ in points]
+        values = [evaluate_size(text, dims) for dims, _ in points]
     except (ArithmeticError, ValueError):
         return None
     if sum(a == v for a, (_, v) in zip(values, points, strict=True)) * 3 < len(points):
@@ -125,8 +125,8 @@ def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], i
     for low in seen[:4]:  # below `low` tokens, the ceiling `tokens` gives smaller values
         for clamp in _CLAMPS:
             formula = Formula(clamp.format(text, tokens=tokens, low=low, high=seen[-1]))
-            if all(formula(dims) == v == evaluate(formula.text, dims) for dims, v in points):
-                whole = all(type(evaluate(formula.text, dims)) is int for dims, _ in points)
+            if all(formula(dims) == v == evaluate_size(formula.text, dims) for dims, v in points):
+                whole = all(type(evaluate_size(formula.text, dims)) is int for dims, _ in points)
                 return formula if whole else Formula(f"int({formula.text})")
     return None
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.capture_result import COMPARISONS, SPREAD
+from ..capture.capture_result import COMPARISONS, FORCE_SPREAD
 from ..capture.code_locations import Source
 from ..errors import Refused
 from .graph_nodes import collect_numbers, find_comparison, op_name
@@ -125,12 +125,12 @@ def _explain_left_out(several: Sequence[CanonicalForm]) -> Refused | None:
 
 
 def _find_spread(match: Match) -> Source | None:
-    """Find the value whose variation (`SPREAD`) made a capture drop slots that it keeps otherwise."""
+    """Find the value whose variation (`FORCE_SPREAD`) made a capture drop slots that it keeps otherwise."""
     full = {(str(one.capture.tracer.routing), one.tokens) for one in match.evidence if one.kept_slots.all()}
     for form in match.evidence:
         if not form.kept_slots.all() and (str(form.capture.tracer.routing), form.tokens) in full:
-            for at, how in form.capture.tracer.flips.items():
-                if how == SPREAD and isinstance(at, tuple) and isinstance(at[0], Source):
+            for at, how in form.capture.tracer.interventions.items():
+                if how == FORCE_SPREAD and isinstance(at, tuple) and isinstance(at[0], Source):
                     return at[0]
     return None
 
@@ -138,7 +138,7 @@ def _find_spread(match: Match) -> Source | None:
 def _is_explained_by_zeros(match: Match, capture: int) -> bool:
     """Whether each dropped slot of a capture has a zero weight or row that makes its summand zero."""
     form = match.evidence[capture]
-    S = Semantics(form.capture.nodes, form.capture.shadow)
+    S = Semantics(form.capture.nodes, form.capture.concrete_value)
     T = S.T
 
     def is_zero(ref: NodeRef, t: int, k: int) -> bool:
@@ -198,7 +198,7 @@ def _find_mask_candidates(form: CanonicalForm) -> list[NodeRef]:
         if isinstance(val, FakeTensor):
             if not n.meta.get("known") or val.numel() > 1 << 20:
                 continue
-            val = form.capture.shadow(n)
+            val = form.capture.concrete_value(n)
         for axes, flat in enumerate_slot_views((val != 0).to(torch.int64), form.tokens):
             if flat.shape == form.kept_slots.shape:
                 offer(n, axes, flat.bool())

@@ -105,7 +105,7 @@ def _find_ties(match: Match, owned: set[int]) -> str | None:
             continue
         tracer = form.capture.tracer
         try:
-            tied = match.lift_at(Routing("tied", tracer.routing.seed), sizes, tracer.flips)
+            tied = match.lift_at(Routing("tied", tracer.routing.seed), sizes, tracer.interventions)
         except Exception:  # also an error of the block itself
             continue
         ranks = _rank_slots(tied, "weight", owned, is_tied=True)
@@ -172,7 +172,7 @@ def _find_weights(form: CanonicalForm) -> torch.Tensor | None:
             wide = any(b.op == "value" and b.args[0] == i and math.prod(b.shape) > 1 for b in walk_body(group.body))
             each = ref.axes[-1:] in (("k",), ("tk",)) or (form.slots == 1 and set(ref.axes) == {"t"})
             if not wide and not ref.columns and each and not {"e", "s"} & set(ref.axes):
-                return form.capture.shadow(ref.node).reshape(form.ids.shape)
+                return form.capture.concrete_value(ref.node).reshape(form.ids.shape)
     return None
 
 

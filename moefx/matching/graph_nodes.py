@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.capture_result import SHAPE_ONLY, Capture, HostRead, is_abstract, remembered
+from ..capture.capture_result import SHAPE_ONLY, Capture, HostRead, fold_ancestors, is_abstract
 from ..capture.skipped_calls import UnknownResult
 from .op_classes import INDEXED_WRITES, LOOKUPS, TWO_SIDED
 
@@ -95,7 +95,11 @@ def is_matrix_of_integers(node: fx.Node) -> bool:
 
 def find_extremes(capture: Capture, n: fx.Node) -> set[float]:
     """Return the least and the largest element of a node."""
-    value = capture.shadow(n) if isinstance(n.meta.get("val"), torch.Tensor) else torch.empty(0, dtype=torch.float32)
+    value = (
+        capture.concrete_value(n)
+        if isinstance(n.meta.get("val"), torch.Tensor)
+        else torch.empty(0, dtype=torch.float32)
+    )
     return {float(value.min()), float(value.max())} if value.numel() else set()
 
 
@@ -137,9 +141,9 @@ def find_comparison(read: HostRead) -> tuple[str, Any]:
 
     Either Python compares a number that it reads, or an op compares and Python reads the boolean.
     """
-    if read.asked is None and read.node is not None and op_name(read.node) in TWO_SIDED and is_routed(read.node):
+    if read.comparison is None and read.node is not None and op_name(read.node) in TWO_SIDED and is_routed(read.node):
         return op_name(read.node), read.node.args[1]
-    return read.asked or ("", None)
+    return read.comparison or ("", None)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -160,7 +164,7 @@ def follows_from_state(node: fx.Node) -> bool:
             return n.meta["kind"] in ("param", "buffer") and isinstance(n.meta["val"], FakeTensor)
         return bool(inputs) and not is_random(n) and all(inputs)
 
-    return remembered(node, "from_state", is_computed)
+    return fold_ancestors(node, "from_state", is_computed)
 
 
 def is_routed(node: Any) -> bool:
@@ -172,7 +176,9 @@ def is_routed(node: Any) -> bool:
     def inputs_of(n: fx.Node) -> list[fx.Node]:
         return [] if is_first(n) or n.target in SHAPE_ONLY else n.all_input_nodes
 
-    return isinstance(node, fx.Node) and remembered(node, "routed", lambda n, are: is_first(n) or any(are), inputs_of)
+    return isinstance(node, fx.Node) and fold_ancestors(
+        node, "routed", lambda n, are: is_first(n) or any(are), inputs_of
+    )
 
 
 def depends_on_call(node: fx.Node) -> bool:
@@ -189,4 +195,4 @@ def _depends(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> b
     def inputs_of(n: fx.Node) -> list[fx.Node]:
         return [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
 
-    return remembered(node, name, lambda n, are: (is_first(n) and not is_abstract(n)) or any(are), inputs_of)
+    return fold_ancestors(node, name, lambda n, are: (is_first(n) and not is_abstract(n)) or any(are), inputs_of)

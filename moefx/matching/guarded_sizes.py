@@ -1,6 +1,6 @@
 """Find sizes of captures at which given size guards hold, such as multiples of 14, or one token per sequence.
 
-`Arguments.choose` avoids round numbers, so it never finds these.
+`Arguments.choose_sizes` avoids round numbers, so it never finds these.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int
 
     If no sizes fit, return one sequence of `tokens` tokens.
     """
-    one = arguments.sequence(tokens)
+    one = arguments.choose_sequence(tokens)
     if _hold(guards, one):
         return one
     fixed = _fixed(arguments, guards)

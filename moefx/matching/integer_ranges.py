@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from ..capture.capture_result import Capture
-from ..capture.routed_numbers import Count
-from ..capture.symbolic_sizes import plain
+from ..capture.routed_numbers import RoutedInt
+from ..capture.symbolic_sizes import unwrap_numbers
 from .graph_nodes import SELECTIONS, find_lookups, is_state, op_name, position_axis
 from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, MONOTONE
 
@@ -79,7 +79,9 @@ class IntegerRanges:
     def with_more_tokens(cls, capture: Capture) -> IntegerRanges:
         """Return the ranges for any number of tokens. Cached in the capture."""
         sizes_of_tokens = capture.sizes.expressions
-        return capture.once("ranges", lambda: cls(capture.nodes, False, find_token_sizes(capture), sizes_of_tokens))
+        return capture.compute_once(
+            "ranges", lambda: cls(capture.nodes, False, find_token_sizes(capture), sizes_of_tokens)
+        )
 
     def get(self, node: fx.Node) -> Range | None:
         """Return the range of a node, or None if it is not known."""
@@ -91,9 +93,9 @@ class IntegerRanges:
         if found is None:
             return False
         if asked is not None:
-            if isinstance(asked[1], Count):
+            if isinstance(asked[1], RoutedInt):
                 return False
-            number = plain(asked[1])
+            number = unwrap_numbers(asked[1])
             if self._at_these_sizes is not None and number in self._sizes:
                 return self._at_these_sizes.is_decided(node, asked)
             lo, hi = map(torch.tensor, _hull(found))

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..capture.block_arguments import Arguments
 from ..capture.capture_result import Capture
 from ..capture.concrete_routing import Routing
-from ..capture.symbolic_sizes import SizeGuard, evaluate
+from ..capture.symbolic_sizes import SizeGuard, evaluate_size
 from ..inspection.proof_trace import ProbeRun
 from .capacity_formulas import Formula, find_formula
 from .guarded_sizes import find_sequence, find_sizes
@@ -143,13 +143,13 @@ class Match:
         tokens = range(2, _MAX_DELICATE)
         for text in sorted(self.expressions, key=lambda e: (len(e), e))[:_MAX_EXPRESSIONS]:
             with contextlib.suppress(ArithmeticError, ValueError, TypeError):
-                values = [evaluate(text, self.arguments.sequence(n)) for n in tokens]
+                values = [evaluate_size(text, self.arguments.choose_sequence(n)) for n in tokens]
                 exact = [n for n, v in zip(tokens, values, strict=True) if v == int(v)]
                 if len(exact) < len(values):
                     found |= {n for least in _MIN_EXACT for n in exact[bisect.bisect(exact, least) :][:1]}
         for guard in dict.fromkeys(g for form in self.evidence for g in form.capture.sizes.guards):
             with contextlib.suppress(ArithmeticError, ValueError, TypeError):
-                sides = [guard.holds(self.arguments.sequence(n)) for n in tokens]
+                sides = [guard.holds(self.arguments.choose_sequence(n)) for n in tokens]
                 changes = [n for n, (a, b) in zip(tokens, itertools.pairwise(sides), strict=False) if a is not b]
                 found |= {n for change in changes[:1] for n in (change, change + 1)}
         return found

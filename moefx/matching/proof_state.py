@@ -16,11 +16,11 @@ from torch import nn
 from ..capture.block_arguments import Arguments
 from ..capture.capture_result import Capture
 from ..capture.code_locations import Source
-from ..capture.concolic import capture
+from ..capture.concolic import capture_block
 from ..capture.concrete_routing import Routing
-from ..capture.idle_tests import Questions
+from ..capture.idle_tests import IdleQuestions
 from ..capture.symbolic_sizes import SizeGuard, SizeLog
-from ..capture.tracer import Flips
+from ..capture.tracer import Interventions
 from ..errors import Refused
 from ..inspection.proof_trace import ProbeRun
 from .graph_nodes import Line, line
@@ -78,7 +78,7 @@ class ProofState:
         self.block, self.hint, self.within, self.options = block, hint, within, options or LiftOptions()
         self.siblings = find_siblings(block)
         self.size_choice = SizeChoice(self, first_tokens=max(_MIN_TOKENS, hint // 4))
-        self.questions = Questions()
+        self.questions = IdleQuestions()
         self._arguments = arguments
         self._first: Capture | None = None
         self._forms: list[CanonicalForm] = []
@@ -175,34 +175,40 @@ class ProofState:
             yield LiftOptions(whole=lines)
 
     # --------------------------------------------------------------- capture
-    def capture(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None, most: int = 0) -> Capture:
+    def capture(
+        self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None, most: int = 0
+    ) -> Capture:
         """Capture the block once.
 
         Args:
-            flips: outcomes that are forced.
+            interventions: outcomes that are forced.
             most: the largest number of nodes; 0 for any.
 
         Raises:
             Refused, CaptureError: the capture cannot be followed. Errors of the program pass through.
         """
         try:
-            return self._capture(routing, sizes, flips, most)
+            return self._capture(routing, sizes, interventions, most)
         except IndexError:
-            if (places := self._arguments.in_places()) is None:
+            if (places := self._arguments.with_fixed_integers()) is None:
                 raise
             self._arguments = places
-            return self._capture(routing, sizes, flips, most)
+            return self._capture(routing, sizes, interventions, most)
 
-    def _capture(self, routing: Routing, sizes: dict[str, int], flips: Flips | None, most: int) -> Capture:
-        args, kwargs = self._arguments.at(sizes, seed=routing.seed)
-        if flips and self._forms:  # a number that is not the program's own may be how often a loop runs
+    def _capture(
+        self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None, most: int
+    ) -> Capture:
+        args, kwargs = self._arguments.build_call(sizes, seed=routing.seed)
+        if interventions and self._forms:  # a number that is not the program's own may be how often a loop runs
             most = _MAX_GROWTH * len(self._forms[0].capture.nodes)
         held = self._arguments.held
         log = SizeLog(sizes, tuple(self._arguments.fixed.values()))
         try:
-            captured = capture(self.block, args, kwargs, routing, flips=flips, sizes=log, most_nodes=most, held=held)
+            captured = capture_block(
+                self.block, args, kwargs, routing, interventions=interventions, sizes=log, most_nodes=most, held=held
+            )
         finally:  # an assertion on a size tells which sizes the program takes
-            log.rename(self._asked)
+            log.unify_names(self._asked)
             for guard in log.guards:
                 self._asked.setdefault(guard, []).append(sizes)
         if captured.tracer.refusals:
@@ -212,9 +218,11 @@ class ProofState:
         return captured
 
     # ------------------------------------------------------------------ lift
-    def lift(self, routing: Routing, sizes: dict[str, int], flips: Flips | None = None) -> CanonicalForm:
+    def lift(
+        self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None
+    ) -> CanonicalForm:
         """Capture the block once, and lift the capture as the others were."""
-        return self.lift_captured(self.capture(routing, sizes, flips))
+        return self.lift_captured(self.capture(routing, sizes, interventions))
 
     def lift_captured(self, captured: Capture) -> CanonicalForm:
         """Lift a capture as the others were."""
@@ -402,7 +410,7 @@ class ProofState:
             Refused: a capture has no canonical form then.
         """
         self._arguments = arguments
-        routings = [form.capture.tracer.routing.again() for form in self._forms]
+        routings = [form.capture.tracer.routing.restart() for form in self._forms]
         self._forms = [self.lift(*of) for of in zip(routings, self._sizes, strict=True)]
 
 

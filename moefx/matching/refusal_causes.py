@@ -76,11 +76,11 @@ def explain_branch(state: ProofState) -> Refused | None:
     """Return a refusal that names the buffer whose value disables the selection of experts, or None."""
     if state.first is None or state.forms:
         return None
-    routing, sizes = state.first.tracer.routing.again(), state.first.sizes.dims
+    routing, sizes = state.first.tracer.routing.restart(), state.first.sizes.dims
     for read in state.first.reads:
         if type(read.value) is bool and (buffers := find_buffers(read)):
             try:
-                state.lift(routing, sizes, {read.calls: not read.value})
+                state.lift(routing, sizes, {read.call_stack: not read.value})
             except Exception:  # still none, or the program itself fails
                 continue
             return Refused(

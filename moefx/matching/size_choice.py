@@ -40,7 +40,7 @@ class SizeChoice:
             Refused: no sizes fulfil the guards of the proof.
         """
         arguments, within = self._state.arguments, self._state.within
-        sizes = arguments.choose(tokens, variant)
+        sizes = arguments.choose_sizes(tokens, variant)
         known = {math.prod(one.values()) for one in self._state.sizes}
         if not within or (self.is_within(sizes) and math.prod(sizes.values()) not in known):
             return sizes
@@ -52,7 +52,7 @@ class SizeChoice:
                 return next((one for one in found if math.prod(one.values()) not in known), sizes)
             return sizes
         for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
-            sizes = arguments.choose(n, variant)
+            sizes = arguments.choose_sizes(n, variant)
             if self.is_within(sizes):
                 return sizes
         raise Refused(NO_SIZES)
@@ -66,7 +66,7 @@ class SizeChoice:
         """
         key = tokens, len(self._state.forms)
         if key not in self._sequences:
-            one = [*map(self._state.arguments.sequence, _SEQUENCE_LENGTHS)]
+            one = [*map(self._state.arguments.choose_sequence, _SEQUENCE_LENGTHS)]
             guards = [g for g in self._agreed_guards() if not any(g.holds(sizes) for sizes in one)]
             self._sequences[key] = find_sequence(self._state.arguments, (*self._state.within, *guards), tokens)
         return self._sequences[key]

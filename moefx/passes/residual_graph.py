@@ -17,8 +17,8 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.capture_result import Call, is_float
-from ..capture.device_autocast import dtype_here
+from ..capture.capture_result import SubmoduleCall, is_float
+from ..capture.device_autocast import get_autocast_dtype
 from ..errors import Refused
 from ..ir.passed_objects import check_structure, check_tensor, get_name, is_passed
 from ..matching.capacity_formulas import find_formula
@@ -100,7 +100,7 @@ class ResidualGraph:
             self.inlined |= {c[0].start for c in random}
             self._choose_calls()
 
-    def inside_call(self, n: fx.Node) -> list[Call] | None:
+    def inside_call(self, n: fx.Node) -> list[SubmoduleCall] | None:
         """Return the call that contains a node and stays a call, or None."""
         return next((c for c in self.calls if c[0].start <= n.meta["index"] < c[0].stop), None)
 
@@ -148,7 +148,7 @@ class ResidualGraph:
             stack += self._pair_arguments(aligned)
         return [needed[i] for i in sorted(needed)]
 
-    def _require_same_result(self, aligned: AlignedNodes, call: list[Call]) -> None:
+    def _require_same_result(self, aligned: AlignedNodes, call: list[SubmoduleCall]) -> None:
         """Refuse unless the nodes are the same result of the call in every capture."""
         columns = zip(*[leaf_nodes(c.out) for c in call], strict=True)
         if tuple(aligned) not in {tuple(column) for column in columns}:
@@ -298,7 +298,7 @@ class ResidualGraph:
         counts = self.call(aten.sum.dim_IntList, (hits, [0]), {}, {})
         return self.call(aten._to_copy.default, (counts,), {"dtype": values[0].dtype}, self.describe(aligned))
 
-    def _emit_call(self, call: list[Call]) -> None:
+    def _emit_call(self, call: list[SubmoduleCall]) -> None:
         first = call[0]
         where = f"module {first.fqn}"
         args = self.zip_value([c.args for c in call], where)
@@ -328,7 +328,7 @@ class ResidualGraph:
             part.meta.update(self.describe(aligned))
             self._bind_call(aligned, part)
 
-    def _emit_checked(self, call: list[Call], node: fx.Node) -> None:
+    def _emit_checked(self, call: list[SubmoduleCall], node: fx.Node) -> None:
         """Emit the results of a submodule that the captures skipped, with checks of their recorded structure."""
         first = call[0]
         stub: Any = next(n for n in self.captures[0].nodes[first.start : first.stop] if is_skipped(n))
@@ -368,7 +368,7 @@ class ResidualGraph:
 
     def _under_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:
         """Mark a node that runs under another autocast than the block."""
-        if dtype != dtype_here():
+        if dtype != get_autocast_dtype():
             node.meta["autocast"] = dtype
 
     def _bind_call(self, aligned: AlignedNodes, node: fx.Node) -> None:

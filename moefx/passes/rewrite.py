@@ -18,8 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from ..capture.capture_result import CONTRACTIONS, Call, Effect
-from ..capture.device_autocast import dtype_here
+from ..capture.capture_result import CONTRACTIONS, Effect, SubmoduleCall
+from ..capture.device_autocast import get_autocast_dtype
 from ..errors import Refused
 from ..ir.passed_objects import check_structure
 from ..matching.graph_nodes import is_random, is_skipped
@@ -91,7 +91,7 @@ class Rewriter:
     def _require_autocast(self) -> None:
         """Refuse a program that switches autocast off for its experts, because ops of the dialect follow autocast."""
         for n in self.lifted.replaced_nodes:
-            if dtype_here() and n.target in CONTRACTIONS and n.meta["autocast"] != dtype_here():
+            if get_autocast_dtype() and n.target in CONTRACTIONS and n.meta["autocast"] != get_autocast_dtype():
                 raise Refused("the experts switch autocast off", source=str(n.meta["source"]))
 
     def rewrite(self) -> RewriteResult:
@@ -154,7 +154,7 @@ class Rewriter:
         absorbed = sorted({place.fqn for g in self.match.groups for table in g.tables for place in table})
         return RewriteResult(self.residual.graph, spec, absorbed, self.residual.repeated, attributes)
 
-    def _belongs_to_call(self, effect: Effect, leaves: list[Any], calls: list[Call]) -> bool:
+    def _belongs_to_call(self, effect: Effect, leaves: list[Any], calls: list[SubmoduleCall]) -> bool:
         """Whether a submodule that stays a call makes this change of its own state.
 
         Raises:
@@ -304,7 +304,7 @@ class Rewriter:
         return attributes
 
 
-def _changes_module(effect: Effect, call: Call) -> bool:
+def _changes_module(effect: Effect, call: SubmoduleCall) -> bool:
     """Whether an effect changes the state of the called module."""
     return str(effect.target).startswith(call.fqn + ".")
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..capture.capture_result import Capture
-from ..capture.symbolic_sizes import evaluate
+from ..capture.symbolic_sizes import evaluate_size
 from ..errors import Refused
 from ..ir.graph_codegen import FUNCTIONS
 from ..matching.capacity_formulas import Formula, find_formula
@@ -267,7 +267,7 @@ def _find_float_formula(texts: Iterable[str], points: Sequence[tuple[dict[str, i
         for law in _FLOAT_FUNCTIONS:
             formula = clamp.format(law.format(text), low=min(seen), high=max(seen))
             try:
-                if all(evaluate(formula, sizes) == v for sizes, v in points):
+                if all(evaluate_size(formula, sizes) == v for sizes, v in points):
                     return formula
             except (ArithmeticError, ValueError):
                 break

@@ -9,23 +9,23 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..capture.capture_result import Call
+from ..capture.capture_result import SubmoduleCall
 from ..ir.passed_objects import is_passed
 from ..matching.match_result import Match
 from .aligned_nodes import AlignedNodes, leaf_nodes
 
 
-def find_module_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
+def find_module_calls(match: Match, inlined: set[int]) -> list[list[SubmoduleCall]]:
     """Return the outermost submodule calls without absorbed nodes, one list of calls for all captures.
 
     Args:
         inlined: start indices of calls that are taken apart.
     """
-    per_capture: list[dict[tuple[str, int], Call]] = []
+    per_capture: list[dict[tuple[str, int], SubmoduleCall]] = []
     for lifted in match.evidence:
         routed = sorted(n.meta["index"] for n in lifted.replaced_nodes if n.op != "get_attr")
         counts: dict[str, int] = {}
-        found: dict[tuple[str, int], Call] = {}
+        found: dict[tuple[str, int], SubmoduleCall] = {}
         for call in sorted(lifted.capture.calls, key=lambda c: (c.start, -c.stop, c.depth)):
             key = (call.fqn, counts.get(call.fqn, 0))
             counts[call.fqn] = key[1] + 1
@@ -33,7 +33,7 @@ def find_module_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
             if not absorbs and _expressible(call):
                 found[key] = call
         per_capture.append(found)
-    out: list[list[Call]] = []
+    out: list[list[SubmoduleCall]] = []
     covered = -1
     for key, call in sorted(per_capture[0].items(), key=lambda item: (item[1].start, -item[1].stop, item[1].depth)):
         if call.start < covered or call.stop <= call.start or call.start in inlined:
@@ -45,7 +45,7 @@ def find_module_calls(match: Match, inlined: set[int]) -> list[list[Call]]:
     return out
 
 
-def _expressible(call: Call) -> bool:
+def _expressible(call: SubmoduleCall) -> bool:
     """Whether a graph can hold the call: arguments and results are tensors and plain values in plain containers, and no
     argument is returned."""
     plain = (fx.Node, int, float, bool, str, type(None), torch.dtype)
@@ -59,7 +59,7 @@ def _expressible(call: Call) -> bool:
     )
 
 
-def is_within(item: Any, call: list[Call]) -> bool:
+def is_within(item: Any, call: list[SubmoduleCall]) -> bool:
     return (
         isinstance(item, AlignedNodes)
         and item.first.op == "call_function"

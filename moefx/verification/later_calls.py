@@ -1,6 +1,6 @@
 """Plan the calls after the given one: tokens in another order, other token counts, other layouts.
 
-`capture.readings` infers the token axes from the arguments, and a run of the original tells whether it accepts other
+`interpret_arguments` infers the token axes from the arguments, and a run of the original tells whether it accepts other
 sizes. Counts are drawn so that many remainders occur, which exposes a fault at `T % 7 == 4`.
 """
 
@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from ..capture.argument_interpretations import readings
+from ..capture.argument_interpretations import interpret_arguments
 from ..capture.block_arguments import Arguments, Leaf
 from ..capture.size_collisions import ModelNumbers
 from ..comparison.input_layouts import Layout
@@ -138,7 +138,7 @@ class CallPlanner:
 
     def _iterate_readings(self) -> Iterator[Arguments]:
         """Interpretations of the inputs with axes that can be resized."""
-        several = readings(*self.inputs, ModelNumbers())
+        several = interpret_arguments(*self.inputs, ModelNumbers())
         return (r for r in itertools.islice(several, _MAX_READINGS) if r.dims and math.prod(r.sizes.values()))
 
     def _iterate_calls(self, reading: Arguments) -> Iterator[LaterCall]:

@@ -115,7 +115,7 @@ def test_a_mistake_of_its_own_is_no_fault_of_the_inputs(monkeypatch):
     def broken(*_):
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr("moefx.capture.concolic.effects_of", broken)
+    monkeypatch.setattr("moefx.capture.concolic.collect_effects", broken)
     model = nn.Sequential(Loop())
     assert moefx.compile(model, example_inputs=(torch.randn(9, D),), strict=False) is model
     assert "no such thing" in moefx.explain(model).refused[0].reason

@@ -14,9 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefx
-from moefx.capture.concolic import capture
+from moefx.capture.concolic import capture_block
 from moefx.capture.concrete_routing import Routing
-from moefx.capture.device_autocast import dtype_here, under
+from moefx.capture.device_autocast import get_autocast_dtype, use_device_autocast
 from moefx.compiler.pipeline import rewrite_block
 from moefx.errors import CaptureError
 
@@ -99,10 +99,12 @@ OF_ANOTHER_FORM = {
 def original_and_captured(function, device, dtype):
     with FakeTensorMode():
         x, weight = torch.empty(ROWS, D, dtype=dtype, device=device), torch.empty(D, D, device=device)
-        with under(device, torch.bfloat16):
+        with use_device_autocast(device, torch.bfloat16):
             expected = dtypes(function(x, weight))
-    with under(device, torch.bfloat16):
-        return expected, capture(Calls(function), (torch.empty(ROWS, D, dtype=dtype, device="meta"),), {}, Routing())
+    with use_device_autocast(device, torch.bfloat16):
+        return expected, capture_block(
+            Calls(function), (torch.empty(ROWS, D, dtype=dtype, device="meta"),), {}, Routing()
+        )
 
 
 def run_again(found, device) -> list[torch.dtype]:
@@ -115,9 +117,9 @@ def run_again(found, device) -> list[torch.dtype]:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), made.get)
                 if kwargs.get("device") is not None:
                     kwargs = {**kwargs, "device": device}
-                with under(device, torch.bfloat16):
-                    switched = node.meta["autocast"] != dtype_here()
-                    with under(device, node.meta["autocast"]) if switched else contextlib.nullcontext():
+                with use_device_autocast(device, torch.bfloat16):
+                    switched = node.meta["autocast"] != get_autocast_dtype()
+                    with use_device_autocast(device, node.meta["autocast"]) if switched else contextlib.nullcontext():
                         made[node] = node.target(*args, **kwargs)
             else:
                 made[node] = torch.empty(tuple(map(int, val.shape)), dtype=val.dtype, device=device)
@@ -152,7 +154,7 @@ def test_the_passes_keep_them():
     """`softmax` of a linear router: bfloat16 on the CPU, float32 on CUDA."""
     arguments = (torch.empty(16, D, device="meta"),), {}
     for device, expected in (("cpu", torch.bfloat16), ("cuda", torch.float32)):
-        with under(device, torch.bfloat16), torch.enable_grad():
+        with use_device_autocast(device, torch.bfloat16), torch.enable_grad():
             graph = rewrite_block(Loop(), "block", *arguments, moefx.Plan()).graph
         weights = next(node.args[1] for node in graph.nodes if "build_pft" in str(node.target))
         assert weights.meta["val"].dtype is expected
@@ -164,19 +166,25 @@ def test_inside_vmap():
 
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.empty(ROWS, D, dtype=dtype, device="meta")
-        with under("cuda", torch.bfloat16):
-            found = capture(Calls(lambda x, w: torch.vmap(shares)(x)), (x,), {}, Routing())
+        with use_device_autocast("cuda", torch.bfloat16):
+            found = capture_block(Calls(lambda x, w: torch.vmap(shares)(x)), (x,), {}, Routing())
         assert found.out.meta["val"].dtype is torch.float32
 
 
 def test_what_is_not_reproduced_is_refused():
     """An einsum that is no product of matrices: the CPU's autocast leaves it alone."""
     block = Calls(lambda x, w: torch.einsum("sd,d->sd", x, w[0]))
-    with under("cuda", torch.bfloat16), pytest.raises(CaptureError, match=r"autocast on cuda makes torch.bfloat16 of"):
-        capture(block, (torch.empty(ROWS, D, device="meta"),), {}, Routing())
+    with (
+        use_device_autocast("cuda", torch.bfloat16),
+        pytest.raises(CaptureError, match=r"autocast on cuda makes torch.bfloat16 of"),
+    ):
+        capture_block(block, (torch.empty(ROWS, D, device="meta"),), {}, Routing())
     block = Calls(torch.inner)  # made of `tensordot`, which nobody sees
-    with under("cuda", torch.bfloat16), pytest.raises(CaptureError, match=r"autocast on cuda makes torch.float32 of"):
-        capture(block, (torch.empty(ROWS, D, device="meta"),), {}, Routing())
+    with (
+        use_device_autocast("cuda", torch.bfloat16),
+        pytest.raises(CaptureError, match=r"autocast on cuda makes torch.float32 of"),
+    ):
+        capture_block(block, (torch.empty(ROWS, D, device="meta"),), {}, Routing())
 
 
 class OnItsDevice(Block):
@@ -189,7 +197,7 @@ class OnItsDevice(Block):
 def test_a_region_of_the_block_is_one_of_its_device():
     arguments = (torch.empty(16, WIDTH, device="meta"),), {}
     for device, expected in (("cpu", torch.bfloat16), ("cuda", torch.float32)):
-        with under(device, torch.bfloat16), torch.enable_grad():
+        with use_device_autocast(device, torch.bfloat16), torch.enable_grad():
             result = rewrite_block(OnItsDevice(), "block", *arguments, moefx.Plan())
         linear = next(node for node in result.graph.nodes if "linear" in str(node.target))
         assert linear.meta["val"].dtype is expected

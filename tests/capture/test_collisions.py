@@ -140,7 +140,7 @@ class TestModelNumbers:
         numbers = ModelNumbers.of(Stacked(num_experts, 2, 16, 24))
         arguments = Arguments((torch.randn(*range(2, 2 + axes), 16),), {}, numbers=numbers)
         for variant in range(4):
-            assert numbers.cost(arguments.choose(29, variant)) < EXACT
+            assert numbers.cost(arguments.choose_sizes(29, variant)) < EXACT
 
     @pytest.mark.parametrize("axes", [1, 2, 3])
     @pytest.mark.parametrize("num_experts", [3, 5, 9, 32, 128])
@@ -148,7 +148,7 @@ class TestModelNumbers:
         """It would look like a number of the program's."""
         numbers = ModelNumbers.of(Stacked(num_experts, 3, 36, 113))
         arguments = Arguments((torch.randn(*(2, 5, 39)[:axes], 36),), {}, numbers=numbers)
-        chosen = [arguments.choose(tokens, variant) for variant, tokens in enumerate((32, 25, 13))]
+        chosen = [arguments.choose_sizes(tokens, variant) for variant, tokens in enumerate((32, 25, 13))]
         assert all(len({sizes[dim] for sizes in chosen}) > 1 for dim in arguments.dims), chosen
 
 

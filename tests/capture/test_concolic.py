@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moefx.capture.capture_result import Capture, Effect
 from moefx.capture.code_locations import Source, is_user_file
-from moefx.capture.concolic import capture
+from moefx.capture.concolic import capture_block
 from moefx.capture.concrete_routing import Routing
 from moefx.errors import CaptureError
 
@@ -25,7 +25,7 @@ def meta(*shape: int) -> torch.Tensor:
 
 
 def run(block: nn.Module, *args, seed: int = 0, kind: str = "diverse", **kwargs) -> Capture:
-    return capture(block, args, kwargs, Routing(kind, seed))
+    return capture_block(block, args, kwargs, Routing(kind, seed))
 
 
 def replay(taken: Capture, node: torch.fx.Node, env: dict) -> torch.Tensor:
@@ -230,7 +230,7 @@ class TestEffects:
         taken = run(block, meta(9, 4))
         assert [(e.kind, e.target) for e in taken.effects] == [("buffer", "load")]
         before = next(n for n in taken.nodes if n.op == "get_attr").meta["val"]
-        assert (taken.shadow(taken.effects[0].node) - before).sum() == 9
+        assert (taken.concrete_value(taken.effects[0].node) - before).sum() == 9
         assert block.load.sum() == 0
 
     def test_input(self):
@@ -424,7 +424,7 @@ class TestValues:
         taken = run(Fn(forward, w=nn.Parameter(torch.randn(4, 6))), meta(11, 4))
         groups, ids = seen.groups, seen.ids
         assert ((ids // 2)[:, :, None] == groups[:, None, :]).any(-1).all()
-        value = taken.shadow(taken.out)
+        value = taken.concrete_value(taken.out)
         assert torch.equal(value.topk(2, -1).indices, ids)
         assert seen.above.gather(1, ids).all()
 
@@ -441,7 +441,7 @@ class TestValues:
 
         taken = run(Fn(forward, w=nn.Parameter(torch.randn(4, 5))), meta(3, 4))
         ids, a = taken.out
-        value = taken.shadow(a)
+        value = taken.concrete_value(a)
         assert torch.equal(ids.meta["val"], (value @ value.t()).argmax(-1))
 
     def test_boolean_indexing_becomes_integer_indexing(self):
@@ -514,7 +514,7 @@ class TestHostReads:
     def test_bool_flipped(self):
         block = Fn(_branch, w=nn.Parameter(torch.randn(4, 3)))
         (read,) = run(block, meta(5, 4)).reads
-        flipped = capture(block, (meta(5, 4),), {}, Routing("diverse", 0), flips={read.calls: True})
+        flipped = capture_block(block, (meta(5, 4),), {}, Routing("diverse", 0), interventions={read.call_stack: True})
         assert flipped.out.target is aten.mul.Tensor and flipped.reads[0].value is True
 
     def test_float_flipped(self):
@@ -522,7 +522,7 @@ class TestHostReads:
         taken = run(block, meta(5, 4))
         (read,) = taken.reads
         assert type(read.value) is float and taken.out.target is aten.add.Tensor
-        flipped = capture(block, (meta(5, 4),), {}, Routing("diverse", 0), flips={read.calls: 1e30})
+        flipped = capture_block(block, (meta(5, 4),), {}, Routing("diverse", 0), interventions={read.call_stack: 1e30})
         assert flipped.out.target is aten.mul.Tensor
 
     def test_two_reads_on_one_line_are_two_sources(self):
@@ -567,7 +567,7 @@ class TestPieces:
 
     def test_sizes_guard(self):
         block = Fn(lambda self, x: x * 2 if x.shape[0] > 4 else x)
-        taken = capture(block, (meta(7, 3),), {}, Routing(), dims={"S": 7})
+        taken = capture_block(block, (meta(7, 3),), {}, Routing(), dims={"S": 7})
         assert [str(g) for g in taken.sizes.guards] == ["S > 4 is True"]
 
     def test_effect_is_plain_data(self):
@@ -600,6 +600,6 @@ class TestHooksOfTheModel:
 
         block = Recorder()
         before = block.router.register_forward_pre_hook(lambda module, args: None)
-        capture(block, (torch.empty(3, 8, device="meta"),), {}, Routing())
+        capture_block(block, (torch.empty(3, 8, device="meta"),), {}, Routing())
         assert not block.installed and not block.router._forward_hooks and not block.seen
         assert list(block.router._forward_pre_hooks) == [before.id]

@@ -14,7 +14,7 @@ from torch import nn
 
 import moefx
 from moefx.capture import filled_caches
-from moefx.capture.outside_state import Surroundings
+from moefx.capture.outside_state import OutsideState
 
 from ..passes.blocks import D, Loop
 
@@ -167,9 +167,9 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[
 def test_a_container_is_put_back_as_it_is_stored(make, write, stored, nested):
     container = make()
     before = stored(container)
-    surroundings = Surroundings(nn.Identity(), ([container] if nested else container,))
+    surroundings = OutsideState(nn.Identity(), ([container] if nested else container,))
     surroundings.restore()
-    assert stored(container) == before and not surroundings.changed()
+    assert stored(container) == before and not surroundings.list_changes()
     write(container)
     assert stored(container) != before
     surroundings.restore()

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.capture.example_calls import examples
+from moefx.capture.example_calls import find_example_calls
 from moefx.errors import InvalidInput
 
 
 def example_arguments(model, example_inputs):
-    return examples(model, example_inputs)[0]
+    return find_example_calls(model, example_inputs)[0]
 
 
 class Model(nn.Module):
@@ -87,5 +87,5 @@ class TestGuessed:
             example_arguments(model, None)
 
     def test_rows_too_and_other_widths(self):
-        shapes = [tuple(args[0].shape) for args, _ in examples(Model(nn.Linear(6, 4)), None)]
+        shapes = [tuple(args[0].shape) for args, _ in find_example_calls(Model(nn.Linear(6, 4)), None)]
         assert {(2, 7, 6), (14, 6), (2, 7, 4), (14, 4)} == set(shapes) and shapes[0] == (2, 7, 6)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moefx.capture.block_search import find, signature
+from moefx.capture.block_search import compute_signature, search_blocks
 
 D, E = 4, 3
 
@@ -60,23 +60,23 @@ X = torch.zeros(5, D)
 
 class TestChains:
     def test_innermost_first(self):
-        assert find(Layer(), (X,), {}).chains == [["moe.gate", "moe", ""]]
+        assert search_blocks(Layer(), (X,), {}).chains == [["moe.gate", "moe", ""]]
 
     def test_at_most_four(self):
         model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(Layer()))))
-        (chain,) = find(model, (X,), {}).chains
+        (chain,) = search_blocks(model, (X,), {}).chains
         assert len(chain) == 4 and chain[0].endswith("moe.gate")
 
     def test_chain_stops_where_the_choice_is_made_twice(self):
-        chains = find(Stack(2), (X,), {}).chains
+        chains = search_blocks(Stack(2), (X,), {}).chains
         assert chains[0] == ["layers.0.moe.gate", "layers.0.moe", "layers.0"]
 
     def test_calls_hold_arguments(self):
-        calls = find(Layer(), (X,), {}).calls
+        calls = search_blocks(Layer(), (X,), {}).calls
         assert calls["moe"].args[0].shape == (5, D) and calls["moe"].name == "moe"
 
     def test_nothing_chosen(self):
-        assert find(nn.Sequential(nn.Linear(D, D), nn.ReLU()), (X,), {}).chains == []
+        assert search_blocks(nn.Sequential(nn.Linear(D, D), nn.ReLU()), (X,), {}).chains == []
 
 
 class TestTwins:
@@ -90,7 +90,7 @@ class TestTwins:
 
         model = Stack(0)
         model.layers.extend(Counted() for _ in range(5))
-        found = find(model, (X,), {})
+        found = search_blocks(model, (X,), {})
         assert next(ran) == 1 and found.twins == {f"layers.{i}": "layers.0" for i in range(1, 5)}
         assert found.calls["layers.4"].args[0].shape == (5, D)
 
@@ -103,12 +103,14 @@ class TestTwins:
             def forward(self, x):
                 return self.b(self.a(x)[:2])
 
-        assert find(Halved(), (X,), {}).twins == {}
+        assert search_blocks(Halved(), (X,), {}).twins == {}
 
     def test_training_mode_tells_apart(self):
         a, b = Layer(), Layer()
-        assert signature(a) == signature(b) and signature(a) != signature(b.eval())
-        assert signature(a) != signature(Layer().double()) and signature(Moe()) != signature(Layer())
+        assert compute_signature(a) == compute_signature(b) and compute_signature(a) != compute_signature(b.eval())
+        assert compute_signature(a) != compute_signature(Layer().double()) and compute_signature(
+            Moe()
+        ) != compute_signature(Layer())
 
 
 class ManualSoftmax(nn.Module):
@@ -124,7 +126,7 @@ class ManualSoftmax(nn.Module):
 
 class TestNoChoice:
     def test_max_in_a_softmax(self):
-        assert find(ManualSoftmax(), (X,), {}).chains == []
+        assert search_blocks(ManualSoftmax(), (X,), {}).chains == []
 
     def test_max_whose_index_is_used(self):
         class First(nn.Module):
@@ -136,14 +138,14 @@ class TestNoChoice:
                 values, ids = self.lin(x).max(-1)
                 return F.one_hot(ids, D) * values[:, None]
 
-        assert find(First(), (X,), {}).chains == [[""]]
+        assert search_blocks(First(), (X,), {}).chains == [[""]]
 
     def test_argmax_of_integers(self):
         class Ids(nn.Module):
             def forward(self, ids):
                 return ids.argmax(-1)
 
-        assert find(Ids(), (torch.zeros(5, 3, dtype=torch.long),), {}).chains == []
+        assert search_blocks(Ids(), (torch.zeros(5, 3, dtype=torch.long),), {}).chains == []
 
 
 class Dense(nn.Module):
@@ -159,7 +161,7 @@ class Dense(nn.Module):
 
 class TestStructural:
     def test_side_by_side(self):
-        found = find(Dense(), (X,), {})
+        found = search_blocks(Dense(), (X,), {})
         assert found.structural == {""} and found.branches == {""} and found.chains == [[""]]
 
     def test_one_after_the_other(self):
@@ -169,7 +171,7 @@ class TestStructural:
                     x = e(x)
                 return x
 
-        found = find(Deep(), (X,), {})
+        found = search_blocks(Deep(), (X,), {})
         assert found.branches == set() and found.structural == {""}
 
     def test_stacked_parameters(self):
@@ -181,7 +183,7 @@ class TestStructural:
             def forward(self, x):
                 return torch.einsum("td,edf->tf", x, self.w)
 
-        assert find(nn.Sequential(Stacked()), (X,), {}).structural == {"0"}
+        assert search_blocks(nn.Sequential(Stacked()), (X,), {}).structural == {"0"}
 
     @pytest.mark.parametrize("hold", [lambda w: nn.ParameterList([w]), lambda w: nn.ParameterDict({"0": w})])
     def test_stacked_parameters_in_a_list(self, hold):
@@ -193,12 +195,12 @@ class TestStructural:
             def forward(self, x):
                 return torch.einsum("td,edf->tf", x, next(iter(self.w.parameters())))
 
-        assert find(nn.Sequential(Held()), (X,), {}).structural == {"0"}
+        assert search_blocks(nn.Sequential(Held()), (X,), {}).structural == {"0"}
 
 
 def test_the_model_is_left_alone():
     model, call = Stack(2), nn.Module.__call__
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    find(model, (X,), {})
+    search_blocks(model, (X,), {})
     assert nn.Module.__call__ is call
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -49,40 +49,40 @@ class TestLeaves:
 
     def test_other_values_stay(self):
         marker = object()
-        args, kwargs = Arguments((torch.zeros(4, 6), 3, None), {"flag": True, "m": marker}).at({"S": 9})
+        args, kwargs = Arguments((torch.zeros(4, 6), 3, None), {"flag": True, "m": marker}).build_call({"S": 9})
         assert args[0].shape == (9, 6) and args[1:] == (3, None) and kwargs == {"flag": True, "m": marker}
 
     def test_no_tensor(self):
-        assert Arguments((3,), {}).at({"S": 4})[0] == (3,)
+        assert Arguments((3,), {}).build_call({"S": 4})[0] == (3,)
 
 
 class TestAt:
     def test_floats_are_meta_and_integers_drawn_from_the_example(self):
         arguments = Arguments((torch.zeros(4, 6, dtype=torch.bfloat16), torch.tensor([3, 5, 3, 5])), {})
-        (x, ids), _ = arguments.at({"S": 9})
+        (x, ids), _ = arguments.build_call({"S": 9})
         assert x.is_meta and x.dtype == torch.bfloat16 and x.shape == (9, 6)
         assert ids.tolist() == [3, 5, 3, 5, 3, 5, 3, 5, 3]
 
     def test_seeds_shuffle(self):
         arguments = Arguments((torch.zeros(8, 6), torch.arange(8)), {})
-        first, second = arguments.at({"S": 20})[0][1], arguments.at({"S": 20}, seed=1)[0][1]
+        first, second = arguments.build_call({"S": 20})[0][1], arguments.build_call({"S": 20}, seed=1)[0][1]
         assert not torch.equal(first, second) and set(second.tolist()) <= set(range(8))
-        assert torch.equal(second, arguments.at({"S": 20}, seed=1)[0][1])
+        assert torch.equal(second, arguments.build_call({"S": 20}, seed=1)[0][1])
 
     def test_nested_structures(self):
         arguments = Arguments(({"h": torch.zeros(4, 6), "rest": [torch.ones(4)]},), {})
-        ((tree,), _) = arguments.at({"S": 3})
+        ((tree,), _) = arguments.build_call({"S": 3})
         assert tree["h"].shape == (3, 6) and tree["rest"][0].shape == (3,)
 
     def test_products(self):
         arguments = Arguments((torch.zeros(2, 7, 6), torch.zeros(14, 3)), {})
-        assert arguments.at({"B": 3, "S": 5})[0][1].shape == (15, 3)
+        assert arguments.build_call({"B": 3, "S": 5})[0][1].shape == (15, 3)
 
     def test_the_callers_tensors_are_not_kept(self):
         x, ids = torch.zeros(4, 6), torch.arange(4)
         arguments = Arguments((x, ids), {})
         ids.fill_(0)
-        assert arguments.at({"S": 4})[0][0] is not x
+        assert arguments.build_call({"S": 4})[0][0] is not x
 
     def test_meta_and_empty_integers(self):
         arguments = Arguments(
@@ -93,24 +93,24 @@ class TestAt:
             ),
             {},
         )
-        (_, ids, none), _ = arguments.at({"S": 5})
+        (_, ids, none), _ = arguments.build_call({"S": 5})
         assert ids.shape == (5,) and set(ids.tolist()) <= {0, 1} and none.shape == (0,)
 
     @pytest.mark.parametrize("example", [torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.long)])
     def test_a_mask_that_masks_nothing_will(self, example):
         arguments = Arguments((torch.zeros(4, 6), example), {})
         for seed in range(3):
-            assert set(arguments.at({"S": 40}, seed=seed)[0][1].tolist()) == {0, 1}
+            assert set(arguments.build_call({"S": 40}, seed=seed)[0][1].tolist()) == {0, 1}
 
     def test_numbers_that_turn_a_comparison_are_among_the_examples_own(self):
         arguments = Arguments((torch.zeros(2, 8, 6), torch.arange(1, 17).view(2, 8), torch.tensor(5)), {})
-        turned = arguments.turned([(1, 0), (1, -100), (2, 9)])
+        turned = arguments.with_turns([(1, 0), (1, -100), (2, 9)])
         for seed in range(3):
-            (_, ids, _), _ = turned.at({"B": 3, "S": 11}, seed=seed)
+            (_, ids, _), _ = turned.build_call({"B": 3, "S": 11}, seed=seed)
             assert {0, -100} < set(ids.flatten().tolist()) <= {0, -100, *range(1, 17)}
-        (_, few, _), _ = turned.at({"B": 1, "S": 3})
+        (_, few, _), _ = turned.build_call({"B": 1, "S": 3})
         assert few.min() > 0
-        assert [int(turned.at({"B": 3, "S": 11}, seed=seed)[0][2]) for seed in range(4)] == [5, 9, 6, 10012]
+        assert [int(turned.build_call({"B": 3, "S": 11}, seed=seed)[0][2]) for seed in range(4)] == [5, 9, 6, 10012]
         assert arguments.tensors[1].turns == ()
 
     def test_requires_grad_is_noted(self):
@@ -122,7 +122,7 @@ class TestChoose:
     @given(width=st.integers(1, 64), tokens=st.integers(5, 200), variant=st.integers(0, 6), batched=st.booleans())
     def test_sizes_are_enough_and_unlike(self, width, tokens, variant, batched):
         x = torch.zeros(2, 3, width) if batched else torch.zeros(3, width)
-        sizes = Arguments((x,), {}).choose(tokens, variant)
+        sizes = Arguments((x,), {}).choose_sizes(tokens, variant)
         assert math.prod(sizes.values()) >= tokens
         assert len({*sizes.values(), width}) == len(sizes) + 1 or width in (2, 3, 4, 5)
 
@@ -135,4 +135,4 @@ class TestChoose:
     )
     def test_variants_differ(self, dims):
         arguments = Arguments((torch.zeros(dims),), {})
-        assert len({tuple(arguments.choose(25, v).values()) for v in range(3)}) == 3
+        assert len({tuple(arguments.choose_sizes(25, v).values()) for v in range(3)}) == 3

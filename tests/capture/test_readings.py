@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.capture.argument_interpretations import MAX_READINGS, readings
+from moefx.capture.argument_interpretations import MAX_INTERPRETATIONS, interpret_arguments
 from moefx.capture.size_collisions import ModelNumbers
 
 D, H, E, LENGTH = 16, 12, 4, 10
@@ -149,16 +149,18 @@ def test_a_branch_on_all_tokens_is_seen():
 
 class TestReadings:
     def test_the_likeliest_comes_first(self):
-        found = list(readings((torch.zeros(2, 8, D), torch.zeros(2, 8)), {}, ModelNumbers()))
+        found = list(interpret_arguments((torch.zeros(2, 8, D), torch.zeros(2, 8)), {}, ModelNumbers()))
         assert [leaf.shape for leaf in found[0].tensors] == [("B", "S", D), ("B", "S")]
-        assert found[1].feature == 1 and len(found) <= MAX_READINGS + 2
+        assert found[1].feature == 1 and len(found) <= MAX_INTERPRETATIONS + 2
         others = [(a.dims, a.tensors[1].shape) for a in found[2:]]
         assert (("B", "S"), ("B", 8)) in others and (("B",), ("B", 8)) in others and (("S",), (2, "S")) in others
 
     def test_sizes_of_a_free_batch_count_fixed_tokens(self):
-        *_, last = readings((torch.zeros(3, 4, 5, D),), {}, ModelNumbers())
-        found = {a.dims: a for a in readings((torch.zeros(3, 4, 5, D), torch.zeros(60, 2)), {}, ModelNumbers())}
+        *_, last = interpret_arguments((torch.zeros(3, 4, 5, D),), {}, ModelNumbers())
+        found = {
+            a.dims: a for a in interpret_arguments((torch.zeros(3, 4, 5, D), torch.zeros(60, 2)), {}, ModelNumbers())
+        }
         batch = found[("B",)]
         assert batch.each == 20 and batch.tokens == "B*20" and batch.tensors[1].shape == ("B*20", 2)
-        assert batch.sequence(40) == {"B": 2} and batch.at({"B": 2})[0][1].shape == (40, 2)
+        assert batch.choose_sequence(40) == {"B": 2} and batch.build_call({"B": 2})[0][1].shape == (40, 2)
         assert len(last.dims) == 1

@@ -17,7 +17,7 @@ KINDS = ("diverse", "skewed", "flooded")
 @settings(max_examples=25, deadline=None)
 @given(rows=st.integers(1, 40), n=st.integers(2, 40), seed=st.integers(0, 50))
 def test_scores_are_distinct_along_each_row(kind, rows, n, seed):
-    scores = Routing(kind, seed).scores(rows, n)
+    scores = Routing(kind, seed).draw_scores(rows, n)
     assert scores.shape == (rows, n) and scores.isfinite().all()
     ordered = scores.sort(-1).values
     assert (ordered[:, 1:] > ordered[:, :-1]).all()
@@ -27,7 +27,7 @@ def test_scores_are_distinct_along_each_row(kind, rows, n, seed):
 @given(rows=st.integers(29, 40), n=st.integers(4, 16), seed=st.integers(0, 50))
 def test_a_few_scores_tie(rows, n, seed):
     """`scores >= kth` then chooses more than `topk` does. Proofs look at 29 tokens first; of fewer none may."""
-    top = Routing("diverse", seed).scores(rows, n).topk(4).values
+    top = Routing("diverse", seed).draw_scores(rows, n).topk(4).values
     ties = (top[:, :-1] == top[:, 1:]).any(-1).sum()
     assert 0 < ties < rows / 2
 
@@ -36,51 +36,51 @@ def test_a_few_scores_tie(rows, n, seed):
 @given(rows=st.integers(1, 20), n=st.integers(2, 40), data=st.data())
 def test_preferred_experts_are_first_choices(rows, n, data):
     prefer = tuple(data.draw(st.lists(st.integers(0, n - 1), max_size=rows)))
-    scores = Routing("diverse", 3, prefer).scores(rows, n)
+    scores = Routing("diverse", 3, prefer).draw_scores(rows, n)
     assert scores.argmax(-1)[: len(prefer)].tolist() == list(prefer)
 
 
 def test_preferred_experts_win_their_groups():
-    scores = Routing("diverse", 0, prefer=(5, 8)).scores(6, 12)
+    scores = Routing("diverse", 0, prefer=(5, 8)).draw_scores(6, 12)
     groups = scores.view(6, 3, 4).topk(2, -1).values.sum(-1).argmax(-1)
     assert groups[:2].tolist() == [1, 2]
 
 
 def test_out_of_range_preference_is_ignored():
-    assert Routing("diverse", 0, prefer=(99,)).scores(3, 4).shape == (3, 4)
+    assert Routing("diverse", 0, prefer=(99,)).draw_scores(3, 4).shape == (3, 4)
 
 
 @pytest.mark.parametrize("n", (3, 4, 8, 60))
 def test_diverse_makes_everybody_a_first_choice_and_counts_uneven(n):
-    first = Routing("diverse", 0).scores(3 * n + 1, n).argmax(-1)
+    first = Routing("diverse", 0).draw_scores(3 * n + 1, n).argmax(-1)
     counts = torch.bincount(first, minlength=n)
     assert (counts > 0).all() and counts.unique().numel() > 1
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_skewed_leaves_experts_out(seed):
-    counts = torch.bincount(Routing("skewed", seed).scores(40, 6).argmax(-1), minlength=6)
+    counts = torch.bincount(Routing("skewed", seed).draw_scores(40, 6).argmax(-1), minlength=6)
     assert (counts == 0).any() and counts.max() > 40 // 6
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flooded_crowds(seed):
-    counts = torch.bincount(Routing("flooded", seed).scores(60, 6).topk(2).indices.flatten(), minlength=6)
+    counts = torch.bincount(Routing("flooded", seed).draw_scores(60, 6).topk(2).indices.flatten(), minlength=6)
     assert counts.topk(2).values.sum() > 0.6 * counts.sum()
 
 
 @pytest.mark.parametrize("rows", (24, 29, 61))
 def test_even_gives_each_expert_the_same_but_for_the_first(rows):
-    first = Routing("even").scores(rows, 6).argmax(-1)
+    first = Routing("even").draw_scores(rows, 6).argmax(-1)
     counts = torch.bincount(first, minlength=6)
     assert counts[1:].unique().tolist() == [rows // 6] and (first.diff() >= 0).all()
 
 
 def test_reproducible_and_unlike():
     a, b, c = Routing("diverse", 1), Routing("diverse", 1), Routing("diverse", 2)
-    first = a.scores(9, 6)
+    first = a.draw_scores(9, 6)
     assert torch.equal(first, b.scores(9, 6)) and not torch.equal(first, c.scores(9, 6))
-    assert not torch.equal(first, a.scores(9, 6))  # two routers of one block are told apart
+    assert not torch.equal(first, a.draw_scores(9, 6))  # two routers of one block are told apart
     assert repr(a) == "Routing('diverse', seed=1)"
 
 
@@ -92,56 +92,59 @@ class TestInvent:
         return node
 
     def test_scores_for_results(self):
-        value = Routing().invent(self.node("call_function", 2, 3, 5, dtype=torch.bfloat16))
+        value = Routing().invent_value(self.node("call_function", 2, 3, 5, dtype=torch.bfloat16))
         assert value.shape == (2, 3, 5) and value.dtype == torch.bfloat16
 
     def test_noise_for_inputs_and_scalars(self):
-        assert Routing().invent(self.node("placeholder", 2, 3)).shape == (2, 3)
-        assert Routing().invent(self.node("call_function")).shape == ()
+        assert Routing().invent_value(self.node("placeholder", 2, 3)).shape == (2, 3)
+        assert Routing().invent_value(self.node("call_function")).shape == ()
 
     def test_parameters_keep_their_values(self):
         weight = torch.randn(4, 3)
-        value = Routing().invent(self.node("call_function", 4, 3, original=weight))
+        value = Routing().invent_value(self.node("call_function", 4, 3, original=weight))
         assert torch.equal(value, weight) and value is not weight
 
     def test_later_routings_have_them_in_another_order(self):
         weight = torch.randn(4, 3)
-        value = Routing(seed=2).invent(self.node("call_function", 4, 3, original=weight, fqn="weight"))
+        value = Routing(seed=2).invent_value(self.node("call_function", 4, 3, original=weight, fqn="weight"))
         assert not torch.equal(value, weight) and torch.equal(value.flatten().sort()[0], weight.flatten().sort()[0])
-        as_it_is = Routing(seed=2, as_they_are=True).invent(self.node("call_function", 4, 3, original=weight))
+        as_it_is = Routing(seed=2, as_they_are=True).invent_value(self.node("call_function", 4, 3, original=weight))
         assert torch.equal(as_it_is, weight)
 
     def test_biases_step_back_for_preferred_experts(self):
         bias = torch.tensor([100.0, 0.0, 0.0])
-        assert Routing("diverse", 0, prefer=(1,)).invent(self.node("call_function", 3, original=bias)).abs().max() < 1
-        assert torch.equal(Routing().invent(self.node("call_function", 3, original=bias)), bias)
+        assert (
+            Routing("diverse", 0, prefer=(1,)).invent_value(self.node("call_function", 3, original=bias)).abs().max()
+            < 1
+        )
+        assert torch.equal(Routing().invent_value(self.node("call_function", 3, original=bias)), bias)
 
     def test_parameters_without_values_are_small(self):
-        value = Routing().invent(self.node("call_function", 4, 3, original=torch.empty(4, 3, device="meta")))
+        value = Routing().invent_value(self.node("call_function", 4, 3, original=torch.empty(4, 3, device="meta")))
         assert value.device.type == "cpu" and value.abs().max() < 0.1
 
 
 class TestIntegers:
     def test_first_routing_sees_them_as_they_are(self):
         ids = torch.arange(8).flip(0)
-        value = Routing("diverse", 0).integers(ids, "b")
+        value = Routing("diverse", 0).vary_integers(ids, "b")
         assert torch.equal(value, ids) and value is not ids
 
     def test_two_that_are_the_same_do_not_stay_so(self):
         flags = torch.ones(8, dtype=torch.bool)
-        a, b = ([Routing("diverse", seed).integers(flags, name).tolist() for seed in range(1, 4)] for name in "ab")
+        a, b = ([Routing("diverse", seed).vary_integers(flags, name).tolist() for seed in range(1, 4)] for name in "ab")
         assert a != b
 
     def test_a_map_of_each_to_itself_is_seen_in_another_order(self):
-        assert not torch.equal(Routing("diverse", 0).integers(torch.arange(8), "b"), torch.arange(8))
+        assert not torch.equal(Routing("diverse", 0).vary_integers(torch.arange(8), "b"), torch.arange(8))
 
     def test_later_routings_see_another_order(self):
         ids = torch.arange(8)
-        value = Routing("diverse", 3).integers(ids, "b")
+        value = Routing("diverse", 3).vary_integers(ids, "b")
         assert not torch.equal(value, ids) and torch.equal(value.sort().values, ids)
 
     def test_meta_and_scalars(self):
-        assert Routing().integers(torch.empty(3, dtype=torch.long, device="meta"), "b").tolist() == [0, 0, 0]
-        counts = {Routing("diverse", seed).integers(torch.tensor(5), "b").item() for seed in range(30)}
+        assert Routing().vary_integers(torch.empty(3, dtype=torch.long, device="meta"), "b").tolist() == [0, 0, 0]
+        counts = {Routing("diverse", seed).vary_integers(torch.tensor(5), "b").item() for seed in range(30)}
         assert counts == {4, 5, 6, 7}
-        assert Routing("diverse", 2).integers(torch.tensor([True, False]), "b").tolist() == [True, False]
+        assert Routing("diverse", 2).vary_integers(torch.tensor([True, False]), "b").tolist() == [True, False]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.capture.symbolic_sizes import Ratio, Size, SizeGuard, SizeLog, sized
+from moefx.capture.symbolic_sizes import Ratio, Size, SizeGuard, SizeLog, wrap_sizes
 
 
 def evaluate(expr: str, **dims: int) -> float:
@@ -149,12 +149,12 @@ class TestGuards:
 class TestSized:
     def test_known_numbers_get_names(self):
         log = SizeLog({"B": 3, "S": 7})
-        shape = sized(torch.Size([3, 7, 64, 21]), log)
+        shape = wrap_sizes(torch.Size([3, 7, 64, 21]), log)
         assert [getattr(n, "expr", None) for n in shape] == ["B", "S", None, "B*S"]
-        assert sized(64, log) == 64 and type(sized(64, log)) is int
+        assert wrap_sizes(64, log) == 64 and type(wrap_sizes(64, log)) is int
 
     def test_nothing_symbolic_stays_itself(self):
         shape = torch.Size([5, 6])
-        assert sized(shape, SizeLog({"S": 7})) is shape
-        assert sized(True, SizeLog({"S": 1})) is True
-        assert sized("x", SizeLog()) == "x"
+        assert wrap_sizes(shape, SizeLog({"S": 7})) is shape
+        assert wrap_sizes(True, SizeLog({"S": 1})) is True
+        assert wrap_sizes("x", SizeLog()) == "x"

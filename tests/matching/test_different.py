@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moefx.capture.concolic import capture
+from moefx.capture.concolic import capture_block
 from moefx.capture.concrete_routing import Routing
 from moefx.errors import Refused
 from moefx.matching.lift.canonical_form import NodeRef
@@ -159,7 +159,7 @@ class Program(nn.Module):
 
 
 def is_said_to_be_different(program, scores):
-    taken = capture(program, (scores,), {}, Routing("diverse", 0), dims={})
+    taken = capture_block(program, (scores,), {}, Routing("diverse", 0), dims={})
     slots, index = taken.out.meta["val"].shape[1], NodeRef(taken.out, ("t", "k"))
     lifted = types.SimpleNamespace(capture=taken, tokens=(len(scores),), slots=slots, expert_index=index)
     return has_distinct_slots(lifted, set(range(4)))

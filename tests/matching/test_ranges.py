@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moefx.capture.concolic import capture
+from moefx.capture.concolic import capture_block
 from moefx.capture.concrete_routing import Routing
 from moefx.matching.integer_ranges import UNBOUNDED, IntegerRanges
 
@@ -25,7 +25,7 @@ class Fn(nn.Module):
 
 def ranges(fn):
     """(range of the result, whether it is decided)."""
-    taken = capture(Fn(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
+    taken = capture_block(Fn(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
     found = IntegerRanges(taken.nodes)
     bounds = found.get(taken.out)
     return (None if bounds is None else (int(bounds[0].min()), int(bounds[1].max()))), found.is_decided(taken.out)
@@ -112,7 +112,7 @@ class Looked(Fn):
     ],
 )
 def test_lookups_bound_their_indices(fn, decided):
-    taken = capture(Looked(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
+    taken = capture_block(Looked(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
     assert IntegerRanges(taken.nodes, of_call=True).is_decided(taken.out) == decided
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moefx.capture.concolic import capture
+from moefx.capture.concolic import capture_block
 from moefx.capture.concrete_routing import Routing
 from moefx.matching.terms.node_semantics import Semantics
 from moefx.matching.terms.term import is_const
@@ -31,8 +31,8 @@ class Fn(nn.Module):
 
 def terms_of(block: nn.Module, *args: torch.Tensor, seed: int = 0):
     metas = tuple(a.to("meta") if a.is_floating_point() else a for a in args)
-    taken = capture(block, metas, {}, Routing("diverse", seed))
-    S = Semantics(taken.nodes, taken.shadow)
+    taken = capture_block(block, metas, {}, Routing("diverse", seed))
+    S = Semantics(taken.nodes, taken.concrete_value)
     return taken, S
 
 
@@ -246,7 +246,7 @@ class TestSelections:
         block = Fn(lambda s, x: select(x @ s.w), w=torch.randn(D, E))
         taken, S = terms_of(block, X)
         values, ids = taken.out
-        scores = taken.shadow(next(n for n in taken.nodes if n.target is torch.matmul))
+        scores = taken.concrete_value(next(n for n in taken.nodes if n.target is torch.matmul))
         expected, expected_ids = select(scores)
         assert torch.equal(ids.meta["val"], expected_ids)
         env = {"w": block.w} | {n: scores for n in taken.nodes if n.op == "placeholder"}

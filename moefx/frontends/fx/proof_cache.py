@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..._plan import Plan
-from ...capture.block_search import Seen
+from ...capture.block_search import SurveyedCall
 from ...capture.default_device import neutral_device
-from ...capture.device_autocast import under
+from ...capture.device_autocast import use_device_autocast
 from ...capture.symbolic_sizes import SizeGuard
 from ...compiler.block_report import build_report
 from ...compiler.numeric_check import numeric_check
@@ -132,7 +132,13 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
     args = region.example_arguments(analysis)
     block = region.build_module(analysis)
     dtype = _autocast_dtype(region)
-    with compile_lock(), neutral_device(), suspend_observers(), torch.enable_grad(), under(region.device, dtype):
+    with (
+        compile_lock(),
+        neutral_device(),
+        suspend_observers(),
+        torch.enable_grad(),
+        use_device_autocast(region.device, dtype),
+    ):
         try:
             result = rewrite_block(block, region.name, args, {}, plan)
         except Refused as why:
@@ -157,7 +163,7 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
         result = apply_capacity(block, result, plan)
         program = build_program(block, result, args, {}, dtype)
     seconds = time.perf_counter() - start
-    matched = MatchedBlock([region.name], Seen(region.name, args, {}), result, seconds, set())
+    matched = MatchedBlock([region.name], SurveyedCall(region.name, args, {}), result, seconds, set())
     report = dataclasses.replace(build_report(matched, program, block, verdict), kind="region of a graph")
     tables = [places for group in result.match.groups for places in group.tables]
     fixed = [SizeGuard(dim, "eq", str(n), True) for dim, n in result.match.arguments.fixed.items()]

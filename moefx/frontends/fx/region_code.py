@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...capture.code_locations import Source, said
-from ...capture.symbolic_sizes import FOLLOWED
+from ...capture.code_locations import Source, override_user_stack
+from ...capture.symbolic_sizes import SYMBOLIC_FUNCTIONS
 
 
 class ValueRef(NamedTuple):
@@ -26,7 +26,7 @@ class SizeExpression(NamedTuple):
     text: str
 
     def at(self, dims: dict[str, Any]) -> Any:
-        return eval(self.text, {"__builtins__": {}, **FOLLOWED}, dims)
+        return eval(self.text, {"__builtins__": {}, **SYMBOLIC_FUNCTIONS}, dims)
 
 
 class Autocast(NamedTuple):
@@ -81,7 +81,7 @@ class RegionCode:
 
         for step in self.steps:
             args, kwargs = map_leaves(step.args, value), map_leaves(step.kwargs, value)
-            with said(step.sources), apply_modes(step.modes):
+            with override_user_stack(step.sources), apply_modes(step.modes):
                 values.append(call_target(step.target, step.method, args, kwargs))
         return tuple(values[i] for i in self.outputs)
 

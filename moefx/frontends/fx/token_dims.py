@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.printers import PythonPrinter
 
 from ...capture.block_arguments import NAMES
-from ...capture.symbolic_sizes import FOLLOWED
+from ...capture.symbolic_sizes import SYMBOLIC_FUNCTIONS
 from ...errors import Refused
 from ...ir.graph_codegen import INFIX
 from .float_inputs import may_be_constant
@@ -190,4 +190,4 @@ def _format_of(n: fx.Node) -> str | None:
     if name in _PREFIX:
         return f"({_PREFIX[name]}{{}})"
     name = _CALLED.get(name, name)
-    return f"{name}({', '.join(['{}'] * count)})" if name in FOLLOWED else None
+    return f"{name}({', '.join(['{}'] * count)})" if name in SYMBOLIC_FUNCTIONS else None

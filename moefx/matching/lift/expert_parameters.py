@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import decided_by_floats
+from ...capture.capture_result import find_float_decisions
 from ..graph_nodes import follows_from_state
 from ..terms.parameter_places import ParameterSlice, guess_experts, strip_moves
 from ..terms.term import Term
@@ -100,7 +100,7 @@ def _count_parts(t: Term) -> int:
 
 def _find_choice_parameters(reach: ParameterReach, parameters: set[str]) -> set[str]:
     """Find the parameters on which integers depend: those of an earlier layer, a router or an embedding."""
-    decided = [n for n in reach.capture.nodes if n.op == "call_function" and decided_by_floats(n)]
+    decided = [n for n in reach.capture.nodes if n.op == "call_function" and find_float_decisions(n)]
     return {
         str(n.meta["fqn"]) for n in collect_ancestors(*decided) if n.op == "get_attr" and n.meta["fqn"] in parameters
     }

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import Capture, decided_by_floats
+from ...capture.capture_result import Capture, find_float_decisions
 from ...errors import Refused
 from ..graph_nodes import Line, depends_on_arguments, depends_on_call, is_random, line, op_name
 from ..terms.sum_expansion import routed_axes
@@ -155,13 +155,13 @@ class UnexplainedIndex:
             val = n.meta.get("val")
             if not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor) or n in self.routed:
                 continue
-            if val.dtype is torch.int64 and val.dim() and decided_by_floats(n):
+            if val.dtype is torch.int64 and val.dim() and find_float_decisions(n):
                 runs[line(n)].append(n)
         for parts in runs.values():
             if len(parts) > 1 and sum(len(n.meta["val"]) for n in parts) == tokens == self._capture.sizes.tokens:
                 return Refused(
                     f"the tokens are cut into {len(parts)} parts, and experts are chosen for each on its own",
-                    culprits=tuple(dict.fromkeys(op_name(made) for n in parts for made in decided_by_floats(n))),
+                    culprits=tuple(dict.fromkeys(op_name(made) for n in parts for made in find_float_decisions(n))),
                     source=str(parts[0].meta["source"]),
                     remedy="choose for all tokens at once, or make a module of the code that handles one part; "
                     "torch.compile(model, backend='moefx') takes each part for itself",
@@ -232,7 +232,7 @@ class UnexplainedIndex:
                 continue
             if tuple(val.shape) not in (tokens, (math.prod(tokens),)):
                 continue
-            if decided_by_floats(n):
+            if find_float_decisions(n):
                 by_line[line(n)].append(n)
             elif depends_on_arguments(n) and any(op_name(user) in _MASKED_OPS for user in n.users):
                 by_line[None].append(n)
@@ -242,7 +242,7 @@ class UnexplainedIndex:
         first = masks[0]
         is_used_argument = first.op == "placeholder" and first.users
         source = str((next(iter(first.users)) if is_used_argument else first).meta["source"])
-        if decided_by_floats(first):
+        if find_float_decisions(first):
             return Refused(
                 f"each expert's tokens follow from a comparison of its own ({len(masks)} on this line)",
                 source=source,

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import Capture, decided_by_floats, remembered
+from ...capture.capture_result import Capture, find_float_decisions, fold_ancestors
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from ..graph_nodes import Line, is_known, is_routed, line, op_name
@@ -62,7 +62,7 @@ class ParameterReach:
         self.block, self.capture = block, capture
         tables = [table for group in template.groups for table in group.tables] if template is not None else []
         self.split_axes = {place.fqn: place.axes for table in tables for place in table.values()}
-        self.semantics = Semantics(capture.nodes, capture.shadow, symbolic, opaque_lines)
+        self.semantics = Semantics(capture.nodes, capture.concrete_value, symbolic, opaque_lines)
         self.terms = self.semantics.T
         self.children, self.nested = find_siblings(block), number_nested_modules(block)
         results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]
@@ -106,7 +106,7 @@ class ParameterReach:
     @functools.cached_property
     def choice_parameters(self) -> set[str]:
         """FQNs of the parameters from which integers are computed, such as a router's."""
-        choices = [n for n in self.capture.nodes if decided_by_floats(n)]
+        choices = [n for n in self.capture.nodes if find_float_decisions(n)]
         return {n.meta["fqn"] for n in collect_ancestors(*choices) if n.op == "get_attr"}
 
     def parameters_by_row(self, node: fx.Node, experts: Collection[str] | None = None) -> list[frozenset[Term]]:
@@ -291,7 +291,7 @@ def find_cut_inputs(
     rows = [_count_rows_by_line(seen, cut)]
     if template is not None:
         nodes, sum_ = template.capture.nodes, template.cut
-        rows.append(template.capture.once(("rows of lines", sum_), lambda: _count_rows_by_line(nodes, sum_)))
+        rows.append(template.capture.compute_once(("rows of lines", sum_), lambda: _count_rows_by_line(nodes, sum_)))
     loops = {at for at in set().union(*rows) if len(set().union(*[of.get(at, ()) for of in rows])) > 1}
     writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [
@@ -348,7 +348,7 @@ def _has_gathered_rows(node: fx.Node) -> bool:
             return any(is_routed(a) for a in pytree.tree_leaves(n.args[1:]))
         return any(inputs)
 
-    return remembered(node, "gathered", is_gathered)
+    return fold_ancestors(node, "gathered", is_gathered)
 
 
 _GATHERS = {"index", "_unsafe_index", "index_select"}

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from ...capture.capture_result import Capture, HostRead, decided_by_floats
+from ...capture.capture_result import Capture, HostRead, find_float_decisions
 from ...capture.code_locations import Source
-from ...capture.routed_numbers import LENGTH, is_empty_test
+from ...capture.routed_numbers import ROW_COUNT, is_empty_test
 from ...capture.symbolic_sizes import COMPARE
 from ...errors import Refused
 from ...ir.guards.attribute_reads import find_attributes
@@ -56,7 +56,7 @@ def flip_branches(state: ProofState) -> None:
     is_first = True
     while doubtful := _find_doubtful_reads(state):
         for read, seen, taken in doubtful:
-            state.settle(read.calls)
+            state.settle(read.call_stack)
             if len(seen) == 1 and not _is_about_rows(read) and _is_shown(state, read):
                 continue
             what = COUNT if len(seen) == 1 and empty_experts.is_token_test(read) else READ
@@ -74,16 +74,18 @@ def flip_branches(state: ProofState) -> None:
                 between = named if float in kinds else list(dict.fromkeys(map(round, named)))
                 others += _find_turning_values(state, read, taken, others, between)
             for value in others:
-                flips: dict[Any, Any] = {read.calls: repeat_outcome(taken, read.calls, value)}
-                if not force_outcome(state, read.source, flips, what, taken) and read.node is None:
-                    state.add_unforced_length(read.calls)  # with so few rows it is no error of the original's
+                interventions: dict[Any, Any] = {read.call_stack: repeat_outcome(taken, read.call_stack, value)}
+                if not force_outcome(state, read.source, interventions, what, taken) and read.node is None:
+                    state.add_unforced_length(read.call_stack)  # with so few rows it is no error of the original's
             if is_first and others:
                 first.append((read, others[0]))
         is_first = False
     together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _MAX_PAIRED_READS else ())
     for several in (some for some in together if len(some) > 1):
         taken = state.reference.capture
-        outcomes: dict[Any, Any] = {read.calls: repeat_outcome(taken, read.calls, value) for read, value in several}
+        outcomes: dict[Any, Any] = {
+            read.call_stack: repeat_outcome(taken, read.call_stack, value) for read, value in several
+        }
         force_outcome(state, several[0][0].source, outcomes, READ)
 
 
@@ -96,8 +98,8 @@ def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Ca
     for lifted in state.forms:
         for read in lifted.capture.reads:
             seen = outcomes if not _is_about_rows(read) or _has_rows(read) else without_rows
-            seen.setdefault(read.calls, set()).add(read.value)
-            met.setdefault(read.calls, (read, lifted.capture))
+            seen.setdefault(read.call_stack, set()).add(read.value)
+            met.setdefault(read.call_stack, (read, lifted.capture))
     outcomes = without_rows | outcomes
     for calls in _find_zero_weight_reads(state):
         outcomes[calls] = {True, False}
@@ -106,16 +108,16 @@ def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Ca
         calls for calls, (read, _) in met.items() if _is_single_token_test(read) and outcomes[calls] == {True, False}
     }
     for lifted in state.forms:
-        doubtful = [read for read in lifted.capture.reads if len(outcomes[read.calls]) == 1]
+        doubtful = [read for read in lifted.capture.reads if len(outcomes[read.call_stack]) == 1]
         ranges = IntegerRanges.with_more_tokens(lifted.capture) if doubtful else None
         for read in doubtful:
             if (
                 ranges
                 and read.node is not None
                 and not _is_about_rows(read)
-                and ranges.is_decided(read.node, read.asked)
+                and ranges.is_decided(read.node, read.comparison)
             ):
-                outcomes[read.calls] = {True, False}
+                outcomes[read.call_stack] = {True, False}
     for calls, read in _find_large_count_reads(state).items():
         outcomes[calls], met[calls] = {read.value}, (read, met[calls][1])
     open_ = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
@@ -130,9 +132,9 @@ def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
     found: dict[tuple[Source, ...], set[bool | None]] = {}
     for lifted in state.forms:
         for read in filter(zero_rows.is_zero_test, lifted.capture.reads):
-            outcomes.setdefault(read.calls, set()).add(read.value)
+            outcomes.setdefault(read.call_stack, set()).add(read.value)
             if _has_rows(read):
-                found.setdefault(read.calls, set()).add(zero_rows.adds_nothing(read))
+                found.setdefault(read.call_stack, set()).add(zero_rows.adds_nothing(read))
     return {calls for calls, seen in found.items() if False not in seen and True in seen and len(outcomes[calls]) == 2}
 
 
@@ -146,13 +148,13 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
         ranges = IntegerRanges.with_more_tokens(lifted.capture)
         met: dict[tuple[Source, ...], HostRead | None] = {}
         for read in lifted.capture.reads:
-            op, number = read.asked or ("", math.nan)
+            op, number = read.comparison or ("", math.nan)
             if type(number) not in (int, float) or is_empty_test(op, number) or not is_unbounded(ranges, read):
                 continue
             if op in ("eq", "ne"):
-                met[read.calls] = read if read.value is (op == "eq") else met.get(read.calls)
+                met[read.call_stack] = read if read.value is (op == "eq") else met.get(read.call_stack)
             else:
-                limits_at.setdefault(read.calls, {}).setdefault(number, []).append(read)
+                limits_at.setdefault(read.call_stack, {}).setdefault(number, []).append(read)
         for calls, one in met.items():
             equal.setdefault(calls, []).append(one)
     found = {calls: reads[0] for calls, reads in equal.items() if reads[0] is not None and None not in reads}
@@ -165,7 +167,7 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
 
 def _is_limit_test(state: ProofState, read: HostRead) -> bool:
     """Whether a count is compared with a number."""
-    if read.asked is None or type(read.asked[1]) not in (int, float):
+    if read.comparison is None or type(read.comparison[1]) not in (int, float):
         return False
     captures = (lifted.capture for lifted in state.forms if any(read is r for r in lifted.capture.reads))
     return any(is_unbounded(IntegerRanges.with_more_tokens(taken), read) for taken in captures)
@@ -173,11 +175,11 @@ def _is_limit_test(state: ProofState, read: HostRead) -> bool:
 
 def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
     """Whether the number that was compared grows with the tokens."""
-    of = read.of if read.node is None else {read.node}
+    of = read.origins if read.node is None else {read.node}
     if not of:  # how many rows there are
         return True
     found = [ranges.get(n) if isinstance(n, fx.Node) else None for n in of]
-    return LENGTH in of or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
+    return ROW_COUNT in of or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
 
 
 def _find_turning_values(
@@ -190,8 +192,8 @@ def _find_turning_values(
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
         with contextlib.suppress(Exception):  # it may check the value
-            flips = {**tracer.flips, read.calls: value}
-            nodes = state.capture(tracer.routing.again(), state.sizes[at], flips).nodes
+            interventions = {**tracer.interventions, read.call_stack: value}
+            nodes = state.capture(tracer.routing.restart(), state.sizes[at], interventions).nodes
             return value, list(map(line, nodes)), collect_numbers(nodes)
         return None
 
@@ -212,7 +214,7 @@ def _find_turning_values(
 
 def find_buffers(read: HostRead) -> list[str]:
     """The names of the buffers that a value follows from, if it follows from nothing else."""
-    stack = [read.node] if read.node is not None else [n for n in read.of if isinstance(n, fx.Node)]
+    stack = [read.node] if read.node is not None else [n for n in read.origins if isinstance(n, fx.Node)]
     found, seen = list[str](), set[fx.Node]()
     while stack:
         node = stack.pop()
@@ -241,7 +243,7 @@ def _find_named_numbers(block: nn.Module) -> list[float]:
 
 def _is_single_token_test(read: HostRead) -> bool:
     """Whether a comparison tells one token from more, of which an idle expert has the outcome, too."""
-    asked = read.asked
+    asked = read.comparison
     if asked is None and read.node is not None and op_name(read.node) in COMPARE and is_routed(read.node.args[0]):
         asked = op_name(read.node), read.node.args[1]
     return asked is not None and type(asked[1]) is int and asked in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
@@ -250,11 +252,11 @@ def _is_single_token_test(read: HostRead) -> bool:
 def _is_about_rows(read: HostRead) -> bool:
     """Whether a boolean says something of the floats of an expert's rows, and does nothing else than that: `if not
     (weights[token, slot] > 0.4).any()`. Without rows its outcome tells nothing of rows."""
-    if read.node is None or read.asked is not None or read.node.meta["val"].dtype is not torch.bool:
+    if read.node is None or read.comparison is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
     if zero_rows.is_zero_test(read):
         return True
-    weighed = [n for n in decided_by_floats(read.node) if n.meta["ragged"]]
+    weighed = [n for n in find_float_decisions(read.node) if n.meta["ragged"]]
     if all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed):
         return False
     return all(_is_only_read(n) for n in weighed)

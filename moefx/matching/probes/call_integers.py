@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import MIXED, Capture, is_abstract
-from ...capture.code_locations import is_users_own
+from ...capture.capture_result import FORCE_MIXED, Capture, is_abstract
+from ...capture.code_locations import is_raised_by_program
 from ...capture.concrete_routing import Routing
-from ...capture.side_effects import holds_integers
+from ...capture.side_effects import has_integers
 from ...errors import Refused
 from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, is_known, line, op_name
 from ..integer_ranges import NARROW, IntegerRanges
@@ -76,7 +76,9 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
         counts[where] += 1
         made_of = find_operands(n)
         of = set().union(*[find_extremes(capture, a) for a in (made_of[:1] if op_name(n) in LOOKUPS else made_of)])
-        is_same = _can_level_off(n) and any(are_equal(capture.shadow(a), capture.shadow(n)) for a in made_of)
+        is_same = _can_level_off(n) and any(
+            are_equal(capture.concrete_value(a), capture.concrete_value(n)) for a in made_of
+        )
         one = Observation(n, find_extremes(capture, n), of, is_same)
         is_one_way = one.is_same or len(one.values) == 1  # doubtful, or beside other captures
         if is_one_way and not ranges:
@@ -121,7 +123,7 @@ def vary_call_integers(state: ProofState) -> None:
     settled: set[Place] = set()
     turns = [*(leaf.turns for leaf in state.arguments.tensors), *state.arguments.held.values()]
     more = range(_FIRST_TURNING_SEED, _FIRST_TURNING_SEED + max(map(len, turns), default=0) + 1) if any(turns) else ()
-    seeds = iter((*(BUFFER_SEEDS if holds_integers(state.block) else ()), *more))
+    seeds = iter((*(BUFFER_SEEDS if has_integers(state.block) else ()), *more))
     while True:
         columns += [observe_integers(lifted.capture) for lifted in state.forms[len(columns) :]]
         place = next((p for p in _find_doubtful_places(columns) if p not in settled), None)
@@ -168,14 +170,14 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
         source=str(source),
         remedy="pass example_inputs with which it comes out both ways, or set the buffers so",
     )
-    flips = {**taken.flips, (source, str(node.target), True): MIXED}
+    interventions = {**taken.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:
-        lifted = state.lift(taken.routing.again(), sizes, flips)
+        lifted = state.lift(taken.routing.restart(), sizes, interventions)
         state.require_same_form(lifted)
     except Refused as why:
         raise refusal from why
     except Exception as error:
-        if is_users_own(error):  # the original raises it, too
+        if is_raised_by_program(error):  # the original raises it, too
             return
         raise refusal from error
     if _find_read_lines(lifted) != _find_read_lines(state.forms[met]) or not torch.equal(

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import MIXED, Capture, decided_by_floats
+from ...capture.capture_result import FORCE_MIXED, Capture, find_float_decisions
 from ...capture.code_locations import Source
 from ...capture.concrete_routing import Routing
-from ...capture.concrete_values import computed_anew
+from ...capture.concrete_values import recompute_values
 from ...errors import Refused
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
@@ -48,8 +48,8 @@ def separate_choices(state: ProofState) -> None:
     apart: set[_Place] = set()
     for lifted in state.forms:
         for n in _find_other_choices(lifted):
-            for place in map(locate_decision, decided_by_floats(n)):
-                if place in lifted.capture.tracer.flips or not _are_alike(n.meta["val"], lifted.ids, lifted):
+            for place in map(locate_decision, find_float_decisions(n)):
+                if place in lifted.capture.tracer.interventions or not _are_alike(n.meta["val"], lifted.ids, lifted):
                     apart.add(place)
                 alike.setdefault(place, []).append(lifted)
     for place, several in alike.items():
@@ -67,7 +67,7 @@ def _find_other_choices(lifted: CanonicalForm) -> list[fx.Node]:
 
 
 def _is_of_tokens(n: fx.Node, lifted: CanonicalForm) -> bool:
-    if not decided_by_floats(n) or not (val := n.meta["val"]).numel():
+    if not find_float_decisions(n) or not (val := n.meta["val"]).numel():
         return False
     by_token = _align_with_tokens(val, lifted)
     return by_token is not None and (val.dtype is not torch.bool or by_token.shape[1] > int(lifted.ids.max()))
@@ -98,13 +98,13 @@ def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: CanonicalForm) -> b
 def _can_differ(lifted: CanonicalForm, place: _Place) -> bool:
     """Whether with other values of parameters and buffers the two choices do not come out alike."""
     refs = lifted.expert_index.columns or (lifted.expert_index,)
-    others = [n for n in _find_other_choices(lifted) if place in map(locate_decision, decided_by_floats(n))]
+    others = [n for n in _find_other_choices(lifted) if place in map(locate_decision, find_float_decisions(n))]
     nodes = sorted(collect_ancestors(*lifted.expert_index.nodes, *others), key=lambda n: n.meta["index"])
     for seed in range(_MAX_TRIALS):
         try:
             with torch.random.fork_rng(devices=()):  # a router may draw noise
                 torch.default_generator.manual_seed(seed)
-                values = computed_anew(nodes, Routing("diverse", seed, is_wild=True).invent)
+                values = recompute_values(nodes, Routing("diverse", seed, is_wild=True).invent_value)
             ids = torch.cat([view_as_slots(values[ref.node], lifted.tokens, ref.axes) for ref in refs], dim=1)
             if not all(_are_alike(values[n], ids, lifted) for n in others):
                 return True
@@ -117,11 +117,11 @@ def _separate(state: ProofState, place: _Place, taken: Capture) -> None:
     """Make a choice come out otherwise. What was read off nodes that were alike is read off those that show then."""
     tracer, sizes = taken.tracer, state.sizes[find_capture(state, taken)]
     try:
-        force_outcome(state, place[0], {place: MIXED}, _SECOND_CHOICE, taken, is_safe=False)
+        force_outcome(state, place[0], {place: FORCE_MIXED}, _SECOND_CHOICE, taken, is_safe=False)
     except Refused as why:
-        flips: dict[Any, Any] = {**tracer.flips, place: MIXED}
+        interventions: dict[Any, Any] = {**tracer.interventions, place: FORCE_MIXED}
         try:
-            parted = state.lift_as(state.capture(tracer.routing.again(), sizes, flips), None)
+            parted = state.lift_as(state.capture(tracer.routing.restart(), sizes, interventions), None)
             state.read_all_as(parted)
             state.require_same_form(parted)
         except Refused:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import SHAPE_ONLY, SPREAD, Capture, remembered
+from ...capture.capture_result import FORCE_SPREAD, SHAPE_ONLY, Capture, fold_ancestors
 from ...capture.code_locations import Source
 from ..graph_nodes import SELECTIONS, find_extremes, is_known, is_routed, op_name, position_axis
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
@@ -41,7 +41,7 @@ def spread_numbers(state: ProofState) -> None:
         Refused: other values change the form.
     """
     for (source, op), what in {**_find_constant_numbers(state), **_find_uncut_numbers(state)}.items():
-        force_outcome(state, source, {(source, op, True): SPREAD}, what)
+        force_outcome(state, source, {(source, op, True): FORCE_SPREAD}, what)
 
 
 def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
@@ -109,7 +109,7 @@ def _find_outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
     axis = _find_place_axis(n, by)
     if axis is None or len(found) < 2:
         return found
-    rows = capture.shadow(n).movedim(axis, -1).flatten(0, -2).unique(dim=0)
+    rows = capture.concrete_value(n).movedim(axis, -1).flatten(0, -2).unique(dim=0)
     return set(map(tuple, rows[:2].tolist()))
 
 
@@ -147,7 +147,7 @@ def _is_growing(ranges: IntegerRanges, node: fx.Node) -> bool:
         is_pointwise = torch.Tag.pointwise in getattr(n.target, "tags", ())
         return any(are) or (is_routed(n) and not is_pointwise and op_name(n) not in ELEMENT_MOVES | _LOOKUPS)
 
-    return remembered(node, "grows", grows)
+    return fold_ancestors(node, "grows", grows)
 
 
 def _find_uncut_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
@@ -158,7 +158,9 @@ def _find_uncut_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
             if op_name(n) not in COUNT_CUTS or not is_known(n) or n.meta["val"].dtype is torch.bool:
                 continue
             if isinstance(before := n.args[0], fx.Node):
-                uncut = is_known(before) and torch.equal(lifted.capture.shadow(n), lifted.capture.shadow(before))
+                uncut = is_known(before) and torch.equal(
+                    lifted.capture.concrete_value(n), lifted.capture.concrete_value(before)
+                )
                 limit = str((n.args[1:], n.kwargs)) if uncut else "reached"
                 limits_at.setdefault((n.meta["source"], str(n.target)), set()).add(limit)
     # not those that grow with the sizes

@@ -20,10 +20,10 @@ from torch import fx
 
 from ...capture.capture_result import HostRead
 from ...capture.concrete_routing import Routing
-from ...capture.routed_numbers import Count, is_empty_test
+from ...capture.routed_numbers import RoutedInt, is_empty_test
 from ...capture.symbolic_sizes import COMPARE
 from ...errors import Refused
-from ..graph_nodes import is_known, is_routed, op_name, remembered
+from ..graph_nodes import fold_ancestors, is_known, is_routed, op_name
 from ..integer_ranges import NARROW
 from ..op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
 
@@ -50,14 +50,14 @@ def _read_question(read: HostRead) -> _Question | None:
     """What was read, if it says no more of a mask than whether any of its entries is true."""
     steps: list[fx.Node] = []
     node = read.node
-    if node is None or (read.asked is None and node.meta["val"].dtype != torch.bool):
+    if node is None or (read.comparison is None and node.meta["val"].dtype != torch.bool):
         return None
     while not _is_mask(node):
         if len(node.all_input_nodes) != 1 or op_name(node) not in _STEPS:
             return None
         steps.append(node)
         node = node.all_input_nodes[0]
-    none, *some = [_answer_for_count([*reversed(steps)], read.asked, count) for count in _COUNTS_TO_ASK]
+    none, *some = [_answer_for_count([*reversed(steps)], read.comparison, count) for count in _COUNTS_TO_ASK]
     if none is None or any(answer is not (not none) for answer in some):
         return None
     return _Question(node, not none)
@@ -106,8 +106,8 @@ def is_token_test(read: HostRead) -> bool:
     """Whether a count is compared with 0 or with another count, as `if start == end` does to skip an idle expert."""
     if read.node is not None and _is_narrow(read.node):
         return False
-    if read.asked is not None:
-        return isinstance(read.asked[1], Count) or is_empty_test(*read.asked)
+    if read.comparison is not None:
+        return isinstance(read.comparison[1], RoutedInt) or is_empty_test(*read.comparison)
     if read.node is None or op_name(read.node) not in COMPARE or not is_known(read.node):
         return False
     count, other = read.node.args[:2]
@@ -121,7 +121,7 @@ def _is_narrow(node: fx.Node) -> bool:
         val = n.meta.get("val")
         return (isinstance(val, torch.Tensor) and val.dtype in NARROW) or any(inputs)
 
-    return remembered(node, "narrow", of)
+    return fold_ancestors(node, "narrow", of)
 
 
 def is_chosen_test(node: fx.Node) -> bool:
@@ -192,7 +192,7 @@ def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalF
         taken = state.capture(routing, sizes)
     except Exception:
         return None  # the program does not run on so few
-    if all(other.value == read.value for other in taken.reads if other.calls == read.calls):
+    if all(other.value == read.value for other in taken.reads if other.call_stack == read.call_stack):
         return None
     lifted = state.lift_captured(taken)  # a second capture under the same `Routing` chooses other experts
     state.require_same_form(lifted)

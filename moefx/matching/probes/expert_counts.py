@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from ...capture.capture_result import HostRead, decided_by_floats, is_abstract
+from ...capture.capture_result import HostRead, find_float_decisions, is_abstract
 from ...capture.concrete_routing import Routing
 from ...errors import Refused
 from ..lift.canonical_form import CanonicalForm
@@ -56,14 +56,14 @@ def vary_expert_counts(state: ProofState) -> None:
 
 
 def _is_of_floats(read: HostRead) -> bool:
-    return read.node is not None and (is_abstract(read.node) or bool(decided_by_floats(read.node)))
+    return read.node is not None and (is_abstract(read.node) or bool(find_float_decisions(read.node)))
 
 
 def _find_seen_counts(state: ProofState) -> set[int]:
     """The numbers of tokens that experts have in captures of several tokens that nothing was forced in."""
     seen: set[int] = set()
     for lifted in state.forms:
-        if lifted.optional_guard is None and len(lifted.ids) > 1 and not lifted.capture.tracer.flips:
+        if lifted.optional_guard is None and len(lifted.ids) > 1 and not lifted.capture.tracer.interventions:
             experts = [e for group in state.reference.groups for e in group.ids]
             seen |= {int((lifted.ids == e).sum()) for e in experts}
     return seen
@@ -74,7 +74,7 @@ def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
     slots, experts = state.reference.slots, state.num_experts
     if experts <= slots:
         return []
-    sizes = state.size_choice.choose_as_captured(state.arguments.tokens_near(7, avoid=(slots,)))
+    sizes = state.size_choice.choose_as_captured(state.arguments.choose_tokens_near(7, avoid=(slots,)))
     return [sizes] if state.size_choice.is_within(sizes) else []
 
 

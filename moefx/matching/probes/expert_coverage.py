@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
-from ...capture.concrete_routing import Routing, takes
+from ...capture.concrete_routing import Routing, can_hold
 from ...errors import Refused
 from ..graph_nodes import depends_on_call, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges
@@ -70,11 +70,11 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
         for leaf in (n for n in ancestors if n.op == "placeholder"):
             argument = state.arguments.tensors[leaf.meta["position"]]
             numbers = _find_choosing_numbers(first.capture, node, leaf, missing) if argument.takes_turns else {}
-            found |= {(leaf.meta["position"], n) for n in numbers.values() if argument.takes(n)}
+            found |= {(leaf.meta["position"], n) for n in numbers.values() if argument.can_hold(n)}
             missing = missing - numbers.keys()
         for leaf in (n for n in ancestors if n.op == "get_attr" and not n.meta["val"].is_floating_point()):
-            found |= {(leaf.meta["fqn"], e) for e in missing if takes(leaf.meta["val"], e)}
-    arguments = state.arguments.turned(found)
+            found |= {(leaf.meta["fqn"], e) for e in missing if can_hold(leaf.meta["val"], e)}
+    arguments = state.arguments.with_turns(found)
     if found and can_run(state, arguments, state.sizes[0]):
         state.capture_again(arguments)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import MIXED, Capture, decided_by_floats
+from ...capture.capture_result import FORCE_MIXED, Capture, find_float_decisions
 from ...capture.code_locations import Source
 from ..graph_nodes import op_name
 from ..lift.canonical_form import CanonicalForm
@@ -68,9 +68,9 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
     found: dict[tuple[Any, str, str], _Decision] = {}
     for lifted in state.forms:
         for n in lifted.capture.nodes:
-            made_of = decided_by_floats(n)
+            made_of = find_float_decisions(n)
             mine = set(map(locate_decision, made_of))
-            if not mine or mine & lifted.capture.tracer.flips.keys():
+            if not mine or mine & lifted.capture.tracer.interventions.keys():
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
             decided = n if is_boolean else made_of[0]
@@ -97,7 +97,7 @@ def _force_each(
     for taken in choose_captures(met):
         if not state.is_settled((flipped, taken.tracer)):
             state.settle((flipped, taken.tracer))
-            force_outcome(state, source, dict.fromkeys(flipped, MIXED), what, taken, is_safe=False)
+            force_outcome(state, source, dict.fromkeys(flipped, FORCE_MIXED), what, taken, is_safe=False)
 
 
 def _name_operand(a: Any) -> Any:
@@ -114,7 +114,7 @@ def choose_captures(met: list[CanonicalForm]) -> list[Capture]:
 
 
 def locate_decision(n: fx.Node) -> tuple[Source, str, bool]:
-    """Return the place of a node as `Flips` name it."""
+    """Return the place of a node as `Interventions` name it."""
     return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
 
 

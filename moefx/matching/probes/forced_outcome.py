@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...capture.capture_result import Capture, Often
-from ...capture.code_locations import Source, is_users_own
-from ...capture.symbolic_sizes import value_of
-from ...capture.tracer import Flips
+from ...capture.capture_result import Capture, LimitedOutcome
+from ...capture.code_locations import Source, is_raised_by_program
+from ...capture.symbolic_sizes import peek_value
+from ...capture.tracer import Interventions
 from ...errors import Refused
 
 if TYPE_CHECKING:
@@ -30,7 +30,12 @@ _REPEATS = 3  # times as often as a capture met a read it has another outcome
 
 
 def force_outcome(
-    state: ProofState, source: Source, flips: Flips, what: str, taken: Capture | None = None, is_safe: bool = True
+    state: ProofState,
+    source: Source,
+    interventions: Interventions,
+    what: str,
+    taken: Capture | None = None,
+    is_safe: bool = True,
 ) -> bool:
     """Capture again with forced outcomes, and judge the result.
 
@@ -53,7 +58,7 @@ def force_outcome(
     at = find_capture(state, taken)
     tracer, sizes, optional = state.forms[at].capture.tracer, state.sizes[at], state.forms[at].optional_guard
     try:
-        forced = state.lift(tracer.routing.again(), sizes, {**tracer.flips, **flips})
+        forced = state.lift(tracer.routing.restart(), sizes, {**tracer.interventions, **interventions})
         state.require_same_form(forced)
     except Refused as why:
         if optional is None:
@@ -61,7 +66,7 @@ def force_outcome(
         state.drop_evidence(at)
         return True
     except Exception as error:
-        if is_safe or is_users_own(error):
+        if is_safe or is_raised_by_program(error):
             return False
         raise refuse_change(source, what) from error
     is_read = what in (READ, COUNT, ZERO, LIMIT) or what.startswith(BUFFER)
@@ -74,9 +79,9 @@ def repeat_outcome(taken: Capture, calls: tuple[Source, ...], value: Any) -> Any
     compares the same numbers: a loop may ask until the outcome changes."""
     if type(value) is not bool:
         return value
-    met = [read for read in taken.reads if read.calls == calls]
-    others = frozenset(value_of(read.asked[1]) for read in met if read.asked is not None)
-    return Often(value, _REPEATS * len(met) + _REPEATS, others)
+    met = [read for read in taken.reads if read.call_stack == calls]
+    others = frozenset(peek_value(read.comparison[1]) for read in met if read.comparison is not None)
+    return LimitedOutcome(value, _REPEATS * len(met) + _REPEATS, others)
 
 
 def find_capture(state: ProofState, taken: Capture | None) -> int:

@@ -92,12 +92,12 @@ def _find_concentrations(state: ProofState, taken: Capture, node: fx.Node) -> It
     made = find_integer_ancestors(node)
     for leaf in (n for n in made if n.op == "placeholder"):
         argument = state.arguments.tensors[leaf.meta["position"]]
-        if argument.together > 1 or not argument.is_of_tokens:
+        if argument.numbers_per_token > 1 or not argument.has_token_axis:
             continue
         run = _Run(taken, leaf, find_path(leaf, made), node)
         numbers = leaf.meta["val"].unique()[:_MAX_NUMBERS].tolist()
         outcomes = {number: run.outcome(torch.full_like(leaf.meta["val"], number)) for number in numbers}
-        as_it_was = taken.shadow(node).tolist()
+        as_it_was = taken.concrete_value(node).tolist()
         others = [n for n, outcome in outcomes.items() if outcome is not None and outcome != as_it_was]
         same = [n for n, outcome in outcomes.items() if outcome == as_it_was]
         if others and (not same or run.asks_for_none(others[0], same[0])):

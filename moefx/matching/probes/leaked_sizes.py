@@ -24,7 +24,7 @@ import torch.utils._pytree as pytree
 
 from ...capture.capture_result import Capture
 from ...capture.concrete_routing import Routing
-from ...capture.symbolic_sizes import SizeGuard, evaluate, plain
+from ...capture.symbolic_sizes import SizeGuard, evaluate_size, unwrap_numbers
 from ...errors import CaptureError, Refused
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import collect_numbers
@@ -127,7 +127,7 @@ def vary_leaked_sizes(state: ProofState) -> None:
 
     proven = max(math.prod(lifted.tokens) for lifted in state.forms)
     longest = max_capture_tokens(state.forms, times=4)
-    for tokens in map(arguments.tokens_near, _LEAK_SIZES):
+    for tokens in map(arguments.choose_tokens_near, _LEAK_SIZES):
         if tokens <= below:
             continue
         if tokens > longest:
@@ -199,8 +199,8 @@ def guard_constant_expressions(state: ProofState) -> None:
     largest = state.arguments.each * max(math.prod(sizes.values()) for sizes in state.sizes)
     for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in state.forms])):
         with contextlib.suppress(ArithmeticError, ValueError):
-            seen = {evaluate(text, sizes) for sizes in state.sizes}
-            between = {evaluate(text, state.size_choice.choose_sequence(n)) for n in range(2, largest + 1)}
+            seen = {evaluate_size(text, sizes) for sizes in state.sizes}
+            between = {evaluate_size(text, state.size_choice.choose_sequence(n)) for n in range(2, largest + 1)}
             if len(seen) == 1 and between != seen:
                 state.add_guard(SizeGuard(text, "eq", str(seen.pop()), True))
 
@@ -212,8 +212,8 @@ def _changes_later(state: ProofState) -> bool:
     for text in set().union(*[lifted.capture.sizes.used for lifted in state.forms]):
         with contextlib.suppress(ArithmeticError, ValueError):
             used = [s for li, s in zip(state.forms, state.sizes, strict=True) if text in li.capture.sizes.used]
-            seen = {evaluate(text, sizes) for sizes in used}
-            if len(seen) == 1 and {evaluate(text, sizes) for sizes in later} != seen:
+            seen = {evaluate_size(text, sizes) for sizes in used}
+            if len(seen) == 1 and {evaluate_size(text, sizes) for sizes in later} != seen:
                 return True
     return False
 
@@ -223,7 +223,7 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
     if 2 * tokens > MAX_CROWD_TOKENS:
         return False
     arguments = state.arguments
-    several = (arguments.choose(times * tokens, 1) for times in _SEQUENCES)  # not one: S is to be told from B*S
+    several = (arguments.choose_sizes(times * tokens, 1) for times in _SEQUENCES)  # not one: S is to be told from B*S
     sizes = next((s for s in several if arguments.each * s[arguments.dims[-1]] >= tokens), None)
     if sizes is None:
         return False
@@ -260,4 +260,7 @@ def _collect_lines(taken: Capture) -> set[tuple[str, str]]:
 def _collect_numbers(taken: Capture) -> dict[Any, int | float | None]:
     """Those that ops are called with, and those that are returned."""
     returned = enumerate(pytree.tree_leaves(taken.out))
-    return {**collect_numbers(taken.nodes), **{i: plain(v) for i, v in returned if isinstance(v, (int, float))}}
+    return {
+        **collect_numbers(taken.nodes),
+        **{i: unwrap_numbers(v) for i, v in returned if isinstance(v, (int, float))},
+    }

@@ -22,7 +22,7 @@ from torch import fx
 from ...capture.capture_result import Capture, HostRead
 from ...capture.code_locations import Source
 from ...capture.concrete_routing import Routing
-from ...capture.routed_numbers import Count, Share, is_empty_test
+from ...capture.routed_numbers import RoutedFloat, RoutedInt, is_empty_test
 from ...capture.symbolic_sizes import SizeGuard
 from ...errors import Refused
 from ..graph_nodes import is_routed, op_name
@@ -104,8 +104,10 @@ def vary_loads(state: ProofState) -> None:
         _force_crowd(state, comparison, [first], outcomes)
     ordered = [c for c in found.values() if c.limit is not None]
     for base in bases if len(ordered) > 1 else ():
-        flips: dict[Any, Any] = {c.read.calls: repeat_outcome(base, c.read.calls, c.in_a_crowd) for c in ordered}
-        force_outcome(state, ordered[0].read.source, flips, LIMIT, base)
+        interventions: dict[Any, Any] = {
+            c.read.call_stack: repeat_outcome(base, c.read.call_stack, c.in_a_crowd) for c in ordered
+        }
+        force_outcome(state, ordered[0].read.source, interventions, LIMIT, base)
 
 
 def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
@@ -114,18 +116,18 @@ def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
     for lifted in state.forms:
         for read in lifted.capture.reads:
             op, other = (compared := _read_comparison(read)) or ("", None)
-            if compared is None or read.calls in found or op not in TWO_SIDED:
+            if compared is None or read.call_stack in found or op not in TWO_SIDED:
                 continue
-            asks_for_any = is_empty_test(op, other) and not read.of  # not `n - 9 > 0`
+            asks_for_any = is_empty_test(op, other) and not read.origins  # not `n - 9 > 0`
             if not asks_for_any and _is_of_load(lifted.capture, read):
-                found[read.calls] = _Comparison(read, op, other)
+                found[read.call_stack] = _Comparison(read, op, other)
     return found
 
 
 def _read_comparison(read: HostRead) -> tuple[str, Any] | None:
     """What was asked of a number, by Python or by an op of which Python reads the result."""
-    if read.asked is not None:
-        return read.asked
+    if read.comparison is not None:
+        return read.comparison
     node = _find_comparison_node(read)
     return None if node is None else (op_name(node), node.args[1])
 
@@ -141,9 +143,11 @@ def _find_comparison_node(read: HostRead) -> fx.Node | None:
 def _is_of_load(capture: Capture, read: HostRead) -> bool:
     """Whether what is compared grows with the tokens of an expert, or of all, and is no number that it never is."""
     ranges = IntegerRanges.with_more_tokens(capture)
-    if read.asked is not None:
-        op, other = read.asked
-        is_never = not read.of and op not in ORDERED and type(other) in (int, float) and (other < 0 or other % 1 != 0)
+    if read.comparison is not None:
+        op, other = read.comparison
+        is_never = (
+            not read.origins and op not in ORDERED and type(other) in (int, float) and (other < 0 or other % 1 != 0)
+        )
         return is_unbounded(ranges, read) and not is_never
     of: Any = node.args[0] if (node := _find_comparison_node(read)) is not None else None
     if of is None or not find_token_sizes(capture).isdisjoint(
@@ -195,7 +199,7 @@ def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[An
     for lifted, sizes in zip(state.forms, state.sizes, strict=True):
         if side is None or _find_way(state, sizes) == side.way:
             for read in lifted.capture.reads:
-                found.setdefault(read.calls, set()).add(read.value)
+                found.setdefault(read.call_stack, set()).add(read.value)
     return found
 
 
@@ -223,8 +227,8 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
 
 def _find_turned_read(state: ProofState, taken: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
     """Of the comparisons one that came out in a capture as it did not in the first one, if there is such."""
-    first = {(read.calls, read.value) for read in state.reference.capture.reads}
-    new = [r for r in taken.reads if r.calls in found and (r.calls, r.value) not in first]
+    first = {(read.call_stack, read.value) for read in state.reference.capture.reads}
+    new = [r for r in taken.reads if r.call_stack in found and (r.call_stack, r.value) not in first]
     return next(iter(new), next(iter(found.values())).read)
 
 
@@ -233,16 +237,16 @@ def _force_crowd(
 ) -> None:
     """Have a comparison come out for all experts as it does for a crowd. An equality that came out both ways on this
     side is left, and which of two loads is larger: forced, these would contradict the loads."""
-    calls, wanted = comparison.read.calls, [comparison.in_a_crowd]
+    calls, wanted = comparison.read.call_stack, [comparison.in_a_crowd]
     seen = outcomes.get(calls, set())
-    is_of_loads = isinstance(comparison.other, (Count, Share, fx.Node))
+    is_of_loads = isinstance(comparison.other, (RoutedInt, RoutedFloat, fx.Node))
     if is_of_loads and comparison.op in ORDERED:
         wanted = [value for value in (True, False) if value not in seen]
     elif comparison.op not in ORDERED and (type(comparison.other) is not int or comparison.other in (0, 1)):
         wanted = [value for value in wanted if value not in seen]
     for base in bases:
         for value in wanted:
-            if all(read.value is value for read in base.reads if read.calls == calls):
+            if all(read.value is value for read in base.reads if read.call_stack == calls):
                 continue
             try:
                 is_shown = force_outcome(
@@ -257,7 +261,7 @@ def _force_crowd(
                 not is_shown
                 and limit is not None
                 and limit > 1
-                and not comparison.read.of
+                and not comparison.read.origins
                 and not _crowd_every_expert(state, comparison)
             ):
                 slots = state.reference.slots
@@ -271,9 +275,9 @@ def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     slots, experts = state.reference.slots, state.num_experts
     if (limit := comparison.limit) is None:
         return False
-    if comparison.read.of:  # a number made of the load
+    if comparison.read.origins:  # a number made of the load
         limit = max(limit, _MAX_EVEN_TOKENS * slots // (2 * experts))
-    tokens = state.arguments.tokens_near(experts * -(-(limit + 1) // slots) + experts)
+    tokens = state.arguments.choose_tokens_near(experts * -(-(limit + 1) // slots) + experts)
     sizes = state.size_choice.choose_sequence(tokens)
     if tokens > _MAX_EVEN_TOKENS or not state.size_choice.is_within(sizes):
         return False
@@ -282,7 +286,7 @@ def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
         state.require_agreement(lifted)
     except Exception:  # the program's own too
         return False
-    outcomes = {read.value for read in lifted.capture.reads if read.calls == comparison.read.calls}
+    outcomes = {read.value for read in lifted.capture.reads if read.call_stack == comparison.read.call_stack}
     if outcomes != {comparison.in_a_crowd}:
         return False
     state.add_evidence(lifted, sizes)

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import SHAPE_ONLY, Capture
-from ..graph_nodes import is_known, remembered
+from ..graph_nodes import fold_ancestors, is_known
 
 
 def is_load_statistic(capture: Capture, node: fx.Node) -> bool:
@@ -48,7 +48,7 @@ def _is_of_choice(node: fx.Node) -> bool:
     def is_of_choice(n: fx.Node, inputs: list[bool]) -> bool:
         return isinstance(n.meta.get("val"), FakeTensor) or any(inputs)
 
-    return remembered(node, "of_choice", is_of_choice, inputs_of)
+    return fold_ancestors(node, "of_choice", is_of_choice, inputs_of)
 
 
 def _has_no_tokens(capture: Capture, node: fx.Node, val: Any) -> bool:

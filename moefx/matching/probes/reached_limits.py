@@ -24,7 +24,7 @@ from ...capture.code_locations import Source
 from ...capture.concrete_routing import Routing
 from ...capture.symbolic_sizes import SizeGuard
 from ...errors import Refused
-from ..graph_nodes import is_known, is_routed, op_name, remembered
+from ..graph_nodes import fold_ancestors, is_known, is_routed, op_name
 from ..integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.canonical_form import CanonicalForm
 from ..op_classes import AXIS_MOVES, BENT, ORDERED, RESHAPED_COPIES, TWO_SIDED
@@ -68,7 +68,7 @@ def overflow_limits(state: ProofState) -> None:
                 "tried: it is no count itself, so at how many tokens that changes cannot be told",
                 source=str(place[0]), culprits=(place[1],),
             )  # fmt: skip
-        tokens = state.arguments.tokens_near(int(lowest / 0.85) + 10)
+        tokens = state.arguments.choose_tokens_near(int(lowest / 0.85) + 10)
         sizes = state.size_choice.choose_sequence(tokens)
         if tokens > MAX_CROWD_TOKENS or not state.size_choice.is_within(sizes):
             break
@@ -98,7 +98,7 @@ def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()
     Args:
         lengths: calls in which Python compares how many rows an expert has; these count, too.
     """
-    return capture.once(("limits", frozenset(lengths)), lambda: _find_limits(capture, lengths))
+    return capture.compute_once(("limits", frozenset(lengths)), lambda: _find_limits(capture, lengths))
 
 
 def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, int | None]:
@@ -108,8 +108,8 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
         found[place] = None if is_reached or found.get(place, limit) is None else limit
 
     for read in capture.reads:
-        op, limit = read.asked or ("", None)
-        if read.calls in lengths and op in ORDERED and type(limit) is int and limit > 1:
+        op, limit = read.comparison or ("", None)
+        if read.call_stack in lengths and op in ORDERED and type(limit) is int and limit > 1:
             note((read.source, "length"), limit, bool(read.value) is (op in ("gt", "ge")))
     ranges: IntegerRanges | None = None
     for n in capture.nodes:
@@ -177,7 +177,7 @@ def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx
         limit = _read_number(other)
         if limit is None or not isinstance(rows, fx.Node) or not is_known(rows):
             continue
-        value = capture.shadow(rows)
+        value = capture.concrete_value(rows)
         value = value.nan_to_num(0) if value.is_floating_point() else value
         most = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
         # else it counts if it is of positions in a sequence or a batch, and the limit no size itself
@@ -185,7 +185,7 @@ def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx
         if not (is_routed(rows) or is_made_of_rows(rows)) and (most + 1 not in sizes or limit in sizes):
             continue
         if name in ORDERED:
-            has_both = len(capture.shadow(n).unique()) > 1
+            has_both = len(capture.concrete_value(n).unique()) > 1
             yield rows, limit, has_both or most > limit, has_both
         elif not isinstance(other, fx.Node) or n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`
             yield rows, limit, most >= limit, most >= limit
@@ -193,7 +193,7 @@ def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx
 
 def is_made_of_rows(node: fx.Node) -> bool:
     """Whether a number follows from how many rows an expert has, as `arange(len(rows))` does."""
-    return remembered(node, "of_rows", lambda n, are: bool(n.meta.get("ragged")) or any(are))
+    return fold_ancestors(node, "of_rows", lambda n, are: bool(n.meta.get("ragged")) or any(are))
 
 
 def _read_number(x: Any) -> int | None:
@@ -217,7 +217,7 @@ def _is_below(ranges: IntegerRanges, rows: fx.Node, limit: int) -> bool:
 def _is_highest(capture: Capture, ranges: IntegerRanges, rows: fx.Node, limit: int) -> bool:
     """Whether one of the values is the limit and none can be larger, as of `ids.max()`: no token goes beyond."""
     found = ranges.get(rows)
-    return found is not None and bool((found[1] <= limit).all()) and bool((capture.shadow(rows) == limit).any())
+    return found is not None and bool((found[1] <= limit).all()) and bool((capture.concrete_value(rows) == limit).any())
 
 
 def _is_narrow(n: fx.Node) -> bool:

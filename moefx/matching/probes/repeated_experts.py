@@ -21,7 +21,7 @@ from torch import fx
 
 from ...capture.capture_result import Capture
 from ...capture.concrete_routing import Routing
-from ...capture.tracer import Flips
+from ...capture.tracer import Interventions
 from ...errors import Refused
 from ..graph_nodes import op_name
 from ..lift.canonical_form import CanonicalForm
@@ -78,12 +78,12 @@ def _has_shown(lifted: CanonicalForm, i: int, pairs: list[tuple[int, int | None]
 
 
 def _lift_with_choices(
-    state: ProofState, sizes: dict[str, int], flips: Flips, refusal: Refused
+    state: ProofState, sizes: dict[str, int], interventions: Interventions, refusal: Refused
 ) -> CanonicalForm | None:
     """The form where tokens choose as they are told to; None where the program does not run then: nor does the
     original."""
     try:
-        taken = state.capture(Routing("diverse", 0), sizes, flips)
+        taken = state.capture(Routing("diverse", 0), sizes, interventions)
     except Exception as error:
         if isinstance(error, Refused):
             raise refusal from error
@@ -143,7 +143,7 @@ def _find_unfilled(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Nod
         return None
     for choices, put in ways:
         if isinstance(choices, fx.Node) and choices.meta["val"].shape == node.meta["val"].shape:
-            number = capture.shadow(put) if isinstance(put, fx.Node) else torch.tensor(put)
+            number = capture.concrete_value(put) if isinstance(put, fx.Node) else torch.tensor(put)
             if number.numel() == 1 and int(number) not in experts:
                 return choices
     return None
@@ -155,7 +155,7 @@ def _is_looked_up(node: fx.Node) -> bool:
     return op_name(node) in TABLE_LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
 
 
-def _build_flips(lifted: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Flips:
+def _build_flips(lifted: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:
     """How ops are to come out for some tokens to choose otherwise."""
     chosen: list[torch.Tensor] = []
     places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by what is run, and which time

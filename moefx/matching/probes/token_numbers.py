@@ -32,7 +32,7 @@ def show_all_slots(state: ProofState) -> None:
     """Capture a few tokens, which have places for all slots, if captures drop slots."""
     if all(bool(lifted.kept_slots.all()) for lifted in state.forms):
         return
-    sizes = state.size_choice.choose_sequence(state.arguments.tokens_near(5))
+    sizes = state.size_choice.choose_sequence(state.arguments.choose_tokens_near(5))
     lifted = _try_lift(state, Routing("diverse", 6), sizes) if state.size_choice.is_within(sizes) else None
     if isinstance(lifted, CanonicalForm) and lifted.slots > state.reference.slots:
         state.add_evidence(lifted, sizes)
@@ -45,10 +45,10 @@ def vary_token_counts(state: ProofState) -> None:
         Refused: a few tokens do not have the form, or many do not and no comparison of sizes tells them apart.
     """
     arguments = state.arguments
-    one, more_than_one = arguments.sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
-    many = [arguments.choose(3 * max(29, state.hint // 4), 2)] if state.hint <= 64 else []
-    near = arguments.tokens_near(3, avoid=(state.reference.slots,))
-    several = [state.size_choice.choose_sequence(near), arguments.sequence(near)]
+    one, more_than_one = arguments.choose_sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
+    many = [arguments.choose_sizes(3 * max(29, state.hint // 4), 2)] if state.hint <= 64 else []
+    near = arguments.choose_tokens_near(3, avoid=(state.reference.slots,))
+    several = [state.size_choice.choose_sequence(near), arguments.choose_sequence(near)]
     before = len(state.forms)
     for sizes in filter(state.size_choice.is_within, several if several[0] != several[1] else several[:1]):
         _vary_few_tokens(state, sizes)

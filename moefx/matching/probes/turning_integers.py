@@ -24,8 +24,8 @@ from torch.fx.node import map_arg
 
 from ...capture.block_arguments import Arguments
 from ...capture.capture_result import Capture
-from ...capture.concrete_routing import Routing, takes
-from ...capture.side_effects import holds_integers
+from ...capture.concrete_routing import Routing, can_hold
+from ...capture.side_effects import has_integers
 from ..graph_nodes import depends_on_call, find_lookups, is_state
 from ..integer_ranges import NARROW
 from .call_integers import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
@@ -43,7 +43,7 @@ _MAX_TRIALS = 100
 def find_turning_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
     """The arguments of a state, with such numbers where there are any; and the first capture, if it was made."""
     arguments, tried = state.arguments, set[Turn]()
-    if not any(leaf.takes_turns for leaf in arguments.tensors) and not holds_integers(state.block):
+    if not any(leaf.takes_turns for leaf in arguments.tensors) and not has_integers(state.block):
         return arguments, None
     while (taken := _try_capture(state, arguments, sizes)) is not None:
         doubtful = _observe_doubtful(state, arguments, sizes, taken)
@@ -51,11 +51,11 @@ def find_turning_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Ar
         if not found:
             break
         tried |= found
-        if can_run(state, every := arguments.turned(found), sizes):
+        if can_run(state, every := arguments.with_turns(found), sizes):
             arguments = every
             continue
         for turn in sorted(found, key=str):
-            if can_run(state, alone := arguments.turned({turn}), sizes):
+            if can_run(state, alone := arguments.with_turns({turn}), sizes):
                 arguments = alone
     return arguments, taken
 
@@ -65,7 +65,7 @@ def find_counting_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[A
     are none, or the program does not run on others."""
     tensors = enumerate(state.arguments.tensors)
     masks = {(i, _NOT_A_FLAG) for i, t in tensors if t.takes_turns and t.is_mask and not t.is_single}
-    taken = _try_capture(state, arguments := state.arguments.turned(masks), sizes) if masks else None
+    taken = _try_capture(state, arguments := state.arguments.with_turns(masks), sizes) if masks else None
     return (arguments, taken) if taken is not None else None
 
 
@@ -120,9 +120,9 @@ def _find_turn(taken: Capture, one: Observation, arguments: Arguments) -> Turn |
     made_of = find_integer_ancestors(one.node)
     for leaf in sorted(made_of, key=lambda n: (n.op != "placeholder", n.meta["index"])):
         if leaf.op == "placeholder" and arguments.tensors[leaf.meta["position"]].takes_turns:
-            key, leaf_takes = leaf.meta["position"], arguments.tensors[leaf.meta["position"]].takes
+            key, leaf_takes = leaf.meta["position"], arguments.tensors[leaf.meta["position"]].can_hold
         elif leaf.op == "get_attr":
-            key, leaf_takes = leaf.meta["fqn"], partial(takes, leaf.meta["val"])
+            key, leaf_takes = leaf.meta["fqn"], partial(can_hold, leaf.meta["val"])
         else:
             continue
         given, way = leaf.meta["val"], find_path(leaf, made_of)
@@ -163,7 +163,7 @@ def evaluate_path(
         if n.op == "call_function":
             args, kwargs = map_arg(
                 (n.args, {k: v for k, v in n.kwargs.items() if k != "device"}),
-                lambda a: values[a] if a in values else taken.shadow(a),
+                lambda a: values[a] if a in values else taken.concrete_value(a),
             )
             values[n] = n.target(*args, **kwargs)  # type: ignore[operator]
     return values
@@ -173,7 +173,7 @@ def _is_turned(taken: Capture, one: Observation, way: list[fx.Node], values: dic
     """Whether a node comes out otherwise where an argument or a buffer has these values."""
     out = evaluate_path(taken, way, values)[one.node]
     if one.is_same:
-        known = (values[a] if a in values else taken.shadow(a) for a in find_operands(one.node))
+        known = (values[a] if a in values else taken.concrete_value(a) for a in find_operands(one.node))
         return not any(are_equal(a, out) for a in known)
     return set(out.unique().tolist()) != one.values
 
@@ -183,7 +183,7 @@ def _propose_numbers(taken: Capture, one: Observation, way: list[fx.Node]) -> It
     table the places at which it has something else."""
     named = {v: None for n in way for v in pytree.tree_leaves((n.args, n.kwargs)) if type(v) in (int, float)}
     for a in {a: None for n in way for a in find_operands(n) if a not in way}:
-        known = taken.shadow(a).flatten()
+        known = taken.concrete_value(a).flatten()
         named |= dict.fromkeys(known.unique()[:_MAX_OF_TENSOR].tolist())
         others = (known != next(iter(one.values))).nonzero().flatten()
         named |= dict.fromkeys(others[:_MAX_OF_TENSOR].tolist())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import HostRead, decided_by_floats, is_abstract, question
+from ...capture.capture_result import HostRead, find_float_decisions, hash_computation, is_abstract
 from ..graph_nodes import op_name
 from ..op_classes import NOT_NEGATIVE, PICKS, PRODUCTS, SIZE_REDUCTIONS, VIEWS
 
@@ -27,9 +27,9 @@ _WRITES = {"index_add": 3, "index_put": 2, "scatter_add": 3}  # where the argume
 
 def is_zero_test(read: HostRead) -> bool:
     """Whether all that Python reads is if floats of an expert's rows are zero."""
-    if read.node is None or read.asked is not None or read.node.meta["val"].dtype is not torch.bool:
+    if read.node is None or read.comparison is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
-    weighed = [n for n in decided_by_floats(read.node) if n.meta["ragged"] or _is_of_rows(n)]
+    weighed = [n for n in find_float_decisions(read.node) if n.meta["ragged"] or _is_of_rows(n)]
     return bool(weighed) and all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed)
 
 
@@ -38,7 +38,7 @@ def adds_nothing(read: HostRead) -> bool | None:
     if it was left out. They are not below zero: their sum is zero only if all are, and these are the least that they
     may be."""
     assert read.node is not None
-    several = [_adds_nothing(n) for n in decided_by_floats(read.node)]
+    several = [_adds_nothing(n) for n in find_float_decisions(read.node)]
     return False if False in several else None if None in several else True
 
 
@@ -115,7 +115,7 @@ def _identify_pick(n: fx.Node) -> int:
     of: Any = n.args[0]
     while op_name(of) == "unsqueeze":
         of = of.args[0]
-    return question(n.target, (of, *n.args[1:]), n.kwargs)
+    return hash_computation(n.target, (of, *n.args[1:]), n.kwargs)
 
 
 def _is_not_below_zero(n: Any) -> bool:
