@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from .capture_result import CONTRACTIONS
+from .op_sets import CONTRACTIONS
 
 
 def has_attention(nodes: Iterable[fx.Node]) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from .capture_result import has_values
 from .size_collisions import ModelNumbers
+from .tensor_trees import has_values
 
 NAMES = ("B", "S", "P", "Q", "R")
 _FEW = 8
@@ -240,7 +240,7 @@ class Arguments:
         if all(leaf.is_fixed or not (leaf.takes_turns and leaf.is_single) for leaf in self.tensors):
             return None
         return self._with(
-            dataclasses.replace(leaf, is_place=leaf.takes_turns and leaf.is_single) for leaf in self.tensors
+            dataclasses.replace(leaf, is_fixed=leaf.takes_turns and leaf.is_single) for leaf in self.tensors
         )
 
     def _with(self, tensors: Iterable[Leaf]) -> Arguments:

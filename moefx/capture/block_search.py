@@ -23,7 +23,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..ir.dataclass_fields import open_dataclasses
 from ..ir.guards.code_closure import FUNCTION_TYPES
 from .attention_check import has_attention
-from .capture_result import has_values, is_float, suspend_modes
 from .code_locations import find_user_source
 from .concolic import capture_block
 from .concrete_routing import Routing
@@ -32,6 +31,7 @@ from .isolated_run import run_for_layouts
 from .named_experts import modules_apart
 from .raw_containers import copy_items, find_base_type, have_same_items
 from .skipped_calls import SkipPlan, plan_skipped_calls
+from .tensor_trees import has_values, is_float, suspend_modes
 from .torch_functions import Functions
 from .tracer import Tracer
 

@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..util.user_code import is_library_file
-from .capture_result import SubmoduleCall, suspend_modes
+from .capture_result import SubmoduleCall
 from .device_autocast import get_autocast_dtype
+from .tensor_trees import suspend_modes
 from .tracer import Tracer
 
 _WITHOUT_MODE = ("range",)  # torch calls no mode for these

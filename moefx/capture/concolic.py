@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..ir.dataclass_fields import open_dataclasses
 from ..util.fake_tensor_log import without_fake_tensor_errors
 from .call_recording import record_calls
-from .capture_result import Capture, Effect, collect_tensors, is_float
+from .capture_result import Capture, Effect
 from .concrete_routing import Routing
 from .filled_caches import clear_filled_caches
 from .outside_state import OutsideState
@@ -38,6 +38,7 @@ from .side_effects import (
     restore_attributes,
 )
 from .symbolic_sizes import SizeLog
+from .tensor_trees import collect_tensors, is_float
 from .torch_functions import Functions
 from .tracer import Interventions, Tracer
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from .capture_result import has_values
+from .tensor_trees import has_values
 
 
 class Routing:

@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
-from .capture_result import CONTRACTIONS, SHAPE_ONLY
+from .op_sets import CONTRACTIONS, SHAPE_ONLY
 
 
 def compute_concrete_value(node: fx.Node, invent: Callable[[fx.Node], torch.Tensor]) -> torch.Tensor:
@@ -17,17 +17,17 @@ def compute_concrete_value(node: fx.Node, invent: Callable[[fx.Node], torch.Tens
     stack = [node]
     while stack:
         top = stack[-1]
-        if "shadow" not in top.meta:
+        if "concrete" not in top.meta:
             value = top.meta.get("val")
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-                top.meta["shadow"] = value
-            elif pending := [a for a in _asked_of(top) if "shadow" not in a.meta]:
+                top.meta["concrete"] = value
+            elif pending := [a for a in _asked_of(top) if "concrete" not in a.meta]:
                 stack.extend(pending)
                 continue
             else:
-                top.meta["shadow"] = _value(top, invent, lambda n: n.meta["shadow"])
+                top.meta["concrete"] = _value(top, invent, lambda n: n.meta["concrete"])
         stack.pop()
-    return node.meta["shadow"]
+    return node.meta["concrete"]
 
 
 def recompute_values(

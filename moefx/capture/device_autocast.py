@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError
-from .capture_result import collect_tensors, map_tensors
+from .tensor_trees import collect_tensors, map_tensors
 
 aten = torch.ops.aten
 # What autocast knows by another name than the operation that is run.

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from . import device_autocast
-from .capture_result import collect_tensors, is_float, map_tensors, suspend_modes
 from .code_locations import NOWHERE, find_user_source, find_user_stack
-from .functionalize import has_gradients
 from .layout_cache import empty, key_of, known_result, remember
+from .node_origins import has_gradients
 from .symbolic_sizes import SizeLog, unwrap_numbers
+from .tensor_trees import collect_tensors, is_float, map_tensors, suspend_modes
 from .worker_thread import check_interrupt
 
 aten = torch.ops.aten
@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
         if is_float(value) and node.meta["kind"] == "attribute":  # a bias, say, that may be another at the next call
             node.meta["original"] = t
         else:
-            node.meta["shadow"] = value.clone()
+            node.meta["concrete"] = value.clone()
         self.track(t, node)
         return node
 
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
             node = self._emit_op(func, node_args, node_kwargs, out)
             self.describe(node, out, known)
             if concrete is not None and is_float(out):
-                node.meta["shadow"] = concrete
+                node.meta["concrete"] = concrete
             if is_view and id(out) not in self.aliases:
                 self.track(out, node, args[0], (func, tuple(node_args[1:])))
                 if func is aten.detach.default and has_gradients(node_args[0]):
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
                 bundle = self._emit_op(func, node_args, node_kwargs, out)
                 bundle.meta["val"] = None
                 if concrete is not None:
-                    bundle.meta["shadow"] = concrete
+                    bundle.meta["concrete"] = concrete
                 for i, t in enumerate(out):
                     if isinstance(t, torch.Tensor):
                         node = self.emit(operator.getitem, (bundle, i), {})

@@ -19,10 +19,10 @@ from torch import nn
 from ..ir.guards.attribute_reads import MODULE_INTERNALS
 from ..ir.guards.code_closure import FUNCTION_TYPES
 from ..ir.passed_objects import is_passed
-from .capture_result import collect_tensors, is_float, suspend_modes
 from .graph_recorder import Recorder
 from .outside_state import OutsideState
 from .raw_containers import copy_items, find_base_type, have_same_items, list_slots
+from .tensor_trees import collect_tensors, is_float, suspend_modes
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, nn.Module,

@@ -11,8 +11,8 @@ from torch import nn
 from ..errors import CaptureError
 from ..ir.argument_binding import find_device
 from ..util.model_copy import copy_model
-from .capture_result import has_values, is_float
 from .side_effects import keep_random_state
+from .tensor_trees import has_values, is_float
 
 
 def run_for_layouts(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .capture_result import CONTRACTIONS
+from .op_sets import CONTRACTIONS
 
 # Ops that merge rows of two tensors, and the positions of these.
 _MERGES = {

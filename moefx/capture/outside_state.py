@@ -27,7 +27,6 @@ from ..ir.guards.code_closure import (
 )
 from ..ir.guards.stored_values import is_plain
 from ..ir.passed_objects import is_passed
-from .capture_result import collect_tensors
 from .raw_containers import (
     SlotAttribute,
     copy_items,
@@ -38,6 +37,7 @@ from .raw_containers import (
     restore_items,
 )
 from .side_effects import is_random_generator
+from .tensor_trees import collect_tensors
 
 # Libraries whose objects hold what users put in.
 _HOLDERS = {"argparse", "collections", "queue", "types", "weakref"}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .capture_result import Effect, collect_tensors, is_float, map_tensors
+from .capture_result import Effect
+from .tensor_trees import collect_tensors, is_float, map_tensors
 from .tracer import Tracer
 
 

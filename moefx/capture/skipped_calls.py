@@ -28,10 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..errors import Refused
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, replace_objects
-from .capture_result import is_float
 from .code_locations import find_user_source, is_user_access
 from .inner_calls import InnerCall, collect_given_tensors, iterate_objects
 from .side_effects import HOOKS
+from .tensor_trees import is_float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,13 +18,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import Refused
 from . import device_autocast
-from .capture_result import collect_tensors, is_float, suspend_modes
 from .code_locations import find_user_source
 from .functionalize import require_one_dtype_under
 from .idle_tests import ROWS
+from .node_origins import follows_from_floats
 from .routed_numbers import ROW_COUNT, wrap_routed
 from .symbolic_sizes import Number, Size, evaluate_size, unwrap_numbers, wrap_sizes
-from .tracer import Tracer, follows_from_floats
+from .tensor_trees import collect_tensors, is_float, suspend_modes
+from .tracer import Tracer
 
 aten = torch.ops.aten
 

@@ -22,24 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from ..errors import CaptureError, Refused
 from . import device_autocast
-from .capture_result import (
-    CHOICES,
-    FORCE_MIXED,
-    FORCE_SPREAD,
-    SHAPE_ONLY,
-    TRUTHS,
-    HostRead,
-    LimitedOutcome,
-    SubmoduleCall,
-    collect_tensors,
-    has_values,
-    hash_computation,
-    is_abstract,
-    is_float,
-    is_nan_check,
-    map_tensors,
-    suspend_modes,
-)
+from .capture_result import FORCE_MIXED, FORCE_SPREAD, HostRead, LimitedOutcome, SubmoduleCall
 from .code_locations import (
     Source,
     find_user_opcode,
@@ -50,23 +33,24 @@ from .code_locations import (
 )
 from .concrete_routing import Routing
 from .concrete_values import compute_concrete_value
-from .functionalize import (
-    GROUPED_MM,
-    find_functional_form,
-    find_leaf_kinds,
-    follows_from_floats,
-    grouped_result,
-    has_ancestor,
-    has_gradients,
-    require_one_dtype,
-    with_leading_ones,
-)
+from .functionalize import GROUPED_MM, find_functional_form, make_grouped_result, require_one_dtype, restore_row_axis
 from .graph_recorder import Recorder, grad_enabled
 from .idle_tests import ASKS, KEYS, LOADS, IdleQuestions
 from .layout_cache import empty, is_pure, key_of, known_result, remember
+from .node_origins import (
+    find_leaf_kinds,
+    follows_from_floats,
+    has_ancestor,
+    has_gradients,
+    hash_computation,
+    is_abstract,
+    is_nan_check,
+)
+from .op_sets import CHOICES, SHAPE_ONLY, TRUTHS
 from .routed_numbers import ROW_COUNT, RoutedFloat, RoutedInt, asks_if_empty
 from .single_rank_collectives import is_single_rank_op, run_single_rank_op
 from .symbolic_sizes import peek_value
+from .tensor_trees import collect_tensors, has_values, is_float, map_tensors, suspend_modes
 
 aten = torch.ops.aten
 # They raise or do nothing, as `assert` does: no part of what is computed, and invented numbers need not pass them.
@@ -203,9 +187,9 @@ class Tracer(Recorder):
         return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not follows_from_floats(node))
 
     def concrete(self, t: torch.Tensor) -> torch.Tensor:
-        return self.shadow(self.node_of(t)) if isinstance(t, FakeTensor) else t
+        return self.concrete_value(self.node_of(t)) if isinstance(t, FakeTensor) else t
 
-    def shadow(self, node: fx.Node) -> torch.Tensor:
+    def concrete_value(self, node: fx.Node) -> torch.Tensor:
         """The concrete value of a node under this routing."""
         return compute_concrete_value(node, self.routing.invent_value)
 
@@ -348,7 +332,7 @@ class Tracer(Recorder):
         written, is_view = _aliases(func)
         node_args, node_kwargs, nodes = self._nodes_of(args, kwargs)
         if name.startswith(("index_put", "_index_put")):
-            node_args = (*node_args[:2], with_leading_ones(node_args[2]), *node_args[3:])
+            node_args = (*node_args[:2], restore_row_axis(node_args[2]), *node_args[3:])
         known = func in SHAPE_ONLY or all(node.meta.get("known") for node in nodes)
         known = known and torch.Tag.nondeterministic_seeded not in func.tags
         if written:
@@ -498,7 +482,7 @@ class Tracer(Recorder):
         fargs, fkwargs = map_tensors((args, kwargs), self._all_fake)
         try:
             with self.fake_mode:
-                out = grouped_result(*fargs) if func.overloadpacket is GROUPED_MM else func(*fargs, **fkwargs)
+                out = make_grouped_result(*fargs) if func.overloadpacket is GROUPED_MM else func(*fargs, **fkwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = None
         leaves = collect_tensors(out)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.capture_result import has_values
+from ..capture.tensor_trees import has_values
 from ..util.model_copy import copy_model
 from .sandbox import Inputs, leaves, map_tensors
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.capture_result import COMPARISONS, FORCE_SPREAD
+from ..capture.capture_result import FORCE_SPREAD
 from ..capture.code_locations import Source
+from ..capture.op_sets import COMPARISONS
 from ..errors import Refused
 from .graph_nodes import collect_numbers, find_comparison, op_name
 from .lift.canonical_form import Body, CanonicalForm, NodeRef

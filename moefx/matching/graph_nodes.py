@@ -15,7 +15,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.capture_result import SHAPE_ONLY, Capture, HostRead, fold_ancestors, is_abstract
+from ..capture.capture_result import Capture, HostRead
+from ..capture.node_origins import fold_ancestors, is_abstract
+from ..capture.op_sets import SHAPE_ONLY
 from ..capture.skipped_calls import UnknownResult
 from .op_classes import INDEXED_WRITES, LOOKUPS, TWO_SIDED
 

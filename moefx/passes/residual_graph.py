@@ -17,8 +17,9 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.capture_result import SubmoduleCall, is_float
+from ..capture.capture_result import SubmoduleCall
 from ..capture.device_autocast import get_autocast_dtype
+from ..capture.tensor_trees import is_float
 from ..errors import Refused
 from ..ir.passed_objects import check_structure, check_tensor, get_name, is_passed
 from ..matching.capacity_formulas import find_formula

@@ -24,7 +24,8 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import CONTRACTIONS, SHAPE_ONLY, Capture
+from ...capture.capture_result import Capture
+from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ..graph_nodes import SELECTIONS, collect_numbers, get_argument, is_random, op_name, position_axis
 from ..integer_ranges import find_token_sizes
 from ..terms.term import MASKED
@@ -428,7 +429,7 @@ def _is_low(value: Any) -> bool:
     if isinstance(value, fx.Node) and op_name(value) in ("full", "full_like", "scalar_tensor"):
         value = value.args[0 if op_name(value) == "scalar_tensor" else 1]
     elif isinstance(value, fx.Node) and value.op == "get_attr" and value.meta["literal"]:
-        original = value.meta.get("shadow", value.meta.get("original"))
+        original = value.meta.get("concrete", value.meta.get("original"))
         value = float(original) if isinstance(original, torch.Tensor) and original.numel() == 1 else 0
     return type(value) in (int, float) and value <= MASKED
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import find_float_decisions
+from ...capture.node_origins import find_float_decisions
 from ..graph_nodes import follows_from_state
 from ..terms.parameter_places import ParameterSlice, guess_experts, strip_moves
 from ..terms.term import Term

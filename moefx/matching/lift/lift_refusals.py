@@ -10,7 +10,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import Capture, find_float_decisions
+from ...capture.capture_result import Capture
+from ...capture.node_origins import find_float_decisions
 from ...errors import Refused
 from ..graph_nodes import Line, depends_on_arguments, depends_on_call, is_random, line, op_name
 from ..terms.sum_expansion import routed_axes

@@ -21,7 +21,8 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import Capture, find_float_decisions, fold_ancestors
+from ...capture.capture_result import Capture
+from ...capture.node_origins import find_float_decisions, fold_ancestors
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from ..graph_nodes import Line, is_known, is_routed, line, op_name

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from ...capture.capture_result import Capture, HostRead, find_float_decisions
+from ...capture.capture_result import Capture, HostRead
 from ...capture.code_locations import Source
+from ...capture.node_origins import find_float_decisions
 from ...capture.routed_numbers import ROW_COUNT, is_empty_test
 from ...capture.symbolic_sizes import COMPARE
 from ...errors import Refused

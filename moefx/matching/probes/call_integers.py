@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import FORCE_MIXED, Capture, is_abstract
+from ...capture.capture_result import FORCE_MIXED, Capture
 from ...capture.code_locations import is_raised_by_program
 from ...capture.concrete_routing import Routing
+from ...capture.node_origins import is_abstract
 from ...capture.side_effects import has_integers
 from ...errors import Refused
 from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, is_known, line, op_name

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import FORCE_MIXED, Capture, find_float_decisions
+from ...capture.capture_result import FORCE_MIXED, Capture
 from ...capture.code_locations import Source
 from ...capture.concrete_routing import Routing
 from ...capture.concrete_values import recompute_values
+from ...capture.node_origins import find_float_decisions
 from ...errors import Refused
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import FORCE_SPREAD, SHAPE_ONLY, Capture, fold_ancestors
+from ...capture.capture_result import FORCE_SPREAD, Capture
 from ...capture.code_locations import Source
+from ...capture.node_origins import fold_ancestors
+from ...capture.op_sets import SHAPE_ONLY
 from ..graph_nodes import SELECTIONS, find_extremes, is_known, is_routed, op_name, position_axis
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES

@@ -17,8 +17,9 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from ...capture.capture_result import HostRead, find_float_decisions, is_abstract
+from ...capture.capture_result import HostRead
 from ...capture.concrete_routing import Routing
+from ...capture.node_origins import find_float_decisions, is_abstract
 from ...errors import Refused
 from ..lift.canonical_form import CanonicalForm
 

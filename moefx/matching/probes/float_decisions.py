@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import FORCE_MIXED, Capture, find_float_decisions
+from ...capture.capture_result import FORCE_MIXED, Capture
 from ...capture.code_locations import Source
+from ...capture.node_origins import find_float_decisions
 from ..graph_nodes import op_name
 from ..lift.canonical_form import CanonicalForm
 from .forced_outcome import force_outcome

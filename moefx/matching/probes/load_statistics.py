@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import SHAPE_ONLY, Capture
+from ...capture.capture_result import Capture
+from ...capture.op_sets import SHAPE_ONLY
 from ..graph_nodes import fold_ancestors, is_known
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import HostRead, find_float_decisions, hash_computation, is_abstract
+from ...capture.capture_result import HostRead
+from ...capture.node_origins import find_float_decisions, hash_computation, is_abstract
 from ..graph_nodes import op_name
 from ..op_classes import NOT_NEGATIVE, PICKS, PRODUCTS, SIZE_REDUCTIONS, VIEWS
 

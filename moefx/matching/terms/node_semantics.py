@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import is_abstract
+from ...capture.node_origins import is_abstract
 from ...ir.expression_check import is_pointwise
 from ..graph_nodes import SELECTIONS, Line, follows_from_state, is_known, line, op_name
 from .normal_form import Terms

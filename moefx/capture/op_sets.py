@@ -1,0 +1,34 @@
+"""Sets of ops and functions that captures treat alike."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+
+# The result depends on the shape of the argument, never on its values.
+SHAPE_ONLY = {
+    getattr(aten, name).default
+    for name in (
+        "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
+        "new_empty_strided",
+    )
+}  # fmt: skip
+
+CONTRACTIONS = {F.linear, torch.einsum, torch.matmul, F.scaled_dot_product_attention} | {
+    getattr(aten, name).default
+    for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "mv", "dot", "_grouped_mm", "addbmm", "addmv")
+    if hasattr(aten, name)
+}
+
+# Names without overloads from here on.
+NAN_CHECKS = {"isnan", "isinf", "isfinite", "isneginf", "isposinf"}
+COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "signbit", *NAN_CHECKS}
+# They read a float as a boolean: it is true unless it is 0.
+TRUTHS = {"logical_not", "logical_and", "logical_or", "logical_xor", "any", "all", "nonzero", "count_nonzero"}
+# They select some of the elements of a tensor.
+CHOICES = {
+    "topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial", "nonzero", "scatter",
+    "_unique2", "unique_dim", "unique_consecutive", "median", "nanmedian", "mode", "cummax", "cummin", "aminmax",
+}  # fmt: skip
