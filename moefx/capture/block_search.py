@@ -188,7 +188,7 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
     def around(tracer: Tracer, original: Callable) -> Callable:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = names.get(id(module))
-            if name is None or tracer.quiet or not tracer.is_here():
+            if name is None or tracer.whole_op_depth or not tracer.is_own_thread():
                 return original(module, *args, **kwargs)
             for thing in iterate_objects(args, kwargs):
                 passed.setdefault(id(thing), (thing, copy_items(thing) if find_base_type(thing) is not None else None))

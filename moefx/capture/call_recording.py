@@ -49,7 +49,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
 
     def record_calls_of(unrecorded: Any) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if tracer.quiet or not tracer.is_here():
+            if tracer.whole_op_depth or not tracer.is_own_thread():
                 return unrecorded.__get__(None, cls)(*args, **kwargs)
             if cls is CheckpointFunction:  # what is computed again in the backward is computed now
                 function, _, *inner = args
@@ -65,7 +65,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         fqn = names.get(id(module))
-        if fqn is None or tracer.quiet or not tracer.is_here():
+        if fqn is None or tracer.whole_op_depth or not tracer.is_own_thread():
             return original_call(module, *args, **kwargs)
         with suspend_modes(), torch.DisableTorchFunction():
             node_args, node_kwargs = _map_tensors((args, kwargs), tracer.node_of)
@@ -83,7 +83,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
 
     def noted(name: str, fn: Callable) -> Callable:
         def query(*args: Any, **kwargs: Any) -> Any:
-            if tracer.is_here() and not is_library_file(sys._getframe(1).f_code.co_filename):
+            if tracer.is_own_thread() and not is_library_file(sys._getframe(1).f_code.co_filename):
                 tracer.modes_read.add(name)
             return fn(*args, **kwargs)
 
@@ -91,7 +91,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
 
     def move(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
         """`self.lin.to(dtype)` in a forward: torch would try to swap abstract parameters."""
-        if not tracer.is_here():
+        if not tracer.is_own_thread():
             return original_move(module, fn, recurse)
         for part in module.modules() if recurse else [module]:
             for tensors in (part._parameters, part._buffers):
@@ -102,7 +102,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
 
     def shown(fn: Callable) -> Callable:
         def called(*args: Any, **kwargs: Any) -> Any:
-            if tracer.quiet or not tracer.is_here():
+            if tracer.whole_op_depth or not tracer.is_own_thread():
                 return fn(*args, **kwargs)
             return functions.__torch_function__(fn, (), args, kwargs)
 

@@ -41,7 +41,7 @@ class Source:
 
 _FOLDER = __file__.removesuffix("code_locations.py")
 _CAPTURE = _FOLDER + "concolic.py"
-_NUMBERS = (__file__, *(_FOLDER + name for name in ("routed_numbers.py", "symbolic_sizes.py", "tracer.py")))
+_NUMBERS = (__file__, *(_FOLDER + name for name in ("routed_numbers.py", "symbolic_sizes.py", "host_reads.py")))
 _WRAPPERS = ("_tensor.py", "overrides.py", "functional.py", "_ops.py", "_compile.py", "_dynamo/", "utils/")
 _TENSORS = tuple(TORCH_DIR + name for name in _WRAPPERS)
 _STAND_INS = __file__.replace("capture/code_locations.py", "ir/passed_objects.py")

@@ -27,6 +27,7 @@ from .call_recording import record_calls
 from .capture_result import Capture, Effect
 from .concrete_routing import Routing
 from .filled_caches import clear_filled_caches
+from .host_reads import Interventions
 from .outside_state import OutsideState
 from .raw_containers import copy_items, restore_items
 from .side_effects import (
@@ -40,7 +41,7 @@ from .side_effects import (
 from .symbolic_sizes import SizeLog
 from .tensor_trees import collect_tensors, is_float
 from .torch_functions import Functions
-from .tracer import Interventions, Tracer
+from .tracer import Tracer
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ def capture_block(
     interventions: Interventions | None = None,
     dims: dict[str, int] | None = None,
     sizes: SizeLog | None = None,
-    most_nodes: int = 0,
+    max_nodes: int = 0,
     held: Mapping[str, Sequence[int]] | None = None,
 ) -> Capture:
     """Run `block(*args, **kwargs)` on abstract floats under `routing`.
@@ -64,7 +65,7 @@ def capture_block(
     parameters and its buffers are left as they were. Raises `CaptureError` with the user's source line.
     """
     tracer = Tracer(routing, interventions)
-    tracer.sizes, tracer.most_nodes = sizes or SizeLog(dims), most_nodes
+    tracer.sizes, tracer.max_nodes = sizes or SizeLog(dims), max_nodes
     tracer.named = find_attribute_tensors(block)
 
     def stand_in(t: torch.Tensor, name: str) -> torch.Tensor:
@@ -94,8 +95,8 @@ def capture_block(
         tracer.track(value, node)
         state[name] = seen[id(t)] = value
         tracer.originals[id(t)] = name
-    tracer.state = {id(value) for value in state.values()}
-    tracer.held = {n for value in state.values() for n in value.shape}
+    tracer.state_ids = {id(value) for value in state.values()}
+    tracer.state_sizes = {n for value in state.values() for n in value.shape}
 
     leaves, spec = pytree.tree_flatten((args, kwargs))
     inputs: list[tuple[int, torch.Tensor, fx.Node]] = []
@@ -143,7 +144,7 @@ def capture_block(
             own = {key for t in collect_tensors(out) for key in vars(t).keys() - _names_of_fakes()}
             effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]
             out = open_dataclasses(out, lambda t: _returned(tracer, t, changed))
-            tracer.refuse_cut_off([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
+            tracer.refuse_lost_gradients([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
     finally:
         for n, m in block.named_modules():
             restore_attributes(m, originals[n])

@@ -1,4 +1,8 @@
-"""Shadows: concrete values of abstract floats, for where integers follow from them."""
+"""Concrete values of abstract floats, computed where integers follow from them.
+
+A `Routing` invents the values at the nearest contractions, such as router logits. The recorded ops turn these into the
+values of a node, so one routing decision holds through groups, masks and thresholds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,11 @@ from .op_sets import CONTRACTIONS, SHAPE_ONLY
 
 
 def compute_concrete_value(node: fx.Node, invent: Callable[[fx.Node], torch.Tensor]) -> torch.Tensor:
-    """The concrete value of a node, computed from what is invented at the nearest contraction; kept at each node."""
+    """Return the concrete value of a node, and cache it in the `meta` of each node on the way.
+
+    Args:
+        invent: gives the values of contractions, parameters and inputs.
+    """
     stack = [node]
     while stack:
         top = stack[-1]
@@ -21,11 +29,11 @@ def compute_concrete_value(node: fx.Node, invent: Callable[[fx.Node], torch.Tens
             value = top.meta.get("val")
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
                 top.meta["concrete"] = value
-            elif pending := [a for a in _asked_of(top) if "concrete" not in a.meta]:
+            elif pending := [a for a in _find_operands(top) if "concrete" not in a.meta]:
                 stack.extend(pending)
                 continue
             else:
-                top.meta["concrete"] = _value(top, invent, lambda n: n.meta["concrete"])
+                top.meta["concrete"] = _evaluate(top, invent, lambda n: n.meta["concrete"])
         stack.pop()
     return node.meta["concrete"]
 
@@ -33,28 +41,30 @@ def compute_concrete_value(node: fx.Node, invent: Callable[[fx.Node], torch.Tens
 def recompute_values(
     nodes: Sequence[fx.Node], invent: Callable[[fx.Node], torch.Tensor]
 ) -> dict[fx.Node, torch.Tensor]:
-    """The values of nodes, which are in program order with all that they are computed from: the integers that follow
-    from floats, too.
+    """Compute the values of nodes for other invented values, including integers that follow from floats.
+
+    Args:
+        nodes: in program order, with all their ancestors.
 
     Raises:
-        Exception: an op does not run on these, as where the number of them is another one.
+        Exception: an op does not accept the new values, for example another number of rows.
     """
     found: dict[fx.Node, torch.Tensor] = {}
     for n in nodes:
         value = n.meta.get("val")
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not n.all_input_nodes:
             found[n] = value
-        elif all(a in found for a in _asked_of(n)):  # not what only something invented was made of
-            found[n] = _value(n, invent, found.__getitem__)
+        elif all(a in found for a in _find_operands(n)):  # no ancestors of invented values only
+            found[n] = _evaluate(n, invent, found.__getitem__)
     return found
 
 
-def _asked_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values say what this one's is."""
+def _find_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose values determine the value of a node."""
     return [] if _is_invented(node) or node.target in SHAPE_ONLY else node.all_input_nodes
 
 
-def _value(
+def _evaluate(
     node: fx.Node, invent: Callable[[fx.Node], torch.Tensor], value_of: Callable[[fx.Node], torch.Tensor]
 ) -> torch.Tensor:
     if _is_invented(node):
@@ -74,13 +84,13 @@ def _is_invented(node: fx.Node) -> bool:
         return True
     if node.target not in CONTRACTIONS:
         return False
-    # a product with a weight makes new scores; a product of two activations follows from theirs
+    # a product with a weight makes new scores; a product of two activations follows from their values
     kinds = {_is_weight(a) for a in node.all_input_nodes if not a.meta.get("known")}
     return kinds == {True, False}
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Computed from parameters and constants only."""
+    """Whether a value is computed from parameters and constants only."""
     if "weight" not in node.meta:
         inputs = node.all_input_nodes
         if node.op == "placeholder" or node.meta.get("opaque"):

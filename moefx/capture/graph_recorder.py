@@ -1,4 +1,8 @@
-"""The graph of a capture as it grows: nodes for tensors, through views and in-place updates."""
+"""Build the functional graph of a capture while the program runs, through its views and in-place updates.
+
+`Recorder` maps each tensor object of the program to the node of its current value. It turns a write to a view into an
+update of the base and of all other views.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError
 from . import device_autocast
 from .code_locations import NOWHERE, find_user_source, find_user_stack
-from .layout_cache import empty, key_of, known_result, remember
+from .layout_cache import find_layout, make_key, make_meta_tensor, store_layout
 from .node_origins import has_gradients
 from .symbolic_sizes import SizeLog, unwrap_numbers
 from .tensor_trees import collect_tensors, is_float, map_tensors, suspend_modes
@@ -40,7 +44,7 @@ _RAGGED = {
 
 
 class _Alias:
-    """One visible tensor object: its current node, and how it views its base."""
+    """A tensor object of the program: its current node, and the op that made it a view of its base."""
 
     __slots__ = ("base", "node", "tensor", "version", "view")
 
@@ -50,7 +54,21 @@ class _Alias:
 
 
 class Recorder(TorchDispatchMode):
-    """Which node stands for which tensor now; an update of a tensor reaches its base and all views of that."""
+    """The graph, and the node of each tensor.
+
+    Attributes:
+        aliases: tensors of the program, by id.
+        versions: number of writes to each base tensor, by id.
+        keep: objects whose ids must stay unique.
+        constants: tensors that belong to no module, by name.
+        named: paths of plain attributes of modules, by id.
+        max_nodes: limit that ends endless loops; 0: no limit.
+        autocast: dtype at the program's last call; inside an op, autocast reads as off.
+        detached: ids of tensors that share memory with one that has gradients.
+        row_counts: numbers of rows that follow from the routing.
+        op_numbers: sizes and routed numbers among the arguments of the current op.
+        literal_numbers: `op_numbers` of tensors made from Python numbers, by id.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,23 +76,21 @@ class Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.nodes: list[fx.Node] = []
         self.aliases: dict[int, _Alias] = {}
-        self.versions: dict[int, int] = {}  # of base tensors, by id
-        self.keep: list[Any] = []  # ids stay unique only while the objects live
+        self.versions: dict[int, int] = {}
+        self.keep: list[Any] = []
         self.constants: dict[str, torch.Tensor] = {}
-        self.named: dict[int, str] = {}  # plain attributes of modules, by id
+        self.named: dict[int, str] = {}
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.most_nodes = 0  # more than so many is an endless loop; 0: no limit
-        self.autocast = (
-            device_autocast.get_autocast_dtype()
-        )  # at the last call of the program's; below an op it reads as off
+        self.max_nodes = 0
+        self.autocast = device_autocast.get_autocast_dtype()
         self.sizes = SizeLog()
-        self.detached: set[int] = set()  # tensors that share memory with one that has gradients, by id
-        self.lengths: set[int] = set()  # how many rows the routing left somewhere
-        self.given: frozenset[int | float] = frozenset()  # of what an op is called with, what sizes or the routing say
-        self.literals: dict[int, frozenset[int | float]] = {}  # `given` of tensors made of Python's numbers, by id
+        self.detached: set[int] = set()
+        self.row_counts: set[int] = set()
+        self.op_numbers: frozenset[int | float] = frozenset()
+        self.literal_numbers: dict[int, frozenset[int | float]] = {}
 
-    def is_here(self) -> bool:
-        """Whether this thread captures; others meet the same patched functions, and must not notice."""
+    def is_own_thread(self) -> bool:
+        """Whether this thread captures. Other threads call the same patched functions, which must not record."""
         return threading.get_ident() == self.thread
 
     # ------------------------------------------------------------------ nodes
@@ -82,28 +98,27 @@ class Recorder(TorchDispatchMode):
         is_op = type(target) is torch._ops.OpOverload
         name = _node_name(target) if is_op else None
         node = self.graph.create_node("call_function", target, name=name)
-        node.args = unwrap_numbers(args)  # `create_node` searches arguments for symbolic sizes, of which there are none
+        node.args = unwrap_numbers(args)  # not in `create_node`, which searches arguments for symbolic sizes
         if kwargs:
             node.kwargs = unwrap_numbers(kwargs)
         return self._register(node)
 
     def _register(self, node: fx.Node) -> fx.Node:
         check_interrupt()
-        if 0 < self.most_nodes < len(self.nodes):
-            raise CaptureError(
-                f"more than {self.most_nodes} operations, at {find_user_source()}: {find_user_source().text}"
-            )
-        # whether how many rows it has may follow from the routing
+        if 0 < self.max_nodes < len(self.nodes):
+            source = find_user_source()
+            raise CaptureError(f"more than {self.max_nodes} operations, at {source}: {source.text}")
+        # the number of rows may follow from the routing
         is_ragged = node.target in _RAGGED or any([a.meta.get("ragged") for a in node.all_input_nodes])
         source = find_user_source()
-        if source is NOWHERE:  # after the call, for a result that is a view: where its inputs were made
+        if source is NOWHERE:  # a view that is computed again after the call has the source of its inputs
             source = next((a.meta["source"] for a in reversed(node.all_input_nodes)), source)
         node.meta.update(
             index=len(self.nodes),
             source=source,
             grad=grad_enabled(),
             autocast=self.autocast,
-            of_sizes=self.given,
+            of_sizes=self.op_numbers,
             ragged=is_ragged,
         )
         self.nodes.append(node)
@@ -115,7 +130,7 @@ class Recorder(TorchDispatchMode):
             node.meta["known"] = known or not is_float(value)
             maker = node.args[0] if node.target is operator.getitem else node
             if value.dim() and getattr(maker, "target", None) in _RAGGED:
-                self.lengths.add(value.shape[0])
+                self.row_counts.add(value.shape[0])
         else:
             node.meta["val"] = value
 
@@ -147,22 +162,22 @@ class Recorder(TorchDispatchMode):
         return alias.node
 
     def _constant(self, t: torch.Tensor) -> fx.Node:
-        """A tensor that nobody recorded: a plain attribute, a closure variable, a literal."""
+        """Make a node for an unrecorded tensor: a plain attribute, a closure variable, a literal."""
         if isinstance(t, FakeTensor):
             raise CaptureError(f"a tensor of unknown origin reached {find_user_source()}: {find_user_source().text}")
         name = self.named.get(id(t)) or f"_moefx_constant_{len(self.constants)}"
         node = self._register(self.graph.create_node("get_attr", name.replace(".", "_"), name=None))
         node.meta["fqn"] = name
         node.meta["kind"] = "attribute" if id(t) in self.named else "constant"
-        node.meta["literal"] = id(t) in self.literals
-        node.meta["of_sizes"] = self.literals.get(id(t), frozenset())
+        node.meta["literal"] = id(t) in self.literal_numbers
+        node.meta["of_sizes"] = self.literal_numbers.get(id(t), frozenset())
         if id(t) not in self.named:
             self.constants[name] = t
         value = t.detach()
         self.describe(node, value, True)
         if is_float(value):
             node.meta["val"] = self.to_fake(value)
-        if is_float(value) and node.meta["kind"] == "attribute":  # a bias, say, that may be another at the next call
+        if is_float(value) and node.meta["kind"] == "attribute":  # such as a bias, which may change between calls
             node.meta["original"] = t
         else:
             node.meta["concrete"] = value.clone()
@@ -170,7 +185,7 @@ class Recorder(TorchDispatchMode):
         return node
 
     def mutate(self, t: torch.Tensor, node: fx.Node) -> None:
-        """`t` now holds `node`; so do the parts of it that its base and the base's other views see."""
+        """Set the current value of `t`, and with it that of its base and the base's other views."""
         alias = self.aliases.get(id(t))
         if alias is None:
             self._constant(t)
@@ -183,7 +198,7 @@ class Recorder(TorchDispatchMode):
         alias.version = self.version(t, alias)
 
     def _write_back(self, alias: _Alias, node: fx.Node) -> fx.Node:
-        """The base's new value after its view was given the value `node`."""
+        """Emit the base's new value after its view got the value `node`."""
         op, args = alias.view  # type: ignore[misc]
         base = alias.base
         assert base is not None
@@ -230,11 +245,17 @@ class Recorder(TorchDispatchMode):
         is_view: bool,
         known: bool,
     ) -> Any:
-        """A call that gave `out`, and `concrete` under this routing where that was asked for; `args` are its own
-        arguments, of which `out` may be a view."""
+        """Record a call.
+
+        Args:
+            args: arguments of the program, which `out` may view.
+            out: the result that the program sees.
+            concrete: the result under the routing; None if it was not needed.
+            known: whether the result follows from routing integers alone.
+        """
         if isinstance(out, torch.Tensor):
             if func in (aten._unsafe_view.default, aten.view.default):
-                func = aten.reshape.default  # of the value; copies are not recorded
+                func = aten.reshape.default  # of the value: copies are not recorded
             node = self._emit_op(func, node_args, node_kwargs, out)
             self.describe(node, out, known)
             if concrete is not None and is_float(out):
@@ -264,22 +285,22 @@ class Recorder(TorchDispatchMode):
 
     def _emit_op(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> fx.Node:
         node = self.emit(func, tuple(args), kwargs)
-        if not all(map(is_float, collect_tensors(out))):  # see `doubts`
+        if not all(map(is_float, collect_tensors(out))):  # a proof may force its outcome
             node.meta["calls"] = find_user_stack()
         if self.autocast is not None and isinstance(func, torch._ops.OpOverload):
             values = map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
             if device_autocast.changes_call(func, values[0], values[1], self.autocast, out):
-                node.meta["autocast"] = None  # as it ran in the original, in place or inside of another function, say
+                node.meta["autocast"] = None  # the original ran it in place or inside another function
         return node
 
     def _record_parts(self, func: Any, node_args: Any, args: tuple, out: Any) -> None:
-        """`split`, `chunk`, `unbind` as the selects and slices that they are."""
+        """Record `split`, `chunk` and `unbind` as selects and slices."""
         packet, base, start = func.overloadpacket, args[0], 0
         unbind = packet is aten.unbind
         dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
         width: Any = list(args)[1] if packet is aten.split else None
         if type(width) is int and (size := self.sizes.expressions.get(base.shape[dim])):
-            self.sizes.note(f"-(-{size}//{width})", "eq", str(len(out)), True)  # how many parts: a question of the size
+            self.sizes.note(f"-(-{size}//{width})", "eq", str(len(out)), True)  # the number of parts
         for i, t in enumerate(out):
             if unbind:
                 view: tuple[Any, tuple] = (aten.select.int, (dim, i))
@@ -293,20 +314,20 @@ class Recorder(TorchDispatchMode):
     def to_fake(self, t: torch.Tensor) -> FakeTensor:
         if isinstance(t, FakeTensor):
             return t
-        # made by hand: under the mode it takes several times as long
+        # several times faster than a conversion by the mode
         with suspend_modes(), torch.DisableTorchFunction():
             return self._fake(_on_meta(t))
 
     def abstract(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a function of fake tensors gives, without autocast: on meta tensors, which is much faster."""
+        """Run a function of fake tensors on meta tensors, which is much faster. Needs autocast to be off."""
         with suspend_modes(), torch.DisableTorchFunction():
-            key = key_of(func, args, kwargs)
-            if (known := known_result(key)) is None:
+            key = make_key(func, args, kwargs)
+            if (layout := find_layout(key)) is None:
                 out = func(*map_tensors(args, _on_meta), **map_tensors(kwargs, _on_meta))
                 out = map_tensors(out, self._fake)
-                remember(key, out)
+                store_layout(key, out)
                 return out
-            return self._fake(empty(known))
+            return self._fake(make_meta_tensor(layout))
 
     def _fake(self, t: torch.Tensor) -> FakeTensor:
         return FakeTensor(self.fake_mode, t, torch.device("cpu"))
@@ -314,12 +335,12 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def _node_name(op: torch._ops.OpOverload) -> str:
-    """What torch calls a node of an op, before it is numbered."""
+    """Return torch's name for a node of an op, without a number."""
     return re.sub("(?<=[a-z])([A-Z])", r"_\1", op.__name__).lower().replace(".", "_")
 
 
 def _on_meta(t: torch.Tensor) -> torch.Tensor:
     if t.layout is not torch.strided:
-        where = find_user_source()
-        raise CaptureError(f"a {t.layout} tensor is made at {where}, and capture follows strided ones: {where.text}")
+        source = find_user_source()
+        raise CaptureError(f"captures support strided tensors only; {source} makes a {t.layout} one: {source.text}")
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")

@@ -1,7 +1,7 @@
-"""Shapes, strides and dtypes that ops give for abstract tensors, remembered over all captures.
+"""Cache the layouts (shape, strides, dtype) that ops return for abstract tensors, over all captures.
 
-A loop over hundreds of experts calls the same ops on the same shapes. torch's own cache of fake results takes several
-times as long to ask.
+A loop over hundreds of experts calls the same ops on the same shapes. A look-up in torch's own cache of fake results
+takes several times as long.
 """
 
 from __future__ import annotations
@@ -13,71 +13,70 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-MAX_REMEMBERED = 1 << 14
+MAX_LAYOUTS = 1 << 14
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-_TENSORS = (torch.Tensor, torch.nn.Parameter)  # integers beside abstract floats: their layouts count alone
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # integers beside abstract floats: only their layouts count
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_remembered: dict[Hashable, Any] = {}
+_layouts: dict[Hashable, _Layout] = {}
 
 
-class Unknown(Exception):
-    """A call whose arguments do not say what it gives."""
-
-
-def layout(t: torch.Tensor) -> _Layout:
-    return t.shape, t.stride(), t.dtype
+class _NoKey(Exception):
+    """The arguments of a call do not determine its result's layout."""
 
 
 @functools.cache
 def is_pure(func: Any) -> bool:
-    """Whether an op returns new tensors that depend on the layouts of its arguments alone."""
+    """Whether an op returns new tensors whose layouts depend on its arguments' layouts alone."""
     schema = getattr(func, "_schema", None)
     if schema is None or func.namespace != "aten":
         return False
     return not any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
 
 
-def key_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Hashable | None:
-    """A key of a call on abstract tensors; None if another argument decides what it gives."""
+def make_key(func: Any, args: Any, kwargs: dict[str, Any]) -> Hashable | None:
+    """Return the key of a call on abstract tensors; None if an argument of another kind decides its result."""
     try:
-        return func, torch.get_default_dtype(), _key(args), tuple((k, _key(v)) for k, v in kwargs.items())
-    except Unknown:
+        return func, torch.get_default_dtype(), _make_key(args), tuple((k, _make_key(v)) for k, v in kwargs.items())
+    except _NoKey:
         return None
 
 
-def _key(x: Any) -> Hashable:
+def _make_key(x: Any) -> Hashable:
     kind = type(x)
     if kind in _PLAIN:
         return kind, x
     if kind is FakeTensor or (kind in _TENSORS and x.device.type == "cpu"):
         if x.layout is not torch.strided:
-            raise Unknown
-        return layout(x)
+            raise _NoKey
+        return _describe(x)
     if kind in (tuple, list) or kind is torch.Size:
-        return (kind, *[_key(v) for v in x])
-    raise Unknown
+        return (kind, *[_make_key(v) for v in x])
+    raise _NoKey
 
 
-def known_result(key: Hashable | None) -> _Layout | None:
-    """The layout of the one tensor that a call gives, if a call with this key was seen."""
-    return _remembered.get(key) if key is not None else None
+def find_layout(key: Hashable | None) -> _Layout | None:
+    """Return the layout of a call's single result, if a call with this key was stored."""
+    return _layouts.get(key) if key is not None else None
 
 
-def remember(key: Hashable | None, out: Any) -> None:
-    """Note what a call gave, if it is one abstract tensor of floats."""
+def store_layout(key: Hashable | None, out: Any) -> None:
+    """Store the layout of a call's result, if that is one abstract tensor of floats."""
     if key is None or type(out) is not FakeTensor or out.layout is not torch.strided:
         return
     if not (out.is_floating_point() or out.is_complex()):
         return
-    if len(_remembered) >= MAX_REMEMBERED:
-        _remembered.clear()
-    _remembered[key] = layout(out)
+    if len(_layouts) >= MAX_LAYOUTS:
+        _layouts.clear()
+    _layouts[key] = _describe(out)
 
 
-def empty(of: _Layout) -> torch.Tensor:
-    """A tensor of the meta device with this layout."""
-    shape, stride, dtype = of
+def _describe(t: torch.Tensor) -> _Layout:
+    return t.shape, t.stride(), t.dtype
+
+
+def make_meta_tensor(layout: _Layout) -> torch.Tensor:
+    shape, stride, dtype = layout
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
-__all__ = ["empty", "is_pure", "key_of", "known_result", "remember"]
+__all__ = ["find_layout", "is_pure", "make_key", "make_meta_tensor", "store_layout"]

@@ -1,7 +1,7 @@
-"""Numbers that follow from the routing: how many tokens an expert got, the id of one.
+"""Python numbers that follow from the routing: the number of tokens of an expert, the id of an expert.
 
-Code may branch on them (`if len(tokens) > 256`), and a capture sees one outcome only. So such a number reports what it
-is compared with, as a read of a boolean that can be made to come out the other way.
+Code may branch on them (`if len(tokens) > 256`), and a capture sees one outcome only. A routed number therefore reports
+each comparison to its log, which may force the other outcome.
 """
 
 from __future__ import annotations
@@ -15,50 +15,54 @@ import torch
 from .symbolic_sizes import ARITHMETIC, COMPARE, Number
 
 _LINEAR = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
-ROW_COUNT = object()  # where a number came from: it is how many rows there are
+ROW_COUNT = object()  # the origin of a number of rows
 
 
 def is_empty_test(op: str, other: Any) -> bool:
-    """Whether comparing a count with `other` asks if it is 0. A count among the numbers would report the comparison."""
+    """Whether a comparison of a number of rows with a plain number tells only whether there are any rows."""
     empty = ("eq", 0), ("ne", 0), ("gt", 0), ("le", 0), ("ge", 1), ("lt", 1)
     return type(other) in (int, float) and (op, other) in empty
 
 
-def asks_if_empty(count: Number, op: str, other: Any) -> bool:
-    """Whether a comparison only asks whether there are any rows."""
-    return count.expr is ROW_COUNT and is_empty_test(op, other)
+def asks_if_empty(number: Number, op: str, other: Any) -> bool:
+    """Whether a comparison tells only whether a tensor has any rows."""
+    return number.expr is ROW_COUNT and is_empty_test(op, other)
 
 
 class RoutedNumberLog(Protocol):
-    """Who is told."""
+    """Receives what the program does with routed numbers."""
 
-    def compared(self, count: Number, op: str, other: Any, value: bool) -> bool:
-        """A comparison came out as `value`; returns how it is to come out."""
+    def compared(self, number: Number, op: str, other: Any, value: bool) -> bool:
+        """Note a comparison with the outcome `value`, and return the outcome that the program gets."""
         ...
 
     def leak(self, expr: Any) -> None:
-        """It became a plain number: what that is compared with is not seen."""
+        """Note that it became a plain number, whose comparisons go unseen."""
         ...
 
     def keyed(self) -> None:
-        """Python looked for an item of a container by it, or made as many turns."""
+        """Note that Python used it as a key or an index, or for the number of turns of a loop."""
         ...
 
     def use(self, size: Number) -> None:
-        """An op was called with it."""
+        """Note that an op was called with it."""
         ...
 
 
-class _Routed(Number):
-    """`expr` is the node that the number was read from, `LENGTH`, or None where it was computed from such. `origins`
-    are the nodes, or `LENGTH`, that a computed number was made of."""
+class _RoutedNumber(Number):
+    """A number with its origin.
+
+    Attributes:
+        expr: the node that it was read from, `ROW_COUNT`, or None if it was computed from routed numbers.
+        origins: the nodes, or `ROW_COUNT`, that a computed number was made of.
+    """
 
     origins: frozenset[Any] = frozenset()
 
     def _like(self, value: Any, expr: Any = None, other: Any = None) -> Any:
         found = wrap_routed(value, None, self.log)
-        if isinstance(found, _Routed):
-            found.origins = self._origins() | (other._origins() if isinstance(other, _Routed) else frozenset())
+        if isinstance(found, _RoutedNumber):
+            found.origins = self._origins() | (other._origins() if isinstance(other, _RoutedNumber) else frozenset())
         return found
 
     def __hash__(self) -> int:
@@ -69,11 +73,11 @@ class _Routed(Number):
         return self.origins if self.expr is None else frozenset([self.expr])
 
 
-class RoutedInt(_Routed, torch.SymInt):
+class RoutedInt(_RoutedNumber, torch.SymInt):
     _is = int
 
     def __index__(self) -> int:
-        """Asked for by Python, as for an item of a list: an op is given the number itself."""
+        """Python indexes by it. Ops get the plain number another way."""
         self.log.leak(self.expr)
         self.log.keyed()
         return self.value
@@ -87,12 +91,12 @@ class RoutedInt(_Routed, torch.SymInt):
         return self._like(self.value.bit_count())
 
 
-class RoutedFloat(_Routed, torch.SymFloat):
+class RoutedFloat(_RoutedNumber, torch.SymFloat):
     _is = float
 
 
 def wrap_routed(value: Any, node: Any, log: RoutedNumberLog) -> Any:
-    """`value` (a number, or a list of numbers) as numbers that report comparisons."""
+    """Return a number, or a list of numbers, as routed numbers that report to `log`."""
     if type(value) is list:
         return [wrap_routed(v, node, log) for v in value]
     if type(value) is int:
@@ -101,26 +105,26 @@ def wrap_routed(value: Any, node: Any, log: RoutedNumberLog) -> Any:
 
 
 def _arithmetic(fn: Callable, swapped: bool) -> Callable:
-    def method(self: _Routed, other: Any) -> Any:
+    def method(self: _RoutedNumber, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             self.log.use(self)
             return fn(other, self.value) if swapped else fn(self.value, other)
         value = other.value if isinstance(other, Number) else other
         if type(value) not in (int, float, bool):
-            return fn(value, self.value) if swapped else fn(self.value, value)  # a list as often as this
-        found = fn(value, self.value) if swapped else fn(self.value, value)
-        if fn not in _LINEAR:  # it may be one number for all that few tokens have: `n // 300`
+            return fn(value, self.value) if swapped else fn(self.value, value)  # a list times this number
+        result = fn(value, self.value) if swapped else fn(self.value, value)
+        if fn not in _LINEAR:  # few tokens may all give one number: `n // 300`
             self.log.leak(self.expr)
-        stays = (
-            self.expr is ROW_COUNT and fn is operator.mul and type(value) is int and value > 0
-        )  # still 0 without rows
-        return RoutedInt(found, ROW_COUNT, self.log) if stays else self._like(found, None, other)
+        is_multiple = fn is operator.mul and type(value) is int and value > 0
+        if self.expr is ROW_COUNT and is_multiple:  # 0 exactly if there are no rows
+            return RoutedInt(result, ROW_COUNT, self.log)
+        return self._like(result, None, other)
 
     return method
 
 
 def _comparison(name: str, fn: Callable) -> Callable:
-    def method(self: _Routed, other: Any) -> Any:
+    def method(self: _RoutedNumber, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             self.log.use(self)
             return fn(self.value, other)
@@ -133,10 +137,10 @@ def _comparison(name: str, fn: Callable) -> Callable:
 
 
 for _name, (_, _fn) in ARITHMETIC.items():
-    setattr(_Routed, f"__{_name}__", _arithmetic(_fn, False))
-    setattr(_Routed, f"__r{_name}__", _arithmetic(_fn, True))
+    setattr(_RoutedNumber, f"__{_name}__", _arithmetic(_fn, False))
+    setattr(_RoutedNumber, f"__r{_name}__", _arithmetic(_fn, True))
 for _name, _fn in COMPARE.items():
-    setattr(_Routed, f"__{_name}__", _comparison(_name, _fn))
+    setattr(_RoutedNumber, f"__{_name}__", _comparison(_name, _fn))
 
 
 __all__ = ["ROW_COUNT", "RoutedFloat", "RoutedInt", "RoutedNumberLog", "asks_if_empty", "is_empty_test", "wrap_routed"]

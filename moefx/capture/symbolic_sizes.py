@@ -1,7 +1,7 @@
-"""Sizes that remember comparisons.
+"""Symbolic sizes: integers with an expression over the token dims, which log their comparisons.
 
-`x.shape[0]` inside a captured forward is a `Size`: an int that knows it is, say, B*S, and logs what it was compared
-with. A branch on a size becomes a guard of the rewritten block instead of being silently baked in.
+Inside a captured forward `x.shape[0]` is a `Size` with an expression such as `B*S`. A branch on a size becomes a guard
+of the rewritten block instead of a silent assumption.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..errors import Refused
 from ..ir.graph_codegen import FUNCTIONS
 from .code_locations import find_user_source
 
-MAX_COMPARISONS = 256  # of sizes, in one capture
+MAX_COMPARISONS = 256  # different comparisons of sizes in one capture
 COMPARE = {
     "lt": operator.lt,
     "le": operator.le,
@@ -37,20 +37,25 @@ COMPARE = {
 
 
 def evaluate_size(expr: str, dims: Mapping[str, int]) -> Any:
-    """An expression that a `Size` carries: dims, numbers and arithmetic, nothing else."""
+    """Evaluate the expression of a `Size`: dims, numbers and arithmetic."""
     return eval(_compiled(expr), {"__builtins__": {}, **FUNCTIONS}, dict(dims))
 
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(expr: str) -> types.CodeType:
-    """Many are evaluated at hundreds of sizes."""
+    """Compile an expression once; many are evaluated at hundreds of sizes."""
     return compile(expr, "<sizes>", "eval")
 
 
 @dataclasses.dataclass(frozen=True)
 class SizeGuard:
-    """`left op right` came out as `value`; both sides are expressions over the input dims, such as `B*S`. Where that
-    of `unless` is 0 it does not matter. `source` is the line that compares."""
+    """A condition on sizes: `left op right` is `value`.
+
+    Attributes:
+        left, right: expressions over the input dims, such as `B*S`.
+        unless: the guard holds, too, if this expression is 0.
+        source: the user's line that compares.
+    """
 
     left: str
     op: str
@@ -73,7 +78,7 @@ class SizeGuard:
 
 @functools.lru_cache(maxsize=4096)
 def _divisors(expr: str) -> frozenset[str]:
-    """What it divides by that may be 0 where there are tokens: the program does not come to it there."""
+    """Return the divisors in an expression that may be 0 for some sizes; the program never divides at these."""
     found = set()
     for node in ast.walk(ast.parse(expr, mode="eval")) if {*"/%"} & {*expr} else ():
         if isinstance(node, ast.BinOp) and isinstance(node.op, _DIVIDE):
@@ -87,28 +92,30 @@ _DIVIDE = (ast.Div, ast.FloorDiv, ast.Mod)
 
 
 class SizeLog:
-    """Which sizes are symbolic in this capture, and what was asked about them.
+    """The symbolic sizes of a capture, and how the program used them.
 
     Attributes:
         guards: comparisons, each once.
-        leaks: expressions that became plain numbers (`int(n / 2)`, `math.sqrt(n)`): comparisons with these go unseen.
+        seen: the same, without sources and conditions.
+        leaks: expressions that became plain numbers (`int(n / 2)`, `math.sqrt(n)`), whose comparisons go unseen.
         used: expressions of the sizes that ops were called with.
-        given: the numbers that the op at work was called with, of those that follow from sizes or from the routing.
-        routed: whether a number that follows from the routing (a `Count`) became a plain one.
+        given: sizes and routed numbers among the arguments of the current op.
+        routed: whether a routed number became a plain one.
+        expressions: the expression of each symbolic size, by its value; single dims win over products.
     """
 
     def __init__(self, dims: dict[str, int] | None = None, fixed: Sequence[int] = ()):
-        """`fixed`: sizes of the token axes that the model fixes. Products with these count as sizes, too."""
+        """Args: fixed: sizes of the token axes that the model fixes. Their products with dims are sizes, too."""
         self.dims = dims or {}
         self.tokens = math.prod((*self.dims.values(), *fixed))
         self.tokens_text = "*".join((*self.dims, *([str(math.prod(fixed))] if fixed else [])))
         self.guards: list[SizeGuard] = []
-        self.seen: set[SizeGuard] = set()  # comparisons, as they were made
+        self.seen: set[SizeGuard] = set()
         self.leaks: set[str] = set()
         self.used: set[str] = set()
         self.given: frozenset[int | float] = frozenset()
         self.routed = False
-        self.expressions: dict[int, str] = {}  # of single dims before those of products
+        self.expressions: dict[int, str] = {}
         for count, times in itertools.product(range(1, len(self.dims) + 1), _products(fixed)):
             for chosen in itertools.combinations(self.dims, count):
                 text = "*".join((*chosen, *([str(times)] if times > 1 else [])))
@@ -128,18 +135,23 @@ class SizeLog:
             self.guards.append(dataclasses.replace(guard, unless=unless, source=str(source)))
 
     def unify_names(self, known: Iterable[SizeGuard]) -> None:
-        """Comparisons that other captures have noted, by their names: B*S and S are one number here, where B is 1."""
+        """Rewrite the guards in the expressions of other captures: with B = 1, B*S and S are one number here.
+
+        Args:
+            known: guards of other captures.
+        """
         names: dict[tuple[str, str, str], list[SizeGuard]] = {}
         for guard in known:
-            names.setdefault((self._called(guard.left), guard.op, self._called(guard.right)), []).append(guard)
+            names.setdefault((self._rename(guard.left), guard.op, self._rename(guard.right)), []).append(guard)
         guards = []
         for guard in self.guards:
-            alike = names.get((guard.left, guard.op, guard.right), [])
-            exact = [k for k in alike if (k.left, k.right) == (guard.left, guard.right)]
-            guards += [dataclasses.replace(k, value=guard.value) for k in exact or alike] or [guard]
+            same = names.get((guard.left, guard.op, guard.right), [])
+            exact = [k for k in same if (k.left, k.right) == (guard.left, guard.right)]
+            guards += [dataclasses.replace(k, value=guard.value) for k in exact or same] or [guard]
         self.guards = list(dict.fromkeys(guards))
 
-    def _called(self, text: str) -> str:
+    def _rename(self, text: str) -> str:
+        """Replace products of dims by the expressions that this capture has for their values."""
         name = "|".join(map(re.escape, self.dims))
         products = rf"\b(?:{name})(?:\*(?:{name}))*\b"
         if not self.dims:
@@ -157,29 +169,29 @@ class SizeLog:
 
 
 def _products(factors: Sequence[int]) -> list[int]:
-    """1, and the products of some of these, ascending."""
+    """Return 1 and the products of subsets of `factors`, ascending."""
     several = (itertools.combinations(factors, count) for count in range(len(factors) + 1))
     return sorted({math.prod(chosen) for chosen in itertools.chain.from_iterable(several)})
 
 
 class NumberNotTaken(Refused, AttributeError):
-    """A function of torch asks a number for the symbol that torch's own symbolic numbers have."""
+    """A function of torch needs a symbol, which only torch's own symbolic numbers have."""
 
 
 class NotHashable(Refused, TypeError):
-    """A size is asked for its hash."""
+    """The program hashes a symbolic size."""
 
 
 class Number:
-    """What `Size` and `Ratio` share: a number with the expression it came from, None for one from the routing."""
+    """A number with its expression; base of `Size`, `Ratio` and the routed numbers."""
 
     value: Any
     expr: Any
     log: Any
     _is: type
 
-    # `isinstance(n, int)` holds as it does for the number; torch takes it as its own symbolic number, and it is not a
-    # real int because `0.5 * n` would then be left to `float`, which knows nothing of expressions
+    # `isinstance(n, int)` holds, and torch accepts it as its own symbolic number. It is no real int: `float` would then
+    # compute `0.5 * n` and lose the expression.
     __class__ = property(lambda self: self._is)  # type: ignore[assignment]
 
     def __init__(self, value: Any, expr: Any, log: Any):
@@ -190,8 +202,8 @@ class Number:
             source = find_user_source()
             what = f"the size {self.expr}" if isinstance(self.expr, str) else "a number of the routing"
             raise NumberNotTaken(
-                f"torch is given {what} here in a way that captures do not follow: {source.text}",
-                source=str(source), remedy="give it to torch.arange, torch.full or a method of a tensor instead",
+                f"captures do not support this use of {what} by torch: {source.text}",
+                source=str(source), remedy="pass it to torch.arange, torch.full or a method of a tensor instead",
             )  # fmt: skip
         if name in ("value", "expr", "log") or name.startswith("__"):
             raise AttributeError(name)
@@ -220,7 +232,7 @@ class Number:
     def __reduce__(self) -> Any:
         return type(self.value), (self.value,)
 
-    # From here on the number is Python's own, and what it is compared with is not seen.
+    # These return plain numbers, whose comparisons go unseen.
     def __int__(self) -> int:
         self.log.leak(self.expr)
         return int(self.value)
@@ -248,8 +260,8 @@ class Number:
         return self._like(math.trunc(self.value), f"trunc({self.expr})")
 
     def _like(self, value: Any, expr: str) -> Any:
-        """Another number of the same origin."""
-        return _made(value, expr, self.log)
+        """Make another number of the same origin."""
+        return _make_number(value, expr, self.log)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -259,10 +271,9 @@ class Number:
 
 
 class Size(Number, torch.SymInt):
-    """An int with the expression it came from.
+    """A symbolic int.
 
-    It cannot be hashed, as torch's own symbolic numbers cannot: a cache that is keyed by sizes would keep it, and hand
-    it out when the capture is over.
+    It is not hashable, like torch's own symbolic numbers: a cache with sizes as keys would return it after the capture.
     """
 
     _is = int
@@ -270,31 +281,31 @@ class Size(Number, torch.SymInt):
     def __hash__(self) -> int:
         source = find_user_source()
         raise NotHashable(
-            f"unhashable type: the size {self.expr} is symbolic here, and a dict, a set or a cache asks for its hash: "
+            f"unhashable type: the size {self.expr} is symbolic here, and a dict, a set or a cache hashes it: "
             f"{source.text}",
             source=str(source), remedy="use int(...) of it as a key",
         )  # fmt: skip
 
     def __index__(self) -> int:
-        """Asked for by Python: an op is given the number itself."""
+        """Python indexes by it. Ops get the plain number another way."""
         self.log.leak(self.expr)
         return self.value
 
 
 class Ratio(Number, torch.SymFloat):
-    """A float that was computed from a `Size`."""
+    """A symbolic float, computed from a `Size`."""
 
     _is = float
 
 
-def _expr(x: Any) -> str | None:
+def _find_expression(x: Any) -> str | None:
     if isinstance(x, Number):
         return x.expr if isinstance(x.expr, str) else None
     return f"({x!r})" if type(x) in (int, float) and x < 0 else repr(x) if type(x) in (int, float, bool) else None
 
 
 def peek_value(x: Any) -> Any:
-    """The number itself, without telling anybody that it is used."""
+    """Return the plain number without logging a use."""
     return x.value if isinstance(x, Number) else x
 
 
@@ -302,7 +313,7 @@ _PLAIN = frozenset([type(None), bool, int, float, str, torch.Tensor, FakeTensor,
 
 
 def unwrap_numbers(x: Any) -> Any:
-    """For an op: a `Size` or `Ratio` as the number it is, also in the containers that arguments are made of."""
+    """Return the arguments of an op with plain numbers in the place of symbolic and routed ones, and log their use."""
     kind = type(x)
     if kind in _PLAIN:
         return x
@@ -320,7 +331,7 @@ def unwrap_numbers(x: Any) -> Any:
     return x
 
 
-def _made(value: Any, expr: str, log: SizeLog) -> Any:
+def _make_number(value: Any, expr: str, log: SizeLog) -> Any:
     if type(value) is int:
         return Size(value, expr, log)
     return Ratio(value, expr, log) if type(value) is float else value
@@ -332,10 +343,10 @@ def _arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
             self.log.use(self)
             return fn(other, self.value) if swapped else fn(self.value, other)
         a, b = (other, self) if swapped else (self, other)
-        left, right = _expr(a), _expr(b)
+        left, right = _find_expression(a), _find_expression(b)
         if left is None or right is None:
             return NotImplemented
-        return _made(fn(peek_value(a), peek_value(b)), f"({left}{symbol}{right})", self.log)
+        return _make_number(fn(peek_value(a), peek_value(b)), f"({left}{symbol}{right})", self.log)
 
     return method
 
@@ -349,7 +360,7 @@ def _comparison(name: str, fn: Callable) -> Callable:
         if isinstance(other, torch.Tensor):
             self.log.use(self)
             return fn(self.value, other)
-        right = _expr(other)
+        right = _find_expression(other)
         if right is None:
             return NotImplemented
         value = fn(self.value, peek_value(other))
@@ -360,8 +371,8 @@ def _comparison(name: str, fn: Callable) -> Callable:
     return method
 
 
-def _followed(name: str, fn: Callable) -> Callable:
-    """A function of a number, of which a `Size` keeps the expression; `math.sqrt` asks for a float of it."""
+def _make_symbolic(name: str, fn: Callable) -> Callable:
+    """Wrap a function of a number so that its result keeps an expression; `math.sqrt` would return a plain float."""
 
     def function(x: Any, *rest: Any) -> Any:
         known = isinstance(x, Number) and not rest
@@ -370,11 +381,11 @@ def _followed(name: str, fn: Callable) -> Callable:
     return function
 
 
-SYMBOLIC_FUNCTIONS = {name: _followed(name, fn) for name, fn in FUNCTIONS.items()}
+SYMBOLIC_FUNCTIONS = {name: _make_symbolic(name, fn) for name, fn in FUNCTIONS.items()}
 
 
-def _define(kind: type) -> None:
-    """The operators; those that torch's symbolic numbers have would look for a symbol of torch's."""
+def _define_operators(kind: type) -> None:
+    """Define the operators. Those of torch's symbolic numbers need a symbol."""
     for name, (symbol, fn) in ARITHMETIC.items():
         setattr(kind, f"__{name}__", _arithmetic(symbol, fn, False))
         setattr(kind, f"__r{name}__", _arithmetic(symbol, fn, True))
@@ -390,11 +401,11 @@ ARITHMETIC = {
     "lshift": ("<<", operator.lshift), "rshift": (">>", operator.rshift), "and": ("&", operator.and_),
     "or": ("|", operator.or_), "xor": ("^", operator.xor),
 }  # fmt: skip
-_define(Number)
+_define_operators(Number)
 
 
 def wrap_sizes(value: Any, log: SizeLog) -> Any:
-    """`value` (an int or a `torch.Size`) with the symbolic ones among its sizes replaced by `Size`s."""
+    """Return an int or a `torch.Size` with a `Size` in the place of each number that equals a symbolic size."""
     if type(value) is int:
         expr = log.expressions.get(value)
         return Size(value, expr, log) if expr else value

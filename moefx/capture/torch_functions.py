@@ -58,22 +58,22 @@ class Functions(TorchFunctionMode):
         given = (*args, *(kwargs or {}).values())
         args, options = unwrap_numbers(args), unwrap_numbers(kwargs or {})
         tracer = self.tracer
-        touched, tracer.touched = tracer.touched, False
-        before = tracer.given
+        touched, tracer.has_routed_argument = tracer.has_routed_argument, False
+        before = tracer.op_numbers
         if tracer.sizes.given:
-            tracer.given, tracer.sizes.given = before | tracer.sizes.given, frozenset()
+            tracer.op_numbers, tracer.sizes.given = before | tracer.sizes.given, frozenset()
         try:
             if func in _LISTS and _is_along_rows(func, args, options):
-                if self._has_rows_of_routing(args[0]):
-                    tracer.ask(ROWS)
+                if self._has_note_routed_rows(args[0]):
+                    tracer.note_question(ROWS)
                 elif isinstance(size := self._shape(args[0])[0], Size):
                     tracer.sizes.leak(size.expr)
             return self._called(func, args, options, touched, given)
         except Exception:
-            tracer.note_error(any(map(self._has_rows_of_routing, collect_tensors((args, options)))))
+            tracer.note_error(any(map(self._has_note_routed_rows, collect_tensors((args, options)))))
             raise
         finally:
-            tracer.given = before
+            tracer.op_numbers = before
 
     def _check_view(self, t: Any, *shape: Any) -> None:
         """Note the sizes that a view takes: `x.view(-1, 8, D)` asks for a multiple of 8 tokens.
@@ -130,7 +130,7 @@ class Functions(TorchFunctionMode):
     def _called(self, func: Any, args: tuple, options: dict[str, Any], touched: bool, given: tuple) -> Any:
         """`given`: the arguments with sizes that remember where they come from."""
         tracer, before = self.tracer, len(self.tracer.nodes)
-        if tracer.quiet:
+        if tracer.whole_op_depth:
             return func(*args, **options)
         tracer.notice_autocast()
         if func in _VIEWS:
@@ -151,7 +151,7 @@ class Functions(TorchFunctionMode):
         if func is torch.Tensor.__int__:
             return int(self._numbers(args[0], func(*args, **options)))
         if func == _REQUIRES_GRAD:
-            return tracer.asks_for_grad(args[0])
+            return tracer.read_requires_grad(args[0])
         if func == _SET_DATA:
             return self._set_data(*args)
         if func in _HOOKS:
@@ -171,7 +171,7 @@ class Functions(TorchFunctionMode):
                     for dim, stop in _whole_slices(*args):
                         out = tracer.record(torch.ops.aten.slice.Tensor, (out, dim, 0, stop), {})
             if touched:
-                tracer.rows_of_routing(before)
+                tracer.note_routed_rows(before)
             return out
         if func is torch.Tensor.__rmatmul__:
             args, func = (args[1], args[0]), torch.matmul
@@ -206,7 +206,7 @@ class Functions(TorchFunctionMode):
             given = device_autocast.cast_arguments(func, args, options, dtype, torch.Tensor.to)
             if given is None:
                 return device_autocast.check_result(func, args, options, dtype, run(*args, **options))
-            with self.tracer.already_cast():
+            with self.tracer.suspend_casts():
                 out = run(*given[0], **given[1])
             return device_autocast.check_result(func, args, options, dtype, out)
 
@@ -215,7 +215,7 @@ class Functions(TorchFunctionMode):
 
     def _shape(self, t: torch.Tensor) -> torch.Size:
         tracer = self.tracer
-        ragged = self._has_rows_of_routing(t)
+        ragged = self._has_note_routed_rows(t)
         with torch.DisableTorchFunction():
             shape = t.shape
             first = shape[0] if shape else None
@@ -226,13 +226,15 @@ class Functions(TorchFunctionMode):
             out = torch.Size([several, *out[1:]])
         return out
 
-    def _has_rows_of_routing(self, t: Any) -> bool:
+    def _has_note_routed_rows(self, t: Any) -> bool:
         """Whether a tensor has as many rows as the routing says."""
         if not isinstance(t, torch.Tensor) or _is_batched(t):
             return False
         with suspend_modes(), torch.DisableTorchFunction():
             shape = t.shape
-            return bool(shape) and shape[0] in self.tracer.lengths and bool(self.tracer.node_of(t).meta.get("ragged"))
+            return (
+                bool(shape) and shape[0] in self.tracer.row_counts and bool(self.tracer.node_of(t).meta.get("ragged"))
+            )
 
     def _several(self, t: torch.Tensor, rows: int) -> Any:
         """How many rows there are where each token has a few, of each choice one, say; None where they have not."""
@@ -242,7 +244,7 @@ class Functions(TorchFunctionMode):
         if rest or not 2 <= each <= _MOST_OF_A_TOKEN or tokens < _LEAST_TOKENS or _is_batched(t):
             return None
         with suspend_modes(), torch.DisableTorchFunction():
-            if rows in self.tracer.held or self.tracer.node_of(t).op == "get_attr":
+            if rows in self.tracer.state_sizes or self.tracer.node_of(t).op == "get_attr":
                 return None
         return Size(rows, f"{each}*{sizes.tokens_text}", sizes)
 
@@ -257,7 +259,7 @@ class Functions(TorchFunctionMode):
             root, source = tracer.root(t), tracer.root(value)
             if source is root and (value.stride(), value.storage_offset()) == (t.stride(), t.storage_offset()):
                 return  # its own data
-        if source is not root and id(source) in tracer.state:
+        if source is not root and id(source) in tracer.state_ids:
             tracer.refuse(
                 "`.data` of one parameter or buffer is made that of another: from then on they share memory",
                 "copy the values: b.copy_(a), or b.data = a.data.clone()",

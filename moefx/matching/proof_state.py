@@ -18,9 +18,9 @@ from ..capture.capture_result import Capture
 from ..capture.code_locations import Source
 from ..capture.concolic import capture_block
 from ..capture.concrete_routing import Routing
+from ..capture.host_reads import Interventions
 from ..capture.idle_tests import IdleQuestions
 from ..capture.symbolic_sizes import SizeGuard, SizeLog
-from ..capture.tracer import Interventions
 from ..errors import Refused
 from ..inspection.proof_trace import ProbeRun
 from .graph_nodes import Line, line
@@ -205,7 +205,7 @@ class ProofState:
         log = SizeLog(sizes, tuple(self._arguments.fixed.values()))
         try:
             captured = capture_block(
-                self.block, args, kwargs, routing, interventions=interventions, sizes=log, most_nodes=most, held=held
+                self.block, args, kwargs, routing, interventions=interventions, sizes=log, max_nodes=most, held=held
             )
         finally:  # an assertion on a size tells which sizes the program takes
             log.unify_names(self._asked)

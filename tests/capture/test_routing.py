@@ -79,7 +79,7 @@ def test_even_gives_each_expert_the_same_but_for_the_first(rows):
 def test_reproducible_and_unlike():
     a, b, c = Routing("diverse", 1), Routing("diverse", 1), Routing("diverse", 2)
     first = a.draw_scores(9, 6)
-    assert torch.equal(first, b.draw_scores(9, 6)) and not torch.equal(first, c.scores(9, 6))
+    assert torch.equal(first, b.draw_scores(9, 6)) and not torch.equal(first, c.draw_scores(9, 6))
     assert not torch.equal(first, a.draw_scores(9, 6))  # two routers of one block are told apart
     assert repr(a) == "Routing('diverse', seed=1)"
 

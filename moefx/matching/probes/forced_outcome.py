@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...capture.capture_result import Capture, LimitedOutcome
 from ...capture.code_locations import Source, is_raised_by_program
+from ...capture.host_reads import Interventions
 from ...capture.symbolic_sizes import peek_value
-from ...capture.tracer import Interventions
 from ...errors import Refused
 
 if TYPE_CHECKING:

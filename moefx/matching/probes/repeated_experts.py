@@ -21,7 +21,7 @@ from torch import fx
 
 from ...capture.capture_result import Capture
 from ...capture.concrete_routing import Routing
-from ...capture.tracer import Interventions
+from ...capture.host_reads import Interventions
 from ...errors import Refused
 from ..graph_nodes import op_name
 from ..lift.canonical_form import CanonicalForm

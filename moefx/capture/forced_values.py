@@ -1,0 +1,124 @@
+"""Force the results of ops that depend on data: other integers and booleans than the routing gives.
+
+A proof captures again with such values, and demands the same form. `FORCE_MIXED` and `FORCE_SPREAD` say how values
+vary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from .capture_result import FORCE_MIXED, FORCE_SPREAD
+from .code_locations import Source, find_user_source
+from .op_runner import OpRunner
+from .op_sets import CHOICES
+from .tensor_trees import collect_tensors, is_float, map_tensors
+
+# Ops that return positions of the elements that they select.
+_POSITION_OPS = {
+    "argmax", "argmin", "argsort", "cummax", "cummin", "kthvalue", "max", "median", "min", "mode", "nanmedian", "sort",
+    "topk",
+}  # fmt: skip
+
+
+class ForcedValues:
+    """The forced values of one capture. Ops that repeat a computation, as in each turn of a loop, get equal values."""
+
+    def __init__(self, runner: OpRunner):
+        self.runner, self.routing = runner, runner.routing
+        self._coins: dict[tuple[int, torch.Size], torch.Tensor] = {}  # by computation and shape
+        self._numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # inputs of choices, by location and shape
+
+    def apply(
+        self, forced: Any, func: Any, args: tuple, kwargs: dict[str, Any], results: tuple[Any, Any], computation: int,
+        known: bool,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Replace the visible and the concrete result of an op.
+
+        Args:
+            forced: an entry of `Interventions`.
+            results: the results of `OpRunner.compute`.
+            computation: the hash of the op with its arguments.
+            known: whether the result follows from routing integers alone.
+        """
+        out, concrete = results
+        if callable(forced):
+            changed = {id(t): forced(t) for t in collect_tensors(out) if not is_float(t)}
+            out, concrete = (map_tensors(tree, lambda t: changed.get(id(t), t)) for tree in (out, concrete))
+        elif forced == FORCE_SPREAD:
+            return self._spread(func, args, kwargs, out, concrete, computation)
+        elif forced == FORCE_MIXED:
+            return self._mix(func, args, kwargs, out, concrete, computation, known)
+        return out, concrete
+
+    def _mix(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, concrete: Any, computation: int, known: bool
+    ) -> tuple[Any, Any]:
+        """Return mixed results: see `FORCE_MIXED`."""
+        source = find_user_source()
+        if func.overloadpacket.__name__ in CHOICES:
+
+            def replace_input(t: torch.Tensor) -> torch.Tensor:
+                if known:
+                    return self._toss(self.runner.concrete(t), computation)
+                numbers = self._numbers.setdefault((source, t.shape), self.routing.draw_numbers(t.shape))
+                return numbers.to(t.dtype) if is_float(t) else self.runner.concrete(t)
+
+            concrete = func(*map_tensors(args, replace_input), **kwargs)
+            others = iter(collect_tensors(concrete))
+            return map_tensors(out, lambda t: other if not is_float(other := next(others)) else t), concrete
+        if not isinstance(out, torch.Tensor):
+            return out, concrete
+        if is_float(out):
+            concrete = func(*map_tensors(args, self.runner.concrete), **kwargs) if concrete is None else concrete
+            return out, self._toss(concrete, computation)
+        mixed = self._toss(out, computation)
+        if torch.equal(mixed, out):
+            mixed = ~out if out.dtype is torch.bool else out + 1
+        return mixed, mixed
+
+    def _spread(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, concrete: Any, computation: int
+    ) -> tuple[Any, Any]:
+        """Return varied results: see `FORCE_SPREAD`. Selections return positions in other numbers."""
+        if concrete is None:
+            concrete = func(*map_tensors(args, self.runner.concrete), **map_tensors(kwargs, self.runner.concrete))
+        if func.overloadpacket.__name__ in _POSITION_OPS:
+            args = map_tensors(
+                args, lambda t: self.routing.draw_numbers(t.shape) if t.dim() else self.runner.concrete(t)
+            )
+            others = iter(collect_tensors(func(*args, **kwargs)))
+        else:
+            others = itertools.repeat(None)
+
+        def vary(t: torch.Tensor) -> torch.Tensor:
+            other = next(others)
+            if other is None or is_float(other) or other.shape != t.shape:
+                return self._vary_elements(t, computation)
+            return other.to(t.dtype)
+
+        concrete = map_tensors(concrete, vary)
+        remaining = iter(collect_tensors(concrete))
+        return map_tensors(out, lambda t: t if is_float(varied := next(remaining)) else varied), concrete
+
+    def _vary_elements(self, value: torch.Tensor, computation: int) -> torch.Tensor:
+        """Make each element itself, one more, or zero; of booleans, either."""
+        if not value.numel():
+            return value
+        spread = self._toss(value, computation)
+        if value.dtype is not torch.bool:
+            is_zero = self._coins.setdefault((computation + 1, value.shape), self.routing.draw_coins(value.shape))
+            is_zero = is_zero ^ bool(is_zero.sum() > is_zero.numel() // 2)  # keep at least half of the values
+            is_first = torch.arange(value.numel()).view(value.shape) == 0
+            spread = torch.where(is_zero if is_zero.any() else is_first, torch.zeros_like(value), spread)
+        if torch.equal(spread, value) or (value.numel() == 1 and value.dtype is not torch.bool):
+            spread = ~value if value.dtype is torch.bool else value + 1
+        return spread
+
+    def _toss(self, value: torch.Tensor, computation: int) -> torch.Tensor:
+        """Return random booleans, or each number as it is or one more. Equal computations get equal coins."""
+        coins = self._coins.setdefault((computation, value.shape), self.routing.draw_coins(value.shape)).clone()
+        return coins if value.dtype is torch.bool else value + coins.to(value.dtype)

@@ -1,0 +1,145 @@
+"""Log the numbers and booleans that Python reads from tensors during a capture, and force their outcomes.
+
+A branch on a tensor's value is invisible in the graph. Each read is therefore logged with its location in the user's
+code, so that a proof can force the other outcome and compare.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from .capture_result import HostRead, LimitedOutcome
+from .code_locations import Source, find_user_opcode, find_user_stack, is_user_asking_number, is_user_asking_tensor
+from .concrete_routing import Routing
+from .idle_tests import ASKS, KEYS, LOADS, IdleQuestions
+from .node_origins import find_leaf_kinds, follows_from_floats, is_nan_check
+from .op_runner import OpRunner
+from .routed_numbers import ROW_COUNT, RoutedFloat, RoutedInt, asks_if_empty
+from .symbolic_sizes import peek_value
+from .tensor_trees import has_values, is_float
+
+# Forced outcomes. Keys: the call stack of a read; (location, op, whether it follows from routing alone) of a comparison
+# or a number; the position of an argument. Values: the outcome, `FORCE_MIXED`, `FORCE_SPREAD`, or a function that maps
+# the integers which an op returned, or an argument has.
+Interventions = Mapping[tuple[Source, ...] | tuple[Source, str, bool] | int, Any]
+
+
+class ReadLogger(OpRunner):
+    """Logs reads; it is the `RoutedNumberLog` of the numbers of the routing.
+
+    Attributes:
+        reads: booleans and floats that Python read, or comparisons of routed numbers.
+        plain_reads: integers that neither routing nor state determines, by the call stack that read them.
+        questions: where the program asks which experts have tokens (see `idle_tests`).
+        has_routed_argument: whether the current op was called with a number of the routing.
+    """
+
+    def __init__(self, routing: Routing, interventions: Interventions | None = None):
+        super().__init__(routing)
+        self.interventions = interventions or {}
+        self.reads: list[HostRead] = []
+        self.plain_reads: dict[tuple[Source, ...], list[Any]] = {}
+        self.questions = IdleQuestions()
+        self.has_routed_argument = False
+        self._num_forced: Counter[tuple[Source, ...]] = Counter()  # reads with a limited forced outcome
+
+    # ---------------------------------------------------------------- `RoutedNumberLog`
+    def compared(self, number: Any, op: str, other: Any, value: bool) -> bool:
+        if is_user_asking_number():
+            self.note_question(ASKS if asks_if_empty(number, op, other) else LOADS)
+        if isinstance(other, (RoutedInt, RoutedFloat)) and op in ("eq", "ne") and find_user_opcode() != "COMPARE_OP":
+            return value  # a dict compares its keys: no branch
+        if asks_if_empty(number, op, other):
+            return value  # without rows nothing is computed; other captures have experts without rows
+        if number.expr is ROW_COUNT and number.value == 0:  # both outcomes compute nothing
+            return self._force(find_user_stack(), value, (op, other))
+        node = number.expr if isinstance(number.expr, fx.Node) else None
+        return self.log_read(value, node, (op, other), number.origins)
+
+    def leak(self, expr: Any) -> None:
+        self.sizes.routed = True
+
+    def keyed(self) -> None:
+        if is_user_asking_number():
+            self.note_question(KEYS)
+
+    def use(self, size: Any) -> None:
+        self.has_routed_argument = True
+        self.sizes.given |= {size.value}
+
+    # ---------------------------------------------------------------- reads
+    def log_read(
+        self,
+        value: Any,
+        node: fx.Node | None = None,
+        comparison: tuple[str, Any] | None = None,
+        origins: frozenset[Any] = frozenset(),
+    ) -> Any:
+        """Log a value that Python reads, and return it or the outcome that is forced here."""
+        call_stack = find_user_stack()
+        value = self._force(call_stack, value, comparison)
+        self.reads.append(HostRead(call_stack, value, node, comparison, origins))
+        return value
+
+    def _force(self, call_stack: tuple[Source, ...], value: Any, comparison: tuple[str, Any] | None) -> Any:
+        forced = self.interventions.get(call_stack, value)
+        if not isinstance(forced, LimitedOutcome):
+            return forced
+        if comparison is not None and forced.compared_with and peek_value(comparison[1]) not in forced.compared_with:
+            return value
+        self._num_forced[call_stack] += 1
+        return forced.value if self._num_forced[call_stack] <= forced.num_reads else value
+
+    def read_item(self, t: torch.Tensor) -> Any:
+        """Return what `t.item()` returns. Log booleans, floats and state."""
+        node = self.node_of(t)
+        original = node.meta.get("original") if node.op == "get_attr" and not is_float(t) else None
+        value = (original if original is not None and has_values(original) else self.concrete(t)).item()
+        is_logged = t.dtype is torch.bool or is_float(t) or self._is_state(node)
+        if t.dtype is torch.bool and follows_from_floats(node) and is_user_asking_tensor() and not is_nan_check(node):
+            self.note_question(ASKS)
+        if not is_logged and not follows_from_floats(node):
+            self.note_plain(node, value)
+        return self.log_read(value, node) if is_logged else value
+
+    def read_requires_grad(self, t: torch.Tensor) -> bool:
+        """Return whether a tensor requires a gradient. It may differ in another call, so log it as a read."""
+        return self.log_read(t.requires_grad)
+
+    def _is_state(self, node: fx.Node) -> bool:
+        """Whether a value is computed only from buffers, attributes and single integers, such as a step counter."""
+        leaves = find_leaf_kinds(node)
+        return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not follows_from_floats(node))
+
+    def note_plain(self, node: fx.Node, value: Any) -> None:
+        """Note integers that neither routing nor state determines: see `matching.probes.plain_integers`."""
+        is_computed = node.op == "call_function" or node.meta.get("kind") == "constant"
+        if is_computed and find_leaf_kinds(node) == {False}:
+            self.plain_reads.setdefault(find_user_stack(), []).append(value)
+
+    # ---------------------------------------------------------------- questions for experts with tokens
+    def note_question(self, kind: str) -> None:
+        """Note that the program asks here which experts have tokens: see `idle_tests`."""
+        self.questions.note(kind)
+
+    def note_error(self, is_of_rows: bool) -> None:
+        """Note that an op raised an error, which the program may catch.
+
+        Args:
+            is_of_rows: whether the number of rows may be the reason.
+        """
+        if is_user_asking_tensor():
+            call_stack = find_user_stack()
+            self.questions.errors[call_stack] = is_of_rows or self.questions.errors.get(call_stack, False)
+
+    def note_routed_rows(self, start: int) -> None:
+        """Note that the nodes since index `start` have as many rows as the routing determines."""
+        for node in self.nodes[start:]:
+            node.meta["ragged"] = True
+            if isinstance(val := node.meta.get("val"), torch.Tensor) and val.dim():
+                self.row_counts.add(val.shape[0])
