@@ -1,7 +1,7 @@
-"""A block's arguments at any token count.
+"""The arguments of a block at any number of tokens.
 
-The finder records the arguments of one call; capture replays the block at sizes of its own (and several of them, so
-that what depends on a size shows). Which axes are token axes is read off the first float tensor: all but its last.
+The survey records the arguments of one call. `Arguments` infers the token axes from the first float tensor (all but its
+last axis), and builds arguments at other sizes. Captures at several sizes show which values depend on a size.
 """
 
 from __future__ import annotations
@@ -20,41 +20,48 @@ from .size_collisions import ModelNumbers
 from .tensor_trees import has_values
 
 NAMES = ("B", "S", "P", "Q", "R")
-_FEW = 8
-# Sizes of the first of several token dims, and of those between it and the last, by variant: no axis has one size in
-# the first three captures, where it would look like a number of the program's.
+_MIN_TURNING_TOKENS = 8  # fewer tokens get no `turns`, which might mask all of them
+# Sizes of the first of several token dims, and of dims between the first and the last, by variant. An axis with one
+# size in the first three captures would look like a constant of the program.
 _OUTER = ((3, 7, 13), (2, 6, 10), (5, 9, 11), (4, 8, 12))
 _INNER = ((2, 5, 8, 11), (3, 7, 10, 13), (4, 6, 9, 14), (3, 5, 7, 9))
-_REMAINDERS = {0: 2, 1: 1}  # by 3, of the last of several token dims in the first two captures
-_CANDIDATES = 6  # sizes of the last token dim that are compared
-TWICE_THE_TOKENS = 100  # up to five times as many cost less than a size next to a number of the model
-_USUAL = 29  # tokens of a capture: one that asks for fewer may have as many
-_MORE_SAMPLES = 150  # and shorter sequences
-_NEAR = 5  # sizes of a sequence that are compared reach so far
-Axis = tuple[int, int]  # which tensor argument, and which of its axes
-_MANY = 19
+_REMAINDERS = {0: 2, 1: 1}  # modulo 3, of the last of several token dims in the first two captures
+_CANDIDATES = 6  # sizes of the last token dim to compare
+TWICE_THE_TOKENS = 100  # cost: up to five times the tokens cost less than a size next to a number of the model
+_USUAL_TOKENS = 29  # captures that need fewer tokens may have as many at no cost
+_MORE_SAMPLES = 150  # cost of a larger batch with shorter sequences
+_NEAR = 5  # range of sequence lengths to compare
+_MANY_SEQUENCES = 19
+Axis = tuple[int, int]  # position among the tensor arguments, and the axis
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor argument: each axis is a number or an expression over the token dims, such as `S` or `B*S`."""
+    """A tensor argument.
+
+    Attributes:
+        shape: each axis is a number or an expression over the token dims, such as `S` or `B*S`.
+        example: for integers and booleans, the values of the recorded call.
+        turns: numbers to put among the values (see `matching.probes.turning_integers`).
+        is_fixed: keep the number of the example, such as a position in a table.
+    """
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype
-    example: torch.Tensor | None  # values to draw from, for integers and booleans
+    example: torch.Tensor | None
     requires_grad: bool
-    turns: tuple[int, ...] = ()  # numbers that are among the values, too (see `matching.probes.turning_integers`)
-    is_fixed: bool = False  # in a table, say, which has no others
+    turns: tuple[int, ...] = ()
+    is_fixed: bool = False
 
     @property
     def numbers_per_token(self) -> int:
-        """How many numbers belong to one token."""
+        """Number of elements that belong to one token: the product of the axes after the last token axis."""
         sizes = itertools.takewhile(lambda size: isinstance(size, int), reversed(self.shape))
         return math.prod(int(size) for size in sizes)
 
     @property
     def has_token_axis(self) -> bool:
-        """Whether there are as many as tokens or sequences."""
+        """Whether an axis depends on the number of tokens or sequences."""
         return any(isinstance(size, str) for size in self.shape)
 
     @property
@@ -64,82 +71,82 @@ class Leaf:
 
     @property
     def is_mask(self) -> bool:
-        """Whether it has ones and zeros only, one at a time."""
+        """Whether it has one element per token, 0 or 1."""
         return self.numbers_per_token == 1 and bool(((self.example == 0) | (self.example == 1)).all())  # type: ignore[operator]
 
     @property
     def takes_turns(self) -> bool:
-        """Whether other numbers than the example has may stand in it: of tokens, of sequences, or a single one."""
+        """Whether it may hold other numbers than the example: it has elements per token, or single integers."""
         is_integer = self.example is not None and self.dtype != torch.bool and self.example.numel() > 0
         return is_integer and (self.numbers_per_token == 1 or self.has_token_axis)
 
     def can_hold(self, number: int) -> bool:
-        """Whether a number may. Of several of a token no two are to be the same."""
+        """Whether it may hold a number. The numbers of one token must stay distinct."""
         assert self.example is not None
         info = torch.iinfo(self.dtype)
         return info.min <= number <= info.max and (self.numbers_per_token == 1 or number not in self.example)
 
     def draw_values(self, n: int, seed: int, generator: torch.Generator) -> torch.Tensor:
-        """So many integers or booleans like those of the example. What belongs to one token stays together, as the
-        experts of a token do, of which no two are the same."""
+        """Draw `n` integers or booleans from the example.
+
+        Rows of one token stay together: the experts of a token, for example, are distinct.
+        """
         assert self.example is not None
-        together = self.numbers_per_token
-        pool = self._rows()
+        per_token = self.numbers_per_token
+        pool = self._split_rows()
         if not pool.numel():
             return torch.zeros(n, dtype=self.dtype)
-        if self.is_single and self.dtype != torch.bool:  # a step, a length: of later calls it may be any other
-            own, most = int(pool[0, 0]), torch.iinfo(self.dtype).max
-            tried = (own, *self.turns, *(() if self.is_fixed else (own + 1, own + 10007)))
-            return torch.full((n,), min(most, tried[seed % len(tried)]), dtype=self.dtype)
-        pool = self._varied(pool, generator)
+        if self.is_single and self.dtype != torch.bool:  # a step or a length, which later calls may change
+            own, largest = int(pool[0, 0]), torch.iinfo(self.dtype).max
+            candidates = (own, *self.turns, *(() if self.is_fixed else (own + 1, own + 10007)))
+            return torch.full((n,), min(largest, candidates[seed % len(candidates)]), dtype=self.dtype)
+        pool = self._vary(pool, generator)
         kinds = pool.unique(dim=0)
-        if 1 < len(kinds) < len(pool):  # where nearly all is padding, a few tokens still have some of the rest
+        if 1 < len(kinds) < len(pool):  # so a few tokens are no padding, even if nearly all of the example is
             pool = torch.cat([pool, kinds.repeat(-(-len(pool) // len(kinds)), 1)])
         rows = n // pool.shape[1]
         order = (torch.arange(rows) + (seed if rows == 1 else 0)) % len(pool)
         if seed and rows > 1:
             order = torch.randint(0, len(pool), (rows,), generator=generator)
-        if self.is_mask and rows > 1 and (pool[order] == pool[order[0]]).all():  # few sequences, by chance
+        if self.is_mask and rows > 1 and (pool[order] == pool[order[0]]).all():  # by chance, with few sequences
             order[seed % rows] = int((pool != pool[order[0]]).flatten().nonzero()[0])
         out = pool[order].flatten()
-        if seed and together > 1 and self.has_token_axis and out.dtype != torch.bool:
-            out = _renamed(out, pool[pool >= 0].unique(), generator)
-        if self.turns and rows > 1:  # one of a token, here and there
+        if seed and per_token > 1 and self.has_token_axis and out.dtype != torch.bool:
+            out = _permute_numbers(out, pool[pool >= 0].unique(), generator)
+        if self.turns and rows > 1:  # for a third of the tokens, one each
             at = torch.rand(rows, generator=generator, dtype=torch.float32).argsort()[: -(-rows // 3)]
             which = (torch.arange(len(at)) + seed * len(at)) % len(self.turns)
-            column = torch.randint(0, together, (len(at),), generator=generator)
-            out[at * together + column] = torch.tensor(self.turns)[which].to(self.dtype)
+            column = torch.randint(0, per_token, (len(at),), generator=generator)
+            out[at * per_token + column] = torch.tensor(self.turns)[which].to(self.dtype)
         return out
 
-    def _rows(self) -> torch.Tensor:
-        """[tokens, numbers of one token]; [numbers, 1] where the example's are no whole rows."""
+    def _split_rows(self) -> torch.Tensor:
+        """Return the example as [tokens, numbers per token], or as [numbers, 1] if it has no whole rows."""
         assert self.example is not None
         whole = max(1, self.numbers_per_token)
         return self.example.reshape(-1, 1 if self.example.numel() % whole else whole)
 
-    def _varied(self, pool: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Rows to draw from: those of the example, and others where it has too few kinds to show what hangs on them."""
-        together = self.numbers_per_token
-        if self.is_mask:  # whose example may mask nearly all, or nothing
+    def _vary(self, pool: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return rows to draw from. If the example has too few kinds to show their effect, add others."""
+        if self.is_mask:  # the example may mask nearly everything, or nothing
             pool = torch.tensor([[0], [1], [1], [1]] if pool.float().mean() > 0.5 else [[0], [0], [0], [1]])
             pool = pool.to(self.dtype).repeat(7, 1)[torch.randperm(28, generator=generator)]
-        elif (pool == pool[0, 0]).all():  # of one value nothing shows what hangs on it: some are the next one
+        elif (pool == pool[0, 0]).all():  # add the next value, so that a dependence shows
             others = torch.rand((29, pool.shape[1]), generator=generator, dtype=torch.float32) < 0.25
             pool = torch.where(others, ~pool[:1] if self.dtype == torch.bool else pool[:1] + 1, pool[:1])
-        elif (pool == pool[:1]).all():  # one row for all tokens, or a map of experts: later calls may have others
-            pool = self._others(pool[0], generator)
-        if together > 1 and self.dtype == torch.bool:  # all that is masked for somebody, and nothing
+        elif (pool == pool[:1]).all():  # one row for all tokens, or a map of experts, which later calls may change
+            pool = self._vary_row(pool[0], generator)
+        if self.numbers_per_token > 1 and self.dtype == torch.bool:  # tokens with everything or nothing masked
             pool = torch.cat([pool, torch.zeros_like(pool[:1]), torch.ones_like(pool[:1])])
         return pool
 
-    def _others(self, row: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Rows like one: flags of which some are the other way round; the same numbers in another order, and of those
-        that are there several times any of them."""
+    def _vary_row(self, row: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return variants of a row: some flags inverted; distinct numbers permuted; others drawn with repetition."""
         if self.dtype == torch.bool:
-            flips = torch.rand((30, len(row)), generator=generator, dtype=torch.float32) < 0.4
-            flips[0], flips[1] = False, torch.arange(len(row)) % 2 == 1
-            flips[2] = ~flips[1]  # each of them in one of two captures
-            return row ^ flips
+            is_flipped = torch.rand((30, len(row)), generator=generator, dtype=torch.float32) < 0.4
+            is_flipped[0], is_flipped[1] = False, torch.arange(len(row)) % 2 == 1
+            is_flipped[2] = ~is_flipped[1]  # so that each flag is inverted in one of two rows
+            return row ^ is_flipped
         if len(row.unique()) < len(row):
             drawn = torch.randint(0, len(row), (28, len(row)), generator=generator)
         else:
@@ -147,33 +154,35 @@ class Leaf:
         return torch.cat([row[None], row[drawn]]).to(self.dtype)
 
 
-def _renamed(numbers: torch.Tensor, known: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Other numbers for the same ones, but for the negative: that a row always has a 0, say, must not be relied on."""
+def _permute_numbers(numbers: torch.Tensor, known: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Permute the values of non-negative numbers, so that a proof cannot rely on a 0 in each row."""
     if not len(known):
         return numbers
     others = known[torch.randperm(len(known), generator=generator)]
-    place = torch.searchsorted(known, numbers.clamp_min(0)).clamp_max(len(known) - 1)
-    return torch.where(numbers >= 0, others[place], numbers)
+    index = torch.searchsorted(known, numbers.clamp_min(0)).clamp_max(len(known) - 1)
+    return torch.where(numbers >= 0, others[index], numbers)
 
 
 class Arguments:
     """The recorded arguments of a block, resizable.
 
     Args:
-        feature: the axis of the hidden states that is not a token axis: the last, or 1 for channels first.
-        numbers: those of the model, which captures avoid as sizes.
-        fixed: token dims that the model fixes, such as positions of a table: the other ones alone vary.
-        names: for axes of other tensors another interpretation than the most likely one, see `options`.
+        feature: the feature axis of the hidden states: the last, or 1 for channels first.
+        numbers: numbers of the model, which captures avoid as sizes.
+        fixed: token dims that the model fixes, such as the positions of a table. Only the others vary.
+        names: interpretations of axes that differ from the most likely one, see `options`.
 
     Attributes:
-        dims: names of the token dims, outermost first: `("S",)` for [S,D] inputs, `("B", "S")` for [B,S,D].
+        lead: names of all token dims, outermost first: `("S",)` for [S,D] inputs, `("B", "S")` for [B,S,D].
+        dims: those that vary.
         sizes: their sizes in the recorded call.
         fixed: the token dims that the model fixes, and their sizes.
-        each: tokens per unit of these sizes, more than 1 if dims are `fixed`.
+        each: tokens per unit of `sizes`, more than 1 if dims are `fixed`.
+        width: size of the feature axis.
         options: for each axis that equals a token dim, all interpretations, the chosen one first.
-        of_one: first axes of 1 of other tensors, if there is one sequence.
-        held: by name of an integer buffer, numbers that are to be among its values, too.
-        shift: captures use the sizes of later variants.
+        of_one: first axes of size 1 of other tensors, if the batch size is 1.
+        held: numbers to put among the values of integer buffers, by the buffer's name.
+        shift: number of variants that captures skip in their choice of sizes.
     """
 
     def __init__(
@@ -205,7 +214,8 @@ class Arguments:
         self.of_one: list[Axis] = []
         positions = itertools.count()
         self.flat: list[Any] = [
-            self._leaf(t, next(positions), t is hidden, names or {}) if isinstance(t, torch.Tensor) else t for t in flat
+            self._make_leaf(t, next(positions), t is hidden, names or {}) if isinstance(t, torch.Tensor) else t
+            for t in flat
         ]
         self.tensors = [leaf for leaf in self.flat if isinstance(leaf, Leaf)]
         self.held: dict[str, tuple[int, ...]] = {}
@@ -215,19 +225,23 @@ class Arguments:
 
     @property
     def tokens(self) -> str:
-        """The number of tokens, as an expression over the dims."""
+        """The number of tokens as an expression over the dims."""
         return "*".join((*self.dims, *([str(self.each)] if self.each > 1 else [])))
 
     def at_other_sizes(self) -> Arguments:
-        """The same arguments, for captures at other sizes."""
+        """Return these arguments for captures at other sizes."""
         out = copy.copy(self)
         out.shift += 1
         return out
 
     def with_turns(self, numbers: Iterable[tuple[int | str, int]]) -> Arguments:
-        """With more numbers among the values of tensors, by the positions of these among all; by name for buffers."""
+        """Return these arguments with more numbers among their values.
+
+        Args:
+            numbers: pairs of a position among the tensor arguments, or the name of a buffer, and a number.
+        """
         more = sorted(numbers, key=str)
-        out = self._with(
+        out = self._replace_leaves(
             dataclasses.replace(leaf, turns=(*leaf.turns, *(v for at, v in more if at == i)))
             for i, leaf in enumerate(self.tensors)
         )
@@ -236,21 +250,21 @@ class Arguments:
         return out
 
     def with_fixed_integers(self) -> Arguments | None:
-        """With single integers as they are, if there are any that were not."""
+        """Return these arguments with single integers fixed to their examples; None if they are already."""
         if all(leaf.is_fixed or not (leaf.takes_turns and leaf.is_single) for leaf in self.tensors):
             return None
-        return self._with(
+        return self._replace_leaves(
             dataclasses.replace(leaf, is_fixed=leaf.takes_turns and leaf.is_single) for leaf in self.tensors
         )
 
-    def _with(self, tensors: Iterable[Leaf]) -> Arguments:
+    def _replace_leaves(self, tensors: Iterable[Leaf]) -> Arguments:
         out = copy.copy(self)
         out.tensors = list(tensors)
         left = iter(out.tensors)
         out.flat = [next(left) if isinstance(t, Leaf) else t for t in self.flat]
         return out
 
-    def _leaf(self, t: torch.Tensor, position: int, is_hidden: bool, names: Mapping[Axis, int | str]) -> Leaf:
+    def _make_leaf(self, t: torch.Tensor, position: int, is_hidden: bool, names: Mapping[Axis, int | str]) -> Leaf:
         shape: list[int | str] = []
         used: set[str] = set()
         for axis, n in enumerate(t.shape):
@@ -258,7 +272,7 @@ class Arguments:
                 dim = self.lead[axis - (axis > self.feature)] if axis != self.feature else ""
                 name: int | str = dim if dim in self.dims else n
             else:
-                options = self._options(n, used)
+                options = self._list_options(n, used)
                 name = names.get((position, axis), options[0])
                 if axis == 0 and n == 1 < t.dim() and len(self.lead) > 1 and self.sizes.get(self.lead[0]) == 1:
                     self.of_one.append((position, axis))
@@ -276,9 +290,11 @@ class Arguments:
         )
         return Leaf(tuple(shape), t.dtype, keep, t.requires_grad)
 
-    def _options(self, n: int, used: set[str]) -> list[int | str]:
-        """The interpretations of an axis of size `n`, the most likely first: a token dim, all tokens, a fixed number.
-        A mask may have two axes of positions, but nothing has two of sequences."""
+    def _list_options(self, n: int, used: set[str]) -> list[int | str]:
+        """List the interpretations of an axis of size `n`, the most likely first: a token dim, all tokens, a constant.
+
+        A mask may have two axes of positions, but no tensor has two batch axes.
+        """
         if n == 1:
             return [1]
         free = [d for d in self.dims if d not in used or (d,) == self.lead[-1:]]
@@ -288,10 +304,10 @@ class Arguments:
         return [*exact, *([self.tokens] if is_product else []), n]
 
     def choose_sizes(self, tokens: int, variant: int = 0) -> dict[str, int]:
-        """Choose sizes with about `tokens` tokens that equal no number of the model, nor each other's products.
+        """Choose sizes with about `tokens` tokens that collide with no number of the model and no product of sizes.
 
         Args:
-            variant: captures of other variants get other sizes.
+            variant: each capture has its own, and so its own sizes.
         """
         tokens = max(1, -(-tokens // self.each))
         variant += self.shift
@@ -300,13 +316,13 @@ class Arguments:
         def cost(sizes: dict[str, int]) -> int:
             more = max(0, math.prod(sizes.values()) - tokens)
             samples = outer.index(sizes[self.dims[0]]) if len(self.dims) > 1 else 0
-            extra = TWICE_THE_TOKENS * more // max(tokens, _USUAL) + _MORE_SAMPLES * samples
+            extra = TWICE_THE_TOKENS * more // max(tokens, _USUAL_TOKENS) + _MORE_SAMPLES * samples
             return self.numbers.cost(sizes, self.each) + extra
 
-        return min(self._candidates(tokens, variant), key=cost, default={})
+        return min(self._list_candidates(tokens, variant), key=cost, default={})
 
-    def _candidates(self, tokens: int, variant: int) -> Iterator[dict[str, int]]:
-        """Sizes from which `choose` takes the best."""
+    def _list_candidates(self, tokens: int, variant: int) -> Iterator[dict[str, int]]:
+        """Yield the sizes that `choose_sizes` compares."""
         if not self.dims:
             return
         inner = _INNER[variant % len(_INNER)]
@@ -314,35 +330,37 @@ class Arguments:
         lead = [_OUTER[variant % len(_OUTER)], *[inner] * (len(self.dims) - 2)][: len(self.dims) - 1]
         for outer in itertools.product(*lead):
             rest = max(2, -(-tokens // math.prod(outer))) if outer else tokens + 2 * variant
-            for n in itertools.islice(_unround(rest, remainder), _CANDIDATES):
+            for n in itertools.islice(_iterate_unround(rest, remainder), _CANDIDATES):
                 yield dict(zip(self.dims, [*outer, n], strict=True))
 
     def choose_sequences(self) -> dict[str, int]:
-        """Sizes with many short sequences: enough for choices that are made once for each."""
-        return self.choose_sizes(3 * _MANY) | {self.dims[0]: _MANY} | dict.fromkeys(self.dims[1:], 3)
+        """Choose many short sequences: enough for routers that choose once per sequence."""
+        return (
+            self.choose_sizes(3 * _MANY_SEQUENCES) | {self.dims[0]: _MANY_SEQUENCES} | dict.fromkeys(self.dims[1:], 3)
+        )
 
     def choose_sequence(self, tokens: int) -> dict[str, int]:
-        """Sizes of one sequence with so many tokens."""
+        """Return the sizes of one sequence of `tokens` tokens."""
         return dict.fromkeys(self.dims, 1) | {self.dims[-1]: max(1, tokens // self.each)}
 
     def choose_tokens_near(self, tokens: int, avoid: Collection[int] = ()) -> int:
-        """The number of tokens of a sequence, as given or a few more, that equals no number of the model."""
-        least = -(-tokens // self.each) | 1  # odd, as all sizes of captures are
+        """Return `tokens` or slightly more, so that the length of a sequence collides with no number of the model."""
+        least = -(-tokens // self.each) | 1  # odd, like all sizes of captures
         several = [self.each * n for n in range(least, least + _NEAR, 2)]
         several = [n for n in several if n not in avoid] if self.dims else [tokens]
         return min(several, key=lambda n: self.numbers.cost(self.choose_sequence(n), self.each) + n)
 
     def build_call(self, sizes: dict[str, int], seed: int = 0) -> tuple[tuple, dict[str, Any]]:
-        """(args, kwargs) at these sizes: meta tensors for floats, small real ones for integers."""
+        """Build (args, kwargs) at these sizes: meta tensors for floats, small real ones for integers."""
         generator = torch.Generator().manual_seed(77 + seed)
         out = []
-        few = self.each * math.prod(sizes.values()) < _FEW  # of which all might be masked, say
+        is_small = self.each * math.prod(sizes.values()) < _MIN_TURNING_TOKENS
         for leaf in self.flat:
             if not isinstance(leaf, Leaf):
                 out.append(leaf)
                 continue
-            leaf = dataclasses.replace(leaf, turns=()) if few else leaf
-            shape = [_size(n, sizes) if isinstance(n, str) else n for n in leaf.shape]
+            leaf = dataclasses.replace(leaf, turns=()) if is_small else leaf
+            shape = [_evaluate_axis(n, sizes) if isinstance(n, str) else n for n in leaf.shape]
             if leaf.example is None:
                 out.append(torch.empty(shape, dtype=leaf.dtype, device="meta"))
                 continue
@@ -351,12 +369,16 @@ class Arguments:
         return args, kwargs
 
 
-def _size(name: str, sizes: Mapping[str, int]) -> int:
-    """The size of an axis such as `S`, `B*S` or `B*10`."""
+def _evaluate_axis(name: str, sizes: Mapping[str, int]) -> int:
+    """Return the size of an axis such as `S`, `B*S` or `B*10`."""
     return math.prod(int(part) if part.isdigit() else sizes[part] for part in name.split("*"))
 
 
-def _unround(least: int, remainder: int | None) -> Iterator[int]:
-    """Odd numbers from `least` on that are 3, 5 or no multiples of these; those with this remainder by 3."""
-    unround = (n for n in itertools.count(least | 1, 2) if n in (3, 5) or (n % 3 and n % 5))
-    return (n for n in unround if remainder in (None, n % 3))
+def _iterate_unround(least: int, remainder: int | None) -> Iterator[int]:
+    """Yield odd numbers from `least` on, and of the multiples of 3 and 5 only these two.
+
+    Args:
+        remainder: modulo 3, if it is given.
+    """
+    numbers = (n for n in itertools.count(least | 1, 2) if n in (3, 5) or (n % 3 and n % 5))
+    return (n for n in numbers if remainder in (None, n % 3))

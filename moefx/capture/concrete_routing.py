@@ -1,18 +1,18 @@
-"""The routing decisions that a capture runs under: which values the abstract floats seem to have.
+"""Concrete routing: invent the values of router scores, and so the routing decisions of a capture.
 
-A `Routing` invents the outputs of contractions (router logits among them) where the block turns a float into an
-integer. Several unlike routings must lead to one template (design section 3.2), so each kind stresses something else:
+A `Routing` invents the outputs of contractions, router logits among them, where the block turns a float into an
+integer. A proof demands one canonical form under several kinds of routing, each of which tests something else:
 
-* `diverse`: every expert is somebody's first choice, tokens have unlike partners, counts are uneven, some scores tie;
+* `diverse`: each expert is the first choice of some token, pairs of experts vary, counts are uneven, some scores tie;
 * `skewed`: some experts get most tokens, and about a third of the experts gets none;
-* `flooded`: nearly all tokens choose the same experts, so that every capacity overflows, and of more than three one
-  gets none;
+* `flooded`: nearly all tokens choose the same experts, so every capacity overflows; if there are more than three
+  experts, one gets no token;
 * `crowded`: all tokens choose the same experts, and the other experts get none;
-* `even`: every expert is the first choice of as many tokens, one after the other; the first gets what is left over;
-* `contested`: as `flooded`, and what is the first choice of some is the second one of others;
-* `spared`: no token chooses expert `seed`, but for those that `prefer` it;
-* `unsure`: the same, but these score all experts nearly alike, or nearly alike and low;
-* `tied`: as `flooded`, and most tokens are the same as the first of them: all their scores are equal.
+* `even`: each expert is the first choice of equally many consecutive tokens; the first expert gets the remainder;
+* `contested`: as `flooded`, and the first choice of some tokens is the second choice of others;
+* `spared`: only tokens that `prefer` expert `seed` choose it;
+* `unsure`: as `spared`, and these tokens score all experts nearly equally, or nearly equally and low;
+* `tied`: as `flooded`, and most tokens equal the first one, so their scores tie.
 """
 
 from __future__ import annotations
@@ -27,32 +27,37 @@ from .tensor_trees import has_values
 
 
 class Routing:
+    """A kind of routing with a seed.
+
+    Args:
+        prefer: experts (columns) that the first tokens choose first, because no earlier routing used them.
+        as_they_are: keep the values of integer buffers, which have varied stand-ins otherwise.
+        is_wild: give float parameters and buffers values of any magnitude.
+    """
+
     def __init__(
         self, kind: str = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), as_they_are: bool = False,
         is_wild: bool = False,
     ):  # fmt: skip
-        """`prefer`: experts (columns) that tokens should choose first, because no earlier routing hit them.
-        `as_they_are`: integer buffers, which have stand-ins else. `is_wild`: parameters and buffers of floats have
-        values of any size."""
         self.kind, self.seed, self.prefer, self.as_they_are, self.is_wild = kind, seed, prefer, as_they_are, is_wild
         self.generator = torch.Generator().manual_seed(1000 + seed)
 
     def restart(self) -> Routing:
-        """The same, from the start."""
+        """Return the same routing with its random generator reset."""
         return Routing(self.kind, self.seed, self.prefer, self.as_they_are, self.is_wild)
 
     def __repr__(self) -> str:
         return f"Routing({self.kind!r}, seed={self.seed})"
 
     def invent_value(self, node: fx.Node) -> torch.Tensor:
-        """A value for an abstract float of this shape: unlike scores where it may be router scores."""
+        """Return a value for an abstract float; varied scores if it may be router scores."""
         val = node.meta["val"]
         original = node.meta.get("original")
         shape = tuple(val.shape)
         if original is None and self.kind == "tied" and shape:
-            return _tied(self._invented(node, val, shape))
+            return _tie_rows(self._invent(node, val, shape))
         if original is not None and self.is_wild:
-            return self._wild(shape).to(val.dtype)
+            return self._draw_wild(shape).to(val.dtype)
         if original is not None:
             # a bias must not decide who is chosen while every expert has to be seen once
             if (
@@ -60,67 +65,69 @@ class Routing:
                 and original.numel() <= 1 << 16
                 and not (self.prefer and shape and 1 < shape[-1] == original.numel())
             ):
-                return self._moved(original.detach().to("cpu", copy=True), node.meta.get("fqn", ""))
+                return self._permute(original.detach().to("cpu", copy=True), node.meta.get("fqn", ""))
             return (0.01 * torch.randn(shape, generator=self.generator, dtype=torch.float32)).to(val.dtype)
-        return self._invented(node, val, shape)
+        return self._invent(node, val, shape)
 
-    def _invented(self, node: fx.Node, val: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    def _invent(self, node: fx.Node, val: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if node.op == "call_function" and val.numel() and shape and 2 <= shape[-1] <= 4096:
             return self.draw_scores(val.numel() // shape[-1], shape[-1]).view(shape).to(val.dtype)
         return torch.randn(shape, generator=self.generator, dtype=torch.float32).to(val.dtype)
 
-    def _moved(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        """What a parameter or buffer has, in another order from the second routing of this kind on, a single number
-        larger or smaller, others for those that are all the same, as a bias is before the first step: which of them is
-        large, or zero, is not part of the specialisation."""
+    def _permute(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the values of a parameter or buffer, permuted if `seed` is not 0.
+
+        A single number is scaled. Equal numbers, such as an untrained bias, become different. The specialization does
+        not depend on which of them is large or zero.
+        """
         if not self.seed or self.as_they_are or not value.numel():
             return value
-        generator = self._generator(name)
+        generator = self._make_generator(name)
         if (value == value.flatten()[0]).all() and (value.numel() > 1 or value.item() == 0):
             noise = torch.randn(value.shape, generator=generator, dtype=torch.float32)
             if (value != 0).any() and bool(value.isfinite().all()):
                 return (value.double() * noise.exp()).to(value.dtype)
-            return (noise * self._times(generator)).to(value.dtype)
+            return (noise * self._draw_factor(generator)).to(value.dtype)
         if value.numel() == 1:
-            return (value.double() * self._times(generator)).to(value.dtype)
+            return (value.double() * self._draw_factor(generator)).to(value.dtype)
         return value.flatten()[torch.randperm(value.numel(), generator=generator)].view(value.shape)
 
-    def _wild(self, shape: Sequence[int]) -> torch.Tensor:
-        """Small ones and large ones, above zero mostly."""
+    def _draw_wild(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return numbers of all magnitudes from 1e-3 to 1e3, mostly positive."""
         sizes = 10.0 ** (6 * torch.rand(shape, generator=self.generator, dtype=torch.float32) - 3)
         return torch.where(torch.rand(shape, generator=self.generator, dtype=torch.float32) < 0.2, -sizes, sizes)
 
-    def _times(self, generator: torch.Generator) -> float:
-        """What a number may be larger by: limits may hide what is small, and what is large hides all else."""
+    def _draw_factor(self, generator: torch.Generator) -> float:
+        """Return a factor for a number: a limit may hide a small number, and a large number may hide all others."""
         return (1.25, 16, 1 / 16)[int(torch.randint(3, (), generator=generator))]
 
-    def _generator(self, name: str) -> torch.Generator:
-        """Of a parameter or buffer; two that are the same now are told apart from the second routing on."""
+    def _make_generator(self, name: str) -> torch.Generator:
+        """Return the generator for a parameter or buffer. With `seed` not 0, equal ones get different values."""
         return torch.Generator().manual_seed(self.seed + (zlib.crc32(name.encode()) << 8 if self.seed else 0))
 
     def draw_scores(self, rows: int, n: int) -> torch.Tensor:
-        """Scores [rows, n] whose order along each row is the wanted preference."""
+        """Return scores [rows, n] whose order along each row is the preference of the token."""
         base = torch.rand(rows, n, generator=self.generator, dtype=torch.float64) - 0.5
         if self.kind == "crowded":
-            base *= 0.1  # all tokens have one order
+            base *= 0.1  # all tokens have the same order
         swapped = (
             torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.5 if self.kind == "contested" else None
         )
         ranks = min(n, 16)
         step = 2.5 / ranks
         for r in range(ranks):
-            column = self._choices(rows, n, r)
+            column = self._choose_experts(rows, n, r)
             if swapped is not None and r < 2:
-                column = torch.where(swapped, self._choices(rows, n, 1 - r), column)
+                column = torch.where(swapped, self._choose_experts(rows, n, 1 - r), column)
             bonus = 3.0 - r * step
-            # a token's earlier, better choice stays the better one
+            # an earlier choice of the token keeps its higher score
             current = base.gather(1, column[:, None]).squeeze(1)
             base.scatter_(1, column[:, None], torch.where(current > 0.5, current, current * 0.2 + bonus)[:, None])
         if self.kind == "diverse":
-            # now and then experts come out equal: `scores >= kth` then chooses more than `topk`; or all below what a
-            # program may ask of them, and there is none to choose
-            again = [r for r in range(rows) if r % _period(n) >= n] or ([rows - 1] if rows > 4 else [])
-            for i, row in enumerate(again, self.seed):
+            # some experts tie, and `scores >= kth` selects more than `topk`; some tokens score all experts below a
+            # threshold, and select none
+            repeated = [r for r in range(rows) if r % _period_rows(n) >= n] or ([rows - 1] if rows > 4 else [])
+            for i, row in enumerate(repeated, self.seed):
                 base[row] = (
                     base[row].round(),
                     (base[row] / 1.2).floor(),
@@ -130,11 +137,11 @@ class Routing:
         if self.kind in ("spared", "unsure"):
             base[:, self.seed % n] = -4.0
         if self.kind in ("flooded", "contested") and n > 3:
-            base[:, self._spared(n)] -= 4.0
+            base[:, self._spared_expert(n)] -= 4.0
         if self.kind == "skewed":
-            base[:, self._order(n)[_live(n) :]] -= 4.0  # for more slots than experts that get tokens
+            base[:, self._order_experts(n)[_count_live(n) :]] -= 4.0  # even if there are more slots than live experts
         for row, expert in enumerate(self.prefer[:rows]):
-            if expert < n:  # it and its neighbours stand out, so that a choice of groups comes out right too
+            if expert < n:  # with its neighbours, so that a choice of groups selects it too
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0
                 near = (expert + torch.arange(min(n, ranks))) % n
                 base[row, near] = 3.0 - step * torch.arange(len(near), dtype=torch.float64)
@@ -142,19 +149,19 @@ class Routing:
                     base[row] = 0.01 * base[row] - (0, 8)[self.seed // n % 2]
         return base
 
-    def _choices(self, rows: int, n: int, rank: int) -> torch.Tensor:
+    def _choose_experts(self, rows: int, n: int, rank: int) -> torch.Tensor:
         if self.kind in ("diverse", "spared", "unsure"):
             pool: list[int] = []
             while len(pool) < rows:
                 order = torch.randperm(n, generator=self.generator).tolist()
-                pool += order + order[: _period(n) - n]  # a quarter comes twice: counts are not balanced
+                pool += order + order[: _period_rows(n) - n]  # a quarter twice, to unbalance counts
             return torch.tensor(pool[:rows])
         if self.kind == "even":
             each = max(1, rows // n)
             return ((torch.arange(rows) - max(0, rows - each * n)).clamp(min=0) // each + rank) % n
         if self.kind == "skewed":
             weight = torch.zeros(n, dtype=torch.float64)
-            live = self._order(n)[: _live(n)]
+            live = self._order_experts(n)[: _count_live(n)]
             weight[live] = 1.0 / torch.arange(1, len(live) + 1, dtype=torch.float64)
             return torch.multinomial(weight, rows, replacement=True, generator=self.generator)
         crowded = (self.seed + rank) % n  # flooded
@@ -164,20 +171,19 @@ class Routing:
         stray = torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.1
         elsewhere = torch.randint(0, n, (rows,), generator=self.generator)
         if n > 3:
-            elsewhere = torch.where(elsewhere == self._spared(n), choice, elsewhere)
+            elsewhere = torch.where(elsewhere == self._spared_expert(n), choice, elsewhere)
         return torch.where(stray, elsewhere, choice)
 
-    def _spared(self, n: int) -> int:
-        """The column that no token of a crowd strays to: the last one that it would choose."""
+    def _spared_expert(self, n: int) -> int:
+        """Return the column that stray tokens avoid: the last choice of the crowd."""
         return (self.seed - 1) % n
 
-    def _order(self, n: int) -> torch.Tensor:
-        """Columns in an order of this routing's own."""
+    def _order_experts(self, n: int) -> torch.Tensor:
+        """Return the columns in an order that depends on the seed."""
         return torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
 
     def draw_coins(self, shape: Sequence[int]) -> torch.Tensor:
-        """Outcomes of a comparison, both in some rows, and in others the same one: what is asked of a row as a whole
-        (`(x != 0).any(-1)`) comes out both ways, too."""
+        """Return random booleans. Some rows are uniform, so reductions such as `(x != 0).any(-1)` vary, too."""
         outcome = torch.rand(shape, generator=self.generator, dtype=torch.float32) < 0.5
         if len(shape) > 1:
             row = torch.rand((*shape[:-1], 1), generator=self.generator, dtype=torch.float32)
@@ -185,32 +191,36 @@ class Routing:
         return outcome
 
     def draw_numbers(self, shape: Sequence[int]) -> torch.Tensor:
-        """Floats of no meaning."""
+        """Return floats in [0, 1) as inputs of a choice."""
         return torch.rand(shape, generator=self.generator, dtype=torch.float32)
 
     def vary_integers(self, t: torch.Tensor, name: str, turns: Sequence[int] = ()) -> torch.Tensor:
-        """A stand-in for an integer parameter or buffer. Its values are not part of the specialisation: where all are
-        the same there are others, too, and routings after the first see them in another order, 0, 1, 2, ... all
-        routings; these see each of them in its own. What was baked in shows, as does that two are the same now.
-        `turns`: numbers that are among its values, too (see `matching.probes.turning_integers`)."""
+        """Return a stand-in for an integer parameter or buffer, so that a program which bakes in its values is found.
+
+        Equal values become different. Other values are permuted if `seed` is not 0, and 0, 1, 2, ... always. Each
+        tensor has a permutation of its own.
+
+        Args:
+            turns: numbers to put among the values (see `matching.probes.turning_integers`).
+        """
         if not has_values(t):
             return torch.zeros(t.shape, dtype=t.dtype)
         value = t.detach().to("cpu", copy=True)
         if not value.numel() or self.as_they_are:
             return value
-        generator = self._generator(name)
+        generator = self._make_generator(name)
         if (value == value.flatten()[0]).all():
-            value = _varied(value, generator)
+            value = _vary(value, generator)
         elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.numel() == max(value.shape)):
             along = value.shape.index(max(value.shape)) if value.dtype == torch.bool else 0
             value = value.index_select(along, torch.randperm(value.shape[along], generator=generator))
         if turns:
-            _put(turns, value, self.seed, generator)
+            _insert(turns, value, self.seed, generator)
         return value
 
 
-def _tied(value: torch.Tensor) -> torch.Tensor:
-    """Rows of which most are the first of these, the same ones in all that has so many rows."""
+def _tie_rows(value: torch.Tensor) -> torch.Tensor:
+    """Make most rows equal. Tensors with equally many rows have the same equal rows."""
     rows = value.flatten(0, -2) if value.dim() > 1 else value
     same = torch.rand(len(rows), generator=torch.Generator().manual_seed(len(rows)), dtype=torch.float32) < 0.8
     if bool(same.any()):
@@ -219,34 +229,36 @@ def _tied(value: torch.Tensor) -> torch.Tensor:
 
 
 def can_hold(value: torch.Tensor, number: int) -> bool:
-    """Whether a number that an integer buffer does not have may be among its values."""
+    """Whether an integer buffer could hold a number that it does not hold."""
     if value.dtype is torch.bool or not value.numel() or number in value:
         return False
     info = torch.iinfo(value.dtype)
     return info.min <= number <= info.max
 
 
-def _put(turns: Sequence[int], value: torch.Tensor, seed: int, generator: torch.Generator) -> None:
-    """Numbers here and there in the place of others: each once where no two are the same. A single one is one of them,
-    or as it was, in turn."""
+def _insert(turns: Sequence[int], value: torch.Tensor, seed: int, generator: torch.Generator) -> None:
+    """Put numbers in the place of random elements, each once if all elements are distinct.
+
+    A single element becomes one of them or keeps its value, by the seed.
+    """
     if value.numel() == 1:
         if which := seed % (len(turns) + 1):
             value.fill_(turns[which - 1])
         return
     are_distinct = len(value.unique()) == value.numel()
-    many = len(turns) if are_distinct else max(len(turns), value.numel() // 3)
-    at = torch.rand(value.numel(), generator=generator, dtype=torch.float32).argsort()[:many]
+    count = len(turns) if are_distinct else max(len(turns), value.numel() // 3)
+    at = torch.rand(value.numel(), generator=generator, dtype=torch.float32).argsort()[:count]
     which = (torch.arange(len(at)) + seed) % len(turns)
     value.view(-1)[at] = torch.tensor(turns)[which].to(value.dtype)
 
 
 def _is_identity(value: torch.Tensor) -> bool:
-    """A map of experts, say, to where they are, each to itself."""
+    """Whether integers are 0, 1, 2, ..., such as a map of experts to their positions."""
     return value.dim() == 1 and value.dtype != torch.bool and torch.equal(value, torch.arange(len(value)).to(value))
 
 
-def _varied(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Flags of which some are the other way round; counters that have counted on, or not yet to what they are."""
+def _vary(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Invert some flags; increase or decrease some counters."""
     if value.dtype == torch.bool:
         return value ^ (
             torch.rand(value.shape, generator=generator, dtype=torch.float32) < (0.25 if value.numel() > 1 else 0.5)
@@ -255,11 +267,11 @@ def _varied(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return value + torch.randint(least, 3, value.shape, generator=generator).to(value.dtype)
 
 
-def _live(n: int) -> int:
-    """How many of `n` experts get tokens in a skewed routing."""
+def _count_live(n: int) -> int:
+    """Return how many of `n` experts get tokens in a skewed routing."""
     return max(2, (2 * n) // 3)
 
 
-def _period(n: int) -> int:
-    """Rows after which every expert was chosen, some twice."""
+def _period_rows(n: int) -> int:
+    """Return the number of rows in which each expert is chosen, some twice."""
     return n + max(1, n // 4)

@@ -1,6 +1,7 @@
-"""Calls of submodules that are given objects or containers, as the run of the whole model records them.
+"""Record the calls of submodules that get objects or containers, such as a key-value cache, and their side effects.
 
-What such a call does beside its result decides whether captures may leave the submodule out (see `skipped_calls`).
+The survey of the whole model uses these records. A call's side effects decide whether captures may skip the submodule
+(see `skipped_calls`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DEPTH = 5
 
 
 def iterate_objects(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the objects and the containers among arguments that a callee can write to."""
+    """Yield the objects and containers among arguments that a callee can write to."""
     stack = [*args, *kwargs.values()]
     while stack:
         value = stack.pop()
@@ -45,7 +46,7 @@ def iterate_objects(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def collect_given_tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among arguments, alone or in tuples: not in containers, which a callee may write to."""
+    """Collect the tensors among arguments, alone or in tuples; not in containers, which a callee may write to."""
     found: list[torch.Tensor] = []
     for value in arguments:
         if isinstance(value, torch.Tensor):
@@ -56,16 +57,16 @@ def collect_given_tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def iterate_tensors(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an object, and of what it refers to."""
+    """Yield the tensors of an object, and of the objects that it refers to."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and not isinstance(value, _PLAIN) and not is_passed(value):
-        for inner in _parts(value):
+        for inner in _list_parts(value):
             yield from iterate_tensors(inner, depth - 1)
 
 
-def _parts(value: Any) -> list[Any]:
-    """What an object refers to: its items and its attributes."""
+def _list_parts(value: Any) -> list[Any]:
+    """Return the items and the attributes of an object."""
     inner: list[Any] = []
     if isinstance(value, Mapping):
         inner += value.values()
@@ -78,30 +79,31 @@ def _parts(value: Any) -> list[Any]:
 def copy_abstract(value: Any) -> Any:
     """Copy an object, with meta tensors in the place of its floats.
 
-    Raises whatever a class raises whose objects cannot be copied.
+    Raises:
+        Exception: the object does not support `copy.deepcopy`.
     """
     memo: dict[int, Any] = {}
-    _note_tensors(value, memo, _DEPTH)
+    _copy_tensors(value, memo, _DEPTH)
     return copy.deepcopy(value, memo)
 
 
-def _note_tensors(value: Any, memo: dict[int, Any], depth: int) -> None:
+def _copy_tensors(value: Any, memo: dict[int, Any], depth: int) -> None:
     if isinstance(value, torch.Tensor):
         memo[id(value)] = value.detach().to("meta") if is_float(value) else value.detach().cpu().clone()
     elif isinstance(value, nn.Module):
-        memo[id(value)] = value  # the cache's owner, say
+        memo[id(value)] = value  # such as the owner of a cache
     elif depth and not isinstance(value, _PLAIN):
-        for inner in _parts(value):
-            _note_tensors(inner, memo, depth - 1)
+        for inner in _list_parts(value):
+            _copy_tensors(inner, memo, depth - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class CallChanges:
-    """What a call of a submodule does beside its result.
+    """The side effects of a submodule's call.
 
     Attributes:
-        missed: what it does that a capture would miss, and a remedy.
-        attributes: those that it sets: submodule, from the called one, and name.
+        missed: a change that a capture would miss, in words, and a remedy.
+        attributes: the attributes that it sets: the path of their module from the called one, and their name.
     """
 
     missed: tuple[str, str] | None = None
@@ -109,12 +111,12 @@ class CallChanges:
 
 
 class InnerCall:
-    """A recorded call of a submodule that is given objects or containers.
+    """A recorded call of a submodule that gets objects or containers.
 
     Attributes:
-        name: of the submodule, from the block.
-        changes: what it does beside.
-        is_overwritten: whether the block then writes in place to a tensor that the submodule was given or returned.
+        name: path of the submodule from the block.
+        changes: its side effects.
+        is_overwritten: whether the block later writes in place to a tensor that the submodule got or returned.
     """
 
     def __init__(
@@ -123,38 +125,38 @@ class InnerCall:
         self.name, self.args, self.kwargs, self.out, self.changes = name, args, kwargs, out, changes
         self.is_overwritten = False
         self._tensors = [*collect_given_tensors((*args, *kwargs.values())), *collect_tensors(out)]
-        self._versions = _versions(tracer, self._tensors)
+        self._versions = _count_versions(tracer, self._tensors)
 
     def note_overwritten(self, tracer: Recorder) -> None:
-        """Note what was written to since the call."""
-        self.is_overwritten |= _versions(tracer, self._tensors) != self._versions
+        """Update `is_overwritten`."""
+        self.is_overwritten |= _count_versions(tracer, self._tensors) != self._versions
 
     def find_missed_change(self, given: Collection[int]) -> tuple[str, str] | None:
-        """What the call does that captures would not see, and a remedy.
+        """Return a change by the call that captures would miss, in words, and a remedy; None if there is none.
 
         Args:
-            given: ids of the objects that the block has been given, which captures replace.
+            given: ids of the objects that the block got as arguments, which captures replace.
         """
-        if made := [o for o in iterate_objects(self.args, self.kwargs) if id(o) not in given]:
-            what = f"a {type(made[0]).__name__} that the block itself has not been given, and that it may write to, too"
-            return what, f"pass {self.name} what is in it: tensors and numbers, alone or in a tuple"
+        if own := [o for o in iterate_objects(self.args, self.kwargs) if id(o) not in given]:
+            what = f"a {type(own[0]).__name__} that the block itself did not get, and that it may write to, too"
+            return what, f"pass its content to {self.name}: tensors and numbers, alone or in a tuple"
         if self.is_overwritten:
             return (
-                "the block writes in place to a tensor that it was given or returned, and that may be kept",
+                "the block writes in place to a tensor that it got or returned, and that may be kept",
                 "compute a new tensor instead: y = y + x, not y += x",
             )
         return self.changes.missed
 
 
-def _versions(tracer: Recorder, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """How often each tensor was written to, and how many attributes it has."""
+def _count_versions(tracer: Recorder, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the number of writes to each tensor, and the number of its attributes."""
     with suspend_modes(), torch.DisableTorchFunction():
         known = [t for t in tensors if id(t) in tracer.aliases]
         return [(tracer.versions.get(id(tracer.root(t)), 0), len(vars(t))) for t in known]
 
 
 class StateSnapshot:
-    """What a call of a submodule may change, as it is before the call."""
+    """The state that a call of a submodule may change, before the call."""
 
     def __init__(self, tracer: Recorder, model: nn.Module, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         self.tracer, self.module = tracer, module
@@ -162,43 +164,43 @@ class StateSnapshot:
         with suspend_modes(), torch.DisableTorchFunction():
             for t in self.tensors:
                 tracer.node_of(t)
-        self.versions = _versions(tracer, self.tensors)
-        self.attributes = self._attributes()
+        self.versions = _count_versions(tracer, self.tensors)
+        self.attributes = self._list_attributes()
         inside = {id(m) for m in module.modules()}
         outside = {id(v) for m in model.modules() if id(m) not in inside for v in vars(m).values()}
-        self.own = {  # containers of the module, such as a table by length, that no other module has
+        self.own = {  # containers that only this module has, such as a table of positions by length
             key: (value, copy_items(value))
             for key, value in self.attributes.items()
             if find_base_type(value) is not None and id(value) not in outside
         }
-        self.surroundings = OutsideState(module, (), iterate_objects(args, kwargs))
+        self.outside_state = OutsideState(module, (), iterate_objects(args, kwargs))
 
     def find_changes(self, out: Any) -> CallChanges:
-        """What was done since."""
-        now = self._attributes()
+        """Compare with the state after the call, which returned `out`."""
+        now = self._list_attributes()
         names = {key for key, value in now.items() if key not in self.attributes or self.attributes[key] is not value}
         names |= {key for key, (value, items) in self.own.items() if not have_same_items(copy_items(value), items)}
         modules = dict(self.module.named_modules())
         replaced = [key for path, key in names if key in modules[path]._buffers]
-        results = self._roots(collect_tensors(out))
+        results = self._find_roots(collect_tensors(out))
         missed = None
-        if _versions(self.tracer, self.tensors) != self.versions:
+        if _count_versions(self.tracer, self.tensors) != self.versions:
             missed = "writes to one of its inputs in place", "return a new tensor from it"
-        elif {*self._roots(self.tensors)} & {*results}:
+        elif {*self._find_roots(self.tensors)} & {*results}:
             missed = "returns one of its inputs, or a view of it", "return a new tensor from it"
         elif len({*results}) < len(results):
             missed = "returns two tensors that share memory", "return new tensors from it"
         elif replaced:
-            missed = f"puts another tensor in the place of its buffer {replaced[0]}", "write to the buffer in place"
-        elif elsewhere := self.surroundings.list_changes({id(value) for value, _ in self.own.values()}):
+            missed = f"replaces its buffer {replaced[0]} by another tensor", "write to the buffer in place"
+        elif elsewhere := self.outside_state.list_changes({id(value) for value, _ in self.own.values()}):
             missed = f"writes to {elsewhere[0]}", "keep it in the object, or in a buffer of its own"
         return CallChanges(missed, frozenset(names))
 
-    def _roots(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+    def _find_roots(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         with suspend_modes(), torch.DisableTorchFunction():
             return [id(self.tracer.root(t)) for t in tensors if id(t) in self.tracer.aliases]
 
-    def _attributes(self) -> dict[tuple[str, str], Any]:
+    def _list_attributes(self) -> dict[tuple[str, str], Any]:
         return {
             (name, key): value
             for name, m in self.module.named_modules()

@@ -1,4 +1,8 @@
-"""What a call of a block changes besides returning a value, and how a capture leaves no trace."""
+"""Side effects of a block's call: collect them as `Effect`s, and undo them.
+
+A capture runs the user's code, which may write to buffers, attributes, inputs and random generators. It restores them
+when it ends.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,8 @@ from .tensor_trees import collect_tensors, is_float, map_tensors
 from .tracer import Tracer
 
 
-def _attributes(block: nn.Module) -> list[tuple[dict[str, Any], str, str, torch.Tensor]]:
-    """Tensors that hang on modules as ordinary attributes: where each hangs, its name there and from the block."""
+def _list_attribute_tensors(block: nn.Module) -> list[tuple[dict[str, Any], str, str, torch.Tensor]]:
+    """List tensors that are plain attributes of modules: the module's `vars`, the name, the path, and the tensor."""
     return [
         (vars(module), key, f"{prefix}.{key}" if prefix else key, value)
         for prefix, module in block.named_modules()
@@ -30,22 +34,25 @@ def _attributes(block: nn.Module) -> list[tuple[dict[str, Any], str, str, torch.
 
 
 def find_attribute_tensors(block: nn.Module) -> dict[int, str]:
-    """Tensors that hang on modules as ordinary attributes, by identity."""
-    return {id(value): path for _, _, path, value in _attributes(block)}
+    """Return the paths of tensors that are plain attributes of modules, by id."""
+    return {id(value): path for _, _, path, value in _list_attribute_tensors(block)}
 
 
 def has_integers(block: nn.Module) -> bool:
-    """Whether parameters, buffers or attributes of a block are integers."""
-    attributes = [value for *_, value in _attributes(block)]
+    """Whether a parameter, buffer or tensor attribute of a block holds integers."""
+    attributes = [value for *_, value in _list_attribute_tensors(block)]
     return not all(map(is_float, [*attributes, *block.parameters(), *block.buffers()]))
 
 
 def install_stand_ins(block: nn.Module, stand_in: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[int, str]:
-    """Put stand-ins in the place of integers that hang on modules as ordinary attributes, until `restore`. Returns the
-    names of these by their identity."""
+    """Replace integer tensors that are plain attributes of modules, until `restore_attributes`.
+
+    Returns:
+        The paths of the stand-ins, by id.
+    """
     made: dict[int, torch.Tensor] = {}
     named: dict[int, str] = {}
-    for state, key, path, value in _attributes(block):
+    for state, key, path, value in _list_attribute_tensors(block):
         if not is_float(value):
             if id(value) not in made:
                 made[id(value)] = stand_in(value, path)
@@ -62,48 +69,57 @@ _BEFORE = {"_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"}
 
 @contextlib.contextmanager
 def silence_hooks(block: nn.Module) -> Iterator[None]:
-    """While moefx runs a block for itself: without the block's own hooks, which stay outside of its forward, and those
-    that look at what its parts return, such as a recorder of router logits. Hooks that make a part's weights stay."""
-    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    """Remove hooks while moefx runs a block for itself.
+
+    The block's own hooks run outside of its forward. Forward hooks of submodules observe results, such as router
+    logits. Pre-hooks of submodules stay, because they may compute weights.
+    """
+    removed: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in block.modules():
         state = vars(module)
         hooks = {k: state[k] for k in (HOOKS if module is block else HOOKS - _BEFORE) if state.get(k)}
         if hooks:
-            taken.append((state, hooks))
-            state.update({k: type(held)() for k, held in hooks.items()})
+            removed.append((state, hooks))
+            state.update({k: type(hook)() for k, hook in hooks.items()})
     try:
         yield
     finally:
-        for state, hooks in taken:
+        for state, hooks in removed:
             state.update(hooks)
 
 
 def is_random_generator(thing: Any) -> bool:
-    """Whether it draws random numbers: Python's or NumPy's; torch's are followed."""
-    return _accessors(thing) is not None
+    """Whether an object is a random generator of Python or NumPy. Captures follow those of torch."""
+    return _find_accessors(thing) is not None
 
 
-def _accessors(thing: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """What gives the state of a generator, and what sets it."""
+def _find_accessors(thing: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """Return the functions that get and set the state of a generator; None for another object."""
     if thing is random or isinstance(thing, random.Random):
         return thing.getstate, thing.setstate
     if type(thing).__module__.startswith("numpy.random") or getattr(thing, "__name__", "") == "numpy.random":
         if hasattr(thing, "get_state"):
             return thing.get_state, thing.set_state
         if hasattr(thing, "bit_generator"):
-            of = thing.bit_generator
-            return lambda: of.state, lambda state: setattr(of, "state", state)
+            bits = thing.bit_generator
+            return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return None
 
 
 @contextlib.contextmanager
-def keep_random_state(held: Mapping[str, Any] | None = None) -> Iterator[Callable[[], list[str]]]:
-    """Random numbers of Python's and of NumPy's come out as if none had been drawn. Yields what names the generators of
-    which some were. Args: held: more of them than those of the modules, by name."""
-    known = {**(held or {}), "random": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
-    accessors = {name: found for name, thing in known.items() if (found := _accessors(thing)) is not None}
+def keep_random_state(more: Mapping[str, Any] | None = None) -> Iterator[Callable[[], list[str]]]:
+    """Restore the random generators of Python and NumPy at the end.
+
+    Args:
+        more: further generators, by name.
+
+    Yields:
+        A function that names the generators that the program has used.
+    """
+    known = {**(more or {}), "random": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
+    accessors = {name: found for name, thing in known.items() if (found := _find_accessors(thing)) is not None}
     before = {name: get() for name, (get, _) in accessors.items()}
-    try:  # states with arrays do not compare
+    try:  # states with arrays have no ==
         yield lambda: [n for n, (get, _) in accessors.items() if pickle.dumps(get()) != pickle.dumps(before[n])]
     finally:
         for name, (_, put) in accessors.items():
@@ -118,10 +134,16 @@ def collect_effects(
     state: dict[str, torch.Tensor],
     inputs: list[tuple[int, torch.Tensor, fx.Node]],
 ) -> list[Effect]:
-    """`given`, `state`: parameters and buffers before and after the call."""
+    """Collect the effects of a call.
+
+    Args:
+        before: `vars` of each module before the call, by path.
+        given, state: parameters and buffers before and after the call.
+        inputs: tensor arguments with their position and node.
+    """
     found = []
     for name, t in state.items():
-        if t is not given[name]:  # `self.load = 0.9 * self.load + ...` puts another tensor there
+        if t is not given[name]:  # as `self.load = 0.9 * self.load + ...` does
             found.append(Effect("attribute", name, tracer.node_of(t)))
         elif tracer.versions.get(id(t)):
             found.append(Effect("buffer", name, tracer.node_of(t)))
@@ -139,26 +161,26 @@ def collect_effects(
             ):
                 continue
             path = f"{n}.{key}" if n else key
-            if _stand_for(value, old, tracer):  # `nn.GRU` lists its parameters again if they are other objects
+            if _holds_stand_ins(value, old, tracer):  # `nn.GRU` lists its parameters again if they were replaced
                 continue
             if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
                 found.append(Effect("attribute", path, tracer.node_of(value)))
             elif _holds_results(value, tracer) and collect_tensors(value):
                 found.append(Effect("attribute", path, map_tensors(value, tracer.node_of)))
-            elif not _unchanged(value, old):
+            elif not _is_equal(value, old):
                 found.append(Effect("state", path, value))
     return found
 
 
 def _holds_results(value: Any, tracer: Tracer) -> bool:
-    """Whether a container is made of tensors of this call, and of names and numbers."""
+    """Whether a container holds only tensors of this call, names and numbers."""
     if type(value) in (list, tuple, dict):
         return all(_holds_results(v, tracer) for v in (value.values() if type(value) is dict else value))
     return id(value) in tracer.aliases if isinstance(value, torch.Tensor) else type(value) in (str, bool, int, NoneType)
 
 
-def _stand_for(value: Any, old: Any, tracer: Tracer) -> bool:
-    """Whether a list holds, or refers weakly to, what stands for the parameters that it held before the call."""
+def _holds_stand_ins(value: Any, old: Any, tracer: Tracer) -> bool:
+    """Whether a list holds, or refers weakly to, the stand-ins of the parameters that it held before the call."""
     if type(value) is not list or type(old) is not list or len(value) != len(old):
         return False
     now, before = ([v() if isinstance(v, weakref.ref) else v for v in some] for some in (value, old))
@@ -168,7 +190,7 @@ def _stand_for(value: Any, old: Any, tracer: Tracer) -> bool:
     return all(n.op == "get_attr" and n.meta["original"] is t for n, t in zip(nodes, before, strict=True))
 
 
-def _unchanged(value: Any, old: Any) -> bool:
+def _is_equal(value: Any, old: Any) -> bool:
     if collect_tensors(value) or collect_tensors(old):
         return False
     try:

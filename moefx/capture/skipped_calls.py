@@ -1,15 +1,14 @@
-"""Submodules that are given an object of the caller's, such as a key-value cache, are not run in captures.
+"""Skip submodules that get an object of the caller, such as a key-value cache, in captures.
 
-What they return was recorded when the whole model ran on abstract tensors. In captures and in the numeric check an
-unknown function of their inputs takes their place, with results of the recorded shapes. A rewrite is right under these
-conditions:
+The survey of the whole model records their results. Captures and the numeric check run an unknown function of the same
+inputs instead, with results of the recorded shapes. A rewrite is correct under these conditions:
 
-- The block hands objects on, returns them, and asks whether they are None. `PassedObject` refuses all else that it can
-  see, and `refuse_identity_questions` the rest. The same holds for results but floats in the shape of an input.
-- The submodule writes to what it is given as objects, and to its own state that the block does not read. It returns
-  new tensors. `InnerCall` sees whether this was so.
-- Floats that it returns have the recorded shape and dtype, are contiguous, and their attributes are not read. The
-  rewritten graph checks the former at each call; `_Result` refuses the latter.
+- The block only passes objects on, returns them, and compares them with None. `PassedObject` refuses other uses that it
+  sees, and `refuse_identity_tests` the rest. The same holds for results, except floats in the shape of an input.
+- The submodule writes only to objects that it gets, and to its own state that the block does not read. It returns new
+  tensors. `InnerCall` checks this.
+- Floats that it returns have the recorded shape and dtype and are contiguous, which the rewritten graph checks at each
+  call. The block does not read their attributes; `_Result` refuses it.
 """
 
 from __future__ import annotations
@@ -36,28 +35,28 @@ from .tensor_trees import is_float
 
 @dataclasses.dataclass(frozen=True)
 class ResultTensor:
-    """How a result follows from the inputs of a call.
+    """The layout of a result.
 
     Attributes:
-        like: position among the tensors of the call; the result has its shape.
-        dtype: None if it is that of the input.
+        template: position of the input tensor that has the shape of the result.
+        dtype: None if it is the dtype of that input.
     """
 
-    like: int
+    template: int
     dtype: torch.dtype | None
 
 
-Result = ResultTensor | str | None  # a str: what it is, of which nothing is known
+Result = ResultTensor | str | None  # a str describes an unsupported result
 
 
 @dataclasses.dataclass(frozen=True)
 class SkippedCall:
-    """A call of a submodule that is given objects.
+    """A call of a submodule that gets objects.
 
     Attributes:
-        module: its name, from the block.
-        results: what is known of each.
-        container: tuple or list, if it returns several; None if it returns one.
+        module: path of the submodule from the block.
+        results: its results.
+        container: tuple or list, if it returns several results; None if it returns one.
     """
 
     module: str
@@ -88,13 +87,13 @@ def _describe(result: Any, inputs: Sequence[torch.Tensor]) -> Result:
 
 @dataclasses.dataclass
 class SkipPlan:
-    """The stand-ins of one lift.
+    """The stand-ins of one proof, and the calls to skip.
 
     Attributes:
-        args, kwargs: of the call of the block, with the stand-ins.
-        calls: of submodules that are skipped.
-        read: refusals of what was read from stand-ins; an `except` of the user's may have hidden them.
-        attributes: of submodules, which these set when they are called.
+        args, kwargs: arguments of the block, with stand-ins for objects.
+        calls: skipped calls, by the path of the submodule.
+        read: refusals of reads from stand-ins, which an `except` of the program may have hidden.
+        attributes: attributes that the submodules set when they are called, as (module, name).
     """
 
     args: tuple
@@ -104,21 +103,21 @@ class SkipPlan:
     attributes: set[tuple[str, str]]
 
     def check_reads(self, read: Iterable[AttributeLocation]) -> None:
-        """Check what the captures of the block have read.
+        """Check that the captures needed no results of skipped calls but tensors.
 
         Args:
-            read: attributes of the block and its submodules.
+            read: attributes of the block and its submodules that the captures read.
 
         Raises:
-            Refused: it needs what only the skipped calls know.
+            Refused: they read a stand-in, or an attribute that a skipped call sets.
         """
         if self.read:
             raise self.read[0]
         for where in read:
             if (where.module, where.name) in self.attributes:
                 raise Refused(
-                    f"the block reads {where.module}.{where.name}, which {where.module} sets in a call that is given "
-                    "an object and was not looked into",
+                    f"the block reads {where.module}.{where.name}, which {where.module} sets in a call that gets "
+                    "an object and that captures skip",
                     culprits=(f"{where.module}.{where.name}",),
                     remedy=f"return the value from {where.module}",
                 )
@@ -127,50 +126,52 @@ class SkipPlan:
 def plan_skipped_calls(
     args: tuple, kwargs: dict[str, Any], objects: Mapping[int, Any] | None, inner: Iterable[InnerCall]
 ) -> SkipPlan | None:
-    """Put stand-ins in the place of objects that a block passes on to submodules; None if it passes none on.
+    """Put stand-ins in the place of objects that a block passes to submodules. Return None if it passes none.
 
     Args:
-        objects: those that submodules may write to, by id; None: all.
-        inner: calls of submodules that are given objects.
+        objects: objects that submodules may write to, by id; None: all.
+        inner: calls of submodules that get objects.
 
     Raises:
-        Refused: a submodule returns other things at different calls, or its calls cannot be skipped.
+        Refused: the calls of a submodule return different layouts, or have side effects that captures would miss.
     """
     given = {id(o): o for o in iterate_objects(args, kwargs)}
     own = given.keys() if objects is None else given.keys() & objects.keys()
     inner = [c for c in inner if own & {id(o) for o in iterate_objects(c.args, c.kwargs)}]
     if not inner:
         return None
-    # all that is passed to these, as other calls may write to what this one has not written to
+    # all objects that these calls get: another call of the model may write to other ones
     own = given.keys() & {id(o) for c in inner for o in iterate_objects(c.args, c.kwargs)}
     read: list[Refused] = []
-    stand_ins = {i: _stand_in(f"the given {type(given[i]).__name__}", "", read) for i in own}
+    stand_ins = {i: _make_stand_in(f"the given {type(given[i]).__name__}", "", read) for i in own}
     calls: dict[str, SkippedCall] = {}
     for c in inner:
         if missed := c.find_missed_change(own):
             what, remedy = missed
-            raise Refused(f"{c.name} is given an object that it may write to, and {what}", remedy=remedy)
+            raise Refused(f"{c.name} gets an object that it may write to, and {what}", remedy=remedy)
         call = SkippedCall.of(c)
         if calls.setdefault(c.name, call) != call:
             raise Refused(
-                f"{c.name} is called several times with an object that it may write to, and returns other shapes each "
-                "time",
+                f"{c.name} is called several times with an object that it may write to, and returns different shapes",
                 remedy="use a submodule for each of the calls",
             )
     attributes = {(f"{c.name}.{path}".rstrip("."), key) for c in inner for path, key in c.changes.attributes}
     return SkipPlan(replace_objects(args, stand_ins), replace_objects(kwargs, stand_ins), calls, read, attributes)
 
 
-def _stand_in(name: str, module: str, read: list[Refused]) -> PassedObject:
-    """Make a stand-in for an argument of the block, or for a result of a submodule. Args: read: see `Skipping`."""
+def _make_stand_in(name: str, module: str, read: list[Refused]) -> PassedObject:
+    """Make a stand-in for an argument of the block, or for a result of a submodule.
+
+    Args:
+        module: path of the submodule; "" for an argument.
+        read: collects refusals of reads.
+    """
 
     def refuse(name: str, what: str) -> Exception | None:
         if not is_user_access(sys._getframe(1)):
             return None
-        why = f"the block itself reads {name}{what}, and what it holds is only known when it runs"
-        remedy = (
-            f"read it in the submodule that is given {name}, or pass the block what it needs as tensors and numbers"
-        )
+        why = f"the block itself reads {name}{what}, whose content is only known when it runs"
+        remedy = f"read it in the submodule that gets {name}, or pass its content to the block as tensors and numbers"
         if module:
             why = f"the block reads {name}{what}: {_UNSEEN}"
             remedy = f"compute with it in {module}, or return it in the shape of the hidden states and contiguous"
@@ -180,11 +181,11 @@ def _stand_in(name: str, module: str, read: list[Refused]) -> PassedObject:
     return PassedObject(name, refuse)
 
 
-_UNSEEN = "the submodule is given an object that it may write to, and was not looked into"
+_UNSEEN = "the submodule gets an object that it may write to, so captures skip it"
 
 
 class _Result(FakeTensor):
-    """A float that a skipped submodule returned, in a capture. What attributes it has besides a tensor's is unknown."""
+    """A float that a skipped submodule returned in a capture. Attributes that it may have got are unknown."""
 
     _read: list[Refused]
 
@@ -202,27 +203,29 @@ class _Result(FakeTensor):
 
 @contextlib.contextmanager
 def patch_skipped_calls(block: nn.Module, calls: Mapping[str, SkippedCall]) -> Iterator[list[Refused]]:
-    """While the context is open, calls of submodules that are given a stand-in return unknown results. Yields refusals
-    of what was read from these; an `except` of the user's may have hidden them."""
-    undone: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    """Replace the forwards of submodules by ones that return unknown results.
+
+    Yields refusals of reads from these results, which an `except` of the program may have hidden.
+    """
+    replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
     read: list[Refused] = []
     try:
         for name, call in calls.items():
             module = block.get_submodule(name)
             state = vars(module)
-            hooks = {k: state[k] for k in HOOKS if state.get(k)}  # programs call the module with its hooks
-            undone.append((state, {k: v for k, v in state.items() if k in hooks or k == "forward"}))
+            hooks = {k: state[k] for k in HOOKS if state.get(k)}  # rewritten programs call the module with its hooks
+            replaced.append((state, {k: v for k, v in state.items() if k in hooks or k == "forward"}))
             state["forward"] = _Stub(call, read)
-            state.update({k: type(held)() for k, held in hooks.items()})
+            state.update({k: type(hook)() for k, hook in hooks.items()})
         yield read
     finally:
-        for state, before in reversed(undone):
+        for state, before in reversed(replaced):
             state.pop("forward")
             state.update(before)
 
 
 class _Stub:
-    """The forward of a submodule that is skipped."""
+    """The forward of a skipped submodule."""
 
     def __init__(self, call: SkippedCall, read: list[Refused]):
         self.call, self.read = call, read
@@ -237,12 +240,12 @@ class _Stub:
                 source=str(find_user_source()),
                 remedy="use a submodule for each of the calls",
             )
-        if any(r.like >= len(inputs) for r in known):
+        if any(r.template >= len(inputs) for r in known):
             raise Refused(f"{call.module} is called with other tensors than those that were recorded")
         if not known:
             text = ", ".join("None" if r is None else str(r) for r in call.results)
             raise Refused(
-                f"{call.module} is given an object that it may write to, and returns no contiguous tensor of the shape "
+                f"{call.module} gets an object that it may write to, and returns no contiguous tensor of the shape "
                 f"of one of its inputs, but {text}",
                 source=str(find_user_source()),
                 remedy="let it return a tensor in the shape of the hidden states, alone or in a tuple, and "
@@ -255,7 +258,7 @@ class _Stub:
     def _make(self, i: int, result: Result, made: Iterator[torch.Tensor]) -> Any:
         if isinstance(result, str):
             module = self.call.module
-            return _stand_in(f"result {i} of {module}, {result},", module, self.read)
+            return _make_stand_in(f"result {i} of {module}, {result},", module, self.read)
         if result is None:
             return None
         tensor = next(made)
@@ -265,8 +268,10 @@ class _Stub:
 
 
 class UnknownResult(torch.autograd.Function):
-    """Some function of the inputs, of which a capture knows the shapes alone. With numbers: noise, and half of the
-    input."""
+    """An unknown function of the inputs. On real tensors it returns noise plus half of the input.
+
+    A capture sees the shapes of its results only.
+    """
 
     @staticmethod
     def forward(ctx: Any, results: tuple[ResultTensor, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -274,11 +279,11 @@ class UnknownResult(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         made = []
         for i, r in enumerate(results):
-            like = inputs[r.like]
-            out = torch.empty(like.shape, dtype=r.dtype or like.dtype, device=like.device)
-            if not isinstance(like, FakeTensor):
-                noise = torch.arange(like.numel(), device=like.device, dtype=torch.float64).mul(0.7).add(i).sin()
-                out.copy_(noise.reshape(like.shape) + 0.5 * like)
+            x = inputs[r.template]
+            out = torch.empty(x.shape, dtype=r.dtype or x.dtype, device=x.device)
+            if not isinstance(x, FakeTensor):
+                noise = torch.arange(x.numel(), device=x.device, dtype=torch.float64).mul(0.7).add(i).sin()
+                out.copy_(noise.reshape(x.shape) + 0.5 * x)
             made.append(out)
         return tuple(made)
 
@@ -288,8 +293,8 @@ class UnknownResult(torch.autograd.Function):
         for r, grad in zip(ctx.results, grads, strict=True):
             if grad is None:
                 continue
-            part, before = 0.5 * grad.to(ctx.inputs[r.like][1]), out[r.like]
-            out[r.like] = part if before is None else before + part
+            part, before = 0.5 * grad.to(ctx.inputs[r.template][1]), out[r.template]
+            out[r.template] = part if before is None else before + part
         return (None, *out)
 
 

@@ -356,7 +356,7 @@ class ResidualGraph:
                 self.objects |= {id(stand_in): part for stand_in in column}
                 continue
             rule, aligned = next(known), AlignedNodes(column)
-            template = self.new_nodes[inputs[rule.like]]
+            template = self.new_nodes[inputs[rule.template]]
             part = self.call(check_tensor, (part, template, rule.dtype, first.fqn), {}, self.describe(aligned))
             self._bind_call(aligned, part)
 
