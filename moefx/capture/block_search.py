@@ -1,9 +1,9 @@
-"""Find the modules that may be MoE blocks, and the arguments they are called with.
+"""Find the modules of a model that may be MoE blocks, and the arguments of their calls.
 
-One abstract run of the whole model records every choice (a `topk`, `argmax`, `sort`, ... of floats) with the modules
-that were running, innermost first: the block is one of these, and the lift decides which. Modules that hold
-expert-like parameters are candidates too, for routers that choose without scores (hashes, given ids). A module that
-was run once is not run again when it comes with the same shapes: sixty equal layers cost one.
+One abstract run of the model records each choice (a `topk`, `argmax`, `sort`, ... of floats) with the modules around it.
+One of these modules is the block; the lift decides which. Modules with expert-like parameters are candidates, too, for
+routers that choose without scores (hashes, given ids). Modules that are equal and get equal shapes run once, so sixty
+equal layers cost one.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from .concolic import capture_block
 from .concrete_routing import Routing
 from .inner_calls import CallChanges, InnerCall, StateSnapshot, iterate_objects, iterate_tensors
 from .isolated_run import run_for_layouts
-from .named_experts import modules_apart
+from .named_experts import find_named_experts
 from .raw_containers import copy_items, find_base_type, have_same_items
 from .skipped_calls import SkipPlan, plan_skipped_calls
 from .tensor_trees import has_values, is_float, suspend_modes
-from .torch_functions import Functions
+from .torch_functions import TorchFunctions
 from .tracer import Tracer
 
-CANNOT_RUN = "does not run on abstract tensors, so nothing is known of what it writes to", "let it run on meta tensors"
+CANNOT_RUN = "does not run on abstract tensors, so its writes are unknown", "let it run on meta tensors"
 _CHOICES = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 
 
 @dataclasses.dataclass
 class SurveyedCall:
-    """A module call of the abstract run: the first with its class and shapes.
+    """The first call of a module in the abstract run.
 
     Attributes:
-        inner: calls of its submodules that are given objects or containers.
+        inner: calls of its submodules that get objects or containers.
     """
 
     name: str
@@ -60,12 +60,12 @@ class BlockCandidates:
     """Candidate blocks of a model.
 
     Attributes:
-        chains: for each place where something is chosen, names of modules to try, innermost first.
-        calls: the recorded call of each module name (first of its kind).
-        twins: names of modules that were not run because an equal one was: name -> name of the one that was.
-        branches: names of candidates whose alike parts work side by side, not one after the other.
-        structural: names of modules that hold expert-like parameters.
-        attends: whether there is attention in it.
+        chains: for each choice, the paths of modules to try, innermost first.
+        calls: the first call of each module, by path.
+        twins: modules that did not run because an equal one had: path -> path of that module.
+        branches: candidates with equal parts that work in parallel, not in sequence.
+        structural: modules with expert-like parameters.
+        has_attention: whether the model has attention.
         objects: arguments of modules that hold tensors, or that are containers which the run wrote to, by id.
     """
 
@@ -78,53 +78,56 @@ class BlockCandidates:
     objects: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def skip_calls(self, call: SurveyedCall, every: bool = False) -> SkipPlan | None:
-        """The call with stand-ins for those of `objects`, or for `every` object, that it passes on to submodules; None
-        if there are none."""
+        """Return a call with stand-ins for the objects that it passes to submodules; None if it passes none.
+
+        Args:
+            every: replace all objects, not only those in `objects`.
+        """
         if not self.objects and not every:
             return None
-        seen = self.calls[self.twins[call.name]] if call.name in self.twins else call  # an equal one that was run
-        return plan_skipped_calls(seen.args, seen.kwargs, None if every else self.objects, seen.inner)
+        run = self.calls[self.twins[call.name]] if call.name in self.twins else call  # the equal module that ran
+        return plan_skipped_calls(run.args, run.kwargs, None if every else self.objects, run.inner)
 
 
 def compute_signature(module: nn.Module) -> tuple:
-    """Classes, shapes, and what else a capture would be of: modules that agree in it may share one."""
+    """Return a key of a module's classes, shapes and integers. Modules with equal keys have equal captures."""
     return (
-        tuple((n, _code_of(m), m.training) for n, m in module.named_modules()),
+        tuple((n, _list_code(m), m.training) for n, m in module.named_modules()),
         tuple((n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in module.named_parameters()),
-        tuple((n, tuple(t.shape), t.dtype, _numbers(t)) for n, t in module.named_buffers()),
+        tuple((n, tuple(t.shape), t.dtype, _hash_integers(t)) for n, t in module.named_buffers()),
     )
 
 
-def _code_of(module: nn.Module) -> tuple:
-    """The class, and methods of the module's own. A parametrized module has a class of its own, too."""
+def _list_code(module: nn.Module) -> tuple:
+    """Return the class, without that of a parametrization, and the methods of the instance."""
     cls = type(module)
     cls = cls.__mro__[1] if is_parametrized(module) else cls
     own = [(k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, FUNCTION_TYPES)]
     return (cls, *((k, id(fn)) for k, fn in own))
 
 
-def _numbers(t: torch.Tensor) -> int | None:
-    """Integers and booleans are followed by their values."""
+def _hash_integers(t: torch.Tensor) -> int | None:
+    """Return a hash of the values of integers and booleans, which captures read; None for floats."""
     if is_float(t) or not has_values(t):
         return None
-    return hash(tuple(t.detach().cpu().flatten().tolist())) if t.numel() <= _MOST_NUMBERS else id(t)
+    return hash(tuple(t.detach().cpu().flatten().tolist())) if t.numel() <= _MAX_HASHED else id(t)
 
 
-_MOST_NUMBERS = 1 << 16
-_MOST_OPAQUE = 64
+_MAX_HASHED = 1 << 16
+_MAX_OPAQUE = 64
 
 
-def _meta(value: Any) -> Any:
+def _describe_argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
 
 
-class Opaque:
-    """Modules that run, but not on abstract tensors, such as linear layers in four bits.
+class OpaqueModules:
+    """Modules that run on real tensors only, such as linear layers in four bits.
 
     Attributes:
-        results: of such a call, by the module's signature and the shapes of the arguments, with meta tensors.
+        results: their results as meta tensors, by the module's signature and the shapes of its arguments.
         failed: the innermost call that raised in the last run.
     """
 
@@ -133,27 +136,32 @@ class Opaque:
         self.failed: tuple[tuple, nn.Module, tuple, dict[str, Any]] | None = None
 
     def run_failed(self) -> bool:
-        """Run the module that failed, for its results. Returns whether this made a difference."""
+        """Run the failed module on real tensors. Returns whether this gave results that were missing."""
         if self.failed is None:
             return False
         key, module, args, kwargs = self.failed
-        if key in self.results or len(self.results) == _MOST_OPAQUE:
+        if key in self.results or len(self.results) == _MAX_OPAQUE:
             return False
         try:
             self.results[key] = run_for_layouts(module, args, kwargs)
-        except Exception:  # the user's own, and the caller has it already
+        except Exception:  # an error of the user's code, which the caller has already
             return False
         return True
 
 
 def search_blocks(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> BlockCandidates:
-    """Run `model` once on abstract floats. A module that does not run on these is run alone, on random numbers of the
-    same shapes, and its results are taken as given. Raises what the model raises."""
-    opaque = Opaque()
+    """Run `model` once on abstract floats, and return its candidate blocks.
+
+    A module that does not run on abstract floats runs on random numbers of the same shapes.
+
+    Raises:
+        Exception: an error of the model.
+    """
+    opaque = OpaqueModules()
     while True:
         try:
             return _find(model, args, kwargs, True, opaque)
-        except Exception:  # a module that was not run again may have left something that its parent reads
+        except Exception:  # the parent may read something that an equal module leaves when it runs
             try:
                 return _find(model, args, kwargs, False, opaque)
             except Exception:
@@ -161,8 +169,8 @@ def search_blocks(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Bloc
                     raise
 
 
-def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, opaque: Opaque) -> BlockCandidates:
-    """`share`: do not run a module again that is called as an equal one was."""
+def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, opaque: OpaqueModules) -> BlockCandidates:
+    """Search with one run. Args: share: run equal modules with equal arguments once."""
     opaque.failed = None
     calls: dict[str, SurveyedCall] = {}
     twins: dict[str, str] = {}
@@ -171,14 +179,14 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
     choices: list[tuple[str, int]] = []
     names = {id(m): n for n, m in model.named_modules()}
     signatures = {id(m): compute_signature(m) for m in model.modules()}
-    passed: dict[int, tuple[Any, Any]] = {}  # objects among arguments, and what containers held at first
+    passed: dict[int, tuple[Any, Any]] = {}  # arguments that are objects, with the first items of containers
     objects: dict[int, Any] = {}
 
-    changes: dict[str, CallChanges] = {}  # of modules that were run
+    changes: dict[str, CallChanges] = {}  # of modules that ran
 
     def note_inner(tracer: Tracer, seen: SurveyedCall, out: Any, done: CallChanges) -> None:
         given = list(iterate_objects(seen.args, seen.kwargs))
-        # asked here, because the capture puts back what it has written to
+        # compare now, as the capture restores its writes
         objects.update({id(thing): thing for thing in given if _is_written(*passed[id(thing)])})
         if given:
             for outer in stack:
@@ -202,19 +210,23 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
                 for inner in seen.inner:
                     inner.note_overwritten(tracer)
                 return out
-            leaves = [_meta(x) for x in pytree.tree_leaves((args, kwargs))]
+            leaves = [_describe_argument(x) for x in pytree.tree_leaves((args, kwargs))]
             key = (signatures[id(module)], tuple(leaves))
             known = first.get(key) if share and any(True for _ in module.children()) else None
-            seen = SurveyedCall(name, args, kwargs, _nodes(tracer, (args, kwargs)))
+            seen = SurveyedCall(name, args, kwargs, _find_nodes(tracer, (args, kwargs)))
             calls.setdefault(name, seen)
-            if known is not None and known[0] != name and (again := _fresh(tracer, known[1], seen.inputs)) is not None:
+            if (
+                known is not None
+                and known[0] != name
+                and (again := _make_fresh(tracer, known[1], seen.inputs)) is not None
+            ):
                 twins[name] = known[0]
-                seen.outputs = _nodes(tracer, again)
+                seen.outputs = _find_nodes(tracer, again)
                 note_inner(tracer, seen, again, changes.get(known[0], CallChanges()))
                 return again
             if key in opaque.results:
-                out = _fresh(tracer, opaque.results[key], seen.inputs)
-                seen.outputs = _nodes(tracer, out)
+                out = _make_fresh(tracer, opaque.results[key], seen.inputs)
+                seen.outputs = _find_nodes(tracer, out)
                 note_inner(tracer, seen, out, CallChanges(missed=CANNOT_RUN))
                 return out
             stack.append(seen)
@@ -229,7 +241,7 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
                 stack.pop()
             for inner in seen.inner:
                 inner.note_overwritten(tracer)
-            seen.outputs = _nodes(tracer, out)
+            seen.outputs = _find_nodes(tracer, out)
             if before is not None:
                 changes[name] = before.find_changes(out)
             note_inner(tracer, seen, out, changes.get(name, CallChanges()))
@@ -238,25 +250,25 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
 
         return call
 
-    def chosen(position: int) -> None:
+    def note_choice(position: int) -> None:
         if stack:
             choices.append((stack[-1].name, position))
 
-    with _observing(around, chosen):
-        nodes = capture_block(model, _abstract(args), _abstract(kwargs), Routing("diverse", 0)).nodes
+    with _observe_capture(around, note_choice):
+        nodes = capture_block(model, _make_abstract(args), _make_abstract(kwargs), Routing("diverse", 0)).nodes
 
     alike = {n: signatures[id(m)] for n, m in model.named_modules()}
     chosen_in = dict.fromkeys(name for name, position in choices if _index_is_used(nodes, position))
-    chains = [_chain(name, alike, calls) for name in chosen_in]
+    chains = [_list_chain(name, alike, calls) for name in chosen_in]
     covered = {n for chain in chains for n in chain}
     branches = set()
-    structural = _structural(model)
+    structural = _find_structural(model)
     made_by = {n: name for name in twins for n in calls[name].outputs}
-    structural |= {name: [] for name in modules_apart(nodes, made_by, structural.keys() | covered)}
+    structural |= {name: [] for name in find_named_experts(nodes, made_by, structural.keys() | covered)}
     for name, parts in structural.items():
         if name in calls and name not in covered:
-            chains.append(_chain(name, alike, calls))
-            if _side_by_side([calls[p] for p in parts if p in calls]):
+            chains.append(_list_chain(name, alike, calls))
+            if _are_parallel([calls[p] for p in parts if p in calls]):
                 branches.add(name)
     return BlockCandidates(
         [c for c in chains if c], calls, twins, branches, set(structural), has_attention(nodes), objects
@@ -264,27 +276,32 @@ def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, op
 
 
 def _is_written(thing: Any, before: Any) -> bool:
-    """Whether a container is not as it was, or an object holds tensors, which it may have written to."""
+    """Whether a container has changed, or an object holds tensors, which a module may have written to."""
     if before is not None and not have_same_items(copy_items(thing), before):
         return True
     return type(thing) not in (list, dict) and any(True for _ in iterate_tensors(thing))
 
 
-def _abstract(tree: Any) -> Any:
+def _make_abstract(tree: Any) -> Any:
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().to("meta") if is_float(t) else t.detach().cpu(), tree
     )
 
 
 @contextlib.contextmanager
-def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
-    """Hook the tracer that `capture` makes: its module calls and its float-to-integer boundaries."""
+def _observe_capture(around: Callable, note_choice: Callable) -> Iterator[None]:
+    """Hook the module calls and the choices of the next capture.
+
+    Args:
+        around: wraps `nn.Module.__call__`, given the tracer and the original.
+        note_choice: called with the index of the first node of a choice.
+    """
     from . import concolic
 
     recording, record = concolic.record_calls, Tracer.record
 
     @contextlib.contextmanager
-    def observed(tracer: Tracer, names: dict[int, str], functions: Functions) -> Iterator[None]:
+    def observed(tracer: Tracer, names: dict[int, str], functions: TorchFunctions) -> Iterator[None]:
         with recording(tracer, {}, functions):
             inner = nn.Module.__call__
             nn.Module.__call__ = around(tracer, inner)  # type: ignore[method-assign]
@@ -296,7 +313,7 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
     def noted(self: Tracer, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
         if name in _CHOICES and isinstance(args[0], FakeTensor) and args[0].dim():
-            chosen(len(self.nodes))
+            note_choice(len(self.nodes))
         return record(self, func, args, kwargs)
 
     concolic.record_calls, Tracer.record = observed, noted  # type: ignore[method-assign]
@@ -306,15 +323,15 @@ def _observing(around: Callable, chosen: Callable) -> Iterator[None]:
         concolic.record_calls, Tracer.record = recording, record  # type: ignore[method-assign]
 
 
-def _nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
+def _find_nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
     with suspend_modes(), torch.DisableTorchFunction():
         found: list[fx.Node] = []
         open_dataclasses(tree, lambda t: (found.append(tracer.node_of(t)), t)[1])
         return found
 
 
-def _side_by_side(calls: list[SurveyedCall]) -> bool:
-    """Whether the second of these calls does not build on the result of the first."""
+def _are_parallel(calls: list[SurveyedCall]) -> bool:
+    """Whether the second of some calls does not use the result of the first."""
     if len(calls) < 2:
         return False
     seen, stack = set(), list(calls[1].inputs)
@@ -326,8 +343,8 @@ def _side_by_side(calls: list[SurveyedCall]) -> bool:
     return not seen & set(calls[0].outputs)
 
 
-def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
-    """New abstract tensors in the shape of an earlier result; None if the result holds something else."""
+def _make_fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
+    """Return new abstract tensors in the layout of an earlier result; None if the result has other objects."""
     leaves = pytree.tree_leaves(out)
     is_abstract = [isinstance(x, FakeTensor) or not has_values(x) for x in leaves if isinstance(x, torch.Tensor)]
     plain = [x for x in leaves if not isinstance(x, torch.Tensor)]
@@ -350,7 +367,7 @@ def _fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
 
 
 def _index_is_used(nodes: list[fx.Node], position: int) -> bool:
-    """Whether a choice is one: a `max` whose values alone are used (in a softmax, say) is not."""
+    """Whether a choice's indices are used. A softmax, for example, uses only the values of a `max`."""
     choice = next((n for n in nodes[position : position + 4] if n.op == "call_function"), None)
     if choice is None:
         return True
@@ -358,12 +375,12 @@ def _index_is_used(nodes: list[fx.Node], position: int) -> bool:
     return not parts or any(u.args[1] == 1 and u.users for u in parts)
 
 
-def _chain(name: str, alike: dict[str, tuple], calls: dict[str, SurveyedCall]) -> list[str]:
-    """The module and its parents that were called, up to where the same choice is made more than once."""
-    like, chain = alike[name], []
+def _list_chain(name: str, alike: dict[str, tuple], calls: dict[str, SurveyedCall]) -> list[str]:
+    """Return a module and its called parents, up to a parent that contains several modules equal to it."""
+    own, chain = alike[name], []
     while True:
         inside = f"{name}." if name else ""
-        if sum(1 for n, s in alike.items() if s == like and n.startswith(inside)) > 1 and chain:
+        if sum(1 for n, s in alike.items() if s == own and n.startswith(inside)) > 1 and chain:
             return chain
         if name in calls:
             chain.append(name)
@@ -372,25 +389,28 @@ def _chain(name: str, alike: dict[str, tuple], calls: dict[str, SurveyedCall]) -
         name = name.rpartition(".")[0]
 
 
-def _shapes(module: nn.Module) -> tuple:
+def _list_shapes(module: nn.Module) -> tuple:
     return tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
 
 
-def _structural(model: nn.Module) -> dict[str, list[str]]:
-    """Innermost modules with several equal children that hold matrices, or with a stack of matrices, and the names of
-    these children."""
+def _find_structural(model: nn.Module) -> dict[str, list[str]]:
+    """Find the innermost modules with several equal children that hold matrices, or with a stack of matrices.
+
+    Returns:
+        The paths of the equal children, by the path of the module.
+    """
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         children = list(module.children())
         alike = (
             len(children) > 1
-            and len({_shapes(c) for c in children}) == 1
+            and len({_list_shapes(c) for c in children}) == 1
             and any(p.dim() >= 2 for p in children[0].parameters())
         )
         if alike and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             found.setdefault(name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()])
-        holds = isinstance(module, (nn.ParameterList, nn.ParameterDict))  # for its parent, and is never called
-        layer = type(module).__module__.startswith("torch.nn.modules.") and not holds  # a convolution, say
+        holds = isinstance(module, (nn.ParameterList, nn.ParameterDict))  # a container for its parent, never called
+        layer = type(module).__module__.startswith("torch.nn.modules.") and not holds  # such as a convolution
         if not layer and any(p.dim() >= 3 and p.shape[0] > 1 for p in module._parameters.values() if p is not None):
             found.setdefault(name.rpartition(".")[0] if holds else name, [])
     return {

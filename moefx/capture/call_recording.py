@@ -1,4 +1,7 @@
-"""What a capture must see that is no op: calls of submodules, custom autograd functions, queries of the mode."""
+"""Record calls that are no ops: submodules, custom autograd functions, and queries of global modes.
+
+`record_calls` patches torch while a block runs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from .device_autocast import get_autocast_dtype
 from .tensor_trees import suspend_modes
 from .tracer import Tracer
 
-_WITHOUT_MODE = ("range",)  # torch calls no mode for these
+_WITHOUT_MODE = ("range",)  # functions for which torch calls no mode
 
 
 @contextlib.contextmanager
@@ -42,16 +45,20 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunctionMode) -> Iterator[None]:
-    """Everything that capture must see and that is not an op: module calls, custom autograd functions, mode queries,
-    and for the mode `functions` those functions that torch calls no mode for."""
+    """Record module calls, custom autograd functions and mode queries into `tracer`.
+
+    Args:
+        names: paths of the submodules to record, by id.
+        functions: also gets the functions for which torch calls no mode.
+    """
     original_apply = torch.autograd.Function.__dict__["apply"]
     original_call, original_move = nn.Module.__call__, nn.Module._apply
 
-    def record_calls_of(unrecorded: Any) -> Any:
+    def wrap_apply(unrecorded: Any) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if tracer.whole_op_depth or not tracer.is_own_thread():
                 return unrecorded.__get__(None, cls)(*args, **kwargs)
-            if cls is CheckpointFunction:  # what is computed again in the backward is computed now
+            if cls is CheckpointFunction:  # run without checkpointing
                 function, _, *inner = args
                 return function(*inner)
             tracer.notice_autocast()
@@ -76,12 +83,12 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
         finally:
             depth -= 1
         with suspend_modes(), torch.DisableTorchFunction():
-            record.out = _map_tensors(_opened(out), tracer.node_of)
+            record.out = _map_tensors(_open_dataclass(out), tracer.node_of)
         record.stop = len(tracer.nodes)
         tracer.calls.append(record)
         return out
 
-    def noted(name: str, fn: Callable) -> Callable:
+    def wrap_query(name: str, fn: Callable) -> Callable:
         def query(*args: Any, **kwargs: Any) -> Any:
             if tracer.is_own_thread() and not is_library_file(sys._getframe(1).f_code.co_filename):
                 tracer.modes_read.add(name)
@@ -90,7 +97,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
         return query
 
     def move(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
-        """`self.lin.to(dtype)` in a forward: torch would try to swap abstract parameters."""
+        """Run `self.lin.to(dtype)` in a forward, where torch would swap abstract parameters."""
         if not tracer.is_own_thread():
             return original_move(module, fn, recurse)
         for part in module.modules() if recurse else [module]:
@@ -100,7 +107,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
                         tensors[key] = moved
         return module
 
-    def shown(fn: Callable) -> Callable:
+    def wrap_function(fn: Callable) -> Callable:
         def called(*args: Any, **kwargs: Any) -> Any:
             if tracer.whole_op_depth or not tracer.is_own_thread():
                 return fn(*args, **kwargs)
@@ -108,40 +115,40 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
 
         return called
 
-    def length(of: Any) -> Any:  # the builtin would turn what `__len__` returns into a plain number
-        return of.__len__() if isinstance(of, torch.Tensor) else plain_len(of)
+    def length(thing: Any) -> Any:  # the builtin would make the result of `__len__` a plain number
+        return thing.__len__() if isinstance(thing, torch.Tensor) else plain_len(thing)
 
     plain_len = len
     with contextlib.ExitStack() as stack:
         stack.enter_context(_patched(builtins, "len", length))
-        stack.enter_context(_patched(torch.autograd.Function, "apply", record_calls_of(original_apply)))
-        # `Function.apply` calls this one, also if it was looked up earlier: `activation = Activation.apply`
+        stack.enter_context(_patched(torch.autograd.Function, "apply", wrap_apply(original_apply)))
+        # `Function.apply` calls this one, even if it was looked up earlier: `activation = Activation.apply`
         inner_apply = inspect.getattr_static(_SingleLevelFunction, "apply")
-        stack.enter_context(_patched(_SingleLevelFunction, "apply", record_calls_of(inner_apply)))
+        stack.enter_context(_patched(_SingleLevelFunction, "apply", wrap_apply(inner_apply)))
         stack.enter_context(_patched(nn.Module, "__call__", call))
         stack.enter_context(_patched(nn.Module, "_apply", move))
         for name in ("is_grad_enabled", "is_inference_mode_enabled"):
-            stack.enter_context(_patched(torch, name, noted(name, getattr(torch, name))))
+            stack.enter_context(_patched(torch, name, wrap_query(name, getattr(torch, name))))
         for name in _WITHOUT_MODE:
-            stack.enter_context(_patched(torch, name, shown(getattr(torch, name))))
+            stack.enter_context(_patched(torch, name, wrap_function(getattr(torch, name))))
         yield
 
 
 def _map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """`pytree.tree_map_only`, without it for tensors and plain arguments."""
+    """Do the same as `pytree.tree_map_only`, faster for tensors and tuples."""
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if type(tree) is tuple:
         return tuple([_map_tensors(x, fn) for x in tree])
     if tree is None or (type(tree) is dict and not tree):
         return tree
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # past a constructor that looks at its arguments
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # without a constructor that inspects its arguments
         return tuple.__new__(type(tree), [_map_tensors(x, fn) for x in tree])
     return pytree.tree_map_only(torch.Tensor, fn, tree)
 
 
-def _opened(out: Any) -> Any:
-    """A dataclass as a dict of its fields, under keys that say so (`.logits`)."""
+def _open_dataclass(out: Any) -> Any:
+    """Return a dataclass as a dict of its fields, with keys such as `.logits`."""
     if dataclasses.is_dataclass(out) and not isinstance(out, (type, dict)):
-        return {f".{f.name}": _opened(getattr(out, f.name)) for f in dataclasses.fields(out)}
+        return {f".{f.name}": _open_dataclass(getattr(out, f.name)) for f in dataclasses.fields(out)}
     return out

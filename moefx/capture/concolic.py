@@ -40,7 +40,7 @@ from .side_effects import (
 )
 from .symbolic_sizes import SizeLog
 from .tensor_trees import collect_tensors, is_float
-from .torch_functions import Functions
+from .torch_functions import TorchFunctions
 from .tracer import Tracer
 
 aten = torch.ops.aten
@@ -120,7 +120,7 @@ def capture_block(
     tracer.named |= install_stand_ins(block, stand_in)
     before = {n: dict(vars(m)) for n, m in unique}
     hooks = [(own[k], copy_items(own[k])) for own in before.values() for k in HOOKS & own.keys()]
-    surroundings, functions = OutsideState(block, (args, kwargs)), Functions(tracer)
+    surroundings, functions = OutsideState(block, (args, kwargs)), TorchFunctions(tracer)
     try:
         with (
             without_fake_tensor_errors(), clear_filled_caches(tracer),

@@ -1,8 +1,8 @@
-"""Autocast as it is on the device that a block runs on. A capture runs on the CPU, where it does something else.
+"""Emulate the autocast of a block's device in captures, which run on the CPU.
 
-Which functions compute in which precision depends on the kind of device: of bfloat16, `softmax` is float32 on CUDA and
-bfloat16 on the CPU. torch has the lists of all devices in every build, and is asked: by the same call with tensors of
-the device that hold no memory.
+The precision of a function depends on the kind of device: under bfloat16 autocast, `softmax` returns float32 on CUDA
+and bfloat16 on the CPU. Every build of torch has the lists of all devices. This module runs the same call on fake
+tensors of the device, and applies the casts that it sees.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import CaptureError
 from .tensor_trees import collect_tensors, map_tensors
 
 aten = torch.ops.aten
-# What autocast knows by another name than the operation that is run.
+# Ops that autocast lists under another name.
 _KNOWN_AS = {
     aten._softmax.default: lambda x, dim, _: aten.softmax.int(x, dim),
     aten._log_softmax.default: lambda x, dim, _: aten.log_softmax.int(x, dim),
@@ -32,52 +32,52 @@ _local = threading.local()
 
 
 class DeviceState(NamedTuple):
-    """For which kind of device captures are, and what autocast casts to outside of the block (None: nothing)."""
+    """The kind of device that captures emulate, and the dtype of autocast outside of the block (None: off)."""
 
     device: str
     dtype: torch.dtype | None
 
 
 def get_device_state() -> DeviceState:
-    """Of this thread. Where nobody said, captures are for the CPU."""
-    return getattr(_local, "state", None) or DeviceState("cpu", _of("cpu"))
+    """Return the state of this thread; the CPU's if none was set."""
+    return getattr(_local, "state", None) or DeviceState("cpu", _read_dtype("cpu"))
 
 
 @contextlib.contextmanager
 def use_device_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Captures in this context are for a device, under its autocast with this dtype or (None) without."""
+    """Let captures in this context emulate a device, with its autocast to `dtype` or (None) without autocast."""
     device = "cpu" if device == "meta" else device
     before, _local.state = getattr(_local, "state", None), DeviceState(device, dtype)
     try:
         with contextlib.ExitStack() as stack:
             for kind in {"cpu", device}:
-                stack.enter_context(_set(kind, dtype))
+                stack.enter_context(_set_autocast(kind, dtype))
             yield
     finally:
         _local.state = before
 
 
 def get_autocast_dtype() -> torch.dtype | None:
-    """What autocast casts to at this place of a block; None where it is off."""
+    """Return the dtype of autocast at the current line of a block; None if it is off."""
     device, outside = get_device_state()
-    if device != "cpu" and (there := _of(device)) != outside:
+    if device != "cpu" and (there := _read_dtype(device)) != outside:
         return there
-    return _of("cpu")  # a block that asks its tensors for their device is told that it is the CPU
+    return _read_dtype("cpu")  # a block whose autocast takes the device of a tensor sees the CPU
 
 
 def is_changed_by_block() -> bool:
-    """Whether the block has switched autocast on or off here, for any device that it may be on."""
+    """Whether the block has switched autocast on or off here, for any device that it may run on."""
     device, outside = get_device_state()
-    return any(_of(kind) != (outside if kind in ("cpu", device) else None) for kind in ("cpu", "cuda", device))
+    return any(_read_dtype(kind) != (outside if kind in ("cpu", device) else None) for kind in ("cpu", "cuda", device))
 
 
-def _of(kind: str) -> torch.dtype | None:
+def _read_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 @contextlib.contextmanager
-def _set(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """As `torch.autocast`, which refuses devices that this machine does not have."""
+def _set_autocast(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Do the same as `torch.autocast`, which refuses devices that this machine does not have."""
     before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     torch.autocast_increment_nesting()
     try:
@@ -92,95 +92,99 @@ def _set(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def is_emulated() -> bool:
-    """Whether a capture is for another device than the CPU, whose autocast then must not act by itself."""
+    """Whether captures emulate another device, so that the CPU's autocast must be off."""
     return get_device_state().device != "cpu"
 
 
 def use_cpu_autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
-    """What the CPU's autocast casts to meanwhile."""
-    return contextlib.nullcontext() if _of("cpu") is dtype else _set("cpu", dtype)
+    """Set the dtype of the CPU's autocast in this context; None switches it off."""
+    return contextlib.nullcontext() if _read_dtype("cpu") is dtype else _set_autocast("cpu", dtype)
 
 
 def cast_arguments(
     func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, cast: Callable[..., torch.Tensor]
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """The arguments with the casts that autocast to `dtype` makes there; None where it leaves a function alone."""
+    """Cast arguments as autocast to `dtype` on the device does. Return None if it leaves the function alone."""
     device = get_device_state().device
     if not _is_listed(func, device):
         return None
     floats = [t for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
-    casts, without, result = _asked(func, args, kwargs, device, dtype)
-    if not casts and result != without:  # by a `dtype` that it fills in, or beside casts of the function's own
+    casts, without, result = _find_casting(func, args, kwargs, device, dtype)
+    if not casts and result != without:  # autocast sets a `dtype`, or the function has casts of its own
         casts = [result if t.dtype in _LOW else None for t in floats]
     wanted = {id(t): to for t, to in zip(floats, casts, strict=False) if to not in (None, t.dtype)}
     args, kwargs = map_tensors((args, kwargs), lambda t: cast(t, wanted[id(t)]) if id(t) in wanted else t)
     return args, kwargs
 
 
-def check_result(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> Any:
-    """`out`, the result of such a call here, if it has the dtype that it has there."""
+def check_result_dtype(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> Any:
+    """Return `out`, the result of a call here.
+
+    Raises:
+        CaptureError: its dtype differs from the device's, or the device's is unknown.
+    """
     device = get_device_state().device
     is_listed = _is_listed(func, device)
-    if not is_listed and (_result(out) is None or getattr(func, "__name__", "") not in _composites()):
+    if not is_listed and (_result_dtype(out) is None or getattr(func, "__name__", "") not in _list_composites()):
         return out
     try:
-        expected = _asked(func, args, kwargs, device, dtype)[2]
+        expected = _find_casting(func, args, kwargs, device, dtype)[2]
     except CaptureError:
         if is_listed:
             raise
         return out
-    if expected != _result(out):
-        raise CaptureError(f"autocast on {device} makes {expected} of {func}, which is not reproduced here")
+    if expected != _result_dtype(out):
+        raise CaptureError(f"autocast on {device} returns {expected} from {func}, and the capture {_result_dtype(out)}")
     return out
 
 
 def changes_call(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> bool:
-    """Whether autocast would do something to such a call when it is run again, other than make `out` of it."""
+    """Whether autocast would cast arguments of a recorded call, or change the dtype of its result `out`, in a rerun."""
     device = get_device_state().device
     if not _is_listed(func, device):
         return False
     try:
-        casts, _, result = _asked(func, args, kwargs, device, dtype)
+        casts, _, result = _find_casting(func, args, kwargs, device, dtype)
     except CaptureError:
         return True
     floats = [t.dtype for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
-    return result != _result(out) or any(to not in (None, was) for to, was in zip(casts, floats, strict=False))
+    return result != _result_dtype(out) or any(to not in (None, was) for to, was in zip(casts, floats, strict=False))
 
 
 @functools.cache
-def _names(device: str) -> frozenset[str]:
-    """Of the operations, with overloads, for which autocast does something."""
+def _list_ops(device: str) -> frozenset[str]:
+    """Return the names with overloads of the ops that autocast on a device changes."""
     key = f"Autocast{device.upper()}"
     try:
-        every = torch._C._dispatch_get_all_op_names()
+        every = torch._C._dispatch_get_all_op_list_ops()
         return frozenset(n for n in every if torch._C._dispatch_has_kernel_for_dispatch_key(n, key))
     except RuntimeError:  # no such key
-        raise CaptureError(f"what autocast does on {device} is not known") from None
+        raise CaptureError(f"the autocast of {device} is unknown") from None
 
 
 @functools.cache
-def _functions(device: str) -> frozenset[str]:
-    return frozenset(name.partition("::")[2].partition(".")[0] for name in _names(device))
+def _list_functions(device: str) -> frozenset[str]:
+    return frozenset(name.partition("::")[2].partition(".")[0] for name in _list_ops(device))
 
 
 def _is_listed(func: Any, device: str) -> bool:
     if isinstance(func, torch._ops.OpOverload):
-        return func in _KNOWN_AS or func.name() in _names(device)
-    return getattr(func, "__name__", "").strip("_") in _functions(device)
+        return func in _KNOWN_AS or func.name() in _list_ops(device)
+    return getattr(func, "__name__", "").strip("_") in _list_functions(device)
 
 
 @functools.cache
-def _composites() -> frozenset[str]:
-    """Functions that torch makes of others, of which autocast may know one."""
+def _list_composites() -> frozenset[str]:
+    """Return the names of composite functions, which may call a function that autocast changes."""
     key = "CompositeImplicitAutograd"
-    names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
+    names = (n for n in torch._C._dispatch_get_all_op_list_ops() if n.startswith("aten::"))
     return frozenset(
         n.partition("::")[2].partition(".")[0] for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)
     )
 
 
 class _Casts(TorchDispatchMode):
-    """Which of some tensors are cast, and to what."""
+    """Records the dtypes that some tensors are cast to."""
 
     def __init__(self, watched: list[torch.Tensor]):
         super().__init__()
@@ -194,40 +198,40 @@ class _Casts(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-_Answer = tuple[list[torch.dtype | None], torch.dtype | None, torch.dtype | None]
-_answers: dict[Any, _Answer] = {}
+_Casting = tuple[list[torch.dtype | None], torch.dtype | None, torch.dtype | None]
+_castings: dict[Any, _Casting] = {}
 
 
-def _asked(func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: torch.dtype) -> _Answer:
-    """(to what autocast casts each floating argument, the dtypes of the result without and with autocast)."""
+def _find_casting(func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: torch.dtype) -> _Casting:
+    """Return the dtype that autocast casts each floating argument to, and the result's dtypes without and with it."""
     forms = map_tensors((args, kwargs), lambda t: (t.dtype, *map(int, t.shape)))
     key = (func, device, dtype, repr(forms))
-    if key not in _answers:
+    if key not in _castings:
         with _disable_current_modes(), torch.DisableTorchFunction():
             like_args, like_kwargs = map_tensors(
                 (args, kwargs), lambda t: torch.empty([int(n) for n in t.shape], dtype=t.dtype, device="meta")
             )
-        with ThreadPoolExecutor(1) as other:  # inside of an operation, this thread would leave autocast out
-            _answers[key] = other.submit(_ask, func, like_args, like_kwargs, device, dtype).result()
-    return _answers[key]
+        with ThreadPoolExecutor(1) as other:  # autocast is off in this thread, inside an op
+            _castings[key] = other.submit(_run_on_device, func, like_args, like_kwargs, device, dtype).result()
+    return _castings[key]
 
 
-def _ask(func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: torch.dtype) -> _Answer:
+def _run_on_device(func: Any, args: tuple, kwargs: dict[str, Any], device: str, dtype: torch.dtype) -> _Casting:
     call: Any = _KNOWN_AS.get(func, func)
     with FakeTensorMode(), torch.no_grad():
         args, kwargs = map_tensors((args, kwargs), lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
         floats = [t for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
         without = None
-        with _set(device, None), _Casts(floats) as before, contextlib.suppress(Exception):  # dtypes that only it allows
-            without = _result(call(*args, **kwargs))
+        with _set_autocast(device, None), _Casts(floats) as before, contextlib.suppress(Exception):  # mixed dtypes
+            without = _result_dtype(call(*args, **kwargs))
         try:
-            with _set(device, dtype), _Casts(floats) as casts:
-                result = _result(call(*args, **kwargs))
+            with _set_autocast(device, dtype), _Casts(floats) as casts:
+                result = _result_dtype(call(*args, **kwargs))
         except Exception as error:
-            raise CaptureError(f"what autocast does to {func} on {device} is not known: {error}") from None
-    # What a function casts by itself it casts here as well.
+            raise CaptureError(f"the effect of autocast on {func} on {device} is unknown: {error}") from None
+    # The function makes casts of its own here, too.
     return casts.found if casts.found != before.found else [], without, result
 
 
-def _result(out: Any) -> torch.dtype | None:
+def _result_dtype(out: Any) -> torch.dtype | None:
     return next((t.dtype for t in collect_tensors(out) if t.is_floating_point()), None)

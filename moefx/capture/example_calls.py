@@ -1,4 +1,4 @@
-"""Example inputs for models that come without: the model's own dummies, token ids, or hidden states."""
+"""Find example inputs: those of the user, the model's own dummies, or guesses from its first module."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import nn
 from ..errors import InvalidInput
 
 _BATCH, _LENGTH = 2, 7
-_MOST_WIDTHS = 5
+_MAX_WIDTHS = 5
 Example = tuple[tuple, dict[str, Any]]
 
 
 def find_example_calls(model: nn.Module, example_inputs: Any) -> list[Example]:
-    """(args, kwargs) of calls of `model`, the likeliest first: what was given, or what can be guessed.
+    """Return (args, kwargs) of example calls, the most likely first: the given inputs, or guesses.
 
     Raises:
-        InvalidInput: nothing was given and nothing can be guessed, or what was given does not fit the signature.
+        InvalidInput: the given inputs do not fit the signature, or there are none and no guess is possible.
     """
     if example_inputs is not None:
-        args, kwargs = _given(example_inputs)
+        args, kwargs = _normalize_inputs(example_inputs)
         try:
             inspect.signature(model.forward).bind(*args, **kwargs)
         except TypeError as error:
@@ -30,7 +30,7 @@ def find_example_calls(model: nn.Module, example_inputs: Any) -> list[Example]:
         return [(args, kwargs)]
     dummies = getattr(model, "dummy_inputs", None)
     if isinstance(dummies, dict) and dummies:
-        return [((), _without_cache(model, dict(dummies)))]
+        return [((), _disable_cache(model, dict(dummies)))]
     first = next(
         (m for m in model.modules() if not list(m.children()) and next(m.parameters(recurse=False), None) is not None),
         None,
@@ -51,12 +51,12 @@ def find_example_calls(model: nn.Module, example_inputs: Any) -> list[Example]:
     sizes = [n for p in (weight, *model.parameters()) for n in reversed(p.shape)] or [1]
     return [
         ((torch.empty(*lead, width, dtype=weight.dtype, device="meta"),), {})
-        for width in list(dict.fromkeys(sizes))[:_MOST_WIDTHS]
+        for width in list(dict.fromkeys(sizes))[:_MAX_WIDTHS]
         for lead in ((_BATCH, _LENGTH), (_BATCH * _LENGTH,))
     ]
 
 
-def _given(example_inputs: Any) -> tuple[tuple, dict[str, Any]]:
+def _normalize_inputs(example_inputs: Any) -> tuple[tuple, dict[str, Any]]:
     if isinstance(example_inputs, dict) or hasattr(example_inputs, "keys"):
         return (), dict(example_inputs)
     if isinstance(example_inputs, torch.Tensor):
@@ -66,8 +66,8 @@ def _given(example_inputs: Any) -> tuple[tuple, dict[str, Any]]:
     raise InvalidInput(f"example_inputs is a {type(example_inputs).__name__}; expected a tuple, a dict or a tensor")
 
 
-def _without_cache(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """A key-value cache is state that the abstract run has no use for."""
+def _disable_cache(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Switch off the key-value cache, which an abstract run does not need."""
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs.setdefault("use_cache", False)
     return inputs

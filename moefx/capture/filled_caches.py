@@ -1,6 +1,6 @@
-"""`functools` caches that a capture fills: an entry with a symbolic size or an abstract tensor must not outlive it.
+"""Clear `functools` caches of the program that a capture has filled with abstract tensors or symbolic sizes.
 
-A later call at the same size would get it. No list of libraries is needed: the garbage collector knows all caches.
+A later call would get such an entry. The garbage collector lists all caches of the process.
 """
 
 from __future__ import annotations
@@ -26,26 +26,29 @@ _MAX_VISITED = 4096  # objects in the entries of one cache
 
 @contextlib.contextmanager
 def clear_filled_caches(tracer: Tracer) -> Iterator[None]:
-    """Clear the caches that hold something of this capture at the end, and no others."""
-    caches = _all_caches()  # keeps them, and so their ids
+    """Clear the caches that hold an object of this capture at the end, and no others."""
+    caches = _all_caches()  # kept alive, so that ids stay unique
     misses = {id(cache): cache.cache_info().misses for cache in caches}
     try:
         yield
     finally:
-        for cache in _all_caches():  # also those that were made meanwhile
+        for cache in _all_caches():  # new ones, too
             if cache.cache_info().misses != misses.get(id(cache), 0) and _holds_capture(cache, tracer):
                 cache.cache_clear()
 
 
-class _Found:
-    """The caches that were found last, and how many references to their type there were beside theirs: each instance
-    holds one, so another number tells of new ones without a look at all objects."""
+class _CacheList:
+    """The known caches. Each holds a reference to the type of caches, so its reference count tells of new ones.
+
+    Attributes:
+        others: number of references to the type by other objects.
+    """
 
     def __init__(self) -> None:
         self.caches: list[weakref.ref] = []
         self.others = -1
 
-    def now(self) -> list[Any]:
+    def update(self) -> list[Any]:
         alive = [cache for ref in self.caches if (cache := ref()) is not None]
         if sys.getrefcount(_CACHE) - len(alive) != self.others:
             alive = [thing for thing in gc.get_objects() if type(thing) is _CACHE]
@@ -53,7 +56,7 @@ class _Found:
         return alive
 
 
-_all_caches = _Found().now
+_all_caches = _CacheList().update
 
 
 def _holds_capture(cache: Any, tracer: Tracer) -> bool:

@@ -342,5 +342,5 @@ def _node_name(op: torch._ops.OpOverload) -> str:
 def _on_meta(t: torch.Tensor) -> torch.Tensor:
     if t.layout is not torch.strided:
         source = find_user_source()
-        raise CaptureError(f"captures support strided tensors only; {source} makes a {t.layout} one: {source.text}")
+        raise CaptureError(f"captures support strided tensors, and {source} makes a {t.layout} tensor: {source.text}")
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")

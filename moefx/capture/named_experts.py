@@ -1,6 +1,7 @@
-"""Find modules that hold experts under names of their own.
+"""Find modules that hold each expert under its own attribute, not in a list.
 
-Products with different parameters each take some tokens, by masks or indices, and one op merges their rows."""
+Products with different parameters each take some tokens, by masks or indices, and one op merges their rows.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +28,24 @@ _MAX_NODES_BACK = 64
 _MAX_PAIRS = 8
 
 
-def modules_apart(nodes: list[fx.Node], made_by: Mapping[fx.Node, str], known: Set[str]) -> list[str]:
-    """Find modules in which products with different parameters work side by side on rows of common tokens, and one op
-    merges their results.
+def find_named_experts(nodes: list[fx.Node], made_by: Mapping[fx.Node, str], known: Set[str]) -> list[str]:
+    """Find modules in which one op merges the rows of parallel products with different parameters.
 
     Args:
-        nodes: of one capture.
-        made_by: names of modules that were not run again, by the nodes that they return.
-        known: names of modules that are not looked for.
+        nodes: nodes of one capture.
+        made_by: paths of modules that did not run again, by the nodes that they return.
+        known: paths of modules to leave out.
     """
     products = _Products(made_by)
     found: list[str] = []
     pairs = Counter[str]()
     for n in nodes:
-        for a, b in products.merged(n):
-            name = _common_module(products.owners[a], products.owners[b])
+        for a, b in products.find_merged(n):
+            name = _find_common_module(products.owners[a], products.owners[b])
             if name in known or name in found or pairs[name] == _MAX_PAIRS:
                 continue
             pairs[name] += 1
-            if _are_side_by_side(a, b):
+            if _are_parallel(a, b):
                 found.append(name)
     return found
 
@@ -54,22 +54,22 @@ class _Products:
     """The products that values come from.
 
     Attributes:
-        owners: the FQN of the first parameter of each product that was met, or of the module that was not run again.
+        owners: for each product, the FQN of its first parameter, or the path of a module that did not run again.
     """
 
     def __init__(self, made_by: Mapping[fx.Node, str]):
         self.owners = dict(made_by)
 
-    def merged(self, n: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """Pairs of products with different owners whose rows an op merges."""
-        base, source = _merged_by(n)
+    def find_merged(self, n: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """Return pairs of products with different owners whose rows an op merges."""
+        base, source = _split_merge(n)
         if base is None or source is None:
             return []
-        pairs = [(a, b) for b in self._nearest(source) for a in self._nearest(base)]
+        pairs = [(a, b) for b in self._find_nearest(source) for a in self._find_nearest(base)]
         return [(a, b) for a, b in pairs if self.owners[a] != self.owners[b]]
 
-    def _nearest(self, node: fx.Node) -> list[fx.Node]:
-        """The last products before a node; before a merge those of the rows that it wrote."""
+    def _find_nearest(self, node: fx.Node) -> list[fx.Node]:
+        """Return the last products before a node; before a merge, those of the rows that it writes."""
         found, stack, seen = [], [node], set[fx.Node]()
         while stack and len(seen) < _MAX_NODES_BACK:
             n = stack.pop()
@@ -77,16 +77,16 @@ class _Products:
                 continue
             seen.add(n)
             if n in self.owners or n.target in CONTRACTIONS:
-                if owner := self.owners.get(n) or _weight_of(n):
+                if owner := self.owners.get(n) or _find_weight(n):
                     self.owners[n] = owner
                     found.append(n)
                 continue
-            _, source = _merged_by(n)
+            _, source = _split_merge(n)
             stack += n.all_input_nodes if source is None else [source]
         return found
 
 
-def _merged_by(n: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+def _split_merge(n: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     packet = getattr(n.target, "overloadpacket", None)
     positions = _MERGES.get(packet.__name__.rstrip("_")) if packet is not None else None
     if positions is None or len(n.args) <= positions[1]:
@@ -95,8 +95,8 @@ def _merged_by(n: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     return (base, source) if isinstance(base, fx.Node) and isinstance(source, fx.Node) else (None, None)
 
 
-def _weight_of(product: fx.Node) -> str:
-    """The FQN of the first parameter among the operands of a product, moved or cast; "" if there is none."""
+def _find_weight(product: fx.Node) -> str:
+    """Return the FQN of the first parameter among the operands of a product, moved or cast; "" if there is none."""
     for n in product.all_input_nodes:
         while n.op == "call_function" and len(n.all_input_nodes) == 1:
             n = n.all_input_nodes[0]
@@ -105,19 +105,19 @@ def _weight_of(product: fx.Node) -> str:
     return ""
 
 
-def _common_module(a: str, b: str) -> str:
+def _find_common_module(a: str, b: str) -> str:
     pairs = zip(a.split("."), b.split("."), strict=False)
     return ".".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _are_side_by_side(a: fx.Node, b: fx.Node) -> bool:
-    """Whether neither value is computed from the other, and both are from a common one."""
-    before_a, before_b = _float_ancestors(a), _float_ancestors(b)
+def _are_parallel(a: fx.Node, b: fx.Node) -> bool:
+    """Whether neither value is computed from the other, and both from a common one."""
+    before_a, before_b = _list_float_ancestors(a), _list_float_ancestors(b)
     return a not in before_b and b not in before_a and bool(before_a & before_b)
 
 
-def _float_ancestors(node: fx.Node) -> set[fx.Node]:
-    """Abstract values of the call that a value is computed from, with itself."""
+def _list_float_ancestors(node: fx.Node) -> set[fx.Node]:
+    """Return a value and the abstract values that it is computed from."""
     found, stack = set[fx.Node](), [node]
     while stack:
         n = stack.pop()

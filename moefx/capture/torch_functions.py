@@ -1,4 +1,7 @@
-"""torch's functions during a capture: contractions stay whole, sizes and numbers remember where they come from."""
+"""The torch function mode of a capture: keep contractions whole, and return symbolic sizes and routed numbers.
+
+It runs above autograd and above decompositions. The dispatch mode (`tracer`) records the ops below.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ aten = torch.ops.aten
 
 _RECURRENCES = (torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh)
 
-# Decomposing these loses what the lifter wants to see: one labelled contraction. A cosine's parts hide from autograd. A
-# recurrence has as many parts as steps.
+# Functions that are recorded whole. The lifter reads one labelled contraction, not its decomposition. A decomposed
+# cosine hides from autograd, and a recurrence has a part per step.
 _WHOLE: dict[Any, Any] = {
     F.linear: F.linear,
     torch.einsum: torch.einsum,
@@ -46,19 +49,19 @@ _WHOLE: dict[Any, Any] = {
 }
 
 
-class Functions(TorchFunctionMode):
-    """Keeps contractions whole and hands out sizes that remember where they came from."""
+class TorchFunctions(TorchFunctionMode):
+    """Keeps contractions whole, returns symbolic sizes, and notes sizes that views require."""
 
     def __init__(self, tracer: Tracer):
         super().__init__()
         self.tracer = tracer
-        self._views: dict[tuple[str, bool], bool] = {}  # see `_fits_all_sizes`
+        self._views: dict[tuple[str, bool], bool] = {}  # cache of `_fits_all_sizes`
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = (*args, *(kwargs or {}).values())
         args, options = unwrap_numbers(args), unwrap_numbers(kwargs or {})
         tracer = self.tracer
-        touched, tracer.has_routed_argument = tracer.has_routed_argument, False
+        has_routed_argument, tracer.has_routed_argument = tracer.has_routed_argument, False
         before = tracer.op_numbers
         if tracer.sizes.given:
             tracer.op_numbers, tracer.sizes.given = before | tracer.sizes.given, frozenset()
@@ -68,7 +71,7 @@ class Functions(TorchFunctionMode):
                     tracer.note_question(ROWS)
                 elif isinstance(size := self._shape(args[0])[0], Size):
                     tracer.sizes.leak(size.expr)
-            return self._called(func, args, options, touched, given)
+            return self._call(func, args, options, has_routed_argument, given)
         except Exception:
             tracer.note_error(any(map(self._has_note_routed_rows, collect_tensors((args, options)))))
             raise
@@ -76,18 +79,19 @@ class Functions(TorchFunctionMode):
             tracer.op_numbers = before
 
     def _check_view(self, t: Any, *shape: Any) -> None:
-        """Note the sizes that a view takes: `x.view(-1, 8, D)` asks for a multiple of 8 tokens.
+        """Note the sizes that a view accepts: `x.view(-1, 8, D)` needs a multiple of 8 tokens.
 
         Raises:
-            Refused: the sizes of this capture are none of them. The log has the comparison, so that others are chosen.
+            Refused: the view does not accept the sizes of this capture. The log has the comparison, so that the next
+                capture chooses others.
         """
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if not isinstance(t, torch.Tensor) or _is_batched(t) or not all(isinstance(n, int) for n in shape):
             return
         own, sizes = self._shape(t), self.tracer.sizes
         known = [n for n in shape if isinstance(n, Size) or n != -1]
-        several = [n for n in (*own, *known) if isinstance(n, Number)]
-        if not any(isinstance(n, Size) for n in own) or any(not isinstance(n.expr, str) for n in several):
+        symbolic = [n for n in (*own, *known) if isinstance(n, Number)]
+        if not any(isinstance(n, Size) for n in own) or any(not isinstance(n.expr, str) for n in symbolic):
             return
         tokens: Any = functools.reduce(lambda a, b: a * b, [n for n in own if isinstance(n, Size)])
         step: Any = math.prod(known)
@@ -112,24 +116,32 @@ class Functions(TorchFunctionMode):
             )
 
     def _fits_all_sizes(self, own: Iterable[Any], asked: Iterable[Any], is_whole: bool) -> bool:
-        """Whether a view fits at all sizes, by some names of its numbers. A small size of this capture may be a number
-        of the program, such as the choices of a token, and a multiple of few tokens has no name. A view that fits some
-        sizes only is seen in captures whose numbers have one name each.
+        """Whether a view fits at all sizes under some interpretation of its numbers.
+
+        In a small capture a size may equal a number of the program, such as the slots of a token. Captures in which
+        each number has one interpretation find views that fit some sizes only.
 
         Args:
-            is_whole: no axis is left to torch (-1).
+            own: the axes of the tensor.
+            asked: the axes of the view.
+            is_whole: whether the view leaves no axis to torch (-1).
         """
         sizes = self.tracer.sizes
-        names = [_names(n, sizes.tokens, sizes.tokens_text) for n in (*own, "/", *asked)]
+        names = [_list_names(n, sizes.tokens, sizes.tokens_text) for n in (*own, "/", *asked)]
         key = str(names), is_whole
         if key not in self._views:
-            conditions = (_condition(each, is_whole) for each in itertools.product(*names))
+            conditions = (_make_condition(each, is_whole) for each in itertools.product(*names))
             self._views[key] = any(_is_identity(left, right, sizes.dims) for left, right in conditions)
         return self._views[key]
 
-    def _called(self, func: Any, args: tuple, options: dict[str, Any], touched: bool, given: tuple) -> Any:
-        """`given`: the arguments with sizes that remember where they come from."""
-        tracer, before = self.tracer, len(self.tracer.nodes)
+    def _call(self, func: Any, args: tuple, options: dict[str, Any], has_routed_argument: bool, given: tuple) -> Any:
+        """Run a function.
+
+        Args:
+            has_routed_argument: whether an argument is a number of the routing.
+            given: the arguments with symbolic sizes.
+        """
+        tracer, start = self.tracer, len(self.tracer.nodes)
         if tracer.whole_op_depth:
             return func(*args, **options)
         tracer.notice_autocast()
@@ -139,7 +151,26 @@ class Functions(TorchFunctionMode):
             t, dim, parts = given
             own = self._shape(t)
             self._check_view(t, *own[: dim % t.dim()], *parts, *own[dim % t.dim() + 1 :])
-        if func in _COUNTS:  # of elements: the product of the sizes
+        if (answer := self._answer_query(func, args, options)) is not _NO_QUERY:
+            return answer
+        if func in _RMS_NORMS and (norm := _without_eps(*args, **options)):
+            return self._run(torch.rms_norm, norm, {}, self._whole_norm)
+        whole = _WHOLE.get(func)
+        tensors = collect_tensors(args) if whole is not None else []
+        if whole is not None and any(is_float(t) for t in tensors) and not any(map(_is_batched, tensors)):
+            return self._record_whole(func, whole, args, options)
+        out = self._run(func, args, options)
+        if func is torch.Tensor.__getitem__:
+            with suspend_modes(), torch.DisableTorchFunction():
+                for dim, stop in _find_full_slices(*args):
+                    out = tracer.record(aten.slice.Tensor, (out, dim, 0, stop), {})
+        if has_routed_argument:
+            tracer.note_routed_rows(start)
+        return out
+
+    def _answer_query(self, func: Any, args: tuple, options: dict[str, Any]) -> Any:
+        """Answer a function that reads a size, a value or a flag, or sets `.data`; `_NO_QUERY` for other functions."""
+        if func in _COUNTS:
             return math.prod(self._shape(args[0]))
         if func in _SIZES:
             if func is torch.Tensor.__len__ or args[1:] or options:
@@ -147,32 +178,24 @@ class Functions(TorchFunctionMode):
                 return self._shape(args[0])[dim] if dim is not None else self._shape(args[0])
             return self._shape(args[0])
         if func in _NUMBERS:
-            return self._numbers(args[0], func(*args, **options))
+            return self._wrap_numbers(args[0], func(*args, **options))
         if func is torch.Tensor.__int__:
-            return int(self._numbers(args[0], func(*args, **options)))
+            return int(self._wrap_numbers(args[0], func(*args, **options)))
         if func == _REQUIRES_GRAD:
-            return tracer.read_requires_grad(args[0])
+            return self.tracer.read_requires_grad(args[0])
         if func == _SET_DATA:
             return self._set_data(*args)
         if func in _HOOKS:
-            tracer.refuse(
-                f"the block calls {func.__name__} on a tensor: what that does to gradients is not part of a capture",
+            self.tracer.refuse(
+                f"the block calls {func.__name__} on a tensor, and a capture has no gradients",
                 "use a torch.autograd.Function, or call it outside of the block",
             )
             return RemovableHandle(OrderedDict())
-        if func in _RMS_NORMS and (norm := _without_eps(*args, **options)):
-            return self._run(torch.rms_norm, norm, {}, self._whole_norm)
-        whole = _WHOLE.get(func)
-        tensors = collect_tensors(args) if whole is not None else []
-        if whole is None or not any(is_float(t) for t in tensors) or any(map(_is_batched, tensors)):
-            out = self._run(func, args, options)
-            if func is torch.Tensor.__getitem__:
-                with suspend_modes(), torch.DisableTorchFunction():
-                    for dim, stop in _whole_slices(*args):
-                        out = tracer.record(torch.ops.aten.slice.Tensor, (out, dim, 0, stop), {})
-            if touched:
-                tracer.note_routed_rows(before)
-            return out
+        return _NO_QUERY
+
+    def _record_whole(self, func: Any, whole: Any, args: tuple, options: dict[str, Any]) -> Any:
+        """Run a function of `_WHOLE` and record it as one node."""
+        tracer = self.tracer
         if func is torch.Tensor.__rmatmul__:
             args, func = (args[1], args[0]), torch.matmul
         for name in _NAMES.get(whole, ())[len(args) :]:
@@ -182,20 +205,18 @@ class Functions(TorchFunctionMode):
             require_one_dtype_under(tracer.autocast, whole.__name__, collect_tensors((args, options)))
         run, is_recurrent = functools.partial(func, *args, **options), func in _RECURRENCES
         if tracer.autocast is None and all(isinstance(t, FakeTensor) for t in collect_tensors((args, options))):
-            made = functools.partial(_recur_once, func) if is_recurrent else func
-            run = functools.partial(tracer.abstract, made, args, options)
-        if device_autocast.is_emulated():
-            with device_autocast.use_cpu_autocast(tracer.autocast):  # to most products all devices do the same
-                out = tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
-            return (
-                out
-                if tracer.autocast is None
-                else device_autocast.check_result(func, args, options, tracer.autocast, out)
-            )
-        return tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
+            on_meta = functools.partial(_recur_once, func) if is_recurrent else func
+            run = functools.partial(tracer.abstract, on_meta, args, options)
+        if not device_autocast.is_emulated():
+            return tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
+        with device_autocast.use_cpu_autocast(tracer.autocast):  # most products are cast alike on all devices
+            out = tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
+        if tracer.autocast is None:
+            return out
+        return device_autocast.check_result(func, args, options, tracer.autocast, out)
 
     def _run(self, func: Any, args: tuple, options: dict[str, Any], run: Any = None) -> Any:
-        """`func`, or instead of it `run`, which records the same."""
+        """Run `func`, or `run` in its place, under the autocast of the block's device."""
         run = run or func
         if not device_autocast.is_emulated():
             return run(*args, **options)
@@ -222,12 +243,12 @@ class Functions(TorchFunctionMode):
         out = wrap_sizes(shape, tracer.sizes)
         if ragged and type(out[0]) is int:
             out = torch.Size([wrap_routed(first, ROW_COUNT, tracer), *out[1:]])
-        elif out and type(out[0]) is int and (several := self._several(t, out[0])) is not None:
-            out = torch.Size([several, *out[1:]])
+        elif out and type(out[0]) is int and (multiple := self._find_multiple(t, out[0])) is not None:
+            out = torch.Size([multiple, *out[1:]])
         return out
 
     def _has_note_routed_rows(self, t: Any) -> bool:
-        """Whether a tensor has as many rows as the routing says."""
+        """Whether the routing determines the number of rows of a tensor."""
         if not isinstance(t, torch.Tensor) or _is_batched(t):
             return False
         with suspend_modes(), torch.DisableTorchFunction():
@@ -236,12 +257,12 @@ class Functions(TorchFunctionMode):
                 bool(shape) and shape[0] in self.tracer.row_counts and bool(self.tracer.node_of(t).meta.get("ragged"))
             )
 
-    def _several(self, t: torch.Tensor, rows: int) -> Any:
-        """How many rows there are where each token has a few, of each choice one, say; None where they have not."""
+    def _find_multiple(self, t: torch.Tensor, rows: int) -> Any:
+        """Return the number of rows as a size if each token has several, such as one per slot; None otherwise."""
         sizes = self.tracer.sizes
         tokens = sizes.tokens
         each, rest = divmod(rows, tokens)
-        if rest or not 2 <= each <= _MOST_OF_A_TOKEN or tokens < _LEAST_TOKENS or _is_batched(t):
+        if rest or not 2 <= each <= _MAX_ROWS_PER_TOKEN or tokens < _MIN_TOKENS or _is_batched(t):
             return None
         with suspend_modes(), torch.DisableTorchFunction():
             if rows in self.tracer.state_sizes or self.tracer.node_of(t).op == "get_attr":
@@ -249,8 +270,10 @@ class Functions(TorchFunctionMode):
         return Size(rows, f"{each}*{sizes.tokens_text}", sizes)
 
     def _set_data(self, t: torch.Tensor, value: torch.Tensor) -> None:
-        """`t.data = value`: no op tells of it. It is a copy that autograd does not see, unless it makes `t` another
-        kind of tensor, or `value` is a parameter or buffer itself."""
+        """Record `t.data = value`, which calls no op, as a copy that autograd does not see.
+
+        Refuse it if it changes the dtype or shape of `t`, or if `value` is a parameter or buffer itself.
+        """
         tracer = self.tracer
         if tracer.refuses_conversion(t, value):
             _SET_DATA(t, value)
@@ -267,8 +290,8 @@ class Functions(TorchFunctionMode):
         with torch.no_grad():
             t.copy_(value)
 
-    def _numbers(self, t: torch.Tensor, value: Any) -> Any:
-        """Integers that Python read from the routing."""
+    def _wrap_numbers(self, t: torch.Tensor, value: Any) -> Any:
+        """Return integers that Python read; if the routing determines them, as routed numbers."""
         with suspend_modes(), torch.DisableTorchFunction():
             if is_float(t) or t.dtype is torch.bool or _is_batched(t):
                 return value
@@ -280,20 +303,20 @@ class Functions(TorchFunctionMode):
 
 
 def _is_along_rows(func: Any, args: tuple, options: dict[str, Any]) -> bool:
-    """Whether the function splits along the first axis, so that the length of its result depends on that axis."""
+    """Whether a function splits along the first axis, so that the length of its list depends on that axis."""
     at = _LISTS[func]
     dim = options.get("dim", args[at] if len(args) > at else 0)
-    several = (*options.values(), *args[1:])  # the lengths of the parts, whose number they are
+    several = (*options.values(), *args[1:])  # the lengths of all parts fix their number
     return bool(args) and dim in (0, -args[0].dim()) and not any(isinstance(n, (list, tuple)) for n in several)
 
 
 def _recur_once(func: Any, x: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-    """What a recurrence gives for meta tensors, as large as for all steps, from a single one."""
+    """Return the results of a recurrence on meta tensors for all steps, computed for a single step."""
     if options or (isinstance(args[0], torch.Tensor) and not is_float(args[0])):  # or packed sequences
         return func(x, *args, **options)
     is_batch_first = bool(args[-1])
     axis = 1 if is_batch_first else 0
-    if x.shape[axis] < 1:  # torch says what is wrong
+    if x.shape[axis] < 1:  # torch raises an error
         return func(x, *args)
     out, *states = func(x.narrow(axis, 0, 1), *args)
     steps, batch = (x.shape[0], x.shape[1]) if not is_batch_first else (x.shape[1], x.shape[0])
@@ -304,34 +327,40 @@ def _recur_once(func: Any, x: torch.Tensor, *args: Any, **options: Any) -> tuple
 def _without_eps(
     input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> tuple[torch.Tensor, list[int], torch.Tensor | None, None] | None:
-    """A norm's arguments if eps is left to torch, which takes that of the dtype: a number from one capture would be
-    wrong in another dtype."""
+    """Return the arguments of a norm without `eps`; None if it has one.
+
+    torch's default depends on the dtype: a number from one capture would be wrong in another dtype.
+    """
     if eps is not None or not is_float(input) or _is_batched(input):
         return None
     return input, list(normalized_shape), weight, None
 
 
-def _names(n: Any, tokens: int, tokens_text: str) -> list[str]:
-    """The expressions that a number of a shape may have come from."""
+def _list_names(n: Any, tokens: int, tokens_text: str) -> list[str]:
+    """Return the expressions that a number in a shape may stand for."""
     if isinstance(n, Number):
-        return [n.expr, str(n.value)] if n.value <= _MOST_OF_A_TOKEN else [n.expr]
-    if isinstance(n, int) and n and n % tokens == 0 and n // tokens <= _MOST_OF_A_TOKEN:
+        return [n.expr, str(n.value)] if n.value <= _MAX_ROWS_PER_TOKEN else [n.expr]
+    if isinstance(n, int) and n and n % tokens == 0 and n // tokens <= _MAX_ROWS_PER_TOKEN:
         return [str(n), f"{n // tokens}*{tokens_text}"]
     return [str(n)]
 
 
-def _condition(names: tuple[str, ...], is_whole: bool) -> tuple[str, str]:
-    """The two sides that are equal if a view fits. Args: names of the tensor's axes, "/", and of the asked ones."""
+def _make_condition(names: tuple[str, ...], is_whole: bool) -> tuple[str, str]:
+    """Return two expressions that are equal if a view fits.
+
+    Args:
+        names: expressions of the tensor's axes, "/", and expressions of the view's axes.
+    """
     at = names.index("/")
     own, asked = "*".join(names[:at]) or "1", "*".join(names[at + 1 :]) or "1"
     return (own, asked) if is_whole else (f"({own})%({asked})", "0")
 
 
 def _is_identity(left: str, right: str, dims: Iterable[str]) -> bool:
-    """Whether two expressions are equal at all sizes, by some that have no factor in common."""
-    several = [dict(zip(dims, primes, strict=False)) for primes in _PRIMES]
+    """Whether two expressions are equal at all sizes, tested at sizes without common factors."""
+    samples = [dict(zip(dims, primes, strict=False)) for primes in _PRIMES]
     try:
-        return all(evaluate_size(left, one) == evaluate_size(right, one) for one in several)
+        return all(evaluate_size(left, one) == evaluate_size(right, one) for one in samples)
     except (ArithmeticError, NameError):
         return False
 
@@ -347,9 +376,11 @@ def _plain(size: Any) -> Any:
     return size.value if isinstance(size, Number) else size
 
 
-def _whole_slices(t: torch.Tensor, index: Any) -> list[tuple[int, int]]:
-    """(dim of the result, stop) of slices `[:stop]` that take all there is: torch leaves them out, and for other sizes
-    it does not."""
+def _find_full_slices(t: torch.Tensor, index: Any) -> list[tuple[int, int]]:
+    """Return (dim of the result, stop) of slices `[:stop]` that take a whole axis.
+
+    torch calls no op for these, but does at other sizes.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     if _is_batched(t) or not all(p is None or p is Ellipsis or type(p) in (int, slice) for p in parts):
         return []
@@ -367,7 +398,7 @@ def _whole_slices(t: torch.Tensor, index: Any) -> list[tuple[int, int]]:
 
 
 def _is_batched(t: torch.Tensor) -> bool:
-    """Inside `vmap`: the tensors that ops see are others than the ones that Python sees."""
+    """Whether a tensor is wrapped by `vmap`, so that ops see another tensor than Python."""
     return is_functorch_wrapped_tensor(t)
 
 
@@ -381,22 +412,23 @@ _SIZES = {
 _VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
 _UNFLATTEN = {torch.Tensor.unflatten, torch.unflatten}
 _RMS_NORMS = {F.rms_norm, torch.rms_norm}
-# arguments that may come by name
+# Arguments that may be passed by name.
 _NAMES = {
     F.linear: ("input", "weight", "bias"),
     torch.matmul: ("input", "other"),
     torch.cosine_similarity: ("x1", "x2"),
 }
 _OF_ONE_DTYPE = {F.linear, torch.matmul, torch.einsum}
-# Functions that return a list whose length follows from an axis, with the position of their `dim` argument.
+# TorchFunctions that return a list whose length follows from an axis, with the position of their `dim` argument.
 _LISTS = {
     torch.Tensor.tolist: 9, torch.Tensor.__iter__: 9, torch.Tensor.unbind: 1, torch.unbind: 1, torch.Tensor.split: 2,
     torch.split: 2, torch.Tensor.chunk: 2, torch.chunk: 2,
 }  # fmt: skip
+_NO_QUERY = object()
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_MOST_OF_A_TOKEN = 16
-_LEAST_TOKENS = 17  # of fewer, a multiple may be any number
+_MAX_ROWS_PER_TOKEN = 16
+_MIN_TOKENS = 17  # a multiple of fewer tokens may be any number
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad}
 _COUNTS = {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}

@@ -1,7 +1,7 @@
-"""A thread for all that runs the user's code abstractly or draws random numbers.
+"""A worker thread with a deep stack for captures and proofs.
 
-It has room for deep recursion. An interrupt (Ctrl-C, the exception of a signal handler) reaches the thread that waits
-for it, never this one in the middle of putting something back: the caller asks it to stop, waits, and then raises.
+An interrupt (Ctrl-C, or an exception of a signal handler) reaches the waiting caller, never the worker while it
+restores the user's state. The caller asks the worker to stop, waits for it, and raises.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from . import device_autocast
 
 R = TypeVar("R")
-_PATIENCE = 10.0  # seconds from an interrupt to the next op or proof step of the worker, before it is forced to stop
+_PATIENCE = 10.0  # seconds until an interrupted worker that reaches no op or proof step is forced to stop
 _PULSE = 0.05  # seconds
-_DEPTH = 200_000  # calls in each other
-_OBJECTS = 200_000  # new ones between two collections
+_DEPTH = 200_000  # nested calls
+_OBJECTS = 200_000  # new objects between two garbage collections
 
 
 class Interrupted(BaseException):
@@ -35,9 +35,10 @@ class Interrupted(BaseException):
 
 
 def run_in_worker(fn: Callable[[], R]) -> R:
-    """Run `fn` in a worker thread, in the autocast, accelerator and context of this one and with gradients enabled.
+    """Run `fn` in a worker thread and return its result.
 
-    A call inside of the worker runs `fn` directly. The worker has no default device (`torch.set_default_device`).
+    The worker has the autocast, accelerator stream and context variables of the caller, gradients enabled, and no
+    default device (`torch.set_default_device`). A call inside the worker runs `fn` directly.
     """
     if _current.get() is not None:
         return fn()
@@ -47,7 +48,7 @@ def run_in_worker(fn: Callable[[], R]) -> R:
 
 @functools.cache
 def _make_device_guard() -> None:
-    """Let torch make its device guard in the thread of the caller, not in a worker.
+    """Make torch create its device guard in the caller's thread, not in a worker.
 
     Builds for CUDA on a machine without a GPU keep the guard of the first thread that enters a fake mode. In torch 2.11
     the next fake mode crashes the process if that thread has ended.
@@ -57,7 +58,7 @@ def _make_device_guard() -> None:
 
 
 def check_interrupt() -> None:
-    """Raise `Interrupted` in a worker whose caller was interrupted: call this often, where nothing is half done."""
+    """Raise `Interrupted` in a worker whose caller was interrupted. Call this often, between consistent states."""
     work = _current.get()
     if work is not None and work.is_cancelled:
         raise Interrupted
@@ -70,14 +71,14 @@ class _Work:
         self.gate, self.running = threading.Lock(), threading.Lock()
         self.has_begun = self.has_ended = self.is_cancelled = False
         self.thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="moefx")
-        self.state = device_autocast.get_device_state(), _accelerator_stream()
+        self.state = device_autocast.get_device_state(), _get_accelerator_stream()
 
     def result(self) -> Any:
-        self.running.acquire()  # `join` believes after an interrupt that the thread has ended
+        self.running.acquire()  # after an interrupt `join` reports that the thread has ended
         try:
-            _start(self.thread)
+            _start_with_deep_stack(self.thread)
             self._wait()
-            self.thread.join(_PATIENCE)  # its frames still hold what the worker had
+            self.thread.join(_PATIENCE)  # its frames keep the worker's objects alive
         except BaseException:
             self._stop()
             raise
@@ -105,14 +106,14 @@ class _Work:
             self.running.release()
 
     def _wait(self, seconds: float = math.inf) -> bool:
-        """Whether it ends within this time. Wakes often: an interrupt that another thread sends does not end a wait."""
+        """Return whether it ends within this time. Poll, as an interrupt from another thread does not end a wait."""
         deadline = time.monotonic() + seconds
         while not self.has_ended and time.monotonic() < deadline:
             self.running.acquire(timeout=_PULSE)
         return self.has_ended
 
     def _stop(self) -> None:
-        """Ask the worker to stop and wait until it has. A second interrupt forces it, a third one abandons it."""
+        """Ask the worker to stop, and wait for it. A second interrupt forces it, a third one abandons it."""
         interrupts = 0
         while interrupts < 2:
             try:
@@ -133,16 +134,16 @@ class _Work:
 _current: contextvars.ContextVar[_Work | None] = contextvars.ContextVar("worker", default=None)
 
 
-def _accelerator_stream() -> torch.Stream | None:
-    """The stream of this thread, which says the device too; None if no accelerator is in use."""
+def _get_accelerator_stream() -> torch.Stream | None:
+    """Return the stream of this thread, which determines the device; None if no accelerator is in use."""
     device = torch.accelerator.current_accelerator()
     if device is None or not torch.get_device_module(device).is_initialized():
         return None
     return torch.accelerator.current_stream()
 
 
-def _start(thread: threading.Thread) -> None:
-    with _ProcessLimits.lock:  # the size is that of all threads started now
+def _start_with_deep_stack(thread: threading.Thread) -> None:
+    with _ProcessLimits.lock:  # the stack size applies to all threads that start now
         before = threading.stack_size()
         try:
             threading.stack_size(512 << 20)
@@ -152,10 +153,9 @@ def _start(thread: threading.Thread) -> None:
 
 
 class _ProcessLimits:
-    """Limits of the whole process: the last user puts them back.
+    """Limits of the process while any worker runs; the last one restores them.
 
-    Proofs recurse deeply. They make millions of small objects that live on, which the garbage collector need not look
-    at again and again.
+    Proofs recurse deeply. They keep millions of small objects, which the garbage collector need not visit often.
     """
 
     lock = threading.Lock()
@@ -169,7 +169,7 @@ class _ProcessLimits:
             if not cls.users:
                 depth, (first, *others) = cls.before = sys.getrecursionlimit(), gc.get_threshold()
                 sys.setrecursionlimit(max(depth, _DEPTH))
-                if first:  # else somebody has switched the collector off
+                if first:  # unless the program has switched the collector off
                     gc.set_threshold(max(first, _OBJECTS), *others)
             cls.users += 1
         try:

@@ -713,7 +713,7 @@ def _reads(read, write, **kwargs):
         (lambda: AddsInPlace(Attention()), r"the block writes in place to a tensor .* y = y \+ x, not y \+= x"),
         (
             lambda: Layer(UsesNumpy()),
-            r"attn .* does not run on abstract tensors, so nothing is known of what it writes",
+            r"attn .* does not run on abstract tensors, so its writes are unknown",
         ),
         (WithoutGrad, r"attn .* is called under no_grad .*put no_grad into the forward of attn"),
         (ReadsType, r"ReadsType\.forward asks for `type` of a variable.*:\d+.*ask the rest in the submodule"),
