@@ -1,7 +1,7 @@
-"""Interpretations of the arguments of a call: which axes are token axes, and which ones the model fixes.
+"""Interpret the arguments of a call: which axes are token axes, and which of these the model fixes.
 
-One call does not tell. An axis of 8 may be the sequence, or the width of a condition; a table of positions fixes the
-length of all sequences. The program tells: it does not run at other sizes with a wrong interpretation.
+One call is ambiguous. An axis of 8 may be the sequence, or the width of a condition; a table of positions fixes the
+length of all sequences. A program fails at other sizes under a wrong interpretation, so callers try them in order.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ MAX_INTERPRETATIONS = 12
 def interpret_arguments(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers) -> Iterator[Arguments]:
     """Yield the interpretations, the most likely first.
 
-    Features are the last axis, else the second one (images [B, C, H, W]). Then axes that equal a token dim are
-    interpreted otherwise, one, two and more together. Then the model fixes some token dims, the last ones first.
+    The feature axis is the last one, then the second one (images [B, C, H, W]). Later interpretations change one, two
+    and more axes that equal a token dim. Then the model fixes some token dims, the last ones first.
     """
     first = Arguments(args, kwargs, numbers=numbers)
     yield first
     yield Arguments(args, kwargs, feature=1, numbers=numbers)
-    others = itertools.chain(_renamed(first, args, kwargs, ()), _with_fixed_dims(first, args, kwargs))
+    others = itertools.chain(_rename_axes(first, args, kwargs, ()), _fix_dims(first, args, kwargs))
     yield from itertools.islice(others, MAX_INTERPRETATIONS)
 
 
 def interpret_batch_of_one(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> Arguments | None:
-    """The interpretation in which first axes of 1 are the batch axis, as of a condition `[1, D]` beside `[1, S, D]`.
+    """Interpret first axes of size 1 as the batch axis, as in a condition `[1, D]` beside `[1, S, D]`.
 
-    None if there is no such axis. The likelier one takes them as fixed, and broadcasts them over more sequences.
+    Returns:
+        None if there is no such axis. The more likely interpretation takes them as fixed and broadcasts them.
     """
     if not first.of_one:
         return None
     return Arguments(args, kwargs, numbers=first.numbers, names=dict.fromkeys(first.of_one, first.lead[0]))
 
 
-def _renamed(first: Arguments, args: tuple, kwargs: dict[str, Any], fixed: tuple[str, ...]) -> Iterator[Arguments]:
+def _rename_axes(first: Arguments, args: tuple, kwargs: dict[str, Any], fixed: tuple[str, ...]) -> Iterator[Arguments]:
     changes = [(axis, name) for axis, names in first.options.items() for name in names[1:]]
     for count in range(1, len(first.options) + 1):
         for chosen in itertools.combinations(changes, count):
@@ -48,7 +49,7 @@ def _renamed(first: Arguments, args: tuple, kwargs: dict[str, Any], fixed: tuple
                 yield Arguments(args, kwargs, numbers=first.numbers, fixed=fixed, names=names)
 
 
-def _with_fixed_dims(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> Iterator[Arguments]:
+def _fix_dims(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> Iterator[Arguments]:
     for count in range(1, len(first.lead)):
         for fixed in itertools.combinations(reversed(first.lead), count):
             yield Arguments(args, kwargs, numbers=first.numbers, fixed=fixed)

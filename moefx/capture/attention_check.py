@@ -1,4 +1,4 @@
-"""Whether a model attends from tokens to others: what the planner asks of one that names no heads."""
+"""Detect attention in a captured graph, for models whose attributes name no heads."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from .op_sets import CONTRACTIONS
 
 
 def has_attention(nodes: Iterable[fx.Node]) -> bool:
-    """Whether a softmax is of products of activations with each other, or an op is an attention by its name.
+    """Whether a softmax takes products of activations with each other, or an op's name contains "attention".
 
-    A router's softmax is of products with a weight.
+    A router's softmax takes products with a weight.
 
     Args:
-        nodes: of a captured run, inputs before what is made of them.
+        nodes: nodes of a captured run, in program order.
     """
     activations: set[fx.Node] = set()
     scores: set[fx.Node] = set()
     for node in nodes:
         inputs = node.all_input_nodes
-        made = [each for each in inputs if each in activations]
-        if made or node.op == "placeholder":
+        from_activations = [each for each in inputs if each in activations]
+        if from_activations or node.op == "placeholder":
             activations.add(node)
         name = str(getattr(node.target, "__name__", node.target))
         if node.op == "call_function" and "attention" in name:
             return True
         if node.target in CONTRACTIONS:
-            if len(made) > 1:
+            if len(from_activations) > 1:
                 scores.add(node)
         elif any(each in scores for each in inputs):
             if "softmax" in name:

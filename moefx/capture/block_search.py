@@ -1,9 +1,9 @@
 """Find the modules of a model that may be MoE blocks, and the arguments of their calls.
 
-One abstract run of the model records each choice (a `topk`, `argmax`, `sort`, ... of floats) with the modules around it.
-One of these modules is the block; the lift decides which. Modules with expert-like parameters are candidates, too, for
-routers that choose without scores (hashes, given ids). Modules that are equal and get equal shapes run once, so sixty
-equal layers cost one.
+One abstract run of the model records each choice (a `topk`, `argmax`, `sort`, ... of floats) with the modules around
+it. One of these modules is the block; the lift decides which. Modules with expert-like parameters are candidates, too,
+for routers that choose without scores (hashes, given ids). Modules that are equal and get equal shapes run once, so
+sixty equal layers cost one.
 """
 
 from __future__ import annotations
@@ -160,119 +160,127 @@ def search_blocks(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Bloc
     opaque = OpaqueModules()
     while True:
         try:
-            return _find(model, args, kwargs, True, opaque)
+            return _SearchRun(model, opaque, share=True).run(args, kwargs)
         except Exception:  # the parent may read something that an equal module leaves when it runs
             try:
-                return _find(model, args, kwargs, False, opaque)
+                return _SearchRun(model, opaque, share=False).run(args, kwargs)
             except Exception:
                 if not opaque.run_failed():
                     raise
 
 
-def _find(model: nn.Module, args: tuple, kwargs: dict[str, Any], share: bool, opaque: OpaqueModules) -> BlockCandidates:
-    """Search with one run. Args: share: run equal modules with equal arguments once."""
-    opaque.failed = None
-    calls: dict[str, SurveyedCall] = {}
-    twins: dict[str, str] = {}
-    first: dict[tuple, tuple[str, Any]] = {}
-    stack: list[SurveyedCall] = []
-    choices: list[tuple[str, int]] = []
-    names = {id(m): n for n, m in model.named_modules()}
-    signatures = {id(m): compute_signature(m) for m in model.modules()}
-    passed: dict[int, tuple[Any, Any]] = {}  # arguments that are objects, with the first items of containers
-    objects: dict[int, Any] = {}
+class _SearchRun:
+    """One abstract run of a model.
 
-    changes: dict[str, CallChanges] = {}  # of modules that ran
+    Args:
+        share: run equal modules with equal arguments once.
+    """
 
-    def note_inner(tracer: Tracer, seen: SurveyedCall, out: Any, done: CallChanges) -> None:
-        given = list(iterate_objects(seen.args, seen.kwargs))
-        # compare now, as the capture restores its writes
-        objects.update({id(thing): thing for thing in given if _is_written(*passed[id(thing)])})
-        if given:
-            for outer in stack:
-                name = seen.name.removeprefix(f"{outer.name}." if outer.name else "")
-                outer.inner.append(InnerCall(tracer, name, seen.args, seen.kwargs, out, done))
+    def __init__(self, model: nn.Module, opaque: OpaqueModules, share: bool):
+        self.model, self.opaque, self.share = model, opaque, share
+        opaque.failed = None
+        self.paths = {id(m): n for n, m in model.named_modules()}
+        self.signatures = {id(m): compute_signature(m) for m in model.modules()}
+        self.calls: dict[str, SurveyedCall] = {}
+        self.twins: dict[str, str] = {}
+        self.objects: dict[int, Any] = {}
+        self._first: dict[tuple, tuple[str, Any]] = {}  # path and result of the first module with a key
+        self._running: list[SurveyedCall] = []  # outermost first
+        self._choices: list[tuple[str, int]] = []  # path of the module, index of the first node
+        self._passed: dict[int, tuple[Any, Any]] = {}  # arguments that are objects, with the first items of containers
+        self._changes: dict[str, CallChanges] = {}  # of modules that ran
 
-    def around(tracer: Tracer, original: Callable) -> Callable:
+    def run(self, args: tuple, kwargs: dict[str, Any]) -> BlockCandidates:
+        with _observe_capture(self._wrap_call, self._note_choice):
+            routing = Routing("diverse", 0)
+            nodes = capture_block(self.model, _make_abstract(args), _make_abstract(kwargs), routing).nodes
+        signatures = {n: self.signatures[id(m)] for n, m in self.model.named_modules()}
+        chosen_in = dict.fromkeys(name for name, position in self._choices if _index_is_used(nodes, position))
+        chains = [_list_chain(name, signatures, self.calls) for name in chosen_in]
+        covered = {n for chain in chains for n in chain}
+        branches = set()
+        structural = _find_structural(self.model)
+        made_by = {n: name for name in self.twins for n in self.calls[name].outputs}
+        structural |= {name: [] for name in find_named_experts(nodes, made_by, structural.keys() | covered)}
+        for name, parts in structural.items():
+            if name in self.calls and name not in covered:
+                chains.append(_list_chain(name, signatures, self.calls))
+                if _are_parallel([self.calls[p] for p in parts if p in self.calls]):
+                    branches.add(name)
+        chains = [c for c in chains if c]
+        attends = has_attention(nodes)
+        return BlockCandidates(chains, self.calls, self.twins, branches, set(structural), attends, self.objects)
+
+    def _wrap_call(self, tracer: Tracer, original: Callable) -> Callable:
+        """Wrap `nn.Module.__call__` so that it records calls, and returns known results without a run."""
+
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            name = names.get(id(module))
+            name = self.paths.get(id(module))
             if name is None or tracer.whole_op_depth or not tracer.is_own_thread():
                 return original(module, *args, **kwargs)
             for thing in iterate_objects(args, kwargs):
-                passed.setdefault(id(thing), (thing, copy_items(thing) if find_base_type(thing) is not None else None))
+                items = copy_items(thing) if find_base_type(thing) is not None else None
+                self._passed.setdefault(id(thing), (thing, items))
             if name == "":
-                seen = calls.setdefault("", SurveyedCall("", args, kwargs))
-                stack.append(seen)
-                try:
-                    out = original(module, *args, **kwargs)
-                finally:
-                    stack.pop()
-                for inner in seen.inner:
-                    inner.note_overwritten(tracer)
-                return out
+                seen = self.calls.setdefault("", SurveyedCall("", args, kwargs))
+                return self._run_inside(tracer, seen, original, module, args, kwargs)
             leaves = [_describe_argument(x) for x in pytree.tree_leaves((args, kwargs))]
-            key = (signatures[id(module)], tuple(leaves))
-            known = first.get(key) if share and any(True for _ in module.children()) else None
+            key = (self.signatures[id(module)], tuple(leaves))
             seen = SurveyedCall(name, args, kwargs, _find_nodes(tracer, (args, kwargs)))
-            calls.setdefault(name, seen)
-            if (
-                known is not None
-                and known[0] != name
-                and (again := _make_fresh(tracer, known[1], seen.inputs)) is not None
-            ):
-                twins[name] = known[0]
-                seen.outputs = _find_nodes(tracer, again)
-                note_inner(tracer, seen, again, changes.get(known[0], CallChanges()))
-                return again
-            if key in opaque.results:
-                out = _make_fresh(tracer, opaque.results[key], seen.inputs)
-                seen.outputs = _find_nodes(tracer, out)
-                note_inner(tracer, seen, out, CallChanges(missed=CANNOT_RUN))
+            self.calls.setdefault(name, seen)
+            known = self._first.get(key) if self.share and any(True for _ in module.children()) else None
+            if known is not None and known[0] != name:
+                out = _make_fresh(tracer, known[1], seen.inputs)
+                if out is not None:
+                    self.twins[name] = known[0]
+                    self._finish(tracer, seen, out, self._changes.get(known[0], CallChanges()))
+                    return out
+            if key in self.opaque.results:
+                out = _make_fresh(tracer, self.opaque.results[key], seen.inputs)
+                self._finish(tracer, seen, out, CallChanges(missed=CANNOT_RUN))
                 return out
-            stack.append(seen)
-            is_given = any(True for _ in iterate_objects(args, kwargs))
-            before = StateSnapshot(tracer, model, module, args, kwargs) if is_given else None
+            has_objects = any(True for _ in iterate_objects(args, kwargs))
+            before = StateSnapshot(tracer, self.model, module, args, kwargs) if has_objects else None
             try:
-                out = original(module, *args, **kwargs)
+                out = self._run_inside(tracer, seen, original, module, args, kwargs)
             except Exception:
-                opaque.failed = opaque.failed or (key, module, args, kwargs)
+                self.opaque.failed = self.opaque.failed or (key, module, args, kwargs)
                 raise
-            finally:
-                stack.pop()
-            for inner in seen.inner:
-                inner.note_overwritten(tracer)
-            seen.outputs = _find_nodes(tracer, out)
             if before is not None:
-                changes[name] = before.find_changes(out)
-            note_inner(tracer, seen, out, changes.get(name, CallChanges()))
-            first.setdefault(key, (name, out))
+                self._changes[name] = before.find_changes(out)
+            self._finish(tracer, seen, out, self._changes.get(name, CallChanges()))
+            self._first.setdefault(key, (name, out))
             return out
 
         return call
 
-    def note_choice(position: int) -> None:
-        if stack:
-            choices.append((stack[-1].name, position))
+    def _run_inside(
+        self, tracer: Tracer, seen: SurveyedCall, original: Callable, module: nn.Module, args: tuple, kwargs: Any
+    ) -> Any:
+        """Run a module, with its call on the stack of running ones."""
+        self._running.append(seen)
+        try:
+            out = original(module, *args, **kwargs)
+        finally:
+            self._running.pop()
+        for inner in seen.inner:
+            inner.note_overwritten(tracer)
+        return out
 
-    with _observe_capture(around, note_choice):
-        nodes = capture_block(model, _make_abstract(args), _make_abstract(kwargs), Routing("diverse", 0)).nodes
+    def _finish(self, tracer: Tracer, seen: SurveyedCall, out: Any, changes: CallChanges) -> None:
+        """Note the results of a call. If it got objects, add it to the inner calls of the running modules."""
+        seen.outputs = _find_nodes(tracer, out)
+        given = list(iterate_objects(seen.args, seen.kwargs))
+        # compare now, as the capture restores its writes
+        self.objects.update({id(thing): thing for thing in given if _is_written(*self._passed[id(thing)])})
+        if given:
+            for outer in self._running:
+                name = seen.name.removeprefix(f"{outer.name}." if outer.name else "")
+                outer.inner.append(InnerCall(tracer, name, seen.args, seen.kwargs, out, changes))
 
-    alike = {n: signatures[id(m)] for n, m in model.named_modules()}
-    chosen_in = dict.fromkeys(name for name, position in choices if _index_is_used(nodes, position))
-    chains = [_list_chain(name, alike, calls) for name in chosen_in]
-    covered = {n for chain in chains for n in chain}
-    branches = set()
-    structural = _find_structural(model)
-    made_by = {n: name for name in twins for n in calls[name].outputs}
-    structural |= {name: [] for name in find_named_experts(nodes, made_by, structural.keys() | covered)}
-    for name, parts in structural.items():
-        if name in calls and name not in covered:
-            chains.append(_list_chain(name, alike, calls))
-            if _are_parallel([calls[p] for p in parts if p in calls]):
-                branches.add(name)
-    return BlockCandidates(
-        [c for c in chains if c], calls, twins, branches, set(structural), has_attention(nodes), objects
-    )
+    def _note_choice(self, position: int) -> None:
+        if self._running:
+            self._choices.append((self._running[-1].name, position))
 
 
 def _is_written(thing: Any, before: Any) -> bool:
@@ -375,12 +383,12 @@ def _index_is_used(nodes: list[fx.Node], position: int) -> bool:
     return not parts or any(u.args[1] == 1 and u.users for u in parts)
 
 
-def _list_chain(name: str, alike: dict[str, tuple], calls: dict[str, SurveyedCall]) -> list[str]:
+def _list_chain(name: str, signatures: dict[str, tuple], calls: dict[str, SurveyedCall]) -> list[str]:
     """Return a module and its called parents, up to a parent that contains several modules equal to it."""
-    own, chain = alike[name], []
+    own, chain = signatures[name], []
     while True:
         inside = f"{name}." if name else ""
-        if sum(1 for n, s in alike.items() if s == own and n.startswith(inside)) > 1 and chain:
+        if sum(1 for n, s in signatures.items() if s == own and n.startswith(inside)) > 1 and chain:
             return chain
         if name in calls:
             chain.append(name)

@@ -1,4 +1,7 @@
-"""Where in the user's program something happens."""
+"""Locate the user's code that runs: the source line of an op, a read or a comparison, and its call stack.
+
+Frames of torch and of this package are left out. Proofs compare captures and force outcomes by these locations.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,19 @@ from ..util.user_code import GENERATED, PACKAGE_DIR, PYTHON_DIR, TORCH_DIR, is_u
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A place in the user's program."""
+    """A location in the user's program.
+
+    Attributes:
+        offset: a hash of the expression's position, which tells two reads on one line apart.
+        where: first and last line, first and last column of the expression; None before Python 3.11.
+    """
 
     file: str
     line: int
-    offset: int  # where the expression begins and ends on its line: tells two reads on one line apart
-    where: tuple[int, int, int, int] | None = dataclasses.field(default=None, compare=False)  # lines, columns
+    offset: int
+    where: tuple[int, int, int, int] | None = dataclasses.field(default=None, compare=False)
 
-    def __hash__(self) -> int:  # asked for each node of a capture, again and again
+    def __hash__(self) -> int:  # called often for each node of a capture
         return self.offset
 
     def __str__(self) -> str:
@@ -48,8 +56,7 @@ _STAND_INS = __file__.replace("capture/code_locations.py", "ir/passed_objects.py
 
 
 def is_user_access(frame: types.FrameType | None) -> bool:
-    """Whether the program that is captured asks for an attribute, itself or by a function of Python's own, as by
-    `copy.copy`."""
+    """Whether the captured program reads an attribute, directly or through Python's library, such as `copy.copy`."""
     while frame is not None and (file := frame.f_code.co_filename).startswith((*GENERATED, PYTHON_DIR, _STAND_INS)):
         if "-packages/" in file:
             break
@@ -61,18 +68,20 @@ def is_user_access(frame: types.FrameType | None) -> bool:
     return frame is not None
 
 
-_sources: dict[tuple[int, int], tuple[types.CodeType, Source]] = {}  # with the code, so that no other gets its id
+_sources: dict[tuple[int, int], tuple[types.CodeType, Source]] = {}  # with the code objects, so that ids stay unique
 
 
-def _source_of(frame: types.FrameType) -> Source:
-    """The expression that a frame runs. The interpreter replaces instructions of warm code by others, beside them: the
-    instruction alone may be another one at the next call."""
+def _locate_frame(frame: types.FrameType) -> Source:
+    """Return the location of the expression that a frame runs.
+
+    Its position identifies it, not its instruction: the interpreter specializes instructions of warm code.
+    """
     code, instruction = frame.f_code, frame.f_lasti
     key = (id(code), instruction)
     if key not in _sources:
         if len(_sources) > 1 << 14:
             _sources.clear()
-        positions = getattr(code, "co_positions", None)  # since Python 3.11, as the replacing is
+        positions = getattr(code, "co_positions", None)  # since Python 3.11, which also introduced specialization
         where = next(itertools.islice(positions(), instruction // 2, None)) if positions else (None,)
         span: Any = None if None in where else where
         offset = instruction if span is None else hash(span)
@@ -85,66 +94,66 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def override_user_stack(sources: tuple[Source, ...]) -> Iterator[None]:
-    """What runs in this context is of these places, the innermost first: an op of a graph, its own frames gone."""
-    before, _local.said = getattr(_local, "said", ()), sources
+    """Report this call stack in the context, for an op of a graph whose frames are gone. The innermost is first."""
+    before, _local.stack = getattr(_local, "stack", ()), sources
     try:
         yield
     finally:
-        _local.said = before
+        _local.stack = before
 
 
 def find_user_source() -> Source:
-    """The innermost frame that belongs neither to torch nor to this package."""
-    if given := getattr(_local, "said", ()):
+    """Return the innermost location that belongs neither to torch nor to this package."""
+    if given := getattr(_local, "stack", ()):
         return given[0]
     frame = _user_frame(sys._getframe(1))
-    return NOWHERE if frame is None else _source_of(frame)
+    return NOWHERE if frame is None else _locate_frame(frame)
 
 
 def find_user_stack() -> tuple[Source, ...]:
-    """All of these, the innermost first: a function of the user's may be called at several places."""
-    if given := getattr(_local, "said", ()):
+    """Return the call stack of the user's code, the innermost location first."""
+    if given := getattr(_local, "stack", ()):
         return given
     found, frame = [], _user_frame(sys._getframe(1))
     while frame is not None:
-        found.append(_source_of(frame))
+        found.append(_locate_frame(frame))
         frame = _user_frame(frame.f_back)
     return tuple(found)
 
 
 def iterate_user_frames() -> Iterator[tuple[Source, types.FrameType]]:
-    """Yield the places of `user_calls` with their frames; none for an op of a graph."""
-    frame = None if getattr(_local, "said", ()) else _user_frame(sys._getframe(1))
+    """Yield the locations of `find_user_stack` with their frames; none for an op of a graph."""
+    frame = None if getattr(_local, "stack", ()) else _user_frame(sys._getframe(1))
     while frame is not None:
-        yield _source_of(frame), frame
+        yield _locate_frame(frame), frame
         frame = _user_frame(frame.f_back)
 
 
 def is_user_asking_number() -> bool:
-    """Whether the user's code asks a number something, rather than a part of this package."""
-    return _is_users(_NUMBERS)
+    """Whether the user's code, not this package, called the running method of a symbolic or routed number."""
+    return _is_called_by_user(_NUMBERS)
 
 
 def is_user_asking_tensor() -> bool:
-    """Whether the user's code asks a tensor something, rather than Python code of torch, as checks of arguments do."""
-    return _is_users((PACKAGE_DIR, *_TENSORS))
+    """Whether the user's code, not Python code of torch such as argument checks, reads a tensor."""
+    return _is_called_by_user((PACKAGE_DIR, *_TENSORS))
 
 
-def _is_users(passed_over: tuple[str, ...]) -> bool:
+def _is_called_by_user(skipped_files: tuple[str, ...]) -> bool:
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(passed_over):
+    while frame is not None and frame.f_code.co_filename.startswith(skipped_files):
         frame = frame.f_back
     return frame is not None and frame is _user_frame(frame)
 
 
 def find_user_opcode() -> str:
-    """The instruction of the user's code that runs at this moment."""
-    frame = None if getattr(_local, "said", ()) else _user_frame(sys._getframe(1))
+    """Return the name of the instruction that the user's code runs."""
+    frame = None if getattr(_local, "stack", ()) else _user_frame(sys._getframe(1))
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] if frame is not None else ""
 
 
 def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """The first frame of the user's, from this one outwards to the capture. Asked at each op of a program."""
+    """Return the first user frame from this one outwards to the capture. Runs at each op of a program."""
     while frame is not None:
         name = frame.f_code.co_filename
         if (is_user := _is_user_file.get(name)) is None:
@@ -154,7 +163,7 @@ def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
         if is_user:
             return frame
         if name == _CAPTURE:
-            return None  # who asked for the capture is no part of the program
+            return None  # the caller of the capture is no part of the program
         frame = frame.f_back
     return None
 
@@ -164,38 +173,40 @@ NOWHERE = Source("?", 0, 0)
 
 
 def is_raised_by_program(error: BaseException) -> bool:
-    """Whether the program itself raised an error, by a `raise` or an `assert` of the user's code or of Python code of
-    torch that this called, such as the argument checks of `torch.distributions`. An op that fails does not count."""
+    """Whether the program itself raised an error, by a `raise` or an `assert`.
+
+    Argument checks in torch's Python code, such as those of `torch.distributions`, count. A failing op does not.
+    """
     trace, is_raised = error.__traceback__, False
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if is_user_file(file):
             is_raised = True
         elif not file.startswith(TORCH_DIR):
-            is_raised = False  # an op or a module that capture follows
+            is_raised = False  # an op or a module that captures run
         elif trace.tb_next is None and trace.tb_frame.f_code.co_name != torch._assert.__name__:
-            is_raised = is_raised and _is_at_raise(trace)
+            is_raised = is_raised and _find_opcode(trace) == "RAISE_VARARGS"
         trace = trace.tb_next
     return is_raised
 
 
-def _is_at_raise(trace: types.TracebackType) -> bool:
-    return _opcode(trace) == "RAISE_VARARGS"
-
-
-def _opcode(trace: types.TracebackType) -> str:
+def _find_opcode(trace: types.TracebackType) -> str:
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
 
 
 def is_internal_error(error: BaseException) -> bool:
-    """Whether an error is a mistake in this package's own code: it was neither raised on purpose, nor by code or an op
-    that this package called for the program."""
+    """Whether an error is a bug of this package: not raised on purpose, nor by the program's code or ops."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None or not trace.tb_frame.f_code.co_filename.startswith(PACKAGE_DIR):
         return False
-    return isinstance(error, _MISTAKES) or not _opcode(trace).startswith(("CALL", "PRECALL", "RAISE_VARARGS"))
+    return isinstance(error, _BUG_TYPES) or not _find_opcode(trace).startswith(("CALL", "PRECALL", "RAISE_VARARGS"))
 
 
-_MISTAKES = (AssertionError, AttributeError, KeyError, NameError)  # torch raises others, from code without frames
+_BUG_TYPES = (
+    AssertionError,
+    AttributeError,
+    KeyError,
+    NameError,
+)  # other types may come from C++ code of torch, without frames

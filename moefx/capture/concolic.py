@@ -1,19 +1,17 @@
 """Concolic capture: run a block once with abstract floats and concrete routing.
 
-Float tensors are fake (nothing is allocated, so a meta-device model works like any other); integer and boolean
-tensors are small real ones, so that data-dependent Python (`nonzero`, `.tolist()`, `if mask.any()`) simply runs.
-Where an integer is computed from a float (`topk`, a comparison) the float gets a numeric *shadow*: the recorded
-graph is evaluated back to the nearest contractions, whose values the `Routing` invents. So one routing decision
-holds consistently through groups, masks and thresholds.
+Floats are fake tensors without memory, so models on the meta device work, too. Integers and booleans are small real
+tensors, so data-dependent Python (`nonzero`, `.tolist()`, `if mask.any()`) runs. If an integer is computed from a float
+(`topk`, a comparison), the float gets a concrete value: see `concrete_values`.
 
-The result is a functional ATen graph (in-place updates and views are resolved here) with `linear`, `matmul` and
-`einsum` kept whole, the user's source line on every node, and the module calls recorded.
+The result is a functional ATen graph without in-place updates. `linear`, `matmul` and `einsum` stay whole, each node
+has the user's source line, and the calls of submodules are recorded. The block is left unchanged.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,100 +56,68 @@ def capture_block(
     max_nodes: int = 0,
     held: Mapping[str, Sequence[int]] | None = None,
 ) -> Capture:
-    """Run `block(*args, **kwargs)` on abstract floats under `routing`.
+    """Run `block(*args, **kwargs)` on abstract floats under `routing`, and restore the block.
 
-    `args` and `kwargs` hold meta tensors for floats and real tensors for integers; `held` has numbers that are among
-    the values of integer buffers, by name; `sizes` is the log to fill, instead of one of `dims`. The block, its
-    parameters and its buffers are left as they were. Raises `CaptureError` with the user's source line.
+    Args:
+        args, kwargs: meta tensors for floats, and real tensors for integers.
+        interventions: forced outcomes.
+        dims: the symbolic sizes by name.
+        sizes: the log to fill, instead of a new one for `dims`.
+        max_nodes: limit of the graph's size; 0: none.
+        held: numbers to put among the values of integer buffers, by name.
+
+    Raises:
+        CaptureError: the block does something that captures do not support. It has the user's source line.
+        Refused: the block does something that a block must not do.
     """
     tracer = Tracer(routing, interventions)
     tracer.sizes, tracer.max_nodes = sizes or SizeLog(dims), max_nodes
     tracer.named = find_attribute_tensors(block)
 
-    def stand_in(t: torch.Tensor, name: str) -> torch.Tensor:
+    def make_stand_in(t: torch.Tensor, name: str) -> torch.Tensor:
         return routing.vary_integers(t, name, (held or {}).get(name, ()))
 
-    state: dict[str, torch.Tensor] = {}
-    buffers = {name for name, _ in block.named_buffers(remove_duplicate=False)}
-    seen: dict[int, torch.Tensor] = {}
-    places: set[tuple[int, str]] = set()
-    modules = dict(block.named_modules(remove_duplicate=False))
-    for name, t in [
-        *block.named_parameters(remove_duplicate=False),
-        *block.named_buffers(remove_duplicate=False),
-    ]:
-        owner, _, key = name.rpartition(".")
-        place = (id(modules[owner]), key)
-        if place in places:
-            continue  # a module under two names: to swap its tensors twice would leave the first swap behind
-        places.add(place)
-        if id(t) in seen:
-            state[name] = seen[id(t)]
-            continue
-        value = tracer.to_fake(t) if is_float(t) else stand_in(t, name)
-        node = tracer._register(tracer.graph.create_node("get_attr", name.replace(".", "_")))
-        node.meta.update(fqn=name, kind="buffer" if name in buffers else "param", original=t)
-        tracer.describe(node, value, False)
-        tracer.track(value, node)
-        state[name] = seen[id(t)] = value
-        tracer.originals[id(t)] = name
-    tracer.state_ids = {id(value) for value in state.values()}
-    tracer.state_sizes = {n for value in state.values() for n in value.shape}
-
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    inputs: list[tuple[int, torch.Tensor, fx.Node]] = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            value = tracer.to_fake(leaf) if is_float(leaf) else leaf.clone()
-            if (otherwise := tracer.interventions.get(len(inputs))) is not None:
-                value = otherwise(value)
-            node = tracer._register(tracer.graph.placeholder(f"arg{len(inputs)}"))
-            node.meta.update(leaf=i, position=len(inputs))
-            tracer.describe(node, value, False)
-            tracer.track(value, node)
-            inputs.append((i, value, node))
-            leaves[i] = value
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-
+    state = _register_state(tracer, block, make_stand_in)
+    args, kwargs, inputs = _register_inputs(tracer, args, kwargs)
     given = dict(state)
     unique = list(block.named_modules())
     names = {id(m): n for n, m in unique if n}
     originals = {n: dict(vars(m)) for n, m in unique}
-    tracer.named |= install_stand_ins(block, stand_in)
+    tracer.named |= install_stand_ins(block, make_stand_in)
     before = {n: dict(vars(m)) for n, m in unique}
     hooks = [(own[k], copy_items(own[k])) for own in before.values() for k in HOOKS & own.keys()]
-    surroundings, functions = OutsideState(block, (args, kwargs)), TorchFunctions(tracer)
+    outside, functions = OutsideState(block, (args, kwargs)), TorchFunctions(tracer)
     try:
         with (
             without_fake_tensor_errors(), clear_filled_caches(tracer),
-            keep_random_state(surroundings.generators) as drawn, torch.random.fork_rng(devices=[]),
+            keep_random_state(outside.generators) as list_drawn, torch.random.fork_rng(devices=[]),
             record_calls(tracer, names, functions), tracer, functions,
         ):  # fmt: skip
-            torch.default_generator.manual_seed(routing.seed)  # no accelerator's: none is used here, nor kept
+            torch.default_generator.manual_seed(routing.seed)  # captures use no generator of an accelerator
             try:
                 out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
             except Exception as error:
-                if tracer.refusals:  # the error follows from that
+                if tracer.refusals:  # the cause of the error
                     raise tracer.refusals[0] from error
                 raise
-            draws = drawn()
+            drawn = list_drawn()
         with torch.DisableTorchFunction():
             effects = collect_effects(tracer, block, before, given, state, inputs)
             foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
-            effects += [Effect("record", path, None) for path in [*surroundings.list_changes(), *foreign]]
-            effects += [Effect("draw", name, None) for name in draws]
-            changed = {e.node: t for e in effects if e.kind == "input" for _, t, node in inputs if e.target is node}
-            own = {key for t in collect_tensors(out) for key in vars(t).keys() - _names_of_fakes()}
+            effects += [Effect("record", path, None) for path in [*outside.list_changes(), *foreign]]
+            effects += [Effect("draw", name, None) for name in drawn]
+            own = {key for t in collect_tensors(out) for key in vars(t).keys() - _list_fake_attributes()}
             effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]
-            out = open_dataclasses(out, lambda t: _returned(tracer, t, changed))
+            written = {e.node: t for e in effects if e.kind == "input" for _, t, node in inputs if e.target is node}
+            out = open_dataclasses(out, lambda t: _find_result_node(tracer, t, written))
             tracer.refuse_lost_gradients([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
     finally:
         for n, m in block.named_modules():
             restore_attributes(m, originals[n])
-        for now, old in hooks:  # models install hooks when first called
+        for now, old in hooks:  # models may install hooks at their first call
             if now or old:
                 restore_items(now, old)
-        surroundings.restore()
+        outside.restore()
         with torch.no_grad(), torch.DisableTorchFunction():
             for t, value in tracer.overwritten.values():
                 t.copy_(value)
@@ -170,17 +136,79 @@ def capture_block(
     )
 
 
+def _register_state(
+    tracer: Tracer, block: nn.Module, make_stand_in: Callable[[torch.Tensor, str], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Add nodes for parameters and buffers to the graph, and return their stand-ins by name."""
+    state: dict[str, torch.Tensor] = {}
+    buffers = {name for name, _ in block.named_buffers(remove_duplicate=False)}
+    seen: dict[int, torch.Tensor] = {}
+    slots: set[tuple[int, str]] = set()
+    modules = dict(block.named_modules(remove_duplicate=False))
+    for name, t in [
+        *block.named_parameters(remove_duplicate=False),
+        *block.named_buffers(remove_duplicate=False),
+    ]:
+        owner, _, key = name.rpartition(".")
+        slot = (id(modules[owner]), key)
+        if slot in slots:
+            continue  # a module with two names: a second swap of its tensors would not be undone
+        slots.add(slot)
+        if id(t) in seen:
+            state[name] = seen[id(t)]
+            continue
+        value = tracer.to_fake(t) if is_float(t) else make_stand_in(t, name)
+        node = tracer.register(tracer.graph.create_node("get_attr", name.replace(".", "_")))
+        node.meta.update(fqn=name, kind="buffer" if name in buffers else "param", original=t)
+        tracer.describe(node, value, False)
+        tracer.track(value, node)
+        state[name] = seen[id(t)] = value
+        tracer.originals[id(t)] = name
+    tracer.state_ids = {id(value) for value in state.values()}
+    tracer.state_sizes = {n for value in state.values() for n in value.shape}
+    return state
+
+
+def _register_inputs(
+    tracer: Tracer, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any], list[tuple[int, torch.Tensor, fx.Node]]]:
+    """Add placeholders for the tensor arguments to the graph.
+
+    Returns:
+        args and kwargs with stand-ins for tensors; and for each, its index among the leaves, the stand-in and the node.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    inputs: list[tuple[int, torch.Tensor, fx.Node]] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            value = tracer.to_fake(leaf) if is_float(leaf) else leaf.clone()
+            if (force := tracer.interventions.get(len(inputs))) is not None:
+                value = force(value)
+            node = tracer.register(tracer.graph.placeholder(f"arg{len(inputs)}"))
+            node.meta.update(leaf=i, position=len(inputs))
+            tracer.describe(node, value, False)
+            tracer.track(value, node)
+            inputs.append((i, value, node))
+            leaves[i] = value
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs, inputs
+
+
 @functools.cache
-def _names_of_fakes() -> set[str]:
-    """What every abstract tensor has among its attributes."""
+def _list_fake_attributes() -> set[str]:
+    """Return the names of the attributes that all fake tensors have."""
     with FakeTensorMode():
         return set(vars(torch.empty(1, dtype=torch.float32).view(1)))
 
 
-def _returned(tracer: Tracer, t: torch.Tensor, changed: dict[fx.Node, torch.Tensor]) -> fx.Node:
-    """The node of a result; a copy of an input is not the input itself. `changed`: inputs that were written to."""
+def _find_result_node(tracer: Tracer, t: torch.Tensor, written: dict[fx.Node, torch.Tensor]) -> fx.Node:
+    """Return the node of a result. If the result is a copy of an input, clone the input's node.
+
+    Args:
+        written: the tensors of inputs that the block wrote to, by their new nodes.
+    """
     node = tracer.node_of(t)
-    if (node.op == "placeholder" and node.meta["val"] is not t and is_float(t)) or changed.get(node, t) is not t:
+    if (node.op == "placeholder" and node.meta["val"] is not t and is_float(t)) or written.get(node, t) is not t:
         node = tracer.emit(aten.clone.default, (node,), {})
         tracer.describe(node, t, False)
     return node

@@ -1,4 +1,7 @@
-"""The default device (`torch.set_default_device`, `with torch.device(...)`) is for the user's code, not for ours."""
+"""Keep the default device (`torch.set_default_device`, `with torch.device(...)`) for the user's code only.
+
+moefx creates its own tensors on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _users: contextvars.ContextVar[torch.device | None] = contextvars.ContextVar("de
 
 @contextlib.contextmanager
 def neutral_device() -> Iterator[None]:
-    """Make new tensors on the CPU, unless `users_device` is entered inside; may be nested."""
+    """Create new tensors on the CPU, except inside `users_device`. May be nested."""
     device = torch.get_default_device()
     if device.type == "cpu":
         yield
@@ -28,7 +31,7 @@ def neutral_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def users_device() -> Iterator[None]:
-    """Run the user's code with the default device of the user, also in a worker thread."""
+    """Run the user's code with the user's default device, in a worker thread, too."""
     device = _users.get()
     with torch.device(device) if device is not None else contextlib.nullcontext():
         yield

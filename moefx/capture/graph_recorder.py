@@ -101,9 +101,10 @@ class Recorder(TorchDispatchMode):
         node.args = unwrap_numbers(args)  # not in `create_node`, which searches arguments for symbolic sizes
         if kwargs:
             node.kwargs = unwrap_numbers(kwargs)
-        return self._register(node)
+        return self.register(node)
 
-    def _register(self, node: fx.Node) -> fx.Node:
+    def register(self, node: fx.Node) -> fx.Node:
+        """Append a node of the graph to `nodes`, with its source and the modes of the moment."""
         check_interrupt()
         if 0 < self.max_nodes < len(self.nodes):
             source = find_user_source()
@@ -166,7 +167,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(t, FakeTensor):
             raise CaptureError(f"a tensor of unknown origin reached {find_user_source()}: {find_user_source().text}")
         name = self.named.get(id(t)) or f"_moefx_constant_{len(self.constants)}"
-        node = self._register(self.graph.create_node("get_attr", name.replace(".", "_"), name=None))
+        node = self.register(self.graph.create_node("get_attr", name.replace(".", "_"), name=None))
         node.meta["fqn"] = name
         node.meta["kind"] = "attribute" if id(t) in self.named else "constant"
         node.meta["literal"] = id(t) in self.literal_numbers

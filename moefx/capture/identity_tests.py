@@ -1,4 +1,8 @@
-"""Questions that a stand-in for an object cannot see, found in the code of a block before it runs."""
+"""Find identity and type tests in the code of a block, which a stand-in for an object cannot detect.
+
+Blocks that get an object, such as a key-value cache, run with a `PassedObject` in its place. `cache is other` would
+then compare the stand-in.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,13 @@ from ..util.user_code import is_user_file
 
 
 def refuse_identity_tests(block: nn.Module) -> None:
-    """Check that no method of a block, nor a function or method that these name, asks what no stand-in can see: whether
-    a variable `is` another one, its `type` or `id`, and whether it is `callable`. Submodules that are given a stand-in
-    are not run.
+    """Check that no method of a block, nor a function that these name, tests the identity or type of a variable.
+
+    It must not use `is`, `type`, `id` or `callable`. The forwards of submodules do not count, as captures skip those
+    that get a stand-in.
 
     Raises:
-        Refused: one does.
+        Refused: a function uses one.
     """
     members = [(k, v) for cls in type(block).__mro__ for k, v in vars(cls).items()]
     todo = [v for k, v in [*members, *vars(block).items()] if not k.startswith("__") or k == "__call__"]
@@ -48,18 +53,21 @@ def refuse_identity_tests(block: nn.Module) -> None:
         todo += [*own, vars(function).get("__wrapped__")]
         todo += [space[name] for space in spaces for name in (names - {"forward"}) & space.keys()]
         fixed = {k for k, v in outer.items() if isinstance(v, (type, types.FunctionType))}
-        for line, what in itertools.chain(*(_identity_questions(one, fixed) for one in codes)):
+        for line, what in itertools.chain(*(_find_identity_tests(one, fixed) for one in codes)):
             raise Refused(
                 f"{function.__qualname__} asks {what}, which may be an object that the block is given",
                 source=f"{code.co_filename.rsplit('/', 1)[-1]}:{line}",
                 remedy="compare tensors and numbers, and such an object with None alone; ask the rest in the submodule "
-                "that is given it",
+                "that gets it",
             )
 
 
-def _identity_questions(code: types.CodeType, fixed: Collection[str]) -> Iterator[tuple[int, str]]:
-    """Yield lines, and what is asked there of a variable other than `self`. Args: fixed: names of classes and functions
-    outside, with which all may be compared."""
+def _find_identity_tests(code: types.CodeType, fixed: Collection[str]) -> Iterator[tuple[int, str]]:
+    """Yield the lines of tests of variables other than `self`, with a description.
+
+    Args:
+        fixed: names of outer classes and functions; comparisons with these are fine.
+    """
     lines = dict(dis.findlinestarts(code))
     line, asked, is_fixed = 0, "", False
     for step in dis.get_instructions(code):

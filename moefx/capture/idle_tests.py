@@ -1,8 +1,8 @@
-"""What a program makes of the experts that have no tokens, beyond leaving them out.
+"""Refuse programs that decide in Python by which experts have no tokens, beyond skipping these experts.
 
-The tracer notes where a capture asks whether an expert has rows, or makes lists that are as long as the routing says.
-`refuse_remembered` follows the outcomes through the user's functions (see `outcome_flow`): Python may count them, and
-decide by the count, which no capture under another routing needs to show.
+The tracer notes where the program tests whether an expert has rows, and where lists have a length from the routing.
+`refuse_remembered` follows these outcomes through the user's functions (see `outcome_flow`). Python may count them and
+decide by the count, and captures under other routings may all miss the other decision.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from .outcome_flow import Flow, parameters
 from .outcome_names import name_of
 from .outcome_values import BOX, FREE, LOAD, OPTION, TEST, UNKNOWN, Value
 
-# ASKS: a boolean tells whether an expert has tokens. TRUTH: the truth of a number or a tensor does. ROWS: a list or a
-# loop is as long as an expert's rows. KEYS: a number of the routing is the key of a container, or the turns of a loop.
-# LOADS: Python compares an expert's load, and captures show both outcomes.
+# Kinds of questions. ASKS: a boolean tells whether an expert has tokens. TRUTH: the truth of a number or tensor tells
+# it. ROWS: a list or a loop is as long as an expert's rows. KEYS: a routed number is the key of a container, or the
+# number of turns of a loop. LOADS: Python compares an expert's load, and captures show both outcomes.
 ASKS, TRUTH, ROWS, KEYS, LOADS = "asks", "truth", "rows", "keys", "loads"
 _MAX_ROUNDS = 12
-_MAX_LOOKS = 3
+_MAX_SNAPSHOTS = 3  # of the names at one location
 _JUMPS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT")
 _Calls = tuple[Source, ...]
 
 
 class IdleQuestions:
-    """What one capture, or several, asked.
+    """The questions for experts with tokens in one or several captures.
 
     Attributes:
-        sites: by the calls that led there, the innermost first, how it was asked.
-        names: what the names of a function, and of its module, held at such a call.
-        errors: the calls in which torch raised an error that the program caught, and whether an argument was as long as
-            the routing says.
+        sites: the call stacks, innermost location first, each with the kind of question. An ordered set.
+        names: the local and global variables of functions at these locations.
+        errors: the call stacks in which torch raised an error that the program caught, and whether the number of rows
+            of an argument follows from the routing.
     """
 
     def __init__(self) -> None:
@@ -49,32 +49,33 @@ class IdleQuestions:
         self.errors: dict[_Calls, bool] = {}
         self.names: dict[Source, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
 
-    def note(self, how: str) -> None:
-        """The user's code asks, at this moment."""
+    def note(self, kind: str) -> None:
+        """Note that the user's code asks a question now."""
         frames = [*iterate_user_frames()]
         if not frames:
             return
-        if how == ASKS and find_user_opcode().startswith(_JUMPS):
-            how = TRUTH
-        self.sites[tuple(source for source, _ in frames), how] = None
+        if kind == ASKS and find_user_opcode().startswith(_JUMPS):
+            kind = TRUTH
+        self.sites[tuple(source for source, _ in frames), kind] = None
         for source, frame in frames:
-            if len(known := self.names.setdefault(source, [])) < _MAX_LOOKS:
+            if len(known := self.names.setdefault(source, [])) < _MAX_SNAPSHOTS:
                 known.append((frame.f_locals.copy(), frame.f_globals))
 
     def add(self, other: IdleQuestions) -> None:
         self.sites |= other.sites
-        self.errors |= {calls: of for calls, of in other.errors.items() if calls not in self.errors or of}
+        self.errors |= {calls: rows for calls, rows in other.errors.items() if calls not in self.errors or rows}
         for source, several in other.names.items():
             known = self.names.setdefault(source, [])
-            known += several[: max(0, 2 * _MAX_LOOKS - len(known))]
+            known += several[: max(0, 2 * _MAX_SNAPSHOTS - len(known))]
 
 
 class _Code:
     """The syntax tree of a file.
 
     Attributes:
-        owner: by expression the function that it stands in.
-        at: expressions and statements by their first and last line and column.
+        owner: the function that contains an expression or statement.
+        at: expressions and statements by their first and last line, first and last column.
+        functions: definitions by their first line.
     """
 
     def __init__(self, tree: ast.Module):
@@ -98,22 +99,24 @@ class _Code:
                 owner = node
             stack += [(child, owner) for child in ast.iter_child_nodes(node)]
 
-    def events(self, source: Source, how: str) -> dict[ast.expr, Value]:
-        """Return the expressions that a frame evaluated, with their values. Some versions of Python report only the
-        statement of a test, and Python 3.10 only its line: then return all expressions there that may ask for tokens.
+    def events(self, source: Source, kind: str) -> dict[ast.expr, Value]:
+        """Return the expressions that a frame evaluated, with their values.
+
+        Some versions of Python report only the statement of a test, and Python 3.10 only its line. Then return all
+        expressions there that may ask for tokens.
         """
         if source.where is not None:
-            return _events(self.at.get(source.where), how)
+            return _list_events(self.at.get(source.where), kind)
         nodes = [n for n in self.at.values() if n.lineno <= source.line <= (n.end_lineno or 0)]
         return {
             k: v
             for n in nodes
-            if isinstance(n, _ASKING) or how not in (ASKS, LOADS)
-            for k, v in _events(n, how).items()
+            if isinstance(n, _ASKING) or kind not in (ASKS, LOADS)
+            for k, v in _list_events(n, kind).items()
         }
 
     def expression(self, source: Source) -> ast.expr | None:
-        """The call, or the like, that a frame was at which called another function."""
+        """Return the expression in which a frame called another function, such as a call or the iterable of a loop."""
         node = self.at.get(source.where) if source.where is not None else None
         if source.where is None:
             calls = [n for n in self.at.values() if isinstance(n, ast.Call) and n.lineno == source.line]
@@ -129,49 +132,49 @@ _KEYED_FILLS = {"add", "setdefault", "update", "append", "insert"}
 _LOOKUPS = {"get", "pop", "discard", *_KEYED_CALLS, *_KEYED_FILLS} - {"groupby"}
 
 
-def _events(node: ast.AST | None, how: str) -> dict[ast.expr, Value]:
+def _list_events(node: ast.AST | None, kind: str) -> dict[ast.expr, Value]:
     if node is None:
         return {}
-    if how == TRUTH:
-        found = _tests(node) or ([node] if isinstance(node, ast.expr) else [])
+    if kind == TRUTH:
+        found = _list_tests(node) or ([node] if isinstance(node, ast.expr) else [])
         return dict.fromkeys(found, Value(TRUTH))
-    box = Value(BOX, "constant" if how == KEYS else UNKNOWN)
+    box = Value(BOX, "constant" if kind == KEYS else UNKNOWN)
     if isinstance(node, (ast.For, ast.AsyncFor)):
         return {node.iter: box}
-    if isinstance(node, _COMPREHENSIONS) and how != KEYS:
+    if isinstance(node, _COMPREHENSIONS) and kind != KEYS:
         return {g.iter: box for g in node.generators}
-    called = _called(node)
-    if how == KEYS:
+    called = _called_name(node)
+    if kind == KEYS:
         is_kept = isinstance(node, (ast.SetComp, ast.DictComp, ast.Set, ast.Dict)) or called in _KEYED_CALLS
         is_filled = isinstance(node, ast.Subscript) or called in _KEYED_FILLS
         return {node: box} if is_kept else {node: Value(KEYS)} if is_filled else {}  # type: ignore[dict-item]
     if (
         isinstance(node, ast.Subscript)
-        or (how in (ASKS, LOADS) and called in _LOOKUPS)
+        or (kind in (ASKS, LOADS) and called in _LOOKUPS)
         or not isinstance(node, ast.expr)
     ):
         return {}
-    kind = LOAD if how == LOADS and isinstance(node, ast.Compare) else TEST
-    return {node: box if how == ROWS or called == "groupby" else Value(kind, "constant")}
+    outcome = LOAD if kind == LOADS and isinstance(node, ast.Compare) else TEST
+    return {node: box if kind == ROWS or called == "groupby" else Value(outcome, "constant")}
 
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
 
-def _called(node: ast.AST | None) -> str:
+def _called_name(node: ast.AST | None) -> str:
     return name_of(node.func) if isinstance(node, ast.Call) else ""
 
 
-def _tests(node: ast.AST) -> list[ast.expr]:
-    """The operands of `not`, `and` and `or` whose truth a statement or an expression asks for."""
+def _list_tests(node: ast.AST) -> list[ast.expr]:
+    """Return the operands of `not`, `and` and `or` whose truth a statement or an expression tests."""
     if isinstance(node, ast.BoolOp):
-        return [leaf for v in node.values for leaf in _tests(v) or [v]]
+        return [leaf for v in node.values for leaf in _list_tests(v) or [v]]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return _tests(node.operand) or [node.operand]
+        return _list_tests(node.operand) or [node.operand]
     if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
-        return _tests(node.test) or [node.test]
+        return _list_tests(node.test) or [node.test]
     if isinstance(node, _COMPREHENSIONS):
-        return [leaf for g in node.generators for v in g.ifs for leaf in _tests(v) or [v]]
+        return [leaf for g in node.generators for v in g.ifs for leaf in _list_tests(v) or [v]]
     return []
 
 
@@ -190,29 +193,34 @@ def _code(file: str) -> _Code | None:
 
 
 class _Analysis:
-    """The functions of a program in which tokens were asked for."""
+    """The analysis of all functions of a program that ask which experts have tokens.
+
+    Attributes:
+        events: for each function, the values of expressions that ask.
+        escapes: expressions by which the program decides more than to skip an expert, with their file.
+    """
 
     def __init__(self, questions: IdleQuestions):
         self.questions = questions
-        self.events: dict[ast.AST, dict[ast.AST, Value]] = {}  # by function
+        self.events: dict[ast.AST, dict[ast.AST, Value]] = {}
         self.files: dict[ast.AST, str] = {}
         self.escapes: dict[ast.AST, str] = {}
         self.running: list[ast.AST] = []
 
     def run(self) -> None:
-        for calls, how in self.questions.sites:
+        for calls, kind in self.questions.sites:
             code = self._code(calls[0])
-            for node, value in code.events(calls[0], how).items():
+            for node, value in code.events(calls[0], kind).items():
                 known = self.events.setdefault(self._owner(code, node, calls[0]), {})
                 before = known.get(node)
                 # a comparison of a load may ask for any rows, too: `start < n`, for a start of 0
-                if before is None or (how not in (TRUTH, KEYS) and before.kind != LOAD):
+                if before is None or (kind not in (TRUTH, KEYS) and before.kind != LOAD):
                     known[node] = value
         for _ in range(_MAX_ROUNDS):
             before = {owner: dict(events) for owner, events in self.events.items()}
             returned = {owner: self._flow(owner, {}) for owner in before}
-            for calls, how in self.questions.sites:
-                self._hand_on(calls, how, returned)
+            for calls, kind in self.questions.sites:
+                self._propagate(calls, kind, returned)
             if self.escapes or before == self.events:
                 return
 
@@ -229,17 +237,17 @@ class _Analysis:
         self.files[owner := code.owner[node]] = source.file
         return owner
 
-    def _hand_on(self, calls: _Calls, how: str, returned: Mapping[ast.AST, Value]) -> None:
-        """What a function gives that depends on an outcome, at the call of it."""
-        asked = next(iter(self._code(calls[0]).events(calls[0], how)), None)
-        if asked is None:
+    def _propagate(self, calls: _Calls, kind: str, returned: Mapping[ast.AST, Value]) -> None:
+        """Give the callers of a function its returned value, if it depends on an outcome."""
+        question = next(iter(self._code(calls[0]).events(calls[0], kind)), None)
+        if question is None:
             return
-        inner = self._owner(self._code(calls[0]), asked, calls[0])
+        inner = self._owner(self._code(calls[0]), question, calls[0])
         for source in calls[1:]:
             code = self._code(source)
             node = code.expression(source)
             outer = self._owner(code, node, source) if node is not None else None
-            if outer is inner and not _names(node, inner):
+            if outer is inner and not _is_call_of(node, inner):
                 continue  # a comprehension has a frame of its own
             value = returned.get(inner)
             if value is not None and _depends(value):
@@ -247,7 +255,7 @@ class _Analysis:
                     self.escapes.setdefault(inner, "returns")
                     return
                 value = value._replace(stamp=frozenset())
-                if isinstance(inner, ast.Lambda) and _called(node) in CONTAINERS:
+                if isinstance(inner, ast.Lambda) and _called_name(node) in CONTAINERS:
                     value = Value(BOX, "constant")  # an item or none for each outcome
                 self.events.setdefault(outer, {})[node] = value
             if outer is None:
@@ -266,7 +274,7 @@ class _Analysis:
     ) -> Value:
         names: dict[str, list[Any]] = {}
         globals_: dict[str, Any] = {}
-        if called is not None:  # its globals and closure, which no capture need have recorded
+        if called is not None:  # captures may not have recorded its globals and closure
             code, cells = called.__code__, called.__closure__ or ()
             globals_ = called.__globals__
             closure = zip(code.co_freevars, cells, strict=True)
@@ -279,7 +287,7 @@ class _Analysis:
                     for name, held in own.items():
                         names.setdefault(name, []).append(held)
                     globals_ = outer
-        flow = Flow(self.events.get(function, {}), names, globals_, self._called)
+        flow = Flow(self.events.get(function, {}), names, globals_, self._call)
         flow.tested = tested
         self.running.append(function)
         value = flow.run(function, given)
@@ -288,8 +296,8 @@ class _Analysis:
             self.escapes.setdefault(node, self.files.get(function, "?"))
         return value
 
-    def _called(self, function: Any, values: list[Value], tested: int, env: Mapping[str, Value]) -> Value | None:
-        """What a function of the user's makes of such values; None if it is not known."""
+    def _call(self, function: Any, values: list[Value], tested: int, env: Mapping[str, Value]) -> Value | None:
+        """Return the value of a call of a user's function; None if its source is unknown."""
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         has_self = isinstance(function, (nn.Module, types.MethodType))
         if isinstance(function, nn.Module):
@@ -309,7 +317,7 @@ class _Analysis:
 
 
 def _is_definition(node: Any, code: types.CodeType) -> bool:
-    """Whether a definition on the first line of some code is that of the code. Several lambdas may be on one line."""
+    """Whether a definition belongs to a code object with the same first line; a line may have several lambdas."""
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
     return getattr(node, "name", "<lambda>") == code.co_name and names == [*code.co_varnames[: code.co_argcount]]
 
@@ -323,28 +331,28 @@ def _depends(value: Value) -> bool:
 
 
 def _is_remembered(value: Value) -> bool:
-    """Whether who calls the block is told."""
+    """Whether a returned value tells the caller of the block which experts have tokens."""
     if value.parts:
         return any(map(_is_remembered, value.parts))
     return value.kind not in ("", OPTION) and (value.kind != BOX or value.type == "constant")
 
 
-def _names(call: ast.AST | None, function: ast.AST) -> bool:
-    """Whether a call is one of the function itself."""
-    return _called(call) == getattr(function, "name", "")
+def _is_call_of(call: ast.AST | None, function: ast.AST) -> bool:
+    """Whether a call's name is that of a function."""
+    return _called_name(call) == getattr(function, "name", "")
 
 
 def refuse_remembered(questions: IdleQuestions) -> None:
-    """Check that the program does nothing with the outcomes but to leave experts out.
+    """Check that the program only skips experts by these outcomes.
 
     Raises:
-        Refused: it decides something else by them, which other captures need not show.
+        Refused: it decides more by them, which other captures may miss.
     """
     for calls in (calls for calls, is_of_rows in questions.errors.items() if is_of_rows and calls):
         raise Refused(
             f"torch raises an error for some numbers of tokens, which the program catches: {calls[0].text}",
             source=str(calls[0]),
-            remedy="ask for the number of rows instead, or treat all of them alike",
+            remedy="test the number of rows instead, or treat all numbers alike",
         )
     analysis = _Analysis(questions)
     analysis.run()

@@ -1,4 +1,4 @@
-"""Objects whose state decides what a forward computes and cannot be compared: iterators and byte buffers."""
+"""Refuse blocks that use objects with hidden state, such as iterators and byte buffers, which guards cannot compare."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _OPAQUE = (Iterator, array.array, bytearray, io.IOBase, memoryview)
 
 
 def refuse_opaque_state(block: nn.Module) -> None:
-    """Check that the code of a block names no attribute or global whose state changes unseen. A guard cannot compare
-    such a state between calls, and a capture would change it.
+    """Check that the code of a block names no attribute or global with hidden state.
+
+    A guard cannot compare this state between calls, and a capture would change it.
 
     Raises:
-        Refused: it names one, such as `self.clock = itertools.count()`.
+        Refused: the code names one, such as `self.clock = itertools.count()`.
     """
     code = trace_closure(collect_code(block))
     named = {str(where): value for where, value in find_attributes(block).items() if where.attribute in code.names}

@@ -1,4 +1,4 @@
-"""Evaluate the expressions of a function on `outcome_values`: see `outcome_flow`, which runs its statements."""
+"""Evaluate the expressions of a function on abstract values: see `outcome_flow`, which runs its statements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .outcome_values import (
     UNKNOWN,
     Env,
     Value,
-    type_of,
+    find_type,
 )
 from .routed_numbers import is_empty_test
 
@@ -52,14 +52,14 @@ _PLAIN_CALLS = {
     "chr", "isinstance", "hasattr", "divmod", "pow", "next", "range", "format", "bin",
 }  # fmt: skip
 _PURE = _PLAIN_CALLS - {"next"} | {"type", "slice", "print", "getattr", "super", "complex", "callable", "id"}
-_OF_NUMBERS = {"min", "max", "abs", "sum", "round", "divmod", "pow", "int", "len"}  # may remember where they come from
+_OF_NUMBERS = {"min", "max", "abs", "sum", "round", "divmod", "pow", "int", "len"}  # results may be symbolic
 
 
 class Expressions(Names):
     """The expressions of one function."""
 
     def test(self, node: ast.AST, env: Env) -> int:
-        """What decides a test; one on what was made of outcomes escapes."""
+        """Return whether an outcome decides a test. A test of a value computed from outcomes escapes."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             return max(self.test(node.operand, env), self.asks(node))
         if isinstance(node, ast.BoolOp):
@@ -72,7 +72,7 @@ class Expressions(Names):
         return max(BY_LOAD if value.kind == LOAD else FREE, self.asks(node))
 
     def asks(self, node: ast.AST) -> int:
-        """Whether an expression asks for tokens itself."""
+        """Return whether an expression itself asks for tokens."""
         event = self.events.get(node)
         return FREE if event is None else BY_LOAD if event.kind == LOAD else BY_OUTCOME
 
@@ -87,14 +87,14 @@ class Expressions(Names):
         if event.kind == KEYS:
             is_list = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
             return Value(BOX, UNKNOWN) if is_list else value
-        return event if not (isinstance(node, ast.Call) and event.kind == TEST) else self.called(node, event)
+        return event if not (isinstance(node, ast.Call) and event.kind == TEST) else self.evaluate_call(node, event)
 
-    def called(self, node: ast.Call, event: Value) -> Value:
-        """What a call gives that asks for tokens itself, as `any(masks)` does."""
+    def evaluate_call(self, node: ast.Call, event: Value) -> Value:
+        """Evaluate a call that itself asks for tokens, such as `any(masks)`."""
         name = name_of(node.func)
         if event.kind == BOX:
             return event
-        if name in ("min", "max", "sorted", "sort", "topk"):  # their results remember where they come from
+        if name in ("min", "max", "sorted", "sort", "topk"):  # their results are routed numbers or tensors
             return Value()
         is_made = name in _PLAIN_CALLS or name in ("index", "count", "remove", "list")
         return Value(PLAIN, CONSTANT) if is_made and name != "bool" else event
@@ -114,7 +114,7 @@ class Expressions(Names):
         held = self.object_of(node)
         if held is None and value.type == TENSOR and node.attr not in ("dtype", "device"):
             return Value("", TENSOR)
-        return Value("", type_of(held) if held is not None else UNKNOWN)
+        return Value("", find_type(held) if held is not None else UNKNOWN)
 
     def _tuple_(self, node: ast.Tuple, env: Env) -> Value:
         parts = tuple(self.value(e.value if isinstance(e, ast.Starred) else e, env) for e in node.elts)
@@ -158,7 +158,7 @@ class Expressions(Names):
             return Value(TEST, CONSTANT)
         if kinds == {LOAD} or asked:
             return Value(LOAD, CONSTANT)
-        return functools.reduce(lambda a, b: a.joined(b, FREE, ""), values)
+        return functools.reduce(lambda a, b: a.join(b, FREE, ""), values)
 
     def _unaryop_(self, node: ast.UnaryOp, env: Env) -> Value:
         if isinstance(node.op, ast.Not):
@@ -207,9 +207,9 @@ class Expressions(Names):
             return Value(TEST, CONSTANT)
         if len(others) == 1 and op in ("In", "NotIn") and not left.kind and others[0].kind in (BOX, BOXES):
             return Value(TEST, CONSTANT)
-        measured, number = _measured(node.left), node.comparators[0]
+        container, number = _find_len_argument(node.left), node.comparators[0]
         is_emptiness = isinstance(number, ast.Constant) and is_empty_test(_COMPARISONS.get(op, ""), number.value)
-        if is_emptiness and len(others) == 1 and measured is not None and self.value(measured, env).kind == BOX:
+        if is_emptiness and len(others) == 1 and container is not None and self.value(container, env).kind == BOX:
             return Value(TEST, CONSTANT)
         if len(others) == 1 and sorted((left.kind, others[0].kind)) == ["", TEST]:
             return Value(TEST, CONSTANT)
@@ -220,14 +220,14 @@ class Expressions(Names):
     def _ifexp_(self, node: ast.IfExp, env: Env) -> Value:
         tested = self.test(node.test, env)
         one, other = self.value(node.body, env), self.value(node.orelse, env)
-        return one._replace(stamp=frozenset([1])).joined(other._replace(stamp=frozenset([2])), tested, "")
+        return one._replace(stamp=frozenset([1])).join(other._replace(stamp=frozenset([2])), tested, "")
 
     def _joinedstr_(self, node: ast.JoinedStr, env: Env) -> Value:
         parts = [self.value(v.value, env) for v in node.values if isinstance(v, ast.FormattedValue)]
         return Value(PLAIN if any(p.kind not in ("", OPTION) for p in parts) else "", CONSTANT)
 
     def _lambda_(self, node: ast.Lambda, env: Env) -> Value:
-        for name in ast.walk(node.body):  # its body is a function of its own
+        for name in ast.walk(node.body):  # the body is another function
             if isinstance(name, ast.Name) and name.id in env and env[name.id].kind in (PLAIN, TEST, BOX, TESTS, BOXES):
                 self.escape(name)
         return Value()
@@ -268,7 +268,7 @@ class Expressions(Names):
         if base.type == TENSOR:
             return Value("", TENSOR)
         held = self.object_of(node)
-        return Value("", type_of(held) if held is not None else UNKNOWN)
+        return Value("", find_type(held) if held is not None else UNKNOWN)
 
     def _listcomp_(self, node: Any, env: Env) -> Value:
         inner = dict(env)
@@ -315,11 +315,11 @@ class Expressions(Names):
             if (found := self.call(function, values, self.tested, env)) is not None:
                 return found
         if kinds or (self.tested and not _is_pure(function)):
-            self.escape(node)  # who knows what it keeps
+            self.escape(node)  # the function may keep its arguments
         return Value()
 
     def _gives_tensors(self, node: ast.Call, function: Any, kinds: set[str], env: Env) -> bool:
-        """Whether a call is one of torch, of a submodule, or of a method of a tensor: it keeps nothing in Python."""
+        """Whether a call is of torch, a submodule, or a tensor's method, which keep nothing in Python."""
         if isinstance(function, nn.Module):
             return not kinds
         if isinstance(function, type) and not issubclass(function, torch.Tensor):
@@ -327,7 +327,7 @@ class Expressions(Names):
         if root_name(node.func) in ("torch", "F") or is_of_torch(function):
             return True
         if function is None and isinstance(node.func, ast.Attribute) and kinds and kinds <= {BOX, BOXES, LOAD}:
-            return True  # of a tensor: `rows.split(counts)`, `out.index_add(0, ids, y)`
+            return True  # a tensor's method: `rows.split(counts)`, `out.index_add(0, ids, y)`
         return not kinds and self.value(node.func, env).type == TENSOR
 
     def _builtin(self, node: ast.Call, name: str, values: list[Value], kinds: set[str]) -> Value:
@@ -354,7 +354,7 @@ class Expressions(Names):
         return Value(PLAIN, CONSTANT)
 
     def _method(self, node: ast.Call, name: str, values: list[Value], kinds: set[str], env: Env) -> Value | None:
-        """What a method of a container does; None if it is none."""
+        """Evaluate a method of a container; None if the owner is no container."""
         owner = node.func.value  # type: ignore[attr-defined]
         value = self.value(owner, env)
         is_container = value.kind in (BOX, TESTS, BOXES) or value.type == LIST
@@ -372,7 +372,7 @@ class Expressions(Names):
             if name in ("keys", "values", "items", "copy", "__iter__"):
                 return value
             return Value(OPTION, UNKNOWN) if name == "get" else Value(PLAIN, CONSTANT)
-        if value.type == CONSTANT and not value.kind:  # of a string
+        if value.type == CONSTANT and not value.kind:  # a string's method
             return Value(PLAIN if kinds - {OPTION} else "", CONSTANT)
         if value.type == LIST and not value.kind:
             if self.tested and name not in _READS:
@@ -394,11 +394,11 @@ def is_of_torch(function: Any) -> bool:
 
 
 def _is_pure(function: Any) -> bool:
-    """Whether a function is known to keep nothing. An object that is made keeps what it is given until it is stored."""
+    """Whether a function keeps nothing. A constructor counts, as its object is dropped unless it is stored."""
     module = (getattr(function, "__module__", None) or "").split(".")[0]
     return isinstance(function, type) or module in _PURE_MODULES
 
 
-def _measured(node: ast.AST) -> ast.AST | None:
-    """What an expression asks the length of."""
+def _find_len_argument(node: ast.AST) -> ast.AST | None:
+    """Return the argument of `len` in an expression; None if it is no call of `len`."""
     return node.args[0] if isinstance(node, ast.Call) and name_of(node.func) == "len" and node.args else None

@@ -1,12 +1,12 @@
-"""Follow the outcome of "has this expert tokens?" through a function of the user's, by its syntax tree.
+"""Follow the outcome of "has this expert tokens?" through a user's function, with an abstract interpreter.
 
-A block may leave an expert out that has no tokens. It may not remember in Python which experts it left out: no capture
-sees a decision on that. An abstract interpreter runs the statements on `Value`s that only say whether a name depends on
-such an outcome. Under a test of an outcome, tensors may be stored and lists filled; a plain number that is stored there
-depends on the outcome from the end of the branch on. Lists that depend on it may be iterated over and given to torch.
+A block may skip an expert without tokens. It must not remember in Python which experts it skipped, because captures do
+not see decisions by that. The interpreter runs the statements of the syntax tree on `Value`s, which tell whether a name
+depends on an outcome. Under a test of an outcome, the program may store tensors and fill lists. A plain number stored
+there depends on the outcome after the branch. Lists that depend on it may be iterated over and passed to torch.
 
-Comparisons of an expert's load are shown both ways for each expert (see `matching.probes.load_comparisons`). What is
-made of one may be used in the turn of its expert (`LOAD`), and is an outcome like others in the next turn.
+Captures show both outcomes of each comparison of an expert's load (see `matching.probes.load_comparisons`). A value
+computed from one may be used in the turn of its expert (`LOAD`); in the next turn it counts as an outcome.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .outcome_values import (
     Value,
 )
 
-_MAX_PASSES = 6  # over the body of a loop
+_MAX_PASSES = 6  # over a loop's body
 
 
 class Flow(Expressions):
-    """One function: runs its statements, in all the ways that outcomes may decide."""
+    """Runs the statements of one function, for all outcomes."""
 
     def run(self, function: Any, given: Mapping[str, Value]) -> Value:
         self.function_name = getattr(function, "name", "")
-        arguments = getattr(function, "args", None)  # a module has none
+        arguments = getattr(function, "args", None)  # None for a module
         self.owner_name = arguments.args[0].arg if arguments is not None and arguments.args else ""
         if isinstance(function, ast.Lambda):
             return self.value(function.body, dict(given))
@@ -53,7 +53,7 @@ class Flow(Expressions):
         if not self.returns:
             return Value("", NONE)
         tested = max(tested for _, tested in self.returns)
-        value = functools.reduce(lambda a, b: a.joined(b, tested, ""), [v for v, _ in self.returns])
+        value = functools.reduce(lambda a, b: a.join(b, tested, ""), [v for v, _ in self.returns])
         is_generator = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))
         return value._replace(type=UNKNOWN) if is_generator and not value.kind else value
 
@@ -69,7 +69,7 @@ class Flow(Expressions):
     def _expr(self, s: ast.Expr, env: Env) -> Env:
         self.value(s.value, env)
         if self.tested and not isinstance(s.value, (ast.Call, ast.Await, ast.Yield, ast.Constant)):
-            self.escape(s)  # an operator of an object that may keep something
+            self.escape(s)  # an operator of an object may keep its operands
         return env
 
     def _assign(self, s: ast.Assign, env: Env) -> Env:
@@ -127,7 +127,7 @@ class Flow(Expressions):
             self.tested = max(before, tested)
             ends.append((self.block(statements, dict(env)), self.tested))
         left = [end for end, _ in ends if end is not None]
-        # what follows runs only if no branch left the loop or the function, on an outcome
+        # later statements run only if no branch has left the loop or the function by an outcome
         inner = FREE if tested else max((by for end, by in ends if end is not None), default=FREE)
         self.tested = max(before, inner, tested if 0 < len(left) < len(ends) else FREE)
         return functools.reduce(lambda a, b: self.join(a, b, max(tested, inner)), left) if left else None
@@ -142,12 +142,12 @@ class Flow(Expressions):
 
     def loop(self, s: Any, env: Env, start: Callable[[Env], int]) -> Env | None:
         before, outer, head = self.tested, self.exits, env
-        is_left = False  # by a break, on an outcome
+        is_left = False  # by a break under an outcome
         breaks: list[tuple[Env, int]] = []
         for _ in range(_MAX_PASSES):
             self.exits, turn = [], dict(head)
             decided = start(turn)
-            after = dict if decided == BY_LOAD else _after_turn  # a loop over one expert's rows is no turn of its own
+            after = dict if decided == BY_LOAD else _after_turn  # a loop over one expert's rows stays in its turn
             self.tested = max(before, decided, BY_OUTCOME if is_left else FREE)
             end = self.block(s.body, turn)
             ends = [(end, self.tested)] if end is not None else []
@@ -183,7 +183,7 @@ class Flow(Expressions):
         self.tested = BY_OUTCOME if self.returned else before
         found = functools.reduce(lambda a, b: self.join(a, b, raised), ends) if ends else None
         if s.finalbody:
-            left = self.exits[len(outer) :]  # these run it too
+            left = self.exits[len(outer) :]  # exits run the `finally`, too
             ends = [(e, by) for _, e, by in left] + ([(found, self.tested)] if found is not None else [])
             self.tested = max([self.tested, *[by for _, by in ends]])
             every = functools.reduce(lambda a, b: self.join(a, b, self.tested), [e for e, _ in ends] or [dict(env)])
@@ -224,14 +224,14 @@ class Flow(Expressions):
         found = {}
         for name in {**a, **b}:
             one, other = a.get(name), b.get(name)
-            if one is None or other is None:  # stored on one of the ways: it is read on that alone, or was there before
+            if one is None or other is None:  # stored in one branch: read there only, or stored before
                 one, other = one or self.seen(name), other or self.seen(name)
-            found[name] = one.joined(other, tested, self.type_seen(name))
+            found[name] = one.join(other, tested, self.type_seen(name))
         return found
 
 
 def _after_turn(env: Env) -> Env:
-    """What is made of an expert's load is an outcome like others for the next expert."""
+    """Return the names for the next expert, where values computed from a load count as outcomes."""
     return {name: value._replace(kind=PLAIN) if value.kind == LOAD else value for name, value in env.items()}
 
 
@@ -241,6 +241,6 @@ def _item_type(node: ast.AST) -> str:
 
 
 def parameters(function: Any, values: list[Value], has_self: bool) -> dict[str, Value]:
-    """The values of a call's arguments, by the names of the parameters."""
+    """Return the values of a call's arguments by the names of the parameters."""
     names = [a.arg for a in function.args.args]
     return dict(itertools.islice(zip(names[has_self:], values, strict=False), len(names)))

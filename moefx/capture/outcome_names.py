@@ -1,4 +1,4 @@
-"""Store values under names, and look them up: see `outcome_flow`."""
+"""Store abstract values under names, and look them up: see `outcome_flow`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,27 @@ from .outcome_values import (
     UNKNOWN,
     Env,
     Value,
-    type_of,
+    find_type,
 )
 
 
 class Names:
-    """The names of one function, and what is stored under them.
+    """The names of one function and their values.
 
     Args:
-        events: what expressions evaluate to that ask for tokens.
-        names: what names held, as seen while the function ran.
-        outer_names: those of its module.
-        call: analyses another function, given its name's value, the values of the arguments, what decides whether it
-            runs, and the names here, which a nested function sees.
+        events: the values of expressions that ask for tokens.
+        names: objects that the local names had while the function ran.
+        outer_names: the globals of its module.
+        call: analyses another function, given the function, the values of its arguments, whether an outcome decides
+            that it runs, and the names here, which a nested function sees.
+
+    Attributes:
+        escapes: expressions that decide by an outcome more than to skip an expert. An ordered set.
+        tested: whether an outcome decides that the current statement runs.
+        exits: the names at each `continue`, `break` and `raise`.
+        returned: whether a `return` was under a test.
+        outer: names declared global or nonlocal.
+        shared: names whose container has other names.
     """
 
     def __init__(
@@ -49,33 +57,33 @@ class Names:
         call: Callable[[Any, list[Any], int, Env], Any],
     ):
         self.events, self.names, self.outer_names, self.call = events, names, outer_names, call
-        self.escapes: dict[ast.AST, None] = {}  # where decisions are taken on outcomes
+        self.escapes: dict[ast.AST, None] = {}
         self.returns: list[tuple[Value, int]] = []
-        self.tested = FREE  # what decides if a statement runs
-        self.exits: list[tuple[str, Env, int]] = []  # continue, break, raise
-        self.returned = False  # under a test
+        self.tested = FREE
+        self.exits: list[tuple[str, Env, int]] = []
+        self.returned = False
         self.outer: set[str] = set()
         self.function_name, self.owner_name = "", ""
-        self.shared: set[str] = set()  # names whose value has other names
+        self.shared: set[str] = set()
 
     def value(self, node: ast.AST | None, env: Env) -> Value:
-        """What an expression evaluates to."""
+        """Evaluate an expression."""
         raise NotImplementedError
 
     def escape(self, node: ast.AST) -> None:
         self.escapes[node] = None
 
     def type_seen(self, name: str) -> str:
-        """The type of all values that a name was seen to hold; numbers that remember where they come from are such."""
+        """Return the common type of the objects that a name had. Symbolic and routed numbers count as tensors."""
         held = self.names.get(name) or [self.outer_names.get(name)]
-        found = {type_of(v) for v in held} - {NONE}
+        found = {find_type(v) for v in held} - {NONE}
         return found.pop() if len(found) == 1 else TENSOR if found == {TENSOR, CONSTANT} else UNKNOWN
 
     def seen(self, name: str) -> Value:
         return Value("", self.type_seen(name))
 
     def object_of(self, node: ast.AST) -> Any:
-        """What a name or an attribute of one holds, if that was seen."""
+        """Return the object of a name or an attribute, if a capture recorded it."""
         if isinstance(node, ast.Name):
             held = self.names.get(node.id, ())
             return held[-1] if held else self.outer_names.get(node.id, getattr(builtins, node.id, None))
@@ -89,7 +97,7 @@ class Names:
                 return own.get(node.attr, found)
             if isinstance(owner, (type, types.ModuleType)):
                 return getattr(owner, node.attr, None)
-        if isinstance(node, ast.Subscript):  # an item like the others
+        if isinstance(node, ast.Subscript):  # take any item for all
             held = self.object_of(node.value)
             if isinstance(held, (list, tuple, nn.ModuleList, nn.Sequential)):
                 return next(iter(held), None)
@@ -98,7 +106,7 @@ class Names:
         return None
 
     def _inherited(self, name: str) -> Any:
-        """The method that `super()` gives: of this name the second one, in the method that overrides it."""
+        """Return the method that `super()` finds: the second of its name, if the current method overrides it."""
         owner = self.object_of(ast.Name(self.owner_name))
         found = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
         found = [types.MethodType(f, owner) for f in found if isinstance(f, types.FunctionType)]
@@ -127,7 +135,7 @@ class Names:
         elif isinstance(target, ast.Subscript):
             index, base = self.value(target.slice, env), self.value(target.value, env)
             is_container = base.kind in (BOX, TESTS, BOXES) or base.type == LIST
-            if target in self.events:  # by a number of the routing
+            if target in self.events:  # at a routed number
                 self.mark(target.value, env, value, True)
             elif is_container and (self.tested or value.kind or index.kind):
                 self.mark(target.value, env, value)
@@ -139,21 +147,25 @@ class Names:
                 self.escape(target)
 
     def share(self, source: ast.AST, target: ast.AST, env: Env) -> None:
-        """Note lists that get another name, by themselves or by one of their methods (`note = seen.add`)."""
+        """Note containers that get another name, directly or by a method (`note = seen.add`)."""
         owner = source.value if isinstance(source, ast.Attribute) else source
         if any(isinstance(n, (ast.Name, ast.Attribute)) and self.value(n, env).type == LIST for n in (source, owner)):
             self.shared |= {root_name(source), *([target.id] if isinstance(target, ast.Name) else [])}
 
     def mark(self, container: ast.AST, env: Env, item: Value, is_decided: bool = False) -> None:
-        """A container was filled, as an outcome decided."""
+        """Note that a container was filled under an outcome.
+
+        Args:
+            is_decided: whether the fill itself depends on outcomes, not only its item.
+        """
         kind = BOX if self.tested or is_decided or item.kind not in (TEST, PLAIN, LOAD) else TESTS
         if isinstance(container, ast.Name) and container.id in self.shared:
-            self.escape(container)  # others may ask it under another name
+            self.escape(container)  # it may be read under another name
             return
         while isinstance(container, (ast.Subscript, ast.Call, ast.Attribute)):
             if isinstance(container, ast.Subscript):
                 kind = BOXES
-            elif isinstance(container, ast.Attribute):  # of an object: others may ask it
+            elif isinstance(container, ast.Attribute):  # an attribute may be read elsewhere
                 self.escape(container)
                 return
             container = container.func.value if isinstance(container, ast.Call) and isinstance(  # type: ignore
@@ -164,7 +176,7 @@ class Names:
             env[container.id] = Value(kind, type_, old.stamp | {id(container)})
 
     def bind(self, target: ast.AST, source: ast.AST, env: Env) -> bool:
-        """Store an item of what a loop is over. Returns whether outcomes decide how many there are."""
+        """Store an item of a loop's iterable in the target. Returns whether outcomes decide the number of items."""
         called = source.func.id if isinstance(source, ast.Call) and isinstance(source.func, ast.Name) else ""
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
         is_event = source in self.events

@@ -1,4 +1,4 @@
-"""The values of `outcome_flow`: what a name tells of the experts that have no tokens."""
+"""Abstract values of `outcome_flow`: whether a name depends on which experts have no tokens, and how."""
 
 from __future__ import annotations
 
@@ -10,34 +10,44 @@ from torch import nn
 from .symbolic_sizes import Number
 
 Env: TypeAlias = "dict[str, Value]"
-# What decides whether a statement runs: no outcome, the load of this turn's expert, or outcomes.
+# Whether a statement runs depends on no outcome, on the load of the current turn's expert, or on outcomes.
 FREE, BY_LOAD, BY_OUTCOME = 0, 1, 2
 
-# Kinds of values, of which "" depends on no outcome.
-TEST = "test"  # tells of one expert whether it has tokens, or is one of several such questions
-PLAIN = "plain"  # a number, string or flag that was made of outcomes
+# Kinds of values; "" depends on no outcome.
+TEST = "test"  # whether one expert has tokens
+PLAIN = "plain"  # a number, string or flag computed from outcomes
 BOX = "box"  # a container whose length or keys depend on outcomes
-LOAD = "load"  # a test or a number made of a load that Python compares, in the turn of this expert alone
-TESTS, BOXES = "tests", "boxes"  # a container of a fixed length, of those
-OPTION = "option"  # None, or a tensor
-KEYS = "keys"  # of an access to a container, at a key that the routing says
-TRUTH = "truth"  # of an expression whose truth tells of tokens, and whose value does not
+LOAD = "load"  # a test or a number computed from a load that Python compares, in the turn of its expert only
+TESTS, BOXES = "tests", "boxes"  # a container of fixed length with these
+OPTION = "option"  # None or a tensor
+KEYS = "keys"  # an access to a container at a routed key
+TRUTH = "truth"  # an expression whose truth depends on outcomes, and whose value does not
 
-# Types, as far as the syntax and the names of a running function tell.
+# Types, as far as the syntax and the variables of a running function determine them.
 CONSTANT, LIST, NONE, TENSOR, UNKNOWN = "constant", "list", "none", "tensor", "unknown"
 
 
 class Value(NamedTuple):
-    """`stamp`: the statements that may have stored it. `parts`: the values of a tuple. Of a container `type` is that of
-    its items where it depends on outcomes."""
+    """An abstract value.
+
+    Attributes:
+        type: its type; for a container that depends on outcomes, the type of its items.
+        stamp: ids of the statements that may have stored it.
+        parts: the values of a tuple.
+    """
 
     kind: str = ""
     type: str = UNKNOWN
     stamp: frozenset[int] = frozenset()
     parts: tuple[Any, ...] = ()
 
-    def joined(self, other: Value, tested: int, seen: str) -> Value:
-        """The value where two ways meet. Args: `seen`: the type that the name was seen to have while the code ran."""
+    def join(self, other: Value, tested: int, seen: str) -> Value:
+        """Return the value after two branches.
+
+        Args:
+            tested: whether an outcome chooses the branch: `FREE`, `BY_LOAD` or `BY_OUTCOME`.
+            seen: the type that the name had while the code ran.
+        """
         if self == other:
             return self
         types_ = {self.type, other.type}
@@ -52,14 +62,14 @@ class Value(NamedTuple):
             elif types_ != {TENSOR} and seen != TENSOR:
                 kind = PLAIN if tested == BY_OUTCOME else LOAD
         parts = (
-            tuple(a.joined(b, tested, "") for a, b in zip(self.parts, other.parts, strict=True))
+            tuple(a.join(b, tested, "") for a, b in zip(self.parts, other.parts, strict=True))
             if len(self.parts) == len(other.parts)
             else ()
         )
         return Value(kind, type_, self.stamp | other.stamp, parts)
 
 
-def type_of(held: Any) -> str:
+def find_type(held: Any) -> str:
     if held is None:
         return NONE
     if isinstance(held, (Number, torch.Tensor, nn.Module)) or _holds_tensors(held):
@@ -71,4 +81,4 @@ def type_of(held: Any) -> str:
 
 def _holds_tensors(held: Any) -> bool:
     """Whether a value is a tuple of tensors, which `where` and `topk` return."""
-    return isinstance(held, tuple) and bool(held) and all(type_of(v) == TENSOR for v in held)
+    return isinstance(held, tuple) and bool(held) and all(find_type(v) == TENSOR for v in held)

@@ -1,6 +1,6 @@
-"""Containers as they are stored: read and written through the base type's own methods, which no subclass overrides.
+"""Read and write containers through the methods of their built-in base type, without code of a subclass.
 
-A subclass may make an instance at each lookup, count its reads, or refuse writes. None of its own code runs here.
+A subclass may create items at each lookup, count its reads, or refuse writes. A capture must not trigger this.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ _BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set, collections
 
 
 def find_base_type(thing: Any) -> Any:
-    """The built-in container type that stores the items of `thing`; None if it is no container."""
+    """Return the built-in container type that stores the items of `thing`; None if it is no container."""
     kind = type(thing)
     return kind if kind in _BASES else next((base for base in _BASES if issubclass(kind, base)), None)
 
 
 def copy_items(container: Any) -> Any:
-    """A copy of the stored items: a plain dict, set or list."""
+    """Return a copy of the stored items: a plain dict, set or list."""
     if type(container) is dict:
-        return container.copy()  # without asking keys for their hash, which a symbolic size notes
+        return container.copy()  # does not hash the keys, as a symbolic size refuses it
     base = find_base_type(container)
     if issubclass(base, dict):
         return dict(base.items(container))
@@ -29,20 +29,20 @@ def copy_items(container: Any) -> Any:
 
 
 def list_values(container: Any) -> list[Any]:
-    """The stored items; of a dict the values."""
+    """List the stored items; the values of a dict."""
     items = copy_items(container)
     return list(items.values() if type(items) is dict else items)
 
 
 def have_same_items(a: Any, b: Any) -> bool:
-    """Whether two results of `contents` hold the same objects, dicts in any order."""
+    """Whether two results of `copy_items` hold the same objects, dicts in any order."""
     if type(a) is dict:
         return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
     return a == b if type(a) is set else len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 def restore_items(container: Any, items: Any) -> None:
-    """Make `contents(container)` equal to `items` again, in the same order. Write only what differs."""
+    """Restore items that `copy_items` returned, in the same order. Write only differences."""
     base, now = find_base_type(container), copy_items(container)
     if have_same_items(now, items) and list(now) == list(items):
         return
@@ -52,10 +52,10 @@ def restore_items(container: Any, items: Any) -> None:
         base.clear(container)
         (set.update if base is set else collections.deque.extend)(container, items)
     else:
-        _refill_dict(base, container, now, items)
+        _restore_dict(base, container, now, items)
 
 
-def _refill_dict(base: Any, container: Any, now: dict[Any, Any], items: dict[Any, Any]) -> None:
+def _restore_dict(base: Any, container: Any, now: dict[Any, Any], items: dict[Any, Any]) -> None:
     for key in now.keys() - items.keys():
         base.__delitem__(container, key)
     for key, value in items.items():
@@ -74,7 +74,7 @@ class SlotAttribute:
         self.thing, self.member = thing, member
 
     def get(self) -> list[Any]:
-        """Its value, in a list that is empty without one."""
+        """Return its value in a list; an empty list if it has none."""
         try:
             return [self.member.__get__(self.thing)]
         except AttributeError:
@@ -88,6 +88,7 @@ class SlotAttribute:
 
 
 def list_slots(thing: Any) -> list[SlotAttribute]:
+    """List the attributes in the `__slots__` of an object's classes."""
     members = [member for cls in type(thing).__mro__ for member in vars(cls).values()]
     return [SlotAttribute(thing, member) for member in members if type(member) is types.MemberDescriptorType]
 

@@ -30,7 +30,7 @@ def asks_if_empty(number: Number, op: str, other: Any) -> bool:
 
 
 class RoutedNumberLog(Protocol):
-    """Receives what the program does with routed numbers."""
+    """Receives the uses of routed numbers by the program."""
 
     def compared(self, number: Number, op: str, other: Any, value: bool) -> bool:
         """Note a comparison with the outcome `value`, and return the outcome that the program gets."""
@@ -116,7 +116,7 @@ def _arithmetic(fn: Callable, swapped: bool) -> Callable:
         if fn not in _LINEAR:  # few tokens may all give one number: `n // 300`
             self.log.leak(self.expr)
         is_multiple = fn is operator.mul and type(value) is int and value > 0
-        if self.expr is ROW_COUNT and is_multiple:  # 0 exactly if there are no rows
+        if self.expr is ROW_COUNT and is_multiple:  # 0 only if the tensor has no rows
             return RoutedInt(result, ROW_COUNT, self.log)
         return self._like(result, None, other)
 

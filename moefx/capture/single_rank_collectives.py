@@ -1,4 +1,4 @@
-"""Collectives over a group of one rank: they give back what they are given, and nothing is sent."""
+"""Run collectives over a group of one rank in captures: they return their inputs, and send nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_single_rank_op(func: Any, args: tuple) -> bool:
 
 
 def run_single_rank_op(func: Any, args: tuple, copy: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
-    """The result of an op that `is_alone`. `copy` writes the second tensor into the first."""
+    """Return the result of an op that `is_single_rank_op`. Args: copy: writes the second tensor into the first."""
     from torch._C._distributed_c10d import FakeWork
 
     name, work = func.overloadpacket.__name__, FakeWork().boxed()

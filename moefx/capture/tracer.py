@@ -84,7 +84,7 @@ class Tracer(ReadLogger):
 
     # ---------------------------------------------------------------- ops
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an op, append its nodes to the graph, and return what the user sees."""
+        """Run an op, append its nodes to the graph, and return the visible result."""
         func, args, kwargs = self._normalize(func, args, kwargs)
         if func in (aten.clone.default, aten.alias.default):
             return self._reuse_node(func, args, kwargs)
