@@ -156,7 +156,7 @@ def _list_ops(device: str) -> frozenset[str]:
     """Return the names with overloads of the ops that autocast on a device changes."""
     key = f"Autocast{device.upper()}"
     try:
-        every = torch._C._dispatch_get_all_op_list_ops()
+        every = torch._C._dispatch_get_all_op_names()
         return frozenset(n for n in every if torch._C._dispatch_has_kernel_for_dispatch_key(n, key))
     except RuntimeError:  # no such key
         raise CaptureError(f"the autocast of {device} is unknown") from None
@@ -177,7 +177,7 @@ def _is_listed(func: Any, device: str) -> bool:
 def _list_composites() -> frozenset[str]:
     """Return the names of composite functions, which may call a function that autocast changes."""
     key = "CompositeImplicitAutograd"
-    names = (n for n in torch._C._dispatch_get_all_op_list_ops() if n.startswith("aten::"))
+    names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
     return frozenset(
         n.partition("::")[2].partition(".")[0] for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)
     )

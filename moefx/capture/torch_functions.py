@@ -213,7 +213,7 @@ class TorchFunctions(TorchFunctionMode):
             out = tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
         if tracer.autocast is None:
             return out
-        return device_autocast.check_result(func, args, options, tracer.autocast, out)
+        return device_autocast.check_result_dtype(func, args, options, tracer.autocast, out)
 
     def _run(self, func: Any, args: tuple, options: dict[str, Any], run: Any = None) -> Any:
         """Run `func`, or `run` in its place, under the autocast of the block's device."""
@@ -226,10 +226,10 @@ class TorchFunctions(TorchFunctionMode):
                 return run(*args, **options)
             given = device_autocast.cast_arguments(func, args, options, dtype, torch.Tensor.to)
             if given is None:
-                return device_autocast.check_result(func, args, options, dtype, run(*args, **options))
+                return device_autocast.check_result_dtype(func, args, options, dtype, run(*args, **options))
             with self.tracer.suspend_casts():
                 out = run(*given[0], **given[1])
-            return device_autocast.check_result(func, args, options, dtype, out)
+            return device_autocast.check_result_dtype(func, args, options, dtype, out)
 
     def _whole_norm(self, *args: Any) -> torch.Tensor:
         return self.tracer.record_whole(aten.rms_norm.default, args, {}, functools.partial(torch.rms_norm, *args))
