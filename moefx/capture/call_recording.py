@@ -51,35 +51,63 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
         names: paths of the submodules to record, by id.
         functions: also gets the functions for which torch calls no mode.
     """
-    original_apply = torch.autograd.Function.__dict__["apply"]
-    original_call, original_move = nn.Module.__call__, nn.Module._apply
+    apply = torch.autograd.Function.__dict__["apply"]
+    # `Function.apply` calls this one, even if it was looked up earlier: `activation = Activation.apply`
+    inner_apply = inspect.getattr_static(_SingleLevelFunction, "apply")
+    plain_len = len
 
-    def wrap_apply(unrecorded: Any) -> Any:
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if tracer.whole_op_depth or not tracer.is_own_thread():
-                return unrecorded.__get__(None, cls)(*args, **kwargs)
-            if cls is CheckpointFunction:  # run without checkpointing
-                function, _, *inner = args
-                return function(*inner)
-            tracer.notice_autocast()
-            run = original_apply.__get__(None, cls)
-            return tracer.record_whole(run, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
+    def length(thing: Any) -> Any:  # the builtin would make the result of `__len__` a plain number
+        return thing.__len__() if isinstance(thing, torch.Tensor) else plain_len(thing)
 
-        return classmethod(apply)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_patched(builtins, "len", length))
+        stack.enter_context(_patched(torch.autograd.Function, "apply", _wrap_apply(tracer, apply, apply)))
+        stack.enter_context(_patched(_SingleLevelFunction, "apply", _wrap_apply(tracer, apply, inner_apply)))
+        stack.enter_context(_patched(nn.Module, "__call__", _wrap_module_call(tracer, nn.Module.__call__, names)))
+        stack.enter_context(_patched(nn.Module, "_apply", _wrap_conversion(tracer, nn.Module._apply)))
+        for name in ("is_grad_enabled", "is_inference_mode_enabled"):
+            stack.enter_context(_patched(torch, name, _wrap_query(tracer, name, getattr(torch, name))))
+        for name in _WITHOUT_MODE:
+            stack.enter_context(_patched(torch, name, _wrap_function(tracer, functions, getattr(torch, name))))
+        yield
 
+
+def _wrap_apply(tracer: Tracer, original: Any, unrecorded: Any) -> Any:
+    """Wrap `Function.apply` to record an autograd function as one node.
+
+    Args:
+        original: `torch.autograd.Function.apply`, which runs the function.
+        unrecorded: runs it outside of the capture.
+    """
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if tracer.whole_op_depth or not tracer.is_own_thread():
+            return unrecorded.__get__(None, cls)(*args, **kwargs)
+        if cls is CheckpointFunction:  # run without checkpointing
+            function, _, *inner = args
+            return function(*inner)
+        tracer.notice_autocast()
+        run = original.__get__(None, cls)
+        return tracer.record_whole(run, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
+
+    return classmethod(apply)
+
+
+def _wrap_module_call(tracer: Tracer, original: Callable, names: dict[int, str]) -> Callable:
+    """Wrap `nn.Module.__call__` to record the calls of the named modules."""
     depth = 0
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         fqn = names.get(id(module))
         if fqn is None or tracer.whole_op_depth or not tracer.is_own_thread():
-            return original_call(module, *args, **kwargs)
+            return original(module, *args, **kwargs)
         with suspend_modes(), torch.DisableTorchFunction():
             node_args, node_kwargs = _map_tensors((args, kwargs), tracer.node_of)
         record = SubmoduleCall(fqn, node_args, node_kwargs, None, len(tracer.nodes), 0, depth, get_autocast_dtype())
         depth += 1
         try:
-            out = original_call(module, *args, **kwargs)
+            out = original(module, *args, **kwargs)
         finally:
             depth -= 1
         with suspend_modes(), torch.DisableTorchFunction():
@@ -88,18 +116,15 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
         tracer.calls.append(record)
         return out
 
-    def wrap_query(name: str, fn: Callable) -> Callable:
-        def query(*args: Any, **kwargs: Any) -> Any:
-            if tracer.is_own_thread() and not is_library_file(sys._getframe(1).f_code.co_filename):
-                tracer.modes_read.add(name)
-            return fn(*args, **kwargs)
+    return call
 
-        return query
 
-    def move(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
-        """Run `self.lin.to(dtype)` in a forward, where torch would swap abstract parameters."""
+def _wrap_conversion(tracer: Tracer, original: Callable) -> Callable:
+    """Wrap `nn.Module._apply`, so that `self.lin.to(dtype)` in a forward does not swap abstract parameters."""
+
+    def apply(module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
         if not tracer.is_own_thread():
-            return original_move(module, fn, recurse)
+            return original(module, fn, recurse)
         for part in module.modules() if recurse else [module]:
             for tensors in (part._parameters, part._buffers):
                 for key, t in tensors.items():
@@ -107,31 +132,29 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
                         tensors[key] = moved
         return module
 
-    def wrap_function(fn: Callable) -> Callable:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if tracer.whole_op_depth or not tracer.is_own_thread():
-                return fn(*args, **kwargs)
-            return functions.__torch_function__(fn, (), args, kwargs)
+    return apply
 
-        return called
 
-    def length(thing: Any) -> Any:  # the builtin would make the result of `__len__` a plain number
-        return thing.__len__() if isinstance(thing, torch.Tensor) else plain_len(thing)
+def _wrap_query(tracer: Tracer, name: str, fn: Callable) -> Callable:
+    """Wrap a query of a global mode, so that a read by the program is noted under `name`."""
 
-    plain_len = len
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_patched(builtins, "len", length))
-        stack.enter_context(_patched(torch.autograd.Function, "apply", wrap_apply(original_apply)))
-        # `Function.apply` calls this one, even if it was looked up earlier: `activation = Activation.apply`
-        inner_apply = inspect.getattr_static(_SingleLevelFunction, "apply")
-        stack.enter_context(_patched(_SingleLevelFunction, "apply", wrap_apply(inner_apply)))
-        stack.enter_context(_patched(nn.Module, "__call__", call))
-        stack.enter_context(_patched(nn.Module, "_apply", move))
-        for name in ("is_grad_enabled", "is_inference_mode_enabled"):
-            stack.enter_context(_patched(torch, name, wrap_query(name, getattr(torch, name))))
-        for name in _WITHOUT_MODE:
-            stack.enter_context(_patched(torch, name, wrap_function(getattr(torch, name))))
-        yield
+    def query(*args: Any, **kwargs: Any) -> Any:
+        if tracer.is_own_thread() and not is_library_file(sys._getframe(1).f_code.co_filename):
+            tracer.modes_read.add(name)
+        return fn(*args, **kwargs)
+
+    return query
+
+
+def _wrap_function(tracer: Tracer, functions: TorchFunctionMode, fn: Callable) -> Callable:
+    """Wrap a function for which torch calls no mode, so that `functions` gets its calls."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if tracer.whole_op_depth or not tracer.is_own_thread():
+            return fn(*args, **kwargs)
+        return functions.__torch_function__(fn, (), args, kwargs)
+
+    return call
 
 
 def _map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:

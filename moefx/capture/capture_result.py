@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from .code_locations import Source
-from .symbolic_sizes import SizeLog
+from .size_guards import SizeLog
 
 # Force mixed outcomes, element by element: both outcomes of a comparison, an integer or one more. Choices select among
 # arbitrary numbers.

@@ -36,7 +36,7 @@ from .side_effects import (
     keep_random_state,
     restore_attributes,
 )
-from .symbolic_sizes import SizeLog
+from .size_guards import SizeLog
 from .tensor_trees import collect_tensors, is_float
 from .torch_functions import TorchFunctions
 from .tracer import Tracer
@@ -86,21 +86,9 @@ def capture_block(
     tracer.named |= install_stand_ins(block, make_stand_in)
     before = {n: dict(vars(m)) for n, m in unique}
     hooks = [(own[k], copy_items(own[k])) for own in before.values() for k in HOOKS & own.keys()]
-    outside, functions = OutsideState(block, (args, kwargs)), TorchFunctions(tracer)
+    outside = OutsideState(block, (args, kwargs))
     try:
-        with (
-            without_fake_tensor_errors(), clear_filled_caches(tracer),
-            keep_random_state(outside.generators) as list_drawn, torch.random.fork_rng(devices=[]),
-            record_calls(tracer, names, functions), tracer, functions,
-        ):  # fmt: skip
-            torch.default_generator.manual_seed(routing.seed)  # captures use no generator of an accelerator
-            try:
-                out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
-            except Exception as error:
-                if tracer.refusals:  # the cause of the error
-                    raise tracer.refusals[0] from error
-                raise
-            drawn = list_drawn()
+        out, drawn = _run_block(tracer, block, state, args, kwargs, names, outside.generators)
         with torch.DisableTorchFunction():
             effects = collect_effects(tracer, block, before, given, state, inputs)
             foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
@@ -134,6 +122,31 @@ def capture_block(
         tracer,
         tracer.modes_read,
     )
+
+
+def _run_block(
+    tracer: Tracer,
+    block: nn.Module,
+    state: dict[str, torch.Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+    names: dict[int, str],
+    generators: dict[str, Any],
+) -> tuple[Any, list[str]]:
+    """Run a block under the tracer. Returns its result, and the names of the random generators that it used."""
+    functions = TorchFunctions(tracer)
+    with (
+        without_fake_tensor_errors(), clear_filled_caches(tracer), keep_random_state(generators) as list_drawn,
+        torch.random.fork_rng(devices=[]), record_calls(tracer, names, functions), tracer, functions,
+    ):  # fmt: skip
+        torch.default_generator.manual_seed(tracer.routing.seed)  # captures use no generator of an accelerator
+        try:
+            out = torch.func.functional_call(block, state, args, kwargs, strict=False, tie_weights=False)
+        except Exception as error:
+            if tracer.refusals:  # the cause of the error
+                raise tracer.refusals[0] from error
+            raise
+        return out, list_drawn()
 
 
 def _register_state(

@@ -27,7 +27,8 @@ from . import device_autocast
 from .code_locations import NOWHERE, find_user_source, find_user_stack
 from .layout_cache import find_layout, make_key, make_meta_tensor, store_layout
 from .node_origins import has_gradients
-from .symbolic_sizes import SizeLog, unwrap_numbers
+from .size_guards import SizeLog
+from .symbolic_sizes import unwrap_numbers
 from .tensor_trees import collect_tensors, is_float, map_tensors, suspend_modes
 from .worker_thread import check_interrupt
 

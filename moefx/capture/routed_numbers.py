@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .symbolic_sizes import ARITHMETIC, COMPARE, Number
+from .size_guards import COMPARE
+from .symbolic_sizes import ARITHMETIC, Number
 
 _LINEAR = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
 ROW_COUNT = object()  # the origin of a number of rows

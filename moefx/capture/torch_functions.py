@@ -6,10 +6,8 @@ It runs above autograd and above decompositions. The dispatch mode (`tracer`) re
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,16 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import Refused
 from . import device_autocast
-from .code_locations import find_user_source
 from .functionalize import require_one_dtype_under
 from .idle_tests import ROWS
 from .node_origins import follows_from_floats
 from .routed_numbers import ROW_COUNT, wrap_routed
-from .symbolic_sizes import Number, Size, evaluate_size, unwrap_numbers, wrap_sizes
+from .symbolic_sizes import Size, unwrap_numbers, wrap_sizes
 from .tensor_trees import collect_tensors, is_float, suspend_modes
 from .tracer import Tracer
+from .view_sizes import MAX_ROWS_PER_TOKEN, ViewSizes
 
 aten = torch.ops.aten
 
@@ -55,7 +52,7 @@ class TorchFunctions(TorchFunctionMode):
     def __init__(self, tracer: Tracer):
         super().__init__()
         self.tracer = tracer
-        self._views: dict[tuple[str, bool], bool] = {}  # cache of `_fits_all_sizes`
+        self._view_sizes = ViewSizes(tracer.sizes)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = (*args, *(kwargs or {}).values())
@@ -67,72 +64,22 @@ class TorchFunctions(TorchFunctionMode):
             tracer.op_numbers, tracer.sizes.given = before | tracer.sizes.given, frozenset()
         try:
             if func in _LISTS and _is_along_rows(func, args, options):
-                if self._has_note_routed_rows(args[0]):
+                if self._has_routed_rows(args[0]):
                     tracer.note_question(ROWS)
                 elif isinstance(size := self._shape(args[0])[0], Size):
                     tracer.sizes.leak(size.expr)
             return self._call(func, args, options, has_routed_argument, given)
         except Exception:
-            tracer.note_error(any(map(self._has_note_routed_rows, collect_tensors((args, options)))))
+            tracer.note_error(any(map(self._has_routed_rows, collect_tensors((args, options)))))
             raise
         finally:
             tracer.op_numbers = before
 
     def _check_view(self, t: Any, *shape: Any) -> None:
-        """Note the sizes that a view accepts: `x.view(-1, 8, D)` needs a multiple of 8 tokens.
-
-        Raises:
-            Refused: the view does not accept the sizes of this capture. The log has the comparison, so that the next
-                capture chooses others.
-        """
+        """Note the sizes that a view accepts: see `ViewSizes`."""
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        if not isinstance(t, torch.Tensor) or _is_batched(t) or not all(isinstance(n, int) for n in shape):
-            return
-        own, sizes = self._shape(t), self.tracer.sizes
-        known = [n for n in shape if isinstance(n, Size) or n != -1]
-        symbolic = [n for n in (*own, *known) if isinstance(n, Number)]
-        if not any(isinstance(n, Size) for n in own) or any(not isinstance(n.expr, str) for n in symbolic):
-            return
-        tokens: Any = functools.reduce(lambda a, b: a * b, [n for n in own if isinstance(n, Size)])
-        step: Any = math.prod(known)
-        width = math.prod(n for n in own if type(n) is int)
-        if len(known) == len(shape):
-            left, right, is_met = f"{tokens.expr}*{width}", _text(step), tokens.value * width == _plain(step)
-        elif type(step) is int:
-            step //= math.gcd(step, width)
-            left, right, is_met = f"{tokens.expr}%{step}", "0", step < 2 or tokens.value % step == 0
-        else:
-            left, right, is_met = f"({tokens.expr}*{width})%({step.expr})", "0", tokens.value * width % step.value == 0
-        if self._fits_all_sizes(own, known, is_whole=len(known) == len(shape)):
-            return
-        sizes.note(left, "eq", right, is_met)
-        if not is_met:
-            source = find_user_source()
-            what = f"a multiple of {step}" if type(step) is int and len(known) < len(shape) else "one that fits"
-            raise Refused(
-                f"the number of tokens has to be {what} here: {source.text}",
-                source=str(source),
-                remedy="pass example_inputs of several such sizes, or pad the tokens outside of the block",
-            )
-
-    def _fits_all_sizes(self, own: Iterable[Any], asked: Iterable[Any], is_whole: bool) -> bool:
-        """Whether a view fits at all sizes under some interpretation of its numbers.
-
-        In a small capture a size may equal a number of the program, such as the slots of a token. Captures in which
-        each number has one interpretation find views that fit some sizes only.
-
-        Args:
-            own: the axes of the tensor.
-            asked: the axes of the view.
-            is_whole: whether the view leaves no axis to torch (-1).
-        """
-        sizes = self.tracer.sizes
-        names = [_list_names(n, sizes.tokens, sizes.tokens_text) for n in (*own, "/", *asked)]
-        key = str(names), is_whole
-        if key not in self._views:
-            conditions = (_make_condition(each, is_whole) for each in itertools.product(*names))
-            self._views[key] = any(_is_identity(left, right, sizes.dims) for left, right in conditions)
-        return self._views[key]
+        if isinstance(t, torch.Tensor) and not _is_batched(t) and all(isinstance(n, int) for n in shape):
+            self._view_sizes.check(self._shape(t), shape)
 
     def _call(self, func: Any, args: tuple, options: dict[str, Any], has_routed_argument: bool, given: tuple) -> Any:
         """Run a function.
@@ -236,7 +183,7 @@ class TorchFunctions(TorchFunctionMode):
 
     def _shape(self, t: torch.Tensor) -> torch.Size:
         tracer = self.tracer
-        ragged = self._has_note_routed_rows(t)
+        ragged = self._has_routed_rows(t)
         with torch.DisableTorchFunction():
             shape = t.shape
             first = shape[0] if shape else None
@@ -247,7 +194,7 @@ class TorchFunctions(TorchFunctionMode):
             out = torch.Size([multiple, *out[1:]])
         return out
 
-    def _has_note_routed_rows(self, t: Any) -> bool:
+    def _has_routed_rows(self, t: Any) -> bool:
         """Whether the routing determines the number of rows of a tensor."""
         if not isinstance(t, torch.Tensor) or _is_batched(t):
             return False
@@ -262,7 +209,7 @@ class TorchFunctions(TorchFunctionMode):
         sizes = self.tracer.sizes
         tokens = sizes.tokens
         each, rest = divmod(rows, tokens)
-        if rest or not 2 <= each <= _MAX_ROWS_PER_TOKEN or tokens < _MIN_TOKENS or _is_batched(t):
+        if rest or not 2 <= each <= MAX_ROWS_PER_TOKEN or tokens < _MIN_TOKENS or _is_batched(t):
             return None
         with suspend_modes(), torch.DisableTorchFunction():
             if rows in self.tracer.state_sizes or self.tracer.node_of(t).op == "get_attr":
@@ -336,46 +283,6 @@ def _without_eps(
     return input, list(normalized_shape), weight, None
 
 
-def _list_names(n: Any, tokens: int, tokens_text: str) -> list[str]:
-    """Return the expressions that a number in a shape may stand for."""
-    if isinstance(n, Number):
-        return [n.expr, str(n.value)] if n.value <= _MAX_ROWS_PER_TOKEN else [n.expr]
-    if isinstance(n, int) and n and n % tokens == 0 and n // tokens <= _MAX_ROWS_PER_TOKEN:
-        return [str(n), f"{n // tokens}*{tokens_text}"]
-    return [str(n)]
-
-
-def _make_condition(names: tuple[str, ...], is_whole: bool) -> tuple[str, str]:
-    """Return two expressions that are equal if a view fits.
-
-    Args:
-        names: expressions of the tensor's axes, "/", and expressions of the view's axes.
-    """
-    at = names.index("/")
-    own, asked = "*".join(names[:at]) or "1", "*".join(names[at + 1 :]) or "1"
-    return (own, asked) if is_whole else (f"({own})%({asked})", "0")
-
-
-def _is_identity(left: str, right: str, dims: Iterable[str]) -> bool:
-    """Whether two expressions are equal at all sizes, tested at sizes without common factors."""
-    samples = [dict(zip(dims, primes, strict=False)) for primes in _PRIMES]
-    try:
-        return all(evaluate_size(left, one) == evaluate_size(right, one) for one in samples)
-    except (ArithmeticError, NameError):
-        return False
-
-
-_PRIMES = ((31, 37, 41, 43, 47), (53, 29, 59, 61, 67), (71, 73, 23, 79, 83))
-
-
-def _text(size: Any) -> str:
-    return size.expr if isinstance(size, Number) else str(size)
-
-
-def _plain(size: Any) -> Any:
-    return size.value if isinstance(size, Number) else size
-
-
 def _find_full_slices(t: torch.Tensor, index: Any) -> list[tuple[int, int]]:
     """Return (dim of the result, stop) of slices `[:stop]` that take a whole axis.
 
@@ -428,7 +335,6 @@ _NO_QUERY = object()
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_MAX_ROWS_PER_TOKEN = 16
 _MIN_TOKENS = 17  # a multiple of fewer tokens may be any number
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad}
 _COUNTS = {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}

@@ -24,8 +24,8 @@ from ..capture.opaque_state import refuse_opaque_state
 from ..capture.outside_state import ARGUMENT
 from ..capture.side_effects import silence_hooks
 from ..capture.size_collisions import ModelNumbers
+from ..capture.size_guards import SizeGuard
 from ..capture.skipped_calls import SkippedCall, SkipPlan, patch_skipped_calls
-from ..capture.symbolic_sizes import SizeGuard
 from ..capture.worker_thread import run_in_worker
 from ..errors import CaptureError, Refused
 from ..inspection.history import History

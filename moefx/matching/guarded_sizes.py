@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from ..capture.block_arguments import TWICE_THE_TOKENS, Arguments
-from ..capture.symbolic_sizes import SizeGuard
+from ..capture.size_guards import SizeGuard
 
 MAX_TOKENS = 600
 _MIN_TOKENS = 8

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..capture.block_arguments import Arguments
 from ..capture.capture_result import Capture
 from ..capture.concrete_routing import Routing
-from ..capture.symbolic_sizes import SizeGuard, evaluate_size
+from ..capture.size_guards import SizeGuard, evaluate_size
 from ..inspection.proof_trace import ProbeRun
 from .capacity_formulas import Formula, find_formula
 from .guarded_sizes import find_sequence, find_sizes

@@ -20,7 +20,7 @@ from ..capture.concolic import capture_block
 from ..capture.concrete_routing import Routing
 from ..capture.host_reads import Interventions
 from ..capture.idle_tests import IdleQuestions
-from ..capture.symbolic_sizes import SizeGuard, SizeLog
+from ..capture.size_guards import SizeGuard, SizeLog
 from ..errors import Refused
 from ..inspection.proof_trace import ProbeRun
 from .graph_nodes import Line, line

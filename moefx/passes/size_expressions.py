@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..capture.capture_result import Capture
-from ..capture.symbolic_sizes import evaluate_size
+from ..capture.size_guards import evaluate_size
 from ..errors import Refused
 from ..ir.graph_codegen import FUNCTIONS
 from ..matching.capacity_formulas import Formula, find_formula

@@ -15,7 +15,7 @@ from ..._plan import Plan
 from ...capture.block_search import SurveyedCall
 from ...capture.default_device import neutral_device
 from ...capture.device_autocast import use_device_autocast
-from ...capture.symbolic_sizes import SizeGuard
+from ...capture.size_guards import SizeGuard
 from ...compiler.block_report import build_report
 from ...compiler.numeric_check import numeric_check
 from ...compiler.pipeline import BlockRewrite, apply_capacity, rewrite_block

@@ -19,7 +19,7 @@ from torch import fx
 
 from ...capture.capture_result import Capture
 from ...capture.code_locations import Source
-from ...capture.symbolic_sizes import SizeGuard
+from ...capture.size_guards import SizeGuard
 from ..terms.parameter_places import ParameterSlice
 
 

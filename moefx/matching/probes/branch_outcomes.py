@@ -28,7 +28,7 @@ from ...capture.capture_result import Capture, HostRead
 from ...capture.code_locations import Source
 from ...capture.node_origins import find_float_decisions
 from ...capture.routed_numbers import ROW_COUNT, is_empty_test
-from ...capture.symbolic_sizes import COMPARE
+from ...capture.size_guards import COMPARE
 from ...errors import Refused
 from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure

@@ -21,7 +21,7 @@ from torch import fx
 from ...capture.capture_result import HostRead
 from ...capture.concrete_routing import Routing
 from ...capture.routed_numbers import RoutedInt, is_empty_test
-from ...capture.symbolic_sizes import COMPARE
+from ...capture.size_guards import COMPARE
 from ...errors import Refused
 from ..graph_nodes import fold_ancestors, is_known, is_routed, op_name
 from ..integer_ranges import NARROW

@@ -24,7 +24,8 @@ import torch.utils._pytree as pytree
 
 from ...capture.capture_result import Capture
 from ...capture.concrete_routing import Routing
-from ...capture.symbolic_sizes import SizeGuard, evaluate_size, unwrap_numbers
+from ...capture.size_guards import SizeGuard, evaluate_size
+from ...capture.symbolic_sizes import unwrap_numbers
 from ...errors import CaptureError, Refused
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import collect_numbers

@@ -23,7 +23,7 @@ from ...capture.capture_result import Capture, HostRead
 from ...capture.code_locations import Source
 from ...capture.concrete_routing import Routing
 from ...capture.routed_numbers import RoutedFloat, RoutedInt, is_empty_test
-from ...capture.symbolic_sizes import SizeGuard
+from ...capture.size_guards import SizeGuard
 from ...errors import Refused
 from ..graph_nodes import is_routed, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes

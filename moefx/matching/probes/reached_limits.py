@@ -22,7 +22,7 @@ from torch import fx
 from ...capture.capture_result import Capture
 from ...capture.code_locations import Source
 from ...capture.concrete_routing import Routing
-from ...capture.symbolic_sizes import SizeGuard
+from ...capture.size_guards import SizeGuard
 from ...errors import Refused
 from ..graph_nodes import fold_ancestors, is_known, is_routed, op_name
 from ..integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes

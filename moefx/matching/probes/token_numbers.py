@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...capture.concrete_routing import Routing
-from ...capture.symbolic_sizes import SizeGuard
+from ...capture.size_guards import SizeGuard
 from ...errors import Refused
 from ..lift.canonical_form import CanonicalForm
 from ..lift.lifter import NothingRouted
