@@ -176,13 +176,13 @@ def test_what_is_not_reproduced_is_refused():
     block = Calls(lambda x, w: torch.einsum("sd,d->sd", x, w[0]))
     with (
         use_device_autocast("cuda", torch.bfloat16),
-        pytest.raises(CaptureError, match=r"autocast on cuda makes torch.bfloat16 of"),
+        pytest.raises(CaptureError, match=r"autocast on cuda returns torch.bfloat16 from"),
     ):
         capture_block(block, (torch.empty(ROWS, D, device="meta"),), {}, Routing())
     block = Calls(torch.inner)  # made of `tensordot`, which nobody sees
     with (
         use_device_autocast("cuda", torch.bfloat16),
-        pytest.raises(CaptureError, match=r"autocast on cuda makes torch.float32 of"),
+        pytest.raises(CaptureError, match=r"autocast on cuda returns torch.float32 from"),
     ):
         capture_block(block, (torch.empty(ROWS, D, device="meta"),), {}, Routing())
 
