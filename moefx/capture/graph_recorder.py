@@ -138,29 +138,29 @@ class Recorder(TorchDispatchMode):
 
     def track(self, t: torch.Tensor, node: fx.Node, base: torch.Tensor | None = None, view: Any = None) -> None:
         alias = _Alias(t, node, base, view)
-        alias.version = self.version(t, alias)
+        alias.version = self.count_writes(t, alias)
         self.aliases[id(t)] = alias
         self.keep.append(t)
 
-    def root(self, t: torch.Tensor, alias: _Alias | None = None) -> torch.Tensor:
+    def find_base(self, t: torch.Tensor, alias: _Alias | None = None) -> torch.Tensor:
         alias = alias or self.aliases[id(t)]
         while alias.base is not None:
             t = alias.base
             alias = self.aliases[id(t)]
         return t
 
-    def version(self, t: torch.Tensor, alias: _Alias) -> int:
-        return self.versions.get(id(self.root(t, alias)), 0)
+    def count_writes(self, t: torch.Tensor, alias: _Alias) -> int:
+        return self.versions.get(id(self.find_base(t, alias)), 0)
 
     def node_of(self, t: torch.Tensor) -> fx.Node:
         alias = self.aliases.get(id(t))
         if alias is None:
             return self._constant(t)
-        if alias.base is not None and alias.version != self.version(t, alias):
+        if alias.base is not None and alias.version != self.count_writes(t, alias):
             op, args = alias.view  # type: ignore[misc]
             alias.node = self.emit(op, (self.node_of(alias.base), *args), {})
             self.describe(alias.node, t, bool(alias.node.args[0].meta.get("known")))  # type: ignore[union-attr]
-            alias.version = self.version(t, alias)
+            alias.version = self.count_writes(t, alias)
         return alias.node
 
     def _constant(self, t: torch.Tensor) -> fx.Node:
@@ -197,7 +197,7 @@ class Recorder(TorchDispatchMode):
         else:
             self.mutate(alias.base, self._write_back(alias, node))
         alias.node = node
-        alias.version = self.version(t, alias)
+        alias.version = self.count_writes(t, alias)
 
     def _write_back(self, alias: _Alias, node: fx.Node) -> fx.Node:
         """Emit the base's new value after its view got the value `node`."""
@@ -302,7 +302,7 @@ class Recorder(TorchDispatchMode):
         dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
         width: Any = list(args)[1] if packet is aten.split else None
         if type(width) is int and (size := self.sizes.expressions.get(base.shape[dim])):
-            self.sizes.note(f"-(-{size}//{width})", "eq", str(len(out)), True)  # the number of parts
+            self.sizes.note_comparison(f"-(-{size}//{width})", "eq", str(len(out)), True)  # the number of parts
         for i, t in enumerate(out):
             if unbind:
                 view: tuple[Any, tuple] = (aten.select.int, (dim, i))
@@ -320,7 +320,7 @@ class Recorder(TorchDispatchMode):
         with suspend_modes(), torch.DisableTorchFunction():
             return self._fake(_on_meta(t))
 
-    def abstract(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run_on_meta(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a function of fake tensors on meta tensors, which is much faster. Needs autocast to be off."""
         with suspend_modes(), torch.DisableTorchFunction():
             key = make_key(func, args, kwargs)

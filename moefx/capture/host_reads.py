@@ -49,7 +49,7 @@ class ReadLogger(OpRunner):
         self._num_forced: Counter[tuple[Source, ...]] = Counter()  # reads with a limited forced outcome
 
     # ---------------------------------------------------------------- `RoutedNumberLog`
-    def compared(self, number: Any, op: str, other: Any, value: bool) -> bool:
+    def note_comparison(self, number: Any, op: str, other: Any, value: bool) -> bool:
         if is_user_asking_number():
             self.note_question(ASKS if asks_if_empty(number, op, other) else LOADS)
         if isinstance(other, (RoutedInt, RoutedFloat)) and op in ("eq", "ne") and find_user_opcode() != "COMPARE_OP":
@@ -61,14 +61,14 @@ class ReadLogger(OpRunner):
         node = number.expr if isinstance(number.expr, fx.Node) else None
         return self.log_read(value, node, (op, other), number.origins)
 
-    def leak(self, expr: Any) -> None:
+    def note_leak(self, expr: Any) -> None:
         self.sizes.routed = True
 
-    def keyed(self) -> None:
+    def note_key(self) -> None:
         if is_user_asking_number():
             self.note_question(KEYS)
 
-    def use(self, size: Any) -> None:
+    def note_use(self, size: Any) -> None:
         self.has_routed_argument = True
         self.sizes.given |= {size.value}
 

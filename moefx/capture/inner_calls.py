@@ -152,7 +152,7 @@ def _count_versions(tracer: Recorder, tensors: Iterable[torch.Tensor]) -> list[t
     """Return the number of writes to each tensor, and the number of its attributes."""
     with suspend_modes(), torch.DisableTorchFunction():
         known = [t for t in tensors if id(t) in tracer.aliases]
-        return [(tracer.versions.get(id(tracer.root(t)), 0), len(vars(t))) for t in known]
+        return [(tracer.versions.get(id(tracer.find_base(t)), 0), len(vars(t))) for t in known]
 
 
 class StateSnapshot:
@@ -198,7 +198,7 @@ class StateSnapshot:
 
     def _find_roots(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         with suspend_modes(), torch.DisableTorchFunction():
-            return [id(self.tracer.root(t)) for t in tensors if id(t) in self.tracer.aliases]
+            return [id(self.tracer.find_base(t)) for t in tensors if id(t) in self.tracer.aliases]
 
     def _list_attributes(self) -> dict[tuple[str, str], Any]:
         return {

@@ -33,19 +33,19 @@ def asks_if_empty(number: Number, op: str, other: Any) -> bool:
 class RoutedNumberLog(Protocol):
     """Receives the uses of routed numbers by the program."""
 
-    def compared(self, number: Number, op: str, other: Any, value: bool) -> bool:
+    def note_comparison(self, number: Number, op: str, other: Any, value: bool) -> bool:
         """Note a comparison with the outcome `value`, and return the outcome that the program gets."""
         ...
 
-    def leak(self, expr: Any) -> None:
+    def note_leak(self, expr: Any) -> None:
         """Note that it became a plain number, whose comparisons go unseen."""
         ...
 
-    def keyed(self) -> None:
+    def note_key(self) -> None:
         """Note that Python used it as a key or an index, or for the number of turns of a loop."""
         ...
 
-    def use(self, size: Number) -> None:
+    def note_use(self, size: Number) -> None:
         """Note that an op was called with it."""
         ...
 
@@ -60,17 +60,19 @@ class _RoutedNumber(Number):
 
     origins: frozenset[Any] = frozenset()
 
-    def _like(self, value: Any, expr: Any = None, other: Any = None) -> Any:
+    def _derive(self, value: Any, expr: Any = None, other: Any = None) -> Any:
         found = wrap_routed(value, None, self.log)
         if isinstance(found, _RoutedNumber):
-            found.origins = self._origins() | (other._origins() if isinstance(other, _RoutedNumber) else frozenset())
+            found.origins = self._collect_origins() | (
+                other._collect_origins() if isinstance(other, _RoutedNumber) else frozenset()
+            )
         return found
 
     def __hash__(self) -> int:
-        self.log.keyed()
+        self.log.note_key()
         return super().__hash__()
 
-    def _origins(self) -> frozenset[Any]:
+    def _collect_origins(self) -> frozenset[Any]:
         return self.origins if self.expr is None else frozenset([self.expr])
 
 
@@ -79,17 +81,17 @@ class RoutedInt(_RoutedNumber, torch.SymInt):
 
     def __index__(self) -> int:
         """Python indexes by it. Ops get the plain number another way."""
-        self.log.leak(self.expr)
-        self.log.keyed()
+        self.log.note_leak(self.expr)
+        self.log.note_key()
         return self.value
 
     def bit_length(self) -> Any:
-        self.log.leak(self.expr)
-        return self._like(self.value.bit_length())
+        self.log.note_leak(self.expr)
+        return self._derive(self.value.bit_length())
 
     def bit_count(self) -> Any:
-        self.log.leak(self.expr)
-        return self._like(self.value.bit_count())
+        self.log.note_leak(self.expr)
+        return self._derive(self.value.bit_count())
 
 
 class RoutedFloat(_RoutedNumber, torch.SymFloat):
@@ -105,43 +107,43 @@ def wrap_routed(value: Any, node: Any, log: RoutedNumberLog) -> Any:
     return RoutedFloat(value, node, log) if type(value) is float else value
 
 
-def _arithmetic(fn: Callable, swapped: bool) -> Callable:
+def _make_arithmetic(fn: Callable, swapped: bool) -> Callable:
     def method(self: _RoutedNumber, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            self.log.use(self)
+            self.log.note_use(self)
             return fn(other, self.value) if swapped else fn(self.value, other)
         value = other.value if isinstance(other, Number) else other
         if type(value) not in (int, float, bool):
             return fn(value, self.value) if swapped else fn(self.value, value)  # a list times this number
         result = fn(value, self.value) if swapped else fn(self.value, value)
         if fn not in _LINEAR:  # few tokens may all give one number: `n // 300`
-            self.log.leak(self.expr)
+            self.log.note_leak(self.expr)
         is_multiple = fn is operator.mul and type(value) is int and value > 0
         if self.expr is ROW_COUNT and is_multiple:  # 0 only if the tensor has no rows
             return RoutedInt(result, ROW_COUNT, self.log)
-        return self._like(result, None, other)
+        return self._derive(result, None, other)
 
     return method
 
 
-def _comparison(name: str, fn: Callable) -> Callable:
+def _make_comparison(name: str, fn: Callable) -> Callable:
     def method(self: _RoutedNumber, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            self.log.use(self)
+            self.log.note_use(self)
             return fn(self.value, other)
         value = other.value if isinstance(other, Number) else other
         if type(value) not in (int, float, bool):
             return NotImplemented
-        return self.log.compared(self, name, other, fn(self.value, value))
+        return self.log.note_comparison(self, name, other, fn(self.value, value))
 
     return method
 
 
 for _name, (_, _fn) in ARITHMETIC.items():
-    setattr(_RoutedNumber, f"__{_name}__", _arithmetic(_fn, False))
-    setattr(_RoutedNumber, f"__r{_name}__", _arithmetic(_fn, True))
+    setattr(_RoutedNumber, f"__{_name}__", _make_arithmetic(_fn, False))
+    setattr(_RoutedNumber, f"__r{_name}__", _make_arithmetic(_fn, True))
 for _name, _fn in COMPARE.items():
-    setattr(_RoutedNumber, f"__{_name}__", _comparison(_name, _fn))
+    setattr(_RoutedNumber, f"__{_name}__", _make_comparison(_name, _fn))
 
 
 __all__ = ["ROW_COUNT", "RoutedFloat", "RoutedInt", "RoutedNumberLog", "asks_if_empty", "is_empty_test", "wrap_routed"]

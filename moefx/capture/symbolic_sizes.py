@@ -54,17 +54,17 @@ class Number:
             )  # fmt: skip
         if name in ("value", "expr", "log") or name.startswith("__"):
             raise AttributeError(name)
-        self.log.leak(self.expr)
+        self.log.note_leak(self.expr)
         return getattr(self.value, name)
 
     def __repr__(self) -> str:
-        self.log.leak(self.expr)
+        self.log.note_leak(self.expr)
         return repr(self.value)
 
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        self.log.leak(self.expr)
+        self.log.note_leak(self.expr)
         return format(self.value, spec)
 
     def __bool__(self) -> bool:
@@ -81,32 +81,32 @@ class Number:
 
     # These return plain numbers, whose comparisons go unseen.
     def __int__(self) -> int:
-        self.log.leak(self.expr)
+        self.log.note_leak(self.expr)
         return int(self.value)
 
     def __float__(self) -> float:
-        self.log.leak(self.expr)
+        self.log.note_leak(self.expr)
         return float(self.value)
 
     def __hash__(self) -> int:
-        self.log.leak(self.expr)
+        self.log.note_leak(self.expr)
         return hash(self.value)
 
     def __round__(self, digits: int | None = None) -> Any:
         if digits is not None:
             return round(float(self), digits)
-        return self._like(round(self.value), f"round({self.expr})")
+        return self._derive(round(self.value), f"round({self.expr})")
 
     def __floor__(self) -> Any:
-        return self._like(math.floor(self.value), f"floor({self.expr})")
+        return self._derive(math.floor(self.value), f"floor({self.expr})")
 
     def __ceil__(self) -> Any:
-        return self._like(math.ceil(self.value), f"ceil({self.expr})")
+        return self._derive(math.ceil(self.value), f"ceil({self.expr})")
 
     def __trunc__(self) -> Any:
-        return self._like(math.trunc(self.value), f"trunc({self.expr})")
+        return self._derive(math.trunc(self.value), f"trunc({self.expr})")
 
-    def _like(self, value: Any, expr: str) -> Any:
+    def _derive(self, value: Any, expr: str) -> Any:
         """Make another number of the same origin."""
         return _make_number(value, expr, self.log)
 
@@ -135,7 +135,7 @@ class Size(Number, torch.SymInt):
 
     def __index__(self) -> int:
         """Python indexes by it. Ops get the plain number another way."""
-        self.log.leak(self.expr)
+        self.log.note_leak(self.expr)
         return self.value
 
 
@@ -167,7 +167,7 @@ def unwrap_numbers(x: Any) -> Any:
     if kind is tuple or kind is list:
         return kind([unwrap_numbers(v) for v in x])
     if isinstance(x, Number):
-        x.log.use(x)
+        x.log.note_use(x)
         return x.value
     if type(x) is torch.Size:
         return torch.Size([unwrap_numbers(v) for v in x])
@@ -184,10 +184,10 @@ def _make_number(value: Any, expr: str, log: SizeLog) -> Any:
     return Ratio(value, expr, log) if type(value) is float else value
 
 
-def _arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
+def _make_arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
     def method(self: Any, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            self.log.use(self)
+            self.log.note_use(self)
             return fn(other, self.value) if swapped else fn(self.value, other)
         a, b = (other, self) if swapped else (self, other)
         left, right = _find_expression(a), _find_expression(b)
@@ -198,21 +198,21 @@ def _arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
     return method
 
 
-def _unary(text: str, fn: Callable) -> Callable:
-    return lambda self: self._like(fn(self.value), text.format(self.expr))
+def _make_unary(text: str, fn: Callable) -> Callable:
+    return lambda self: self._derive(fn(self.value), text.format(self.expr))
 
 
-def _comparison(name: str, fn: Callable) -> Callable:
+def _make_comparison(name: str, fn: Callable) -> Callable:
     def method(self: Any, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            self.log.use(self)
+            self.log.note_use(self)
             return fn(self.value, other)
         right = _find_expression(other)
         if right is None:
             return NotImplemented
         value = fn(self.value, peek_value(other))
         if right != self.expr:
-            self.log.note(self.expr, name, right, value)
+            self.log.note_comparison(self.expr, name, right, value)
         return value
 
     return method
@@ -223,7 +223,7 @@ def _make_symbolic(name: str, fn: Callable) -> Callable:
 
     def function(x: Any, *rest: Any) -> Any:
         known = isinstance(x, Number) and not rest
-        return x._like(fn(x.value), f"{name}({x.expr})") if known else fn(x, *rest)
+        return x._derive(fn(x.value), f"{name}({x.expr})") if known else fn(x, *rest)
 
     return function
 
@@ -234,12 +234,12 @@ SYMBOLIC_FUNCTIONS = {name: _make_symbolic(name, fn) for name, fn in FUNCTIONS.i
 def _define_operators(kind: type) -> None:
     """Define the operators. Those of torch's symbolic numbers need a symbol."""
     for name, (symbol, fn) in ARITHMETIC.items():
-        setattr(kind, f"__{name}__", _arithmetic(symbol, fn, False))
-        setattr(kind, f"__r{name}__", _arithmetic(symbol, fn, True))
+        setattr(kind, f"__{name}__", _make_arithmetic(symbol, fn, False))
+        setattr(kind, f"__r{name}__", _make_arithmetic(symbol, fn, True))
     for name, text, fn in (("neg", "(-{})", operator.neg), ("pos", "{}", operator.pos), ("abs", "abs({})", abs)):
-        setattr(kind, f"__{name}__", _unary(text, fn))
+        setattr(kind, f"__{name}__", _make_unary(text, fn))
     for name, fn in COMPARE.items():
-        setattr(kind, f"__{name}__", _comparison(name, fn))
+        setattr(kind, f"__{name}__", _make_comparison(name, fn))
 
 
 ARITHMETIC = {

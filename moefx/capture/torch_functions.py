@@ -67,7 +67,7 @@ class TorchFunctions(TorchFunctionMode):
                 if self._has_routed_rows(args[0]):
                     tracer.note_question(ROWS)
                 elif isinstance(size := self._shape(args[0])[0], Size):
-                    tracer.sizes.leak(size.expr)
+                    tracer.sizes.note_leak(size.expr)
             return self._call(func, args, options, has_routed_argument, given)
         except Exception:
             tracer.note_error(any(map(self._has_routed_rows, collect_tensors((args, options)))))
@@ -153,7 +153,7 @@ class TorchFunctions(TorchFunctionMode):
         run, is_recurrent = functools.partial(func, *args, **options), func in _RECURRENCES
         if tracer.autocast is None and all(isinstance(t, FakeTensor) for t in collect_tensors((args, options))):
             on_meta = functools.partial(_recur_once, func) if is_recurrent else func
-            run = functools.partial(tracer.abstract, on_meta, args, options)
+            run = functools.partial(tracer.run_on_meta, on_meta, args, options)
         if not device_autocast.is_emulated():
             return tracer.record_whole(_WHOLE[func], args, options, run, is_recurrent)
         with device_autocast.use_cpu_autocast(tracer.autocast):  # most products are cast alike on all devices
@@ -226,7 +226,7 @@ class TorchFunctions(TorchFunctionMode):
             _SET_DATA(t, value)
             return
         with suspend_modes(), torch.DisableTorchFunction():
-            root, source = tracer.root(t), tracer.root(value)
+            root, source = tracer.find_base(t), tracer.find_base(value)
             if source is root and (value.stride(), value.storage_offset()) == (t.stride(), t.storage_offset()):
                 return  # its own data
         if source is not root and id(source) in tracer.state_ids:

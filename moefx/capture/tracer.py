@@ -250,7 +250,7 @@ class Tracer(ReadLogger):
     def _save_foreign(self, t: torch.Tensor) -> None:
         """Save a tensor that is about to be written to, if it existed before the call and is no buffer or argument."""
         self.node_of(t)
-        root = self.root(t)
+        root = self.find_base(t)
         kind = self.node_of(root).meta.get("kind")
         if kind in ("constant", "attribute") and id(root) not in self.literal_numbers:
             self.overwritten.setdefault(id(root), (root, root.detach().clone()))
@@ -260,7 +260,7 @@ class Tracer(ReadLogger):
 
         Writes to parameters are effects.
         """
-        root = self.root(t)
+        root = self.find_base(t)
         if not is_float(t) or id(root) in self.state_ids or not has_gradients(self.node_of(root)):
             return
         view, is_detached = t, not grad_enabled()
