@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ CONTAINERS = {
 }  # fmt: skip
 _FILLS = {"append", "add", "insert", "appendleft", "extend", "update", "setdefault", "extendleft", "__setitem__"}
 _EMPTIES = {"pop", "popleft", "popitem", "remove", "discard", "clear"}
-_LOGS = {"debug", "info", "warning", "error", "log", "warn", "print", "critical", "exception", "write"}
+_LOGS = {"debug", "info", "warning", "error", "log", "warn", "critical", "exception"}
 _OF_ANY_ITEM = {"dtype", "device", "shape", "size", "dim", "ndim", "new_zeros", "new_empty", "new_full", "new_ones"}
 _COMPARISONS = {"Eq": "eq", "NotEq": "ne", "Gt": "gt", "LtE": "le", "GtE": "ge", "Lt": "lt"}
 _READS = {"copy", "count", "get", "index", "items", "keys", "reverse", "sort", "values"}
@@ -51,7 +52,7 @@ _PLAIN_CALLS = {
     "len", "int", "float", "bool", "str", "abs", "round", "any", "all", "min", "max", "sum", "repr", "hash", "ord",
     "chr", "isinstance", "hasattr", "divmod", "pow", "next", "range", "format", "bin",
 }  # fmt: skip
-_PURE = _PLAIN_CALLS - {"next"} | {"type", "slice", "print", "getattr", "super", "complex", "callable", "id"}
+_PURE = _PLAIN_CALLS - {"next"} | {"type", "slice", "getattr", "super", "complex", "callable", "id"}
 _OF_NUMBERS = {"min", "max", "abs", "sum", "round", "divmod", "pow", "int", "len"}  # results may be symbolic
 
 
@@ -290,7 +291,7 @@ class Expressions(Names):
 
     def _call_(self, node: ast.Call, env: Env) -> Value:
         name = name_of(node.func)
-        if name in _LOGS and (isinstance(node.func, ast.Attribute) or name == "print"):
+        if self._is_log(node, name):
             return Value("", NONE)
         arguments = [*node.args, *[k.value for k in node.keywords]]
         if (name == "len" and len(arguments) == 1) or name in ("isinstance", "getattr", "hasattr"):
@@ -317,6 +318,14 @@ class Expressions(Names):
         if kinds or (self.tested and not _is_pure(function)):
             self.escape(node)  # the function may keep its arguments
         return Value()
+
+    def _is_log(self, node: ast.Call, name: str) -> bool:
+        """Whether a call writes to a log or to the terminal, which the block cannot read."""
+        if name == "print":
+            return all(_is_terminal(self.object_of(k.value)) for k in node.keywords if k.arg == "file")
+        if not isinstance(node.func, ast.Attribute):
+            return False
+        return name in _LOGS or (name == "write" and _is_terminal(self.object_of(node.func.value)))
 
     def _gives_tensors(self, node: ast.Call, function: Any, kinds: set[str], env: Env) -> bool:
         """Whether a call is of torch, a submodule, or a tensor's method, which keep nothing in Python."""
@@ -391,6 +400,10 @@ class Expressions(Names):
 
 def is_of_torch(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").split(".")[0] in ("torch", "torchvision")
+
+
+def _is_terminal(held: Any) -> bool:
+    return any(held is stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
 
 
 def _is_pure(function: Any) -> bool:

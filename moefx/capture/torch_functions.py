@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from . import device_autocast
+from .code_locations import is_user_asking_tensor
 from .functionalize import require_one_dtype_under
 from .idle_tests import ROWS
 from .node_origins import follows_from_floats
@@ -130,6 +131,11 @@ class TorchFunctions(TorchFunctionMode):
             return int(self._wrap_numbers(args[0], func(*args, **options)))
         if func == _REQUIRES_GRAD:
             return self.tracer.read_requires_grad(args[0])
+        if func in _AUTOGRAD_STATE and is_user_asking_tensor():
+            self.tracer.refuse(
+                f"the block reads {_AUTOGRAD_STATE[func]} of a tensor, which differs between calls",
+                "use torch.is_grad_enabled() instead",
+            )
         if func == _SET_DATA:
             return self._set_data(*args)
         if func in _HOOKS:
@@ -335,6 +341,7 @@ _NO_QUERY = object()
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_AUTOGRAD_STATE = {getattr(torch.Tensor, name).__get__: name for name in ("grad_fn", "grad", "is_leaf", "output_nr")}
 _MIN_TOKENS = 17  # a multiple of fewer tokens may be any number
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad}
 _COUNTS = {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import moefx
+from moefx.errors import Refused
 
 from ..models.case import gradients
-from ..passes.blocks import D, Loop, Mlp
+from ..passes.blocks import D, Loop, Mlp, rewritten
 
 
 class Doubled(torch.autograd.Function):
@@ -52,3 +53,37 @@ def test_gradients(kind):
     model, x = kind().double(), torch.randn(9, D, dtype=torch.float64)
     compiled = moefx.compile(model, plan=moefx.Plan(validation="symbolic"), example_inputs=(x,))
     torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+
+
+class AsksForState(Loop):
+    def __init__(self, is_asked):
+        super().__init__(Mlp)
+        self.is_asked = is_asked
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        return self.mixed(x, w.round() if self.is_asked(self, w) else w, ids)
+
+
+@pytest.mark.parametrize(
+    "is_asked",
+    [
+        lambda block, w: w.grad_fn is None,
+        lambda block, w: w.is_leaf,
+        lambda block, w: block.gate.weight.grad is not None,
+    ],
+    ids=["grad_fn", "is_leaf", "grad"],
+)
+def test_a_question_about_the_graph_of_autograd_is_refused(is_asked):
+    with pytest.raises(Refused, match="of a tensor, which differs between calls"):
+        rewritten(AsksForState(is_asked))
+
+
+def test_the_remedy_works():
+    torch.manual_seed(0)
+    model = AsksForState(lambda block, w: not torch.is_grad_enabled()).double()
+    x = torch.randn(9, D, dtype=torch.float64)
+    compiled = moefx.compile(model, plan=moefx.Plan(validation="symbolic"), example_inputs=(x,))
+    torch.testing.assert_close(compiled(x), model(x))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))

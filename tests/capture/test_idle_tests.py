@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import functools
 import heapq
+import io
 import itertools
 import logging
 import types
@@ -206,6 +207,24 @@ class Aliased(Buckets):
         return self.run(x, w, buckets, 0.5 if len(busy) == 3 else 1.0)
 
 
+class Written(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        stream = io.StringIO()
+        for t, _ in buckets:
+            if t.numel():
+                stream.write("#")  # decides
+        return self.run(x, w, buckets, 0.5 if stream.tell() == 3 else 1.0)
+
+
+class Printed(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        stream = io.StringIO()
+        for t, _ in buckets:
+            if t.numel():
+                print("#", file=stream)  # decides
+        return self.run(x, w, buckets, 0.5 if stream.tell() == 6 else 1.0)
+
+
 class Sent(Buckets):
     def of_buckets(self, x, w, ids, buckets):
         counter = count_sent()
@@ -261,7 +280,7 @@ class Returned(Buckets):
 
 _DECISIONS = [
     Counted, Listed, Text, Flagged, ForElse, While, Table, Helper, Unique, Keys, Counts, Runs, Lambda, Masks,
-    Aliased, Sent, Finally, Attribute, Caught,
+    Aliased, Written, Printed, Sent, Finally, Attribute, Caught,
 ]  # fmt: skip
 
 

@@ -272,6 +272,29 @@ def test_what_is_over_a_limit_that_few_tokens_do_not_reach(keep, axes):
         torch.testing.assert_close(compiled(x), model(x))
 
 
+class LimitOfTheLast(Loop):
+    def __init__(self):
+        super().__init__(Mlp, k=1, num_experts=8)
+
+    def mixed(self, x, w, ids):
+        hits = F.one_hot(ids[:, 0], 8)
+        rank = (hits.cumsum(0) * hits).sum(1, keepdim=True)
+        return super().mixed(x, torch.where((rank > 16) & (ids == 7), w * 0.5, w), ids)
+
+
+def test_a_limit_of_one_expert_alone():
+    torch.manual_seed(0)
+    block = LimitOfTheLast().double()
+    with torch.no_grad():
+        block.gate.weight[7] *= 4  # a busy one
+    example = torch.randn(36, D, dtype=torch.float64)
+    compiled = moefx.compile(
+        copy.deepcopy(block), plan=moefx.Plan(validation="symbolic"), example_inputs=(example,), strict=False
+    )
+    x = torch.randn(90, D, dtype=torch.float64)
+    torch.testing.assert_close(compiled(x), block(x))
+
+
 def test_the_smaller_of_the_tokens_and_a_number_is_a_capacity():
     model = Limited(KEEPS["the smaller of the tokens and a number"]).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(24, D, dtype=torch.float64),))

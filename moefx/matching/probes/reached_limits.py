@@ -59,6 +59,7 @@ def overflow_limits(state: ProofState) -> None:
             elif short := {limit for limit, n in pairs if limit and limit < n}:
                 left |= short | found & {UNKNOWN}
         if not left:
+            _overflow_every_expert(state, seen)
             return
         lowest = min(left)
         if lowest == UNKNOWN:
@@ -75,11 +76,36 @@ def overflow_limits(state: ProofState) -> None:
         try:  # some limits are those of all choices, some of the first ones
             lifted = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
             state.require_agreement(lifted)
-        except Exception:  # the program's own too, at sizes that it is not made for
+        except Exception:  # an error of the program, too, at sizes that it does not support
             break
         state.add_evidence(lifted, sizes)
         seen.append(find_limits(lifted.capture, state.unforced_lengths))
     state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
+
+
+def _overflow_every_expert(state: ProofState, seen: list[dict[Place, int | None]]) -> None:
+    """Add a capture in which each expert exceeds the limits, unless it needs too many tokens. A limit may hold for one
+    expert only (`(rank >= 16) & (chosen == 3)`).
+
+    Raises:
+        Refused: the form differs.
+    """
+    places = {place for column in seen for place in column}
+    found = [{column[place] for column in seen if place in column} for place in places]
+    limits = {limit for several in found if None in several for limit in several if limit}
+    slots, experts = state.reference.slots, state.num_experts
+    tokens = [state.arguments.choose_tokens_near(experts * -(-(limit + 2) // slots) + experts) for limit in limits]
+    if not (tokens := [n for n in tokens if n <= MAX_CROWD_TOKENS]):
+        return
+    sizes = state.size_choice.choose_sequence(max(tokens))
+    if not state.size_choice.is_within(sizes):
+        return
+    try:
+        lifted = state.lift(Routing("even"), sizes)
+    except Exception:  # an error of the program, too, at sizes that it does not support
+        return
+    state.require_agreement(lifted)
+    state.add_evidence(lifted, sizes)
 
 
 def _count_most(lifted: CanonicalForm) -> int:
