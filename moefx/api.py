@@ -23,15 +23,18 @@ from .compiler.survey import MatchedBlock, Refusal, Survey
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import BlockReport, Explanation, merge_refusals
 from .inspection.history import History
-from .ir.argument_binding import Specialisation, flatten_arguments
+from .ir.argument_binding import ExampleInputs, Specialisation, flatten_arguments
 from .ir.block_graph import BlockGraph
 from .ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
 from .runtime.module import BlockForward, install_forward, rewritten_blocks, signature_binder
 from .runtime.program import Program
 from .util.model_copy import copy_model
+from .util.progress import report_progress
 from .verification.report import VerifyReport, verify
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .distribution.block_distribution import Spread
     from .planner.decision import Decision
     from .runtime.topology import ExpertAxis
@@ -56,24 +59,24 @@ class Record:
 
 def compile(
     model: nn.Module,
+    example_inputs: ExampleInputs | None = None,
     *,
-    mesh: Any = None,
+    mesh: DeviceMesh | None = None,
     plan: Plan | str | None = None,
-    example_inputs: Any = None,
     strict: bool = True,
 ) -> nn.Module:
     """Find the MoE blocks of a plain PyTorch model, prove the function of each, and rewrite them into padding-free ops.
 
     Args:
         model: any `nn.Module`, also on the meta device. It stays as it is and serves as the reference.
+        example_inputs: one tensor, a tuple of positional or a dict of keyword arguments that `model` accepts. Without
+            them: the model's own `dummy_inputs`, else token ids if its first layer is an embedding, else hidden states.
         mesh: a DeviceMesh. The experts are spread over its axis `plan.expert_axis`, and each rank keeps its own tokens.
             A parameter that holds all experts becomes a DTensor; if each expert has parameters of its own, each rank
             keeps those of its experts. An expert's gradient is the sum of its gradients over the ranks' losses.
         plan: a `Plan`, or None for the defaults. `"auto"`: `Plan(expert_axis="auto", checkpoint="auto")`, the fastest
             layout that fits the memory with the tokens of the example inputs, by the planner's formulas
             (docs/planner.md). All ranks of the mesh decide together; `explain` prints the decision and its reasons.
-        example_inputs: a tuple of positional or a dict of keyword arguments that `model` accepts. Without them: the
-            model's own `dummy_inputs`, else token ids if its first layer is an embedding, else hidden states.
         strict: raise if no block was rewritten, and warn about blocks that were refused. False: a model without a
             rewritten block is returned as it is, without a warning; `explain` says why.
 
@@ -96,7 +99,8 @@ def compile(
 
         if spread_blocks(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
-    proven = agree_on_proof(model, example_inputs, plan, mesh)
+    with report_progress("moefx.compile"):
+        proven = agree_on_proof(model, example_inputs, plan, mesh)
     plan, found = proven.plan, proven.found
     if proven.decision and proven.decision.warning:
         warnings.warn(f"moefx: {proven.decision.warning}", stacklevel=2)
@@ -201,11 +205,12 @@ def _install_program(
 
 def explain(
     model: nn.Module,
+    example_inputs: ExampleInputs | None = None,
     *,
-    mesh: Any = None,
+    mesh: DeviceMesh | None = None,
     plan: Plan | str | None = None,
-    example_inputs: Any = None,
     trace: bool = False,
+    verbose: bool = False,
 ) -> Explanation:
     """Explain which blocks `compile` rewrites in a model, or rewrote in a compiled one, with the numeric check.
 
@@ -214,8 +219,10 @@ def explain(
             refused. The model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree
             on the blocks, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; collective over the
             whole mesh if the planner decides. A compiled model says how it was spread, without communication.
+        example_inputs: as for `compile`.
         trace: print the steps of each proof, too: the probes that ran, and for a refused block how far each node came
             that was tried as the routed sum, and each integer tensor that was tried as its expert index.
+        verbose: print the counters of this process, too: the providers that ran, and how their GEMMs read weights.
 
     Raises:
         InvalidPlan: as in `compile`. CaptureError, InvalidInput: the model does not run on the example.
@@ -223,14 +230,15 @@ def explain(
     given: Any = model
     if _is_compiled_function(given):
         record, forwards = _find_graph_regions(given)
-        return _explain_record(given.__name__, record or Record((), (), 0.0), forwards, trace)
+        return _explain_record(given.__name__, record or Record((), (), 0.0), forwards, trace, verbose)
     model = _unwrap_model(given)
     record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
         record = UNCHANGED.get(model) or _find_graph_regions(given)[0]
     if record is not None:
-        return _explain_record(type(model).__name__, record, _find_forwards(given), trace)
-    proven = agree_on_proof(model, example_inputs, _check_plan(plan, mesh), mesh)
+        return _explain_record(type(model).__name__, record, _find_forwards(given), trace, verbose)
+    with report_progress("moefx.explain"):
+        proven = agree_on_proof(model, example_inputs, _check_plan(plan, mesh), mesh)
     plan, found = proven.plan, proven.found
     spreads, gradients = {}, ()
     for m in found.matched:
@@ -254,11 +262,14 @@ def explain(
         planned=proven.decision,
         gradients=gradients,
         trace=trace,
+        verbose=verbose,
         is_compiled=False,
     )
 
 
-def _explain_record(name: str, record: Record, forwards: dict[str, BlockForward], trace: bool) -> Explanation:
+def _explain_record(
+    name: str, record: Record, forwards: dict[str, BlockForward], trace: bool, verbose: bool
+) -> Explanation:
     """The explanation of a compiled model: its record, with the calls and the later programs of its blocks."""
     reports = []
     for report in record.matched:
@@ -276,7 +287,7 @@ def _explain_record(name: str, record: Record, forwards: dict[str, BlockForward]
         )
         notes = (*report.notes, *sorted(notes))
         reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))
-    more = {"planned": record.planned, "gradients": record.gradients, "trace": trace}
+    more = {"planned": record.planned, "gradients": record.gradients, "trace": trace, "verbose": verbose}
     return Explanation(name, tuple(reports), record.refused, record.seconds, _count_providers(), **more)
 
 

@@ -98,6 +98,9 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--trace", action="store_true", help="print the probes of each proof, and the near miss of each refusal"
     )
+    explain.add_argument(
+        "--verbose", action="store_true", help="print the counters of the process: providers, weights, kernels"
+    )
     explain.add_argument("--graphs", action="store_true", help="print the rewritten graph of every block as well")
     add_plan(explain)
     explain.set_defaults(run=run_explain)
@@ -288,12 +291,13 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
     plan = read_plan(arguments.plan)
     model, inputs = load(arguments.target, "meta" if arguments.meta else None)
+    shown = {"trace": arguments.trace, "verbose": arguments.verbose}
     if not arguments.graphs:
-        explanation = moefx.explain(model, plan=plan, example_inputs=inputs, trace=arguments.trace)
+        explanation = moefx.explain(model, inputs, plan=plan, **shown)
         print(explanation.to_json() if arguments.json else explanation)
         return 0 if explanation.matched else 1
-    compiled = moefx.compile(model, plan=plan, example_inputs=inputs)
-    explanation = moefx.explain(compiled, trace=arguments.trace)
+    compiled = moefx.compile(model, inputs, plan=plan)
+    explanation = moefx.explain(compiled, **shown)
     print(explanation.to_json() if arguments.json else explanation)
     for block in moefx.blocks(compiled):
         print(f"\n{block.graph}")
@@ -307,7 +311,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     model, inputs = load(arguments.target)
     if inputs is None:
         inputs = guessed_inputs(model)
-    compiled = moefx.compile(model, plan=plan, example_inputs=inputs)
+    compiled = moefx.compile(model, inputs, plan=plan)
     report = moefx.verify(compiled, model, inputs)
     print(report.to_json() if arguments.json else report)
     return 0 if report.ok else 1

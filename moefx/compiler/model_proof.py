@@ -13,6 +13,7 @@ from ..capture.device_autocast import use_device_autocast
 from ..capture.worker_thread import run_in_worker
 from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
+from ..util.progress import announce
 from .numeric_check import find_nonfinite, numeric_check
 from .survey import Refusal, Survey, forward_line, survey
 
@@ -55,6 +56,7 @@ def _check_numerically(found: Survey, plan: Plan) -> dict[int, str]:
         if left <= 0 and plan.validation == "auto":
             verdicts[id(matched)] = "skipped, the time budget is spent"
             continue
+        announce(f"running {matched.names[0] or type(block).__name__} on a few tokens")
         start = time.perf_counter()
         check = numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
         cannot_tell = None if check.ok else find_nonfinite(block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from ..matching.unsupported_effects import NO_CACHE
 from ..runtime.module import rewritten_blocks
 from ..runtime.watch import absorbed_names, find_hook_kind
 from ..util.model_copy import copy_model
+from ..util.progress import announce
 from ..util.user_code import is_user_file
 from .pipeline import NOT_ROUTED, BlockRewrite, rewrite_block, rewrite_with_objects
 
@@ -106,7 +107,7 @@ class Survey:
     unchecked: list[str] = dataclasses.field(default_factory=list)
 
 
-def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable[[str], None] | None = None) -> Survey:
+def survey(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
     """Find, prove and rewrite the MoE blocks of a model. The model itself does not change.
 
     Raises:
@@ -115,7 +116,7 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
         MoefxError: the model is sharded by FSDP.
     """
     start = time.perf_counter()
-    tell = progress or (lambda _: None)
+    announce(f"running {type(model).__name__} on abstract tensors")
     if _is_fully_sharded(model):
         raise MoefxError(
             f"{type(model).__name__} is sharded already, and FSDP modules cannot be copied: "
@@ -128,7 +129,7 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan, progress: Callable
         except Refused as why:
             refusal = Refusal("", why.reason, why.source, remedy=why.remedy)
             return Survey([], [refusal], time.perf_counter() - start, False, twin, copies)
-        matched, refused = _try_chains(twin, found, plan, tell)
+        matched, refused = _try_chains(twin, found, plan)
     matched, others = _drop_observed_blocks(model, matched)
     return Survey(matched, [*refused, *others], time.perf_counter() - start, found.has_attention, twin, copies)
 
@@ -211,12 +212,9 @@ def _run_originals(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _try_chains(
-    model: nn.Module, found: BlockCandidates, plan: Plan, tell: Callable[[str], None]
-) -> tuple[list[MatchedBlock], list[Refusal]]:
+def _try_chains(model: nn.Module, found: BlockCandidates, plan: Plan) -> tuple[list[MatchedBlock], list[Refusal]]:
     """Prove the candidates of each chain: those with expert-like parameters and the smaller ones first, at most two
-    per
-    chain. Modules that receive an expert index come last, because a block should contain its router.
+    per chain. Modules that receive an expert index come last, because a block should contain its router.
     """
     modules = dict(model.named_modules())
     chains_of: dict[str, list[int]] = {}
@@ -231,7 +229,7 @@ def _try_chains(
         if not open_chains or _overlaps(name, taken):
             continue
         try:
-            made = _prove_equal_modules(name, modules, found, plan, tell)
+            made = _prove_equal_modules(name, modules, found, plan)
         except Refused as why:
             refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy, trace=why.trace)
             if NOT_ROUTED in why.reason:
@@ -363,7 +361,7 @@ def _overlaps(name: str, taken: set[str]) -> bool:
 
 
 def _prove_equal_modules(
-    name: str, modules: dict[str, nn.Module], found: BlockCandidates, plan: Plan, tell: Callable[[str], None]
+    name: str, modules: dict[str, nn.Module], found: BlockCandidates, plan: Plan
 ) -> list[MatchedBlock]:
     """Prove one module, and reuse its program for all modules that differ only in their weights."""
     made: list[MatchedBlock] = []
@@ -374,7 +372,7 @@ def _prove_equal_modules(
     while left:
         first = left[0]
         call = found.calls.get(first) or dataclasses.replace(found.calls[name], name=first)
-        tell(first)
+        announce(f"proving {first or type(modules[first]).__name__}")
         start = time.perf_counter()
         with record_reads(modules[first], watched) as read:
             result = _rewrite_as_called(modules[first], call, found, plan, read)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ir import op_providers
 from ..lowering import triton
 from .proof_trace import ProofTrace
+
+if TYPE_CHECKING:
+    from ..compiler.survey import Refusal
+    from ..planner.decision import Decision
 
 # How the GEMMs read lists of expert weights (`op_providers.weight_paths`). The last two copy in every call.
 _WEIGHTS = {
@@ -89,21 +93,23 @@ class Explanation:
         planned: the planner's `planner.decision.Decision`; None without `plan="auto"`.
         gradients: over a mesh, the reduction of each group of parameters.
         trace: print the steps of each proof, too.
+        verbose: print `paths`, `weights` and `kernels`, too, which count all models and checks of this process.
         is_compiled: the model was compiled; else `compile` would rewrite these blocks.
     """
 
     model: str
     matched: tuple[BlockReport, ...]
-    refused: tuple[Any, ...]
+    refused: tuple[Refusal, ...]
     seconds: float
     paths: tuple[tuple[str, str, int], ...] = ()
     weights: tuple[tuple[str, int], ...] = dataclasses.field(
         default_factory=lambda: tuple(sorted(op_providers.weight_paths().items()))
     )
     kernels: tuple[str, ...] = dataclasses.field(default_factory=triton.list_configurations)
-    planned: Any = None
+    planned: Decision | None = None
     gradients: tuple[str, ...] = ()
     trace: bool = False
+    verbose: bool = False
     is_compiled: bool = True
 
     def to_json(self) -> str:
@@ -133,6 +139,9 @@ class Explanation:
         refused = sum(r.seen for r in self.refused)
         verb = "rewritten" if self.is_compiled else "would be rewritten"
         lines = [f"{self.model}: {blocks} MoE block(s) {verb}, {refused} refused, {self.seconds:.1f} s"]
+        if total := sum(sum(m.calls[:2]) for m in self.matched):
+            rewritten = sum(m.calls[0] for m in self.matched)
+            lines.append(f"  so far {rewritten:,} of {total:,} calls of these blocks ran rewritten")
         for m in self.matched:
             lines += ["", f"  {_format_names(m.names)}   {m.kind}"]
             lines.append(f"    experts     E={m.num_experts}, top-{m.top_k}, each {_format_expert(m.expert)}")
@@ -169,7 +178,7 @@ class Explanation:
             if r.remedy:
                 lines.append(f"    to match    {r.remedy}" if r.seen else f"    {r.remedy}")
             lines += self._format_trace(r.trace)
-        if self.paths:
+        if self.verbose and self.paths:
             lines += [
                 "",
                 "  in this process so far, all models and checks together",
@@ -191,9 +200,9 @@ class Explanation:
         return ", ".join([*texts, *([] if copies else ["no copies"])])
 
 
-def merge_refusals(refused: Iterable[Any]) -> list[Any]:
+def merge_refusals(refused: Iterable[Refusal]) -> list[Refusal]:
     """Merge refusals with equal reasons to one, with the names and source lines of all."""
-    alike: dict[Any, list[Any]] = {}
+    alike: dict[tuple[object, ...], list[Refusal]] = {}
     for r in refused:
         alike.setdefault((r.reason, r.culprits, r.remedy), []).append(r)
     found = []

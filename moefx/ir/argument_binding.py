@@ -19,8 +19,8 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,6 +29,8 @@ from .passed_objects import is_passed
 
 Path = tuple[Any, ...]
 Leaves = list[tuple[Path, Any]]
+# What a user gives as the arguments of a call: one tensor, positional arguments, or keyword arguments.
+ExampleInputs: TypeAlias = "torch.Tensor | Sequence[object] | Mapping[str, object]"
 
 
 class Specialisation(NamedTuple):

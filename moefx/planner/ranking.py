@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from ..capture.default_device import neutral_device
 from ..errors import NothingFits, UnknownArchitecture, UnknownPlatform
+from ..ir.argument_binding import ExampleInputs
 from ..util.unit_text import amount
 from .architecture import Architecture
 from .catalogue import find_model
@@ -28,6 +29,12 @@ from .step_formulas import collect_values, find_step_sheet
 from .symbols import ExplainedFormulas, explain_formulas
 
 _MOST_SIZES = 9  # printed sizes of a reason
+
+
+class ModelConfig(Protocol):
+    """A config of transformers."""
+
+    model_type: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +197,10 @@ def search(model: Architecture, platform: Platform, num_ranks: int, **asked: Any
 
 @neutral_device()
 def plan(
-    model: Any, platform: str | Platform, world_size: int, *, batch: int = 1024, tokens: int = 4096,
+    model: str | Architecture | nn.Module | ModelConfig, platform: str | Platform,
+    world_size: int, *, batch: int = 1024, tokens: int = 4096,
     most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
-    example_inputs: Any = None,
+    example_inputs: ExampleInputs | None = None,
 ) -> Ranking:  # fmt: skip
     """Rank the layouts of a model that fit a platform, the fastest first.
 

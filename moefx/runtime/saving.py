@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 # Recomputed routing may differ by rounding, and a recomputed exchange costs as much as the first.
 _SAVED_OPS = frozenset(
@@ -34,7 +34,9 @@ class _ThreadState(threading.local):
 _thread_state = _ThreadState()
 
 
-def save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def save_routing(
+    ctx: SelectiveCheckpointContext, op: Callable[..., object], *args: Any, **kwargs: object
+) -> CheckpointPolicy:
     """A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
     Saves the router's selection and the results of exchanges, and recomputes the rest. The buffer of an exchange would

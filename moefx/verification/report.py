@@ -18,6 +18,7 @@ from ..comparison.policy import Row
 from ..comparison.routing_tape import RoutingRow
 from ..comparison.sandbox import Inputs
 from ..errors import InvalidInput, VerificationFailed
+from ..ir.argument_binding import ExampleInputs
 from ..runtime.module import rewritten_blocks
 from .compiled_parts import CompiledPart, find_compiled_parts
 from .expert_shares import find_shares
@@ -81,7 +82,7 @@ class VerifyReport:
 def verify(
     compiled: nn.Module,
     reference: nn.Module,
-    inputs: Any,
+    inputs: ExampleInputs,
     *,
     dtype: torch.dtype | None = None,
     grads: bool = True,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from moefx.inspection.explain import Explanation
+from moefx.inspection.explain import BlockReport, Explanation
 
 
 def explanation(**weights: int) -> Explanation:
     paths = (("expert_mlp", "segments", 2),)
-    return Explanation("Model", (), (), 0.1, paths, tuple(weights.items()))
+    return Explanation("Model", (), (), 0.1, paths, tuple(weights.items()), verbose=True)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,16 @@ def explanation(**weights: int) -> Explanation:
 def test_how_weights_are_read_is_said_and_copies_stand_out(weights, text):
     assert f"  weights     {text}" in str(explanation(**weights)).splitlines()
     assert json.loads(explanation(**weights).to_json())["weights"] == weights
+
+
+def test_counters_of_the_process_are_printed_on_request():
+    assert "weights" not in str(dataclasses.replace(explanation(separate=6), verbose=False))
+
+
+def test_the_calls_are_summed_up_on_top():
+    report = BlockReport(("a",), "Moe", 4, 2, "up", "", "any mode", 8, "agrees", 0.1, None, None, calls=(1200, 3, 1))
+    found = Explanation("Model", (report, dataclasses.replace(report, names=("b",), calls=(5, 0, 0))), (), 0.1)
+    assert str(found).splitlines()[1] == "  so far 1,205 of 1,208 calls of these blocks ran rewritten"
 
 
 def test_nothing_ran():

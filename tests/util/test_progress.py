@@ -1,0 +1,46 @@
+"""Lines on standard error while a call takes long."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import moefx
+from moefx.util import progress
+
+
+def test_a_long_call_says_what_it_does(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.01)
+    with progress.report_progress("moefx.compile"):
+        progress.announce("proving layers.0")
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all(line.startswith("moefx.compile: 0 s so far, proving layers.0") for line in lines)
+    assert len(lines) <= 6  # the time doubles
+
+
+def test_a_short_call_says_nothing_and_leaves_no_thread(capsys):
+    before = threading.active_count()
+    with pytest.raises(ValueError), progress.report_progress("moefx.compile"):
+        raise ValueError
+    assert threading.active_count() == before
+    assert not capsys.readouterr().err
+
+
+def test_other_ranks_are_silent(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.01)
+    monkeypatch.setenv("RANK", "3")
+    with progress.report_progress("moefx.compile"):
+        time.sleep(0.05)
+    assert not capsys.readouterr().err
+
+
+def test_compile_names_its_blocks(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.01)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    moefx.compile(model, torch.randn(3, 4), strict=False)  # one tensor, by position
+    assert "moefx.compile: 0 s so far, running Sequential on abstract tensors" in capsys.readouterr().err
