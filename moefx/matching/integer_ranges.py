@@ -60,20 +60,15 @@ class IntegerRanges:
         sizes: Collection[int] = (),
         sizes_of_tokens: Collection[int] | None = None,
     ):
-        self._known: dict[fx.Node, Range | None] = {}
+        self._nodes, self._read = nodes, 0
+        self._known: dict[fx.Node, Range | None] = {}  # of the nodes read so far, as the next node may use them
+        self._limited: dict[fx.Node, Range | None] = {}  # with the limits of all lookups, also later ones
         self._of_call, self._sizes = of_call, sizes
         self._at_these_sizes = IntegerRanges(nodes, of_call) if sizes else None
         self._parameter_sizes = {
             n for node in nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())
         }
         self._fixed = set[int]() if sizes_of_tokens is None else self._parameter_sizes - {*sizes_of_tokens}
-        for node in nodes:
-            val = node.meta.get("val")
-            if isinstance(val, torch.Tensor) and not (val.dtype.is_floating_point or val.dtype.is_complex):
-                self._known[node] = _wrap(self._find_range(node, val), val)
-            else:
-                self._known[node] = None
-            self._limit_lookups(node)
 
     @classmethod
     def with_more_tokens(cls, capture: Capture) -> IntegerRanges:
@@ -84,8 +79,20 @@ class IntegerRanges:
         )
 
     def get(self, node: fx.Node) -> Range | None:
-        """Return the range of a node, or None if it is not known."""
-        return self._known.get(node)
+        """Return the range of a node, or None if it is not known.
+
+        Reads the capture up to the node only: probes ask for few ranges, mostly of nodes before a loop over experts.
+        """
+        if node not in self._limited:
+            while node not in self._known and self._read < len(self._nodes):
+                self._read_next()
+            found = self._known.get(node)
+            for user in node.users if node in self._known else ():
+                for i, dim, allowed in find_lookups(user):
+                    if i is node:
+                        found = self._limit(found, user.args[0], node.meta["val"], dim, allowed)
+            self._limited[node] = found
+        return self._limited[node]
 
     def is_decided(self, node: fx.Node, asked: tuple[str, Any] | None = None) -> bool:
         """Whether a boolean, or the comparison `asked` of a number (`("lt", 8)`), is equal under every routing."""
@@ -138,18 +145,26 @@ class IntegerRanges:
             return _uniform(0, 1, val) if val.dtype == torch.bool else None
         return self._propagate(node, name, val)
 
-    def _limit_lookups(self, node: fx.Node) -> None:
+    def _read_next(self) -> None:
+        node = self._nodes[self._read]
+        self._read += 1
+        val = node.meta.get("val")
+        is_integer = isinstance(val, torch.Tensor) and not (val.dtype.is_floating_point or val.dtype.is_complex)
+        self._known[node] = _wrap(self._find_range(node, val), val) if is_integer else None
+        for i, dim, allowed in find_lookups(node):
+            self._known[i] = self._limit(self._known.get(i), node.args[0], i.meta["val"], dim, allowed)
+
+    def _limit(self, found: Range | None, base: fx.Node, val: torch.Tensor, dim: int, allowed: range) -> Range | None:
         """Limit integers to the axis from which they read entries, since the program fails otherwise.
 
         A token axis gives no limit: it is longer in other calls.
         """
-        for i, dim, allowed in find_lookups(node):
-            base, val = node.args[0], i.meta["val"]
-            shape = base.meta["val"].shape
-            is_last = len(shape) > 1 and dim % len(shape) == len(shape) - 1 and shape[dim] in self._parameter_sizes
-            if is_state(base) or is_last:
-                lo, hi = self._known.get(i) or _uniform(allowed.start, allowed.stop - 1, val)
-                self._known[i] = lo.clamp(min=allowed.start), hi.clamp(max=allowed.stop - 1)
+        shape = base.meta["val"].shape
+        is_last = len(shape) > 1 and dim % len(shape) == len(shape) - 1 and shape[dim] in self._parameter_sizes
+        if not (is_state(base) or is_last):
+            return found
+        lo, hi = found or _uniform(allowed.start, allowed.stop - 1, val)
+        return lo.clamp(min=allowed.start), hi.clamp(max=allowed.stop - 1)
 
     def _find_last_position(self, source: fx.Node, dim: int | None) -> int:
         """Return the last position along an axis, or among all elements."""

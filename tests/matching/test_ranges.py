@@ -116,6 +116,29 @@ def test_lookups_bound_their_indices(fn, decided):
     assert IntegerRanges(taken.nodes, of_call=True).is_decided(taken.out) == decided
 
 
+def test_ranges_do_not_depend_on_the_order_of_questions():
+    block = Looked(lambda s, i: ((i == E).any(), s.gather(1, i), (i == E).any()))
+    nodes = capture_block(block, (torch.empty(5, 3, device="meta"),), {}, Routing()).nodes
+
+    def hulls(order):
+        ranges = IntegerRanges(nodes, of_call=True)
+        found = {n: ranges.get(n) for n in order}
+        return [None if found[n] is None else [(int(b.min()), int(b.max())) for b in found[n]] for n in nodes]
+
+    assert hulls(nodes) == hulls(nodes[::-1])
+    ids = next(i for i, n in enumerate(nodes) if "add" in str(n.target))
+    assert hulls(nodes)[ids] == [(0, 0), (E - 1, E - 1)]  # by a lookup behind it
+
+
+def test_a_question_reads_the_capture_up_to_its_node():
+    block = Fn(lambda s: [s.topk(2).indices == e for e in range(E)])
+    taken = capture_block(block, (torch.empty(5, 3, device="meta"),), {}, Routing())
+    ranges = IntegerRanges(taken.nodes)
+    first = next(n for n in taken.nodes if "eq" in str(n.target))
+    ranges.get(first.args[0])
+    assert ranges._read <= first.meta["index"]
+
+
 def test_one_hot():
     bounds, _ = ranges(lambda s: F.one_hot(s.argmax(-1), E + 2))
     assert bounds is None or bounds == (0, 1)
