@@ -94,11 +94,25 @@ def test_a_value_that_each_turn_computes_again_is_looked_at_once(monkeypatch):
     most = 0
     rows = ValueLookup.rows
 
-    def counted(self):
+    def counted(self, shape):
         nonlocal most
         most = max(most, len(self.readings))
-        return rows(self)
+        return rows(self, shape)
 
     monkeypatch.setattr(ValueLookup, "rows", counted)
     rewritten(Loop(Mlp, num_experts=24))
     assert 0 < most < 24
+
+
+def test_rows_of_a_shape_that_no_expert_computes_with_are_not_followed(monkeypatch):
+    """The scores of groups of experts are long sums, of which each row takes time."""
+    asked, rows = set(), ValueLookup.rows
+
+    def noted(self, shape):
+        asked.add(shape)
+        return rows(self, shape)
+
+    monkeypatch.setattr(ValueLookup, "rows", noted)
+    rewritten(Loop(Mlp, num_experts=24))
+    assert (D,) in asked
+    assert (24,) not in asked  # rows of scores

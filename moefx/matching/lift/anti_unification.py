@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import fx
@@ -28,17 +29,17 @@ class Skeletons:
     """Hashes the form of terms: the ops, without the rows, weights and parameters they apply to.
 
     Args:
-        rows: rows of nodes outside the routed region.
+        rows: gives the rows of a shape of nodes outside the routed region.
     """
 
-    def __init__(self, rows: set[Term]):
+    def __init__(self, rows: Callable[[tuple[int, ...]], Collection[Term]]):
         self.rows = rows
         self._found: dict[Term, int] = {}
 
     def hash_form(self, t: Term) -> int:
         found = self._found.get(t)
         if found is None:
-            if t in self.rows:
+            if t in self.rows(t.shape):
                 form: Any = ("row", t.shape)
             elif is_state_slice(t) and (is_parameter_slice(t) or math.prod(t.shape) > 1):
                 form = ("parameter", t.shape)

@@ -29,6 +29,7 @@ class ExpertOwners:
         self.reach, self.experts, self.numbers = reach, experts, numbers or {}
         self._numbers: dict[ParameterSlice, list[int]] = {}
         self._owners: dict[Term, frozenset[int]] = {}
+        self._slices: dict[Term, tuple[str, ParameterSlice]] = {}
 
     def split_summands(self, t: Term) -> list[Term]:
         """Split a row into one summand per expert.
@@ -74,8 +75,15 @@ class ExpertOwners:
 
     def find_key(self, t: Term) -> OwnerKey:
         """Return the expert parameter slices that reach a term."""
-        mine = {ParameterSlice.from_term(x) for x in self.reach.leaves(t) if strip_moves(x).args[0] in self.experts}
-        return tuple(sorted(mine, key=str))
+        mine = {self._read_slice(x) for x in self.reach.leaves(t) if strip_moves(x).args[0] in self.experts}
+        return tuple(place for _, place in sorted(mine, key=lambda found: found[0]))
+
+    def _read_slice(self, leaf: Term) -> tuple[str, ParameterSlice]:
+        """Return a slice with its text, by which slices are sorted."""
+        if leaf not in self._slices:
+            place = ParameterSlice.from_term(leaf)
+            self._slices[leaf] = str(place), place
+        return self._slices[leaf]
 
     def guess_numbers(self, key: OwnerKey, several: bool = False) -> list[int]:
         """Guess the expert number of a key: the first one that fits all its slices, if there is one.

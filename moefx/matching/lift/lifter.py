@@ -246,7 +246,7 @@ class Lifter:
             if t not in repeated:
                 assign_identity_slots(t, parts, selected[t], by_slot[t], lookup)
         kept = torch.zeros(ids.shape, dtype=torch.bool)
-        skeletons = Skeletons(lookup.rows())
+        skeletons = Skeletons(lookup.rows)
         instances: dict[int, list[_Summand]] = defaultdict(list)
         for t, parts in enumerate(by_slot):
             for k, part in parts:

@@ -69,6 +69,7 @@ class ValueLookup:
         self.readings = self._drop_repeated()
         self.template_drops_slots = template is not None and not template.kept_slots.all()
         self._tables: dict[tuple, dict[Term, list[NodeRef]]] = {}
+        self._rows: dict[tuple[int, ...], set[Term]] = {}  # by their shape
 
     def _drop_repeated(self) -> list[tuple[tuple[bool, bool, int], int, NodeRef]]:
         """Keep the first of equal readings: each run of a loop may compute `weights[..., None]` again."""
@@ -135,13 +136,19 @@ class ValueLookup:
         """Remove the axes of a term with one element: `max(-1, keepdim=True)` gives weights of shape [1]."""
         return self.semantics.T.reshape(t, ()) if math.prod(t.shape) == 1 else t
 
-    def rows(self) -> set[Term]:
-        """Return the rows of all readings with one row per token."""
-        out = set()
-        for _, _, ref in self.readings:
-            if set(ref.axes) in ({"t"}, {"s"}) and len(ref.node.meta["val"].shape) > len(ref.axes):
-                out |= {r for t in range(self.num_tokens) if (r := self.get_element(ref, t, 0, 0)) is not None}
-        return out
+    def rows(self, shape: tuple[int, ...]) -> set[Term]:
+        """Return the rows of this shape of all readings with one row per token.
+
+        Rows of other shapes are left alone: those of a router, such as the scores of groups of experts, may be long
+        sums, and experts compute with none of them.
+        """
+        if shape not in self._rows:
+            out = self._rows[shape] = set()
+            for _, _, ref in self.readings if shape else ():
+                lead = len(ref.axes)
+                if set(ref.axes) in ({"t"}, {"s"}) and tuple(ref.node.meta["val"].shape[lead:]) == shape:
+                    out |= {r for t in range(self.num_tokens) if (r := self.get_element(ref, t, 0, 0)) is not None}
+        return self._rows[shape]
 
     def zero_rows(self) -> list[NodeRef]:
         """List the readings with one row per token whose rows are all zero."""
