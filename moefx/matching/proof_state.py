@@ -354,10 +354,6 @@ class ProofState:
         self._forms.insert(0, self._forms.pop(index))
         self._sizes.insert(0, self._sizes.pop(index))
 
-    def keep_evidence(self, indices: list[int]) -> None:
-        """Drop all captures but these."""
-        self._forms, self._sizes = [self._forms[i] for i in indices], [self._sizes[i] for i in indices]
-
     def add_guard(self, guard: SizeGuard) -> None:
         """Restrict the proof to sizes at which a condition holds."""
         self._guards.append(guard)

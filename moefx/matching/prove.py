@@ -47,8 +47,8 @@ def prove(state: ProofState) -> Match:
     run_probes(state, CONFIRMATIONS)
     align_sources(state)
     merge_groups(state)  # raises before more captures are made
-    complete_evidence(state)
-    return build_match(state, list(state.forms), list(state.sizes))
+    full = complete_evidence(state)
+    return build_match(state, [state.forms[i] for i in full], [state.sizes[i] for i in full])
 
 
 def run_probes(state: ProofState, probes: Iterable[Probe]) -> None:
@@ -217,9 +217,9 @@ def align_sources(state: ProofState) -> None:
 
 
 # ---------------------------------------------------------------------- the match
-def complete_evidence(state: ProofState) -> None:
-    """Keep the captures in which all groups of experts were at work, and capture more until there are enough: the
-    graph is read off these.
+def complete_evidence(state: ProofState) -> list[int]:
+    """Choose the captures in which all groups of experts were at work, and capture more until there are enough: the
+    graph is read off these. Parameters are read off all captures, since some experts may work in the others only.
 
     Raises:
         Refused: no routing uses all groups.
@@ -229,8 +229,7 @@ def complete_evidence(state: ProofState) -> None:
         if any(state.forms[i].unrouted_value for i in full):
             full = [i for i in full if state.forms[i].unrouted_value]
         if len(full) >= 3 and _do_sizes_vary(state, full):
-            state.keep_evidence(full)
-            return
+            return full
         sizes = state.size_choice.choose(max(21, state.hint // 4), seed)
         state.add_evidence(state.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
         state.require_agreement(state.forms[-1])
@@ -287,7 +286,7 @@ def build_match(state: ProofState, forms: list[CanonicalForm], sizes: list[dict[
     groups = merge_groups(state)
     for group, merged in enumerate(groups):
         merged.values = [list(refs) for refs in zip(*[form.groups[group].values for form in forms], strict=True)]
-    compared = {g for g in state.seen_guards() if all(g.holds(one) for one in sizes)}
+    compared = {g for form in forms for g in form.capture.sizes.guards if all(g.holds(one) for one in sizes)}
     return Match(
         state.block,
         state.arguments,

@@ -116,3 +116,13 @@ def test_rows_of_a_shape_that_no_expert_computes_with_are_not_followed(monkeypat
     rewritten(Loop(Mlp, num_experts=24))
     assert (D,) in asked
     assert (24,) not in asked  # rows of scores
+
+
+def test_experts_that_work_only_where_the_odd_one_is_idle_are_in_the_match():
+    """The graph is read off captures in which both kinds of experts work, the parameters off all captures."""
+    torch.manual_seed(0)
+    block = Loop(Mlp, num_experts=128)
+    no_bias(block)
+    result = rewritten(block.double(), torch.zeros(5, D).double())
+    assert sorted(len(g.ids) for g in result.match.groups) == [1, 127]
+    assert agrees(block, result)
