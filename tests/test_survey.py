@@ -123,10 +123,11 @@ def test_a_plain_model_has_nothing():
     assert not found.matched and not found.refused
 
 
-def test_progress_names_modules():
-    told = []
-    survey(Model(Layer()), (torch.zeros(5, D),), Plan(), told.append)
-    assert told[-1] == "layers.0"
+def test_progress_names_modules(monkeypatch):
+    announced = []
+    monkeypatch.setattr("moefx.compiler.survey.announce", announced.append)
+    survey(Model(Layer()), (torch.zeros(5, D),), Plan())
+    assert announced == ["running Model on abstract tensors", "proving layers.0"]
 
 
 def test_refusal_text():

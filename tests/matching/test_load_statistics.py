@@ -161,7 +161,7 @@ def test_captures_show_the_same_patterns_of_loads_on_both_sides_of_a_guard(least
 @pytest.mark.parametrize("n", [4, 8, 16])
 def test_crowds_leave_experts_idle(n):
     def loads(kind):
-        return torch.bincount(Routing(kind, 1).scores(300, n).topk(2).indices.flatten(), minlength=n)
+        return torch.bincount(Routing(kind, 1).draw_scores(300, n).topk(2).indices.flatten(), minlength=n)
 
     assert sorted(loads("crowded").tolist()) == [0] * (n - 2) + [300, 300]
     assert (loads("skewed") == 0).sum() == n - 2 * n // 3
