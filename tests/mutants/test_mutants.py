@@ -28,13 +28,13 @@ def test_mutants_differ_from_their_base():
 
 @pytest.mark.timeout(1200)
 def test_sample_of_mutants():
-    verdicts = report(select([], sample=SAMPLE)[::2])
+    verdicts = report(select([], sample=SAMPLE)[1::2])
     assert {v.outcome for v in verdicts} == {"rewritten", "refused"}
 
 
 @pytest.mark.timeout(1200)
 def test_equivalent_mutants_are_equal():
-    report([m for m in select([]) if m.mutation.same][:2])
+    report([m for m in select([]) if m.mutation.same][1:4])
 
 
 @pytest.mark.exhaustive

@@ -87,7 +87,7 @@ def test_gpt_oss(dtype):
     """`x @ w + bias`: autocast multiplies in `dtype` and leaves the biases alone, so that the sums are float32."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=16, num_local_experts=8, num_experts_per_tok=2)
+    sizes = dict(hidden_size=32, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2)
     config = transformers.GptOssConfig(**sizes, experts_implementation="eager")
     model = transformers.models.gpt_oss.modeling_gpt_oss.GptOssMLP(config)
     for parameter in model.parameters():
