@@ -31,7 +31,7 @@ def _copy_of(name: str) -> types.ModuleType:
 
 
 @pytest.mark.sampled(20)
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["kind"] == "lm"][1:21])
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["kind"] == "lm"][4:24])
 def test_explain_leaves_the_activations_as_they_are(name):
     from transformers.activations import ACT2FN
 
