@@ -30,7 +30,7 @@ from .runtime.module import BlockForward, install_forward, rewritten_blocks, sig
 from .runtime.program import Program
 from .util.model_copy import copy_model
 from .util.progress import report_progress
-from .verification.report import VerifyReport, verify
+from .verification.verify_report import VerifyReport, verify
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

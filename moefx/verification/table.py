@@ -12,7 +12,7 @@ from ..comparison.routing_tape import RoutingRow
 from ..comparison.sandbox import SECOND_BACKWARD
 
 if TYPE_CHECKING:
-    from .report import VerifyReport
+    from .verify_report import VerifyReport
 
 MAX_FAILED = 20
 OTHER_VALUES = "the two models hold different values before they run"

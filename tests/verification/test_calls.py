@@ -14,7 +14,7 @@ import moefx
 from moefx.comparison.sandbox import Casts, Options
 from moefx.errors import InvalidInput
 from moefx.verification.later_calls import MODULI, CallPlanner
-from moefx.verification.report import verify
+from moefx.verification.verify_report import verify
 
 from .compiled import broken
 from .test_faults import IDS, Model, models

@@ -22,7 +22,7 @@ from moefx.ir.ops.dialect import build_pft
 from moefx.ir.ops.op_definition import registry
 from moefx.runtime.module import install_forward, rewritten_forward
 from moefx.runtime.program import Program
-from moefx.verification.report import verify
+from moefx.verification.verify_report import verify
 
 from .compiled import broken
 from .models import Plain

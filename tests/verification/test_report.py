@@ -9,7 +9,7 @@ import torch
 
 from moefx.errors import InvalidInput, VerificationFailed
 from moefx.runtime.module import rewritten_forward
-from moefx.verification.report import VerifyReport, verify
+from moefx.verification.verify_report import VerifyReport, verify
 
 from .compiled import Model, broken, compiled_pair
 
