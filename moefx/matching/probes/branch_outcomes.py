@@ -46,14 +46,17 @@ _MAX_PAIRED_READS = 5  # reads
 
 
 def flip_branches(state: ProofState) -> None:
-    """Force each branch the other way where it was met, and several at once: it must not matter. Branches that are met
-    only then are forced, too. A float that Python reads takes values that turn each comparison with it.
+    """Force the other outcome of each branch, then of several branches at once: the form must stay the same.
+
+    Branches that only forced captures reach are forced, too. A float that Python reads takes values that change the
+    outcome of each comparison with it.
+
 
     Raises:
         Refused: another outcome changes the form.
     """
     named: list[float] | None = None
-    first: list[tuple[HostRead, Any]] = []  # of those that were met without any force, how they may come out, too
+    first: list[tuple[HostRead, Any]] = []  # reads of unforced captures, each with another outcome
     is_first = True
     while doubtful := _find_doubtful_reads(state):
         for read, seen, taken in doubtful:
@@ -77,7 +80,9 @@ def flip_branches(state: ProofState) -> None:
             for value in others:
                 interventions: dict[Any, Any] = {read.call_stack: repeat_outcome(taken, read.call_stack, value)}
                 if not force_outcome(state, read.source, interventions, what, taken) and read.node is None:
-                    state.add_unforced_length(read.call_stack)  # with so few rows it is no error of the original's
+                    state.add_unforced_length(
+                        read.call_stack
+                    )  # the error need not occur in the original with these few rows
             if is_first and others:
                 first.append((read, others[0]))
         is_first = False
@@ -91,8 +96,11 @@ def flip_branches(state: ProofState) -> None:
 
 
 def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Capture]]:
-    """What Python read, and not asked about before: how it came out, if that was one way in all captures, and the first
-    of these."""
+    """Find the reads of Python with one outcome in all captures that are not settled.
+
+    Returns:
+        Each read with its outcomes and the first capture that has it.
+    """
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     without_rows: dict[tuple[Source, ...], set[Any]] = {}
     met: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
@@ -104,7 +112,7 @@ def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Ca
     outcomes = without_rows | outcomes
     for calls in _find_zero_weight_reads(state):
         outcomes[calls] = {True, False}
-    # that an expert without tokens is skipped says nothing of one with a single token (`if n <= 1: continue`)
+    # an expert without tokens that is skipped says nothing about one with a single token (`if n <= 1: continue`)
     single = {
         calls for calls, (read, _) in met.items() if _is_single_token_test(read) and outcomes[calls] == {True, False}
     }
@@ -127,8 +135,10 @@ def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Ca
 
 
 def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
-    """Reads of whether what an expert's results are multiplied by is zero: it does not matter how these come out, as
-    experts without tokens show, which are left out."""
+    """Find tests whether the weights of an expert are zero, if their outcome cannot matter.
+
+    Both outcomes must have occurred, and an expert that ran must add nothing if its weights are zero.
+    """
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     found: dict[tuple[Source, ...], set[bool | None]] = {}
     for lifted in state.forms:
@@ -140,10 +150,14 @@ def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
 
 
 def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostRead]:
-    """Comparisons of counts with several numbers at one place, as `n in range(300)` or a loop over limits makes them,
-    that would be new for a larger count: it equals none of the numbers, and is beyond all limits. By place one that
-    would turn."""
-    equal: dict[tuple[Source, ...], list[HostRead | None]] = {}  # by capture one that was equal
+    """Find comparisons of a count with several numbers at one call site (`n in range(300)`, a loop over limits).
+
+    Larger counts would have an outcome that no capture has: equal to none of the numbers, or beyond all limits.
+
+    Returns:
+        One read per call site whose outcome would change.
+    """
+    equal: dict[tuple[Source, ...], list[HostRead | None]] = {}  # for each capture a read of equal numbers
     limits_at: dict[tuple[Source, ...], dict[float, list[HostRead]]] = {}
     for lifted in state.forms:
         ranges = IntegerRanges.with_more_tokens(lifted.capture)
@@ -167,7 +181,7 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
 
 
 def _is_limit_test(state: ProofState, read: HostRead) -> bool:
-    """Whether a count is compared with a number."""
+    """Return whether a read compares a number that grows with the tokens with a fixed number."""
     if read.comparison is None or type(read.comparison[1]) not in (int, float):
         return False
     captures = (lifted.capture for lifted in state.forms if any(read is r for r in lifted.capture.reads))
@@ -175,9 +189,9 @@ def _is_limit_test(state: ProofState, read: HostRead) -> bool:
 
 
 def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
-    """Whether the number that was compared grows with the tokens."""
+    """Return whether the compared number grows with the tokens."""
     of = read.origins if read.node is None else {read.node}
-    if not of:  # how many rows there are
+    if not of:  # a number of rows
         return True
     found = [ranges.get(n) if isinstance(n, fx.Node) else None for n in of]
     return ROW_COUNT in of or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
@@ -186,13 +200,17 @@ def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
 def _find_turning_values(
     state: ProofState, read: HostRead, taken: Capture, known: list[Any], values: list[Any]
 ) -> list[Any]:
-    """The values with which the program does what it does with none of the known ones: it runs other ops, or computes
-    with other numbers than the value itself."""
+    """Find values of a read that change the program: it runs other ops, or other numbers than the value itself change.
+
+    Args:
+        known: values whose programs are known.
+        values: candidates.
+    """
     at = find_capture(state, taken)
     tracer = state.forms[at].capture.tracer
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
-        with contextlib.suppress(Exception):  # it may check the value
+        with contextlib.suppress(Exception):  # the program may check the value
             interventions = {**tracer.interventions, read.call_stack: value}
             nodes = state.capture(tracer.routing.restart(), state.sizes[at], interventions).nodes
             return value, list(map(line, nodes)), collect_numbers(nodes)
@@ -214,7 +232,7 @@ def _find_turning_values(
 
 
 def find_buffers(read: HostRead) -> list[str]:
-    """The names of the buffers that a value follows from, if it follows from nothing else."""
+    """Return the names of the buffers that a read depends on; empty if it depends on anything else, too."""
     stack = [read.node] if read.node is not None else [n for n in read.origins if isinstance(n, fx.Node)]
     found, seen = list[str](), set[fx.Node]()
     while stack:
@@ -231,8 +249,10 @@ def find_buffers(read: HostRead) -> list[str]:
 
 
 def _find_named_numbers(block: nn.Module) -> list[float]:
-    """Where a comparison with a step or a temperature may turn: the numbers in the code and the attributes of a block,
-    what is next to them, what is between, and products of two."""
+    """Propose numbers at which a comparison with a step or a temperature may change.
+
+    These are the numbers in the block's code and attributes, their neighbours, midpoints, and products of two.
+    """
     found = set(trace_closure(collect_code(block)).numbers)
     found |= {v for v in find_attributes(block).values() if type(v) in (int, float) and math.isfinite(v)}
     own = sorted(n for n in found if abs(n) < _MAX_NAMED)
@@ -243,7 +263,7 @@ def _find_named_numbers(block: nn.Module) -> list[float]:
 
 
 def _is_single_token_test(read: HostRead) -> bool:
-    """Whether a comparison tells one token from more, of which an idle expert has the outcome, too."""
+    """Return whether a comparison tells at most one token from more (`n <= 1`): an idle expert counts as one token."""
     asked = read.comparison
     if asked is None and read.node is not None and op_name(read.node) in COMPARE and is_routed(read.node.args[0]):
         asked = op_name(read.node), read.node.args[1]
@@ -251,8 +271,10 @@ def _is_single_token_test(read: HostRead) -> bool:
 
 
 def _is_about_rows(read: HostRead) -> bool:
-    """Whether a boolean says something of the floats of an expert's rows, and does nothing else than that: `if not
-    (weights[token, slot] > 0.4).any()`. Without rows its outcome tells nothing of rows."""
+    """Return whether a boolean depends only on floats of an expert's rows: `if not (weights[token, slot] > 0.4).any()`.
+
+    Its outcome without rows tells nothing about rows.
+    """
     if read.node is None or read.comparison is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
     if zero_rows.is_zero_test(read):
@@ -264,7 +286,7 @@ def _is_about_rows(read: HostRead) -> bool:
 
 
 def _is_only_read(node: fx.Node) -> bool:
-    """Whether nothing is computed from a boolean but other booleans without axes, which Python reads."""
+    """Return whether all users of a boolean are booleans without axes, which Python reads."""
     users = [*node.users]
     while users:
         val = (user := users.pop()).meta.get("val")
@@ -275,7 +297,7 @@ def _is_only_read(node: fx.Node) -> bool:
 
 
 def _has_rows(read: HostRead) -> bool:
-    """Whether there are rows that a boolean says something of."""
+    """Return whether the tensors that a boolean was reduced from have rows."""
     stack = [read.node] if read.node is not None else []
     while stack:
         val = (node := stack.pop()).meta.get("val")
@@ -287,7 +309,11 @@ def _has_rows(read: HostRead) -> bool:
 
 
 def _is_shown(state: ProofState, read: HostRead) -> bool:
-    """Whether few tokens show what is done about an expert that nobody chose."""
+    """Return whether a capture of few tokens shows the branch of an expert without tokens.
+
+    Raises:
+        Refused: the program does something else than to skip the expert.
+    """
     try:
         return empty_experts.show_idle_expert(state, read)
     except Refused as why:

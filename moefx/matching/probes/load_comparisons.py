@@ -43,8 +43,11 @@ _Calls = tuple[Source, ...]
 
 
 class _Comparison(NamedTuple):
-    """Attributes:
-    op, other: what was asked of a load.
+    """A comparison of a load by Python.
+
+    Attributes:
+        op: name of the comparison, such as "gt".
+        other: the number or node that the load is compared with.
     """
 
     read: HostRead
@@ -53,23 +56,24 @@ class _Comparison(NamedTuple):
 
     @property
     def in_a_crowd(self) -> bool:
-        """How it comes out where the load is large, or of an equality if it holds."""
+        """The outcome if the load is large. For an equality: the outcome if both sides are equal."""
         return self.op in ("gt", "ge", "eq")
 
     @property
     def limit(self) -> int | None:
-        """The least load that is a crowd; None if that is no number."""
+        """The least load with the outcome of a crowd; None for equalities and if `other` is no finite number."""
         if type(self.other) not in (int, float) or not math.isfinite(self.other) or self.op not in ORDERED:
             return None
         return math.floor(self.other) + 1 if self.op in ("gt", "le") else math.ceil(self.other)
 
 
 class _Side(NamedTuple):
-    """One way in which the comparisons of sizes come out.
+    """One combination of outcomes of the comparisons of sizes.
 
     Attributes:
-        sizes: sizes at which they do.
-        optional: see `Lifted`.
+        way: the outcome of each comparison.
+        sizes: sizes with these outcomes.
+        optional: see `CanonicalForm.optional_guard`.
     """
 
     way: tuple[bool, ...]
@@ -111,7 +115,7 @@ def vary_loads(state: ProofState) -> None:
 
 
 def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
-    """Each once, by where it is: those of a number that grows with the tokens, other than whether there are any."""
+    """Return comparisons of numbers that grow with the tokens, one per call site. Tests for any tokens are left out."""
     found: dict[_Calls, _Comparison] = {}
     for lifted in state.forms:
         for read in lifted.capture.reads:
@@ -125,7 +129,7 @@ def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
 
 
 def _read_comparison(read: HostRead) -> tuple[str, Any] | None:
-    """What was asked of a number, by Python or by an op of which Python reads the result."""
+    """Return (op, other operand) of a comparison that Python makes, or that an op makes and Python reads."""
     if read.comparison is not None:
         return read.comparison
     node = _find_comparison_node(read)
@@ -141,7 +145,10 @@ def _find_comparison_node(read: HostRead) -> fx.Node | None:
 
 
 def _is_of_load(capture: Capture, read: HostRead) -> bool:
-    """Whether what is compared grows with the tokens of an expert, or of all, and is no number that it never is."""
+    """Return whether the compared number grows with the tokens of one expert, or of all.
+
+    An equality that no count can fulfil (`n == -1`, `n == 2.5`) does not count.
+    """
     ranges = IntegerRanges.with_more_tokens(capture)
     if read.comparison is not None:
         op, other = read.comparison
@@ -152,7 +159,7 @@ def _is_of_load(capture: Capture, read: HostRead) -> bool:
     of: Any = node.args[0] if (node := _find_comparison_node(read)) is not None else None
     if of is None or not find_token_sizes(capture).isdisjoint(
         of.meta["val"].shape
-    ):  # of each token, as its position is
+    ):  # a number for each token, such as its position
         return False
     if (found := ranges.get(of)) is None:
         return op_name(of) in ("sum", "count_nonzero") and is_made_of_rows(of)  # not ids of experts
@@ -160,8 +167,11 @@ def _is_of_load(capture: Capture, read: HostRead) -> bool:
 
 
 def _list_routings(state: ProofState) -> list[Routing]:
-    """A crowd at the last or the first expert, of which the others have one token, and one of them none; all tokens at
-    the last one; and as many for each."""
+    """Return the routings to try, in this order.
+
+    The first two crowd the last and the first expert: one other expert has no token, the rest have one each. The third
+    sends all tokens to the last expert, the fourth equally many to each.
+    """
     last = state.num_experts - 1
     return [
         Routing("crowded", last, tuple(range(last - 1))),
@@ -172,7 +182,7 @@ def _list_routings(state: ProofState) -> list[Routing]:
 
 
 def _find_sides(state: ProofState) -> list[_Side]:
-    """The ways in which the comparisons of sizes came out, with sizes of many tokens; first those of most tokens."""
+    """Return the sides that captures of several tokens were on, each with large sizes; most tokens first."""
     found: dict[tuple[bool, ...], _Side] = {}
     for lifted, sizes in zip(state.forms, state.sizes, strict=True):
         way, tokens = _find_way(state, sizes), math.prod(lifted.tokens)
@@ -184,17 +194,19 @@ def _find_sides(state: ProofState) -> list[_Side]:
 
 
 def _rank_tokens(tokens: int) -> float:
+    """Rank token counts: the more the better up to `_MAX_TOKENS`, the fewer the better beyond."""
+
     return tokens if tokens <= _MAX_TOKENS else 1 / tokens
 
 
 def _find_way(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]:
-    """How the comparisons of sizes come out that came out both ways."""
+    """Return the outcomes at `sizes` of the comparisons of sizes that had both outcomes among the captures."""
     guards = dict.fromkeys(state.seen_guards())
     return tuple(g.holds(sizes) for g in guards if len({g.holds(one) for one in state.sizes}) == 2)
 
 
 def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[Any]]:
-    """How Python's reads came out, on one side or on all."""
+    """Return the values of Python's reads by call site, on one side or on all."""
     found: dict[_Calls, set[Any]] = {}
     for lifted, sizes in zip(state.forms, state.sizes, strict=True):
         if side is None or _find_way(state, sizes) == side.way:
@@ -204,7 +216,14 @@ def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[An
 
 
 def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_Calls, _Comparison]) -> Capture | None:
-    """The capture under a routing; None if the program does not run there, or shows nothing."""
+    """Add a capture under a routing as evidence.
+
+    Returns:
+        The capture, or None if the program raises an error, routes nothing, or had to be guarded.
+
+    Raises:
+        Refused: the form differs, and no guard can keep this side out.
+    """
     try:
         taken = state.capture(routing, side.sizes)
     except Refused:
@@ -226,7 +245,7 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
 
 
 def _find_turned_read(state: ProofState, taken: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
-    """Of the comparisons one that came out in a capture as it did not in the first one, if there is such."""
+    """Return a comparison with an outcome that the first capture does not have; any comparison if all have."""
     first = {(read.call_stack, read.value) for read in state.reference.capture.reads}
     new = [r for r in taken.reads if r.call_stack in found and (r.call_stack, r.value) not in first]
     return next(iter(new), next(iter(found.values())).read)
@@ -235,8 +254,14 @@ def _find_turned_read(state: ProofState, taken: Capture, found: dict[_Calls, _Co
 def _force_crowd(
     state: ProofState, comparison: _Comparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
 ) -> None:
-    """Have a comparison come out for all experts as it does for a crowd. An equality that came out both ways on this
-    side is left, and which of two loads is larger: forced, these would contradict the loads."""
+    """Force a comparison to the outcome of a crowd for all experts.
+
+    A comparison of two loads, or an equality with 0, 1 or a non-integer, takes only outcomes not yet seen on this side:
+    others would contradict the loads.
+
+    Raises:
+        Refused: the outcome changes the form, and no capture with such loads has the form.
+    """
     calls, wanted = comparison.read.call_stack, [comparison.in_a_crowd]
     seen = outcomes.get(calls, set())
     is_of_loads = isinstance(comparison.other, (RoutedInt, RoutedFloat, fx.Node))
@@ -270,12 +295,15 @@ def _force_crowd(
 
 
 def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
-    """Add a capture in which each expert really has as many tokens as a crowd, if it takes no more than there may be.
-    Returns whether a comparison came out so for each, and the form is that of the others."""
+    """Add a capture in which each expert really has as many tokens as a crowd, up to `_MAX_EVEN_TOKENS` in all.
+
+    Returns:
+        Whether the comparison had the outcome of a crowd for each expert, and the form agrees with the others.
+    """
     slots, experts = state.reference.slots, state.num_experts
     if (limit := comparison.limit) is None:
         return False
-    if comparison.read.origins:  # a number made of the load
+    if comparison.read.origins:  # a number computed from the load
         limit = max(limit, _MAX_EVEN_TOKENS * slots // (2 * experts))
     tokens = state.arguments.choose_tokens_near(experts * -(-(limit + 1) // slots) + experts)
     sizes = state.size_choice.choose_sequence(tokens)

@@ -33,24 +33,25 @@ from ..op_classes import TABLE_LOOKUPS
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # of one tensor, of which no element is new
-_MAX_PAIRED_SLOTS = 8  # slots of which all pairs are tried
-_TOKENS_PER_CHANGE = 3  # of so many tokens one chooses otherwise
-_Change = Callable[[list[torch.Tensor]], torch.Tensor]  # of the slots' choices so far, [T] each: what the last is to be
+_MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # ops on one tensor that create no new elements
+_MAX_PAIRED_SLOTS = 8  # up to this many slots, try every pair of them
+_TOKENS_PER_CHANGE = 3  # one token in this many repeats an expert, the others show the form
+# Takes the choices of the slots so far, [T] each, and returns new choices of the last of them.
+_Change = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 def repeat_experts(state: ProofState) -> None:
     """Let tokens choose an expert twice, if the program allows it.
 
     Raises:
-        Refused: the two weights do not add up, or no capture shows it.
+        Refused: the two weights do not add up, or no capture shows that they do.
     """
     first, sizes, experts = state.reference, state.sizes[0], state.seen_experts
     if has_distinct_slots(first, experts, state.forms):
         return
     made = _find_makers(first, experts)
     pairs = _pair_slots(first.slots)
-    if len(first.ids) < _TOKENS_PER_CHANGE * len(pairs):  # each needs a token, and others are to show the form
+    if len(first.ids) < _TOKENS_PER_CHANGE * len(pairs):  # one token for each pair, and others that show the form
         sizes = state.size_choice.choose(_TOKENS_PER_CHANGE * len(pairs), 0)
         require_same_form(first, first := state.lift(Routing("diverse", 0), sizes))
         made = _find_makers(first, experts)
@@ -71,7 +72,7 @@ def repeat_experts(state: ProofState) -> None:
 
 
 def _has_shown(lifted: CanonicalForm, i: int, pairs: list[tuple[int, int | None]]) -> bool:
-    """Whether some token has chosen an expert twice in these slots, and is given something for it."""
+    """Return whether some token chose one expert in all slots of pair `i`, and a slot of the pair is kept."""
     tokens = [t for t in lifted.repeated_tokens if _is_changed_token(t, i, pairs)]
     slots = [*range(lifted.slots)] if pairs[i][1] is None else [*pairs[i]]
     return any(bool(lifted.kept_slots[t, slots].any()) and len({*lifted.ids[t, slots].tolist()}) == 1 for t in tokens)
@@ -80,8 +81,14 @@ def _has_shown(lifted: CanonicalForm, i: int, pairs: list[tuple[int, int | None]
 def _lift_with_choices(
     state: ProofState, sizes: dict[str, int], interventions: Interventions, refusal: Refused
 ) -> CanonicalForm | None:
-    """The form where tokens choose as they are told to; None where the program does not run then: nor does the
-    original."""
+    """Lift a capture with forced choices.
+
+    Returns:
+        The form, or None if the program raises an error: the original would raise it, too.
+
+    Raises:
+        Refused: `refusal`, if the form differs from the other captures' or there is none.
+    """
     try:
         taken = state.capture(Routing("diverse", 0), sizes, interventions)
     except Exception as error:
@@ -99,8 +106,12 @@ def _lift_with_choices(
 
 # ---------------------------------------------------------------------- where choices come from
 def _find_makers(lifted: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
-    """What made the choices, in program order, each with the places that those of a token have in it: int64 [T, K], or
-    [T, 1] where each slot has a node of its own."""
+    """Find the nodes that made the choices, in program order.
+
+    Returns:
+        Each node with the flat indices of every token's choices in its value: int64 [T, K], or [T, 1] if each slot has
+        a node of its own.
+    """
     found = []
     refs = lifted.expert_index.columns or (lifted.expert_index,)
     for ref in refs:
@@ -127,14 +138,14 @@ def _find_makers(lifted: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node
 
 
 def _find_unshifted(node: fx.Node) -> fx.Node | None:
-    """The choices to all of which an op adds one number."""
+    """Return the choices before an op that adds one number to all of them; None for other ops."""
     if op_name(node) in ("add", "sub") and len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node):
         return node.args[0]
     return None
 
 
 def _find_unfilled(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Node | None:
-    """The choices in place of some of which an op puts a number of nobody."""
+    """Return the choices before an op that replaces some of them by a number of no expert; None for other ops."""
     if op_name(node) == "masked_fill":
         ways = [(node.args[0], node.args[2])]
     elif op_name(node) == "where" and len(node.args) == 3:
@@ -150,15 +161,15 @@ def _find_unfilled(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Nod
 
 
 def _is_looked_up(node: fx.Node) -> bool:
-    """Whether integers are read from a buffer of integers."""
+    """Return whether a node looks up integers in a buffer."""
     of = node.args[0] if node.args else None
     return op_name(node) in TABLE_LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
 
 
 def _build_flips(lifted: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:
-    """How ops are to come out for some tokens to choose otherwise."""
+    """Build interventions that apply `change` to the choices where their ops compute them."""
     chosen: list[torch.Tensor] = []
-    places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by what is run, and which time
+    places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by call site of the op, then by its n-th run there
     for node, where in made:
         by: Any = node.args[0] if op_name(node) == "getitem" else node
         place, turn = by.meta.get("position"), 0
@@ -184,7 +195,7 @@ def _build_flips(lifted: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]]
 
 
 def _pair_slots(slots: int) -> list[tuple[int, int | None]]:
-    """Slots of which the second may have what the first has; None: all of them."""
+    """Return pairs (first, again) of slots: `again` is to repeat the expert of `first`; None for all later slots."""
     few = (
         [*itertools.combinations(range(slots), 2)]
         if slots <= _MAX_PAIRED_SLOTS
@@ -194,12 +205,12 @@ def _pair_slots(slots: int) -> list[tuple[int, int | None]]:
 
 
 def _is_changed_token(token: Any, i: int, pairs: list[tuple[int, int | None]]) -> Any:
-    """Whether a token, or which of several, is one of those that show a pair of slots."""
+    """Return whether a token repeats an expert in pair `i`: a bool for an int, a mask for a tensor of tokens."""
     return token % (_TOKENS_PER_CHANGE * len(pairs)) == _TOKENS_PER_CHANGE * i + 1
 
 
 def _repeat_earlier(pairs: list[tuple[int, int | None]]) -> _Change:
-    """Some tokens choose an expert again: each of the pairs does in one of them."""
+    """Build the change that lets tokens repeat an expert, with different tokens for each pair of slots."""
 
     def change(chosen: list[torch.Tensor]) -> torch.Tensor:
         found, slot = chosen[-1].clone(), len(chosen) - 1
@@ -213,5 +224,7 @@ def _repeat_earlier(pairs: list[tuple[int, int | None]]) -> _Change:
 
 
 def _choose_nobody(chosen: list[torch.Tensor]) -> torch.Tensor:
+    """Replace the first slot's choice by -1 in one token of `_TOKENS_PER_CHANGE`."""
+
     which = (torch.arange(len(chosen[-1])) % _TOKENS_PER_CHANGE == 1) & (len(chosen) == 1)
     return torch.where(which, -1, chosen[-1])
