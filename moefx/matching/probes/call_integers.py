@@ -1,4 +1,4 @@
-"""Vary what follows from integers of a call (token ids, lengths, steps in buffers) and looks like a constant.
+"""Vary results of integer inputs (token ids, lengths, steps in buffers) that look like constants.
 
 Protects from padding, special tokens or a warm-up that the example does not have::
 
@@ -7,8 +7,9 @@ Protects from padding, special tokens or a warm-up that the example does not hav
     if step < warmup_steps:  # True in the first steps
         ...
 
-`turning_integers` puts numbers into the arguments that change such results. `vary_call_integers` captures with each of
-them. It then forces another outcome of what had one outcome in all captures; the experts must not depend on that.
+`turning_integers` puts numbers into the arguments that change these results. `vary_call_integers` captures with each
+number. It then forces another outcome of each result that had one outcome in all captures; the experts must not depend
+on it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 BUFFER_SEEDS = (2, 3, 4)  # of captures in which buffers have other values
-_FIRST_TURNING_SEED = 50  # the first of the seeds for numbers that turn something
-Place = tuple[Any, str, int]  # the calls that led there, the op, and how many times it came before
+_FIRST_TURNING_SEED = 50  # the first of the seeds that use the numbers of `turning_integers`
+Place = tuple[Any, str, int]  # call stack, op, and a count of the op's runs there, from 1
 
 
 @dataclasses.dataclass
@@ -49,7 +50,7 @@ class Observation:
         values: two of its values, or the one that all elements have.
         of: values of its operands.
         is_same: the result equals an operand.
-        turns: how often the program came there.
+        turns: how often the program ran the op at this place.
     """
 
     node: fx.Node
@@ -81,7 +82,7 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
             are_equal(capture.concrete_value(a), capture.concrete_value(n)) for a in made_of
         )
         one = Observation(n, find_extremes(capture, n), of, is_same)
-        is_one_way = one.is_same or len(one.values) == 1  # doubtful, or beside other captures
+        is_one_way = one.is_same or len(one.values) == 1  # doubtful, alone or together with other captures
         if is_one_way and not ranges:
             ranges.append(IntegerRanges(capture.nodes, of_call=True))
         if not is_one_way or not _is_decided(ranges[0], n):
@@ -92,7 +93,7 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
 
 
 def _is_decided(ranges: IntegerRanges, n: fx.Node) -> bool:
-    """Whether it comes out so whatever is given: `(ids % 4).clamp(max=3)`."""
+    """Return whether every input gives this outcome, or leaves an operand as it is: `(ids % 4).clamp(max=3)`."""
     found = ranges.get(n)
     of = [ranges.get(a) for a in find_operands(n)] if op_name(n) in CUTS else []
     return ranges.is_decided(n) or any(found and r and all(map(are_equal, found, r)) for r in of)
@@ -103,22 +104,23 @@ def _can_level_off(n: fx.Node) -> bool:
 
 
 def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same elements, of any types."""
+    """Return whether two tensors have the same elements, whatever their dtypes."""
     return a.shape == b.shape and bool((a == b).all())
 
 
 def find_operands(n: fx.Node) -> list[fx.Node]:
-    """Return the tensors that an operation takes. For one of several results: those of the operation."""
+    """Return the tensors that an operation takes. For a `getitem`, return the tensors of the op with several results."""
     return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
 
 
 def vary_call_integers(state: ProofState) -> None:
-    """Capture with each number that turns something, then force another outcome of each result with one outcome so
-    far, in the capture that met it: a test behind a branch is only met there.
+    """Capture with each number of `turning_integers`, then force another outcome of each result with one outcome.
+
+    An outcome is forced in a capture that has the result: one behind a branch occurs only there.
 
     Raises:
-        Refused: the experts seem to depend on it. How, one forced capture does not show: of several equal masks it
-            may have changed one alone, as no ids would.
+        Refused: the experts seem to depend on the result. The forced capture need not show how: it may have changed
+            one of several equal masks alone, which no ids would do.
     """
     columns: list[dict[Place, Observation]] = []
     settled: set[Place] = set()
@@ -141,14 +143,17 @@ def vary_call_integers(state: ProofState) -> None:
 
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
-    """Return the nodes of the first capture with one outcome in all captures."""
+    """Return the nodes of the first capture that had one outcome in all captures."""
     columns = [observe_integers(lifted.capture) for lifted in state.forms]
     return [columns[0][place].node for place in _find_doubtful_places(columns) if place in columns[0]]
 
 
 def _find_doubtful_places(columns: list[dict[Place, Observation]]) -> list[Place]:
-    """Places where one thing came out in all captures. The turns of a loop are places of their own, unless the routing
-    decides how many there are: then a turn is not the same expert's in each capture."""
+    """Return the places with one outcome in all captures.
+
+    Each turn of a loop is a place of its own, unless the number of turns depends on the routing: a turn then belongs to
+    different experts in different captures.
+    """
     met_all = [(place, one) for column in columns for place, one in column.items()]
     turns: dict[Any, set[int]] = {}
     for place, one in met_all:
@@ -162,7 +167,11 @@ def _find_doubtful_places(columns: list[dict[Place, Observation]]) -> list[Place
 
 
 def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
-    """Have a node of this capture come out otherwise. That must not matter to the experts."""
+    """Force another outcome of a node in the capture with index `met`, which must not change the experts.
+
+    Raises:
+        Refused: the form, the lines that values are read from, or the kept slots change.
+    """
     source, taken, sizes = node.meta["source"], state.forms[met].capture.tracer, state.sizes[met]
     what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {op_name(node)}"
     refusal = Refused(
@@ -178,7 +187,7 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
     except Refused as why:
         raise refusal from why
     except Exception as error:
-        if is_raised_by_program(error):  # the original raises it, too
+        if is_raised_by_program(error):  # the original raises the error, too
             return
         raise refusal from error
     if _find_read_lines(lifted) != _find_read_lines(state.forms[met]) or not torch.equal(
@@ -189,7 +198,7 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
 
 
 def _find_read_lines(lifted: CanonicalForm) -> list[Any]:
-    """Which nodes the experts, and what is added for all tokens, are read off."""
+    """Return the lines that experts and shared terms are read from, each with a count of its nodes."""
     counts, at = Counter[Any](), {}
     for n in lifted.capture.nodes:
         counts[line(n)] += 1
@@ -199,8 +208,10 @@ def _find_read_lines(lifted: CanonicalForm) -> list[Any]:
 
 
 def _is_of_call(n: fx.Node) -> bool:
-    """Whether a tensor is computed from integers of a call, and from nothing that abstract floats decide here. Of
-    buffers, which have other values in each capture, only what makes others of them."""
+    """Return whether a tensor is computed from integers of the call, and no operand from abstract floats.
+
+    If it depends only on buffers, which have other values in each capture, it counts if its op computes new numbers.
+    """
     if n.op != "call_function" or not isinstance(n.meta.get("val"), torch.Tensor) or not is_known(n):
         return False
     is_one = depends_on_arguments(n) or (depends_on_call(n) and _is_computation(n))
@@ -208,5 +219,5 @@ def _is_of_call(n: fx.Node) -> bool:
 
 
 def _is_computation(n: fx.Node) -> bool:
-    """Whether an op makes other numbers of those that it is given, rather than move or reduce them."""
+    """Return whether an op computes new integers, rather than move or reduce its operands."""
     return op_name(n) in INTEGER_FUNCTIONS or torch.Tag.pointwise in getattr(n.target, "tags", ())

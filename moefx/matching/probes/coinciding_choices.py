@@ -9,7 +9,7 @@ Protects from a second choice that only looks like the first one::
 
 Either choice could be taken for the expert index, and the mask for a constant. If other values of parameters and
 buffers make the choices differ, the probe forces another outcome of the second choice. The form must stay the same, or
-values are read off nodes that show the difference.
+take its values from nodes that tell the choices apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 _SECOND_CHOICE = "a second choice, which was the same as the first one everywhere,"
-_MAX_TRIALS = 12  # that values are looked for with which they differ
+_MAX_TRIALS = 12  # seeds of values that may make the choices differ
 _Place = tuple[Source, str, bool]
 
 
@@ -43,7 +43,7 @@ def separate_choices(state: ProofState) -> None:
     """Force another outcome of choices that contribute to the routed sum and equal the expert index.
 
     Raises:
-        Refused: the form is another one then.
+        Refused: the other outcome changes the form.
     """
     alike: dict[_Place, list[CanonicalForm]] = {}
     apart: set[_Place] = set()
@@ -60,8 +60,8 @@ def separate_choices(state: ProofState) -> None:
 
 
 def _find_other_choices(lifted: CanonicalForm) -> list[fx.Node]:
-    """Integers and masks that the sum is made of, with entries for each token, of which the choice is not made."""
-    if "m" in lifted.expert_index.axes:  # every expert is a slot there
+    """Find integers and masks per token that the routed sum depends on, but the expert index does not."""
+    if "m" in lifted.expert_index.axes:  # each expert has a slot
         return []
     every = collect_ancestors(lifted.cut) - collect_ancestors(*lifted.expert_index.nodes) - lifted.replaced_nodes
     return sorted((n for n in every if _is_of_tokens(n, lifted)), key=lambda n: n.meta["index"])
@@ -75,7 +75,7 @@ def _is_of_tokens(n: fx.Node, lifted: CanonicalForm) -> bool:
 
 
 def _align_with_tokens(val: torch.Tensor, lifted: CanonicalForm) -> torch.Tensor | None:
-    """The entries of each token, [T, N], or of its sequence; None if there are no such."""
+    """View a tensor as the entries of each token, or of its sequence, [T, N]; None if it has no such axis."""
     tokens, shape = len(lifted.ids), tuple(val.shape)
     if any(shape[: len(lead)] == lead for lead in (lifted.tokens, (tokens,))):
         return val.reshape(tokens, -1)
@@ -86,8 +86,10 @@ def _align_with_tokens(val: torch.Tensor, lifted: CanonicalForm) -> torch.Tensor
 
 
 def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: CanonicalForm) -> bool:
-    """Whether integers are for each token some of its choices, or all of them and others; whether a mask of experts is
-    the same for all that were chosen."""
+    """Return whether a second choice agrees with the expert index.
+
+    Integers agree if they are a subset or a superset of each token's choices; a mask if it is constant on all choices.
+    """
     of_tokens = _align_with_tokens(val, lifted)
     assert of_tokens is not None
     if val.dtype is torch.bool:
@@ -97,7 +99,7 @@ def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: CanonicalForm) -> b
 
 
 def _can_differ(lifted: CanonicalForm, place: _Place) -> bool:
-    """Whether with other values of parameters and buffers the two choices do not come out alike."""
+    """Return whether other values of parameters and buffers make the two choices differ."""
     refs = lifted.expert_index.columns or (lifted.expert_index,)
     others = [n for n in _find_other_choices(lifted) if place in map(locate_decision, find_float_decisions(n))]
     nodes = sorted(collect_ancestors(*lifted.expert_index.nodes, *others), key=lambda n: n.meta["index"])
@@ -109,13 +111,17 @@ def _can_differ(lifted: CanonicalForm, place: _Place) -> bool:
             ids = torch.cat([view_as_slots(values[ref.node], lifted.tokens, ref.axes) for ref in refs], dim=1)
             if not all(_are_alike(values[n], ids, lifted) for n in others):
                 return True
-        except Exception:  # there may be another number of them
+        except Exception:  # the number of choices may change
             return True
     return False
 
 
 def _separate(state: ProofState, place: _Place, taken: Capture) -> None:
-    """Make a choice come out otherwise. What was read off nodes that were alike is read off those that show then."""
+    """Force another outcome of a choice. If that changes the form, read all captures from nodes that tell both apart.
+
+    Raises:
+        Refused: no reading gives all captures one form.
+    """
     tracer, sizes = taken.tracer, state.sizes[find_capture(state, taken)]
     try:
         force_outcome(state, place[0], {place: FORCE_MIXED}, _SECOND_CHOICE, taken, is_safe=False)

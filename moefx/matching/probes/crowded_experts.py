@@ -47,9 +47,15 @@ def spread_numbers(state: ProofState) -> None:
 
 
 def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
-    """Functions of counts, ranks and positions that came out as one number (`counts // 300`, `relu(counts - 300)`,
-    `table[arange(T) // 300]`), one truth (`isin(ranks, few)`) or one place (`stack([ranks, limits]).argmax(0)`), though
-    not all was one that they are of. Not comparisons of which the limit is known: see `overflow_limits`."""
+    """Find functions of counts, ranks and positions with one result though their operands vary.
+
+    The result is one number (`counts // 300`, `relu(counts - 300)`, `table[arange(T) // 300]`), one boolean
+    (`isin(ranks, few)`) or one place (`stack([ranks, limits]).argmax(0)`). Comparisons with a known limit are left out:
+    see `overflow_limits`.
+
+    Returns:
+        A description of the result, for the refusal, by line and op.
+    """
     made: dict[tuple[Source, str, Any], set[Any]] = {}
     of: dict[tuple[Source, str, Any], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
@@ -86,7 +92,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
 
 
 def _is_constant(state: ProofState, place: tuple[Source, str]) -> bool:
-    """Whether an op has one value in all captures, also in those in which its value asks nothing of crowds."""
+    """Return whether an op has one value in all captures, even those in which it does not depend on crowds."""
     seen: set[Any] = set()
     for lifted in state.forms:
         for n in filter(is_known, lifted.capture.nodes):
@@ -104,7 +110,7 @@ def _describe_outcome(seen: Any) -> str:
 
 
 def _find_outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
-    """Two of the values, or the one that all elements have; of places two of the rows that there are of them."""
+    """Return two of a node's values, or the only one. For places (`argsort`), return up to two of its rows."""
     found = find_extremes(capture, n)
     if n.meta["val"].dtype is torch.bool:
         return set(map(bool, found))
@@ -116,14 +122,14 @@ def _find_outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
 
 
 def _find_place_axis(n: fx.Node, by: fx.Node) -> int | None:
-    """Along which several places were found in each row."""
+    """Return the axis along which an op finds several places in each row; None for other ops."""
     if n.meta["val"].dim() < 2 or (n.args[1:2] != (1,) if by is not n else op_name(n) != "argsort"):
         return None
     return position_axis(n) if by is n else SELECTIONS[op_name(by)](by)[0] if op_name(by) in SELECTIONS else None
 
 
 def _is_of_crowds(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> bool:
-    """Whether an op computes something of numbers that grow with the tokens."""
+    """Return whether an op computes with numbers that grow with the tokens."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or not val.numel() or by.target in SHAPE_ONLY:
         return False
@@ -135,7 +141,7 @@ def _is_of_crowds(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> bool:
 
 
 def _is_growing(ranges: IntegerRanges, node: fx.Node) -> bool:
-    """Whether a number may be any if there are enough tokens."""
+    """Return whether a number is unbounded as the tokens grow."""
 
     def grows(n: fx.Node, are: list[bool]) -> bool:
         val = n.meta.get("val")
@@ -153,7 +159,7 @@ def _is_growing(ranges: IntegerRanges, node: fx.Node) -> bool:
 
 
 def _find_uncut_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
-    """Fixed limits that nothing came to: `positions % 700`, `counts.clamp(max=300)`."""
+    """Find ops with fixed limits that no capture reached: `positions % 700`, `counts.clamp(max=300)`."""
     limits_at: dict[tuple[Source, str], set[str]] = {}
     for lifted in state.forms:
         for n in lifted.capture.nodes:
@@ -165,13 +171,13 @@ def _find_uncut_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
                 )
                 limit = str((n.args[1:], n.kwargs)) if uncut else "reached"
                 limits_at.setdefault((n.meta["source"], str(n.target)), set()).add(limit)
-    # not those that grow with the sizes
+    # limits that grow with the sizes are left out
     fixed = [key for key, found in limits_at.items() if len(found) == 1 and "reached" not in found]
     return dict.fromkeys(fixed, "a number that is cut off for many tokens")
 
 
 def _is_of_positions(n: fx.Node, sizes: set[int]) -> bool:
-    """Whether an op asks something of positions among all tokens and is no plain limit: `700 - p < 0`."""
+    """Return whether a node tests computed positions of tokens, such as `700 - p < 0`."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or is_routed(n) or n.target in SHAPE_ONLY:
         return False
@@ -181,7 +187,7 @@ def _is_of_positions(n: fx.Node, sizes: set[int]) -> bool:
 
 
 def _can_level_off(n: fx.Node) -> bool:
-    """Whether an op makes one number of each: not all that do have the tag of a pointwise op."""
+    """Return whether an op computes a number from each element. Some pointwise ops lack the tag: compare shapes."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel() or op_name(n) in NEW_TENSORS:
         return False

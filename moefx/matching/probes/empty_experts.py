@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 
 _MAX_CAPTURES = 8
 _STEPS = FLAT_MOVES | NEGATIONS | MASK_REDUCTIONS | COMPARE.keys()
-_COUNTS_TO_ASK = (0, 1, 2, 3, 4, 7, 8, 64, 10**6)  # entries that are true
+_COUNTS_TO_ASK = (0, 1, 2, 3, 4, 7, 8, 64, 10**6)  # counts of true entries to try
 
 
 class _Question(NamedTuple):
-    """Attributes:
-    mask: what is asked about.
-    if_some: the answer if any of its entries is true. If none is, it is the other one.
+    """A test whether any entry of a mask is true.
+
+    Attributes:
+        mask: the mask, at least one-dimensional.
+        if_some: the outcome if some entry is true; the opposite if none is.
     """
 
     mask: fx.Node
@@ -47,7 +49,7 @@ class _Question(NamedTuple):
 
 
 def _read_question(read: HostRead) -> _Question | None:
-    """What was read, if it says no more of a mask than whether any of its entries is true."""
+    """Return the test that Python reads; None if it is no test whether any entry of a mask is true."""
     steps: list[fx.Node] = []
     node = read.node
     if node is None or (read.comparison is None and node.meta["val"].dtype != torch.bool):
@@ -69,8 +71,8 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def _answer_for_count(steps: list[fx.Node], asked: tuple[str, Any] | None, count: int) -> bool | None:
-    """How a question about a mask of which `count` entries are true comes out; None where that cannot be said."""
-    value: int | bool | None = None  # of a number: while there is none, these are entries
+    """Return the outcome of a test on a mask with `count` true entries; None if it depends on more than the count."""
+    value: int | bool | None = None  # None while the steps act on the entries, before a reduction
     for n in steps:
         name = op_name(n)
         if n.meta["val"].dtype in NARROW:  # 256 are 0 in 8 bits
@@ -79,7 +81,7 @@ def _answer_for_count(steps: list[fx.Node], asked: tuple[str, Any] | None, count
             if value is None:
                 value = count if name in ("sum", "count_nonzero") else count > 0
         elif name not in FLAT_MOVES:
-            if value is None:  # of the entries: others are true then
+            if value is None:  # changes the entries, and so their count
                 return None
             value = not value if name in NEGATIONS else _compare(name, value, n.args[1])
             if value is None:
@@ -96,14 +98,14 @@ def _compare(name: str, value: int | bool, number: Any) -> bool | None:
 
 
 def _is_of_an_expert(mask: Any) -> bool:
-    """Whether a mask says who chose an expert: `ids == e`."""
+    """Return whether a mask marks the choices of one expert: `ids == e`."""
     while op_name(mask) in FLAT_MOVES | {"any"}:
         mask = mask.args[0]
     return op_name(mask) == "eq" and is_known(mask) and is_routed(mask)
 
 
 def is_token_test(read: HostRead) -> bool:
-    """Whether a count is compared with 0 or with another count, as `if start == end` does to skip an idle expert."""
+    """Return whether a read compares a count with 0 or another count (`if start == end` skips an idle expert)."""
     if read.node is not None and _is_narrow(read.node):
         return False
     if read.comparison is not None:
@@ -115,7 +117,7 @@ def is_token_test(read: HostRead) -> bool:
 
 
 def _is_narrow(node: fx.Node) -> bool:
-    """Whether a number went through a dtype in which 256 tokens may count as none."""
+    """Return whether a number went through a dtype in which 256 tokens may count as none."""
 
     def of(n: fx.Node, inputs: list[bool]) -> bool:
         val = n.meta.get("val")
@@ -125,14 +127,16 @@ def _is_narrow(node: fx.Node) -> bool:
 
 
 def is_chosen_test(node: fx.Node) -> bool:
-    """Whether a comparison tells for each expert if it has tokens (`greater(one_hot(ids).sum((0, 1)), 0)`): more
-    tokens do not change its result for an expert that has some."""
+    """Return whether a comparison tells for each expert if it has tokens: `greater(one_hot(ids).sum((0, 1)), 0)`.
+
+    More tokens do not change the result for an expert that has some.
+    """
     name = op_name(node)
     return name in COMPARE and is_empty_test(name, node.args[1]) and _is_count(node.args[0])
 
 
 def _is_count(node: Any) -> bool:
-    """Whether a number counts the true entries of a mask, or the ones of a `one_hot`."""
+    """Return whether a number counts the true entries of a mask, or the ones of a `one_hot`."""
     counted = False
     while isinstance(node, fx.Node) and node.meta["val"].dtype not in NARROW:
         name = op_name(node)
@@ -142,7 +146,7 @@ def _is_count(node: Any) -> bool:
             return len(node.all_input_nodes) == 1
         elif _is_mask(node) or name == "one_hot":
             return counted
-        elif name == "scatter":  # what `one_hot` does
+        elif name == "scatter":  # the decomposition of `one_hot`
             base = node.args[0]
             return counted and isinstance(base, fx.Node) and op_name(base) == "zeros" and node.args[3:] == (1,)
         elif name not in FLAT_MOVES | {"permute", "transpose"}:
@@ -152,14 +156,13 @@ def _is_count(node: Any) -> bool:
 
 
 def show_idle_expert(state: ProofState, read: HostRead) -> bool:
-    """Add a capture of few tokens that leaves an expert idle which had tokens in all others, if the program asks for
-    nothing but tokens.
+    """Add a capture of few tokens that leaves an expert idle, if the read only tests whether an expert has tokens.
 
     Returns:
         Whether the outcome need not be forced.
 
     Raises:
-        Refused: the program does something else there than to leave the expert out.
+        Refused: the program does something else than to skip the expert.
     """
     question = _read_question(read)
     if question is None and not is_token_test(read):
@@ -170,7 +173,7 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
             if (lifted := _lift_few_tokens(state, read, seed)) is None:
                 continue
         except Refused as refusal:
-            why = refusal  # few tokens may not show the form: others will
+            why = refusal  # a few tokens may not show the form: try others
             continue
         state.add_evidence(lifted, state.size_choice.choose_sequence(2 + seed % 2))
         return True
@@ -178,12 +181,12 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
         return False
     if why is not None:
         raise why
-    # it only asks about experts that were chosen (`for e in ids.unique()`)
+    # the program only tests experts that were chosen (`for e in ids.unique()`)
     return read.value == question.if_some and _is_of_an_expert(question.mask)
 
 
 def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalForm | None:
-    """A capture of two or three tokens; None if what was read is the same there."""
+    """Lift a capture of two or three tokens; None if it has the same outcome, or the program does not run."""
     sizes = state.size_choice.choose_sequence(2 + seed % 2)
     routing = Routing(("flooded", "diverse")[seed // 2 % 2], 40 + seed)
     if not state.size_choice.is_within(sizes):
@@ -191,7 +194,7 @@ def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalF
     try:
         taken = state.capture(routing, sizes)
     except Exception:
-        return None  # the program does not run on so few
+        return None  # the program does not run with two or three tokens
     if all(other.value == read.value for other in taken.reads if other.call_stack == read.call_stack):
         return None
     lifted = state.lift_captured(taken)  # a second capture under the same `Routing` chooses other experts

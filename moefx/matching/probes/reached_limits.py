@@ -33,9 +33,9 @@ from .load_statistics import has_loads
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-MAX_CROWD_TOKENS = 600  # of a capture that overflows a capacity, or at which a number changed
-_EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # up to which all integers are there
-UNKNOWN = 0  # the limit of what is no plain count: at which number of tokens it is reached cannot be told
+MAX_CROWD_TOKENS = 600  # limit of captures that overflow a capacity, or confirm a number's change
+_EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # the dtype holds all integers up to this one
+UNKNOWN = 0  # limit of a number that is no plain count: the tokens that reach it are unknown
 Place = tuple[Source, str]
 
 
@@ -52,7 +52,7 @@ def overflow_limits(state: ProofState) -> None:
         most = [_count_most(lifted) for lifted in state.forms]
         left: set[int] = set()
         for place, found in places.items():
-            # of a capacity that grows with the tokens and has room for all of them there is nothing behind
+            # a capacity that grows with the tokens and has room for all of them is never exceeded
             pairs = [(s.get(place), n) for s, n in zip(seen, most, strict=True)]
             if len(found) == 1:
                 left |= found
@@ -73,7 +73,7 @@ def overflow_limits(state: ProofState) -> None:
         sizes = state.size_choice.choose_sequence(tokens)
         if tokens > MAX_CROWD_TOKENS or not state.size_choice.is_within(sizes):
             break
-        try:  # some limits are those of all choices, some of the first ones
+        try:  # some limits hold for all choices, some for first choices only
             lifted = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
             state.require_agreement(lifted)
         except Exception:  # an error of the program, too, at sizes that it does not support
@@ -109,7 +109,7 @@ def _overflow_every_expert(state: ProofState, seen: list[dict[Place, int | None]
 
 
 def _count_most(lifted: CanonicalForm) -> int:
-    """How many choices one expert may get: of a token's `topk` one, else all of them."""
+    """Return how many choices one expert may get: one of each token's `topk`, otherwise all."""
     tokens, node = math.prod(lifted.tokens), lifted.expert_index.node
     while op_name(node) in RESHAPED_COPIES and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -153,8 +153,8 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
             ranges = ranges or IntegerRanges.with_more_tokens(capture)
             most = torch.iinfo(n.meta["val"].dtype).max
             if name != "_to_copy" or not _is_bounded(ranges, n.all_input_nodes[0], most + 1):
-                found[place] = most  # behind it numbers begin again: to see one beyond is not to see all
-        if found.get(place, UNKNOWN) is None:  # another turn of a loop came to it
+                found[place] = most  # numbers wrap around: a capture beyond the limit does not show all sizes
+        if found.get(place, UNKNOWN) is None:  # another turn of a loop reached it
             continue
         if name == "slice":
             for end, reached in _find_ends(capture, n):
@@ -163,7 +163,7 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
             for rows, limit, reached, has_both in _find_compared(capture, n, name):
                 ranges = ranges or IntegerRanges.with_more_tokens(capture)
                 if has_loads(capture, rows) and not _grows(ranges, rows):
-                    continue  # more tokens do not bring it there
+                    continue  # more tokens do not reach the limit
                 if is_routed(rows) and not _is_count(ranges, rows, limit):
                     limit, reached = UNKNOWN, has_both
                 elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _is_below(ranges, rows, limit)):
@@ -182,8 +182,10 @@ def find_unreached(columns: Sequence[dict[Place, int | None]]) -> dict[Place, se
 
 
 def _find_ends(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
-    """Where rows of an expert, or tokens, begin or end, counted from the start or from the end, and whether some are on
-    the other side."""
+    """Yield the bounds of a slice of an expert's rows, or of tokens, and whether there are more rows than the bound.
+
+    A negative bound is yielded as a positive number.
+    """
     source, dim, start, end = (*n.args, *(0, None, None)[len(n.args) - 1 :])[:4]
     val: Any = source.meta.get("val")  # type: ignore[union-attr]
     if not isinstance(val, torch.Tensor) or not val.dim():
@@ -197,7 +199,7 @@ def _find_ends(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
 
 
 def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node, int, bool, bool]]:
-    """(what is compared, with which number, whether that was reached, whether it came out both ways)."""
+    """Yield (compared node, limit, whether the limit was reached, whether the comparison had both outcomes)."""
     left, right = n.args[:2]
     for rows, other in ((left, right), (right, left)):
         limit = _read_number(other)
@@ -206,7 +208,7 @@ def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx
         value = capture.concrete_value(rows)
         value = value.nan_to_num(0) if value.is_floating_point() else value
         most = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
-        # else it counts if it is of positions in a sequence or a batch, and the limit no size itself
+        # else only positions in a sequence or a batch count, with a limit that is no size itself
         sizes = capture.sizes.expressions
         if not (is_routed(rows) or is_made_of_rows(rows)) and (most + 1 not in sizes or limit in sizes):
             continue
@@ -218,12 +220,12 @@ def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx
 
 
 def is_made_of_rows(node: fx.Node) -> bool:
-    """Whether a number follows from how many rows an expert has, as `arange(len(rows))` does."""
+    """Return whether a number depends on an expert's number of rows, such as `arange(len(rows))`."""
     return fold_ancestors(node, "of_rows", lambda n, are: bool(n.meta.get("ragged")) or any(are))
 
 
 def _read_number(x: Any) -> int | None:
-    """A number that all elements are compared with; of 0, 1, 2, ... the first that is not among them."""
+    """Return the number that elements are compared with; for `arange(n)` return n; None if there is no single one."""
     if type(x) in (int, float):
         return math.ceil(max(-UNBOUNDED, min(x, UNBOUNDED))) if x == x else None
     if not isinstance(x, fx.Node) or is_routed(x) or not is_known(x):
@@ -235,19 +237,19 @@ def _read_number(x: Any) -> int | None:
 
 
 def _is_below(ranges: IntegerRanges, rows: fx.Node, limit: int) -> bool:
-    """Whether the values are below the limit under every routing, as ids of experts are."""
+    """Return whether the values are below the limit under every routing, such as ids of experts."""
     found = ranges.get(rows)
     return found is not None and bool((found[1] < limit).all())
 
 
 def _is_highest(capture: Capture, ranges: IntegerRanges, rows: fx.Node, limit: int) -> bool:
-    """Whether one of the values is the limit and none can be larger, as of `ids.max()`: no token goes beyond."""
+    """Return whether a value equals the limit and none can be larger, such as `ids.max()`: no token exceeds it."""
     found = ranges.get(rows)
     return found is not None and bool((found[1] <= limit).all()) and bool((capture.concrete_value(rows) == limit).any())
 
 
 def _is_narrow(n: fx.Node) -> bool:
-    """Numbers that depend on the routing, as integers that soon overflow."""
+    """Return whether a number depends on the routing and is stored in a dtype that soon overflows."""
     val = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype not in NARROW or op_name(n) not in ("_to_copy", "sum", "cumsum"):
         return False
@@ -255,8 +257,10 @@ def _is_narrow(n: fx.Node) -> bool:
 
 
 def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
-    """Of integers that were floats of few digits, the number up to which these tell all integers apart, if they count
-    tokens or say where these are: `arange(T).bfloat16().long()`."""
+    """Return the largest number that a detour through floats of few digits keeps exact: `arange(T).bfloat16().long()`.
+
+    None if the node is no conversion from these floats to integers, or its numbers do not grow with the tokens.
+    """
     before = n.all_input_nodes[0] if op_name(n) == "_to_copy" and n.all_input_nodes else None
     dtype = before.meta["val"].dtype if before is not None and is_known(before) else None
     if before is None or dtype not in _EXACT or n.meta["val"].is_floating_point():
@@ -273,7 +277,7 @@ def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
 
 
 def _is_bounded(ranges: IntegerRanges, n: fx.Node, limit: int = UNBOUNDED // 2) -> bool:
-    """Whether values are below the limit however many tokens there are; floats that are integers too."""
+    """Return whether absolute values are below the limit for any number of tokens, also for floats of integers."""
     found = ranges.get(n)
     if found is not None:
         return bool((found[1] < limit).all()) and bool((found[0] > -limit).all())
@@ -282,8 +286,10 @@ def _is_bounded(ranges: IntegerRanges, n: fx.Node, limit: int = UNBOUNDED // 2) 
 
 
 def _is_count(ranges: IntegerRanges, n: fx.Node, limit: int) -> bool:
-    """Whether a number grows with the tokens as a count of them does, so that what it is compared with is one: nothing
-    on its way is scaled, turned round, or rounded to fewer digits than the limit has."""
+    """Return whether a number grows with the tokens like a count, so that its limit is a number of tokens.
+
+    No op on the way scales it, reverses it, or rounds it to fewer digits than the limit has.
+    """
     seen, stack = {n}, [n]
     while stack:
         step = stack.pop()
@@ -302,7 +308,7 @@ def _grows(ranges: IntegerRanges, n: fx.Node) -> bool:
 
 
 def _is_bent(ranges: IntegerRanges, n: fx.Node, grown: list[fx.Node], limit: int) -> bool:
-    """Whether this op makes another function of a count than a count."""
+    """Return whether the result of an op on a count is no count itself."""
     name, operands, val = op_name(n), n.args[:2], n.meta.get("val")
     if isinstance(val, torch.Tensor) and limit > _EXACT.get(val.dtype, UNBOUNDED):
         return True
@@ -316,7 +322,7 @@ def _is_bent(ranges: IntegerRanges, n: fx.Node, grown: list[fx.Node], limit: int
 
 
 def _is_truth(ranges: IntegerRanges, a: Any) -> bool:
-    """0 or 1."""
+    """Return whether a number is always 0 or 1."""
     return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
 
 

@@ -1,13 +1,13 @@
 """Vary the number of tokens: one, a few, and many.
 
-Protects from another way for few tokens, and from slots that limits drop in all captures::
+Protects from a special case for few tokens, and from slots that limits drop in all captures::
 
     if len(x) == 1:
         return experts[chosen[0, 0]](x)
     capacity = len(x) // num_experts
     token = torch.where(chosen == e)[0][:capacity]  # with few experts, the second slots are always behind
 
-`show_all_slots` captures a few tokens, which have places for all slots. `vary_token_counts` restricts the form by a
+`show_all_slots` captures a few tokens, which fit into the capacity with all slots. `vary_token_counts` restricts the form by a
 guard if one token, or many, do not have it, and refuses the block if a few do not.
 """
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 _MAX_TRIALS = 6
-_MAX_TRIALS_ELSEWHERE = 2  # where the program may go another way, which has no experts
+_MAX_TRIALS_ELSEWHERE = 2  # at sizes at which the program may take a branch without experts
 
 
 def show_all_slots(state: ProofState) -> None:
-    """Capture a few tokens, which have places for all slots, if captures drop slots."""
+    """Capture a few tokens, which fit into the capacity with all slots, if every capture so far may lack slots."""
     if all(bool(lifted.kept_slots.all()) for lifted in state.forms):
         return
     sizes = state.size_choice.choose_sequence(state.arguments.choose_tokens_near(5))
@@ -42,7 +42,7 @@ def vary_token_counts(state: ProofState) -> None:
     """Capture one token, a few, and many. Guard a form that one token, or many, do not have.
 
     Raises:
-        Refused: a few tokens do not have the form, or many do not and no comparison of sizes tells them apart.
+        Refused: a few tokens have another form, or many do and no comparison of sizes tells them apart.
     """
     arguments = state.arguments
     one, more_than_one = arguments.choose_sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
@@ -57,17 +57,17 @@ def vary_token_counts(state: ProofState) -> None:
         and state.size_choice.is_within(sizes := state.size_choice.choose_as_captured(near))
         and sizes not in several
     ):
-        _vary_few_tokens(state, sizes)  # of the captures' side of a comparison of sizes
+        _vary_few_tokens(state, sizes)  # on the captures' side of each comparison of sizes
     for sizes in filter(state.size_choice.is_within, [one, *many]):
-        # comparisons that came out both ways before do not keep these sizes out
+        # comparisons that had both outcomes before do not exclude these sizes
         asked = [g for g in state.seen_guards() if all(g.holds(s) for s in state.sizes)]
         apart = more_than_one if sizes == one else next((g for g in asked if not g.holds(sizes)), None)
-        # whether one token shows the form hangs on what it chooses: experts that do nothing show nothing
+        # one token shows the form only if it chooses experts that do something: try several choices
         most = max(state.reference.groups, key=lambda g: len(g.ids)).ids
         more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
         if sizes == one and not state.size_choice.is_as_captured(one):
             more = more[:_MAX_TRIALS_ELSEWHERE]
-        if sizes != one:  # a limit on counts may drop all tokens, but for those that a crowd leaves to others
+        if sizes != one:  # a limit on counts may drop all tokens except those at uncrowded experts
             more = [*more[-2:], Routing("flooded", 5), Routing("flooded", 6)]
         found: CanonicalForm | Exception = Refused("no routing was tried")
         for routing in [Routing("diverse", 5), *more]:
@@ -83,7 +83,7 @@ def vary_token_counts(state: ProofState) -> None:
 
 
 def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:
-    """A capture that has the form of the others, or why it has not."""
+    """Return a form that agrees with the other captures, or the reason why there is none."""
     found = _try_lift(state, routing, sizes)
     if isinstance(found, CanonicalForm):
         try:
@@ -94,12 +94,17 @@ def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) 
 
 
 def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
-    """A few tokens that spread out, and a few that crowd on some experts and leave the others idle: a program
-    that asks who is idle changes what the second ones get. Sizes that it is not made for show nothing."""
+    """Capture a few tokens that spread out, and a few that crowd on some experts.
+
+    The crowd leaves experts idle, which a program may test. Sizes at which the program raises an error are skipped.
+
+    Raises:
+        Refused: one of the captures has another form, or only one of them can be lifted.
+    """
     first = state.reference
     busy = max(first.groups, key=lambda g: len(g.ids)).ids[0]
     found: list[CanonicalForm] = []
-    unclear: list[Refused] = []  # so few may show too little
+    unclear: list[Refused] = []  # a few tokens may show too little
     differs: list[Refused] = []
     for kind, seed in (("diverse", 5), ("crowded", busy)):
         lifted = _lift_at_work(state, kind, seed, sizes)
@@ -125,8 +130,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
 
 
 def _lift_at_work(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> CanonicalForm | Exception:
-    """The form of a capture: of several the first in which an expert has something to do, as a few tokens may all be
-    masked."""
+    """Lift the first of several captures in which an expert runs: a few tokens may all be masked."""
     found: CanonicalForm | Exception = Refused("no routing was tried")
     for n in range(_MAX_TRIALS if state.size_choice.is_as_captured(sizes) else _MAX_TRIALS_ELSEWHERE):
         found = _try_lift(state, Routing(kind, seed + n * state.num_experts), sizes)
@@ -136,7 +140,7 @@ def _lift_at_work(state: ProofState, kind: str, seed: int, sizes: dict[str, int]
 
 
 def _try_lift(state: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:
-    """The form of a capture; else why it has none, or what the program raises at sizes that it is not made for."""
+    """Return the form of a capture; else the refusal, or the error that the program raises at these sizes."""
     try:
         taken = state.capture(routing, sizes)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Find numbers for the integers of a call that change what the program asks about them. A part of `call_integers`.
+"""Find integer inputs that change the outcome of the program's tests on them. A part of `call_integers`.
 
 Protects from tests of ids whose outcome the example never has::
 
@@ -33,15 +33,15 @@ from .call_integers import BUFFER_SEEDS, Observation, are_equal, find_operands, 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-Turn = tuple[int | str, int]  # which of the tensor arguments, or the name of a buffer, and a number for it
-_NOT_A_FLAG = 2  # of what may be a flag
+Turn = tuple[int | str, int]  # index of a tensor argument, or name of a buffer, and a number to put into it
+_NOT_A_FLAG = 2  # put into integer masks of 0 and 1, which may be counts
 _MAX_NUMBER = 1 << 30
 _MAX_OF_TENSOR = 6
 _MAX_TRIALS = 100
 
 
 def find_turning_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
-    """The arguments of a state, with such numbers where there are any; and the first capture, if it was made."""
+    """Return the arguments of a state with the numbers that were found, and a capture with them if one was made."""
     arguments, tried = state.arguments, set[Turn]()
     if not any(leaf.takes_turns for leaf in arguments.tensors) and not has_integers(state.block):
         return arguments, None
@@ -61,8 +61,10 @@ def find_turning_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Ar
 
 
 def find_counting_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
-    """The arguments with a 2 here and there among integers that are 0 and 1, and a capture with these; None where there
-    are none, or the program does not run on others."""
+    """Return the arguments with some entries of 2 in integer masks of 0 and 1, and a capture with them.
+
+    None if no argument is such a mask, or the program does not run with a 2.
+    """
     tensors = enumerate(state.arguments.tensors)
     masks = {(i, _NOT_A_FLAG) for i, t in tensors if t.takes_turns and t.is_mask and not t.is_single}
     taken = _try_capture(state, arguments := state.arguments.with_turns(masks), sizes) if masks else None
@@ -72,7 +74,10 @@ def find_counting_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[A
 def _observe_doubtful(
     state: ProofState, arguments: Arguments, sizes: dict[str, int], taken: Capture
 ) -> list[Observation]:
-    """What came out one way; of what hangs on buffers, which have other values in each, in several captures."""
+    """Return the observations with one outcome.
+
+    If they depend on buffers, several captures must agree, each with other values of the buffers.
+    """
 
     def is_open(one: Observation) -> bool:
         return one.is_doubtful or _is_one_truth(one)
@@ -87,13 +92,13 @@ def _observe_doubtful(
 
 
 def can_run(state: ProofState, arguments: Arguments, sizes: dict[str, int]) -> bool:
-    """Whether the program runs with all numbers of these arguments: of a single one each call has another."""
+    """Return whether the program runs with all numbers of these arguments: one capture per number of a single one."""
     most = max(map(len, (*(leaf.turns for leaf in arguments.tensors), *arguments.held.values())))
     return all(_try_capture(state, arguments, sizes, seed) is not None for seed in range(most + 1))
 
 
 def _try_capture(state: ProofState, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
-    """A capture with these arguments; None where the program does not run on them."""
+    """Capture with these arguments; None if the program does not run with them."""
     with state.trying_arguments(arguments):
         try:
             taken = state.capture(Routing("diverse", seed), sizes)
@@ -103,7 +108,7 @@ def _try_capture(state: ProofState, arguments: Arguments, sizes: dict[str, int],
 
 
 def _is_within(n: fx.Node) -> bool:
-    """Whether the indices of an op are: abstract tensors do not look."""
+    """Return whether the indices of an op are in bounds. Abstract tensors do not check this."""
     for i, _, allowed in find_lookups(n):
         if (seen := i.meta["val"]).numel() and not allowed.start <= seen.min() <= seen.max() < allowed.stop:
             return False
@@ -111,12 +116,12 @@ def _is_within(n: fx.Node) -> bool:
 
 
 def _is_one_truth(one: Observation) -> bool:
-    """Also of a single integer, a step say, which is one in each capture."""
+    """Return whether a boolean had one value, even if it depends on a single integer, such as a step."""
     return one.node.meta["val"].dtype is torch.bool and len(one.values) == 1
 
 
 def _find_turn(taken: Capture, one: Observation, arguments: Arguments) -> Turn | None:
-    """A number that turns what came out one way, if it stands here and there in one argument or buffer."""
+    """Find a number that changes an observation if every third entry of one argument or buffer has it."""
     made_of = find_integer_ancestors(one.node)
     for leaf in sorted(made_of, key=lambda n: (n.op != "placeholder", n.meta["index"])):
         if leaf.op == "placeholder" and arguments.tensors[leaf.meta["position"]].takes_turns:
@@ -128,14 +133,14 @@ def _find_turn(taken: Capture, one: Observation, arguments: Arguments) -> Turn |
         given, way = leaf.meta["val"], find_path(leaf, made_of)
         here = (torch.arange(given.numel()) % 3 == 0).view(given.shape)
         for number in filter(leaf_takes, itertools.islice(_propose_numbers(taken, one, way), _MAX_TRIALS)):
-            with contextlib.suppress(Exception):  # no such entry in a table
+            with contextlib.suppress(Exception):  # the number may be out of bounds of a table
                 if _is_turned(taken, one, way, {leaf: torch.where(here, number, given)}):
                     return key, number
     return None
 
 
 def find_integer_ancestors(node: fx.Node) -> set[fx.Node]:
-    """A node and what it is computed from, of a call's integers."""
+    """Return a node and its ancestors that depend on integers of the call."""
     found, stack = {node}, [node]
     while stack:
         for a in stack.pop().all_input_nodes:
@@ -146,7 +151,7 @@ def find_integer_ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def find_path(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
-    """What is computed from an argument or a buffer, itself first."""
+    """Return the nodes of `among` that depend on `leaf`, in program order, `leaf` first."""
     found, stack = {leaf}, [leaf]
     while stack:
         more = [user for user in stack.pop().users if user in among and user not in found]
@@ -158,7 +163,7 @@ def find_path(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
 def evaluate_path(
     taken: Capture, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]
 ) -> dict[fx.Node, torch.Tensor]:
-    """The values of the nodes of a path, whose first, an argument or a buffer, has another value."""
+    """Compute the values of the nodes of a path, given another value of its first node in `values`."""
     for n in path:
         if n.op == "call_function":
             args, kwargs = map_arg(
@@ -170,7 +175,7 @@ def evaluate_path(
 
 
 def _is_turned(taken: Capture, one: Observation, way: list[fx.Node], values: dict[fx.Node, torch.Tensor]) -> bool:
-    """Whether a node comes out otherwise where an argument or a buffer has these values."""
+    """Return whether these values of an argument or a buffer change the outcome of an observation."""
     out = evaluate_path(taken, way, values)[one.node]
     if one.is_same:
         known = (values[a] if a in values else taken.concrete_value(a) for a in find_operands(one.node))
@@ -179,8 +184,11 @@ def _is_turned(taken: Capture, one: Observation, way: list[fx.Node], values: dic
 
 
 def _propose_numbers(taken: Capture, one: Observation, way: list[fx.Node]) -> Iterator[int]:
-    """Those that the program names or compares with, what is next to them, their sums, products and differences; of a
-    table the places at which it has something else."""
+    """Yield numbers that may change an observation.
+
+    These are the numbers in the ops of the path and in their other operands, the indices of a table at which it has
+    another entry, the neighbours of all these numbers, and their sums, products and differences.
+    """
     named = {v: None for n in way for v in pytree.tree_leaves((n.args, n.kwargs)) if type(v) in (int, float)}
     for a in {a: None for n in way for a in find_operands(n) if a not in way}:
         known = taken.concrete_value(a).flatten()

@@ -7,7 +7,7 @@ Protects from an expert that is left out although it has tokens::
         continue
     out[token] += experts[e](x[token]) * weights[token, slot, None]
 
-Leaving the expert out changes nothing only if all that it adds is multiplied by what is zero.
+Leaving the expert out changes nothing only if everything that it adds is multiplied by the zeros.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ...capture.node_origins import find_float_decisions, hash_computation, is_a
 from ..graph_nodes import op_name
 from ..op_classes import NOT_NEGATIVE, PICKS, PRODUCTS, SIZE_REDUCTIONS, VIEWS
 
-_WRITES = {"index_add": 3, "index_put": 2, "scatter_add": 3}  # where the argument is that is written
+_WRITES = {"index_add": 3, "index_put": 2, "scatter_add": 3}  # op: index of the argument that is written
 
 
 def is_zero_test(read: HostRead) -> bool:
-    """Whether all that Python reads is if floats of an expert's rows are zero."""
+    """Return whether Python reads only a test whether floats of an expert's rows are zero."""
     if read.node is None or read.comparison is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
     weighed = [n for n in find_float_decisions(read.node) if n.meta["ragged"] or _is_of_rows(n)]
@@ -35,16 +35,20 @@ def is_zero_test(read: HostRead) -> bool:
 
 
 def adds_nothing(read: HostRead) -> bool | None:
-    """Whether an expert adds nothing, and changes no gradient, where the floats that are asked about are all zero; None
-    if it was left out. They are not below zero: their sum is zero only if all are, and these are the least that they
-    may be."""
+    """Return whether an expert adds nothing and changes no gradient if the tested floats are all zero.
+
+    The floats must not be negative: their sum is then zero only if all are, and zero is their minimum.
+
+    Returns:
+        None if the capture left the expert out.
+    """
     assert read.node is not None
     several = [_adds_nothing(n) for n in find_float_decisions(read.node)]
     return False if False in several else None if None in several else True
 
 
 def _is_of_rows(n: fx.Node) -> bool:
-    """Whether a number was summed up from rows of an expert."""
+    """Return whether a number was reduced from rows of an expert."""
     while n.all_input_nodes and op_name(n) in SIZE_REDUCTIONS | VIEWS | NOT_NEGATIVE | {"eq", "ne", "mul", "pow"}:
         n = n.all_input_nodes[0]
     return bool(n.meta["ragged"])
@@ -61,7 +65,7 @@ def _adds_nothing(compared: fx.Node) -> bool | None:
 
 
 def _find_leaving(weights: fx.Node) -> Iterator[fx.Node]:
-    """The ops that make floats of all tokens from those of the expert's rows, but for what is only asked."""
+    """Yield the ops that turn floats of the expert's rows into floats of all tokens, except for mere tests."""
     seen = {a for a in weights.all_input_nodes[1:] if a.meta["ragged"]}
     stack = [*seen]
     while stack:
@@ -76,7 +80,7 @@ def _find_leaving(weights: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_asked(n: fx.Node) -> bool:
-    """Whether only booleans without axes follow, which Python reads."""
+    """Return whether all results are booleans without axes, which Python reads."""
     return all(not u.meta["val"].dim() and (_is_truth(u) or _is_asked(u)) for u in n.users)
 
 
@@ -85,7 +89,7 @@ def _is_truth(n: fx.Node) -> bool:
 
 
 def _leaves_as_it_was(n: fx.Node, weights: fx.Node) -> bool:
-    """Whether a write changes nothing, or a value is zero, where the weights are zero."""
+    """Return whether a write changes nothing, or a value is zero, if the weights are zero."""
     name = op_name(n)
     if name not in _WRITES:
         return _is_zero(n, weights)
@@ -100,7 +104,7 @@ def _leaves_as_it_was(n: fx.Node, weights: fx.Node) -> bool:
 
 
 def _is_zero(n: Any, weights: fx.Node) -> bool:
-    """Whether it is zero where the weights are."""
+    """Return whether a value is zero wherever the weights are."""
     if not isinstance(n, fx.Node) or n.op != "call_function":
         return False
     name = op_name(n)
@@ -112,7 +116,7 @@ def _is_zero(n: Any, weights: fx.Node) -> bool:
 
 
 def _identify_pick(n: fx.Node) -> int:
-    """A number for what is picked: `w[t, k, None]` picks the same as `w[t, k]`."""
+    """Hash the elements that an op picks: `w[t, k, None]` has the hash of `w[t, k]`."""
     of: Any = n.args[0]
     while op_name(of) == "unsqueeze":
         of = of.args[0]
