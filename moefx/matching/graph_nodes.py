@@ -1,4 +1,4 @@
-"""Queries on the nodes of a capture: the op, the line, the axis of a selection, and what an integer depends on."""
+"""Queries on the nodes of a capture: the op, the line, the axis of a selection, and the inputs that an integer depends on."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false

@@ -16,14 +16,13 @@ MAX_TOKENS = 600
 _MIN_TOKENS = 8
 _MIN_SIZES = 3
 _SHORT = (1, 2, 3, 4, 5, 7)
-_NEAR = 64  # more tokens than asked for
+_NEAR = 64  # most tokens beyond the requested number
 
 
 def find_sizes(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int) -> list[dict[str, int]]:
     """Find sizes at which all guards hold, those of about `tokens` tokens first.
 
-    The first three differ in each axis that a guard such as `S == 1` does not fix. Empty if there are no three: numbers
-    that depend on the sizes would look like constants.
+    The first three differ in each axis that a guard such as `S == 1` does not fix. Return an empty list if fewer than three exist: numbers that depend on the sizes would look like constants.
     """
     fixed = _fixed(arguments, guards)
     free = [dim for dim in arguments.dims if dim not in fixed]
@@ -67,7 +66,7 @@ def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int
 
 
 def _fixed(arguments: Arguments, guards: Sequence[SizeGuard]) -> dict[str, int]:
-    """Axes that a guard such as `S == 1` fixes."""
+    """Return the axes that a guard such as `S == 1` fixes."""
     return {
         g.left: int(g.right)
         for g in guards
@@ -76,7 +75,7 @@ def _fixed(arguments: Arguments, guards: Sequence[SizeGuard]) -> dict[str, int]:
 
 
 def _candidates(arguments: Arguments, free: list[str], fixed: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Sizes with one long free axis and short others."""
+    """Yield sizes with one long free axis and short others."""
     most = MAX_TOKENS // arguments.each
     for long in free:
         others = [dim for dim in free if dim != long]

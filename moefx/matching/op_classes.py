@@ -1,7 +1,7 @@
-"""Sets of ATen operations by what they do with the elements of a tensor, each once.
+"""Sets of ATen operations, by their effect on the elements of a tensor. Each set is defined once.
 
-Two sets that differ have different names, and say why. A member decides what a proof looks at: a larger set is not a
-safer one.
+Sets that differ have different names, and a comment says why. Members decide which nodes a proof follows, so a larger set
+is not a safer one.
 """
 
 from __future__ import annotations
@@ -11,35 +11,50 @@ ORDERED = {"lt", "le", "gt", "ge"}
 TWO_SIDED = {*ORDERED, "eq", "ne"}
 COMPARISONS = {*TWO_SIDED, "greater"}  # also by an alias that stays in the graph
 
-# Moves: the elements stay what they are.
+# Moves: the elements keep their values.
 COPIES = {"_to_copy", "clone", "detach"}
 RESHAPES = {"flatten", "reshape", "view"}
 RESHAPED_COPIES = {*COPIES, *RESHAPES, "_unsafe_view", "contiguous"}  # the same elements in the same order
 FLAT_MOVES = {*COPIES, *RESHAPES, "squeeze", "unsqueeze"}  # also with axes of 1: one mask stays one mask
 VIEWS = {*FLAT_MOVES, "_unsafe_view", "alias", "expand", "permute", "select", "slice", "transpose"}  # of one tensor
-AXIS_MOVES = VIEWS - {"_unsafe_view", "alias", "flatten", "slice", "transpose"}  # between two conversions of a dtype
-ELEMENT_MOVES = {*VIEWS, "cat", "flip", "index_select", "repeat", "stack", "t"} - {"flatten"}  # of several tensors, too
-NEW_TENSORS = {"_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like"}  # as large as another, no numbers
+AXIS_MOVES = VIEWS - {
+    "_unsafe_view",
+    "alias",
+    "flatten",
+    "slice",
+    "transpose",
+}  # ops allowed between two conversions of a dtype
+ELEMENT_MOVES = {*VIEWS, "cat", "flip", "index_select", "repeat", "stack", "t"} - {
+    "flatten"
+}  # also ops on several tensors
+NEW_TENSORS = {
+    "_to_copy",
+    "clone",
+    "where",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+}  # as large as another tensor, with no computed numbers
 
 # Lookups: elements of a tensor by integers.
 LOOKUPS = {"embedding", "gather", "index", "index_select"}
-TABLE_LOOKUPS = {*LOOKUPS, "take"}  # in tables of experts
+TABLE_LOOKUPS = {*LOOKUPS, "take"}  # ops that read tables of experts
 SEARCHES = {"bucketize", "searchsorted"}
 INDEXED_WRITES = {"index_add", "index_copy", "index_fill", "index_put", "scatter", "scatter_add"}
-PICKS = {"gather", "getitem", "index", "index_select", "sort", "topk"}  # some elements, each one of the tensor's own
+PICKS = {"gather", "getitem", "index", "index_select", "sort", "topk"}  # results are elements of the tensor
 
 # Cuts: for numbers that are not special, the result is an operand.
 UPPER_CUTS = {"clamp", "clamp_max", "minimum", "remainder"}
 CUTS = {*UPPER_CUTS, "clamp_min", "maximum"}
 BIT_MASKS = {"bitwise_and", "__and__"}
-COUNT_CUTS = {*UPPER_CUTS, *BIT_MASKS, "fmod"}  # of numbers that only grow
+COUNT_CUTS = {*UPPER_CUTS, *BIT_MASKS, "fmod"}  # cuts of numbers that only grow
 LEVELS = {*CUTS, *BIT_MASKS, "abs", "bitwise_or", "fmod", "relu", "__or__"}  # also of negative numbers and of bits
 
 # Reductions.
 REDUCTIONS = {"amax", "any", "count_nonzero", "sum"}
-MASK_REDUCTIONS = {*REDUCTIONS, "max"}  # of booleans
-SIZE_REDUCTIONS = {*REDUCTIONS, "linalg_vector_norm"}  # of floats: zero if all are zero
-AXIS_REDUCTIONS = {"sum", "cumsum", "any", "amax"}  # their numbers are axes
+MASK_REDUCTIONS = {*REDUCTIONS, "max"}  # reductions of booleans
+SIZE_REDUCTIONS = {*REDUCTIONS, "linalg_vector_norm"}  # reductions of floats: zero if all are zero
+AXIS_REDUCTIONS = {"sum", "cumsum", "any", "amax"}  # their number arguments are axes
 
 # Arithmetic.
 NEGATIONS = {"bitwise_not", "logical_not"}

@@ -41,11 +41,11 @@ NodePlaces = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of t
 
 @dataclasses.dataclass(frozen=True)
 class LiftOptions:
-    """One reading of the program.
+    """One interpretation of the program.
 
     Attributes:
         symbolic: comparisons of floats are part of activations (see `Semantics`).
-        whole: lines whose nodes are taken as they are.
+        whole: lines whose nodes stay opaque.
         late: the routed sum is complete only after the last write to it, or at the last node (see `Lifter`).
     """
 
@@ -58,13 +58,13 @@ class ProofState:
     """The evidence of one proof.
 
     Args:
-        hint: an upper bound on the number of experts, from which the number of tokens of captures follows.
-        within: restrict the proof to sizes at which these hold; at others the program may do something else.
+        hint: an upper bound on the number of experts, which decides the number of tokens of captures.
+        within: guards that restrict the proof to some sizes; at others the program may do something else.
 
     Attributes:
-        siblings: numbers of modules that stand beside each other (see `sibling_names`).
+        siblings: numbers of sibling modules (see `sibling_names`).
         size_choice: chooses the sizes of captures.
-        questions: what all captures asked about experts without tokens.
+        questions: the tests for experts without tokens in all captures.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ProofState:
 
     @property
     def first(self) -> Capture | None:
-        """The capture that explains a refusal; None before there is one."""
+        """The capture that explains a refusal; None before the first capture."""
         return self._first
 
     @property
@@ -126,7 +126,7 @@ class ProofState:
 
     @property
     def num_experts(self) -> int:
-        """How many experts there are; 0 before that is known."""
+        """The number of experts; 0 until it is known."""
         return self._num_experts
 
     @property
@@ -141,12 +141,12 @@ class ProofState:
 
     @property
     def unforced_lengths(self) -> frozenset[tuple[Source, ...]]:
-        """Calls that read how many rows an expert has, of which no other outcome could be forced."""
+        """Call sites that read an expert's number of rows, and whose outcome could not be forced."""
         return frozenset(self._unforced_lengths)
 
     @property
     def seen_experts(self) -> set[int]:
-        """Experts that were at work in some capture."""
+        """Experts that ran in some capture."""
         return {e for form in self._forms for g in form.groups for e in g.ids}
 
     def seen_guards(self) -> list[SizeGuard]:
@@ -162,8 +162,10 @@ class ProofState:
         return tuple(g for g in sides if not all(g.holds(sizes) for sizes in tried))
 
     def other_options(self) -> Iterator[LiftOptions]:
-        """Yield other readings of the program, for when this one is refused: comparisons as parts of activations; the
-        sum after all writes to it; hidden states some of which are padding as they are."""
+        """Yield other interpretations of the program, to try if this one is refused.
+
+        They take comparisons as parts of activations, the routed sum after all writes to it, or the lines that pad
+        hidden states as opaque."""
         if self._compares_floats and not self.options.symbolic:
             yield LiftOptions(symbolic=True)
         if any(not form.kept_slots.all() for form in self._forms):
@@ -199,7 +201,7 @@ class ProofState:
         self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None, most: int
     ) -> Capture:
         args, kwargs = self._arguments.build_call(sizes, seed=routing.seed)
-        if interventions and self._forms:  # a number that is not the program's own may be how often a loop runs
+        if interventions and self._forms:  # a forced number may set how often a loop runs
             most = _MAX_GROWTH * len(self._forms[0].capture.nodes)
         held = self._arguments.held
         log = SizeLog(sizes, tuple(self._arguments.fixed.values()))
@@ -273,7 +275,7 @@ class ProofState:
         """Lift a capture once more, from the nodes of another form, or from the last ones that fit.
 
         Raises:
-            Refused: its form is not that of `template` then.
+            Refused: the new form differs from that of `template`.
         """
         new = self.lift_as(old.capture, like, is_last)
         require_same_form(template, new)
@@ -300,10 +302,10 @@ class ProofState:
             self._forms = [self.lift_again(one, form, form) for one in self._forms]
 
     def read_all_as(self, form: CanonicalForm) -> None:
-        """Lift all captures from the nodes that another form was read off.
+        """Lift all captures from the nodes of another form.
 
         Raises:
-            Refused: they cannot be.
+            Refused: some capture cannot be lifted from these nodes.
         """
         if are_same_places(find_places(form), find_places(self._forms[0])):
             return
@@ -345,12 +347,12 @@ class ProofState:
         del self._forms[index], self._sizes[index]
 
     def replace_forms(self, forms: list[CanonicalForm]) -> None:
-        """Replace the form of each capture by another one of it."""
+        """Replace the form of each capture by another form of the same capture."""
         assert len(forms) == len(self._forms)
         self._forms = [*forms]
 
     def set_reference(self, index: int) -> None:
-        """Put a capture first: its form is the one that all others must have."""
+        """Put a capture first, so that all others must have its form."""
         self._forms.insert(0, self._forms.pop(index))
         self._sizes.insert(0, self._sizes.pop(index))
 
@@ -359,19 +361,19 @@ class ProofState:
         self._guards.append(guard)
 
     def settle(self, key: Hashable) -> None:
-        """Note that a probe has looked into something."""
+        """Record that a probe has examined the target `key`."""
         self._settled.add(key)
 
     def is_settled(self, key: Hashable) -> bool:
         return key in self._settled
 
     def add_unforced_length(self, calls: tuple[Source, ...]) -> None:
-        """Note a read of how many rows an expert has, of which no other outcome could be forced."""
+        """Record a call site that reads an expert's number of rows, and whose outcome could not be forced."""
         self._unforced_lengths.add(calls)
 
     @contextlib.contextmanager
     def record_probe(self, name: str, again: str = "") -> Iterator[None]:
-        """Record a run of a probe, which takes place within a `with` statement."""
+        """Record the run of a probe in the body of a `with` statement."""
         start, captures, guards = time.perf_counter(), len(self._forms), len(self._guards)
         refused = True
         try:

@@ -1,4 +1,4 @@
-"""Choose the sizes of captures: about so many tokens, on the side of each comparison that the proof is for."""
+"""Choose the sizes of captures: a number of tokens, and the proof's outcome of each comparison of sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SizeChoice:
         # the first three differ, if they are chosen for the same number of tokens
         if found := find_sizes(arguments, within, self.first_tokens if is_first else tokens):
             sizes = found[variant % (_FIRST_VARIANTS if is_first else len(found))]
-            if is_first and math.prod(sizes.values()) in known:  # 7 * 11 and 11 * 7: numbers made of 77 are equal
+            if is_first and math.prod(sizes.values()) in known:  # 7 * 11 and 11 * 7: numbers computed from 77 are equal
                 return next((one for one in found if math.prod(one.values()) not in known), sizes)
             return sizes
         for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
@@ -76,15 +76,15 @@ class SizeChoice:
         return find_sequence(self._state.arguments, (*self._state.within, *self._agreed_guards()), tokens)
 
     def is_as_captured(self, sizes: dict[str, int]) -> bool:
-        """Whether each comparison that had one outcome in all captures has it at these sizes."""
+        """Return whether each comparison with one outcome in all captures has the same outcome at these sizes."""
         return all(g.holds(sizes) for g in self._agreed_guards())
 
     def is_within(self, sizes: dict[str, int]) -> bool:
-        """Whether the guards that the proof is restricted to hold."""
+        """Return whether the guards of the proof hold at these sizes."""
         return all(g.holds(sizes) for g in self._state.within)
 
     def _agreed_guards(self) -> list[SizeGuard]:
-        """Comparisons that had one outcome in all captures."""
+        """Return the comparisons that had one outcome in all captures."""
         count = len(self._state.forms)
         if count not in self._agreed:
             guards = dict.fromkeys(self._state.seen_guards())

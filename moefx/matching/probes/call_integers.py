@@ -93,7 +93,7 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
 
 
 def _is_decided(ranges: IntegerRanges, n: fx.Node) -> bool:
-    """Return whether every input gives this outcome, or leaves an operand as it is: `(ids % 4).clamp(max=3)`."""
+    """Return whether every input gives this outcome, or never changes an operand: `(ids % 4).clamp(max=3)`."""
     found = ranges.get(n)
     of = [ranges.get(a) for a in find_operands(n)] if op_name(n) in CUTS else []
     return ranges.is_decided(n) or any(found and r and all(map(are_equal, found, r)) for r in of)

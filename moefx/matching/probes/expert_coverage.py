@@ -1,12 +1,12 @@
-"""Show each expert at work in some capture.
+"""Run each expert in some capture.
 
 Protects from an expert that differs and is never chosen::
 
     experts = nn.ModuleList([Mlp() for _ in range(63)] + [WideMlp()])  # 29 tokens choose 58 of 64 experts
-    ids = table[token_ids]  # a table of zeros that is loaded later: only expert 0 is at work
+    ids = table[token_ids]  # a table of zeros that is loaded later: only expert 0 runs
 
 The probe counts the experts by their parameters, prefers missing ones in more captures, and puts ids into arguments and
-buffers that choose them. It refuses the block if some expert cannot be made to work.
+buffers that choose them. It refuses the block if some expert cannot be made to run.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _MAX_NUMBERS = 4096
 
 
 def show_all_experts(state: ProofState) -> None:
-    """Count the experts, and capture until each one was at work.
+    """Count the experts, and capture until each one has run.
 
     Raises:
-        Refused: some cannot be made to work.
+        Refused: some expert runs under no routing tried.
     """
     extra = 0
     state.set_num_experts(_count_experts(state))
@@ -59,8 +59,10 @@ def show_all_experts(state: ProofState) -> None:
 
 
 def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
-    """Lift all captures again with integers that choose the missing experts, if arguments or buffers decide it: the
-    example may have no such tokens, and a table of experts that is loaded later is all zeros."""
+    """Lift all captures again with integers that choose the missing experts, if arguments or buffers choose experts.
+
+    The example may lack the tokens that choose them, and a table of experts that is loaded later is all zeros.
+    """
     first = state.reference
     if not all(map(depends_on_call, first.expert_index.nodes)):
         return
@@ -80,14 +82,14 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
 
 
 def _find_choosing_numbers(taken: Capture, node: fx.Node, leaf: fx.Node, experts: set[int]) -> dict[int, int]:
-    """For experts the first number of an argument that chooses them, among the small ones."""
+    """Return, by expert, the least number of an argument below `_MAX_NUMBERS` that chooses the expert."""
     value, found = leaf.meta["val"], dict[int, int]()
     path = find_path(leaf, find_integer_ancestors(node))
     for start in range(0, _MAX_NUMBERS if value.numel() else 0, max(1, value.numel())):
         tried = (torch.arange(value.numel()) + start).to(value.dtype)
         try:
             chosen = evaluate_path(taken, path, {leaf: tried.view(value.shape)})[node].reshape(value.numel(), -1)
-        except Exception:  # no such entry in a table
+        except Exception:  # the number may be out of bounds of a table
             break
         for e in experts - found.keys():
             hits = (chosen == e).any(1).nonzero()
@@ -97,9 +99,11 @@ def _find_choosing_numbers(taken: Capture, node: fx.Node, leaf: fx.Node, experts
 
 
 def _find_zero_experts(state: ProofState) -> set[int]:
-    """Ids that are chosen now and then and never contribute: experts that do nothing. So often that it is not by
-    chance, as it may be where a mask or a capacity drops many slots, or where a buffer allows some experts only:
-    it allows others in another capture."""
+    """Return the ids that are chosen and never contribute: experts that do nothing.
+
+    They must be chosen too often for chance, both in slots and in captures. Masks, a capacity, or a buffer that allows
+    some experts only may drop the slots of an expert that works.
+    """
     chosen = [(one, one.ids.flatten().tolist()) for one in state.forms]
     slots = [seen for one, ids in chosen for seen in zip(ids, one.kept_slots.flatten().tolist(), strict=True)]
     captures = [(e, bool(one.kept_slots[one.ids == e].any())) for one, ids in chosen for e in set(ids)]
@@ -108,14 +112,14 @@ def _find_zero_experts(state: ProofState) -> set[int]:
 
 
 def _count_experts(state: ProofState) -> int:
-    """How many experts there are: as many as the stacks are long, the siblings many, or the ids high."""
+    """Return the number of experts: the maximum over lengths of stacks, counts of sibling modules, and ids + 1."""
     first = state.reference
     total = max(state.seen_experts) + 1
     for group in first.groups:
         for table in group.tables:
             total = max(total, _count_siblings(state, table), _count_stacked(state, table, group.tables))
     for node in first.expert_index.nodes:
-        if op_name(node) in ("masked_fill", "where"):  # a number that is put may be nobody's
+        if op_name(node) in ("masked_fill", "where"):  # the number that it fills in may be no expert's
             continue
         ids = IntegerRanges(first.capture.nodes).get(node)
         if ids is not None and (ids[0] >= 0).all() and ids[1].numel() and ids[1].max() < UNBOUNDED:
@@ -124,7 +128,7 @@ def _count_experts(state: ProofState) -> int:
 
 
 def _count_stacked(state: ProofState, table: dict[int, ParameterSlice], tables: list[dict[int, ParameterSlice]]) -> int:
-    """How many parts a tensor has, if the experts count them; as many for each of the tables that share it."""
+    """Return how many experts a stacked tensor has parts for, divided among its tables; 0 if not numbered by expert."""
     if any(guess_experts(place, state.siblings)[:1] != [e] for e, place in table.items()):
         return 0
     tensor, length = _find_stack(state, next(iter(table.values())))
@@ -135,7 +139,7 @@ def _count_stacked(state: ProofState, table: dict[int, ParameterSlice], tables: 
 
 
 def _find_stack(state: ProofState, place: ParameterSlice) -> tuple[Any, int]:
-    """What a place is a part of, and how many parts that has."""
+    """Return the stacked tensor (FQN and steps to it) that contains a slice, and its number of parts."""
     shape = get_tensor(state.block, place.fqn).shape
     for i, (op, *rest) in enumerate(place.steps):
         if op == "at":
@@ -149,8 +153,10 @@ def _find_stack(state: ProofState, place: ParameterSlice) -> tuple[Any, int]:
 
 
 def _count_siblings(state: ProofState, table: dict[int, ParameterSlice]) -> int:
-    """How many modules stand beside each other where the experts' places differ, if they count the experts. A shared
-    expert in their list does not count."""
+    """Return the number of sibling modules that hold experts, if their numbers are the experts' ids; otherwise 0.
+
+    A shared expert in their list does not count.
+    """
     names = {e: place.fqn.split(".") for e, place in table.items()}
     for depth, _ in enumerate(min(names.values(), key=len)):
         before = next(iter(names.values()))[:depth]
@@ -162,7 +168,7 @@ def _count_siblings(state: ProofState, table: dict[int, ParameterSlice]) -> int:
 
 
 def _find_never_true(seen: list[tuple[int, bool]]) -> set[int]:
-    """What never came true, and so often not that this is not by chance."""
+    """Return the keys that were never true, and were tried too often for chance (below `_MIN_CHANCE`)."""
     tried, came = Counter(e for e, _ in seen), Counter(e for e, is_true in seen if is_true)
     missed = 1 - came.total() / max(1, sum(n for e, n in tried.items() if e in came))
     return {e for e, n in tried.items() if e not in came and missed**n < _MIN_CHANCE}

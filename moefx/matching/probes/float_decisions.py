@@ -42,9 +42,9 @@ class _Decision:
 
     source: Source
     what: str
-    made_of: set[tuple[Source, str, bool]] = dataclasses.field(default_factory=set)  # to come out otherwise
+    made_of: set[tuple[Source, str, bool]] = dataclasses.field(default_factory=set)  # places to force
     met: list[CanonicalForm] = dataclasses.field(default_factory=list)
-    columns: list[set[int]] = dataclasses.field(default_factory=list)  # how what may be alike came out
+    columns: list[set[int]] = dataclasses.field(default_factory=list)  # outcomes of each group of elements
 
 
 def mix_decisions(state: ProofState) -> None:
@@ -55,17 +55,17 @@ def mix_decisions(state: ProofState) -> None:
         Refused: mixed outcomes change the form.
     """
     doubtful = [d for d in _find_decisions(state) if any(len(values) == 1 for values in d.columns)]
-    of_turns = {frozenset(d.made_of): d for d in reversed(doubtful)}  # of a loop's turns the first
+    of_turns = {frozenset(d.made_of): d for d in reversed(doubtful)}  # the first turn of each loop
     for flipped, decision in reversed(of_turns.items()):
         _force_each(state, decision.source, flipped, decision.what, decision.met)
     comparisons = [d for d in doubtful if d.what == _COMPARISON]
-    if len(comparisons) > 1:  # one may matter only where another comes out otherwise, too
+    if len(comparisons) > 1:  # one may matter only together with another
         every = frozenset().union(*[d.made_of for d in comparisons])
         _force_each(state, comparisons[0].source, every, _TOGETHER, comparisons[0].met[:1])
 
 
 def _find_decisions(state: ProofState) -> list[_Decision]:
-    """Each once, by where it is: those that no capture was made to take otherwise."""
+    """Return the decisions that no capture forced, one per place."""
     found: dict[tuple[Any, str, str], _Decision] = {}
     for lifted in state.forms:
         for n in lifted.capture.nodes:
@@ -85,7 +85,7 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
                 set(v.unique().tolist()) for v in _split_columns(n.meta["val"], decided, lifted, state.num_experts)
             ]
             if columns:
-                # of an expert's tokens in an order: what comes last where there are many was not seen everywhere
+                # the last positions of a long order do not occur in every capture
                 known = decision.columns or columns
                 decision.columns = [a | b for a, b in zip(known, columns, strict=False)]
     return list(found.values())
@@ -94,7 +94,7 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
 def _force_each(
     state: ProofState, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[CanonicalForm]
 ) -> None:
-    """In one capture of each kind, once."""
+    """Force mixed outcomes in one capture of each kind of routing, once."""
     for taken in choose_captures(met):
         if not state.is_settled((flipped, taken.tracer)):
             state.settle((flipped, taken.tracer))
@@ -102,13 +102,15 @@ def _force_each(
 
 
 def _name_operand(a: Any) -> Any:
-    """What is compared: numbers, and parameters by their names."""
+    """Return the identity of an operand: a number itself, the FQN of a parameter, "" for other nodes."""
     return a if not isinstance(a, fx.Node) else a.meta["fqn"] if a.op == "get_attr" else ""
 
 
 def choose_captures(met: list[CanonicalForm]) -> list[Capture]:
-    """Choose the first capture, and of each kind of routing the one with the most tokens: a decision may matter only
-    beside what many tokens, or a crowd, bring about. Few tokens may not show the form."""
+    """Choose the first capture, and the largest capture of each kind of routing.
+
+    A decision may matter only with many tokens or a crowd. Captures of a few tokens may not show the form.
+    """
     many = sorted((one for one in met if len(one.ids) > _FEW_TOKENS), key=lambda one: len(one.ids))
     largest = {one.capture.tracer.routing.kind: one for one in many}
     return list({id(one.capture): one.capture for one in (met[0], *largest.values())}.values())
@@ -120,8 +122,10 @@ def locate_decision(n: fx.Node) -> tuple[Source, str, bool]:
 
 
 def _split_columns(val: torch.Tensor, decided: fx.Node, lifted: CanonicalForm, experts: int) -> Sequence[torch.Tensor]:
-    """The elements that may be alike: of all tokens' first choices, of all choices of an expert, of all that came first
-    in an order, or all."""
+    """Split a decision into groups of elements that may have one outcome.
+
+    The groups are slots and experts for a value per choice, positions for an order, otherwise one group of all.
+    """
     if val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel():
         flat = val.reshape(-1, lifted.slots)
         by_expert = [flat[lifted.ids == e] for e in range(experts)] if val.dtype is torch.bool else []

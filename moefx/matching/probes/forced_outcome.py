@@ -1,4 +1,4 @@
-"""Force an outcome in a capture, and judge what comes of it: evidence, a guard, or a refusal.
+"""Force an outcome in a capture, and judge the result: evidence, a guard, or a refusal.
 
 This is the verdict of the probes that force outcomes.
 """
@@ -26,7 +26,7 @@ COUNT = "a count of tokens read from a tensor"
 BUFFER = "the buffer"
 LIMIT = "the number of tokens of an expert read from a tensor"
 ZERO = "whether a sum of an expert's rows or weights is zero"
-_REPEATS = 3  # times as often as a capture met a read it has another outcome
+_REPEATS = 3  # force a read this many times as often as the capture had it
 
 
 def force_outcome(
@@ -39,18 +39,18 @@ def force_outcome(
 ) -> bool:
     """Capture again with forced outcomes, and judge the result.
 
-    If it has the form of all captures, it becomes evidence. If it has another form, the block is refused; a capture
-    that the proof can do without is replaced by its guard. If the program raises an error, the original would raise
-    it, too.
+    A form that agrees with all captures becomes evidence. With another form, the block is refused, unless the
+    repeated capture has an optional guard: then the guard replaces it. If the program raises an error, the original
+    would raise it, too.
 
     Args:
-        what: what is forced, for the refusal.
+        what: name of the forced outcome, for the refusal.
         taken: the capture to repeat; the first one if None.
         is_safe: the forced outcomes can occur together. If not, only an error that the program itself raises is
-            accepted: of two masks that are equal in the program, one alone may have been forced.
+            accepted: only one of two masks that are equal in the program may have been forced.
 
     Returns:
-        Whether the program came to its end.
+        Whether the program ran to its end.
 
     Raises:
         Refused: the outcome changes the form.
@@ -75,8 +75,11 @@ def force_outcome(
 
 
 def repeat_outcome(taken: Capture, calls: tuple[Source, ...], value: Any) -> Any:
-    """Build the forced outcome of a read. A boolean is forced a few times as often as a capture met it, and where it
-    compares the same numbers: a loop may ask until the outcome changes."""
+    """Build the forced outcome of a read.
+
+    A boolean is forced a few times as often as the capture had it, and if it compares the same numbers: a loop may
+    repeat the read until the outcome changes.
+    """
     if type(value) is not bool:
         return value
     met = [read for read in taken.reads if read.call_stack == calls]

@@ -9,7 +9,7 @@ Protects from a wrong refusal of the first loop, and from a wrong rewrite of the
     idle = [e for e in range(num_experts) if not (chosen == e).any()]
     scale = 2.0 if len(idle) > 5 else 1.0
 
-`leave_experts_idle` adds captures in which all tokens have one id, if the program asks for nothing but tokens.
+`leave_experts_idle` adds captures in which all tokens have one id, if the program only tests for tokens.
 `concentrate_tokens` checks the form of many tokens that choose the same experts, if the program asks who is idle.
 """
 
@@ -41,8 +41,8 @@ class Concentration(NamedTuple):
     """All entries of an integer argument become one number.
 
     Attributes:
-        position: which of the tensor arguments.
-        number: what all of its entries are.
+        position: index among the tensor arguments.
+        number: the value of all entries.
     """
 
     position: int
@@ -53,7 +53,7 @@ class Concentration(NamedTuple):
 
 
 def leave_experts_idle(state: ProofState) -> None:
-    """Add captures in which tokens concentrate on one number of an argument, if that decides what came out one way.
+    """Add captures in which tokens concentrate on one number of an argument, if that changes an outcome.
 
     Captures that do not have the form of the others are left to the probes that force an outcome.
     """
@@ -77,7 +77,7 @@ def concentrate_tokens(state: ProofState) -> None:
     """Check the form of many tokens that all choose the same experts, if the program asks which experts are idle.
 
     Raises:
-        Refused: it is another one.
+        Refused: the form differs.
     """
     if not state.questions.sites:
         return
@@ -88,7 +88,7 @@ def concentrate_tokens(state: ProofState) -> None:
 
 
 def _find_concentrations(state: ProofState, taken: Capture, node: fx.Node) -> Iterator[Concentration]:
-    """The concentrations under which a boolean comes out otherwise than it did."""
+    """Yield the concentrations that change the outcome of a boolean node."""
     made = find_integer_ancestors(node)
     for leaf in (n for n in made if n.op == "placeholder"):
         argument = state.arguments.tensors[leaf.meta["position"]]
@@ -105,7 +105,7 @@ def _find_concentrations(state: ProofState, taken: Capture, node: fx.Node) -> It
 
 
 class _Run(NamedTuple):
-    """What a node is for other values of an argument."""
+    """Evaluates a node for other values of an argument."""
 
     taken: Capture
     leaf: fx.Node
@@ -113,7 +113,7 @@ class _Run(NamedTuple):
     node: fx.Node
 
     def outcome(self, value: torch.Tensor) -> Any:
-        with contextlib.suppress(Exception):  # no such entry in a table
+        with contextlib.suppress(Exception):  # the number may be out of bounds of a table
             return evaluate_path(self.taken, self.path, {self.leaf: value})[self.node].tolist()
         return None
 

@@ -35,15 +35,15 @@ from .reached_limits import MAX_CROWD_TOKENS
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two: these are often told apart
-_MARGIN = 0.85  # for tokens that do not go where the crowd goes
-_SEQUENCES = (2, 3, 6, 10)  # of which one is captured
+_LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two, which programs often treat separately
+_MARGIN = 0.85  # for tokens outside the crowd
+_SEQUENCES = (2, 3, 6, 10)  # numbers of sequences to choose one from
 _FEW, _MAX_NAMED = 8, 8
 _ROUND_SIZES = (64, 100, 128, 210)  # powers, a square, and multiples of the first primes
 
 
 class _CommonBehaviour:
-    """What all captures have in common: the lines that ran, and numbers that were the same in all."""
+    """The lines that ran in all captures, and the numbers that were equal in all."""
 
     def __init__(self, state: ProofState):
         many = [lifted.capture for lifted in state.forms if math.prod(lifted.tokens) > 1]
@@ -55,29 +55,34 @@ class _CommonBehaviour:
         self.most = 4 * max(len(c.nodes) for c in many)
         self.routed = any(lifted.capture.sizes.routed for lifted in state.forms)
         self.has_drops = any(not lifted.kept_slots.all() for lifted in state.forms)
-        # Counts of a crowded expert, and of experts that have as many each: what part of all tokens these are.
+        # Share of the tokens that an expert gets, by kind of routing.
         even = state.reference.slots / state.num_experts
         self.crowds = {"crowded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
-        # comparisons that came out both ways do not keep any size out
+        # comparisons that had both outcomes exclude no size
         self.guards = [g for g in state.seen_guards() if all(g.holds(sizes) for sizes in state.sizes)]
         self.answers: dict[tuple[str, int], tuple[bool, bool]] = {}
 
     def has_moved(self, taken: Capture) -> bool:
-        there = _collect_numbers(taken)  # of a loop's turns one may have another number
+        there = _collect_numbers(taken)  # one turn of a loop may have another number
         return any(v != self.same[at] for at, v in there.items() if at in self.same)
 
     def differs(self, tokens: int) -> tuple[bool, bool]:
-        """Whether under some routing other lines run, and whether numbers are others. Raises `CaptureError` where a
-        loop over the tokens makes a program too long to look at."""
+        """Return whether other lines run under some routing, and whether numbers differ.
+
+        Raises:
+            CaptureError: the capture is too long, as with a loop over the tokens.
+        """
         lines, moved = zip(*[self.differs_in(kind, tokens) for kind in self.crowds], strict=True)
         return any(lines), any(moved)
 
     def find_first(self, which: int, low: int, high: int) -> int:
-        """The least number of tokens at which lines (0) or numbers (1) are others; of numbers of the routing a bound
-        below which no expert gets as many tokens as it takes."""
+        """Return the least number of tokens at which lines (`which` 0) or numbers (1) differ.
+
+        If the routing decides, return a bound below which no expert gets enough tokens for the difference.
+        """
         found: dict[str, int] = {}
         for kind in (kind for kind in self.crowds if self.differs_in(kind, high)[which]):
-            # the captures of `low` tokens may have gone another way than the crowd
+            # captures of `low` tokens may have taken another branch than the crowd
             start = low if not self.differs_in(kind, low)[which] else 1
             found[kind] = _bisect_first(lambda n, k=kind: self.differs_in(k, n)[which], start, high)
         if not self.routed:
@@ -85,8 +90,11 @@ class _CommonBehaviour:
         return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in found.items())))
 
     def differs_in(self, kind: str, tokens: int) -> tuple[bool, bool]:
-        """Ask `differs` of one routing, once. A new `functools.cache` would make captures look for it among all objects
-        of the process (see `capture.caches`)."""
+        """Return the result of `differs` for one kind of routing, cached.
+
+        A new `functools.cache` would make captures look for it among all objects of the process (see
+        `capture.caches`).
+        """
         if (kind, tokens) not in self.answers:
             self.answers[kind, tokens] = self._differs_in(kind, tokens)
         return self.answers[kind, tokens]
@@ -102,8 +110,10 @@ class _CommonBehaviour:
         return not are_same, self.has_moved(taken)
 
     def _has_other_form(self, taken: Capture) -> bool:
-        """Whether a capture has not the form of the others, or drops choices where none of them does. A plain number of
-        the routing, such as an entry of a list of budgets, may decide that and leave the lines as they are."""
+        """Return whether a capture has another form, or drops slots while no other capture does.
+
+        A plain number of the routing, such as an entry of a list of budgets, may change this without changing lines.
+        """
         try:
             lifted = self.state.lift_captured(taken)
             self.state.require_same_form(lifted)
@@ -113,13 +123,16 @@ class _CommonBehaviour:
 
 
 def vary_leaked_sizes(state: ProofState) -> None:
-    """Capture more tokens, if a size or a load became a plain number. If other lines run than in all captures, guard
-    the form to hold below that size. If a number changes that was constant, add a capture there, which must agree."""
+    """Capture more tokens, if a size or a load became a plain number.
+
+    If other lines run than in all captures, guard the form to hold below that size. If a constant number changes, add a
+    capture there, which must agree.
+    """
     routed = any(lifted.capture.sizes.routed for lifted in state.forms)
     if not routed and not _has_leaks(state) and not _changes_later(state):
         return
     usual, moved = _CommonBehaviour(state), False
-    # of one sequence: what is the same for 5 sequences of 19 may be another for one of 40
+    # the tokens of one sequence: a number equal for 5 sequences of 19 may differ for one of 40
     arguments = state.arguments
     below = max(sizes[arguments.dims[-1]] * arguments.each for sizes in state.sizes) if arguments.dims else 1
 
@@ -136,7 +149,7 @@ def vary_leaked_sizes(state: ProofState) -> None:
             return
         try:
             other_lines, other_numbers = usual.differs(tokens)
-        except CaptureError:  # too long, so a loop over the tokens
+        except CaptureError:  # too long: a loop over the tokens
             state.add_guard(only_below(max(below, proven) + 1))
             return
         if other_lines:
@@ -155,7 +168,7 @@ def try_round_sizes(state: ProofState) -> None:
     """Compare sizes that are powers of two, squares and multiples, or that the code names, with their neighbours.
 
     Raises:
-        Refused: such a size has other lines or numbers than its neighbours.
+        Refused: one of the sizes has other lines or numbers than its neighbours.
     """
     if not _has_leaks(state) or not state.arguments.dims:
         return
@@ -170,7 +183,7 @@ def try_round_sizes(state: ProofState) -> None:
                 continue
             beside = [_find_next(state, n, step) for step in (-1, 1)]
             before, after = map(usual.differs, beside)
-        except CaptureError:  # too long, so a loop over the tokens
+        except CaptureError:  # too long: a loop over the tokens
             state.add_guard(SizeGuard(state.arguments.tokens, "lt", str(n), True))
             return
         if any(at and not (low or high) for at, low, high in zip(here, before, after, strict=True)):
@@ -182,7 +195,7 @@ def try_round_sizes(state: ProofState) -> None:
 
 
 def _find_next(state: ProofState, tokens: int, step: int) -> int:
-    """The next number of tokens that is one of other sizes."""
+    """Return the next number of tokens in direction `step` with other sizes."""
     several = range(tokens + step, tokens + _FEW * step, step)
     return next(
         (n for n in several if state.size_choice.choose_sequence(n) != state.size_choice.choose_sequence(tokens)),
@@ -195,8 +208,7 @@ def _has_leaks(state: ProofState) -> bool:
 
 
 def guard_constant_expressions(state: ProofState) -> None:
-    """Guard each expression of sizes (`S % 2`) that is constant over the captures, and not over the sizes between
-    them."""
+    """Guard each expression of sizes (`S % 2`) that is constant over the captures, but not over sizes between them."""
     largest = state.arguments.each * max(math.prod(sizes.values()) for sizes in state.sizes)
     for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in state.forms])):
         with contextlib.suppress(ArithmeticError, ValueError):
@@ -207,8 +219,10 @@ def guard_constant_expressions(state: ProofState) -> None:
 
 
 def _changes_later(state: ProofState) -> bool:
-    """Whether something that was computed from sizes was the same so far, where it was, and is not for more tokens: of
-    `S // 16` and 1 the larger is 1 at 3 tokens, at which no division is seen, and at 17 and 29, at which one is."""
+    """Return whether an expression of sizes with one value in the captures has others at more tokens.
+
+    `max(S // 16, 1)` is 1 at 3, 17 and 29 tokens, and the capture of 3 tokens need not even show the division.
+    """
     later = [state.size_choice.choose_sequence(tokens) for tokens in _LEAK_SIZES]
     for text in set().union(*[lifted.capture.sizes.used for lifted in state.forms]):
         with contextlib.suppress(ArithmeticError, ValueError):
@@ -220,11 +234,17 @@ def _changes_later(state: ProofState) -> bool:
 
 
 def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
-    """Whether the form holds at so many tokens in a sequence too, where a number has moved."""
+    """Add a capture of sequences of at least `tokens` tokens, at which a number has changed.
+
+    Returns:
+        Whether the capture has the form, and the changed number.
+    """
     if 2 * tokens > MAX_CROWD_TOKENS:
         return False
     arguments = state.arguments
-    several = (arguments.choose_sizes(times * tokens, 1) for times in _SEQUENCES)  # not one: S is to be told from B*S
+    several = (
+        arguments.choose_sizes(times * tokens, 1) for times in _SEQUENCES
+    )  # not one sequence: S must differ from B*S
     sizes = next((s for s in several if arguments.each * s[arguments.dims[-1]] >= tokens), None)
     if sizes is None:
         return False
@@ -234,14 +254,14 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
     except Refused:
         return False
     if not has_moved(lifted.capture):
-        return False  # it has moved back
+        return False  # the number has changed back
     lifted.optional_guard = below
     state.add_evidence(lifted, sizes)
     return True
 
 
 def _bisect_first(differs: Callable[[int], bool], low: int, high: int) -> int:
-    """The least size that differs, between one that does not and one that does."""
+    """Return the least size that differs, given that `low` does not and `high` does."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if differs(middle) else (middle, high)
@@ -249,8 +269,7 @@ def _bisect_first(differs: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _collect_lines(taken: Capture) -> set[tuple[str, str]]:
-    """Which lines of the user's ran, which ops they came to, with which numbers as arguments, and what the call
-    changed."""
+    """Return the lines that ran with their ops, the positions of number arguments, and the side effects."""
     ran: set[tuple[str, str]] = set()
     for n in (n for n in taken.nodes if n.op == "call_function"):
         numbered = [i for i, a in enumerate(n.args) if type(a) in (int, float)]
@@ -259,7 +278,7 @@ def _collect_lines(taken: Capture) -> set[tuple[str, str]]:
 
 
 def _collect_numbers(taken: Capture) -> dict[Any, int | float | None]:
-    """Those that ops are called with, and those that are returned."""
+    """Return the numbers in the arguments of ops, and those that the block returns."""
     returned = enumerate(pytree.tree_leaves(taken.out))
     return {
         **collect_numbers(taken.nodes),

@@ -225,7 +225,7 @@ def is_made_of_rows(node: fx.Node) -> bool:
 
 
 def _read_number(x: Any) -> int | None:
-    """Return the number that elements are compared with; for `arange(n)` return n; None if there is no single one."""
+    """Return the number that elements are compared with; n for `arange(n)`; None for other tensors."""
     if type(x) in (int, float):
         return math.ceil(max(-UNBOUNDED, min(x, UNBOUNDED))) if x == x else None
     if not isinstance(x, fx.Node) or is_routed(x) or not is_known(x):
