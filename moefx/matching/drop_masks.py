@@ -137,7 +137,7 @@ def _find_spread(match: Match) -> Source | None:
 
 
 def _is_explained_by_zeros(match: Match, capture: int) -> bool:
-    """Whether each dropped slot of a capture has a zero weight or row that makes its summand zero."""
+    """Return whether each dropped slot of a capture has a zero weight or row that makes its summand zero."""
     form = match.evidence[capture]
     S = Semantics(form.capture.nodes, form.capture.concrete_value)
     T = S.T
@@ -233,7 +233,7 @@ def _sort_by_directness(candidates: list[NodeRef], form: CanonicalForm) -> list[
 
 
 def _are_same_op(a: torch.fx.Node, b: torch.fx.Node) -> bool:
-    """Whether two nodes are one op of the program; comparisons in a loop must have the same number."""
+    """Return whether two nodes are one op of the program; comparisons in a loop must have the same number."""
     is_line = a.op == b.op and str(a.target) == str(b.target) and a.meta["source"] == b.meta["source"]
     return is_line and (op_name(a) not in COMPARISONS or collect_numbers([a]) == collect_numbers([b]))
 

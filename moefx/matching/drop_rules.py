@@ -125,12 +125,12 @@ def _find_ties(match: Match, owned: set[int]) -> str | None:
 
 
 def _are_within(bounds: tuple[int, int | None] | None, fewest: int, most: int) -> bool:
-    """Whether some capacity within `bounds` is also between `fewest` and `most`."""
+    """Return whether some capacity within `bounds` is also between `fewest` and `most`."""
     return bounds is not None and bounds[0] <= most and (bounds[1] is None or bounds[1] >= fewest)
 
 
 def _has_ties_at(form: CanonicalForm, ranks: dict[Slot, int], fewest: int, most: int) -> bool:
-    """Whether slots with equal weights are on both sides of a capacity between `fewest` and `most`."""
+    """Return whether slots with equal weights are on both sides of a capacity between `fewest` and `most`."""
     weights = _find_weights(form)
     assert weights is not None
     groups: dict[tuple[int, float], list[int]] = defaultdict(list)
@@ -222,7 +222,7 @@ def _find_capacity(match: Match, bounds: Sequence[tuple[int, int | None]]) -> Fo
 
 
 def _fits(value: float | None, bounds: tuple[int, int | None]) -> bool:
-    """Whether a capacity explains a capture; a capture without drops need not have the number."""
+    """Return whether a capacity explains a capture; a capture without drops need not have the number."""
     fewest, most = bounds
     if value is None:
         return most is None

@@ -1,4 +1,4 @@
-"""Queries on the nodes of a capture: the op, the line, the axis of a selection, and the inputs that an integer depends on."""
+"""Queries on the nodes of a capture: the op, the line, the axis of a selection, and the inputs of an integer."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -76,17 +76,17 @@ def position_axis(node: fx.Node) -> int | None:
 
 
 def is_known(node: fx.Node) -> bool:
-    """Whether a value depends on integers only, so that the capture knows it."""
+    """Return whether a value depends on integers only, so that the capture knows it."""
     return bool(node.meta.get("known")) and node.op != "placeholder"
 
 
 def is_state(node: fx.Node) -> bool:
-    """Whether a node is a parameter, a buffer, or a tensor in an ordinary attribute."""
+    """Return whether a node is a parameter, a buffer, or a tensor in an ordinary attribute."""
     return node.op == "get_attr" and node.meta["kind"] != "constant"
 
 
 def is_matrix_of_integers(node: fx.Node) -> bool:
-    """Whether a node is a float copy of an integer parameter or buffer with two axes or more."""
+    """Return whether a node is a float copy of an integer parameter or buffer with two axes or more."""
     roots = node.all_input_nodes
     is_copy = str(node.target).startswith("aten._to_copy") and is_state(roots[0])
     if not is_copy or not node.meta["val"].is_floating_point():
@@ -149,17 +149,17 @@ def find_comparison(read: HostRead) -> tuple[str, Any]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether an op draws random numbers."""
+    """Return whether an op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def is_skipped(node: fx.Node) -> bool:
-    """Whether a node stands for a submodule that captures do not run (see `capture.skipped_calls`)."""
+    """Return whether a node stands for a submodule that captures do not run (see `capture.skipped_calls`)."""
     return getattr(node.target, "__self__", None) is UnknownResult
 
 
 def follows_from_state(node: fx.Node) -> bool:
-    """Whether a value depends on parameters and buffers only, so that it is the same for all tokens of a call."""
+    """Return whether a value depends on parameters and buffers only, and so is equal for all tokens of a call."""
 
     def is_computed(n: fx.Node, inputs: list[bool]) -> bool:
         if n.op == "get_attr":
@@ -170,7 +170,7 @@ def follows_from_state(node: fx.Node) -> bool:
 
 
 def is_routed(node: Any) -> bool:
-    """Whether an integer depends on floats or arguments, so that another routing may change it."""
+    """Return whether an integer depends on floats or arguments, so that another routing may change it."""
 
     def is_first(n: fx.Node) -> bool:
         return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor)
@@ -184,12 +184,12 @@ def is_routed(node: Any) -> bool:
 
 
 def depends_on_call(node: fx.Node) -> bool:
-    """Whether a value depends on integers that may differ in the next call: arguments or buffers."""
+    """Return whether a value depends on integers that may differ in the next call: arguments or buffers."""
     return _depends(node, "of call", lambda n: n.op == "placeholder" or is_state(n))
 
 
 def depends_on_arguments(node: fx.Node) -> bool:
-    """Whether a value depends on integers that are arguments."""
+    """Return whether a value depends on integers that are arguments."""
     return _depends(node, "given", lambda n: n.op == "placeholder")
 
 

@@ -22,7 +22,8 @@ _NEAR = 64  # most tokens beyond the requested number
 def find_sizes(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int) -> list[dict[str, int]]:
     """Find sizes at which all guards hold, those of about `tokens` tokens first.
 
-    The first three differ in each axis that a guard such as `S == 1` does not fix. Return an empty list if fewer than three exist: numbers that depend on the sizes would look like constants.
+    The first three differ in each axis that a guard such as `S == 1` does not fix. The list is empty without three:
+    numbers that depend on the sizes would look like constants.
     """
     fixed = _fixed(arguments, guards)
     free = [dim for dim in arguments.dims if dim not in fixed]

@@ -95,7 +95,7 @@ class IntegerRanges:
         return self._limited[node]
 
     def is_decided(self, node: fx.Node, asked: tuple[str, Any] | None = None) -> bool:
-        """Whether a boolean, or the comparison `asked` of a number (`("lt", 8)`), is equal under every routing."""
+        """Return whether a boolean, or the comparison `asked` of a number (`("lt", 8)`), is equal for all routings."""
         found = self.get(node)
         if found is None:
             return False
@@ -179,13 +179,13 @@ class IntegerRanges:
         return self._at_these_sizes is not None and (is_ragged or source.meta["val"].shape[dim] in self._sizes)
 
     def _is_over_fixed(self, node: fx.Node) -> bool:
-        """Whether a sum runs only over axes with sizes of parameters, such as the expert axis."""
+        """Return whether a sum runs only over axes with sizes of parameters, such as the expert axis."""
         shape = node.args[0].meta["val"].shape
         dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(len(shape))
         return not node.args[0].meta.get("ragged") and all(shape[d] in self._fixed for d in dims)
 
     def _is_over_rows(self, node: fx.Node) -> bool:
-        """Whether a sum runs over the rows of an expert."""
+        """Return whether a sum runs over the rows of an expert."""
         operand, dims = node.args[0], node.args[1] if len(node.args) > 1 else ()
         several = dims if isinstance(dims, (list, tuple)) else (dims,)
         return bool(operand.meta.get("ragged")) and (
@@ -265,7 +265,7 @@ class IntegerRanges:
         return torch.minimum(plo, klo.clamp(min=lo)), torch.maximum(phi, khi.clamp(max=hi))
 
     def _is_size(self, x: Any) -> bool:
-        """Whether an operand is a number of tokens, or `arange` over it."""
+        """Return whether an operand is a number of tokens, or `arange` over it."""
         if not isinstance(x, fx.Node):
             return x in self._sizes
         val = x.meta.get("val")

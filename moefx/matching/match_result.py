@@ -136,7 +136,7 @@ class Match:
 
     @functools.cached_property
     def _delicate_sizes(self) -> set[int]:
-        """Numbers of tokens at which similar formulas differ: without rounding, and on both sides of a comparison."""
+        """Return numbers of tokens that tell formulas apart: without rounding, and on both sides of a comparison."""
         found = {
             times * self.num_experts for times in _TOKENS_PER_EXPERT if times * self.num_experts < _SAMPLED_TOKENS[-1]
         }

@@ -1,7 +1,7 @@
 """Sets of ATen operations, by their effect on the elements of a tensor. Each set is defined once.
 
-Sets that differ have different names, and a comment says why. Members decide which nodes a proof follows, so a larger set
-is not a safer one.
+Sets that differ have different names, and a comment says why. Members decide which nodes a proof follows, so a larger
+set is not a safer one.
 """
 
 from __future__ import annotations

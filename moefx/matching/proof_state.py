@@ -209,7 +209,7 @@ class ProofState:
             captured = capture_block(
                 self.block, args, kwargs, routing, interventions=interventions, sizes=log, max_nodes=most, held=held
             )
-        finally:  # an assertion on a size tells which sizes the program takes
+        finally:  # an assertion on a size tells which sizes the program supports
             log.unify_names(self._asked)
             for guard in log.guards:
                 self._asked.setdefault(guard, []).append(sizes)
@@ -223,11 +223,11 @@ class ProofState:
     def lift(
         self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None
     ) -> CanonicalForm:
-        """Capture the block once, and lift the capture as the others were."""
+        """Capture the block once, and lift the capture like the others."""
         return self.lift_captured(self.capture(routing, sizes, interventions))
 
     def lift_captured(self, captured: Capture) -> CanonicalForm:
-        """Lift a capture as the others were."""
+        """Lift a capture with the options and expert parameters of the other captures."""
         return self.lift_as(captured, merge_experts(self._forms) if self._forms else None)
 
     def lift_as(self, captured: Capture, like: CanonicalForm | None, is_last: bool = False) -> CanonicalForm:
@@ -238,7 +238,7 @@ class ProofState:
             is_last: read values off the last nodes that fit.
 
         Raises:
-            Refused: it has no canonical form.
+            Refused: the capture has no canonical form.
         """
         options = self.options
         lifter = Lifter(
@@ -250,8 +250,11 @@ class ProofState:
         return form
 
     def lift_first(self, captured: Capture) -> CanonicalForm:
-        """Lift the first capture. If a token may choose an expert twice, read weights off nodes with one value per
-        slot if there are any: a gate per expert has one value for two slots of one expert."""
+        """Lift the first capture.
+
+        If a token may choose an expert twice, prefer weights from nodes with one value per slot: a gate per expert has
+        one value for two slots of one expert.
+        """
         form, refusal = None, None
         try:
             form = self.lift_as(captured, None)
@@ -284,12 +287,15 @@ class ProofState:
 
     # ------------------------------------------------------------- agreement
     def require_same_form(self, form: CanonicalForm) -> None:
-        """Raise `Refused` unless a form is that of all captures."""
+        """Raise `Refused` unless a form agrees with that of all captures."""
         require_same_form(self._forms[0], form)
 
     def require_agreement(self, form: CanonicalForm) -> None:
-        """Require a form to be that of all captures. If the new capture drops slots and they do not, weights may have
-        to be read off other nodes, which are zero for a dropped slot: then lift all captures from these.
+        """Require a form to agree with that of all captures.
+
+        If only the new capture drops slots, weights may have to be read from other nodes, which are zero for a dropped
+        slot: then lift all captures from these nodes.
+
 
         Raises:
             Refused: the forms differ.
@@ -331,8 +337,8 @@ class ProofState:
         """Add a capture.
 
         Args:
-            optional: the guard that replaces it if the proof has to do without it.
-            forced_read: the branch of Python's that was forced.
+            optional: the guard that replaces the capture if its form turns out to differ.
+            forced_read: the branch of Python code that was forced.
         """
         form.optional_guard = optional or form.optional_guard
         form.forced_read = forced_read or form.forced_read
@@ -405,7 +411,7 @@ class ProofState:
         """Capture everything again with other arguments, and use these for all further captures.
 
         Raises:
-            Refused: a capture has no canonical form then.
+            Refused: a capture has no canonical form with these arguments.
         """
         self._arguments = arguments
         routings = [form.capture.tracer.routing.restart() for form in self._forms]

@@ -68,7 +68,7 @@ def capture_first_routings(state: ProofState) -> None:
     plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
     for variant, (kind, n) in enumerate(plans):
         if kind == "flooded" and state.reference.slots > 1:
-            kind = "contested"  # who of several slots comes first
+            kind = "contested"  # shows which slot of a token comes first
         sizes = state.size_choice.choose(n, variant)
         if variant > 0:
             state.add_evidence(_lift_routing(state, kind, variant, sizes), sizes)
@@ -87,14 +87,17 @@ def capture_first_routings(state: ProofState) -> None:
 
 
 def _count_masks(state: ProofState, sizes: dict[str, int]) -> None:
-    """Try larger numbers in integers that were 0 and 1: they may be factors, as a factor of 1 does not show, or
-    choose experts as a comparison with them does. If the form or the expert index changes, keep the larger numbers."""
+    """Try larger numbers in integers that were 0 and 1.
+
+    They may be factors, which a 1 hides, or numbers that choose experts. If the form or the expert index changes, keep
+    the larger numbers.
+    """
     if (counted := find_counting_arguments(state, sizes)) is None:
         return
     arguments, captured = counted
     try:
         form = state.lift_as(captured, None)
-    except Refused:  # they are masks only
+    except Refused:  # the integers are masks only
         return
     with contextlib.suppress(Refused):
         state.require_same_form(form)
@@ -106,12 +109,12 @@ def _count_masks(state: ProofState, sizes: dict[str, int]) -> None:
 def _lift_routing(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> CanonicalForm:
     """Lift a capture under this kind of routing.
 
-    If all second slots are dropped, as an expert with few places may do by chance, or all slots, as the values of a
-    buffer may do, no weight shows: then try other seeds.
+    Try other seeds if all second slots are dropped, such as by a small capacity, or all slots, such as by the values
+    of a buffer: the capture does not show their weights then.
     """
     found: CanonicalForm | NothingRouted | None = None
     as_they_are = kind == "skewed"
-    # a program may leave out experts that all tokens choose, or that nobody does: a crowd leaves it some others
+    # a program may skip experts that all tokens or none choose: a crowd leaves some other experts
     for name, more in ((kind, 0), (kind, 3), (kind, 6), *([("flooded", 0)] if as_they_are else [])):
         try:
             found = state.lift(Routing(name, seed + more, as_they_are=as_they_are), sizes)
@@ -137,13 +140,15 @@ def refuse_single_expert(state: ProofState) -> None:
 
 
 def _has_other_choice(form: CanonicalForm) -> bool:
-    """Whether some tokens have another choice than the expert, or are none of the rows that it is given."""
+    """Return whether some tokens choose another expert, or are not among the rows of this one."""
     return len(form.ids.unique()) > 1 or len(form.ids) < form.capture.sizes.tokens
 
 
 def agree(state: ProofState) -> None:
-    """Require all captures to have the form of the richest one, and put that first. It met the most slots, groups of
-    experts, and summands that all tokens get."""
+    """Require all captures to have the form of the richest one, and put that one first.
+
+    The richest capture has the most slots, then groups of experts, then shared summands.
+    """
 
     def richness(i: int) -> tuple[int, ...]:
         form = state.forms[i]
@@ -151,7 +156,7 @@ def agree(state: ProofState) -> None:
 
     richest = max(range(len(state.forms)), key=richness)
     best = state.forms[richest]
-    # all second choices were dropped, or nobody chose an identity, or everybody did
+    # poorer captures dropped all second choices, or no token or all tokens chose an identity expert
     state.replace_forms(
         [
             state.lift_as(form.capture, best)
@@ -166,10 +171,10 @@ def agree(state: ProofState) -> None:
 
 
 def refuse_early(state: ProofState) -> None:
-    """Refuse what the proof would refuse at its end, as far as the first captures show it.
+    """Refuse a block early for reasons that the first captures already show.
 
     Raises:
-        Refused: for parameters, for a write, or for slots that are dropped without a rule.
+        Refused: parameters, side effects, or slots that are dropped without a rule.
     """
     merge_groups(state)
     for form in state.forms:
@@ -181,7 +186,7 @@ def refuse_early(state: ProofState) -> None:
     try:
         refuse_unexplained(build_match(state, forms, sizes))
     except Refused as refusal:
-        if not has_distinct_slots(state.reference, state.seen_experts):  # `repeated_experts` says more of it
+        if not has_distinct_slots(state.reference, state.seen_experts):  # `repeated_experts` gives a better reason
             return
         try:  # `align_sources` may read weights off other nodes, those behind a mask
             again = [state.lift_again(one, state.reference, state.reference, True) for one in forms]
@@ -191,11 +196,10 @@ def refuse_early(state: ProofState) -> None:
 
 
 def align_sources(state: ProofState) -> None:
-    """Read the values of all captures off the same nodes.
+    """Read the values of all captures from the same nodes.
 
-    If no mask and no limit touched the first captures, a value was found before the mask as well as after it; in a
-    capture that was touched it is found after it only. If some captures have it here and others there, as with
-    `where`, read it after both.
+    If a mask or limit drops nothing in a capture, a value is found before and after the mask; otherwise only after it.
+    If captures have the value at different nodes, such as the branches of a `where`, read it after both.
     """
     places = [find_places(form) for form in state.forms]
     firsts = sorted({of: i for i, of in reversed([*enumerate(places)])}.values())
@@ -206,7 +210,7 @@ def align_sources(state: ProofState) -> None:
             continue
         again: dict[int, CanonicalForm] = {}
         with contextlib.suppress(Refused):
-            for i in sorted(range(len(places)), key=lambda i: i not in firsts):  # to see soon that it cannot be
+            for i in sorted(range(len(places)), key=lambda i: i not in firsts):  # likeliest failures first
                 again[i] = state.lift_again(state.forms[i], like, state.reference, is_last)
                 wanted = find_places(again[firsts[0]]) if is_last else places[at]
                 if not are_same_places(find_places(again[i]), wanted):
@@ -218,8 +222,10 @@ def align_sources(state: ProofState) -> None:
 
 # ---------------------------------------------------------------------- the match
 def complete_evidence(state: ProofState) -> list[int]:
-    """Choose the captures in which all groups of experts were at work, and capture more until there are enough: the
-    graph is read off these. Parameters are read off all captures, since some experts may work in the others only.
+    """Choose the captures in which all groups of experts ran, and capture more until there are enough.
+
+    The graph is read from these captures. Parameters are read from all, since some experts may run only in others.
+
 
     Raises:
         Refused: no routing uses all groups.
@@ -237,13 +243,15 @@ def complete_evidence(state: ProofState) -> list[int]:
 
 
 def _find_full(state: ProofState) -> list[int]:
-    """Return the captures in which all groups of experts were at work."""
+    """Return the indices of the captures in which all groups of experts ran."""
     return [i for i, form in enumerate(state.forms) if all(g.ids for g in form.groups)]
 
 
 def _do_sizes_vary(state: ProofState, captures: list[int]) -> bool:
-    """Whether these differ in their sizes, and in each axis in which any do: a number that depends on one that they
-    have in common would look like a constant."""
+    """Return whether some captures differ in their sizes, and in each axis that varies among all captures.
+
+    A number that depends on an axis of fixed size would look like a constant.
+    """
 
     def count(axes: tuple[str, ...], among: Iterable[int]) -> int:
         return len({tuple(state.sizes[i][dim] for dim in axes) for i in among})

@@ -141,7 +141,7 @@ def _find_convolution(capture: Capture) -> fx.Node | None:
 
 
 def _is_of_samples(tokens: int, positions: int, node: fx.Node) -> bool:
-    """Whether a node holds one integer, or a few, per sample."""
+    """Return whether a node holds one integer, or a few, per sample."""
     val: Any = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.is_floating_point() or val.dtype == torch.bool:
         return False

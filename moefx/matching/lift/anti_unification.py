@@ -1,4 +1,4 @@
-"""Anti-unification: find the function F of which the summands of all tokens and slots are instances.
+"""Anti-unification: find one function F that has the summands of all tokens and slots as instances.
 
 `Skeletons` sorts summands by form. `Unifier` walks the summands of one form in parallel: equal parts go into the body
 as they are, parts that differ become leaves (a value per token and slot, or a parameter slice per expert).
@@ -91,7 +91,7 @@ class Unifier:
             ids: the selected experts, by token and slot.
 
         Raises:
-            Refused: the summands differ in something else than values and expert parameters.
+            Refused: the summands differ in more than values and expert parameters.
         """
         where = [(t, k, ids[t][k]) for t, k, _ in members]
         body = self._unify(where, [m for _, _, m in members])
@@ -131,7 +131,7 @@ class Unifier:
         return Body("value", (self.values.index(ref),), term.shape)
 
     def _is_looked_up(self, where: Positions, terms: list[Term]) -> bool:
-        """Whether a parameter slice is a row that tokens look up, as from an embedding, also in the template.
+        """Return whether a parameter slice is a row that tokens look up, as from an embedding, also in the template.
 
         One token, or several equal tokens, always look up the same slice, so that it seems to be a constant.
         """

@@ -53,7 +53,7 @@ class NodeRef:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The nodes of all columns, or the one node."""
+        """The nodes of all columns, or the single node."""
         return [n for c in self.columns for n in c.nodes] if self.columns else [self.node]
 
 
@@ -150,7 +150,7 @@ def merge_experts(forms: Sequence[CanonicalForm]) -> CanonicalForm:
 
 
 def has_matrix_products(body: Body) -> bool:
-    """Whether the body contains a product with an expert's matrix."""
+    """Return whether the body contains a product with an expert's matrix."""
     return any(
         b.op == "ein" and any(isinstance(a, Body) and len(a.shape) >= 2 and is_weight(a) for a in b.args)
         for b in walk_body(body)
@@ -158,7 +158,7 @@ def has_matrix_products(body: Body) -> bool:
 
 
 def is_weight(body: Body) -> bool:
-    """Whether the body depends on an expert's parameters only, such as a normalised, quantised or masked weight."""
+    """Return whether the body depends only on an expert's parameters: a normalised, quantised or masked weight."""
     leaves = {b.op for b in walk_body(body)}
     return "expert" in leaves and "value" not in leaves
 
@@ -177,13 +177,13 @@ def max_capture_tokens(forms: Sequence[CanonicalForm], times: int) -> float:
     """Limit the size of further captures, which are slow if the program loops over tokens.
 
     Returns:
-        `times` the most tokens of these captures if a line runs once per token, else infinity.
+        `times` the largest number of tokens of these captures if a line runs once per token; otherwise infinity.
     """
     return times * max(math.prod(form.tokens) for form in forms) if _loops_over_tokens(forms) else math.inf
 
 
 def _loops_over_tokens(forms: Sequence[CanonicalForm]) -> bool:
-    """Whether the most frequent line runs at least once per token, and more often for more tokens."""
+    """Return whether the most frequent line runs at least once per token, and more often for more tokens."""
     counts: dict[int, list[int]] = {}  # runs of the most frequent line, by number of tokens
     for form in forms:
         lines = Counter((n.meta["source"], str(n.target)) for n in form.capture.nodes if n.op == "call_function")

@@ -1,4 +1,4 @@
-"""Prove that the slots of a token hold different experts, whatever its scores are.
+"""Prove that the slots of a token hold different experts for all scores.
 
 The K choices of one `topk` are different positions in one order. A program may compute ids from positions: an offset
 for each group of experts, or a fixed expert beside them. Such computations run once for each possible position. Two
@@ -56,7 +56,7 @@ class _Derivation(NamedTuple):
 
     Attributes:
         choice: the choice on which each element depends; 0 if it is constant.
-        values: the element for each of the N positions of that choice.
+        values: the element at each of the N positions of the choice.
     """
 
     choice: torch.Tensor  # int64 [*shape]
@@ -69,12 +69,12 @@ class _Derivation(NamedTuple):
 def has_distinct_slots(
     form: CanonicalForm, experts: set[int], others: Sequence[CanonicalForm] = (), follows_masks: bool = True
 ) -> bool:
-    """Whether no two slots of a token can be the same one of these experts.
+    """Return whether no two slots of a token can hold the same expert.
 
     Args:
         experts: expert numbers that matter.
         others: forms of captures at other sizes.
-        follows_masks: whether to use that a selection cannot return what was masked before it.
+        follows_masks: whether to assume that a selection never returns an entry that was masked before it.
     """
     if form.slots < 2 or "m" in form.expert_index.axes:
         return True
@@ -127,12 +127,12 @@ class _Derivations:
         self._sizes = torch.ones(1, dtype=torch.int64)  # by choice: the number of positions
 
     def may_coincide(self, a: _Derivation, b: _Derivation, among: torch.Tensor) -> bool:
-        """Whether two slots ([T] choices and [N, T] values each) can hold the same one of these numbers."""
+        """Return whether two slots ([T] choices and [N, T] values each) can hold one of these numbers together."""
         counts, is_at = zip(*(self._count_positions(derivation, among) for derivation in (a, b)), strict=True)
         if counts[0] is None or counts[1] is None:
             return True
         n = min(len(at) for at in is_at)
-        both = (is_at[0][:n] & is_at[1][:n]).sum(0)  # by number: positions at which both are it
+        both = (is_at[0][:n] & is_at[1][:n]).sum(0)  # by number: positions at which both slots hold it
         is_same = a.choice == b.choice
         is_beside = ~is_same & (self._rows[a.choice] == self._rows[b.choice])
         is_apart = ~(is_same | is_beside)
@@ -189,7 +189,7 @@ class _Derivations:
             return None
 
     def _is_of_sizes(self, node: fx.Node) -> bool:
-        """Whether a number that is not a shape depends on sizes or routing, so that the next call has another."""
+        """Return whether a number that is not a shape depends on sizes or routing, and so changes between calls."""
         if node.op == "get_attr":
             return bool(node.meta["of_sizes"]) or self._fixed is not None
         given, shapes = node.meta["of_sizes"], _SHAPE_ARGS.get(op_name(node), 0)
@@ -405,7 +405,7 @@ class _Derivations:
 
 
 def _may_be_low(node: Any) -> bool:
-    """Whether the program itself may make scores as low as masked ones."""
+    """Return whether the program itself may make scores as low as masked ones."""
     stack, seen = [node], set()
     while stack:
         n = stack.pop()
@@ -423,7 +423,7 @@ def _may_be_low(node: Any) -> bool:
 
 
 def _is_low(value: Any) -> bool:
-    """Whether a number masks the score that it replaces."""
+    """Return whether a number masks the score that it replaces."""
     while isinstance(value, fx.Node) and op_name(value) in ("_to_copy", "detach", "lift_fresh"):
         value = value.args[0]
     if isinstance(value, fx.Node) and op_name(value) in ("full", "full_like", "scalar_tensor"):
@@ -477,7 +477,7 @@ def _is_of_integers(node: fx.Node) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a node has the same value in all runs of the program."""
+    """Return whether a node has the same value in all runs of the program."""
     if node.op == "get_attr":
         return node.meta["kind"] == "constant" and node.meta["literal"]
     is_made = node.op == "call_function" and (not node.all_input_nodes or node.target in SHAPE_ONLY)

@@ -304,14 +304,14 @@ def _infer_numbers(keys: list[list[Any]], ids: list[list[int]]) -> dict[Any, int
 
 
 def uses_all_experts(owners: ExpertOwners, summands: list[list[Term]]) -> bool:
-    """Whether every token uses every expert."""
+    """Return whether every token uses every expert."""
     keys = [{owners.find_key(p) for p in parts} for parts in summands]
     every = set().union(*keys)
     return all(row == every for row in keys)
 
 
 def is_all_or_none(owners: ExpertOwners, summands: list[list[Term]]) -> bool:
-    """Whether some tokens use all experts, and the others none."""
+    """Return whether some tokens use all experts, and the others none."""
     keys = [{owners.find_key(p) for p in parts} for parts in summands]
     every = set().union(*keys)
     return bool(every) and not all(keys) and all(row in (set(), every) for row in keys)

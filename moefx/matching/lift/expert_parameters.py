@@ -155,7 +155,7 @@ def number_by_tokens(
 def find_families_met_by_all(reach: ParameterReach) -> set[str]:
     """Find the FQNs of numbered parameters that every token meets.
 
-    They may be experts of which each token selects all (K = E): no parameter varies then.
+    They may be experts that every token selects (K = E): no parameter varies then.
     """
     for out in reach.outputs:
         val = out.meta.get("val")

@@ -149,7 +149,7 @@ class UnexplainedIndex:
         )
 
     def _explain_partial_choices(self) -> Refused | None:
-        """A line runs several times, and selects experts for a part of the tokens each time."""
+        """Explain that a line runs several times, and each time selects experts for a part of the tokens."""
         tokens = math.prod(self.cut.meta["val"].shape[:-1])
         runs: dict[Line, list[fx.Node]] = defaultdict(list)
         for n in self._capture.nodes:
@@ -170,7 +170,7 @@ class UnexplainedIndex:
         return None
 
     def _explain_several_gates(self) -> Refused | None:
-        """Each module with expert parameters is called several times, for as many selections."""
+        """Explain that each module with expert parameters is called several times, for as many selections."""
         modules = {fqn.rpartition(".")[0] for fqn in self.owners.experts}
         calls = Counter(call.fqn for call in self._capture.calls if call.fqn in modules)
         selections = Counter(op_name(n) for n in self._capture.nodes if op_name(n) in _SELECTIONS)
@@ -186,7 +186,7 @@ class UnexplainedIndex:
         )
 
     def _explain_element_move(self) -> Refused | None:
-        """An op on rows of some tokens moves elements along their last axis."""
+        """Explain that an op on rows of some tokens moves elements along their last axis."""
 
         def varies_within_rows(n: fx.Node) -> bool:
             if not isinstance(n.meta.get("val"), FakeTensor) or not n.meta["val"].dim():
@@ -208,7 +208,7 @@ class UnexplainedIndex:
         return None
 
     def _explain_shared_choices(self) -> Refused | None:
-        """Several experts always have the same tokens."""
+        """Explain that several experts always have the same tokens."""
         tokens: dict[OwnerKey, set[int]] = defaultdict(set)
         for t, parts in enumerate(self.summands):
             for part in parts:
@@ -224,7 +224,7 @@ class UnexplainedIndex:
         )
 
     def _explain_separate_masks(self) -> Refused | None:
-        """Each expert has a mask of its own: a comparison of floats on one line, or an argument."""
+        """Explain that each expert has a mask of its own: a comparison of floats on one line, or an argument."""
         tokens = tuple(self.cut.meta["val"].shape[:-1])
         by_line: dict[Line | None, list[fx.Node]] = defaultdict(list)
         for n in self._capture.nodes:

@@ -4,7 +4,7 @@
 
 No idiom has a template here. The lifter works on terms, the expressions of single rows:
 
-1. find the parameters that only some tokens meet (the experts'), and a cut: a node where all routed rows are summed;
+1. find the parameters that only some tokens meet (the experts'), and a cut: a node that sums all routed rows;
 2. split each row of the cut into summands, and these into the experts' and the rest;
 3. find an integer tensor that holds the selected experts, and the slot of each summand;
 4. anti-unify the summands of all tokens and slots. They may differ in an input row, a routing weight or an expert
@@ -178,7 +178,7 @@ class Lifter:
         )
 
     def _are_listed(self) -> bool:
-        """Whether some experts are in a list or dictionary of modules."""
+        """Return whether some experts are in a list or dictionary of modules."""
         lists = [name for name, m in self.reach.block.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
         return any(fqn.startswith(f"{name}." if name else "") for fqn in self.experts for name in lists)
 
@@ -223,7 +223,7 @@ class Lifter:
 
     # ------------------------------------------------------------------ one cut
     def _lift_at(self, cut: fx.Node, attempt: CutAttempt) -> CanonicalForm:
-        """Lift with this node as the routed sum, and note in `attempt` how far that came."""
+        """Lift with this node as the routed sum, and record the progress in `attempt`."""
         tokens = tuple(cut.meta["val"].shape[:-1])
         routed, rest = self._split_rows(cut)
         attempt.reached += 1
@@ -367,7 +367,7 @@ class Lifter:
 
 
 def _has_overwrite(rows: list[list[Term]]) -> bool:
-    """Whether some row depends on a write that puts several values at one place."""
+    """Return whether some row depends on a write that puts several values at one place."""
     stack, seen = [p for row in rows for p in row], set[Term]()
     while stack:
         t = stack.pop()

@@ -69,7 +69,7 @@ class ChoiceSums:
         self, capture: Capture, T: Terms, lookup: ValueLookup, groups: list[Group], routed: list[list[Term]],
         template: CanonicalForm | None,
     ):  # fmt: skip
-        """`routed`: the summands of all tokens that the experts have a part in."""
+        """`routed`: the summands of all tokens with expert parameters."""
         self.terms, self.lookup = T, lookup
         parts = dict.fromkeys(part for row in routed for part in row)
         self.parameters = {ParameterSlice.from_term(x): x for x in _walk_terms(*parts) if is_state_slice(x)}
@@ -83,7 +83,7 @@ class ChoiceSums:
             self.groups |= {e: (group, tables) for e in {*group.ids, *other.ids}}
 
     def is_sum_of_choices(self, slots: list[tuple[int, int, int]], parts: list[Term]) -> bool:
-        """Whether the summands of a token are the sum over its slots.
+        """Return whether the summands of a token are the sum over its slots.
 
         Args:
             slots: (token, slot, expert) of each slot of the token.
@@ -98,7 +98,7 @@ class ChoiceSums:
         return _round(wanted) == _round(found)
 
     def has_effect(self, slot: tuple[int, int, int]) -> bool:
-        """Whether a slot contributes anything."""
+        """Return whether a slot contributes anything."""
         return bool(_round(self._expand_choice(slot)))
 
     def _expand_choice(self, slot: tuple[int, int, int]) -> _LinearSum:

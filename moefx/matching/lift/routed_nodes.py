@@ -113,8 +113,8 @@ class ParameterReach:
     def parameters_by_row(self, node: fx.Node, experts: Collection[str] | None = None) -> list[frozenset[Term]]:
         """Return the parameter slices that reach each row of a node.
 
-        If a mask keeps all experts of a row, the sum over the experts is one product there. It is written out, as in
-        the other rows.
+        If a mask keeps all experts of a row, the sum over the experts is one product, which is written out like the
+        other rows.
 
         Args:
             experts: FQNs of the experts' parameters, if they are known. Other products stay whole: channels of an
@@ -157,7 +157,7 @@ def find_padding_lines(block: nn.Module, capture: Capture, width: int) -> frozen
 
 
 def has_rows_of_padding(capture: Capture, width: int) -> bool:
-    """Whether some hidden states have more rows than tokens, and no multiple: padded to a multiple of 8, for example.
+    """Return whether some hidden states have more rows than tokens, and no multiple (padded to a multiple of 8).
 
     Args:
         width: last dim of the hidden states.
@@ -201,7 +201,7 @@ def _find_split_axes(t: Term) -> frozenset[int]:
 
 
 def has_integer_choices(reach: ParameterReach) -> bool:
-    """Whether the capture computes integers with several entries per token from floats."""
+    """Return whether the capture computes integers with several entries per token from floats."""
     shapes = (n.meta["val"].shape for n in reach.outputs if isinstance(n.meta.get("val"), FakeTensor))
     tokens = math.prod(next(shapes, ())[:-1])
     return any(
@@ -215,7 +215,10 @@ def has_integer_choices(reach: ParameterReach) -> bool:
 
 
 def has_sequence_choices(capture: Capture) -> bool:
-    """Whether some integers have one entry, or a few, per sequence. A few sequences may all select the same experts."""
+    """Return whether some integers have one entry or a few per sequence.
+
+    A few sequences may all select the same experts.
+    """
     dims = list(capture.sizes.dims.values())
     has_axis = len(dims) > 1 or (bool(dims) and capture.sizes.tokens > dims[0])
     return has_axis and any(
@@ -233,7 +236,7 @@ def find_cuts(reach: ParameterReach, experts: set[str]) -> tuple[set[fx.Node], l
     """Find the routed nodes and the cuts.
 
     Returns:
-        The nodes that are computed from expert parameters, and those of them that every routed path runs through.
+        The nodes that are computed from expert parameters, and those among them that every routed path runs through.
     """
     live = reach.live_nodes()
     routed: set[fx.Node] = set()
@@ -336,7 +339,7 @@ def _rows_per_token(n: fx.Node, tokens: int) -> Fraction:
 
 
 def _has_gathered_rows(node: fx.Node) -> bool:
-    """Whether an index that depends on the routing gathered the rows of a float tensor.
+    """Return whether an index that depends on the routing gathered the rows of a float tensor.
 
     The routing may determine their number without a trace in the graph, as in a program that counts with NumPy.
     """

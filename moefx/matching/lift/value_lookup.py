@@ -31,7 +31,7 @@ class ValueLookup:
         inside: nodes that a submodule keeps to itself; they are tried last.
         template: the form of another capture; its readings are tried first.
         weights_per_slot: skip nodes with one value per token and expert.
-        align_to_last: find the last node that fits, whatever the template has, else the first.
+        align_to_last: find the last node that fits, regardless of the template; by default the first.
         sequences: number of sequences, if one value may hold for all tokens of a sequence; else 0.
 
     Attributes:

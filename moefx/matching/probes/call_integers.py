@@ -93,7 +93,7 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
 
 
 def _is_decided(ranges: IntegerRanges, n: fx.Node) -> bool:
-    """Return whether every input gives this outcome, or never changes an operand: `(ids % 4).clamp(max=3)`."""
+    """Return whether a node has this outcome for all inputs: `(ids % 4).clamp(max=3)` never clamps."""
     found = ranges.get(n)
     of = [ranges.get(a) for a in find_operands(n)] if op_name(n) in CUTS else []
     return ranges.is_decided(n) or any(found and r and all(map(are_equal, found, r)) for r in of)
@@ -109,7 +109,7 @@ def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def find_operands(n: fx.Node) -> list[fx.Node]:
-    """Return the tensors that an operation takes. For a `getitem`, return the tensors of the op with several results."""
+    """Return the tensors that an operation takes. For a `getitem`, these are the op's."""
     return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
 
 

@@ -32,10 +32,10 @@ def carry_attributes_over(state: ProofState) -> None:
     """Change the attributes that a call leaves behind, and require the form of the next call to be the same.
 
     Raises:
-        Refused: the next call depends on them.
+        Refused: the next call depends on these attributes.
     """
     first = state.reference.capture
-    buffers = dict(state.block.named_buffers())  # these are read when the call comes
+    buffers = dict(state.block.named_buffers())  # buffers are read when the call runs
     left = {str(e.target): e.node for e in first.effects if e.kind == "attribute" and e.target not in buffers}
     if not left:
         return
@@ -71,5 +71,5 @@ def _change_value(node: fx.Node) -> torch.Tensor:
 
 
 def _draw_like(like: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)  # not the user's
+    generator = torch.Generator().manual_seed(0)  # leaves the user's generator alone
     return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)

@@ -1,4 +1,4 @@
-"""Vary how many tokens one expert has: none, one or two, beside others with more.
+"""Vary the number of tokens of one expert: none, one or two, while other experts have more.
 
 Protects from a rule for experts with few tokens that leaves no read to force::
 
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 _COUNTS = (0, 1, 2)
-_CONTROLS = (3, 2)  # if neither can be shown, the counts show nothing
-_MAX_EXPERTS = 3  # to try
+_CONTROLS = (3, 2)  # tokens of a control capture; if neither count can be captured, give up
+_MAX_EXPERTS = 3  # experts to try
 
 
 def vary_expert_counts(state: ProofState) -> None:
-    """Add captures in which one expert has few tokens, if no capture shows that. If Python reads something made of
-    floats, add some in which its only token scores all experts nearly alike.
+    """Add captures in which one expert has few tokens, if no capture shows that.
+
+    If Python reads values computed from floats, add captures in which its only token scores all experts nearly alike.
+
 
     Raises:
         Refused: an expert without tokens, or with one or two, changes the form.
@@ -61,7 +63,7 @@ def _is_of_floats(read: HostRead) -> bool:
 
 
 def _find_seen_counts(state: ProofState) -> set[int]:
-    """The numbers of tokens that experts have in captures of several tokens that nothing was forced in."""
+    """Return the numbers of tokens per expert in captures of several tokens without forced outcomes."""
     seen: set[int] = set()
     for lifted in state.forms:
         if lifted.optional_guard is None and len(lifted.ids) > 1 and not lifted.capture.tracer.interventions:
@@ -71,7 +73,7 @@ def _find_seen_counts(state: ProofState) -> set[int]:
 
 
 def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
-    """As few tokens as a group with two tokens for one expert needs, and as few as the captures' way is taken with."""
+    """Return small sizes that allow an expert two tokens, on the captures' side of comparisons; empty if none exist."""
     slots, experts = state.reference.slots, state.num_experts
     if experts <= slots:
         return []
@@ -82,12 +84,15 @@ def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
 def _capture_count(
     state: ProofState, expert: int, routing: Routing, sizes: dict[str, int]
 ) -> CanonicalForm | Refused | None:
-    """A capture in which only the tokens that prefer an expert choose it, the refusal of its form, or None if others
-    do."""
+    """Lift a capture in which only the tokens that prefer an expert choose it.
+
+    Returns:
+        The form; the refusal if it differs; None if other tokens choose the expert, or the program raises an error.
+    """
     try:
         taken = state.capture(routing, sizes)
     except Exception:
-        return None  # the program is not made for such sizes
+        return None  # the program does not support these sizes
     try:
         lifted = state.lift_captured(taken)
         if int((lifted.ids == expert).sum()) != len(routing.prefer):

@@ -10,7 +10,7 @@ Protects from a wrong refusal of the first loop, and from a wrong rewrite of the
     scale = 2.0 if len(idle) > 5 else 1.0
 
 `leave_experts_idle` adds captures in which all tokens have one id, if the program only tests for tokens.
-`concentrate_tokens` checks the form of many tokens that choose the same experts, if the program asks who is idle.
+`concentrate_tokens` checks the form of many tokens that choose the same experts, if the program tests which are idle.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def leave_experts_idle(state: ProofState) -> None:
 
 
 def concentrate_tokens(state: ProofState) -> None:
-    """Check the form of many tokens that all choose the same experts, if the program asks which experts are idle.
+    """Check the form of many tokens that all choose the same experts, if the program tests which experts are idle.
 
     Raises:
         Refused: the form differs.

@@ -22,7 +22,7 @@ from ..graph_nodes import fold_ancestors, is_known
 
 
 def is_load_statistic(capture: Capture, node: fx.Node) -> bool:
-    """Whether a value follows from loads alone, and another op uses it.
+    """Return whether a value follows from loads alone, and another op uses it.
 
     A mask of one expert's tokens has an axis of tokens, so `(ids == e).any()` is no such statistic. `loads.min() == 0`
     is one. `branch_outcomes` looks at a value that only Python reads.
@@ -34,14 +34,14 @@ def is_load_statistic(capture: Capture, node: fx.Node) -> bool:
 
 
 def has_loads(capture: Capture, node: fx.Node) -> bool:
-    """Whether a value follows from the choice of experts, and has no axis of tokens."""
+    """Return whether a value follows from the choice of experts, and has no axis of tokens."""
     val: Any = node.meta.get("val")
     several = val if isinstance(val, (tuple, list)) else [val]
     return is_known(node) and _is_of_choice(node) and all(_has_no_tokens(capture, node, v) for v in several)
 
 
 def _is_of_choice(node: fx.Node) -> bool:
-    """Whether an integer was computed from floats."""
+    """Return whether a value depends on floats, not only on their shapes."""
 
     def inputs_of(n: fx.Node) -> list[fx.Node]:
         return [] if n.target in SHAPE_ONLY else n.all_input_nodes
@@ -56,7 +56,7 @@ def _has_no_tokens(capture: Capture, node: fx.Node, val: Any) -> bool:
     if not isinstance(val, torch.Tensor) or (val.dim() and node.meta.get("ragged")):
         return False
     sizes = capture.sizes
-    # as many as tokens in a dimension, or several for each token, as choices are
+    # an axis of tokens, or of several entries per token, such as choices
     return not any(n > 1 and (n in sizes.expressions or n % max(2, sizes.tokens) == 0) for n in val.shape)
 
 

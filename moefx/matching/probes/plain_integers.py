@@ -1,4 +1,6 @@
-"""Integers of tensors that no routing computes, and that differ between captures.
+"""Refuse programs that read integers which no op computes from the routing, but which differ between captures.
+
+Protects from a count that Python keeps::
 
     busy = torch.zeros((), dtype=torch.long)
     for e in range(num_experts):
@@ -8,8 +10,8 @@
             ...
     return out * 0.5 if busy.item() == 3 else out
 
-Python decides by a number that no op computes from the routing, and captures need not show each of its values. The same
-holds for the length of a sequence that is read off a tensor, as in `torch.arange(n)[-1].item()`.
+Python branches on a number that no op computes from the routing, and captures need not show all its values. The same
+holds for the length of a sequence that is read from a tensor, as in `torch.arange(n)[-1].item()`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def refuse_plain_integers(state: ProofState) -> None:
-    """Compare what Python reads at one place in all captures that read as often there.
+    """Compare the values that Python reads at one call site, in all captures with equally many reads there.
 
     Raises:
         Refused: the values differ.

@@ -1,4 +1,4 @@
-"""A probe: one way in which captures may agree although the form does not hold in general."""
+"""A probe: guards against one way in which captures agree although the form does not hold in general."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Probe:
         return self.run.__name__
 
     def repeat(self, why: str) -> Probe:
-        """The same probe, later in the list."""
+        """Return the same probe, for a later place in the list."""
         return dataclasses.replace(self, again=why)
 
 

@@ -1,6 +1,6 @@
 """All probes, in the order in which a proof runs them.
 
-Cheap probes come first, so that a refusal is early. A probe that looks at the evidence of others runs again after them.
+Cheap probes come first, so that a refusal is early. A probe that depends on others' evidence runs again after them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COVERAGE = (
     Probe(show_all_slots, "slots that a limit drops in all captures"),
     Probe(show_all_experts, "an expert that differs from the others and was never chosen"),
 )
-# Each forces what no capture has shown.
+# Each probe forces outcomes that no capture has shown.
 INTERVENTIONS = (
     Probe(leave_experts_idle, "a refusal of programs that only ask which experts the ids of a call leave idle"),
     _FLIP,

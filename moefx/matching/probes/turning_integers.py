@@ -5,8 +5,8 @@ Protects from tests of ids whose outcome the example never has::
     is_special = (ids == 50256) | (ids >= vocabulary_size - 3)
     position = (step % period == period - 1)
 
-The program names such numbers, or others from which they follow by sums and products. They join the values of the
-arguments and buffers in all captures, as far as the program runs on them.
+The numbers stand in the program, or are sums and products of numbers that do. They join the values of the arguments and
+buffers in all captures, unless the program fails with them.
 """
 
 from __future__ import annotations
