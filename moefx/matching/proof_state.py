@@ -165,7 +165,8 @@ class ProofState:
         """Yield other interpretations of the program, to try if this one is refused.
 
         They take comparisons as parts of activations, the routed sum after all writes to it, or the lines that pad
-        hidden states as opaque."""
+        hidden states as opaque.
+        """
         if self._compares_floats and not self.options.symbolic:
             yield LiftOptions(symbolic=True)
         if any(not form.kept_slots.all() for form in self._forms):
@@ -408,7 +409,7 @@ class ProofState:
         self._arguments, self._forms = arguments, [form]
 
     def capture_again(self, arguments: Arguments) -> None:
-        """Capture everything again with other arguments, and use these for all further captures.
+        """Repeat all captures with other arguments, and use these for all further captures.
 
         Raises:
             Refused: a capture has no canonical form with these arguments.

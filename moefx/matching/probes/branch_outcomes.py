@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _MAX_NAMED = 1e9
 _MAX_NUMBERS = 80
-_MAX_PAIRED_READS = 5  # reads
+_MAX_PAIRED_READS = 5  # up to this many reads, force every pair
 
 
 def flip_branches(state: ProofState) -> None:
@@ -80,9 +80,7 @@ def flip_branches(state: ProofState) -> None:
             for value in others:
                 interventions: dict[Any, Any] = {read.call_stack: repeat_outcome(taken, read.call_stack, value)}
                 if not force_outcome(state, read.source, interventions, what, taken) and read.node is None:
-                    state.add_unforced_length(
-                        read.call_stack
-                    )  # the error need not occur in the original with these few rows
+                    state.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
             if is_first and others:
                 first.append((read, others[0]))
         is_first = False
@@ -181,7 +179,7 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
 
 
 def _is_limit_test(state: ProofState, read: HostRead) -> bool:
-    """Return whether a read compares a number that grows with the tokens with a fixed number."""
+    """Return whether a read compares a number that grows with the tokens to a fixed number."""
     if read.comparison is None or type(read.comparison[1]) not in (int, float):
         return False
     captures = (lifted.capture for lifted in state.forms if any(read is r for r in lifted.capture.reads))
@@ -263,7 +261,7 @@ def _find_named_numbers(block: nn.Module) -> list[float]:
 
 
 def _is_single_token_test(read: HostRead) -> bool:
-    """Return whether a comparison tells at most one token from more (`n <= 1`): an idle expert counts as one token."""
+    """Return whether a comparison tells one token from more, with the same outcome for none: `n <= 1`."""
     asked = read.comparison
     if asked is None and read.node is not None and op_name(read.node) in COMPARE and is_routed(read.node.args[0]):
         asked = op_name(read.node), read.node.args[1]
@@ -271,9 +269,9 @@ def _is_single_token_test(read: HostRead) -> bool:
 
 
 def _is_about_rows(read: HostRead) -> bool:
-    """Return whether a boolean depends only on floats of an expert's rows: `if not (weights[token, slot] > 0.4).any()`.
+    """Return whether a boolean tests floats of an expert's rows, and only Python reads it.
 
-    Its outcome without rows tells nothing about rows.
+    An example is `if not (weights[token, slot] > 0.4).any()`. Its outcome without rows tells nothing about rows.
     """
     if read.node is None or read.comparison is not None or read.node.meta["val"].dtype is not torch.bool:
         return False

@@ -37,8 +37,8 @@ from ..op_classes import CUTS, INTEGER_FUNCTIONS, LEVELS, LOOKUPS
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-BUFFER_SEEDS = (2, 3, 4)  # of captures in which buffers have other values
-_FIRST_TURNING_SEED = 50  # the first of the seeds that use the numbers of `turning_integers`
+BUFFER_SEEDS = (2, 3, 4)  # seeds of captures in which buffers have other values
+_FIRST_TURNING_SEED = 50  # first seed of captures that use the numbers of `turning_integers`
 Place = tuple[Any, str, int]  # call stack, op, and a count of the op's runs there, from 1
 
 
@@ -109,7 +109,7 @@ def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def find_operands(n: fx.Node) -> list[fx.Node]:
-    """Return the tensors that an operation takes. For a `getitem`, these are the op's."""
+    """Return the tensors that an op takes; for a `getitem`, the tensors that the op before it takes."""
     return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
 
 

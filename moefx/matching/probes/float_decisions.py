@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _COMPARISON = "a comparison that came out the same everywhere"
 _TOGETHER = "one of several comparisons that came out the same everywhere"
 _INTEGER = "an integer made of floats that came out the same everywhere"
-_ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # which argument is the dimension
-_FEW_TOKENS = 5  # tokens
+_ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # op: index of the argument that is the dimension
+_FEW_TOKENS = 5  # captures up to this size may not show the form
 
 
 @dataclasses.dataclass

@@ -36,8 +36,8 @@ from .reached_limits import is_made_of_rows
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_MAX_TOKENS = 130  # of captures that show uneven loads
-_MAX_EVEN_TOKENS = 600  # of one that crowds every expert
+_MAX_TOKENS = 130  # limit of captures with uneven loads
+_MAX_EVEN_TOKENS = 600  # limit of a capture that crowds every expert
 _MAX_SIDES = 4
 _Calls = tuple[Source, ...]
 
@@ -86,7 +86,7 @@ def vary_loads(state: ProofState) -> None:
     for each expert, if Python compares loads.
 
     Raises:
-        Refused: one changes the form.
+        Refused: a capture has another form.
     """
     if not (found := _find_comparisons(state)):
         return
@@ -115,7 +115,7 @@ def vary_loads(state: ProofState) -> None:
 
 
 def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
-    """Return comparisons of numbers that grow with the tokens, one per call site. Tests for any tokens are left out."""
+    """Return comparisons of numbers that grow with the tokens, one per call site. Tests for zero tokens are left out."""
     found: dict[_Calls, _Comparison] = {}
     for lifted in state.forms:
         for read in lifted.capture.reads:
@@ -170,7 +170,7 @@ def _list_routings(state: ProofState) -> list[Routing]:
     """Return the routings to try, in this order.
 
     The first two crowd the last and the first expert: one other expert has no token, the rest have one each. The third
-    sends all tokens to the last expert, the fourth equally many to each.
+    sends all tokens to the last expert, the fourth sends equally many to each.
     """
     last = state.num_experts - 1
     return [
@@ -182,7 +182,7 @@ def _list_routings(state: ProofState) -> list[Routing]:
 
 
 def _find_sides(state: ProofState) -> list[_Side]:
-    """Return the sides that captures of several tokens were on, each with large sizes; most tokens first."""
+    """Return the sides of comparisons of sizes that captures of several tokens took, those of most tokens first."""
     found: dict[tuple[bool, ...], _Side] = {}
     for lifted, sizes in zip(state.forms, state.sizes, strict=True):
         way, tokens = _find_way(state, sizes), math.prod(lifted.tokens)
@@ -312,7 +312,7 @@ def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     try:
         lifted = state.lift(Routing("even"), sizes)
         state.require_agreement(lifted)
-    except Exception:  # the program's own too
+    except Exception:  # also an error of the program
         return False
     outcomes = {read.value for read in lifted.capture.reads if read.call_stack == comparison.read.call_stack}
     if outcomes != {comparison.in_a_crowd}:

@@ -44,7 +44,7 @@ def overflow_limits(state: ProofState) -> None:
     form to hold for fewer tokens.
 
     Raises:
-        Refused: a limit is no plain count, so the number of tokens that reaches it is unknown.
+        Refused: a limited number is no plain count, so the tokens that reach the limit are unknown.
     """
     slots, seen = state.reference.slots, [find_limits(lifted.capture, state.unforced_lengths) for lifted in state.forms]
     for turn in range(4):

@@ -30,7 +30,7 @@ _MAX_TRIALS_ELSEWHERE = 2  # at sizes at which the program may take a branch wit
 
 
 def show_all_slots(state: ProofState) -> None:
-    """Capture a few tokens, which fit into the capacity with all slots, if every capture so far may lack slots."""
+    """Capture a few tokens, which fit into the capacity with all slots, if some capture drops slots."""
     if all(bool(lifted.kept_slots.all()) for lifted in state.forms):
         return
     sizes = state.size_choice.choose_sequence(state.arguments.choose_tokens_near(5))
