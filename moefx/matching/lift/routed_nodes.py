@@ -118,7 +118,7 @@ class ParameterReach:
 
         Args:
             experts: FQNs of the experts' parameters, if they are known. Other products stay whole: channels of an
-                image meet parts of a norm's weight, and pixels meet all of it.
+                image meet parts of a norm's weight, pixels the whole weight.
         """
         found = [self.leaves(r) for r in self.rows(node)]
         stacked = _find_stacked(found, self.split_axes)

@@ -115,7 +115,7 @@ def vary_loads(state: ProofState) -> None:
 
 
 def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
-    """Return comparisons of numbers that grow with the tokens, one per call site. Tests for zero tokens are left out."""
+    """Return comparisons of numbers that grow with the tokens, one per call site, except tests for zero tokens."""
     found: dict[_Calls, _Comparison] = {}
     for lifted in state.forms:
         for read in lifted.capture.reads:
