@@ -12,7 +12,7 @@ from .guarded_sizes import find_sequence, find_sizes
 if TYPE_CHECKING:
     from .proof_state import ProofState
 
-NO_SIZES = "no sizes were found at which all that is compared with them comes out as for the example"
+NO_SIZES = "no other sizes were found at which all comparisons of sizes have the outcomes of the example"
 _SEQUENCE_LENGTHS = (1, 2, 3, 7, 29, 131, 517)
 _FIRST_VARIANTS = 3  # the first captures, whose sizes differ
 

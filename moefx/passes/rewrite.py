@@ -100,7 +100,7 @@ class Rewriter:
         outs = [pytree.tree_flatten(c.out, is_leaf=lambda x: isinstance(x, fx.Node)) for c in captures]
         spec = outs[0][1]
         if any(s != spec for _, s in outs):
-            raise Refused("the structure of what the block returns depends on the routing")
+            raise Refused("the structure of the block's result depends on the routing")
         self._require_autocast()
         effects = self._collect_effects()
         for effect, _ in effects:
@@ -272,7 +272,7 @@ class Rewriter:
         flat = [pytree.tree_flatten(e.node) for e in column]
         if any(spec != flat[0][1] for _, spec in flat):
             raise Refused(
-                f"what the block's attribute {column[0].target} holds depends on the routing",
+                f"the value of the block's attribute {column[0].target} depends on the routing",
                 culprits=(str(column[0].target),),
             )
         leaves = []

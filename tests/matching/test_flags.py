@@ -108,7 +108,7 @@ def halved_where_positive(y, x, t):
 
 
 def test_what_is_asked_of_a_row_as_a_whole_must_not_change_the_experts():
-    with pytest.raises(moefx.NoMoEBlockFound, match="came out the same everywhere"):
+    with pytest.raises(moefx.NoMoEBlockFound, match="with the same outcome in all captures"):
         compiled_of(Padding(halved_where_positive), torch.randn(ROWS, D).double())
 
 

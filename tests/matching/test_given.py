@@ -308,7 +308,7 @@ REFUSED = {
     "two inputs, never on one line": (  # of numbers that nothing names
         lambda b, w, g, h: torch.where(pad(g * 7919 + h * 104729 == 999999937), 0.5 * w, w),
         (ids(20, 40), ids(50, 90)),
-        "pass example_inputs with which it comes out both ways",
+        "pass example_inputs with which both outcomes occur",
     ),
 }
 

@@ -105,7 +105,10 @@ def test_they_are_left_as_they_were():
 
 
 REFUSED = {
-    "a curve": (lambda b, w, i: (torch.where(b.steps**2 == b.limit**3 + 10177, 2 * w, w), i), "came out the same"),
+    "a curve": (
+        lambda b, w, i: (torch.where(b.steps**2 == b.limit**3 + 10177, 2 * w, w), i),
+        "the same outcome for all values",
+    ),
     "all off": (lambda b, w, i: (w * (b.steps == b.limit), i), "turns all experts off is not followed"),
 }
 

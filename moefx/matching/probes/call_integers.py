@@ -175,10 +175,10 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
     source, taken, sizes = node.meta["source"], state.forms[met].capture.tracer, state.sizes[met]
     what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {op_name(node)}"
     refusal = Refused(
-        f"what the experts do hangs on {what} of given integers or buffers that came out the same for all that "
+        f"the experts depend on {what} of given integers or buffers, which had the same outcome for all values that "
         f"were tried: {source.text}",
         source=str(source),
-        remedy="pass example_inputs with which it comes out both ways, or set the buffers so",
+        remedy="pass example_inputs with which both outcomes occur, or set the buffers so",
     )
     interventions = {**taken.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:

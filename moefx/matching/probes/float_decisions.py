@@ -29,9 +29,9 @@ from .forced_outcome import force_outcome
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_COMPARISON = "a comparison that came out the same everywhere"
-_TOGETHER = "one of several comparisons that came out the same everywhere"
-_INTEGER = "an integer made of floats that came out the same everywhere"
+_COMPARISON = "a comparison with the same outcome in all captures"
+_TOGETHER = "one of several comparisons with the same outcome in all captures"
+_INTEGER = "an integer made of floats with the same outcome in all captures"
 _ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # op: index of the argument that is the dimension
 _FEW_TOKENS = 5  # captures up to this size may not show the form
 

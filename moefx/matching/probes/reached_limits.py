@@ -65,8 +65,8 @@ def overflow_limits(state: ProofState) -> None:
         if lowest == UNKNOWN:
             place = next(place for place, found in places.items() if UNKNOWN in found)
             raise Refused(
-                "a number made of counts or positions is compared with another, and came out the same in all that was "
-                "tried: it is no count itself, so at how many tokens that changes cannot be told",
+                "a number made of counts or positions is compared with another, with the same outcome in all captures: "
+                "it is no count itself, so the number of tokens that changes the outcome is unknown",
                 source=str(place[0]), culprits=(place[1],),
             )  # fmt: skip
         tokens = state.arguments.choose_tokens_near(int(lowest / 0.85) + 10)

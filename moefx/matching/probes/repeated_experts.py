@@ -63,7 +63,7 @@ def repeat_experts(state: ProofState) -> None:
         raise again
     if any(map(_is_looked_up, (node for node, _ in made))):
         nobody = Refused(
-            "what the program looks up as an expert's number may be below 0, which it takes for one from the end",
+            "the program looks up an expert by a number that may be below 0, which counts from the end",
             culprits=culprits, source=source, remedy="let the numbers that topk gives choose",
         )  # fmt: skip
         lifted = _lift_with_choices(state, sizes, _build_flips(first, made, _choose_nobody), nobody)
