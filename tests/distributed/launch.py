@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -158,6 +159,7 @@ def _serve(modules: Connection, output: Path, environment: dict[str, str]) -> No
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)  # a crash shows its stacks, in the error of the test
     from ..proof_memory import check_once, rewrite_once
 
     moefx.compiler.survey._rewrite_as_called, moefx.compiler.model_proof.numeric_check = rewrite_once, check_once
