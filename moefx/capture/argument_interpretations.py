@@ -33,7 +33,7 @@ def interpret_batch_of_one(first: Arguments, args: tuple, kwargs: dict[str, Any]
     """Interpret first axes of size 1 as the batch axis, as in a condition `[1, D]` beside `[1, S, D]`.
 
     Returns:
-        None if there is no such axis. The more likely interpretation takes them as fixed and broadcasts them.
+        None if there is no such axis. The more likely interpretation treats these axes as fixed, and broadcasts them.
     """
     if not first.of_one:
         return None

@@ -1,7 +1,7 @@
 """Concrete routing: invent the values of router scores, and so the routing decisions of a capture.
 
 A `Routing` invents the outputs of contractions, router logits among them, where the block turns a float into an
-integer. A proof demands one canonical form under several kinds of routing, each of which tests something else:
+integer. A proof demands one canonical form under several kinds of routing. Each kind tests something else:
 
 * `diverse`: each expert is the first choice of some token, pairs of experts vary, counts are uneven, some scores tie;
 * `skewed`: some experts get most tokens, and about a third of the experts gets none;

@@ -105,7 +105,7 @@ def test_a_value_that_each_turn_computes_again_is_looked_at_once(monkeypatch):
 
 
 def test_rows_of_a_shape_that_no_expert_computes_with_are_not_followed(monkeypatch):
-    """The scores of groups of experts are long sums, of which each row takes time."""
+    """The scores of groups of experts are long sums: following each row takes time."""
     asked, rows = set(), ValueLookup.rows
 
     def noted(self, shape):

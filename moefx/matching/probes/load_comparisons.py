@@ -31,13 +31,12 @@ from ..lift.lifter import NothingRouted
 from ..op_classes import ORDERED, TWO_SIDED
 from .branch_outcomes import is_unbounded
 from .forced_outcome import LIMIT, force_outcome, refuse_change, repeat_outcome
-from .reached_limits import is_made_of_rows
+from .reached_limits import MAX_CROWD_TOKENS, choose_even_sizes, is_made_of_rows
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 _MAX_TOKENS = 130  # limit of captures with uneven loads
-_MAX_EVEN_TOKENS = 600  # limit of a capture that crowds every expert
 _MAX_SIDES = 4
 _Calls = tuple[Source, ...]
 
@@ -295,7 +294,7 @@ def _force_crowd(
 
 
 def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
-    """Add a capture in which each expert really has as many tokens as a crowd, up to `_MAX_EVEN_TOKENS` in all.
+    """Add a capture in which each expert really has as many tokens as a crowd, up to `MAX_CROWD_TOKENS` in all.
 
     Returns:
         Whether the comparison had the outcome of a crowd for each expert, and the form agrees with the others.
@@ -304,10 +303,8 @@ def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     if (limit := comparison.limit) is None:
         return False
     if comparison.read.origins:  # a number computed from the load
-        limit = max(limit, _MAX_EVEN_TOKENS * slots // (2 * experts))
-    tokens = state.arguments.choose_tokens_near(experts * -(-(limit + 1) // slots) + experts)
-    sizes = state.size_choice.choose_sequence(tokens)
-    if tokens > _MAX_EVEN_TOKENS or not state.size_choice.is_within(sizes):
+        limit = max(limit, MAX_CROWD_TOKENS * slots // (2 * experts))
+    if (sizes := choose_even_sizes(state, limit)) is None:
         return False
     try:
         lifted = state.lift(Routing("even"), sizes)

@@ -90,15 +90,10 @@ def _overflow_every_expert(state: ProofState, seen: list[dict[Place, int | None]
     Raises:
         Refused: the form differs.
     """
-    places = {place for column in seen for place in column}
-    found = [{column[place] for column in seen if place in column} for place in places]
-    limits = {limit for several in found if None in several for limit in several if limit}
-    slots, experts = state.reference.slots, state.num_experts
-    tokens = [state.arguments.choose_tokens_near(experts * -(-(limit + 2) // slots) + experts) for limit in limits]
-    if not (tokens := [n for n in tokens if n <= MAX_CROWD_TOKENS]):
-        return
-    sizes = state.size_choice.choose_sequence(max(tokens))
-    if not state.size_choice.is_within(sizes):
+    reached = [found for found in _group_by_place(seen).values() if None in found]
+    limits = {limit for found in reached for limit in found if limit}
+    candidates = (choose_even_sizes(state, limit + 1) for limit in sorted(limits, reverse=True))
+    if (sizes := next(filter(None, candidates), None)) is None:
         return
     try:
         lifted = state.lift(Routing("even"), sizes)
@@ -106,6 +101,15 @@ def _overflow_every_expert(state: ProofState, seen: list[dict[Place, int | None]
         return
     state.require_agreement(lifted)
     state.add_evidence(lifted, sizes)
+
+
+def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:
+    """Choose sizes at which an even routing gives each expert more choices than `limit`. None if these take more than
+    `MAX_CROWD_TOKENS` tokens, or the proof does not cover them."""
+    slots, experts = state.reference.slots, state.num_experts
+    tokens = state.arguments.choose_tokens_near(experts * -(-(limit + 1) // slots) + experts)
+    sizes = state.size_choice.choose_sequence(tokens)
+    return sizes if tokens <= MAX_CROWD_TOKENS and state.size_choice.is_within(sizes) else None
 
 
 def _count_most(lifted: CanonicalForm) -> int:
@@ -176,9 +180,13 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
 
 def find_unreached(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[int]]:
     """Return the limits of the places at which no capture reached one."""
+    return {place: seen for place, seen in _group_by_place(columns).items() if None not in seen}  # type: ignore[misc]
+
+
+def _group_by_place(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[int | None]]:
+    """Return what several captures found at each place, see `find_limits`."""
     places = dict.fromkeys(place for column in columns for place in column)
-    found = {place: {column[place] for column in columns if place in column} for place in places}
-    return {place: seen for place, seen in found.items() if None not in seen}  # type: ignore[misc]
+    return {place: {column[place] for column in columns if place in column} for place in places}
 
 
 def _find_ends(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
@@ -326,4 +334,12 @@ def _is_truth(ranges: IntegerRanges, a: Any) -> bool:
     return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
 
 
-__all__ = ["MAX_CROWD_TOKENS", "UNKNOWN", "find_limits", "find_unreached", "is_made_of_rows", "overflow_limits"]
+__all__ = [
+    "MAX_CROWD_TOKENS",
+    "UNKNOWN",
+    "choose_even_sizes",
+    "find_limits",
+    "find_unreached",
+    "is_made_of_rows",
+    "overflow_limits",
+]
