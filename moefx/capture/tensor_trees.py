@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
@@ -51,7 +50,7 @@ def collect_tensors(tree: Any) -> list[torch.Tensor]:
 def suspend_modes() -> contextlib.AbstractContextManager[Any]:
     """Run ops without dispatch modes. torch's own context costs as much as an op, even without a mode."""
     count = torch._C._len_torch_dispatch_stack()
-    if _len_torch_dispatch_stack_pre_dispatch() or count > 1:
+    if count > 1 or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH):  # as in `torch.export`
         return _disable_current_modes()
     return _SuspendedMode() if count else _NOTHING
 
@@ -65,3 +64,4 @@ class _SuspendedMode:
 
 
 _NOTHING = contextlib.nullcontext()
+_PRE_DISPATCH = torch.DispatchKey.PreDispatch

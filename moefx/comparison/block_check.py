@@ -7,7 +7,6 @@ must not reject a correct rewrite. A run in the block's own precision detects wr
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -111,8 +110,9 @@ def _check_states(
     original: nn.Module, program: Call, given: Inputs, name: str, crowd: Inputs | None, seconds: float, seed: int,
     plan: list[tuple[str, dict[str, Any], float]], notes: list[str],
 ) -> BlockCheck:  # fmt: skip
-    """Compare under each router state and precision of `plan`."""
+    """Compare under each router state and precision of `plan`, as consecutive calls of the same sandboxes."""
     check = BlockCheck(notes=notes)
+    chains: dict[tuple[nn.Module, str], CallChain] = {}
     deadline = time.monotonic() + seconds
     work = WorkCount()
     for state, inputs in itertools.chain(router_states(given, seed), [("a crowd of tokens", crowd)] if crowd else []):
@@ -128,19 +128,20 @@ def _check_states(
                 check.notes.append(f"{name or 'block'}: {case} not checked, the limit of {seconds:g} s is reached")
                 continue
             block = vary_constants(original, seed) if state == UNRELATED else original
-            subject = Subject(
-                block,
-                block,
-                block=name,
-                call_original=call_forward,
-                call_compiled=program,
-                **subject_options,
-            )
+            if (chain := chains.get((block, precision))) is None:
+                subject = Subject(
+                    block, block, block=name, call_original=call_forward, call_compiled=program, **subject_options
+                )
+                chain = chains[block, precision] = CallChain(subject)
             is_counted = crowd is not None and inputs is given and precision == plan[0][0]
             try:
-                options = Options(seed, max_gradient_numel=largest)
-                with work if is_counted else contextlib.nullcontext():
-                    comparison = CallChain(subject).compare(inputs, options, case, is_brief=precision != plan[0][0])
+                comparison = chain.compare(
+                    inputs,
+                    Options(seed, max_gradient_numel=largest),
+                    case,
+                    is_brief=precision != plan[0][0],
+                    work=work if is_counted else None,
+                )
             except Exception as error:
                 if inputs is given and not check.rows:
                     raise

@@ -30,6 +30,7 @@ from .sandbox import (
     leaves,
     make_sandbox,
 )
+from .work_count import WorkCount
 
 if TYPE_CHECKING:
     from .shares import Shares
@@ -103,6 +104,7 @@ class _Call:
     options: Options
     case: str
     tol: Tolerance
+    work: WorkCount | None = None
     tape: Tape = dataclasses.field(default_factory=Tape)
     cotangents: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
@@ -124,10 +126,13 @@ class CallChain:
     def call(self) -> _Call:
         return self.calls[-1]
 
-    def compare(self, inputs: Inputs, options: Options, case: str = "", *, is_brief: bool = False) -> Comparison:
+    def compare(
+        self, inputs: Inputs, options: Options, case: str = "", *, is_brief: bool = False, work: WorkCount | None = None
+    ) -> Comparison:
         """Compare the next call.
 
         Args:
+            work: counts the ops of original and compiled, if given.
             is_brief: skip the float64 truth if original and compiled differ by no more than the rule allows an exact
                 program. This implies the rule.
 
@@ -136,7 +141,7 @@ class CallChain:
         """
         with torch.inference_mode(False):  # inference tensors of a sandbox could not be updated
             tol = tolerance(*find_working_precision(self.subject.original, inputs, self.dtype), self.subject.slack)
-            self.calls.append(_Call(inputs, options, case, tol))
+            self.calls.append(_Call(inputs, options, case, tol, work))
             notes: list[str] = []
             original = self._run_original_or_raise(notes)
             self.call.cotangents = original.cotangents
@@ -207,16 +212,19 @@ class CallChain:
 
     def _run_original(self, notes: list[str]) -> Run:
         """Run the original in its own precision, without the second backward if it supports none."""
-        promote = self.subject.promote
+
+        def record(call: _Call) -> Record:
+            return Record(call.tape, self.scope, promote=self.subject.promote, work=call.work)
+
         try:
-            return self._run_sandbox("original", lambda call: Record(call.tape, self.scope, promote=promote))
+            return self._run_sandbox("original", record)
         except Exception as error:
             if not self.call.options.has_second_backward:
                 raise
             refused = error
         self.call.options = dataclasses.replace(self.call.options, has_second_backward=False)
         self.call.tape = Tape()
-        run = self._run_sandbox("original", lambda call: Record(call.tape, self.scope, promote=promote))
+        run = self._run_sandbox("original", record)
         notes.append(
             f"{self.subject.block or 'the model'}: no second backward compared, the original raises "
             f"{type(refused).__name__}: {summarize_error(refused)[:160]}"
@@ -230,7 +238,8 @@ class CallChain:
             self._align = None
             if self.subject.is_opaque:
                 return None
-            self._align = Align(call.tape, self.scope, call.tol, call.case, promote=self.subject.promote)
+            promote = self.subject.promote
+            self._align = Align(call.tape, self.scope, call.tol, call.case, promote=promote, work=call.work)
             return self._align
 
         error, compiled, shares = None, None, self.subject.shares

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,39 +10,62 @@ import torch
 from torch import Tensor
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpTraits:
+    """What an op may do, whatever its arguments.
+
+    Attributes:
+        is_random: it draws random numbers.
+        may_select: it selects indices along a dimension, if its input has floating-point values.
+        may_decide: it may turn floating-point values into integers or booleans.
+        may_name_dtypes: its arguments may include dtypes, or strings that name dtypes.
+        makes_low_precision: it makes a tensor of Python numbers or of no tensor, maybe in a dtype below float64.
+    """
+
+    is_random: bool
+    may_select: bool
+    may_decide: bool
+    may_name_dtypes: bool
+    makes_low_precision: bool
+
+
 @functools.cache
-def is_random(func: Any) -> bool:
-    """Whether this op draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-
-
-def is_selection(func: Any, args: Any) -> bool:
-    """Whether this op selects indices along a dimension by floating-point scores."""
-    return _may_select(func) and bool(args) and is_float(args[0]) and args[0].ndim > 0 and args[0].numel() > 0
-
-
-@functools.cache
-def _may_select(func: Any) -> bool:
+def find_traits(func: Any) -> OpTraits:
+    """The traits of an op."""
+    is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     schema = getattr(func, "_schema", None)
-    if schema is None or schema.is_mutable or func.namespace != "aten":
-        return False
+    if schema is None:  # a higher-order op
+        return OpTraits(is_random, False, False, True, False)
+    is_functional = func.namespace == "aten" and not schema.is_mutable
     returns_pair = [r.name for r in schema.returns] == ["values", "indices"]
-    return returns_pair or schema.name in ("aten::argmax", "aten::argmin")
+    has_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
+    return OpTraits(
+        is_random,
+        may_select=is_functional and (returns_pair or schema.name in ("aten::argmax", "aten::argmin")),
+        may_decide=is_functional and func is not torch.ops.aten.view.dtype,
+        may_name_dtypes=func not in _NO_CASTS and any("Tensor" not in str(a.type) for a in schema.arguments),
+        makes_low_precision=func in _LITERALS
+        or (not has_tensors and [str(r.type) for r in schema.returns] == ["Tensor"]),
+    )
 
 
-def is_decision(func: Any, args: Any, out: Any) -> bool:
+# Ops that turn Python numbers into tensors, as in `torch.tensor([...])` and `torch.where(mask, 1.1, 0.3)`.
+_LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.scalar_tensor.default)
+_NO_CASTS = (torch.ops.aten.view.dtype, torch.ops.aten.scalar_tensor.default)
+
+
+def is_selection(traits: OpTraits, args: Any) -> bool:
+    """Whether this op selects indices along a dimension by floating-point scores."""
+    return traits.may_select and bool(args) and is_float(args[0]) and args[0].ndim > 0 and args[0].numel() > 0
+
+
+def is_decision(traits: OpTraits, args: Any, out: Any) -> bool:
     """Whether this op turns floating-point values into integers or booleans."""
-    if not _may_decide(func):
+    if not traits.may_decide or is_float(out):
         return False
     outs = out if isinstance(out, (tuple, list)) else (out,)
     discrete = bool(outs) and all(isinstance(o, Tensor) and not is_float(o) and not o.is_complex() for o in outs)
     return discrete and any(is_float(a) for a in args)
-
-
-@functools.cache
-def _may_decide(func: Any) -> bool:
-    is_functional = getattr(func, "namespace", "") == "aten" and not func._schema.is_mutable
-    return is_functional and func is not torch.ops.aten.view.dtype
 
 
 def is_float(t: Any) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,15 +27,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .decisions import Selection, distance, is_decision, is_random, is_selection, largest_magnitude
+from .decisions import OpTraits, Selection, distance, find_traits, is_decision, is_selection, largest_magnitude
 from .float64_ops import find_equivalent
 from .policy import Tolerance
+from .work_count import WorkCount
 
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 _LOW_NAMES = re.compile('"(float32|bfloat16|float16)"')
-# Ops that turn Python numbers into tensors, as in `torch.tensor([...])` and `torch.where(mask, 1.1, 0.3)`.
-_LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.scalar_tensor.default)
-_NO_CASTS = (torch.ops.aten.view.dtype, torch.ops.aten.scalar_tensor.default)
 
 
 class CannotReplay(Exception):
@@ -121,30 +118,35 @@ class _Mode(TorchDispatchMode):
 
     With `promote`, everything runs in float64. Explicit casts would round (`.float()`, `softmax(dtype=torch.float32)`,
     dtypes in a captured graph), so they become float64 too. Tensors of the default dtype (`torch.zeros(n)`) do too,
-    because they would not match float64 operands.
+    because they would not match float64 operands. `work` counts what runs.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, tape: Tape, scope: Scope, *, promote: bool = False):
+    def __init__(self, tape: Tape, scope: Scope, *, promote: bool = False, work: WorkCount | None = None):
         super().__init__()
-        self.tape, self.scope, self.promote = tape, scope, promote
+        self.tape, self.scope, self.promote, self.work = tape, scope, promote, work
         self._seen: dict[Any, int] = defaultdict(int)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.promote and _may_name_dtypes(func):
-            args = tuple(_promote_dtypes(func, a) for a in args)
-            kwargs = {name: _promote_dtypes(func, a) for name, a in kwargs.items()}
-        return self.run(func, args, kwargs)
+        kwargs, traits = kwargs or {}, find_traits(func)
+        if self.promote and traits.may_name_dtypes:
+            if not _NAMES_DTYPES.isdisjoint(map(type, args)):
+                args = tuple(_promote_dtypes(func, a) for a in args)
+            if kwargs:
+                kwargs = {name: _promote_dtypes(func, a) for name, a in kwargs.items()}
+        return self.run(func, traits, args, kwargs)
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = (find_equivalent(func, args) or func)(*args, **kwargs)
-        if self.promote and (func in _LITERALS or _is_factory(func)) and out.dtype in _LOW:
+    def call(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> Any:
+        equivalent = find_equivalent(func, args)
+        out = equivalent(*args, **kwargs) if equivalent is not None else func(*args, **kwargs)
+        if self.work is not None:
+            self.work.add(func, args, kwargs, out)
+        if self.promote and traits.makes_low_precision and out.dtype in _LOW:
             return out.double()
         return out
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
     def key(self, func: Any, args: Any) -> Any:
@@ -161,20 +163,20 @@ class _Mode(TorchDispatchMode):
 class Record(_Mode):
     """Runs the original and records its decisions and random draws."""
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = self.call(func, args, kwargs)
-        if is_random(func):
+    def run(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> Any:
+        out = self.call(func, traits, args, kwargs)
+        if traits.is_random:
             if isinstance(out, Tensor):
                 self.tape.draws[self.key(func, args)].append(out.detach().clone())
             elif func is torch.ops.aten.native_dropout.default:
                 self.tape.draws[self.key(func, args)].append(out[1].clone())
             elif kwargs.get("dropout_p") or any(isinstance(a, float) and 0 < a < 1 for a in args):
                 self.tape.cannot_replay = f"{func} draws random numbers inside its kernel"
-        elif is_selection(func, args):
+        elif is_selection(traits, args):
             selection = Selection(func, args, kwargs)
             ids, scores = selection.read_ids(out).clone(), selection.scores.detach().clone()
             self.tape.decisions[self.key(func, args)].append(_Decision((ids,), scores))
-        elif is_decision(func, args, out):
+        elif is_decision(traits, args, out):
             outs = (out,) if isinstance(out, Tensor) else out
             self.tape.decisions[self.key(func, args)].append(_Decision(tuple(o.clone() for o in outs)))
         return out
@@ -191,12 +193,12 @@ class Replay(_Mode):
             raise CannotReplay(tape.cannot_replay)
         super().__init__(tape, scope, promote=promote)
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if is_random(func) and (drawn := self.next(self.tape.draws, self.key(func, args))) is not None:
+    def run(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> Any:
+        if traits.is_random and (drawn := self.next(self.tape.draws, self.key(func, args))) is not None:
             return self.draw(func, args, drawn)
-        out = self.call(func, args, kwargs)
-        selecting = is_selection(func, args)
-        if not (selecting or is_decision(func, args, out)):
+        out = self.call(func, traits, args, kwargs)
+        selecting = is_selection(traits, args)
+        if not (selecting or is_decision(traits, args, out)):
             return out
         decision: _Decision | None = self.next(self.tape.decisions, self.key(func, args))
         if decision is None:
@@ -224,14 +226,17 @@ class Replay(_Mode):
 class Align(_Mode):
     """Runs the compiled program, see the module. Afterwards `rows` holds one row per router decision."""
 
-    def __init__(self, tape: Tape, scope: Scope, tol: Tolerance, case: str = "", *, promote: bool = False):
-        super().__init__(tape, scope, promote=promote)
+    def __init__(
+        self, tape: Tape, scope: Scope, tol: Tolerance, case: str = "", *, promote: bool = False,
+        work: WorkCount | None = None,
+    ):  # fmt: skip
+        super().__init__(tape, scope, promote=promote, work=work)
         self.tol, self.case = tol, case
         self.rows: list[RoutingRow] = []
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = self.call(func, args, kwargs)
-        if not is_selection(func, args):
+    def run(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> Any:
+        out = self.call(func, traits, args, kwargs)
+        if not is_selection(traits, args):
             return out
         decision: _Decision | None = self.next(self.tape.decisions, self.key(func, args))
         if decision is None:
@@ -267,20 +272,7 @@ def _describe_call(args: Any) -> Any:
     return args if isinstance(args, (int, str)) else None
 
 
-@functools.cache
-def _is_factory(func: Any) -> bool:
-    """Whether an op makes a tensor without tensor arguments, as `torch.zeros(4)` does in the default dtype."""
-    returns = [str(r.type) for r in func._schema.returns]
-    return returns == ["Tensor"] and not any("Tensor" in str(a.type) for a in func._schema.arguments)
-
-
-@functools.cache
-def _may_name_dtypes(func: Any) -> bool:
-    """Whether the arguments of an op may include dtypes, or strings that name dtypes."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return True
-    return func not in _NO_CASTS and any("Tensor" not in str(a.type) for a in schema.arguments)
+_NAMES_DTYPES = {str, torch.dtype}
 
 
 def _promote_dtypes(func: Any, a: Any) -> Any:

@@ -99,22 +99,22 @@ def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype |
         dtype: dtype of floating-point buffers; None for their own.
     """
     box, _ = copy_model(module)
-    memo: dict[int, Any] = {id(m): m for m in box.modules()}
-    copied = _find_copied_parameters(box)
-    for p in box.parameters():
-        memo[id(p)] = _rewrap_parameter(parameters(p), id(p) in copied)
+    modules = list(box.modules())
+    memo: dict[int, Any] = {id(m): m for m in modules}
+    registered = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    copied = _find_copied_parameters(registered.values())
+    for key, p in registered.items():
+        memo[key] = _rewrap_parameter(parameters(p), key in copied)
     for b in box.buffers():
         memo[id(b)] = b.detach().to(dtype if b.is_floating_point() else None, copy=True)
-    for sub in box.modules():
+    for sub in modules:
         for held in (sub._parameters, sub._buffers):
-            held.update({name: memo[id(t)] for name, t in held.items() if t is not None})
+            if held:
+                held.update({name: memo[id(t)] for name, t in held.items() if t is not None})
         for name, value in vars(sub).items():
-            is_tensor = isinstance(value, Tensor)
-            if (is_tensor or (isinstance(value, (list, tuple, dict)) and value)) and name not in (
-                "_parameters",
-                "_buffers",
-                "_modules",
-            ):
+            if type(value) in _ATTRIBUTES_WITHOUT_TENSORS or name in ("_parameters", "_buffers", "_modules"):
+                continue
+            if isinstance(value, Tensor) or (isinstance(value, (list, tuple, dict)) and value):
                 tensors = [t for _, t in leaves(value) if isinstance(t, Tensor)]
                 for t in tensors:  # deepcopy refuses non-leaf tensors, such as a recorded auxiliary loss
                     memo.setdefault(id(t), t.detach().clone())
@@ -123,17 +123,20 @@ def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype |
     return box
 
 
-def _find_copied_parameters(module: nn.Module) -> set[int]:
+_ATTRIBUTES_WITHOUT_TENSORS = {bool, int, float, str, set, type(None)}
+
+
+def _find_copied_parameters(parameters: Iterable[nn.Parameter]) -> set[int]:
     """The smallest parameters, by `id`, whose values each sandbox copies.
 
     A forward may change parameters in place, for example normalise the rows of its router.
     """
     found, total = set(), 0
-    for p in sorted(module.parameters(), key=torch.Tensor.numel):
-        total += p.numel()
+    for size, key in sorted((p.numel(), id(p)) for p in parameters):
+        total += size
         if total > _MAX_COPIED:
             break
-        found.add(id(p))
+        found.add(key)
     return found
 
 

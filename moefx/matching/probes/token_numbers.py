@@ -47,7 +47,7 @@ def vary_token_counts(state: ProofState) -> None:
     """
     arguments = state.arguments
     one, more_than_one = arguments.choose_sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
-    many = [arguments.choose_sizes(3 * max(29, state.hint // 4), 2)] if state.hint <= 64 else []
+    many = [arguments.choose_sizes(3 * state.size_choice.first_tokens, 2)] if state.hint <= 64 else []
     near = arguments.choose_tokens_near(3, avoid=(state.reference.slots,))
     several = [state.size_choice.choose_sequence(near), arguments.choose_sequence(near)]
     before = len(state.forms)
