@@ -59,7 +59,7 @@ class ForcedValues:
     ) -> tuple[Any, Any]:
         """Return mixed results: see `FORCE_MIXED`."""
         source = find_user_source()
-        if func.overloadpacket.__name__ in CHOICES:
+        if _bare_name(func) in CHOICES:
 
             def replace_input(t: torch.Tensor) -> torch.Tensor:
                 if known:
@@ -86,7 +86,7 @@ class ForcedValues:
         """Return varied results: see `FORCE_SPREAD`. Selections return positions in other numbers."""
         if concrete is None:
             concrete = func(*map_tensors(args, self.runner.concrete), **map_tensors(kwargs, self.runner.concrete))
-        if func.overloadpacket.__name__ in _POSITION_OPS:
+        if _bare_name(func) in _POSITION_OPS:
             args = map_tensors(
                 args, lambda t: self.routing.draw_numbers(t.shape) if t.dim() else self.runner.concrete(t)
             )
@@ -122,3 +122,8 @@ class ForcedValues:
         """Return random booleans, or each number as it is or one more. Equal computations get equal coins."""
         coins = self._coins.setdefault((computation, value.shape), self.routing.draw_coins(value.shape)).clone()
         return coins if value.dtype is torch.bool else value + coins.to(value.dtype)
+
+
+def _bare_name(func: Any) -> str:
+    """Return the name of an op, or of a function that is recorded whole."""
+    return getattr(func, "overloadpacket", func).__name__

@@ -103,12 +103,25 @@ class Tracer(ReadLogger):
         out, concrete = self.compute(func, args, kwargs)
         if type(out) is bool:  # `torch.equal`
             return self.log_read(out)
-        forced = self.interventions.get((find_user_source(), str(func), known)) if self.interventions else None
+        forced = self._find_forced(func, known)
         if forced is not None:
             computation = hash_computation(func, node_args, node_kwargs)
             results = out, concrete
             out, concrete = self._forced_values.apply(forced, func, args, kwargs, results, computation, known)
-        return self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
+        start = len(self.nodes)
+        out = self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
+        if forced is not None:
+            self._mark(start, "forced")
+        return out
+
+    def _find_forced(self, target: Any, known: bool) -> Any:
+        """Return the intervention at the current line for an op; None if there is none."""
+        return self.interventions.get((find_user_source(), str(target), known)) if self.interventions else None
+
+    def _mark(self, start: int, flag: str) -> None:
+        """Set a flag of the nodes since a position."""
+        for node in self.nodes[start:]:
+            node.meta[flag] = True
 
     def record_whole(
         self, target: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any], opaque: bool = False
@@ -123,11 +136,16 @@ class Tracer(ReadLogger):
         finally:
             self.whole_op_depth -= 1
         with suspend_modes(), torch.DisableTorchFunction():
-            start = len(self.nodes)
-            self.record_out(target, node_args, node_kwargs, args, out, None, False, known and not opaque)
+            concrete, start = None, len(self.nodes)
+            if (forced := self._find_forced(target, known)) is not None:
+                computation = hash_computation(target, node_args, node_kwargs)
+                results = out, concrete
+                out, concrete = self._forced_values.apply(forced, target, args, kwargs, results, computation, known)
+            self.record_out(target, node_args, node_kwargs, args, out, concrete, False, known and not opaque)
             if opaque:
-                for node in self.nodes[start:]:
-                    node.meta["opaque"] = True
+                self._mark(start, "opaque")
+            if forced is not None:
+                self._mark(start, "forced")
         return out
 
     def _normalize(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:

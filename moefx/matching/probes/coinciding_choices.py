@@ -10,10 +10,18 @@ Protects from a second choice that only looks like the first one::
 Either choice could be taken for the expert index, and the mask for a constant. If other values of parameters and
 buffers make the choices differ, the probe forces another outcome of the second choice. The form must stay the same, or
 take its values from nodes that tell the choices apart.
+
+Protects also from a number computed of the expert index that equals it in all captures::
+
+    last = table[chosen[:, 0], chosen[:, 1], chosen[:, 2]]  # chosen[:, 2] but for one of 1320 triples
+    chosen = torch.cat([chosen[:, :2], last[:, None]], dim=1)
+
+The probe gives each token the number of another token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +32,14 @@ from ...capture.code_locations import Source
 from ...capture.concrete_routing import Routing
 from ...capture.concrete_values import recompute_values
 from ...capture.node_origins import find_float_decisions
+from ...capture.tensor_trees import is_float
 from ...errors import Refused
+from ..graph_nodes import is_known, op_name
+from ..integer_ranges import IntegerRanges
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
 from ..lift.routed_nodes import collect_ancestors
+from ..op_classes import ELEMENT_MOVES, RESHAPED_COPIES
 from .float_decisions import choose_captures, locate_decision
 from .forced_outcome import find_capture, force_outcome
 
@@ -35,7 +47,9 @@ if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 _SECOND_CHOICE = "a second choice, which was the same as the first one everywhere,"
+_EQUAL_NUMBER = "a number that equals the chosen expert in all captures"
 _MAX_TRIALS = 12  # seeds of values that may make the choices differ
+_MOVES = {*ELEMENT_MOVES, *RESHAPED_COPIES, "getitem"}
 _Place = tuple[Source, str, bool]
 
 
@@ -56,7 +70,61 @@ def separate_choices(state: ProofState) -> None:
     for place, several in alike.items():
         if place not in apart and _can_differ(several[0], place):
             for taken in choose_captures(several):
-                _separate(state, place, taken)
+                _separate(state, place, FORCE_MIXED, _SECOND_CHOICE, taken)
+    for place, first in _find_equal_numbers(state).items():
+        _separate(state, place, _swap_tokens(len(first.ids)), _EQUAL_NUMBER, first.capture)
+
+
+def _find_equal_numbers(state: ProofState) -> dict[_Place, CanonicalForm]:
+    """Find computed numbers that equal the expert index, or one slot of it, in all captures.
+
+    Numbers that are moved, or that no routing makes different, are left out.
+
+    Returns:
+        The first form that has the number, by place.
+    """
+    equal: dict[_Place, CanonicalForm] = {}
+    apart: set[_Place] = set()
+    for lifted in state.forms:
+        index = lifted.expert_index.nodes
+        ranges = IntegerRanges.with_more_tokens(lifted.capture)
+        for n in collect_ancestors(lifted.cut) - collect_ancestors(*index):
+            val = n.meta.get("val")
+            if n.op != "call_function" or not is_known(n) or is_float(val) or val.dtype is torch.bool:
+                continue
+            if op_name(n) in _MOVES or find_float_decisions(n) or _cuts_nothing(n, ranges):
+                continue
+            place = locate_decision(n)
+            if place in lifted.capture.tracer.interventions or not _equals_slots(val, lifted.ids):
+                apart.add(place)
+            elif len(lifted.ids.unique(dim=0)) > 1:
+                equal.setdefault(place, lifted)
+    return {place: first for place, first in equal.items() if place not in apart}
+
+
+def _equals_slots(val: torch.Tensor, ids: torch.Tensor) -> bool:
+    """Return whether integers equal the expert index [T, K], or one of its columns."""
+    if not val.numel() or val.numel() not in (ids.numel(), len(ids)):
+        return False
+    by_token = val.reshape(len(ids), -1)
+    return torch.equal(by_token, ids) or any(torch.equal(by_token[:, 0], column) for column in ids.unbind(1))
+
+
+def _cuts_nothing(n: fx.Node, ranges: IntegerRanges) -> bool:
+    """Return whether a clamp leaves its operand as it is under any routing: `ids.clamp(0, E - 1)`."""
+    names = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}.get(op_name(n))
+    if names is None or not isinstance(n.args[0], fx.Node) or (found := ranges.get(n.args[0])) is None:
+        return False
+    limits: dict[str, Any] = {**dict(zip(names, n.args[1:], strict=False)), **n.kwargs}
+    low, high = limits.get("min"), limits.get("max")
+    if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+        return False
+    return (low is None or int(found[0].min()) >= low) and (high is None or int(found[1].max()) <= high)
+
+
+def _swap_tokens(tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return an intervention that gives each token the numbers of the token before it."""
+    return lambda t: t.reshape(tokens, -1).roll(1, 0).reshape(t.shape)
 
 
 def _find_other_choices(lifted: CanonicalForm) -> list[fx.Node]:
@@ -116,17 +184,21 @@ def _can_differ(lifted: CanonicalForm, place: _Place) -> bool:
     return False
 
 
-def _separate(state: ProofState, place: _Place, taken: Capture) -> None:
+def _separate(state: ProofState, place: _Place, force: Any, what: str, taken: Capture) -> None:
     """Force another outcome of a choice. If that changes the form, read all captures from nodes that tell both apart.
+
+    Args:
+        force: the intervention.
+        what: name of the forced outcome, for the refusal.
 
     Raises:
         Refused: no reading gives all captures one form.
     """
     tracer, sizes = taken.tracer, state.sizes[find_capture(state, taken)]
     try:
-        force_outcome(state, place[0], {place: FORCE_MIXED}, _SECOND_CHOICE, taken, is_safe=False)
+        force_outcome(state, place[0], {place: force}, what, taken, is_safe=False)
     except Refused as why:
-        interventions: dict[Any, Any] = {**tracer.interventions, place: FORCE_MIXED}
+        interventions: dict[Any, Any] = {**tracer.interventions, place: force}
         try:
             parted = state.lift_as(state.capture(tracer.routing.restart(), sizes, interventions), None)
             state.read_all_as(parted)

@@ -21,10 +21,10 @@ from torch import fx
 from ...capture.capture_result import FORCE_SPREAD, Capture
 from ...capture.code_locations import Source
 from ...capture.node_origins import fold_ancestors
-from ...capture.op_sets import SHAPE_ONLY
+from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ..graph_nodes import SELECTIONS, find_extremes, is_known, is_routed, op_name, position_axis
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
-from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
+from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, NEW_TENSORS, SEARCHES, TABLE_LOOKUPS
 from .empty_experts import is_chosen_test
 from .forced_outcome import force_outcome
 from .load_statistics import is_load_statistic
@@ -33,7 +33,7 @@ from .reached_limits import find_limits
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_LOOKUPS = LOOKUPS | SEARCHES
+_LOOKUPS = TABLE_LOOKUPS | SEARCHES
 
 
 def spread_numbers(state: ProofState) -> None:
@@ -187,10 +187,15 @@ def _is_of_positions(n: fx.Node, sizes: set[int]) -> bool:
 
 
 def _can_level_off(n: fx.Node) -> bool:
-    """Return whether an op computes a number from each element. Some pointwise ops lack the tag: compare shapes."""
+    """Return whether an op computes a number from each element, or looks it up in a table, also by a product.
+
+    Some pointwise ops lack the tag: compare shapes.
+    """
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel() or op_name(n) in NEW_TENSORS:
         return False
-    return op_name(n) in _LOOKUPS or any(
-        isinstance(v := a.meta.get("val"), torch.Tensor) and v.shape == val.shape for a in n.all_input_nodes
+    return (
+        op_name(n) in _LOOKUPS
+        or n.target in CONTRACTIONS
+        or any(isinstance(v := a.meta.get("val"), torch.Tensor) and v.shape == val.shape for a in n.all_input_nodes)
     )

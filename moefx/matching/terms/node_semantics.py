@@ -109,7 +109,8 @@ class Semantics:
         name = op_name(node)
         if name.startswith(("empty", "new_empty")):
             return self.T.const(math.nan, val.shape)
-        if is_known(node) and node not in self.conditions and (name not in RULES or not node.all_input_nodes):
+        is_input = name not in RULES or not node.all_input_nodes or node.meta.get("forced")
+        if is_known(node) and node not in self.conditions and is_input:
             return self._build_known(node)
         if name == "getitem":
             return self._build_result(node)
