@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moefx.ir import op_providers
 from moefx.ir.ops import dialect
-from moefx.ir.ops.expert_mlp import ExpertMlpCall
+from moefx.ir.ops.mlp_arguments import ExpertMlpCall
 from moefx.lowering.torch import cpu_gemm, expert_mlp_algebra, segments, thread_pool
 from moefx.lowering.torch.segments import SegmentGemms
 from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list

@@ -18,80 +18,12 @@ import torch
 from torch import Tensor
 
 from ...ir import pointwise_derivative, pointwise_expression
-from ...ir.ops.expert_mlp import ExpertMlpCall, expert_mlp, expert_mlp_backward, unit_environment, weight_gradient
+from ...ir.ops.expert_mlp import expert_mlp, expert_mlp_backward, unit_environment, weight_gradient
+from ...ir.ops.mlp_arguments import ExpertMlpCall
 from . import grouped_mm
+from .gemm_operands import Buffer, ByRow, Gemms, Gradient, Group, Parameters, Scale, cast_tensor
 from .grouped_mm import GroupedGemms
 from .segments import SegmentGemms
-
-Gemms = Any  # SegmentGemms | GroupedGemms: they have the same interface
-Group = Any
-
-
-class Buffer:
-    """A result that groups fill part by part. Without a tensor, the only group provides it."""
-
-    def __init__(self, gemms: Gemms, tensor: Tensor | None):
-        self.tensor = tensor
-        self.places: Sequence[Tensor] = [] if tensor is None else gemms.places(tensor)
-
-    def place(self, group: Group) -> Tensor | None:
-        """The slice of the result for the group's rows, or None without a tensor."""
-        return self.places[group.index] if self.places else None
-
-    def put(self, group: Group, rows: Tensor) -> Tensor:
-        """Store the group's rows, with a copy unless they are in their slice already. Returns the rows."""
-        if self.tensor is None:
-            self.tensor = rows
-        elif rows is not (place := self.places[group.index]):
-            place.copy_(group.own(rows))
-        return rows
-
-
-class Gradient:
-    """The gradient of one GEMM's parameters, filled group by group.
-
-    Attributes:
-        made: a stack [E,...], or a list of E tensors.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], made: Any):
-        self.parameters, self.dtype, self.made = parameters, parameters[0].dtype, made
-
-    def multiply(self, gemms: Gemms, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
-        """Compute the group's part of a matrix's gradient."""
-        left, right = (grad, rows) if transposed else (rows, grad)
-        self.made = gemms.outer(group, left, right, self.made, self.dtype)
-
-
-class Parameters:
-    """A call's expert parameters as operands of its GEMMs.
-
-    Attributes:
-        apart, down_apart: dtypes of biases that are added in another dtype than the GEMM's, otherwise None.
-    """
-
-    def __init__(self, call: ExpertMlpCall, gemms: Gemms):
-        self.gemms = gemms
-        self.apart = [call.bias_apart(gemm) for gemm in call.body.up]
-        self.down_apart = call.bias_apart(call.body.down)
-        self.up = [gemms.weights(w, g.transposed) for w, g in zip(call.up, call.body.up, strict=True)]
-        self.up_bias = [gemms.biases(b) for b in call.up_bias]
-        self.down = gemms.weights(call.down, call.body.down.transposed)
-        self.down_bias = gemms.biases(call.down_bias)
-
-    def project_up(self, g: int, group: Group, x: Tensor, out: Tensor | None = None) -> Tensor:
-        bias = None if self.apart[g] else self.up_bias[g]
-        return self.gemms.multiply(group, x, self.up[g], out, bias=bias)
-
-    def biased(self, group: Group, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Add the biases that have another dtype than the GEMMs."""
-        each = enumerate(zip(hidden, self.apart, strict=True))
-        return [self.gemms.add_bias(group, h.to(dtype), self.up_bias[g]) if dtype else h for g, (h, dtype) in each]
-
-    def project_down(self, group: Group, act: Tensor, out: Tensor | None = None) -> Tensor:
-        if dtype := self.down_apart:
-            return self.gemms.add_bias(group, self.gemms.multiply(group, act, self.down).to(dtype), self.down_bias)
-        return self.gemms.multiply(group, act, self.down, out, bias=self.down_bias)
 
 
 def forward(call: ExpertMlpCall, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
@@ -213,11 +145,11 @@ class Backward:
         else:
             act = pointwise_expression.evaluate(call.act, env) if act is None else act
             grad_sum = self._through_out(group, act, grad, env)
-        grad_y = _cast(call.dtype, grad_sum)
+        grad_y = cast_tensor(call.dtype, grad_sum)
         if parameters.down_apart is None:
             grad_sum = grad_y
         product = gemms.multiply(group, grad_y, self.down)
-        grad_act = product if scale is None else _cast(call.dtype, product * scale.power)
+        grad_act = product if scale is None else cast_tensor(call.dtype, product * scale.power)
         if self.act_vjp is None:  # the same function for all groups
             self.act_vjp = pointwise_derivative.build_vjp(call.act, env, grad_act, wrt, value=act is None)
         function, wrt = self.act_vjp
@@ -232,13 +164,13 @@ class Backward:
             self.w_of_out.put(group, self._output_dot(group, product, act, grad, scale))
         if self.grad_down is not None or self.deferred:
             factor = None if scale is None else scale.factors if self.deferred else scale.power
-            scaled = act if factor is None else _cast(call.dtype, act * factor)
+            scaled = act if factor is None else cast_tensor(call.dtype, act * factor)
             if self.grad_down is not None:
                 self.grad_down.multiply(self.gemms, group, grad_y, scaled, call.body.down.transposed)
             for buffer, values in zip(self.deferred[len(call.up) :], (scaled, grad_y), strict=False):
                 buffer.put(group, values.clone() if buffer.tensor is None else values)
         if self.grad_down_bias is not None:
-            scaled = grad_sum if scale is None else _cast(grad_sum.dtype, grad_sum * scale.power)
+            scaled = grad_sum if scale is None else cast_tensor(grad_sum.dtype, grad_sum * scale.power)
             self._sum(self.grad_down_bias, group, scaled)
         grad_hidden = self._hidden_gradients(hidden, by_act)
         del product, grad_act, grad_sum, value, gradients, by_act, act, hidden, env
@@ -258,7 +190,7 @@ class Backward:
     def _output_dot(self, group: Group, product: Tensor, act: Tensor, grad: Tensor, scale: Scale | None) -> Tensor:
         """<dO, y> for each row, [n,1], in float32 at least. `product` includes the mantissa of the scale."""
         dtype = torch.promote_types(product.dtype, torch.float32)
-        dot = (_cast(dtype, product) * act).sum(1, keepdim=True)
+        dot = (cast_tensor(dtype, product) * act).sum(1, keepdim=True)
         if scale is not None:
             dot /= scale.mantissa
         if self.parameters.down_bias is not None:
@@ -286,7 +218,7 @@ class Backward:
             stack, bias = self.grad_up[g], self.grad_up_bias[g]
             if bias is not None:
                 self._sum(bias, group, grad)
-            grad = _cast(self.call.dtype, grad)
+            grad = cast_tensor(self.call.dtype, grad)
             if self.deferred:
                 self.deferred[g].put(group, grad)
             if stack is not None:
@@ -346,56 +278,12 @@ class WeightGradients:
         if self.down is not None:
             by_row = None if self.grad_y is None else self.grad_y[group.index]
             grad = self.by_token.index_select(0, tokens) if by_row is None else by_row  # type: ignore[union-attr]
-            grad = _cast(call.dtype, group.clear_padding(grad, copy=by_row is not None))
+            grad = cast_tensor(call.dtype, group.clear_padding(grad, copy=by_row is not None))
             self.down.multiply(self.gemms, group, grad, self.act[group.index], call.body.down.transposed)
 
     def results(self) -> list[Tensor]:
         made = [gradient for _, gradient in self.up] + ([] if self.down is None else [self.down])
         return [g for m in made for g in self.gemms.finish_stack(m.made, m.parameters)]
-
-
-class Scale:
-    """The factors of rows, [n,1], as mantissa times power of two.
-
-    Multiplication by the mantissa rounds as by the factor, multiplication by the power of two is exact. So the product
-    with the mantissa serves for all gradients, also if a factor is zero.
-
-    Args:
-        dtype: dtype of the tensors that are multiplied.
-    """
-
-    def __init__(self, factors: Tensor, dtype: torch.dtype):
-        self.factors = factors
-        wide = factors.to(torch.promote_types(factors.dtype, torch.float32))
-        mantissa = torch.frexp(wide).mantissa * 2
-        self.mantissa = torch.where((wide != 0) & wide.isfinite(), mantissa, 1)
-        power = wide / self.mantissa
-        self.power = power if dtype is torch.float16 else _cast(dtype, power)  # float16 has too few exponents
-
-
-class ByRow:
-    """A call's index and row weights, split by group.
-
-    Attributes:
-        factor: the expression c(w) of rows = y * c(w); `out` itself if it is not linear in y.
-        scale: c(w), [B,1]; None if `out` is y, or not linear in y.
-    """
-
-    def __init__(self, call: ExpertMlpCall, gemms: Gemms):
-        self.token_ids = gemms.read(call.token_ids)
-        self.w = None if call.w is None else gemms.read(call.w)
-        self.scale, self.factor = None, call.body.out
-        if call.body.out != "y" and pointwise_expression.is_linear(call.body.out, "y"):
-            self.factor = pointwise_expression.drop_casts(call.body.out, "y")
-            self.scale = gemms.read(pointwise_expression.evaluate(self.factor, unit_environment(call)))
-
-    def with_weight(self, group: Group, env: dict[str, Tensor]) -> dict[str, Tensor]:
-        return env if self.w is None else {**env, "w": self.w[group.index]}
-
-
-def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """`tensor.to(dtype)`, without its microsecond of overhead if the dtype is right already."""
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _grouped_applies(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from ...ir.ops.expert_mlp import ExpertMlpCall
+from ...ir.ops.mlp_arguments import ExpertMlpCall
 from . import row_kernels as rows
 from . import warp_specialized
 from .exchange_ops import sum_rows_of_tokens

@@ -1,0 +1,124 @@
+"""The arguments of one `expert_mlp` call, checked, with its parameters by GEMM. Letters as in `dialect`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInput
+from ..expert_body import ExpertBody, Gemm
+from . import expert_gemms
+
+KEEP = ("h", "x", "all", "none")
+
+
+@dataclasses.dataclass
+class ExpertMlpCall:
+    """The checked arguments of one `expert_mlp` call.
+
+    Attributes:
+        up, up_bias: for each up-projection its list of weights, and its list of biases or None.
+        w: the row weights as a column [B,1], or None.
+        dtype: dtype of the GEMMs.
+        act: the expression of the pointwise part, cast to `dtype`.
+        out_dtype: dtype of the result rows.
+    """
+
+    body: ExpertBody
+    x: Tensor
+    token_ids: Tensor
+    expert_offsets: Tensor
+    inverse: Tensor
+    w: Tensor | None
+    up: list[list[Tensor]]
+    up_bias: list[list[Tensor] | None]
+    down: list[Tensor]
+    down_bias: list[Tensor] | None
+    dtype: torch.dtype
+    act: Any
+    out_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None) -> ExpertMlpCall:
+        # The argument behind these, `later`, is for autograd alone.
+        x, token_ids, expert_offsets, inverse, row_weights, up, up_bias, down, down_bias = args[:9]
+        parsed = ExpertBody.from_json(body)
+        if keep not in KEEP:
+            raise InvalidInput(f"moefx::expert_mlp: keep={keep!r}, expected one of {', '.join(map(repr, KEEP))}")
+        if parsed.uses_row_weight and row_weights is None:
+            raise InvalidInput(
+                f"moefx::expert_mlp: {parsed.pretty()} uses the routing weight w, but row_weights is None"
+            )
+        dtype = expert_gemms.check_dtypes("expert_mlp", x, (*up, *up_bias, *down, *down_bias), dtype)
+        weight_dtype = None if row_weights is None else row_weights.dtype
+        down_biases = _split(down_bias, (parsed.down,), of_bias=True, what="down_bias")
+        return cls(
+            body=parsed,
+            x=x,
+            token_ids=token_ids,
+            expert_offsets=expert_offsets,
+            inverse=inverse,
+            w=None if row_weights is None else row_weights[:, None],
+            up=_split(up, parsed.up, of_bias=False, what="up"),
+            up_bias=_split(up_bias, parsed.up, of_bias=True, what="up_bias"),
+            down=_split(down, (parsed.down,), of_bias=False, what="down")[0],
+            down_bias=down_biases[0],
+            dtype=dtype,
+            act=parsed.act_in(dtype, weight_dtype),
+            out_dtype=parsed.out_dtype(dtype, weight_dtype),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+    @functools.cached_property
+    def widths(self) -> tuple[list[int], int, int]:
+        """Check and return (width of each up-projection, width of the activation, width of the result)."""
+        name, offsets = "expert_mlp", self.expert_offsets
+        up = [
+            expert_gemms.weight_shape(name, w, offsets, g.transposed, self.x.shape[1])[1]
+            for w, g in zip(self.up, self.body.up, strict=True)
+        ]
+        group, *columns = self.body.parts[0]
+        if isinstance(up[group], int):
+            act = len(range(*slice(*columns).indices(up[group])))
+        else:  # a meta tensor can slice a symbolic width
+            act = torch.empty((1, up[group]), device="meta", dtype=torch.float32)[:, slice(*columns)].shape[1]
+        return up, act, expert_gemms.weight_shape(name, self.down, offsets, self.body.down.transposed, act)[1]
+
+    def multiplications(self) -> int:
+        """Return the number of multiplications per row in the forward GEMMs."""
+        up, act, out = self.widths
+        return self.x.shape[1] * sum(up) + act * out
+
+    def matrix_size(self) -> int:
+        """Return the number of elements of an expert's smallest matrix."""
+        up, act, out = self.widths
+        return min(self.x.shape[1] * min(up), act * out)
+
+    def bias_apart(self, gemm: Gemm) -> torch.dtype | None:
+        """Return the dtype in which the bias is added if it differs from the product's dtype, else None."""
+        dtype = gemm.sum_dtype(self.dtype)
+        return dtype if gemm.bias and dtype != self.dtype else None
+
+    def parts(self, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the variables a0, a1, ... as slices of the up-projections."""
+        return {
+            f"a{i}": hidden[g] if (a, b, c) == (None, None, 1) else hidden[g][:, a:b:c]
+            for i, (g, a, b, c) in enumerate(self.body.parts)
+        }
+
+
+def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, what: str) -> list[Any]:
+    """Split a flat list by GEMM, with None for a GEMM without bias."""
+    sizes = [g.num if g.bias or not of_bias else 0 for g in gemms]
+    if sum(sizes) != len(tensors):
+        raise InvalidInput(f"moefx::expert_mlp: {what} has {len(tensors)} tensors, the body takes {sizes}")
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [list(tensors[end - size : end]) if size else None for size, end in zip(sizes, ends, strict=True)]

@@ -1,0 +1,130 @@
+"""Operands and results of the GEMMs of `expert_mlp_algebra`, split by groups of experts.
+
+`Gemms` multiply one group at a time, from `Parameters` and `ByRow` to `Buffer` and `Gradient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir import pointwise_expression
+from ...ir.ops.expert_mlp import unit_environment
+from ...ir.ops.mlp_arguments import ExpertMlpCall
+
+Gemms = Any  # SegmentGemms | GroupedGemms: they have the same interface
+Group = Any
+
+
+class Buffer:
+    """A result that groups fill part by part. Without a tensor, the only group provides it."""
+
+    def __init__(self, gemms: Gemms, tensor: Tensor | None):
+        self.tensor = tensor
+        self.places: Sequence[Tensor] = [] if tensor is None else gemms.places(tensor)
+
+    def place(self, group: Group) -> Tensor | None:
+        """The slice of the result for the group's rows, or None without a tensor."""
+        return self.places[group.index] if self.places else None
+
+    def put(self, group: Group, rows: Tensor) -> Tensor:
+        """Store the group's rows, with a copy unless they are in their slice already. Returns the rows."""
+        if self.tensor is None:
+            self.tensor = rows
+        elif rows is not (place := self.places[group.index]):
+            place.copy_(group.own(rows))
+        return rows
+
+
+class Gradient:
+    """The gradient of one GEMM's parameters, filled group by group.
+
+    Attributes:
+        made: a stack [E,...], or a list of E tensors.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], made: Any):
+        self.parameters, self.dtype, self.made = parameters, parameters[0].dtype, made
+
+    def multiply(self, gemms: Gemms, group: Group, grad: Tensor, rows: Tensor, transposed: bool) -> None:
+        """Compute the group's part of a matrix's gradient."""
+        left, right = (grad, rows) if transposed else (rows, grad)
+        self.made = gemms.outer(group, left, right, self.made, self.dtype)
+
+
+class Parameters:
+    """A call's expert parameters as operands of its GEMMs.
+
+    Attributes:
+        apart, down_apart: dtypes of biases that are added in another dtype than the GEMM's, otherwise None.
+    """
+
+    def __init__(self, call: ExpertMlpCall, gemms: Gemms):
+        self.gemms = gemms
+        self.apart = [call.bias_apart(gemm) for gemm in call.body.up]
+        self.down_apart = call.bias_apart(call.body.down)
+        self.up = [gemms.weights(w, g.transposed) for w, g in zip(call.up, call.body.up, strict=True)]
+        self.up_bias = [gemms.biases(b) for b in call.up_bias]
+        self.down = gemms.weights(call.down, call.body.down.transposed)
+        self.down_bias = gemms.biases(call.down_bias)
+
+    def project_up(self, g: int, group: Group, x: Tensor, out: Tensor | None = None) -> Tensor:
+        bias = None if self.apart[g] else self.up_bias[g]
+        return self.gemms.multiply(group, x, self.up[g], out, bias=bias)
+
+    def biased(self, group: Group, hidden: Sequence[Tensor]) -> list[Tensor]:
+        """Add the biases that have another dtype than the GEMMs."""
+        each = enumerate(zip(hidden, self.apart, strict=True))
+        return [self.gemms.add_bias(group, h.to(dtype), self.up_bias[g]) if dtype else h for g, (h, dtype) in each]
+
+    def project_down(self, group: Group, act: Tensor, out: Tensor | None = None) -> Tensor:
+        if dtype := self.down_apart:
+            return self.gemms.add_bias(group, self.gemms.multiply(group, act, self.down).to(dtype), self.down_bias)
+        return self.gemms.multiply(group, act, self.down, out, bias=self.down_bias)
+
+
+class Scale:
+    """The factors of rows, [n,1], as mantissa times power of two.
+
+    Multiplication by the mantissa rounds as by the factor, multiplication by the power of two is exact. So the product
+    with the mantissa serves for all gradients, also if a factor is zero.
+
+    Args:
+        dtype: dtype of the tensors that are multiplied.
+    """
+
+    def __init__(self, factors: Tensor, dtype: torch.dtype):
+        self.factors = factors
+        wide = factors.to(torch.promote_types(factors.dtype, torch.float32))
+        mantissa = torch.frexp(wide).mantissa * 2
+        self.mantissa = torch.where((wide != 0) & wide.isfinite(), mantissa, 1)
+        power = wide / self.mantissa
+        self.power = power if dtype is torch.float16 else cast_tensor(dtype, power)  # float16 has too few exponents
+
+
+class ByRow:
+    """A call's index and row weights, split by group.
+
+    Attributes:
+        factor: the expression c(w) of rows = y * c(w); `out` itself if it is not linear in y.
+        scale: c(w), [B,1]; None if `out` is y, or not linear in y.
+    """
+
+    def __init__(self, call: ExpertMlpCall, gemms: Gemms):
+        self.token_ids = gemms.read(call.token_ids)
+        self.w = None if call.w is None else gemms.read(call.w)
+        self.scale, self.factor = None, call.body.out
+        if call.body.out != "y" and pointwise_expression.is_linear(call.body.out, "y"):
+            self.factor = pointwise_expression.drop_casts(call.body.out, "y")
+            self.scale = gemms.read(pointwise_expression.evaluate(self.factor, unit_environment(call)))
+
+    def with_weight(self, group: Group, env: dict[str, Tensor]) -> dict[str, Tensor]:
+        return env if self.w is None else {**env, "w": self.w[group.index]}
+
+
+def cast_tensor(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """`tensor.to(dtype)`, without its microsecond of overhead if the dtype is right already."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
