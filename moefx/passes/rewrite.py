@@ -121,9 +121,9 @@ class Rewriter:
         roots += self._find_inputs_of_cut()
         draws = self._find_random_draws() + self._find_skipped_calls()
         while True:
-            before = set(self.residual.inlined)
-            plan = self.residual.plan(roots + self._outside_calls(draws))
-            if self.residual.inlined == before:
+            before = set(self.residual.walk.inlined)
+            plan = self.residual.walk.plan(roots + self._outside_calls(draws))
+            if self.residual.walk.inlined == before:
                 break
         calls = [item[0] for item in plan if isinstance(item, list)]
         effects = [(e, leaves) for e, leaves in effects if not self._belongs_to_call(e, leaves, calls)]
@@ -153,7 +153,7 @@ class Rewriter:
         self.residual.graph.output(flat)
         _drop_dead(self.residual.graph)
         absorbed = sorted({place.fqn for g in self.match.groups for table in g.tables for place in table})
-        return RewriteResult(self.residual.graph, spec, absorbed, self.residual.repeated, attributes)
+        return RewriteResult(self.residual.graph, spec, absorbed, self.residual.walk.repeated, attributes)
 
     def _belongs_to_call(self, effect: Effect, leaves: list[Any], calls: list[SubmoduleCall]) -> bool:
         """Whether a submodule that stays a call makes this change of its own state.
@@ -231,7 +231,7 @@ class Rewriter:
         """Replace draws inside a submodule call by a result of that call, which makes the draws itself."""
         out = []
         for aligned in draws:
-            call = self.residual.inside_call(aligned.first)
+            call = self.residual.walk.inside_call(aligned.first)
             if call is None:
                 out.append(aligned)
             else:

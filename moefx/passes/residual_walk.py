@@ -1,0 +1,138 @@
+"""Walk the residual in all captures side by side, from its results to its inputs, and list the nodes to emit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import fx
+
+from ..capture.capture_result import SubmoduleCall
+from ..errors import Refused
+from ..matching.graph_nodes import is_random
+from ..matching.match_result import Match
+from .aligned_nodes import AlignedNodes, leaf_nodes, op_kind, op_label, routing_dependence
+from .scalar_reads import ScalarReads
+from .submodule_calls import find_module_calls, is_within
+
+LOOP_OVER_STEPS = "if a loop runs once for each step of a sequence, put it into a submodule, which is called unchanged"
+
+
+class ResidualWalk:
+    """The nodes of the residual, and the submodule calls that stay calls.
+
+    Args:
+        reads: the numbers that Python read from tensors.
+
+    Attributes:
+        cut: the node at which all routed rows are summed.
+        aligned: the nodes of the latest plan, by their node in the first capture.
+        call_of: for each result of a call that stays a call, the call in all captures.
+        inlined: start indices of calls that are taken apart.
+        repeated: modules that are called, and of which inner values are computed again.
+    """
+
+    def __init__(self, match: Match, reads: ScalarReads):
+        self.match, self.reads = match, reads
+        self.captures = [lifted.capture for lifted in match.evidence]
+        self.cut = AlignedNodes(lifted.cut for lifted in match.evidence)
+        self.absorbed = match.evidence[0].replaced_nodes
+        self.aligned: dict[fx.Node, AlignedNodes] = {}
+        self.inlined: set[int] = set()
+        self.repeated: list[str] = []
+        self._choose_calls()
+
+    def _choose_calls(self) -> None:
+        self.calls = find_module_calls(self.match, self.inlined)
+        self.call_of = {
+            n: call for call in self.calls for n in leaf_nodes(call[0].out) if n.meta["index"] >= call[0].start
+        }
+
+    def plan(self, roots: Sequence[AlignedNodes]) -> list[Any]:
+        """List the nodes to emit for these roots, in program order: `AlignedNodes`, and lists of calls."""
+        while True:
+            self.aligned.clear()
+            plan = self._plan(roots)
+            inside = [c for c in self.calls if any(is_within(p, c) and p.first not in self.call_of for p in plan)]
+            # Values from inside a call are computed again beside it. A call that draws random numbers is taken apart
+            # instead, so that it draws them once.
+            random = [c for c in inside if any(is_random(n) for n in self.captures[0].nodes[c[0].start : c[0].stop])]
+            self.repeated = sorted({c[0].fqn for c in inside})
+            if not random:
+                return plan
+            self.inlined |= {c[0].start for c in random}
+            self._choose_calls()
+
+    def inside_call(self, n: fx.Node) -> list[SubmoduleCall] | None:
+        """Return the call that contains a node and stays a call, or None."""
+        return next((c for c in self.calls if c[0].start <= n.meta["index"] < c[0].stop), None)
+
+    def _plan(self, roots: Sequence[AlignedNodes]) -> list[Any]:
+        needed: dict[int, Any] = {}
+        stack: list[AlignedNodes] = list(roots)
+        seen: set[fx.Node] = set()
+        while stack:
+            aligned = stack.pop()
+            n = aligned.first
+            if n in seen:
+                if tuple(self.aligned[n]) != tuple(aligned):
+                    raise routing_dependence(
+                        n, next(b for a, b in zip(self.aligned[n], aligned, strict=True) if a is not b)
+                    )
+                continue
+            seen.add(n)
+            self.aligned[n] = aligned
+            if n.op == "placeholder":
+                if any(t.op != "placeholder" or t.meta["position"] != n.meta["position"] for t in aligned):
+                    raise routing_dependence(
+                        n,
+                        next(t for t in aligned if t.op != "placeholder" or t.meta["position"] != n.meta["position"]),
+                    )
+                continue
+            call = self.call_of.get(n)
+            if call is not None:
+                self._require_same_result(aligned, call)
+                if id(call) not in {id(v) for v in needed.values() if isinstance(v, list)}:
+                    needed[call[0].start * 2 - 1] = call
+                    stack += self._pair_trees([(c.args, c.kwargs) for c in call], f"module {call[0].fqn}")
+                continue
+            if any(t is c for t, c in zip(aligned, self.cut, strict=True)):
+                if tuple(aligned) != tuple(self.cut):
+                    raise routing_dependence(n, next(t for t, c in zip(aligned, self.cut, strict=True) if t is not c))
+                needed[n.meta["index"] * 2] = aligned
+                continue
+            if n in self.absorbed and n.op != "get_attr":
+                raise Refused(
+                    "a value from inside the experts is used outside of the routed sum",
+                    culprits=(op_label(n),),
+                    source=str(n.meta["source"]),
+                )
+            needed[n.meta["index"] * 2] = aligned
+            stack += self._pair_arguments(aligned)
+        return [needed[i] for i in sorted(needed)]
+
+    def _require_same_result(self, aligned: AlignedNodes, call: list[SubmoduleCall]) -> None:
+        """Refuse unless the nodes are the same result of the call in every capture."""
+        columns = zip(*[leaf_nodes(c.out) for c in call], strict=True)
+        if tuple(aligned) not in {tuple(column) for column in columns}:
+            raise routing_dependence(aligned[0], next(t for t in aligned[1:] if t is not aligned[0]))
+
+    def _pair_arguments(self, aligned: AlignedNodes) -> list[AlignedNodes]:
+        first = aligned.first
+        for other in aligned[1:]:
+            if other.op != first.op or (first.op == "call_function" and op_kind(other) != op_kind(first)):
+                raise routing_dependence(first, other)
+        return self._pair_trees([(n.args, n.kwargs) for n in aligned], str(first.meta["source"]))
+
+    def _pair_trees(self, trees: list[Any], where: str) -> list[AlignedNodes]:
+        leaves = [pytree.tree_leaves(t) for t in trees]
+        flats = [[a for a in flat if isinstance(a, fx.Node)] for flat in leaves]
+        if len({len(f) for f in flats}) != 1:
+            raise Refused(
+                "code outside of the experts depends on the routing or the sizes (a different number of arguments)",
+                source=where,
+                remedy=LOOP_OVER_STEPS,
+            )
+        read = [live.aligned for column in zip(*leaves, strict=False) if (live := self.reads.find(column))]
+        return [*(AlignedNodes(column) for column in zip(*flats, strict=True)), *read]
