@@ -1,0 +1,253 @@
+"""Emit the exchange of a routed region among ranks, hop by hop. `collectives` describes it.
+
+`Exchange` emits the plans, the rows that travel to their experts, and the sums that return.
+"""
+
+# fx types an argument as anything that a program can hold: the code knows better.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportUnhashable=false, reportReturnType=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from ..ir.expert_body import ExpertBody
+from ..ir.expert_placement import ExchangeRoutes, Placement, TopologyLevel
+from ..ir.ops import dialect  # registers the ops
+from .routed_region import RoutedRegion
+
+aten = torch.ops.aten
+ops = torch.ops.moefx
+_ = dialect
+
+
+@dataclasses.dataclass
+class Hop:
+    """An exchange among the ranks that differ at one level.
+
+    Attributes:
+        place: destinations of the slots, modulo those of all ranks of the hop. num_slots: destinations of one rank.
+        label: suffix of its nodes' names.
+        plan: token_ids, slot_ids, rank_offsets, inverse, and splits once they are emitted.
+        tokens, choices: the values that it sends. packed: the rows, if packed before the host knows their number.
+        sent: the rows in transit, and the ticket.
+    """
+
+    level: TopologyLevel
+    place: fx.Node
+    num_slots: int
+    label: str
+    plan: list[fx.Node]
+    tokens: list[fx.Node] = dataclasses.field(default_factory=list)
+    choices: list[fx.Node] = dataclasses.field(default_factory=list)
+    packed: fx.Node | None = None
+    sent: list[fx.Node] = dataclasses.field(default_factory=list)
+
+    @property
+    def splits(self) -> fx.Node:
+        return self.plan[4]
+
+    @property
+    def ticket(self) -> fx.Node:
+        return self.sent[1]
+
+
+class Exchange:
+    """The exchange of a routed region, or of one chunk of its tokens, in both directions."""
+
+    def __init__(self, routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes):
+        self.routed, self.placement, self.ways = routed, placement, ways
+        self.pft, self.results = routed.pft, routed.results
+        self._call, self._parts = routed.call, routed.unpack
+        self.hops: list[Hop] = []  # level by level
+        self.near: Hop | None = None
+        self.received: dict[fx.Node, fx.Node] = {}  # sent value -> received value
+        self.routes: dict[fx.Node, fx.Node] = {}  # result of the old `build_pft` -> result of the new one
+
+    def insert_plans(self, place: fx.Node) -> None:
+        """Emit the plans of the exchanges that start with this rank's own tokens."""
+        ways, near = self.ways, None
+        if ways.splits_intra_node:
+            kwargs = {"num_places": ways.sizes[-1] * self.placement.num_slots}
+            begin = ways.position // ways.sizes[-1] * kwargs["num_places"]
+            parted = self._call(ops.near_and_far.default, (place,), {"begin": begin, **kwargs})
+            near, place = self._parts(parted, (("S", "K"), ("S", "K")), ("near", "far"))
+        self.hops.append(self._plan(0, place, ways.label(0)))
+        if near is not None:
+            self.near = self._plan(len(ways.levels) - 1, near, "near")
+
+    def insert_packs(self, tokens: list[fx.Node], choices: list[fx.Node]) -> None:
+        """Emit the packed rows for the same exchanges."""
+        for hop in filter(None, (self.hops[0], self.near)):
+            kwargs = {"num_slots": hop.num_slots, "dedup": self.ways.dedup}
+            args = (tokens, choices, hop.place, *hop.plan[:3])
+            name = add_label("packed", hop.label)
+            hop.packed = self._call(ops.pack_rows.default, args, kwargs, ("N", "bytes"), name)
+
+    def insert_rows(self, tokens: list[fx.Node], choices: list[fx.Node], splits: Iterator[fx.Node]) -> None:
+        """Emit the exchange, and a `build_pft` of the received rows."""
+        ways, slots, weights = self.ways, self.placement.num_slots, self.pft.args[1]
+        of_hops = [next(splits) for _ in ways.levels]
+        moved, values = tokens, choices
+        for index, own_splits in enumerate(of_hops):
+            self._start(self.hops[index], moved, values, own_splits)
+            if self.near is not None and not index:  # the exchange between nodes takes longest and starts first
+                self._start(self.near, tokens, choices, next(splits))
+            if index + 1 < len(of_hops):
+                moved, place, values = self._wait([self.hops[index]], ("pilots", "places", "pilot_weights"))
+                self.hops.append(self._plan(index + 1, place, ways.label(index + 1)))
+        arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
+        self.received = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
+        own_weights = self.received[weights] if 4 in self.results else None
+        kwargs = {"num_experts": slots, "num_rows": next(splits)}
+        here = self._call(ops.build_pft.default, (local, own_weights, None), kwargs)
+        parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
+        self.routes = {self.results[i]: parts[i] for i in self.results}
+
+    def move_experts(self) -> None:
+        """Let the experts compute on the received rows, with this rank's parameters."""
+        routed = self.routed
+        for node in routed.region:
+            if node in routed.gathers or node in routed.picks:
+                node.args = (self.received[node.args[0]], *node.args[1:])
+            for before, after in self.routes.items():
+                node.replace_input_with(before, after)
+            self._select_parameters(node)
+            _mark_as_received(node)
+
+    # ------------------------------------------------------------------ hops
+    def _plan(self, index: int, place: fx.Node, label: str) -> Hop:
+        """Emit the plan of the hop at one level."""
+        level = self.ways.levels[index]
+        num_slots = self.ways.ranks_within(index) * self.placement.num_slots
+        kwargs = {"num_ranks": level.size, "num_slots": num_slots, "dedup": self.ways.dedup}
+        send = self._call(ops.plan_dispatch.default, (place,), kwargs, name=add_label("send", label))
+        plan = self._parts(send, (("B",), ("B",), ("W+1",), place.meta["letters"]))
+        return Hop(level, place, num_slots, label, plan)
+
+    def _start(self, hop: Hop, tokens: list[fx.Node], choices: list[fx.Node], splits: fx.Node) -> None:
+        """Emit the start of a hop."""
+        hop.tokens, hop.choices = tokens, choices
+        hop.plan.append(splits)
+        sent = self._call(
+            ops.all_to_all_rows.default,
+            (tokens, choices, hop.place, hop.packed, *hop.plan),
+            {"num_slots": hop.num_slots, "dedup": self.ways.dedup, "group": hop.level.group},
+            name=add_label("sent", hop.label),
+            axis=hop.level.axis,
+        )
+        hop.sent = self._parts(sent, ((), ()))
+
+    def _wait(self, hops: list[Hop], names: tuple[str, str, str]) -> tuple[list[fx.Node], fx.Node, list[fx.Node]]:
+        """Emit a wait. Return received values of tokens, destinations, and values of slots."""
+        first = hops[0]
+        node = self._call(
+            ops.wait_rows.default,
+            (
+                [h.sent[0] for h in hops],
+                [h.ticket for h in hops],
+                [h.splits for h in hops],
+                first.tokens,
+                first.choices,
+                first.place,
+            ),
+            {"num_slots": first.num_slots, "dedup": self.ways.dedup, "groups": [h.level.group for h in hops]},
+        )
+        node.meta["save"] = True
+        letters = [("R", *t.meta.get("letters", ("S", "D"))[1:]) for t in first.tokens]
+        names = (*(names[0] for _ in first.tokens), names[1], *(names[2] for _ in first.choices))
+        arrived = self._parts(node, (*letters, ("R", "J"), *(("R", "J") for _ in first.choices)), names)
+        num = len(first.tokens)
+        return arrived[:num], arrived[num], arrived[num + 1 :]
+
+    def _last_hops(self) -> list[Hop]:
+        return [self.hops[-1], self.near] if self.near else [self.hops[-1]]
+
+    def insert_back(self, rows: fx.Node) -> fx.Node:
+        """Emit the return of the received rows' sums, and their sum by token."""
+        *hops, last = self.hops
+        in_transit = self._back(rows, self._last_hops())
+        out = self._sums(in_transit[0], last)
+        for hop in reversed(hops):
+            (sent,) = self._back(out, [hop])
+            if self.near and hop is hops[0]:
+                near = self._sums(in_transit[1], self.near)
+                return self._call(aten.add.Tensor, (near, self._sums(sent, hop)), {}, ("S", "D"), "out")
+            out = self._sums(sent, hop)
+        return out
+
+    def _back(self, rows: fx.Node, hops: list[Hop]) -> list[tuple[fx.Node, fx.Node]]:
+        node = self._call(
+            ops.all_to_all_back.default,
+            (rows, [h.splits for h in hops], [h.ticket for h in hops]),
+            {"groups": [h.level.group for h in hops]},
+            name=add_label("back", hops[0].label),
+            axis=hops[0].level.axis,
+        )
+        parts = self._parts(node, ((),) * 2 * len(hops))
+        return list(zip(parts[: len(hops)], parts[len(hops) :], strict=True))
+
+    def _sums(self, sent: tuple[fx.Node, fx.Node], hop: Hop) -> fx.Node:
+        rows = hop.plan[3].meta["letters"][0]
+        kwargs = {"group": hop.level.group}
+        name = add_label("sums", hop.label) if hop.label else ""
+        return self._call(ops.wait_sums.default, (*sent, *hop.plan), kwargs, (rows, "D"), name)
+
+    # ------------------------------------------------------------------ parameters
+    def _select_parameters(self, node: fx.Node) -> None:
+        """Replace the parameters of all experts by those of this rank's experts, in the order of their slots."""
+        if node.target is ops.expert_mlp.default:
+            body = ExpertBody.from_json(node.kwargs["body"])
+            biased = [g for g in body.up if g.bias]
+            gemms = (body.up, biased, [body.down], [body.down] if body.down.bias else [])
+            lists = [self._select(args, [g.num for g in of]) for args, of in zip(node.args[5:9], gemms, strict=True)]
+            node.args = (*node.args[:5], *lists)
+            node.update_kwarg("body", body.with_experts(self.placement.num_slots).to_json())
+        elif node.target is ops.grouped_mm.default:
+            node.args = (node.args[0], self._select(node.args[1], [len(node.args[1])]), *node.args[2:])
+        elif node.target is ops.expert_rows.default:
+            node.args = (self._select(node.args[0], [len(node.args[0])]), *node.args[1:])
+
+    def _select(self, parameters: list[fx.Node], sizes: list[int]) -> list[fx.Node]:
+        """Select this rank's parameters from a flat list of groups: one stack of all experts, or E separate ones."""
+        found: list[fx.Node] = []
+        for size in sizes:
+            group, parameters = parameters[:size], parameters[size:]
+            if size == 1:
+                found += group
+                self._shorten_stacks(group[0])
+                continue
+            own = [group[e] for e in self.placement.local_experts]
+            if size > 1 and group[0].target is aten.select.int and len({n.args[0] for n in group}) == 1:
+                for slot, node in enumerate(own):  # selected from a stack, which holds this rank's experts only
+                    node.args = (node.args[0], 0, slot)
+            found += own
+        return found
+
+    def _shorten_stacks(self, node: fx.Node) -> None:
+        """Shorten stacks of separate parameters to this rank's experts."""
+        left = [node]
+        while left:
+            node = left.pop()
+            if node.target is aten.stack.default and len(node.args[0]) == self.placement.num_experts:
+                node.args = ([node.args[0][e] for e in self.placement.local_experts], *node.args[1:])
+                node.meta.pop("val", None)
+            elif node.op == "call_function":
+                left += node.all_input_nodes
+
+
+def add_label(name: str, label: str) -> str:
+    return f"{name}_{label}" if label else name
+
+
+def _mark_as_received(node: fx.Node) -> None:
+    """Drop the node's value, whose shape is that of this rank's rows, and rename letters S and s to R."""
+    node.meta.pop("val", None)
+    letters = node.meta.get("letters")
+    if isinstance(letters, tuple) and all(isinstance(a, str) for a in letters):
+        node.meta["letters"] = tuple("R" if a in ("S", "s") else a for a in letters)
