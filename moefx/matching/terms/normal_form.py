@@ -7,13 +7,13 @@ shows the input row, the parameters and the weights. Terms are lazy: only picked
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from .einsum_terms import build_einsum
 from .element_selection import pick, split_axis
 from .index_arithmetic import broadcast, without_row
 from .sum_expansion import resolve
@@ -21,7 +21,6 @@ from .term import Array, Term, TooLarge, Write, constant_value, is_const, is_pw
 
 aten = torch.ops.aten
 _MAX_LISTED = 256
-_NOT_IN_PRODUCTS = ("const", "permute")  # ops of terms that are not operands of an einsum in normal form
 
 
 class Terms:
@@ -314,76 +313,8 @@ class Terms:
 
     # ------------------------------------------------------------------ contracting
     def ein(self, inputs: Sequence[str], output: str, operands: Sequence[Term]) -> Term:
-        """An einsum in normal form: no scalars, constants, permutations or size-one labels among the operands."""
-        size = {
-            label: n
-            for labels, t in zip(inputs, operands, strict=True)
-            for label, n in zip(labels, t.shape, strict=True)
-        }
-        shape = tuple(size[label] for label in output)
-        if (
-            len(operands) > 1
-            and 1 not in size.values()
-            and all(t.shape and t.op not in _NOT_IN_PRODUCTS for t in operands)
-        ):
-            renamed = _rename_labels(tuple(inputs), output)
-            if renamed is not None:
-                return self.make("ein", (*renamed, *operands), shape)
-        if any(is_const(t, 0) for t in operands):
-            return self.const(0, shape)
-        factor, scalars, kept = 1.0, [], []
-        for labels, t in zip(inputs, operands, strict=True):
-            if any(size[label] == 1 for label in labels):
-                t = self.reshape(t, [n for n in t.shape if n != 1])
-                labels = "".join(label for label in labels if size[label] != 1)
-            elsewhere = set("".join(other for other in inputs if other is not labels)) | set(output)
-            if t.op == "const" and set(labels) <= elsewhere:
-                factor *= constant_value(t)
-            elif not labels:
-                scalars.append((t, not kept))
-            else:
-                if t.op == "permute":
-                    labels = "".join(labels[t.args[1].index(d)] for d in range(len(t.shape)))
-                    t = t.args[0]
-                kept.append((labels, t))
-        out = "".join(label for label in output if size[label] != 1)
-        result = self.reshape(self._contract(kept, out, size), shape)
-        for label in set("".join(inputs)) - set(output) - set("".join(labels for labels, _ in kept)):
-            factor *= size[label]
-        for s, leads in scalars:  # in the order of the operands
-            result = self.pw("mul", s, result) if leads else self.pw("mul", result, s)
-        return self.pw("mul", result, self.const(factor)) if factor != 1 else result
-
-    def _contract(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
-        labels = set("".join(s for s, _ in kept))
-        if not kept or not set(out) <= labels:
-            return self._expand_missing(kept, out, size)
-        if len(kept) == 1:
-            (s, t), gone = kept[0], [i for i, label in enumerate(kept[0][0]) if label not in out]
-            t = self.sum(t, gone)
-            s = "".join(label for label in s if label in out)
-            return self.permute(t, [s.index(label) for label in out])
-        if labels == set(out):  # no label is summed: a product with broadcasting
-            aligned = [
-                self.reshape(
-                    self.permute(t, [s.index(x) for x in out if x in s]),
-                    [size[x] if x in s else 1 for x in out],
-                )
-                for s, t in kept
-            ]
-            result = aligned[0]
-            for t in aligned[1:]:
-                result = self.pw("mul", result, t)
-            return result
-        renamed = _rename_labels(tuple(s for s, _ in kept), out)
-        assert renamed is not None
-        return self.make("ein", (*renamed, *[t for _, t in kept]), [size[x] for x in out])
-
-    def _expand_missing(self, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
-        have = "".join(label for label in out if any(label in s for s, _ in kept))
-        inner = self._contract(kept, have, size) if kept else self.const(1)
-        inner = self.reshape(inner, [size[x] if x in have else 1 for x in out])
-        return self.expand(inner, [size[x] for x in out])
+        """An einsum in normal form (see `einsum_terms`)."""
+        return build_einsum(self, inputs, output, operands)
 
     # ------------------------------------------------------------------ reducing
     def sum(self, t: Term, dims: Iterable[int]) -> Term:
@@ -433,16 +364,6 @@ class Terms:
             found = resolve(self, t)
             self._resolved[t] = self._resolved[found] = found
         return found
-
-
-@functools.cache
-def _rename_labels(inputs: tuple[str, ...], output: str) -> tuple[tuple[str, ...], str] | None:
-    """Rename the labels of an einsum in order of appearance. None if it sums over no label, or broadcasts."""
-    labels = set("".join(inputs))
-    if not set(output) < labels:
-        return None
-    names = dict(zip(dict.fromkeys("".join(inputs)), "abcdefghijklmnopqrstuvwxyz", strict=False))
-    return tuple("".join(names[x] for x in s) for s in inputs), "".join(names[x] for x in output)
 
 
 def _wrap_negative(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
