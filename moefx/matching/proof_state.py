@@ -1,6 +1,7 @@
 """The state of a proof: captures with their canonical forms, and guards.
 
-`prove` and the probes read a `ProofState` through its properties, and change it through its methods only.
+`prove` and the probes read a `ProofState` through its properties, and change it through its methods only. The file is
+long because it has every change of this state.
 """
 
 from __future__ import annotations

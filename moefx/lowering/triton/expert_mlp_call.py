@@ -2,6 +2,7 @@
 
 Each piece of work is a method of `KernelCall`. It gets its configuration from `tuning.config`. `warp_specialized`
 launches configurations with warp roles, `KernelCall` the kernels of `gemm_forward`, `gemm_backward` and `row_kernels`.
+The file is long because it is one class: all launches share the arguments of the call.
 """
 
 from __future__ import annotations

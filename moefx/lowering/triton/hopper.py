@@ -14,6 +14,8 @@ The ring continues across tiles, so that a tile's first stages are loaded while 
 
 All tensors have 16 bits; `warp_specialized` describes rows and weights. A tile is BM = 128 rows of one expert. Rows
 after the expert's last one are other experts' if TMA loads them, otherwise zeros. Their results are never stored.
+
+The file is long because its two kernels share the ring and its barriers.
 """
 
 from __future__ import annotations
