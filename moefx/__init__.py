@@ -11,7 +11,8 @@ from .errors import MoefxError, NoMoEBlockFound
 from .ir.op_providers import load_before_first_choice
 
 if TYPE_CHECKING:
-    from .api import Block, Explanation, blocks, compile, explain, graph, history, verify
+    from .api import Explanation, compile, explain, verify
+    from .compiled_blocks import Block, blocks, graph, history
     from .distribution.block_distribution import (
         clip_grad_norm_,
         expert_parameter_names,
@@ -32,6 +33,7 @@ __all__ = [
 _OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_dict", "save_routing")
 _PLANNER = {"Platform": ".planner.platforms", "plan": ".planner.ranking"}
 _MODULES = _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribution.block_distribution")
+_MODULES |= dict.fromkeys(("Block", "blocks", "graph", "history"), ".compiled_blocks")
 _MODULES |= {"order_hosts": ".runtime.hosts", "rewrite_graph": ".frontends.dynamo.backend"}
 
 

@@ -1,32 +1,35 @@
-"""The public functions on models: `compile`, `explain`, `blocks`, `graph`, `history`."""
+"""The public functions on models: `compile` and `explain`. `compiled_blocks` has those on compiled models."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import sys
 import warnings
-import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from ._plan import Plan
+from .compiled_blocks import (
+    RECORD,
+    UNCHANGED,
+    Record,
+    find_forwards,
+    find_graph_regions,
+    is_compiled_function,
+    unwrap_model,
+)
 from .compiler.block_report import build_report
-from .compiler.model_proof import quote_name
 from .compiler.pipeline import PASSES, apply_capacity
 from .compiler.plan_check import check_effects, check_layout
+from .compiler.program_builder import build_program
 from .compiler.rank_agreement import AgreedProof, agree_on_proof
-from .compiler.specialization import LazySpecializer, build_program
-from .compiler.survey import MatchedBlock, Refusal, Survey
+from .compiler.specialization import LazySpecializer
+from .compiler.survey_result import MatchedBlock, Refusal, Survey
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
-from .inspection.explain import BlockReport, Explanation, merge_refusals
-from .inspection.history import History
-from .ir.argument_binding import ExampleInputs, Specialisation, flatten_arguments
-from .ir.block_graph import BlockGraph
+from .inspection.explain import Explanation, merge_refusals
+from .ir.argument_binding import ExampleInputs, flatten_arguments
 from .ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
-from .runtime.module import BlockForward, install_forward, rewritten_blocks, signature_binder
+from .runtime.module import BlockForward, install_forward, signature_binder
 from .runtime.program import Program
 from .util.model_copy import copy_model
 from .util.progress import report_progress
@@ -36,25 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from .distribution.block_distribution import Spread
-    from .planner.decision import Decision
     from .runtime.topology import ExpertAxis
-
-RECORD = "_moefx_record"
-UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # models returned as they are
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """The findings of `compile`, stored on the compiled model: names, texts and numbers, no second model."""
-
-    matched: tuple[BlockReport, ...]
-    refused: tuple[Refusal, ...]
-    seconds: float
-    planned: Decision | None = None
-    gradients: tuple[str, ...] = ()
-
-    def __deepcopy__(self, memo: dict) -> Record:
-        return self
 
 
 def compile(
@@ -93,7 +78,7 @@ def compile(
         UnknownPlatform: the plan is `"auto"`, and MOEFX_PLATFORM names no platform.
     """
     plan = _check_plan(plan, mesh)
-    model = _unwrap_model(model)
+    model = unwrap_model(model)
     if mesh is not None:
         from .distribution.block_distribution import spread_blocks  # torch.distributed takes a while
 
@@ -228,15 +213,15 @@ def explain(
         InvalidPlan: as in `compile`. CaptureError, InvalidInput: the model does not run on the example.
     """
     given: Any = model
-    if _is_compiled_function(given):
-        record, forwards = _find_graph_regions(given)
+    if is_compiled_function(given):
+        record, forwards = find_graph_regions(given)
         return _explain_record(given.__name__, record or Record((), (), 0.0), forwards, trace, verbose)
-    model = _unwrap_model(given)
+    model = unwrap_model(given)
     record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
-        record = UNCHANGED.get(model) or _find_graph_regions(given)[0]
+        record = UNCHANGED.get(model) or find_graph_regions(given)[0]
     if record is not None:
-        return _explain_record(type(model).__name__, record, _find_forwards(given), trace, verbose)
+        return _explain_record(type(model).__name__, record, find_forwards(given), trace, verbose)
     with report_progress("moefx.explain"):
         proven = agree_on_proof(model, example_inputs, _check_plan(plan, mesh), mesh)
     plan, found = proven.plan, proven.found
@@ -291,84 +276,6 @@ def _explain_record(
     return Explanation(name, tuple(reports), record.refused, record.seconds, _count_providers(), **more)
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A rewritten block of a compiled model."""
-
-    name: str
-    forward: BlockForward
-
-    @property
-    def spec(self) -> Specialisation:
-        """The specialisation of the first rewritten graph."""
-        return self.forward.programs[0].key
-
-    @property
-    def graph(self) -> BlockGraph:
-        return self.history.graph
-
-    @property
-    def history(self) -> History:
-        return self.forward.programs[0].history
-
-    @property
-    def fallbacks(self) -> int:
-        """Calls that ran the original code instead of the rewritten graph."""
-        return self.forward.counts.original
-
-    def record_load(self, on: bool = True) -> None:
-        """Turn routing statistics on or off; off is the default. Warns if the compiler of the graph keeps none."""
-        if on and (other := self.forward.compiled_by):
-            warnings.warn(
-                f"moefx: there will be no routing statistics: the code that {other!r} makes of a graph keeps none. "
-                "torch.compile(model, backend='moefx', options={'backend': 'eager'}) does, and moefx.compile(model)",
-                stacklevel=2,
-            )
-        self.forward.record_load(on)
-
-    def load(self) -> torch.Tensor | None:
-        """Tokens per expert [E] of the last call, on the device, without host synchronisation; None before it.
-
-        Over a mesh these are this rank's tokens (with a `sequence_axis`: its part of them), and E counts the experts of
-        all ranks: the sum over the ranks is the load of all tokens.
-        """
-        return self.forward.load()
-
-
-def blocks(compiled: nn.Module) -> list[Block]:
-    """List the rewritten blocks of a compiled model, in module order."""
-    return [Block(name, forward) for name, forward in _find_forwards(compiled).items()]
-
-
-def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockGraph:
-    """Return the rewritten graph of a block, or its graph after a named pass. `print` it.
-
-    Raises:
-        MoefxError: no rewritten block has this name. NoSuchPass: no such pass ran on it.
-    """
-    found = history(compiled, name)
-    return found.graph if after is None else found[after].graph
-
-
-def history(compiled: nn.Module, name: str) -> History:
-    """Return all graphs of a block, pass by pass.
-
-    Raises:
-        MoefxError: no rewritten block has this name.
-    """
-    forwards = _find_forwards(compiled)
-    if not forwards:
-        raise MoefxError(
-            "no block of this model is rewritten; pass the result of moefx.compile, or of torch.compile with "
-            "backend='moefx' after its first call"
-        )
-    by_region = {forward.name: forward for forward in forwards.values()}  # `explain` names the regions of a graph so
-    found = forwards.get(name) or by_region.get(name)
-    if found is None:
-        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(quote_name(n) for n in forwards)}")
-    return found.programs[0].history
-
-
 # ---------------------------------------------------------------------- pieces of compile
 def _check_plan(plan: Plan | str | None, mesh: Any) -> Plan:
     """Return the plan to compile with.
@@ -404,38 +311,6 @@ def check_passes(plan: Plan) -> Plan:
     return plan
 
 
-def _find_forwards(given: nn.Module) -> dict[str, BlockForward]:
-    """The rewritten blocks of a model. If it was compiled with `backend="moefx"`, also the regions of its graphs."""
-    if _is_compiled_function(given):
-        return _find_graph_regions(given)[1]
-    own = rewritten_blocks(model := _unwrap_model(given))
-    # A result of `moefx.compile` shares weights with its original, which torch may have compiled, too.
-    return own if own and given is model else {**_find_graph_regions(given)[1], **own}
-
-
-def _is_compiled_function(given: Any) -> bool:
-    """Whether `torch.compile` returned this for a function."""
-    return inspect.isfunction(given) and hasattr(given, "_torchdynamo_orig_callable")
-
-
-def _find_graph_regions(given: Any) -> tuple[Record | None, dict[str, BlockForward]]:
-    """The record and the regions of a model or function that was compiled with `backend="moefx"`."""
-    backend = sys.modules.get("moefx.frontends.dynamo.backend")  # Dynamo loads it on first use
-    return backend.compiled_for(given) if backend is not None else (None, {})
-
-
-def _unwrap_model(model: Any) -> nn.Module:
-    """Return the model, also if `torch.compile` has wrapped it.
-
-    Raises:
-        InvalidInput: not a module.
-    """
-    if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise InvalidInput(f"expected a model, an instance of nn.Module; got {what}")
-    return getattr(model, "_orig_mod", model)
-
-
 def _describe_refusals(model: nn.Module, found: Survey) -> str:
     """The message of `NoMoEBlockFound`."""
     head = f"no MoE block was found in {type(model).__name__}"
@@ -469,14 +344,9 @@ def _count_providers() -> tuple[tuple[str, str, int], ...]:
 
 
 __all__ = [
-    "Block",
     "Explanation",
-    "History",
     "VerifyReport",
-    "blocks",
     "compile",
     "explain",
-    "graph",
-    "history",
     "verify",
 ]

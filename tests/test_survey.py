@@ -10,7 +10,8 @@ from torch import nn
 
 import moefx
 from moefx import Plan
-from moefx.compiler.survey import Refusal, survey
+from moefx.compiler.survey import survey
+from moefx.compiler.survey_result import Refusal
 
 from .passes.blocks import D, Loop, Mlp
 

@@ -12,7 +12,7 @@ from ..inspection.proof_trace import ProofTrace
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_body import ExpertBody
 from ..runtime.program import Program
-from .survey import MatchedBlock
+from .survey_result import MatchedBlock
 
 if TYPE_CHECKING:
     from ..distribution.block_distribution import Spread

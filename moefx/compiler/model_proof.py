@@ -14,8 +14,10 @@ from ..capture.worker_thread import run_in_worker
 from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
 from ..util.progress import announce
+from ..util.user_code import forward_line
 from .numeric_check import find_nonfinite, numeric_check
-from .survey import Refusal, Survey, forward_line, survey
+from .survey import survey
+from .survey_result import Refusal, Survey
 
 
 def survey_and_verify(

@@ -19,7 +19,8 @@ from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
 from .model_proof import quote_name, survey_and_verify
 from .pipeline import reapply_checkpoint
-from .survey import Survey, survey
+from .survey import survey
+from .survey_result import Survey
 
 if TYPE_CHECKING:
     from ..planner.decision import Decision

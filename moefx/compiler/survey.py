@@ -23,7 +23,6 @@ from ..capture.isolated_run import run_copy
 from ..capture.skipped_calls import SkippedCall, SkipPlan
 from ..capture.tensor_trees import has_values
 from ..errors import CaptureError, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
-from ..inspection.proof_trace import ProofTrace
 from ..ir.guards.attribute_reads import (
     BLOCK_MODE,
     AttributeLocation,
@@ -38,73 +37,12 @@ from ..runtime.module import rewritten_blocks
 from ..runtime.watch import absorbed_names, find_hook_kind
 from ..util.model_copy import copy_model
 from ..util.progress import announce
-from ..util.user_code import is_user_file
-from .pipeline import NOT_ROUTED, BlockRewrite, rewrite_block, rewrite_with_objects
+from ..util.user_code import forward_line, user_line
+from .pipeline import BlockRewrite, rewrite_block, rewrite_with_objects
+from .proof_attempts import NOT_ROUTED
+from .survey_result import MatchedBlock, Refusal, Survey
 
 _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
-
-
-@dataclasses.dataclass
-class Refusal:
-    """A module that looks like an MoE block and was left unchanged.
-
-    Attributes:
-        name: the module's name in the model.
-        reason: the cause, in one sentence.
-        source: the user's `file.py:line`, or "".
-        culprits: operations or parameters that prevent the rewrite.
-        remedy: the change after which it would match, or "".
-        likely: it holds expert-like parameters; otherwise it only selects something, as sparse attention does.
-        seen: the reason describes the module; otherwise it says why nothing was seen.
-        trace: the steps of its proof; None if there was no proof.
-    """
-
-    name: str
-    reason: str
-    source: str = ""
-    culprits: tuple[str, ...] = ()
-    remedy: str = ""
-    likely: bool = True
-    seen: bool = True
-    trace: ProofTrace | None = dataclasses.field(default=None, repr=False, compare=False)
-
-    def __str__(self) -> str:
-        where = f" ({self.source})" if self.source else ""
-        what = f" [{', '.join(self.culprits)}]" if self.culprits else ""
-        return f"{self.name or 'the model'}: {self.reason}{what}{where}" + (f"; {self.remedy}" if self.remedy else "")
-
-
-@dataclasses.dataclass
-class MatchedBlock:
-    """Modules of one kind that were proven and rewritten together."""
-
-    names: list[str]
-    call: SurveyedCall
-    result: BlockRewrite
-    seconds: float
-    read: set[AttributeLocation]  # attributes that the proof depends on
-
-
-@dataclasses.dataclass
-class Survey:
-    """The blocks of a model.
-
-    Attributes:
-        attends: whether the model has attention.
-        twin: the copy of the model that was surveyed, with the model's parameters and buffers. Captures swap
-            parameters
-            while others may use the model. The model itself if it cannot be copied.
-        copies: maps each module of the model to its module in the twin; empty if the model cannot be copied.
-        unchecked: blocks whose numeric check could not run, with the reasons.
-    """
-
-    matched: list[MatchedBlock]
-    refused: list[Refusal]
-    seconds: float
-    attends: bool
-    twin: nn.Module
-    copies: dict[nn.Module, nn.Module]
-    unchecked: list[str] = dataclasses.field(default_factory=list)
 
 
 def survey(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
@@ -188,10 +126,10 @@ def _refuse_uncaptured(error: Exception, model: nn.Module) -> Refused:
     if isinstance(error, Refused):
         return error
     if is_internal_error(error):
-        return refuse_own_bug(error, _user_line(error) or forward_line(model))
+        return refuse_own_bug(error, user_line(error) or forward_line(model))
     return Refused(
         f"the model runs, but not on abstract tensors ({summarize_error(error)})",
-        source=_user_line(error),
+        source=user_line(error),
         remedy="compile the other blocks one by one, each with its own example_inputs",
     )
 
@@ -425,7 +363,7 @@ def _rewrite(
             raise Refused(reason, source=forward_line(module), remedy=NO_CACHE) from error
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code at unsupported sizes
-        where = _user_line(error)
+        where = user_line(error)
         if (where or is_graph) and not is_internal_error(error):
             what = "at other sizes than the example's" if _is_capturable(module, call) else "on abstract tensors"
             reason = f"it does not run {what} ({summarize_error(error)})"
@@ -451,20 +389,3 @@ def _is_capturable(module: nn.Module, call: SurveyedCall) -> bool:
     except Exception:
         return False
     return True
-
-
-def forward_line(module: nn.Module) -> str:
-    """Return the `file.py:line` at which the forward of a module begins."""
-    code = getattr(type(module).forward, "__code__", None)
-    return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else ""
-
-
-def _user_line(error: BaseException) -> str:
-    """The user's innermost line in a traceback, or ""."""
-    trace, where = error.__traceback__, ""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if is_user_file(file):
-            where = f"{file.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return where

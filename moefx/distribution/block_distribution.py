@@ -16,12 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._plan import Plan
 from .._version import __version__
 from ..compiler.pipeline import BlockRewrite
-from ..compiler.survey import MatchedBlock, Refusal, Survey, forward_line
+from ..compiler.survey_result import MatchedBlock, Refusal, Survey
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
 from ..ir.expert_placement import ExchangeRoutes, Placement, SharedTokens
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
-from ..matching.lift.canonical_form import has_matrix_products
-from ..matching.terms.parameter_places import ParameterSlice
 from ..passes.collectives import collectives
 from ..passes.overlap import overlap
 from ..passes.pass_manager import PassManager
@@ -42,6 +40,8 @@ from ..runtime.sharding import (
 )
 from ..runtime.state import OnLoad, OnSave, joined
 from ..runtime.topology import ExpertAxis
+from ..util.user_code import forward_line
+from .expert_storage import find_expert_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,60 +245,6 @@ def _row_bytes(result: BlockRewrite) -> float:
     values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
     widths = [int(v.shape[-1]) * v.element_size() for v in values[:1] if v is not None]
     return sum(widths) + 6.0 * result.match.slots
-
-
-def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
-    """Find the experts' parameters of a block, and how the block stores them."""
-    groups = result.match.groups
-    if len(groups) > 1:  # see `RoutedRegion.of`
-        groups = [g for g in groups if len(g.ids) > 1 and has_matrix_products(g.body)]
-    if len(groups) != 1 or len(groups[0].ids) != RoutedRegion.of(result.graph).num_experts:
-        raise Refused(
-            "several kinds of experts in one block: none of them, or more than one, could be spread over a mesh"
-        )
-    (group,) = groups
-    stacked: dict[str, int] = {}
-    separate: list[list[str]] = [[] for _ in group.ids]
-    for table in group.tables:
-        names = [place.fqn for place in table]
-        if len(set(names)) == 1:
-            stacked[names[0]] = _expert_length(table)
-        elif len(set(names)) == len(names):
-            for own, name in zip(separate, names, strict=True):
-                own.append(name)
-        else:
-            raise Refused("several experts share a parameter, but not all of them", culprits=tuple(names[:3]))
-    return ExpertParameters(
-        stacked,
-        tuple(tuple(dict.fromkeys(own)) for own in separate) if any(separate) else (),
-    )
-
-
-def _expert_length(table: Sequence[ParameterSlice]) -> int:
-    """Find the experts' parts of a parameter's first axis, in order of the experts.
-
-    Raises:
-        Refused: the experts are stored otherwise.
-    """
-    parts = [_first_axis_range(place) for place in table]
-    each = parts[0][1] - parts[0][0] if parts[0] else 0
-    for e, (place, part) in enumerate(zip(table, parts, strict=True)):
-        if part != (e * each, (e + 1) * each):
-            raise Refused(
-                f"the experts' parameter {place.fqn} does not store expert after expert along its first axis",
-                culprits=(place.fqn,),
-                remedy="store it as [experts, ...]",
-            )
-    return each
-
-
-def _first_axis_range(place: ParameterSlice) -> tuple[int, int] | None:
-    op, *rest = place.steps[0] if place.steps else ("",)
-    if op == "at" and rest[1][0][0] == 0:
-        return rest[1][0][1], rest[1][0][1] + 1
-    if op == "slice" and (rest[1], rest[4]) == (0, 1):
-        return rest[2], rest[3]
-    return None
 
 
 def preview_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> dict[int, Spread]:

@@ -12,7 +12,7 @@ from ..lowering import triton
 from .proof_trace import ProofTrace
 
 if TYPE_CHECKING:
-    from ..compiler.survey import Refusal
+    from ..compiler.survey_result import Refusal
     from ..planner.decision import Decision
 
 # How the GEMMs read lists of expert weights (`op_providers.weight_paths`). The last two copy in every call.

@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
-from ..compiler.survey import Survey
+from ..compiler.survey_result import Survey
 from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.links import DEFAULT_TOKENS
 from ..runtime.sharding import is_replica_axis

@@ -13,7 +13,7 @@ from torch import nn
 
 from .._plan import Plan
 from ..compiler.model_proof import survey_and_verify
-from ..compiler.survey import Survey
+from ..compiler.survey_result import Survey
 from ..errors import UnknownArchitecture
 from ..ir.expert_body import ExpertBody
 from .architecture import NO_ATTENTION, Architecture, Attention

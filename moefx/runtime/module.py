@@ -3,7 +3,7 @@
 The block keeps its class, its submodules and its state_dict; only the instance attribute `forward` is new. Each call
 binds the arguments, finds a program whose specialisation and guards admit the call, and runs it on the block. If no
 program admits the call, the block is specialised lazily, or runs the original forward and counts the call. The same
-code runs in eager mode and is traced by `torch.compile(fullgraph=True)`.
+code runs in eager mode and is traced by `torch.compile(fullgraph=True)`. The file is long because it is one class.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten
 from ..ir.argument_binding import Leaves, Path, Specialisation, flatten_arguments, make_binder, specialize_call
@@ -30,6 +26,7 @@ from ..ir.guards.recomputed_choice import running
 from ..util.compile_lock import compile_lock, holds_compile_lock
 from .entry import Entry
 from .program import Program
+from .surrounding_modes import is_transformed, suspend_observers
 from .watch import AbsorbedModules
 
 # Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
@@ -187,7 +184,7 @@ class BlockForward:
 
     def _find_eager_entry(self, call: Specialisation, leaves: Leaves, args: Any, kwargs: Any) -> Entry | None:
         """Find the program for an eager call, or compile one."""
-        if _is_transformed():
+        if is_transformed():
             self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms run the original"
             return None
         known = len(self._entries)
@@ -404,38 +401,6 @@ def signature_of(block: nn.Module) -> inspect.Signature:
 def signature_binder(block: nn.Module) -> Callable[..., Any]:
     """Return a function that binds the arguments of a call of `block` to the names of its signature."""
     return make_binder(signature_of(block))
-
-
-def _is_transformed() -> bool:
-    """Whether forward-mode AD or a torch.func transform is active."""
-    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
-
-
-def _pack(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return t, t._version
-
-
-def _unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """Check the version of a saved tensor, which autograd does not check under saved-tensor hooks."""
-    t, version = saved
-    if t._version != version:
-        raise RuntimeError("a tensor that the backward needs was modified by an inplace operation")
-    return t
-
-
-@contextlib.contextmanager
-def suspend_observers() -> Iterator[None]:
-    """Suspend modes and hooks that observe the caller while a block is captured.
-
-    Otherwise `export(strict=False)` records the capture as the model's, a FLOP counter counts it, and a checkpoint
-    keeps its saved tensors.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
-        for _ in _get_current_function_mode_stack():
-            stack.enter_context(_pop_mode_temporarily())
-        stack.enter_context(_disable_current_modes())
-        yield
 
 
 def install_forward(

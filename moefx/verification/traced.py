@@ -25,7 +25,7 @@ from .._plan import Plan
 from ..comparison.compare import CallChain
 from ..comparison.routing_tape import Scope
 from ..comparison.sandbox import Inputs, Options, map_tensors
-from ..compiler.survey import Refusal
+from ..compiler.survey_result import Refusal
 from ..frontends.fx.graph_rewrite import rewrite_regions
 from ..inspection.explain import merge_refusals
 from ..runtime.module import BlockForward, rewritten_blocks

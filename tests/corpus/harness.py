@@ -23,7 +23,8 @@ from unittest import mock
 import torch
 
 import moefx
-from moefx.compiler.survey import Survey, survey
+from moefx.compiler.survey import survey
+from moefx.compiler.survey_result import Survey
 from tests import models
 from tests.models.case import Case
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
-from moefx.compiler import pipeline
+from moefx.compiler import proof_attempts
 
 from ..passes.blocks import D, E, Loop, Mlp
 
@@ -131,8 +131,8 @@ class RowsOfPixels(nn.Module):
 
 def test_experts_that_convolve_neighbours(monkeypatch):
     tried, x = [], torch.randn(2, 4, 32, 32)
-    taken = pipeline._prove_arguments
-    monkeypatch.setattr(pipeline, "_prove_arguments", lambda *args: tried.append(args) or taken(*args))
+    taken = proof_attempts._prove_arguments
+    monkeypatch.setattr(proof_attempts, "_prove_arguments", lambda *args: tried.append(args) or taken(*args))
     with pytest.raises(moefx.NoMoEBlockFound, match=r"from its neighbours \(3x3\).*convolve before the experts"):
         moefx.compile(Pixels(), example_inputs=(x,))
     assert len(tried) == 2  # not those in which the sizes of images are fixed in turn: a minute

@@ -12,8 +12,9 @@ import torch
 from torch import fx, nn
 
 from ..._plan import Plan
-from ...api import RECORD, UNCHANGED, Record, check_passes, explain
-from ...compiler.survey import Refusal
+from ...api import check_passes, explain
+from ...compiled_blocks import RECORD, UNCHANGED, Record
+from ...compiler.survey_result import Refusal
 from ...errors import Refused
 from ...inspection.explain import BlockReport, merge_refusals
 from ...runtime.module import BlockForward, rewritten_blocks

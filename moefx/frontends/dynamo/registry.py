@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ...api import Record
 from ...capture.code_locations import Source
-from ...compiler.survey import Refusal
+from ...compiled_blocks import Record
+from ...compiler.survey_result import Refusal
 from ...inspection.explain import BlockReport
 from ...runtime.module import BlockForward, rewritten_blocks
 from ..fx.graph_rewrite import GraphRegions

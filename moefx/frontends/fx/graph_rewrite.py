@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from ..._plan import Plan
 from ...compiler.plan_check import check_graph_plan
-from ...compiler.survey import Refusal
+from ...compiler.survey_result import Refusal
 from ...errors import InvalidInput, InvalidPlan, Refused, refuse_own_bug
 from . import proof_cache
 from .chunking import explain_chunks

@@ -19,12 +19,12 @@ from ...capture.size_guards import SizeGuard
 from ...compiler.block_report import build_report
 from ...compiler.numeric_check import numeric_check
 from ...compiler.pipeline import BlockRewrite, apply_capacity, rewrite_block
-from ...compiler.specialization import build_program
-from ...compiler.survey import MatchedBlock
+from ...compiler.program_builder import build_program
+from ...compiler.survey_result import MatchedBlock
 from ...errors import CaptureError, MoefxError, Refused, summarize_error
 from ...inspection.explain import BlockReport
-from ...runtime.module import suspend_observers
 from ...runtime.program import Program
+from ...runtime.surrounding_modes import suspend_observers
 from ...util.compile_lock import compile_lock
 from .graph_analysis import GraphAnalysis
 from .node_queries import target_name

@@ -1,0 +1,152 @@
+"""The rewritten blocks of a compiled model: `blocks`, `graph`, `history`, and the record that `compile` leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .compiler.model_proof import quote_name
+from .compiler.survey_result import Refusal
+from .errors import InvalidInput, MoefxError
+from .inspection.explain import BlockReport
+from .inspection.history import History
+from .ir.argument_binding import Specialisation
+from .ir.block_graph import BlockGraph
+from .runtime.module import BlockForward, rewritten_blocks
+
+if TYPE_CHECKING:
+    from .planner.decision import Decision
+
+RECORD = "_moefx_record"
+UNCHANGED: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()  # models returned as they are
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The findings of `compile`, stored on the compiled model: names, texts and numbers, no second model."""
+
+    matched: tuple[BlockReport, ...]
+    refused: tuple[Refusal, ...]
+    seconds: float
+    planned: Decision | None = None
+    gradients: tuple[str, ...] = ()
+
+    def __deepcopy__(self, memo: dict) -> Record:
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A rewritten block of a compiled model."""
+
+    name: str
+    forward: BlockForward
+
+    @property
+    def spec(self) -> Specialisation:
+        """The specialisation of the first rewritten graph."""
+        return self.forward.programs[0].key
+
+    @property
+    def graph(self) -> BlockGraph:
+        return self.history.graph
+
+    @property
+    def history(self) -> History:
+        return self.forward.programs[0].history
+
+    @property
+    def fallbacks(self) -> int:
+        """Calls that ran the original code instead of the rewritten graph."""
+        return self.forward.counts.original
+
+    def record_load(self, on: bool = True) -> None:
+        """Turn routing statistics on or off; off is the default. Warns if the compiler of the graph keeps none."""
+        if on and (other := self.forward.compiled_by):
+            warnings.warn(
+                f"moefx: there will be no routing statistics: the code that {other!r} makes of a graph keeps none. "
+                "torch.compile(model, backend='moefx', options={'backend': 'eager'}) does, and moefx.compile(model)",
+                stacklevel=2,
+            )
+        self.forward.record_load(on)
+
+    def load(self) -> torch.Tensor | None:
+        """Tokens per expert [E] of the last call, on the device, without host synchronisation; None before it.
+
+        Over a mesh these are this rank's tokens (with a `sequence_axis`: its part of them), and E counts the experts of
+        all ranks: the sum over the ranks is the load of all tokens.
+        """
+        return self.forward.load()
+
+
+def blocks(compiled: nn.Module) -> list[Block]:
+    """List the rewritten blocks of a compiled model, in module order."""
+    return [Block(name, forward) for name, forward in find_forwards(compiled).items()]
+
+
+def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockGraph:
+    """Return the rewritten graph of a block, or its graph after a named pass. `print` it.
+
+    Raises:
+        MoefxError: no rewritten block has this name. NoSuchPass: no such pass ran on it.
+    """
+    found = history(compiled, name)
+    return found.graph if after is None else found[after].graph
+
+
+def history(compiled: nn.Module, name: str) -> History:
+    """Return all graphs of a block, pass by pass.
+
+    Raises:
+        MoefxError: no rewritten block has this name.
+    """
+    forwards = find_forwards(compiled)
+    if not forwards:
+        raise MoefxError(
+            "no block of this model is rewritten; pass the result of moefx.compile, or of torch.compile with "
+            "backend='moefx' after its first call"
+        )
+    by_region = {forward.name: forward for forward in forwards.values()}  # `explain` names the regions of a graph so
+    found = forwards.get(name) or by_region.get(name)
+    if found is None:
+        raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(quote_name(n) for n in forwards)}")
+    return found.programs[0].history
+
+
+def find_forwards(given: nn.Module) -> dict[str, BlockForward]:
+    """The rewritten blocks of a model. If it was compiled with `backend="moefx"`, also the regions of its graphs."""
+    if is_compiled_function(given):
+        return find_graph_regions(given)[1]
+    own = rewritten_blocks(model := unwrap_model(given))
+    # A result of `moefx.compile` shares weights with its original, which torch may have compiled, too.
+    return own if own and given is model else {**find_graph_regions(given)[1], **own}
+
+
+def is_compiled_function(given: Any) -> bool:
+    """Whether `torch.compile` returned this for a function."""
+    return inspect.isfunction(given) and hasattr(given, "_torchdynamo_orig_callable")
+
+
+def find_graph_regions(given: Any) -> tuple[Record | None, dict[str, BlockForward]]:
+    """The record and the regions of a model or function that was compiled with `backend="moefx"`."""
+    backend = sys.modules.get("moefx.frontends.dynamo.backend")  # Dynamo loads it on first use
+    return backend.compiled_for(given) if backend is not None else (None, {})
+
+
+def unwrap_model(model: Any) -> nn.Module:
+    """Return the model, also if `torch.compile` has wrapped it.
+
+    Raises:
+        InvalidInput: not a module.
+    """
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InvalidInput(f"expected a model, an instance of nn.Module; got {what}")
+    return getattr(model, "_orig_mod", model)

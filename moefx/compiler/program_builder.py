@@ -1,0 +1,135 @@
+"""Build the program of a rewritten block, with its specialisation and its guards."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..ir.argument_binding import (
+    Guard,
+    Specialisation,
+    find_device,
+    flatten_arguments,
+    placeholder_name,
+    specialize_call,
+)
+from ..ir.guards.attribute_reads import BLOCK_MODE, AttributeLocation, find_globals, read_value
+from ..ir.guards.stored_values import StoredFieldNames, StoredForward, can_snapshot, is_configuration, snapshot
+from ..runtime.module import signature_binder
+from ..runtime.program import Program
+from ..runtime.watch import absorbed_names
+from .pipeline import BlockRewrite
+
+
+def build_program(
+    block: nn.Module,
+    result: BlockRewrite,
+    args: tuple,
+    kwargs: dict[str, Any],
+    autocast: torch.dtype | None = None,
+    read: Iterable[AttributeLocation] = (),
+    tied: Mapping[AttributeLocation, AttributeLocation] | None = None,
+) -> Program:
+    """Build the program of a rewritten block, with its specialisation and its guards. The program holds in training
+    and evaluation if no capture read the block's own mode.
+
+    Args:
+        args, kwargs: the arguments of the call that was captured.
+        autocast: the dtype of autocast around the call, None if it is off.
+        read: the attributes of the block that captures read.
+        tied: the `ties` of the block.
+    """
+    objects = result.graph.binding.objects
+    leaves = flatten_arguments(signature_binder(block)(*args, **kwargs), objects)
+    call = specialize_call(block, leaves, objects)
+    device = find_device(block).type
+    arguments = tuple((path, move_kind(kind, device)) for path, kind in call.arguments)
+    reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
+    read = set(read)
+    training = block.training if BLOCK_MODE in read else None
+    key = Specialisation(training, True if reads_grad else None, autocast, arguments)
+    absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
+    values = {
+        w: read_value(block, w) for w in sorted(read - {BLOCK_MODE}) if not _is_absorbed_parameter(block, w, absorbed)
+    }
+    kept = {w: v for w, v in values.items() if can_snapshot(v) and (w.inner or not isinstance(v, torch.Tensor))}
+    relied = {
+        w: StoredFieldNames(v) if is_configuration(v) else snapshot(v)
+        for w, v in {**kept, **find_globals(block)}.items()
+    }
+    relied |= _called_modules(block, result)
+    # Autocast rules depend on the device.
+    moves = autocast is None and "autocast" not in result.match.modes_read
+    return Program(key, result.history, absorbed, _build_guards(result), {**relied, **(tied or {})}, moves)
+
+
+def _called_modules(block: nn.Module, result: BlockRewrite) -> dict[AttributeLocation, StoredForward]:
+    """Guards on the code of the modules that the program still calls, such as the router, and of their submodules."""
+    found: dict[AttributeLocation, StoredForward] = {}
+    for n in result.graph.graph.nodes:
+        for path, module in block.get_submodule(str(n.target)).named_modules() if n.op == "call_module" else ():
+            owner, _, name = f"{n.target}.{path}".strip(".").rpartition(".")
+            found[AttributeLocation(owner, name)] = StoredForward(module)
+    return found
+
+
+def _is_absorbed_parameter(block: nn.Module, where: AttributeLocation, absorbed: Collection[str]) -> bool:
+    """Whether an attribute is a parameter of an absorbed module, which `AbsorbedModules` watches."""
+    return where.module in absorbed and where.name in block.get_submodule(where.module)._parameters
+
+
+def move_kind(kind: tuple, device: str) -> tuple:
+    """The kind of an argument on another device."""
+    return ("tensor", kind[1], device, kind[3]) if kind[0] == "tensor" else kind
+
+
+def _build_guards(result: BlockRewrite) -> list[Guard]:
+    """Turn the size comparisons of captures, and the axes that captures took as fixed, into guards on placeholders."""
+    arguments = result.match.arguments
+    placeholders = result.graph.placeholders
+    tensors = list(zip(placeholders, arguments.tensors, strict=False))  # objects follow them
+    names = {n.name: leaf for n, leaf in tensors}
+    followed = {n.name: leaf for n, leaf in tensors if not _is_only_passed_on(n, result)}
+    where = {}
+    for dim in arguments.dims:
+        for name, leaf in (*followed.items(), *names.items()):
+            if dim in leaf.shape:
+                where[dim] = f"{name}.shape[{leaf.shape.index(dim)}]"
+                break
+
+    def size(expression: str) -> str:
+        return re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], expression)
+
+    symbols = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+    opposite = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
+    guards = []
+    for g in result.match.guards:
+        sides = [size(side) for side in (g.left, g.right, g.unless)]
+        symbol = symbols[g.op if g.value else opposite[g.op]]
+        condition, why = f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"
+        condition = f"{sides[2]} == 0 or {condition}" if g.unless else condition
+        guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
+    for name, leaf in followed.items():
+        for axis, n in enumerate(leaf.shape):
+            own, there = f"{name}.shape[{axis}]", size(str(n))
+            if there != own:
+                fixed = "features, or fixed"
+                why = f"the proof takes this axis as {fixed if isinstance(n, int) else 'tokens'}"
+                guards.append(Guard(f"{own} == {there}", why, one_way=True))
+    objects = [placeholder_name(path) for path in result.graph.binding.objects]
+    for a, b in itertools.combinations(objects, 2):  # the block may have compared identities
+        guards.append(Guard(f"{a} is None or {a} is not {b}", "they were different objects"))
+    return guards
+
+
+def _is_only_passed_on(placeholder: fx.Node, result: BlockRewrite) -> bool:
+    """Whether a tensor, such as a mask, is only passed to submodules that were not captured. Its shape is then free."""
+    objects = {placeholder_name(path) for path in result.graph.binding.objects}
+    return bool(placeholder.users) and all(
+        user.op == "call_module" and any(n.name in objects for n in user.all_input_nodes) for user in placeholder.users
+    )

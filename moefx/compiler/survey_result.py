@@ -1,0 +1,75 @@
+"""The result of a survey: matched blocks, and refusals of modules that look like one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from ..capture.block_search import SurveyedCall
+from ..inspection.proof_trace import ProofTrace
+from ..ir.guards.attribute_reads import AttributeLocation
+from .pipeline import BlockRewrite
+
+
+@dataclasses.dataclass
+class Refusal:
+    """A module that looks like an MoE block and was left unchanged.
+
+    Attributes:
+        name: the module's name in the model.
+        reason: the cause, in one sentence.
+        source: the user's `file.py:line`, or "".
+        culprits: operations or parameters that prevent the rewrite.
+        remedy: the change after which it would match, or "".
+        likely: it holds expert-like parameters; otherwise it only selects something, as sparse attention does.
+        seen: the reason describes the module; otherwise it says why nothing was seen.
+        trace: the steps of its proof; None if there was no proof.
+    """
+
+    name: str
+    reason: str
+    source: str = ""
+    culprits: tuple[str, ...] = ()
+    remedy: str = ""
+    likely: bool = True
+    seen: bool = True
+    trace: ProofTrace | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        what = f" [{', '.join(self.culprits)}]" if self.culprits else ""
+        return f"{self.name or 'the model'}: {self.reason}{what}{where}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclasses.dataclass
+class MatchedBlock:
+    """Modules of one kind that were proven and rewritten together."""
+
+    names: list[str]
+    call: SurveyedCall
+    result: BlockRewrite
+    seconds: float
+    read: set[AttributeLocation]  # attributes that the proof depends on
+
+
+@dataclasses.dataclass
+class Survey:
+    """The blocks of a model.
+
+    Attributes:
+        attends: whether the model has attention.
+        twin: the copy of the model that was surveyed, with the model's parameters and buffers. Captures swap
+            parameters
+            while others may use the model. The model itself if it cannot be copied.
+        copies: maps each module of the model to its module in the twin; empty if the model cannot be copied.
+        unchecked: blocks whose numeric check could not run, with the reasons.
+    """
+
+    matched: list[MatchedBlock]
+    refused: list[Refusal]
+    seconds: float
+    attends: bool
+    twin: nn.Module
+    copies: dict[nn.Module, nn.Module]
+    unchecked: list[str] = dataclasses.field(default_factory=list)

@@ -1,0 +1,66 @@
+"""Find how a block stores its experts' parameters: stacked in one tensor, or separately."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..compiler.pipeline import BlockRewrite
+from ..errors import Refused
+from ..matching.lift.canonical_form import has_matrix_products
+from ..matching.terms.parameter_places import ParameterSlice
+from ..passes.routed_region import RoutedRegion
+from ..runtime.sharding import ExpertParameters
+
+
+def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
+    """Find the experts' parameters of a block, and how the block stores them."""
+    groups = result.match.groups
+    if len(groups) > 1:  # see `RoutedRegion.of`
+        groups = [g for g in groups if len(g.ids) > 1 and has_matrix_products(g.body)]
+    if len(groups) != 1 or len(groups[0].ids) != RoutedRegion.of(result.graph).num_experts:
+        raise Refused(
+            "several kinds of experts in one block: none of them, or more than one, could be spread over a mesh"
+        )
+    (group,) = groups
+    stacked: dict[str, int] = {}
+    separate: list[list[str]] = [[] for _ in group.ids]
+    for table in group.tables:
+        names = [place.fqn for place in table]
+        if len(set(names)) == 1:
+            stacked[names[0]] = _expert_length(table)
+        elif len(set(names)) == len(names):
+            for own, name in zip(separate, names, strict=True):
+                own.append(name)
+        else:
+            raise Refused("several experts share a parameter, but not all of them", culprits=tuple(names[:3]))
+    return ExpertParameters(
+        stacked,
+        tuple(tuple(dict.fromkeys(own)) for own in separate) if any(separate) else (),
+    )
+
+
+def _expert_length(table: Sequence[ParameterSlice]) -> int:
+    """Find the experts' parts of a parameter's first axis, in order of the experts.
+
+    Raises:
+        Refused: the experts are stored otherwise.
+    """
+    parts = [_first_axis_range(place) for place in table]
+    each = parts[0][1] - parts[0][0] if parts[0] else 0
+    for e, (place, part) in enumerate(zip(table, parts, strict=True)):
+        if part != (e * each, (e + 1) * each):
+            raise Refused(
+                f"the experts' parameter {place.fqn} does not store expert after expert along its first axis",
+                culprits=(place.fqn,),
+                remedy="store it as [experts, ...]",
+            )
+    return each
+
+
+def _first_axis_range(place: ParameterSlice) -> tuple[int, int] | None:
+    op, *rest = place.steps[0] if place.steps else ("",)
+    if op == "at" and rest[1][0][0] == 0:
+        return rest[1][0][1], rest[1][0][1] + 1
+    if op == "slice" and (rest[1], rest[4]) == (0, 1):
+        return rest[2], rest[3]
+    return None
