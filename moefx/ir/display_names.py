@@ -32,7 +32,7 @@ _ROLES = {
 
 def shown_names(graph: Graph) -> dict[Node, str]:
     """Return the printed name of every node: its own name if a pass chose it, else a name for its role."""
-    taken = {node.name for node in graph.nodes if not _default_name(node)}
+    used = {node.name for node in graph.nodes if not _default_name(node)}
     names: dict[Node, str] = {}
     for node in graph.nodes:
         name = _default_name(node)
@@ -46,8 +46,8 @@ def shown_names(graph: Graph) -> dict[Node, str]:
                     names[node] = names[producer]
                     continue
                 name = f"{names[producer]}_{node.args[1]}"
-            name = _unused(role or name, taken)
-            taken.add(name)
+            name = _unused(role or name, used)
+            used.add(name)
         names[node] = name or node.name
     return names
 
@@ -83,9 +83,9 @@ def _is_sent_back(node: Node) -> bool:
     return any(target_name(u) == "moefx::all_to_all_back" for first in node.users for u in first.users)
 
 
-def _unused(name: str, taken: set[str]) -> str:
+def _unused(name: str, used: set[str]) -> str:
     number, candidate = 1, name
-    while candidate in taken:
+    while candidate in used:
         number, candidate = number + 1, f"{name}_{number}"
     return candidate
 

@@ -83,7 +83,7 @@ class GeneratedSource:
     ):
         self.scope: dict[str, Any] = {}
         # Names that the generated text uses itself.
-        self._taken = {node.name for node in graph.nodes} | {
+        self._used_names = {node.name for node in graph.nodes} | {
             "self", "getattr", "setattr", "slice", "float", "torch", "autocast",
         }  # fmt: skip
         self._recorded = frozenset(record)
@@ -219,7 +219,7 @@ class GeneratedSource:
 
     def _global(self, alias: str, value: Any) -> str:
         alias = re.sub(r"\W", "_", alias)
-        while alias in self._taken or self.scope.setdefault(alias, value) is not value:
+        while alias in self._used_names or self.scope.setdefault(alias, value) is not value:
             alias += "_"
         return alias
 

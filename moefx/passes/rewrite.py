@@ -105,10 +105,10 @@ class Rewriter:
         effects = self._collect_effects()
         for effect, _ in effects:
             if effect.kind == "input":  # the backward must not keep the input itself, which changes
-                given = self.residual.new_nodes[effect.target]
-                self.overwritten[effect.target] = given
+                placeholder = self.residual.new_nodes[effect.target]
+                self.overwritten[effect.target] = placeholder
                 self.residual.new_nodes[effect.target] = self.residual.call(
-                    aten.clone.default, (given,), {}, dict(given.meta)
+                    aten.clone.default, (placeholder,), {}, dict(placeholder.meta)
                 )
         columns = list(zip(*[flat for flat, _ in outs], strict=True))
         roots: list[AlignedNodes] = []
@@ -165,13 +165,13 @@ class Rewriter:
         if effect.kind == "input":
             return False
         node = next(aligned.first for aligned in leaves if isinstance(aligned, AlignedNodes))
-        here, own = node.meta["index"], [call for call in calls if _changes_module(effect, call)]
-        if any(call.start <= here < call.stop for call in own):
+        position, changing = node.meta["index"], [call for call in calls if _changes_module(effect, call)]
+        if any(call.start <= position < call.stop for call in changing):
             return True
         is_parameter = effect.kind == "buffer" and isinstance(
             get_tensor(self.match.block, str(effect.target)), nn.Parameter
         )
-        if any(call.start > here for call in own) or (is_parameter and node.users):
+        if any(call.start > position for call in changing) or (is_parameter and node.users):
             raise Refused(
                 f"the block changes {effect.target} when it is called, and then computes with it",
                 culprits=(str(effect.target),),

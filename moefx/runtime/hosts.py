@@ -53,16 +53,18 @@ def order_hosts(hosts: Mapping[str, str | Sequence[str]], group: int) -> HostOrd
         raise InvalidPlan(f"{len(units_of)} hosts are not whole groups of {group}")
     ordered: list[str] = []
     inside: list[int] = []
-    left = {units: [host for host in units_of if units_of[host] == units] for units in sorted(set(units_of.values()))}
+    remaining = {
+        units: [host for host in units_of if units_of[host] == units] for units in sorted(set(units_of.values()))
+    }
     for _ in range(max(num_levels, default=0) + 1):
         found = 0
-        rest: dict[tuple[str, ...], list[list[str]]] = {}
-        for units, names_here in left.items():
+        leftover: dict[tuple[str, ...], list[list[str]]] = {}
+        for units, names_here in remaining.items():
             whole = len(names_here) // group
             ordered += names_here[: whole * group]
             found += whole
-            rest.setdefault(units[1:], []).append(names_here[whole * group :])
+            leftover.setdefault(units[1:], []).append(names_here[whole * group :])
         inside.append(found)
         # Large parts first, so that a group spans few parts.
-        left = {units: list(chain(*sorted(parts, key=len, reverse=True))) for units, parts in rest.items()}
+        remaining = {units: list(chain(*sorted(parts, key=len, reverse=True))) for units, parts in leftover.items()}
     return HostOrder(tuple(ordered), group, tuple(inside))

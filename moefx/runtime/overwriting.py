@@ -86,10 +86,10 @@ class OverwritingWatch:
         if self.calls & (self.calls - 1) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
         with _disable_current_modes():  # a checkpoint's policy must not see these operations
-            own = local_sample(self, self._expert_tensors()[0].device)
-            told = [torch.empty_like(own) for _ in range(self.placement.num_ranks)]
-            dist.all_gather(told, own, group=get_group(self.group))
-            self.compare_samples(torch.stack(told).tolist())
+            sample = local_sample(self, self._expert_tensors()[0].device)
+            samples = [torch.empty_like(sample) for _ in range(self.placement.num_ranks)]
+            dist.all_gather(samples, sample, group=get_group(self.group))
+            self.compare_samples(torch.stack(samples).tolist())
 
     def take_sample(self) -> Tensor | None:
         """The samples to send, int64 [NUM_WORDS]: of the last call, and of now."""
@@ -106,11 +106,12 @@ class OverwritingWatch:
         Raises:
             ExpertsOverwritten: ranks that had different experts now have equal ones.
         """
-        alike = self._find_suspects(samples)
-        if alike and (ranks := self._confirm_overwritten(alike)):
-            own = dist.get_process_group_ranks(get_group(self.group))
-            seen = f"{format_ranks([own[i] for i in ranks])} had different experts before and have equal ones now"
-            raise ExpertsOverwritten(describe_overwriting(outermost_wrapper(self.block), self.name, seen))
+        suspects = self._find_suspects(samples)
+        if suspects and (ranks := self._confirm_overwritten(suspects)):
+            world_ranks = dist.get_process_group_ranks(get_group(self.group))
+            overwritten = format_ranks([world_ranks[i] for i in ranks])
+            observation = f"{overwritten} had different experts before and have equal ones now"
+            raise ExpertsOverwritten(describe_overwriting(outermost_wrapper(self.block), self.name, observation))
         self.before = self.now
 
     def _find_suspects(self, samples: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -138,9 +139,9 @@ class OverwritingWatch:
             flat = _local_part(tensor).reshape(-1)
             digest.update(flat[:: max(1, len(flat) // _CONFIRMED_VALUES)].double().cpu().numpy().tobytes())
         device = self.now.device if self.now is not None else torch.device("cpu")
-        own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
-        digests = [torch.empty_like(own) for _ in range(self.placement.num_ranks)]
-        dist.all_gather(digests, own, group=get_group(self.group))
+        own_digest = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
+        digests = [torch.empty_like(own_digest) for _ in range(self.placement.num_ranks)]
+        dist.all_gather(digests, own_digest, group=get_group(self.group))
         values = [tuple(d.tolist()) for d in digests]
         for positions in suspected:
             same = [p for p in positions if values.count(values[p]) > 1]
@@ -166,13 +167,13 @@ class OverwritingWatch:
 
     def _find_sampled_names(self) -> tuple[str, str]:
         """Names of the largest parameter of the first and of the last expert; the same name twice for a stack."""
-        parameters, own = self.parameters, self.placement.local_experts
+        parameters, experts = self.parameters, self.placement.local_experts
         if not parameters.separate:
             name = max(parameters.stacked, key=lambda name: owner_and_tensor(self.block, name)[1].numel())
             return name, name
-        sizes = [owner_and_tensor(self.block, name)[1].numel() for name in parameters.separate[own[0]]]
+        sizes = [owner_and_tensor(self.block, name)[1].numel() for name in parameters.separate[experts[0]]]
         index = sizes.index(max(sizes))
-        return parameters.separate[own[0]][index], parameters.separate[own[-1]][index]
+        return parameters.separate[experts[0]][index], parameters.separate[experts[-1]][index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverwritingWatch:
         block = memo.get(id(self.block), self.block)

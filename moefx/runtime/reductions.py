@@ -65,13 +65,13 @@ def build_reductions(
     """
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True))
-    alike = {PIPELINE_AXIS, sequence_axis} | ({TENSOR_AXIS} - set(expert_axes))
-    data = tuple(name for name in names if name not in alike and sizes[name] > 1)
+    unsummed = {PIPELINE_AXIS, sequence_axis} | ({TENSOR_AXIS} - set(expert_axes))
+    data = tuple(name for name in names if name not in unsummed and sizes[name] > 1)
     divisor = math.prod(sizes[name] for name in data)
-    left = tuple(name for name in data if name not in expert_axes)
+    expert_data = tuple(name for name in data if name not in expert_axes)
     summed = tuple(name for name in data if name in expert_axes)
     return {
-        "experts": Reduction("experts", left, _find_ranks_along(mesh, left), divisor, summed),
+        "experts": Reduction("experts", expert_data, _find_ranks_along(mesh, expert_data), divisor, summed),
         "others": Reduction("others", data, _find_ranks_along(mesh, data), divisor),
     }
 
@@ -79,7 +79,7 @@ def build_reductions(
 def _find_ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[int]:
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     names = mesh.mesh_dim_names or ()
-    at = tuple(slice(None) if name in axes else own for name, own in zip(names, coordinate, strict=True))
+    at = tuple(slice(None) if name in axes else position for name, position in zip(names, coordinate, strict=True))
     return frozenset(mesh.mesh[at].flatten().tolist())
 
 
@@ -120,25 +120,25 @@ class GradientWatch:
         self.seen.add(optimizer)
         self.is_up_to_date = False
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        own = {name: p for name, p in self.model.named_parameters() if id(p) in stepped}
-        if own and (unreduced := self._find_unreduced(own)):
+        parameters = {name: p for name, p in self.model.named_parameters() if id(p) in stepped}
+        if parameters and (unreduced := self._find_unreduced(parameters)):
             self.has_warned = True
             warnings.warn(self._format_warning(unreduced), stacklevel=_find_user_stacklevel())
 
     def _find_unreduced(self, parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
         """Names of unreduced parameters, by group."""
-        left: dict[str, list[str]] = {}
+        unreduced: dict[str, list[str]] = {}
         for name, parameter in parameters.items():
             group = "experts" if name in self.experts else "others"
             needed = self.found[group].ranks
             is_sharded = isinstance(parameter, DTensor) and needed <= set(_mesh_ranks(parameter))
             if len(needed) > 1 and not is_sharded and not self._is_in_ddp(parameter, needed):
-                left.setdefault(group, []).append(name)
-        return left
+                unreduced.setdefault(group, []).append(name)
+        return unreduced
 
     def _is_in_ddp(self, parameter: Tensor, needed: frozenset[int]) -> bool:
         """Whether a DistributedDataParallel reduces a parameter over these ranks. Searches for wrappers once a step."""
-        while not any(id(parameter) in own and needed <= ranks for own, ranks in self.reduced):
+        while not any(id(parameter) in reduced and needed <= ranks for reduced, ranks in self.reduced):
             if self.is_up_to_date:
                 return False
             self.reduced, self.is_up_to_date = list(_find_ddp_reductions()), True
@@ -146,16 +146,16 @@ class GradientWatch:
 
     def _format_warning(self, unreduced: Mapping[str, list[str]]) -> str:
         owners = {"experts": "its experts", "others": "the rest"}
-        what = "; ".join(
+        missing = "; ".join(
             f"{len(names)} parameter(s) of {owners[group]} ({', '.join(names[:2])}"
             f"{', ...' if len(names) > 2 else ''}): {self.found[group]}"
             for group, names in unreduced.items()
         )
         return (
             f"moefx: this step of the optimizer uses gradients of {type(self.model).__name__} that are not reduced "
-            f"over the ranks, so its replicas drift apart. Missing before step(): {what}. moefx.explain(model) lists "
-            "all parameters. Wrap these parameters in fully_shard or DistributedDataParallel, or reduce them by hand "
-            "and set Plan(gradients='manual')"
+            f"over the ranks, so its replicas drift apart. Missing before step(): {missing}. moefx.explain(model) "
+            "lists all parameters. Wrap these parameters in fully_shard or DistributedDataParallel, or reduce them by "
+            "hand and set Plan(gradients='manual')"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientWatch:
@@ -178,11 +178,11 @@ def _mesh_ranks(parameter: DTensor) -> list[int]:
 
 def _find_ddp_reductions() -> Iterator[tuple[set[int], frozenset[int]]]:
     """For each DistributedDataParallel: the parameters that it reduces, by `id`, and the ranks that it reduces over."""
-    for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and "module" in found._modules:
-            ignored = set(found.parameters_to_ignore)
-            own = {id(p) for name, p in found.module.named_parameters() if name not in ignored}
-            yield own, frozenset(dist.get_process_group_ranks(found.process_group))
+    for ddp in gc.get_objects():
+        if issubclass(type(ddp), DistributedDataParallel) and "module" in ddp._modules:
+            ignored = set(ddp.parameters_to_ignore)
+            reduced = {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
+            yield reduced, frozenset(dist.get_process_group_ranks(ddp.process_group))
 
 
 _watches: weakref.WeakSet[GradientWatch] = weakref.WeakSet()

@@ -37,8 +37,8 @@ class ExpertParameters:
 
     def tensors(self, block: nn.Module, experts: Iterable[int]) -> list[torch.Tensor]:
         """The parameters and buffers of a block that hold some experts."""
-        own = self.of_experts(experts)
-        names = [*self.stacked, *(name for each in self.separate for name in each if name in own)]
+        separate_names = self.of_experts(experts)
+        names = [*self.stacked, *(name for each in self.separate for name in each if name in separate_names)]
         found = [owner_and_tensor(block, name)[1] for name in dict.fromkeys(names)]
         return [t for t in found if isinstance(t, torch.Tensor)]
 

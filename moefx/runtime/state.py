@@ -34,7 +34,7 @@ def full_state_dict(
     Args:
         spread: for each block by name, its expert parameters, their placement and the routes between ranks.
     """
-    own, found = model.state_dict(), {}
+    local_state, found = model.state_dict(), {}
     here = rank is None or dist.get_rank() == rank
 
     def keep(name: str, value: Any) -> None:
@@ -47,18 +47,18 @@ def full_state_dict(
         for names in parameters.separate
         for name in names
     }
-    for name, value in own.items():
+    for name, value in local_state.items():
         if name not in separate:
             keep(name, _unshard(value))
     for block, (parameters, placement, ways) in spread.items():
-        for name, value in _gather_separate_experts(own, block, parameters, placement, ways):
+        for name, value in _gather_separate_experts(local_state, block, parameters, placement, ways):
             keep(name, value)
     order = [name for name in _iterate_names(model) if name in found]
     return {name: found[name] for name in dict.fromkeys([*order, *found])}
 
 
 def _gather_separate_experts(
-    own: dict[str, Any], block: str, parameters: ExpertParameters, placement: Placement, ways: ExchangeRoutes
+    local_state: dict[str, Any], block: str, parameters: ExpertParameters, placement: Placement, ways: ExchangeRoutes
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather the parameters of separate experts: one collective per name and expert slot of a rank."""
     if not parameters.separate:
@@ -66,7 +66,7 @@ def _gather_separate_experts(
     group, expert_at = get_group(placement.group), {place: expert for expert, place in enumerate(placement.places)}
     for slot, expert in enumerate(placement.local_experts):
         for i, name in enumerate(parameters.separate[expert]):
-            value = _unshard(own[joined(block, name)]).contiguous()
+            value = _unshard(local_state[joined(block, name)]).contiguous()
             parts = [torch.empty_like(value) for _ in range(placement.num_ranks)]
             dist.all_gather(parts, value, group=group)
             for position, part in enumerate(parts):
@@ -80,8 +80,8 @@ def _unshard(value: Any) -> Any:
 
 def _iterate_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
     """The names in the original state dict, including experts on other ranks."""
-    own = [*module._parameters, *(b for b in module._buffers if b not in module._non_persistent_buffers_set)]
-    for name in [*own, "_extra_state"]:
+    names = [*module._parameters, *(b for b in module._buffers if b not in module._non_persistent_buffers_set)]
+    for name in [*names, "_extra_state"]:
         yield prefix + name
     for name, child in module._modules.items():
         if child is not None:
@@ -105,11 +105,15 @@ class OnLoad:
             state_dict.pop(prefix + name, None)
         for name in self.stacked:
             value: Any = state_dict.get(prefix + name)
-            held = _find_parameter(block, name)
-            if type(value) in (Tensor, nn.Parameter) and isinstance(held, DTensor) and value.shape == held.shape:
-                part = value.detach() if value.is_meta or held.is_meta else value.detach().to(held.device)
+            parameter = _find_parameter(block, name)
+            if (
+                type(value) in (Tensor, nn.Parameter)
+                and isinstance(parameter, DTensor)
+                and value.shape == parameter.shape
+            ):
+                part = value.detach() if value.is_meta or parameter.is_meta else value.detach().to(parameter.device)
                 state_dict[prefix + name] = distribute_tensor(
-                    part, held.device_mesh, held.placements, src_data_rank=None
+                    part, parameter.device_mesh, parameter.placements, src_data_rank=None
                 )
 
 

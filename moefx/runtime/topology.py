@@ -136,8 +136,8 @@ class ExpertAxis:
             InvalidPlan: its ranks are not ranks of this axis, so their parts of the tokens would reach different
                 experts.
         """
-        own = self.mesh[name]
-        ranks, experts = own.mesh.tolist(), self.own.mesh.tolist()
+        sequence_mesh = self.mesh[name]
+        ranks, experts = sequence_mesh.mesh.tolist(), self.own.mesh.tolist()
         if not set(ranks) <= set(experts):
             raise InvalidPlan(
                 f"Plan(sequence_axis={name!r}): each of its ranks ({format_ranks(ranks)}) routes a part of the "
@@ -145,8 +145,8 @@ class ExpertAxis:
                 f"else experts that are replicated over {name!r} would have different gradients. Take "
                 f"Plan(expert_axis=(..., {name!r}))"
             )
-        group = own.get_group()
-        return SharedTokens(name, group.group_name, own.size(), dist.get_rank(group), gradients)
+        group = sequence_mesh.get_group()
+        return SharedTokens(name, group.group_name, sequence_mesh.size(), dist.get_rank(group), gradients)
 
     def build_ways(self, *, by_level: bool, dedup: bool, near_apart: bool = False) -> ExchangeRoutes:
         """Route rows in one exchange, or in one per level (`by_level`). The latter is collective: it makes groups."""
@@ -213,13 +213,13 @@ class ExpertAxis:
         """The levels, each with the process group of the ranks that differ from this one at that level only."""
         sizes, order = self.topology.sizes, self.topology.order
         ranks = self.own.mesh[list(order)].view(sizes)
-        own = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        coordinate = (ranks == dist.get_rank()).nonzero()[0].tolist()
         levels = []
         for i, (name, size) in enumerate(zip(self.topology.names, sizes, strict=True)):
-            beside = ranks[(*own[:i], slice(None), *own[i + 1 :])].tolist()
+            peers = ranks[(*coordinate[:i], slice(None), *coordinate[i + 1 :])].tolist()
             # Only members synchronise: other groups of the axis may belong to other models, or be made later.
             group: Any = dist.new_group(
-                beside,
+                peers,
                 timeout=None if self.timeout is None else datetime.timedelta(seconds=self.timeout),
                 use_local_synchronization=True,
                 group_desc=f"{self.name}/{name}",

@@ -182,7 +182,7 @@ class _AttributeLists:
     """Lists for comparison in C. `AbsorbedModules` checks replaced submodules instead."""
 
     def __init__(self, block: nn.Module, values: Mapping[AttributeLocation, Any]):
-        held: dict[int, tuple[Any, dict[str, Any]]] = {}
+        by_owner: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.holders: list[tuple[dict[str, Any], str, Any]] = []
         self.shared: list[tuple[Any, str, Any]] = []  # attributes of classes
         self.tied: list[tuple[Any, str, Any, str]] = []
@@ -194,20 +194,20 @@ class _AttributeLists:
             elif isinstance(value, AttributeLocation):
                 self.tied.append((owner, name, find_owner(block, value), value.attribute))
             elif name in getattr(owner, "__dict__", ()) and is_comparable(value):
-                held.setdefault(id(owner), (owner, {}))[1][name] = value
+                by_owner.setdefault(id(owner), (owner, {}))[1][name] = value
             else:
                 self.shared.append((owner, name, value))
-            for (_, outer), (held_as, inner) in itertools.pairwise(holders):
-                if held_as in getattr(outer, "__dict__", ()):
-                    self.holders.append((vars(outer), held_as, inner))
+            for (_, outer), (attribute, inner) in itertools.pairwise(holders):
+                if attribute in getattr(outer, "__dict__", ()):
+                    self.holders.append((vars(outer), attribute, inner))
                 else:
-                    self.shared.append((outer, held_as, inner))
-        alike: dict[tuple[str, ...], list[tuple[Any, dict[str, Any]]]] = {}
-        for owner, own in held.values():
-            alike.setdefault(tuple(own), []).append((vars(owner), own))
+                    self.shared.append((outer, attribute, inner))
+        by_names: dict[tuple[str, ...], list[tuple[Any, dict[str, Any]]]] = {}
+        for owner, attributes in by_owner.values():
+            by_names.setdefault(tuple(attributes), []).append((vars(owner), attributes))
         self.held = [
-            (get, [state for state, _ in pairs], [get(own) for _, own in pairs])
-            for names, pairs in alike.items()
+            (get, [state for state, _ in pairs], [get(attributes) for _, attributes in pairs])
+            for names, pairs in by_names.items()
             for get in [itemgetter(*names)]
         ]
 
@@ -235,12 +235,12 @@ def absorbed_names(block: nn.Module, graph: BlockGraph, repeated: Sequence[str] 
     Args:
         repeated: modules that the graph calls and whose parts it also computes. The parts count as absorbed.
     """
-    kept = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
     read = [str(node.target).rpartition(".")[0] for node in graph.graph.nodes if node.op == "get_attr"]
     inner = [owner for owner in read if any(owner.startswith(f"{name}.") for name in repeated)]
 
     def is_kept(name: str) -> bool:
-        return any(f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in kept)
+        return any(f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in called)
 
     replaced = [name for name, _ in block.named_modules() if name and not is_kept(name)]
     return tuple(dict.fromkeys([*replaced, *inner]))

@@ -61,10 +61,10 @@ class IgnoredByDDP:
 
 def _find_ddp_under_construction(frame: Any) -> tuple[nn.Module, Any] | None:
     """The module and the process group of a DistributedDataParallel whose constructor is running in `frame`."""
-    made = frame.f_locals.get("self")
-    if not isinstance(made, DistributedDataParallel):
+    ddp = frame.f_locals.get("self")
+    if not isinstance(ddp, DistributedDataParallel):
         return None
-    module, group = frame.f_locals.get("module"), getattr(made, "process_group", None)
+    module, group = frame.f_locals.get("module"), getattr(ddp, "process_group", None)
     return (module, group) if isinstance(module, nn.Module) else None
 
 
@@ -107,9 +107,9 @@ def broadcasting_ddp(ddp: Any, experts: Sequence[Tensor], group: str) -> list[st
     """The names of expert tensors that a DistributedDataParallel wrongly treats as replicas."""
     if not shares_other_experts(ddp.process_group, group):
         return []
-    ignored, own = set(ddp.parameters_to_ignore), set(map(id, experts))
+    ignored, expert_ids = set(ddp.parameters_to_ignore), set(map(id, experts))
     tensors = (*ddp.module.named_parameters(), *ddp.module.named_buffers())
-    return [name for name, tensor in tensors if id(tensor) in own and name not in ignored]
+    return [name for name, tensor in tensors if id(tensor) in expert_ids and name not in ignored]
 
 
 def is_deepspeed(module: nn.Module) -> bool:

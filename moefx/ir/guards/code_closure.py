@@ -40,8 +40,8 @@ class CodeClosure(NamedTuple):
 def collect_code(block: nn.Module) -> frozenset[Any]:
     """Return the classes of a block and its submodules, and the functions among their instance attributes."""
     kinds = (*FUNCTION_TYPES, functools.partial)
-    own = [v for module in block.modules() for v in vars(module).values() if isinstance(v, kinds)]
-    return frozenset([*map(type, block.modules()), *map(unwrap_callable, own)])
+    functions = [v for module in block.modules() for v in vars(module).values() if isinstance(v, kinds)]
+    return frozenset([*map(type, block.modules()), *map(unwrap_callable, functions)])
 
 
 FUNCTION_TYPES = (types.FunctionType, types.MethodType)
@@ -99,12 +99,14 @@ def trace_closure(code: Iterable[Any]) -> CodeClosure:
     return CodeClosure(list(found.values()), classes, frozenset(all_names), frozenset(numbers))
 
 
-def _iter_globals(own: dict[str, Any], names: frozenset[str], attributes: frozenset[str]) -> Iterator[Global]:
+def _iter_globals(
+    function_globals: dict[str, Any], names: frozenset[str], attributes: frozenset[str]
+) -> Iterator[Global]:
     """Yield the globals that a function names, and the attributes that it names of modules among these globals."""
-    todo, seen = [(own, names)], {id(own)}
+    todo, seen = [(function_globals, names)], {id(function_globals)}
     while todo:
-        namespace, wanted = todo.pop()
-        for name in wanted & namespace.keys():
+        namespace, wanted_names = todo.pop()
+        for name in wanted_names & namespace.keys():
             value = namespace[name]
             if not isinstance(value, types.ModuleType):
                 yield Global(namespace.get("__name__", ""), namespace, name)

@@ -147,8 +147,8 @@ def exchange_counts(
         Arguments for `read_counts`: this rank's counts, int64 [chunks, numbers], and the other ranks' counts in
         transit.
     """
-    own = get_group(group)
-    layout = _counts_layout(tuple(levels), dist.get_rank(own), near)
+    process_group = get_group(group)
+    layout = _counts_layout(tuple(levels), dist.get_rank(process_group), near)
     near_node = layout.node if near else []
     kwargs = {"levels": levels, "num_slots": num_slots, "dedup": dedup, "near": near_node, "fingerprint": fingerprint}
     by_chunk = [count_rows(place, **kwargs) for place in places]
@@ -159,7 +159,7 @@ def exchange_counts(
     sent = torch.cat([sent, sample], dim=-1)
     heard = torch.empty_like(sent)  # [positions, chunks, numbers]
     with raise_ranks_lost():
-        _in_transit[heard.data_ptr()] = dist.all_to_all_single(heard, sent, group=own, async_op=True), sampler
+        _in_transit[heard.data_ptr()] = dist.all_to_all_single(heard, sent, group=process_group, async_op=True), sampler
     while len(_in_transit) > _MAX_IN_TRANSIT:  # left behind by errors
         _in_transit.pop(next(iter(_in_transit)))
     return counts, heard

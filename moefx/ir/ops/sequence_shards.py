@@ -45,8 +45,8 @@ def sum_shards(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
     length, num_tokens = _shard_length(x.shape[0], size), x.shape[0]
     padded = _pad_rows(x, size * length)
     part = wait(torch.ops._c10d_functional.reduce_scatter_tensor(padded, "sum", size, group))
-    own = max(min(num_tokens - rank * length, length), 0)
-    return part[:own].clone() if own < length else part
+    own_length = max(min(num_tokens - rank * length, length), 0)
+    return part[:own_length].clone() if own_length < length else part
 
 
 def _shard_length(num_tokens: Any, size: int) -> Any:
@@ -65,9 +65,9 @@ def _pad_rows(x: Tensor, length: int) -> Tensor:
 
 def _empty_shard(x: Tensor, rank: int, size: int) -> Tensor:
     length = _shard_length(x.shape[0], size)
-    left = x.shape[0] - rank * length
-    own: Any = torch.sym_max(torch.sym_min(left, length), 0)
-    return x.new_empty((own, x.shape[1]))
+    tokens_left = x.shape[0] - rank * length
+    own_length: Any = torch.sym_max(torch.sym_min(tokens_left, length), 0)
+    return x.new_empty((own_length, x.shape[1]))
 
 
 shard_tokens.fake(lambda x, *, rank, size, group: _empty_shard(x, rank, size))
