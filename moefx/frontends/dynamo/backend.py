@@ -121,8 +121,8 @@ def _log_findings(gm: fx.GraphModule, found: GraphRegions, action: str) -> None:
     before = [r for one in registry.COMPILED_GRAPHS for r in one.record.refused]
     matched = [m for one in registry.COMPILED_GRAPHS for m in one.record.matched]
     others = [r for r in registry.find_few_token_refusals([*before, *refused], matched) if r in refused]
-    for level, those in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
-        for refusal in merge_refusals(those):
+    for level, logged in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
+        for refusal in merge_refusals(logged):
             _log_once(level, f"moefx left a region of a graph as it was: {refusal}")
     if found.open and (reason := _find_graph_break(gm)) is not None:
         frames = getattr(reason, "user_stack", None) or []
@@ -189,21 +189,21 @@ def _build_record(gm: fx.GraphModule, found: GraphRegions) -> Record:
 # ---------------------------------------------------------------------- queries
 def find_recipes(model: nn.Module) -> dict[str, BackendRecipe]:
     """Find how this backend compiled a model (`torch.compile`) or parts of it (`module.compile`), by name."""
-    ways = {}
+    recipes = {}
     for name, part in find_compiled_parts(model).items():
         if getattr(part.compiler, "compiler_fn", part.compiler) is backend:
-            given = getattr(part.compiler, "kwargs", {})
-            chosen = parse_options(given.get("options"), given.get("mode"))
-            ways[name] = BackendRecipe(chosen.plan, chosen.rest, part._replace(name=str(chosen.name)))
-    return ways
+            keywords = getattr(part.compiler, "kwargs", {})
+            options = parse_options(keywords.get("options"), keywords.get("mode"))
+            recipes[name] = BackendRecipe(options.plan, options.rest, part._replace(name=str(options.name)))
+    return recipes
 
 
 def compiled_for(given: nn.Module | Callable[..., Any]) -> tuple[Record | None, dict[str, BlockForward]]:
     """Return the record and the regions of all graphs of a model or function, the latest for each name. The record is
     None for a model that was never compiled with this backend.
     """
-    if mine := registry.find_graphs(given, registry.COMPILED_GRAPHS):
-        return registry.merge_graphs(mine)
+    if graphs := registry.find_graphs(given, registry.COMPILED_GRAPHS):
+        return registry.merge_graphs(graphs)
     was_compiled = not isinstance(given, nn.Module) or find_recipes(given)
     return (
         Record((), (registry.explain_missing(given, _find_skipped_functions()),), 0.0) if was_compiled else None

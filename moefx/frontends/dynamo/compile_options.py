@@ -37,19 +37,19 @@ class Options(NamedTuple):
         return self.name if isinstance(self.name, str) and not self.name.startswith("eager") else ""
 
 
-def parse_options(given: Mapping[str, Any] | None, mode: str | None) -> Options:
+def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Options:
     """Parse the options of the backend.
 
     Raises:
         InvalidPlan: an unknown or invalid option.
     """
-    if not isinstance(given, Mapping | None):
-        what = "; for a Plan use dataclasses.asdict(plan)" if isinstance(given, Plan) else ""
-        raise InvalidPlan(f"options is a {type(given).__name__}; {_EXAMPLE}{what}")
-    left = dict(given or {})
-    name, own = left.pop("backend", "inductor"), left.pop("backend_options", None)
+    if not isinstance(options, Mapping | None):
+        hint = "; for a Plan use dataclasses.asdict(plan)" if isinstance(options, Plan) else ""
+        raise InvalidPlan(f"options is a {type(options).__name__}; {_EXAMPLE}{hint}")
+    plan_options = dict(options or {})
+    name, backend_options = plan_options.pop("backend", "inductor"), plan_options.pop("backend_options", None)
     fields = {f.name for f in dataclasses.fields(Plan)}
-    for option in left:
+    for option in plan_options:
         if option not in fields:
             if name == "inductor" and option in torch._inductor.list_options():
                 raise InvalidPlan(
@@ -61,8 +61,8 @@ def parse_options(given: Mapping[str, Any] | None, mode: str | None) -> Options:
                 f"options={{{option!r}: ...}}: unknown option; expected one of {', '.join(known)}"
                 + nearest(str(option), known)
             )
-    plan = check_passes(check_plan(Plan(**left)))
-    return Options(plan, name, _with_options(_find_compiler(name), name, own, mode))
+    plan = check_passes(check_plan(Plan(**plan_options)))
+    return Options(plan, name, _with_options(_find_compiler(name), name, backend_options, mode))
 
 
 def _find_compiler(name: Any) -> Callable[..., Any]:
@@ -86,22 +86,22 @@ def _find_compiler(name: Any) -> Callable[..., Any]:
     return torch._dynamo.lookup_backend(name)
 
 
-def _with_options(rest: Callable[..., Any], name: Any, own: Any, mode: str | None) -> Callable[..., Any]:
+def _with_options(compiler: Callable[..., Any], name: Any, options: Any, mode: str | None) -> Callable[..., Any]:
     """Bind a compiler to its own options and Inductor's mode."""
-    if own is not None and not isinstance(own, Mapping):
+    if options is not None and not isinstance(options, Mapping):
         raise InvalidPlan(
-            f"options={{'backend_options': {own!r}}}: expected a dict with options of {_quote_compiler(name)}"
+            f"options={{'backend_options': {options!r}}}: expected a dict with options of {_quote_compiler(name)}"
         )
     if name == "inductor":
-        patches = _check_inductor_options(own or {}) | _mode_options(mode)
-        return functools.partial(rest, config_patches=patches) if patches else rest
-    if own is None:
-        return rest
+        patches = _check_inductor_options(options or {}) | _mode_options(mode)
+        return functools.partial(compiler, config_patches=patches) if patches else compiler
+    if options is None:
+        return compiler
     try:
-        inspect.signature(rest).bind(None, None, options=own)
+        inspect.signature(compiler).bind(None, None, options=options)
     except TypeError:
         raise InvalidPlan(f"options={{'backend_options': ...}}: {_quote_compiler(name)} takes no `options`") from None
-    return functools.partial(rest, options=own)
+    return functools.partial(compiler, options=options)
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:
@@ -115,12 +115,12 @@ def _quote_compiler(name: Any) -> str:
     return repr(name) if isinstance(name, str) else f"the function {getattr(name, '__name__', name)}"
 
 
-def _check_inductor_options(own: Mapping[str, Any]) -> dict[str, Any]:
+def _check_inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Check options as `torch.compile(options=...)` does. Returns them under Inductor's names."""
     from torch._inductor import config, list_options
 
     known, kind_of = list_options(), cast(Any, config).get_type
-    for option, value in own.items():
+    for option, value in options.items():
         name = str(option).replace("-", "_")
         if name not in known:
             raise InvalidPlan(
@@ -132,4 +132,4 @@ def _check_inductor_options(own: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidPlan(
                 f"options={{'backend_options': {{{option!r}: {value!r}}}}}: expected a {kind.__name__} for Inductor"
             )
-    return {str(option).replace("-", "_"): value for option, value in own.items()}
+    return {str(option).replace("-", "_"): value for option, value in options.items()}

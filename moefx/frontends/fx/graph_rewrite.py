@@ -104,13 +104,13 @@ def _called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[Any], di
         if n in analysis.transforms:  # the body does not record them
             continue
         gm = getattr(analysis.gm, str(body.target), None)
-        given = [a for a in n.args[1:] if isinstance(a, fx.Node)]
-        if not isinstance(gm, fx.GraphModule) or len(given) != len(n.args) - 1:
+        arguments = [a for a in n.args[1:] if isinstance(a, fx.Node)]
+        if not isinstance(gm, fx.GraphModule) or len(arguments) != len(n.args) - 1:
             continue
         inputs = [p for p in gm.graph.nodes if p.op == "placeholder"]
-        if len(inputs) == len(given):
-            values = [_body_input(analysis, a) for a in given]
-            outer = {p: analysis.origins.get(a, a) for p, a in zip(inputs, given, strict=True)}
+        if len(inputs) == len(arguments):
+            values = [_body_input(analysis, a) for a in arguments]
+            outer = {p: analysis.origins.get(a, a) for p, a in zip(inputs, arguments, strict=True)}
             yield str(body.target), values, outer
 
 
@@ -119,8 +119,8 @@ def _body_input(analysis: GraphAnalysis, a: fx.Node) -> Any:
     weight."""
     if (known := analysis.example_integers(a)) is not None:
         return known
-    if (made := analysis.evaluate_from_weights(a)) is not None:
-        return nn.Parameter(made, False)
+    if (weight := analysis.evaluate_from_weights(a)) is not None:
+        return nn.Parameter(weight, False)
     return analysis.weights.get(a, analysis.examples.get(a, analysis.value.get(a)))
 
 
@@ -193,15 +193,15 @@ def _prove_candidates(
         try:
             region = _rename_uniquely(extract_region(analysis, bounds), names)
             proof = proof_cache.prove_region(analysis, region, plan)
-            own = dict.fromkeys(find_removable(bounds, analysis), region)
-            order_units(analysis, owner | own)
+            removable = dict.fromkeys(find_removable(bounds, analysis), region)
+            order_units(analysis, owner | removable)
         except Exception as error:
             if refusal is None:
                 outside = proof_cache.explain_outside_use(analysis, region, plan) if region is not None else None
                 why = outside or explain_chunks(analysis, bounds) or error
                 refusal = build_refusal(why, region_name(analysis, bounds), analysis.source_line(bounds.seed))
             continue
-        owner.update(own)
+        owner.update(removable)
         names.add(region.name)
         return (region, proof), None
     return None, refusal
@@ -280,8 +280,8 @@ def check_inputs(gm: Any, example_inputs: Any) -> list[Any]:
             f"example_inputs is a {type(example_inputs).__name__}; expected a tuple, one value for each input of the "
             "graph"
         )
-    wanted = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    given = [*example_inputs, *(n.args[0] for n in wanted[len(example_inputs) :] if n.args)]  # defaults
-    if len(given) != len(wanted):
-        raise InvalidInput(f"the graph has {len(wanted)} inputs; {len(example_inputs)} example_inputs were given")
-    return given
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [*example_inputs, *(n.args[0] for n in placeholders[len(example_inputs) :] if n.args)]  # defaults
+    if len(values) != len(placeholders):
+        raise InvalidInput(f"the graph has {len(placeholders)} inputs; {len(example_inputs)} example_inputs were given")
+    return values

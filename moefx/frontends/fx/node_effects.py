@@ -53,8 +53,8 @@ def find_effect(gm: nn.Module, n: fx.Node) -> Effect:
         return _bodies_effect(gm, n)
     if not is_library_call(n):
         return Effect(unknown=True)
-    given = _bind_arguments(n)
-    return Effect(tuple(dict.fromkeys(_written_arguments(n, given))), _draws(n, given))
+    arguments = _bind_arguments(n)
+    return Effect(tuple(dict.fromkeys(_written_arguments(n, arguments))), _draws(n, arguments))
 
 
 def is_library_call(n: fx.Node) -> bool:
@@ -99,19 +99,19 @@ def _module_effect(module: nn.Module) -> Effect:
 
 def _bodies_effect(gm: nn.Module, n: fx.Node) -> Effect:
     """The effects of a node that calls graphs with its last arguments, such as a checkpoint."""
-    held = [(i, getattr(gm, str(a.target), None)) for i, a in enumerate(n.args)
+    attributes = [(i, getattr(gm, str(a.target), None)) for i, a in enumerate(n.args)
             if isinstance(a, fx.Node) and a.op == "get_attr"]  # fmt: skip
-    bodies = [(i, body) for i, body in held if isinstance(body, fx.GraphModule)]
+    bodies = [(i, body) for i, body in attributes if isinstance(body, fx.GraphModule)]
     if not bodies:
         return Effect(unknown=True)
     writes: list[fx.Node] = []
     effects = [_graph_effect(body) for _, body in bodies]
     for (i, body), effect in zip(bodies, effects, strict=True):
         if effect.writes:
-            inputs, given = [m for m in body.graph.nodes if m.op == "placeholder"], n.args[i + 1 :]
-            if len(inputs) != len(given) or not all(isinstance(a, fx.Node) for a in given) or len(bodies) > 1:
+            inputs, arguments = [m for m in body.graph.nodes if m.op == "placeholder"], n.args[i + 1 :]
+            if len(inputs) != len(arguments) or not all(isinstance(a, fx.Node) for a in arguments) or len(bodies) > 1:
                 return Effect(unknown=True)
-            writes += [given[inputs.index(w)] for w in effect.writes]  # type: ignore[misc]
+            writes += [arguments[inputs.index(w)] for w in effect.writes]  # type: ignore[misc]
     runs_again = bool(writes) and "checkpoint" in target_name(n)  # in the backward pass
     return Effect(tuple(writes), any(e.draws for e in effects), runs_again or any(e.unknown for e in effects))
 
@@ -167,23 +167,25 @@ def _find_packet(name: str) -> Any:
     )  # not its Python attributes, such as __eq__
 
 
-def _written_arguments(n: fx.Node, given: dict[str, Any]) -> Iterator[fx.Node]:
+def _written_arguments(n: fx.Node, arguments: dict[str, Any]) -> Iterator[fx.Node]:
     """The arguments that a call writes to."""
     yield from _nodes_in(n.kwargs.get("out"))
     name = target_name(n)
     in_place = name.endswith("_") and not name.endswith("__")
-    if n.args and (in_place or n.target in _IN_PLACE or given.get("inplace") or name in ("__setitem__", "__iadd__")):
+    if n.args and (
+        in_place or n.target in _IN_PLACE or arguments.get("inplace") or name in ("__setitem__", "__iadd__")
+    ):
         yield from _nodes_in(n.args[0])
     if isinstance(n.target, _OPS):
         for schema in _find_schemas(n):
             for i, a in enumerate(schema.arguments):
                 if a.alias_info is not None and a.alias_info.is_write:
                     yield from _nodes_in(find_argument(n, i, a))
-    flags = [given[flag] for flag in ("training", "train", "use_input_stats") if flag in given]
+    flags = [arguments[flag] for flag in ("training", "train", "use_input_stats") if flag in arguments]
     if "functional" not in name and flags[:1] != [False]:
-        yield from (*_nodes_in(given.get("running_mean")), *_nodes_in(given.get("running_var")))
-    if given.get("max_norm") is not None:
-        yield from _nodes_in(given.get("weight"))
+        yield from (*_nodes_in(arguments.get("running_mean")), *_nodes_in(arguments.get("running_var")))
+    if arguments.get("max_norm") is not None:
+        yield from _nodes_in(arguments.get("weight"))
 
 
 def _nodes_in(found: Any) -> list[fx.Node]:
@@ -193,7 +195,7 @@ def _nodes_in(found: Any) -> list[fx.Node]:
     return [found] if isinstance(found, fx.Node) else []
 
 
-def _draws(n: fx.Node, given: dict[str, Any]) -> bool:
+def _draws(n: fx.Node, arguments: dict[str, Any]) -> bool:
     """Whether a call draws random numbers."""
     is_op = isinstance(n.target, _OPS)
     if is_op and str(n.target).partition(".")[0] not in _FUNCTIONAL:
@@ -201,9 +203,9 @@ def _draws(n: fx.Node, given: dict[str, Any]) -> bool:
     name = target_name(n)
     if not (name in _RANDOM_FUNCTIONS or "dropout" in name or _is_seeded(name)):
         return False
-    off = [given[flag] is False for flag in ("training", "train") if flag in given]
+    off = [arguments[flag] is False for flag in ("training", "train") if flag in arguments]
     rates = ("p", "dropout_p") if "dropout" in name else ("dropout_p",)
-    off += [given[p] == 0 for p in rates if isinstance(given.get(p), (int, float))]
+    off += [arguments[p] == 0 for p in rates if isinstance(arguments.get(p), (int, float))]
     return not any(off)
 
 

@@ -45,12 +45,12 @@ def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
         return gm
     graph = fx.Graph()
 
-    def copy_node(n: fx.Node, made: dict[fx.Node, Any], owner: nn.Module, prefix: str) -> Any:
-        parts: Any = map_arg(n.args, made.__getitem__)
+    def copy_node(n: fx.Node, new_nodes: dict[fx.Node, Any], owner: nn.Module, prefix: str) -> Any:
+        parts: Any = map_arg(n.args, new_nodes.__getitem__)
         if n.target is operator.getitem and isinstance(parts[0], tuple):
             return parts[0][parts[1]]
         if not _is_mode_body(owner, n):
-            out = graph.node_copy(n, made.__getitem__)
+            out = graph.node_copy(n, new_nodes.__getitem__)
             if n.op in ("get_attr", "call_module"):
                 out.target = f"{prefix}{n.target}"
             return out
@@ -75,9 +75,9 @@ def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
         out.meta.update(n.meta, val=traced_value(n).detach())
         return out
 
-    made: dict[fx.Node, Any] = {}
+    new_nodes: dict[fx.Node, Any] = {}
     for n in gm.graph.nodes:
-        made[n] = copy_node(n, made, gm, "")
+        new_nodes[n] = copy_node(n, new_nodes, gm, "")
     for n in reversed(graph.nodes):
         if n.op == "get_attr" and not n.users:
             graph.erase_node(n)
@@ -100,9 +100,11 @@ def _inline_modules(gm: fx.GraphModule) -> fx.GraphModule:
     bodies = {n: body for n in gm.graph.nodes if (body := _trace_module(gm, n)) is not None}
     if not bodies:
         return gm
-    graph, made = fx.Graph(), {}
+    graph, new_nodes = fx.Graph(), {}
     for n in gm.graph.nodes:
-        made[n] = _inline_call(graph, n, bodies[n], made) if n in bodies else graph.node_copy(n, made.__getitem__)
+        new_nodes[n] = (
+            _inline_call(graph, n, bodies[n], new_nodes) if n in bodies else graph.node_copy(n, new_nodes.__getitem__)
+        )
     return replace_graph(gm, gm, graph)
 
 
@@ -113,7 +115,7 @@ def _add_symbolic_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> f
         return gm
     values = propagate_symbolic_sizes(gm, example_inputs)
     graph = fx.Graph()
-    made: dict[fx.Node, Any] = {}
+    new_nodes: dict[fx.Node, Any] = {}
 
     def add_value(n: fx.Node, value: Any) -> fx.Node:
         n.meta["val"], n.meta[_ADDED_VALUE] = value, True
@@ -121,24 +123,24 @@ def _add_symbolic_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> f
 
     def shape(of: fx.Node) -> tuple[Any, ...]:
         return tuple(
-            add_value(graph.call_function(_SIZE, (made[of], i)), size) for i, size in enumerate(values[of].shape)
+            add_value(graph.call_function(_SIZE, (new_nodes[of], i)), size) for i, size in enumerate(values[of].shape)
         )
 
     for n in gm.graph.nodes:
-        parts: Any = map_arg(n.args, made.__getitem__)
+        parts: Any = map_arg(n.args, new_nodes.__getitem__)
         in_parts = _is_size_tuple(values.get(n)) and all(map(_accepts_size_tuple, n.users))
         if in_parts and n.target in (getattr, "size"):
-            made[n] = shape(n.args[0])
+            new_nodes[n] = shape(n.args[0])
         elif n.target == "size" and len(parts) == 2 and type(parts[1]) is int:
-            made[n] = shape(n.args[0])[parts[1]]
+            new_nodes[n] = shape(n.args[0])[parts[1]]
         elif n.target is operator.getitem and isinstance(parts[0], tuple):
-            made[n] = parts[0][parts[1]]
+            new_nodes[n] = parts[0][parts[1]]
         elif in_parts and n.target is operator.add:
-            made[n] = (*parts[0], *parts[1])
+            new_nodes[n] = (*parts[0], *parts[1])
         else:
-            made[n] = graph.node_copy(n, made.__getitem__)
+            new_nodes[n] = graph.node_copy(n, new_nodes.__getitem__)
             if n.op != "output":
-                add_value(made[n], values[n])
+                add_value(new_nodes[n], values[n])
     for n in reversed(graph.nodes):
         if n.target is _SIZE and not n.users:
             graph.erase_node(n)
@@ -174,26 +176,26 @@ def _derive_sizes_from_inputs(gm: fx.GraphModule) -> fx.GraphModule:
     if not sizes:
         return gm
     graph = fx.Graph()
-    made: dict[Any, Any] = {}  # by node and by expression
+    new_nodes: dict[Any, Any] = {}  # by node and by expression
 
     def emit_size(expr: Any, template: fx.Node) -> Any:
         if expr.is_Integer:
             return int(expr)
-        if expr not in made:
+        if expr not in new_nodes:
             if expr.is_Symbol:
                 of, dim = inputs[expr]
-                made[expr], value = graph.call_function(_SIZE, (made[of], dim)), of.meta["val"].shape[dim]
+                new_nodes[expr], value = graph.call_function(_SIZE, (new_nodes[of], dim)), of.meta["val"].shape[dim]
             else:
                 fn = operator.mul if expr.is_Mul else operator.add
                 first, *rest = expr.args
                 parts = emit_size(first, template), emit_size(expr.func(*rest), template)
-                made[expr] = graph.call_function(fn, parts)
+                new_nodes[expr] = graph.call_function(fn, parts)
                 value = fn(*(p if isinstance(p, int) else p.meta["val"] for p in parts))
-            made[expr].meta.update(template.meta, val=value)
-        return made[expr]
+            new_nodes[expr].meta.update(template.meta, val=value)
+        return new_nodes[expr]
 
     for n in gm.graph.nodes:
-        made[n] = emit_size(sizes[n], n) if n in sizes else graph.node_copy(n, made.__getitem__)
+        new_nodes[n] = emit_size(sizes[n], n) if n in sizes else graph.node_copy(n, new_nodes.__getitem__)
     return replace_graph(gm, gm, graph)
 
 
@@ -204,39 +206,39 @@ def _is_sum_or_product(expr: Any) -> bool:
     )
 
 
-def restore_calls(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
+def restore_calls(rewritten: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
     """Undo the normalisation of a rewritten graph: modules that no region contains are called again."""
-    inputs = [n for n in made.graph.nodes if n.op == "placeholder"]
+    inputs = [n for n in rewritten.graph.nodes if n.op == "placeholder"]
     for n in inputs[::-1]:
         if _ADDED_VALUE in n.meta and isinstance(value := n.meta["val"], torch.Tensor):
-            with made.graph.inserting_after(inputs[-1]):
-                made.graph.call_function(expect_rank, (n, value.dim(), str(n.target)))
-    for n in made.graph.nodes:
+            with rewritten.graph.inserting_after(inputs[-1]):
+                rewritten.graph.call_function(expect_rank, (n, value.dim(), str(n.target)))
+    for n in rewritten.graph.nodes:
         if n.meta.pop(_ADDED_VALUE, False):
             del n.meta["val"]
     calls = {n.name: n for n in gm.graph.nodes}
     groups: dict[Any, list[fx.Node]] = {}
-    for n in made.graph.nodes:
+    for n in rewritten.graph.nodes:
         if (of := n.meta.pop(_ORIGIN, None)) is not None:
             groups.setdefault(of, []).append(n)
     for (name, target, number), nodes in groups.items():
-        mine, last = set(nodes), nodes[-1]
-        given = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in mine)
-        if len(nodes) < number or len(given) != 1 or any(set(n.users) - mine for n in nodes[:-1]):
+        members, last = set(nodes), nodes[-1]
+        inputs_of_call = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in members)
+        if len(nodes) < number or len(inputs_of_call) != 1 or any(set(n.users) - members for n in nodes[:-1]):
             continue
-        made.add_submodule(target, gm.get_submodule(target))
-        with made.graph.inserting_before(last):
-            call = made.graph.call_module(target, tuple(given))
+        rewritten.add_submodule(target, gm.get_submodule(target))
+        with rewritten.graph.inserting_before(last):
+            call = rewritten.graph.call_module(target, tuple(inputs_of_call))
         call.meta.update(calls[name].meta)
         last.replace_all_uses_with(call)
         for n in reversed(nodes):
-            made.graph.erase_node(n)
-    called, here = ({str(n.target) for n in g.graph.nodes if n.op == "call_module"} for g in (gm, made))
+            rewritten.graph.erase_node(n)
+    called, here = ({str(n.target) for n in g.graph.nodes if n.op == "call_module"} for g in (gm, rewritten))
     for target in sorted(called - here):
         with contextlib.suppress(AttributeError):  # it may have no parameters
-            made.add_submodule(target, AbsorbedModule(target, made.get_submodule(target)))
-    made.recompile()
-    return made
+            rewritten.add_submodule(target, AbsorbedModule(target, rewritten.get_submodule(target)))
+    rewritten.recompile()
+    return rewritten
 
 
 @has_side_effect  # otherwise it is dead code
@@ -314,13 +316,13 @@ class _FullTracer(fx.Tracer):
         return False
 
 
-def _inline_call(graph: fx.Graph, call: fx.Node, body: fx.Graph, made: dict[fx.Node, fx.Node]) -> fx.Node:
+def _inline_call(graph: fx.Graph, call: fx.Node, body: fx.Graph, new_nodes: dict[fx.Node, fx.Node]) -> fx.Node:
     """Copy the graph of a module in place of its call. Returns the result's node."""
     inner: dict[fx.Node, fx.Node] = {}
     number = sum(n.op not in ("placeholder", "output") for n in body.nodes)
     for n in body.nodes:
         if n.op == "placeholder":
-            inner[n] = made[call.args[0]]  # type: ignore[index]
+            inner[n] = new_nodes[call.args[0]]  # type: ignore[index]
         elif n.op == "output":
             return inner[n.args[0]]
         else:

@@ -136,17 +136,17 @@ class RegionSearch:
         following, self._is_cut_off = _nodes_after(seed, analysis, window)
         self._after_seed = set(following)
         multiplied = self._products_after(seed, following)
-        left = {n: sum(u in self._after_seed for u in analysis.users[n]) for n in following}
+        users_left = {n: sum(u in self._after_seed for u in analysis.users[n]) for n in following}
         idle: set[fx.Node] = set()
         unfinished: set[fx.Node] = set()
         exits = 0
         for n in following:
             for d in analysis.deps[n]:
-                if d in left:
-                    left[d] -= 1
-                    if not left[d]:
+                if d in users_left:
+                    users_left[d] -= 1
+                    if not users_left[d]:
                         unfinished.discard(d)
-            if left[n]:
+            if users_left[n]:
                 unfinished.add(n)
             is_result = n in multiplied and self._is_rows(n) and n.op.startswith("call")
             if is_result and not any(self._reaches_results(u, n, multiplied, idle) for u in unfinished if u is not n):
@@ -215,8 +215,10 @@ class RegionSearch:
     def _external_writes(self, bounds: RegionBounds) -> set[fx.Node]:
         """The nodes inside that write to tensors from before the region."""
         analysis = self.analysis
-        there = {s for n in (*analysis.weights, bounds.entry, *bounds.side_inputs) for s in analysis.storages(n)}
-        return {n for n in bounds.inside if there & analysis.memory_written(n)}
+        earlier_storages = {
+            s for n in (*analysis.weights, bounds.entry, *bounds.side_inputs) for s in analysis.storages(n)
+        }
+        return {n for n in bounds.inside if earlier_storages & analysis.memory_written(n)}
 
     def _reads_before(self, bounds: RegionBounds, writes: set[fx.Node]) -> bool:
         """Whether a node inside reads a tensor that `writes` write to, before the last of these writes. If none does,
@@ -238,13 +240,13 @@ class RegionSearch:
         """
         analysis = self.analysis
         inside: set[fx.Node] = set()
-        given: set[fx.Node] = set()
+        inputs: set[fx.Node] = set()
         stack = [exit_]
         while stack:
             n = stack.pop()
             if (
                 n in inside
-                or n in given
+                or n in inputs
                 or n is entry
                 or n in analysis.weights
                 or analysis.is_number(n)
@@ -253,18 +255,18 @@ class RegionSearch:
                 continue
             is_outside = n in analysis.active and (n in analysis.side_inputs or not self._is_below(n, entry))
             if is_outside or n.op == "placeholder":
-                given.add(n)
+                inputs.add(n)
                 continue
             inside.add(n)
             stack += analysis.deps[n]
             stack += [d for d in analysis.order_deps[n] if d in analysis.active and self._is_below(d, entry)]
         if seed not in inside:
             return None
-        given |= {n for n in outside if not inside.isdisjoint(n.users)}
+        inputs |= {n for n in outside if not inside.isdisjoint(n.users)}
         parts = [u for n in inside if isinstance(analysis.value.get(n), (tuple, list)) for u in n.users]
         inside |= {u for u in parts if u.target is operator.getitem and u in analysis.position}
         order = analysis.position.__getitem__
-        return RegionBounds(seed, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(given, key=order)))
+        return RegionBounds(seed, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(inputs, key=order)))
 
     def _is_below(self, n: fx.Node, entry: fx.Node) -> bool:
         """Whether the entry dominates a node."""

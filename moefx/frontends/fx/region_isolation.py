@@ -22,12 +22,12 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
     inside = set(bounds.inside)
     last = max(analysis.position[n] for n in bounds.inside)
     first = min(analysis.position[n] for n in bounds.inside if n in analysis.active)
-    there = {s for n in (bounds.entry, *bounds.side_inputs, *analysis.weights) for s in analysis.storages(n)}
+    earlier_storages = {s for n in (bounds.entry, *bounds.side_inputs, *analysis.weights) for s in analysis.storages(n)}
     for n in bounds.inside:
         where = analysis.source_line(n)
         if n.op not in ("call_function", "call_method"):
             _refuse_call(n, where)
-        if there & analysis.memory_written(n):
+        if earlier_storages & analysis.memory_written(n):
             raise Refused("the region writes to a tensor that existed before it", source=where)
     for n in (*analysis.nodes[first:last], *bounds.inside):
         if n in analysis.transforms:

@@ -50,17 +50,17 @@ def splice(analysis: GraphAnalysis, regions: list[tuple[ExtractedRegion, RegionC
         holder.add_module(name, call)
         calls[id(region)] = f"{holder_name}.{name}", call
     new = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    new_nodes: dict[fx.Node, fx.Node] = {}
     current: list[Any] = [analysis.modes[analysis.nodes[0]], []]
     for unit in order_units(analysis, unit_of):
         if isinstance(unit, ExtractedRegion):
             _switch_modes(new, current, analysis.modes[unit.bounds.exit])
-            _emit_call(new, made, analysis, unit, calls[id(unit)][0])
+            _emit_call(new, new_nodes, analysis, unit, calls[id(unit)][0])
             continue
         if unit.op not in ("placeholder", "get_attr"):
             _switch_modes(new, current, analysis.modes[unit])
-        made[unit] = new.node_copy(unit, made.__getitem__)
-    _drop_unused(new, analysis, made, regions)
+        new_nodes[unit] = new.node_copy(unit, new_nodes.__getitem__)
+    _drop_unused(new, analysis, new_nodes, regions)
     out = replace_graph(gm, root, new)
     holder.train(gm.training)
     out.graph.lint()
@@ -89,22 +89,22 @@ def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]
 
     for n in analysis.nodes:
         unit = unit_at(n)
-        own = id(unit)
-        units.setdefault(own, unit)
-        first.setdefault(own, analysis.position[n])
+        unit_id = id(unit)
+        units.setdefault(unit_id, unit)
+        first.setdefault(unit_id, analysis.position[n])
         for d in (*analysis.deps[n], *analysis.order_deps[n]):
-            put(id(unit_at(d)), own)
+            put(id(unit_at(d)), unit_id)
     for region in {id(r): r for r in unit_of.values()}.values():  # with copies of nodes computed from weights
-        own, inside = id(region), {n for n, r in unit_of.items() if r is region}
-        first[own] = max(analysis.position[d] for d in region.inputs)
+        unit_id, inside = id(region), {n for n, r in unit_of.items() if r is region}
+        first[unit_id] = max(analysis.position[d] for d in region.inputs)
         for d in (*region.inputs, *region.weights):
             if d not in inside:
-                put(id(unit_at(d)), own)
+                put(id(unit_at(d)), unit_id)
         for before, after in _outside_writes(analysis, region, inside):
             for w in before:
-                put(id(unit_at(w)), own)
+                put(id(unit_at(w)), unit_id)
             for w in after:
-                put(own, id(unit_at(w)))
+                put(unit_id, id(unit_at(w)))
     for earlier, later in itertools.chain(_around_switches(analysis, unit_of), _random_pairs(analysis, unit_of)):
         put(id(earlier), id(later))
     last = {id(unit_at(n)): analysis.position[n] for n in analysis.nodes}
@@ -131,16 +131,16 @@ def _around_switches(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRe
     switch: fx.Node | None = None
     since: list[_Unit] = []
     for n in analysis.nodes:
-        own = unit_of.get(n, n)
-        if n in unit_of and last[id(own)] is not n:
+        unit = unit_of.get(n, n)
+        if n in unit_of and last[id(unit)] is not n:
             continue
         if switch is not None:
-            yield switch, own
+            yield switch, unit
         if n not in unit_of and analysis.keeps_order(n):
-            yield from ((earlier, own) for earlier in since)
+            yield from ((earlier, unit) for earlier in since)
             switch, since = n, []
         else:
-            since.append(own)
+            since.append(unit)
 
 
 def _random_pairs(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
@@ -171,10 +171,10 @@ def _outside_writes(
 
 
 def _emit_call(
-    new: fx.Graph, made: dict[fx.Node, fx.Node], analysis: GraphAnalysis, region: ExtractedRegion, target: str
+    new: fx.Graph, new_nodes: dict[fx.Node, fx.Node], analysis: GraphAnalysis, region: ExtractedRegion, target: str
 ) -> None:  # fmt: skip
     """Add the call of a region to the new graph, with one node for each of its outputs."""
-    args = [made[n] for n in (*region.inputs, *region.weights)]
+    args = [new_nodes[n] for n in (*region.inputs, *region.weights)]
     meta = {k: v for k, v in region.bounds.exit.meta.items() if k in ("nn_module_stack", "stack_trace")}
     if region.units:
         args[0] = new.call_function(torch.ops.aten.squeeze.dims, (args[0], list(region.units)))
@@ -182,24 +182,24 @@ def _emit_call(
     node = new.call_module(target, tuple(args))
     node.meta.update(meta)
     for i, n in enumerate(region.outputs):
-        made[n] = _restore_strides(new.call_function(operator.getitem, (node, i)), n, analysis, region)
-        made[n].meta.update(n.meta)
+        new_nodes[n] = _restore_strides(new.call_function(operator.getitem, (node, i)), n, analysis, region)
+        new_nodes[n].meta.update(n.meta)
 
 
-def _restore_strides(made: fx.Node, n: fx.Node, analysis: GraphAnalysis, region: ExtractedRegion) -> fx.Node:
+def _restore_strides(result: fx.Node, n: fx.Node, analysis: GraphAnalysis, region: ExtractedRegion) -> fx.Node:
     """Give a result of a region the original's order of axes in memory, which later nodes may rely on. The orders may
     differ if an input is not contiguous, because the proof used contiguous inputs.
     """
-    given = [t for a in region.inputs if (t := analysis.tensor(a)) is not None]
-    t, new = analysis.tensor(n), made.graph
-    if t is None or all(_axis_order(g) == tuple(range(g.dim())) for g in given):
-        return made
+    inputs = [t for a in region.inputs if (t := analysis.tensor(a)) is not None]
+    t, new = analysis.tensor(n), result.graph
+    if t is None or all(_axis_order(g) == tuple(range(g.dim())) for g in inputs):
+        return result
     order = _axis_order(t)
     if order is None:
-        return made
+        return result
     if list(order) == sorted(order):
-        return new.call_function(torch.ops.aten.contiguous.default, (made,))
-    permuted = new.call_function(torch.ops.aten.permute.default, (made, list(order)))
+        return new.call_function(torch.ops.aten.contiguous.default, (result,))
+    permuted = new.call_function(torch.ops.aten.permute.default, (result, list(order)))
     permuted = new.call_function(torch.ops.aten.contiguous.default, (permuted,))
     return new.call_function(torch.ops.aten.permute.default, (permuted, invert_permutation(order)))
 
@@ -209,33 +209,36 @@ def _axis_order(t: torch.Tensor) -> tuple[int, ...] | None:
     return memory_order([size_hint(n) for n in t.shape], [size_hint(n) for n in t.stride()])
 
 
-def _switch_modes(new: fx.Graph, current: list[Any], wanted: Modes) -> None:
+def _switch_modes(new: fx.Graph, current: list[Any], modes: Modes) -> None:
     """Add nodes that change the current modes to the wanted ones."""
-    was, contexts = current
+    previous, contexts = current
     common = 0
-    while common < min(len(was.autocast), len(wanted.autocast)) and was.autocast[common] == wanted.autocast[common]:
+    while (
+        common < min(len(previous.autocast), len(modes.autocast))
+        and previous.autocast[common] == modes.autocast[common]
+    ):
         common += 1
     while len(contexts) > common:
         new.call_function(torch.amp.autocast_mode._exit_autocast, (contexts.pop(),))
-    for one in wanted.autocast[common:]:
+    for one in modes.autocast[common:]:
         args = (one.device, one.dtype, one.enabled, None)
         contexts.append(new.call_function(torch.amp.autocast_mode._enter_autocast, args))
-    if wanted.grad is not None and wanted.grad != was.grad:
-        new.call_function(torch._C._set_grad_enabled, (wanted.grad,))
-    current[0] = wanted if wanted.grad is not None else wanted._replace(grad=was.grad)
+    if modes.grad is not None and modes.grad != previous.grad:
+        new.call_function(torch._C._set_grad_enabled, (modes.grad,))
+    current[0] = modes if modes.grad is not None else modes._replace(grad=previous.grad)
 
 
 def _drop_unused(
     new: fx.Graph,
     analysis: GraphAnalysis,
-    made: dict[fx.Node, fx.Node],
+    new_nodes: dict[fx.Node, fx.Node],
     regions: list[tuple[ExtractedRegion, RegionCall]],
 ) -> None:
     """Remove nodes that only the regions used."""
     inside = {n for r, _ in regions for n in r.bounds.inside}
     for n in reversed(analysis.nodes):
-        if n in inside and n in made and not made[n].users and made[n].op != "placeholder":
-            new.erase_node(made[n])
+        if n in inside and n in new_nodes and not new_nodes[n].users and new_nodes[n].op != "placeholder":
+            new.erase_node(new_nodes[n])
 
 
 __all__ = ["HOLDER", "order_units", "splice"]

@@ -141,15 +141,15 @@ class TokenDims:
         """Yield `expr` with fixed token dims in place of factors of equal size: `3*S` may be `B*S`."""
         for count in range(len(self.fixed), 0, -1):
             for chosen in itertools.combinations(self.fixed, count):
-                whole = math.prod(self.sizes[self.names[i]] for i in chosen)
-                times = sympy.Mul(*(self.symbols[i] for i in chosen)) / whole
+                size = math.prod(self.sizes[self.names[i]] for i in chosen)
+                times = sympy.Mul(*(self.symbols[i] for i in chosen)) / size
 
-                def has_factor(e: sympy.Basic, whole: int = whole) -> bool:
-                    return isinstance(e, sympy.Mul) and e.args[0].is_Integer and int(e.args[0]) % whole == 0
+                def has_factor(e: sympy.Basic, size: int = size) -> bool:
+                    return isinstance(e, sympy.Mul) and e.args[0].is_Integer and int(e.args[0]) % size == 0
 
                 if expr.find(has_factor):
-                    made: Any = expr.replace(has_factor, lambda e, times=times: e * times)
-                    yield made
+                    scaled: Any = expr.replace(has_factor, lambda e, times=times: e * times)
+                    yield scaled
 
     def _find_equal_product(self, n: torch.SymInt) -> list[SizeExpression | int]:
         """The product of token dims that the graph knows to equal a symbol of another input."""
