@@ -46,7 +46,7 @@ def _check_numerically(found: Survey, plan: Plan) -> dict[int, str]:
     """Run the numeric check of each rewrite on a few tokens, and refuse rewrites that differ."""
     verdicts = {}
     modules = dict(found.twin.named_modules())
-    left = plan.validation_seconds
+    seconds_left = plan.validation_seconds
     for matched in list(found.matched):
         block = modules[matched.names[0]]
         if plan.validation == "symbolic":
@@ -55,19 +55,19 @@ def _check_numerically(found: Survey, plan: Plan) -> dict[int, str]:
         if any(t.is_meta for t in (*block.parameters(), *block.buffers())):
             verdicts[id(matched)] = "skipped, the weights are on the meta device"
             continue
-        if left <= 0 and plan.validation == "auto":
+        if seconds_left <= 0 and plan.validation == "auto":
             verdicts[id(matched)] = "skipped, the time budget is spent"
             continue
         announce(f"running {matched.names[0] or type(block).__name__} on a few tokens")
         start = time.perf_counter()
-        check = numeric_check(block, matched.result, matched.names[0], max(left, 1.0))
+        check = numeric_check(block, matched.result, matched.names[0], max(seconds_left, 1.0))
         cannot_tell = None if check.ok else find_nonfinite(block)
         if cannot_tell and (
             finite := _first_finite(matched.names, modules)
         ):  # an equal block with finite weights decides
-            check, cannot_tell = numeric_check(modules[finite], matched.result, finite, max(left, 1.0)), None
+            check, cannot_tell = numeric_check(modules[finite], matched.result, finite, max(seconds_left, 1.0)), None
         verdicts[id(matched)] = check.text
-        left -= time.perf_counter() - start
+        seconds_left -= time.perf_counter() - start
         if not check.was_possible:
             found.unchecked.append(f"{quote_name(matched.names[0])}: {check.text}")
         if not check.ok:

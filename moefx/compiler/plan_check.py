@@ -93,18 +93,18 @@ def check_layout(plan: Plan, mesh: Any) -> None:
         axes = plan.expert_axis if isinstance(plan.expert_axis, tuple) else (plan.expert_axis,)
         found = {_STAGES: sizes.get(_STAGES, 1), _TENSOR_PARALLEL: sizes.get(_TENSOR_PARALLEL, 1)}
         found["ep"] = math.prod(sizes.get(axis, 1) for axis in axes if axis)
-        if wrong := [name for name, there in found.items() if counts.get(name, there) != there]:
+        if wrong := [name for name, size_here in found.items() if counts.get(name, size_here) != size_here]:
             shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
             lacking = ", ".join(f"{name}={counts[name]} ({found[name]} in the mesh)" for name in wrong)
             raise InvalidPlan(
                 f"the planner's layout has {lacking}, but the mesh is {shown}: take init_device_mesh(device_type, "
                 f"**entry.mesh), or {_advise_without(counts, *wrong)}"
             )
-    if left := _user_duties(counts):
+    if duties := _user_duties(counts):
         raise InvalidPlan(
-            f"the planner's layout counts on {', '.join(left.values())}, which compile does not do: it rewrites the "
+            f"the planner's layout counts on {', '.join(duties.values())}, which compile does not do: it rewrites the "
             "blocks and spreads their experts, and the planner's memory and time assume the rest. Do that yourself and "
-            f"{_advise_without(counts, *left)}"
+            f"{_advise_without(counts, *duties)}"
         )
 
 

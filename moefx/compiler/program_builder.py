@@ -57,10 +57,10 @@ def build_program(
     values = {
         w: read_value(block, w) for w in sorted(read - {BLOCK_MODE}) if not _is_absorbed_parameter(block, w, absorbed)
     }
-    kept = {w: v for w, v in values.items() if can_snapshot(v) and (w.inner or not isinstance(v, torch.Tensor))}
+    stored = {w: v for w, v in values.items() if can_snapshot(v) and (w.inner or not isinstance(v, torch.Tensor))}
     relied = {
         w: StoredFieldNames(v) if is_configuration(v) else snapshot(v)
-        for w, v in {**kept, **find_globals(block)}.items()
+        for w, v in {**stored, **find_globals(block)}.items()
     }
     relied |= _called_modules(block, result)
     # Autocast rules depend on the device.

@@ -85,17 +85,17 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
     try:
         with compile_lock(), neutral_device(), use_device_autocast(find_device(model).type, None):
             found = run_in_worker(lambda: survey(model, example_inputs, plan))
-        own = collect_facts(model, found, plan, find_mesh_platform(mesh, plan), example_inputs, mesh)
+        facts = collect_facts(model, found, plan, find_mesh_platform(mesh, plan), example_inputs, mesh)
     except Exception as error:
         if mesh is not None:
             gather_by_rank(mesh, f"{type(error).__name__}: {error}")
         raise
     if mesh is None:
-        decision = decide({0: own}, 0)
+        decision = decide({0: facts}, 0)
     else:
         world = torch.distributed
         is_whole = mesh.size() == world.get_world_size()
-        decision = decide(gather_by_rank(mesh, own), world.get_rank(), mesh, is_whole=is_whole)
+        decision = decide(gather_by_rank(mesh, facts), world.get_rank(), mesh, is_whole=is_whole)
     for matched in found.matched:
         matched.result = reapply_checkpoint(model.get_submodule(matched.names[0]), matched.result, decision.plan)
     return found, decision

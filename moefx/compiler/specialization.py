@@ -56,10 +56,10 @@ class LazySpecializer:
 
     def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool, spread: Spread | None = None):
         self.arguments, self.plan, self.by_mode, self.spread = arguments, plan, by_mode, spread
-        self.made: list[_SharedProgram] = []
+        self.shared_programs: list[_SharedProgram] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "made": []}
+        return {**self.__dict__, "shared_programs": []}
 
     def __call__(
         self, block: nn.Module, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
@@ -67,13 +67,13 @@ class LazySpecializer:
         forward = vars(block).get("forward")
         assert isinstance(forward, BlockForward)
         block_signature = compute_signature(block)
-        self.made = [made for made in self.made if made.block() is not None]
-        for made in self.made:
-            if made.signature == block_signature and _admits_call(block, made, call, args, kwargs):
-                return made.program.renamed(forward.name)
+        self.shared_programs = [shared for shared in self.shared_programs if shared.block() is not None]
+        for shared in self.shared_programs:
+            if shared.signature == block_signature and _admits_call(block, shared, call, args, kwargs):
+                return shared.program.renamed(forward.name)
         with neutral_device():
             program, read = run_in_worker(lambda: self._specialize(block, forward, call, args, kwargs))
-        self.made.append(_SharedProgram(weakref.ref(block), block_signature, read, program))
+        self.shared_programs.append(_SharedProgram(weakref.ref(block), block_signature, read, program))
         return program
 
     def _specialize(
@@ -88,10 +88,10 @@ class LazySpecializer:
         admitting = [p for p in programs if p.key.admits(call)]
         # Only the device differs, and captures do not depend on it without autocast.
         for program in () if admitting else programs:
-            alike = call._replace(
+            expected = call._replace(
                 grad=program.key.grad, training=None if program.key.training is None else call.training
             )
-            if program.moves and _without_device(program.key) == _without_device(alike):
+            if program.moves and _without_device(program.key) == _without_device(expected):
                 read = {
                     w
                     for w, value in program.attributes.items()
@@ -108,7 +108,7 @@ class LazySpecializer:
         if self.spread is not None:
             block = self.spread.copy_whole(block)
             forward = vars(block)["forward"]
-        counted = forward.counts.original
+        calls_before = forward.counts.original
         try:
             with forward.running("original"), use_device_autocast(call.device, call.autocast), torch.enable_grad():
                 find_skipping = self._find_skipping(block, *abstract)
@@ -131,7 +131,7 @@ class LazySpecializer:
                     if not check.ok:
                         raise Refused(check.text)
         finally:
-            forward.counts.original = counted  # captures are no calls of the user
+            forward.counts.original = calls_before  # captures are no calls of the user
         return program.with_arguments(_keep_objects(call.arguments, program)), read
 
     def _find_skipping(
@@ -288,11 +288,11 @@ class _SharedProgram(NamedTuple):
 
 
 def _admits_call(
-    block: nn.Module, made: _SharedProgram, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
+    block: nn.Module, shared: _SharedProgram, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
 ) -> bool:
     """Whether a program that was made for another block admits a call of this block."""
-    program, other = made.program, made.block()
-    if other is None or not all(is_same(read_value(block, w), read_value(other, w)) for w in made.read):
+    program, other = shared.program, shared.block()
+    if other is None or not all(is_same(read_value(block, w), read_value(other, w)) for w in shared.read):
         return False
     if not program.key.admits(call) or not ReadAttributes(block, program.attributes).hold():
         return False

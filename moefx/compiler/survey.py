@@ -160,14 +160,14 @@ def _try_chains(model: nn.Module, found: BlockCandidates, plan: Plan) -> tuple[l
         for name in chain:
             chains_of.setdefault(name, []).append(i)
     matched: list[MatchedBlock] = []
-    taken: set[str] = set()
+    rewritten: set[str] = set()
     refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(found.chains))}
     for name in sorted(chains_of, key=lambda n: _priority(n, modules, found)):
         open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2 or _receives_expert_index(name, found)]
-        if not open_chains or _overlaps(name, taken):
+        if not open_chains or _overlaps(name, rewritten):
             continue
         try:
-            made = _prove_equal_modules(name, modules, found, plan)
+            proven = _prove_equal_modules(name, modules, found, plan)
         except Refused as why:
             refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy, trace=why.trace)
             if NOT_ROUTED in why.reason:
@@ -177,13 +177,13 @@ def _try_chains(model: nn.Module, found: BlockCandidates, plan: Plan) -> tuple[l
             for i in open_chains:
                 refusals[i].append(refusal)
         else:
-            matched += made
-            taken |= {n for m in made for n in m.names}
+            matched += proven
+            rewritten |= {n for m in proven for n in m.names}
     for i, chain in enumerate(found.chains):
-        if not refusals[i] and not any(_overlaps(name, taken) for name in chain):
+        if not refusals[i] and not any(_overlaps(name, rewritten) for name in chain):
             refusals[i].append(_refuse_unused_choice(chain, modules, found))
     refused = {r[0].name: r[0] for r in refusals.values() if r and not _is_token_embedding(r[0], modules, found)}
-    return matched, [r for r in refused.values() if not _overlaps(r.name, taken)]
+    return matched, [r for r in refused.values() if not _overlaps(r.name, rewritten)]
 
 
 def _drop_observed_blocks(model: nn.Module, matched: list[MatchedBlock]) -> tuple[list[MatchedBlock], list[Refusal]]:
@@ -293,22 +293,22 @@ def _is_token_embedding(refusal: Refusal, modules: dict[str, nn.Module], found: 
     )
 
 
-def _overlaps(name: str, taken: set[str]) -> bool:
-    """Whether a module is, contains or is part of a module in `taken`."""
-    return any(name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in taken)
+def _overlaps(name: str, names: set[str]) -> bool:
+    """Whether a module is, contains or is part of a module in `names`."""
+    return any(name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in names)
 
 
 def _prove_equal_modules(
     name: str, modules: dict[str, nn.Module], found: BlockCandidates, plan: Plan
 ) -> list[MatchedBlock]:
     """Prove one module, and reuse its program for all modules that differ only in their weights."""
-    made: list[MatchedBlock] = []
-    like = compute_signature(modules[name])
-    alike = [n for n, m in modules.items() if compute_signature(m) == like]
+    proven: list[MatchedBlock] = []
+    signature = compute_signature(modules[name])
+    candidates = [n for n, m in modules.items() if compute_signature(m) == signature]
     watched, follows = find_attributes(modules[name]), has_custom_train(modules[""])
-    left = [name, *[n for n in alike if n != name]]
-    while left:
-        first = left[0]
+    unproven = [name, *[n for n in candidates if n != name]]
+    while unproven:
+        first = unproven[0]
         call = found.calls.get(first) or dataclasses.replace(found.calls[name], name=first)
         announce(f"proving {first or type(modules[first]).__name__}")
         start = time.perf_counter()
@@ -318,12 +318,12 @@ def _prove_equal_modules(
             read.add(BLOCK_MODE)
         equal = [first] + [
             n
-            for n in left
+            for n in unproven
             if n != first and all(is_same(read_value(modules[n], w), read_value(modules[first], w)) for w in read)
         ]
-        made.append(MatchedBlock(equal, call, result, time.perf_counter() - start, read))
-        left = [n for n in left if n not in equal]
-    return made
+        proven.append(MatchedBlock(equal, call, result, time.perf_counter() - start, read))
+        unproven = [n for n in unproven if n not in equal]
+    return proven
 
 
 def _rewrite_as_called(
@@ -374,10 +374,10 @@ def _rewrite(
 def _find_cache(tree: Any, depth: int = 4) -> str:
     """The class of an argument that holds tensors of the abstract run in its attributes, or ""."""
     for leaf in pytree.tree_leaves(tree):
-        held = list(getattr(leaf, "__dict__", {}).values())
-        if isinstance(leaf, (torch.Tensor, nn.Module, type)) or not held or not depth:
+        attributes = list(getattr(leaf, "__dict__", {}).values())
+        if isinstance(leaf, (torch.Tensor, nn.Module, type)) or not attributes or not depth:
             continue
-        if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves(held)) or _find_cache(held, depth - 1):
+        if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves(attributes)) or _find_cache(attributes, depth - 1):
             return type(leaf).__name__
     return ""
 

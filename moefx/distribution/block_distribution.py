@@ -100,10 +100,10 @@ class Spread:
         parts = f", in {self.ways.chunks} parts" if self.ways.chunks > 1 else ""
         if self.ways.gathers:
             limit = self.ways.max_tokens
-            agreed = f"at most {limit} tokens a rank" if limit else "the hosts agree on the number of tokens"
+            agreement = f"at most {limit} tokens a rank" if limit else "the hosts agree on the number of tokens"
             return (
                 f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r}, {place.num_slots} each; every rank "
-                f"gathers the tokens of all ranks, {agreed} ({self.why})"
+                f"gathers the tokens of all ranks, {agreement} ({self.why})"
             )
         return (
             f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r} ({levels}), {place.num_slots} each; a "
@@ -146,8 +146,8 @@ def planned_axis(mesh: DeviceMesh, plan: Plan) -> ExpertAxis:
     return ExpertAxis(mesh, own, plan.node_size, plan.topology_levels, plan.timeout)
 
 
-def _check_placement(own: DeviceMesh, plan: Plan) -> None:
-    ranks = own.mesh.tolist()
+def _check_placement(axis: DeviceMesh, plan: Plan) -> None:
+    ranks = axis.mesh.tolist()
     neighbours = sorted(ranks) == list(range(min(ranks), min(ranks) + len(ranks)))
     if plan.placement is None or len(ranks) == 1 or neighbours == (plan.placement == "ep_first"):
         return
@@ -168,16 +168,16 @@ def check_agreement(axis: ExpertAxis, plan: Plan, found: str) -> None:
     Raises:
         InvalidPlan: the ranks have different plans, or found different blocks.
     """
-    own = {
+    own_facts = {
         **{f"Plan({field}=...)": repr(value) for field, value in dataclasses.asdict(plan).items()},
         "the versions of moefx and torch": f"{__version__}, {torch.__version__}",
         "the nodes of ranks": _describe_nodes(axis),
         "the rewritten blocks": found,
     }
     gathered: list[Any] = [None] * axis.size
-    dist.all_gather_object(gathered, own, group=get_group(axis.group))
+    dist.all_gather_object(gathered, own_facts, group=get_group(axis.group))
     wrong = []
-    for what, mine in own.items():
+    for what, mine in own_facts.items():
         others = {number: each.get(what) for number, each in enumerate(gathered) if each.get(what) != mine}
         if others:
             number, theirs = next(iter(others.items()))
@@ -187,13 +187,13 @@ def check_agreement(axis: ExpertAxis, plan: Plan, found: str) -> None:
         raise InvalidPlan(f"the ranks of mesh axis {axis.name!r} do not agree on " + "; ".join(wrong))
 
 
-def gather_by_rank(mesh: DeviceMesh, own: Any) -> dict[int, Any]:
+def gather_by_rank(mesh: DeviceMesh, own_value: Any) -> dict[int, Any]:
     """Gather a value from all ranks of a mesh, one axis after the other. Returns values by world rank. Collective."""
-    gathered = {dist.get_rank(): own}
+    gathered = {dist.get_rank(): own_value}
     for dim in range(mesh.ndim):
-        beside: list[Any] = [None] * mesh.size(dim)
-        dist.all_gather_object(beside, gathered, group=mesh.get_group(dim))
-        gathered = {rank: value for each in beside for rank, value in each.items()}
+        along_axis: list[Any] = [None] * mesh.size(dim)
+        dist.all_gather_object(along_axis, gathered, group=mesh.get_group(dim))
+        gathered = {rank: value for each in along_axis for rank, value in each.items()}
     return gathered
 
 
@@ -348,10 +348,10 @@ def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[s
     """List the parameters that differ between the ranks of the expert axis: data parallelism over all ranks must leave
     them alone. `buffers`: also the experts' buffers, and every name of a tensor with several names."""
     stacked = [joined(name, p) for name, s in spread_blocks(model).items() for p in s.parameters.stacked]
-    wanted = {*stacked, *own_experts(model)}
+    differing = {*stacked, *own_experts(model)}
     more = [name for name, _ in model.named_buffers(remove_duplicate=False)] if buffers else []
     names = [name for name, _ in model.named_parameters(remove_duplicate=not buffers)]
-    return [name for name in names + more if name in wanted]
+    return [name for name in names + more if name in differing]
 
 
 def own_experts(model: nn.Module) -> dict[str, str]:

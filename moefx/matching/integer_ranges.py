@@ -37,8 +37,10 @@ _MAX_OTHER_SIZE = 8  # a size up to this may be the number of expert groups, or 
 
 def find_token_sizes(capture: Capture) -> set[int]:
     """Find the sizes of the capture that only numbers of tokens have: above 8, and of no parameter."""
-    held = {n for node in capture.nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())}
-    return {n for n in capture.sizes.expressions if n > _MAX_OTHER_SIZE} - held
+    parameter_sizes = {
+        n for node in capture.nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())
+    }
+    return {n for n in capture.sizes.expressions if n > _MAX_OTHER_SIZE} - parameter_sizes
 
 
 class IntegerRanges:
@@ -94,19 +96,19 @@ class IntegerRanges:
             self._limited[node] = found
         return self._limited[node]
 
-    def is_decided(self, node: fx.Node, asked: tuple[str, Any] | None = None) -> bool:
-        """Return whether a boolean, or the comparison `asked` of a number (`("lt", 8)`), is equal for all routings."""
+    def is_decided(self, node: fx.Node, comparison: tuple[str, Any] | None = None) -> bool:
+        """Return whether a boolean, or a `comparison` of a number (`("lt", 8)`), is equal for all routings."""
         found = self.get(node)
         if found is None:
             return False
-        if asked is not None:
-            if isinstance(asked[1], RoutedInt):
+        if comparison is not None:
+            if isinstance(comparison[1], RoutedInt):
                 return False
-            number = unwrap_numbers(asked[1])
+            number = unwrap_numbers(comparison[1])
             if self._at_these_sizes is not None and number in self._sizes:
-                return self._at_these_sizes.is_decided(node, asked)
+                return self._at_these_sizes.is_decided(node, comparison)
             lo, hi = map(torch.tensor, _hull(found))
-            found = _compare(asked[0], (lo, hi), self._pair(number))
+            found = _compare(comparison[0], (lo, hi), self._pair(number))
         return bool((found[0] == found[1]).all())
 
     def _find_range(self, node: fx.Node, val: torch.Tensor) -> Range | None:

@@ -160,14 +160,14 @@ class Match:
         Returns:
             Whether some captures were excluded.
         """
-        left = [i for i, form in enumerate(self.evidence) if not form.optional_guard]
-        if len(left) == len(self.evidence) or len(left) < 2:
+        remaining = [i for i, form in enumerate(self.evidence) if not form.optional_guard]
+        if len(remaining) == len(self.evidence) or len(remaining) < 2:
             return False
-        gone = [(self.sizes[i], form.optional_guard) for i, form in enumerate(self.evidence) if form.optional_guard]
+        excluded = [(self.sizes[i], form.optional_guard) for i, form in enumerate(self.evidence) if form.optional_guard]
         values = [refs for group in self.groups for refs in group.values]
         for column in [self.evidence, self.sizes, *values, *([self.keep_masks] if self.keep_masks else [])]:
-            column[:] = [column[i] for i in left]  # type: ignore[index]
-        for sizes, guard in gone:
+            column[:] = [column[i] for i in remaining]  # type: ignore[index]
+        for sizes, guard in excluded:
             if all(g.holds(sizes) for g in self.guards):  # no comparison of the program excludes them
                 self.extra_guards.append(guard)
         return True
@@ -179,13 +179,15 @@ class Match:
         A comparison with both results does not matter, since the captures agree on the form.
         """
         several = [form.capture.sizes.guards for form in self.evidence]
-        asked: list[dict[Any, list[SizeGuard]]] = [defaultdict(list) for _ in several]
-        for by_expression, guards in zip(asked, several, strict=True):
+        comparisons: list[dict[Any, list[SizeGuard]]] = [defaultdict(list) for _ in several]
+        for by_expression, guards in zip(comparisons, several, strict=True):
             for g in guards:
                 by_expression[_without_number(g)].append(g)
-        found = dict.fromkeys(self._generalize_bound(g, asked) for guards in several for g in guards)
-        alike = [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
-        return [g for seen in alike for g in self._restrict_to_tokens(seen)] if self.without_tokens else alike
+        found = dict.fromkeys(self._generalize_bound(g, comparisons) for guards in several for g in guards)
+        consistent = [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
+        return (
+            [g for guard in consistent for g in self._restrict_to_tokens(guard)] if self.without_tokens else consistent
+        )
 
     def _restrict_to_tokens(self, guard: SizeGuard) -> list[SizeGuard]:
         """Restrict a guard to sizes with tokens, if the block returns nothing without; drop it if it always holds."""
@@ -218,20 +220,20 @@ class Match:
                 return False
         return True
 
-    def _generalize_bound(self, guard: SizeGuard, asked: list[dict[Any, list[SizeGuard]]]) -> SizeGuard:
+    def _generalize_bound(self, guard: SizeGuard, comparisons: list[dict[Any, list[SizeGuard]]]) -> SizeGuard:
         """Replace the bound of a guard by a formula, if it depends on the sizes: `min(S, int(1.25 * S / E))`.
 
         Args:
-            asked: for each capture, its comparisons by expression.
+            comparisons: for each capture, its comparisons by expression.
         """
         points = []
-        for sizes, by_expression in zip(self.sizes, asked, strict=True):
-            alike = by_expression.get(_without_number(guard), [])
-            if len(alike) == 1 and alike[0].right.isdigit():
-                points.append((sizes, int(alike[0].right)))
+        for sizes, by_expression in zip(self.sizes, comparisons, strict=True):
+            same_comparisons = by_expression.get(_without_number(guard), [])
+            if len(same_comparisons) == 1 and same_comparisons[0].right.isdigit():
+                points.append((sizes, int(same_comparisons[0].right)))
         formula = find_formula(points, self.expressions, laws=False) if len({n for _, n in points}) > 2 else None
-        own = formula is not None and any(n == formula(dims) and str(n) == guard.right for dims, n in points)
-        return dataclasses.replace(guard, right=formula.text) if formula and own else guard
+        is_exact = formula is not None and any(n == formula(dims) and str(n) == guard.right for dims, n in points)
+        return dataclasses.replace(guard, right=formula.text) if formula and is_exact else guard
 
     @property
     def expressions(self) -> set[str]:

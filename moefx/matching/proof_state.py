@@ -92,7 +92,7 @@ class ProofState:
         self._num_experts = 0
         self._by_slots = False
         self._compares_floats = False
-        self._asked: dict[SizeGuard, list[dict[str, int]]] = {}  # comparisons, and the sizes at which they were made
+        self._comparisons: dict[SizeGuard, list[dict[str, int]]] = {}  # with the sizes of the captures
         self._settled: set[Hashable] = set()
         self._probe_runs: list[ProbeRun] = []
         self._unforced_lengths: set[tuple[Source, ...]] = set()
@@ -161,8 +161,10 @@ class ProofState:
         """Return the comparisons of sizes whose outcome at the example's sizes differs from that in some capture, with
         the example's outcome."""
         example = self._arguments.sizes
-        sides = dict.fromkeys(g if g.holds(example) else dataclasses.replace(g, value=not g.value) for g in self._asked)
-        tried = [sizes for several in self._asked.values() for sizes in several]
+        sides = dict.fromkeys(
+            g if g.holds(example) else dataclasses.replace(g, value=not g.value) for g in self._comparisons
+        )
+        tried = [sizes for several in self._comparisons.values() for sizes in several]
         return tuple(g for g in sides if not all(g.holds(sizes) for sizes in tried))
 
     def other_options(self) -> Iterator[LiftOptions]:
@@ -215,9 +217,9 @@ class ProofState:
                 self.block, args, kwargs, routing, interventions=interventions, sizes=log, max_nodes=most, held=held
             )
         finally:  # an assertion on a size tells which sizes the program supports
-            log.unify_names(self._asked)
+            log.unify_names(self._comparisons)
             for guard in log.guards:
-                self._asked.setdefault(guard, []).append(sizes)
+                self._comparisons.setdefault(guard, []).append(sizes)
         if captured.tracer.refusals:
             raise captured.tracer.refusals[0]
         self._compares_floats = self._compares_floats or bool(find_conditions(captured.nodes))
@@ -235,11 +237,11 @@ class ProofState:
         """Lift a capture with the options and expert parameters of the other captures."""
         return self.lift_as(captured, merge_experts(self._forms) if self._forms else None)
 
-    def lift_as(self, captured: Capture, like: CanonicalForm | None, is_last: bool = False) -> CanonicalForm:
+    def lift_as(self, captured: Capture, source: CanonicalForm | None, is_last: bool = False) -> CanonicalForm:
         """Lift a capture.
 
         Args:
-            like: the form of another capture, whose nodes are tried first.
+            source: the form of another capture, whose nodes are tried first.
             is_last: read values off the last nodes that fit.
 
         Raises:
@@ -247,7 +249,7 @@ class ProofState:
         """
         options = self.options
         lifter = Lifter(
-            self.block, captured, like, options.symbolic, self._by_slots, is_last, options.whole, options.late
+            self.block, captured, source, options.symbolic, self._by_slots, is_last, options.whole, options.late
         )
         form = lifter.lift(self._expert_parameters)
         self._expert_parameters = self._expert_parameters or lifter.experts
@@ -278,14 +280,14 @@ class ProofState:
         return form
 
     def lift_again(
-        self, old: CanonicalForm, like: CanonicalForm, template: CanonicalForm, is_last: bool = False
+        self, old: CanonicalForm, source: CanonicalForm, template: CanonicalForm, is_last: bool = False
     ) -> CanonicalForm:
         """Lift a capture once more, from the nodes of another form, or from the last ones that fit.
 
         Raises:
             Refused: the new form differs from that of `template`.
         """
-        new = self.lift_as(old.capture, like, is_last)
+        new = self.lift_as(old.capture, source, is_last)
         require_same_form(template, new)
         new.optional_guard = old.optional_guard
         return new
@@ -320,10 +322,10 @@ class ProofState:
         """
         if are_same_places(find_places(form), find_places(self._forms[0])):
             return
-        again = [self.lift_again(one, form, form) for one in self._forms]
-        if not all(are_same_places(find_places(one), find_places(form)) for one in again):
+        relifted = [self.lift_again(one, form, form) for one in self._forms]
+        if not all(are_same_places(find_places(one), find_places(form)) for one in relifted):
             raise Refused("which weight a choice has depends on the routing", source=str(form.cut.meta["source"]))
-        self._forms = again
+        self._forms = relifted
 
     # ---------------------------------------------------------------- change
     def set_first(self, captured: Capture) -> None:

@@ -189,8 +189,8 @@ def refuse_early(state: ProofState) -> None:
         if not has_distinct_slots(state.reference, state.seen_experts):  # `repeated_experts` gives a better reason
             return
         try:  # `align_sources` may read weights off other nodes, those behind a mask
-            again = [state.lift_again(one, state.reference, state.reference, True) for one in forms]
-            refuse_unexplained(build_match(state, again, sizes))
+            relifted = [state.lift_again(one, state.reference, state.reference, True) for one in forms]
+            refuse_unexplained(build_match(state, relifted, sizes))
         except Refused:
             raise refusal from None
 
@@ -205,18 +205,18 @@ def align_sources(state: ProofState) -> None:
     firsts = sorted({of: i for i, of in reversed([*enumerate(places)])}.values())
     ways = [(i, False) for i in firsts]
     for at, is_last in [*ways, (0, True)] if len(firsts) > 1 else ways:
-        like = state.forms[at]
+        source = state.forms[at]
         if not is_last and all(are_same_places(of, places[at]) for of in places):
             continue
-        again: dict[int, CanonicalForm] = {}
+        relifted: dict[int, CanonicalForm] = {}
         with contextlib.suppress(Refused):
             for i in sorted(range(len(places)), key=lambda i: i not in firsts):  # likeliest failures first
-                again[i] = state.lift_again(state.forms[i], like, state.reference, is_last)
-                wanted = find_places(again[firsts[0]]) if is_last else places[at]
-                if not are_same_places(find_places(again[i]), wanted):
+                relifted[i] = state.lift_again(state.forms[i], source, state.reference, is_last)
+                expected = find_places(relifted[firsts[0]]) if is_last else places[at]
+                if not are_same_places(find_places(relifted[i]), expected):
                     break
             else:
-                state.replace_forms([again[i] for i in range(len(places))])
+                state.replace_forms([relifted[i] for i in range(len(places))])
                 return
 
 

@@ -28,7 +28,7 @@ class SizeChoice:
         self.first_tokens = first_tokens
         self._state = state
         self._sequences: dict[tuple[int, int], dict[str, int]] = {}  # by the numbers of tokens and of captures
-        self._agreed: dict[int, list[SizeGuard]] = {}  # by the number of captures
+        self._guards_by_count: dict[int, list[SizeGuard]] = {}  # by the number of captures
 
     def choose(self, tokens: int, variant: int) -> dict[str, int]:
         """Choose sizes with about `tokens` tokens.
@@ -67,29 +67,29 @@ class SizeChoice:
         key = tokens, len(self._state.forms)
         if key not in self._sequences:
             one = [*map(self._state.arguments.choose_sequence, _SEQUENCE_LENGTHS)]
-            guards = [g for g in self._agreed_guards() if not any(g.holds(sizes) for sizes in one)]
+            guards = [g for g in self._consistent_guards() if not any(g.holds(sizes) for sizes in one)]
             self._sequences[key] = find_sequence(self._state.arguments, (*self._state.within, *guards), tokens)
         return self._sequences[key]
 
     def choose_as_captured(self, tokens: int) -> dict[str, int]:
         """Choose sizes with `tokens` tokens, or a few more, at which each comparison has the captures' outcome."""
-        return find_sequence(self._state.arguments, (*self._state.within, *self._agreed_guards()), tokens)
+        return find_sequence(self._state.arguments, (*self._state.within, *self._consistent_guards()), tokens)
 
     def is_as_captured(self, sizes: dict[str, int]) -> bool:
         """Return whether each comparison with one outcome in all captures has the same outcome at these sizes."""
-        return all(g.holds(sizes) for g in self._agreed_guards())
+        return all(g.holds(sizes) for g in self._consistent_guards())
 
     def is_within(self, sizes: dict[str, int]) -> bool:
         """Return whether the guards of the proof hold at these sizes."""
         return all(g.holds(sizes) for g in self._state.within)
 
-    def _agreed_guards(self) -> list[SizeGuard]:
+    def _consistent_guards(self) -> list[SizeGuard]:
         """Return the comparisons that had one outcome in all captures."""
         count = len(self._state.forms)
-        if count not in self._agreed:
+        if count not in self._guards_by_count:
             guards = dict.fromkeys(self._state.seen_guards())
-            self._agreed[count] = [g for g in guards if all(g.holds(sizes) for sizes in self._state.sizes)]
-        return self._agreed[count]
+            self._guards_by_count[count] = [g for g in guards if all(g.holds(sizes) for sizes in self._state.sizes)]
+        return self._guards_by_count[count]
 
 
 __all__ = ["NO_SIZES", "SizeChoice"]

@@ -31,15 +31,15 @@ from .step_formulas import evaluate_memory
 _POLICIES = ("h", "x")  # "all" keeps more than "h" and takes as long
 
 
-def find_mesh_platform(mesh: Any, asked: Plan) -> LocalPlatform:
+def find_mesh_platform(mesh: Any, plan: Plan) -> LocalPlatform:
     """The platform of a mesh's ranks. Without a mesh: of the current GPU, or of the CPU."""
     if mesh is None:
-        return find_local_platform("cuda" if torch.cuda.is_available() else "cpu", asked.node_size)
-    return find_local_platform(mesh.device_type, resolve_node_size(asked.node_size, torch.distributed.get_world_size()))
+        return find_local_platform("cuda" if torch.cuda.is_available() else "cpu", plan.node_size)
+    return find_local_platform(mesh.device_type, resolve_node_size(plan.node_size, torch.distributed.get_world_size()))
 
 
 def collect_facts(
-    model: nn.Module, found: Survey, asked: Plan, here: LocalPlatform, example_inputs: Any = None, mesh: Any = None
+    model: nn.Module, found: Survey, asked: Plan, local: LocalPlatform, example_inputs: Any = None, mesh: Any = None
 ) -> Facts:
     """Collect the facts that this rank contributes to the decision.
 
@@ -47,26 +47,26 @@ def collect_facts(
         found: the blocks that will be rewritten.
         example_inputs: the user's example inputs of the model.
     """
-    made: Architecture | str | None = None
+    architecture: Architecture | str | None = None
     total, length, source = DEFAULT_TOKENS, DEFAULT_TOKENS, "for want of example inputs"
     try:
         if found.matched:
-            made = describe_survey(model, found)
+            architecture = describe_survey(model, found)
             if example_inputs is not None:
-                total = _count_call_tokens(found, made.hidden_size)
+                total = _count_call_tokens(found, architecture.hidden_size)
                 length, source = _sequence_length(example_inputs, total), "as in the example inputs"
     except UnknownArchitecture as error:
-        made = str(error)
+        architecture = str(error)
     if asked.tokens is not None:
         total, source = asked.tokens, "as planned"
         length = length if total % length == 0 else total
     if asked.memory is not None:
-        here = dataclasses.replace(here, platform=dataclasses.replace(here.platform, capacity=float(asked.memory)))
+        local = dataclasses.replace(local, platform=dataclasses.replace(local.platform, capacity=float(asked.memory)))
     stage, stages = 0, 1
     if mesh is not None and STAGES in (mesh.mesh_dim_names or ()):
         axis = mesh.mesh_dim_names.index(STAGES)
         stage, stages = mesh.get_coordinate()[axis], mesh.mesh.shape[axis]
-    return Facts(asked, made, total // length, length, source, here, stage, stages)
+    return Facts(asked, architecture, total // length, length, source, local, stage, stages)
 
 
 def decide(facts_by_rank: Mapping[int, Facts | str], own: int, mesh: Any = None, *, is_whole: bool = True) -> Decision:
