@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
+from ..capture.captured_graph import build_captured_graph
 from ..capture.identity_tests import refuse_identity_tests
 from ..capture.opaque_state import refuse_opaque_state
 from ..capture.outside_state import ARGUMENT
@@ -147,6 +148,8 @@ def _rewrite_block(
     graph = BlockGraph(name, rewritten.graph, Binding((*paths, *passed), passed), rewritten.out_spec)
     # 4. passes on the graph; every snapshot runs
     history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
+    captured = build_captured_graph(name, match.evidence[0].capture, names.tensors)
+    history = dataclasses.replace(history, captured=captured)
     return BlockRewrite(match, rewritten, history, skipped)
 
 
@@ -155,7 +158,7 @@ def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> Bl
     *before, last = result.history
     if last.pass_name != pass_name(checkpoint):  # `plan.disable`
         return result
-    history = History(result.history.name, tuple(before))
+    history = dataclasses.replace(result.history, snapshots=tuple(before))
     return dataclasses.replace(result, history=PassManager(block).extend(history, (checkpoint,), plan, level="dialect"))
 
 

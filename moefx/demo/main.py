@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 import moefx
 from moefx.inspection.history import History
-from moefx.ir.block_graph import BlockGraph
 from moefx.passes.checkpoint import checkpoint
 from moefx.passes.pass_manager import PassManager
 from moefx.util.unit_text import format_bytes
 
 from . import report_page
-from .captured_graph import captured_graph
 from .model import Config, LanguageModel
 from .stdlib_text import batches, standard_library_text
 from .step_cost import block_inputs, parameters_and_buffers, saved_bytes, side_by_side
@@ -91,7 +89,6 @@ class Result:
     compile_seconds: float
     explanation: str
     graphs: dict[str, str]
-    captured: BlockGraph  # the first block, before any rewriting
     policy_bytes: dict[str, int]  # of the first block, as written and under each save policy
     histories: dict[str, History]
     verification: str
@@ -236,7 +233,7 @@ def run(
     print(table(("", "original", "compiled", "ratio"), costs.rows()))
     histories = {name: moefx.history(compiled, name) for name in names}
     block = original.get_submodule(names[0])
-    args, kwargs = block_inputs(original, names[:1], ids)[names[0]]
+    args, _ = block_inputs(original, names[:1], ids)[names[0]]
     policy_bytes = measure_policies(block, histories[names[0]], args[0])
     print(f"\n  saved for backward by {names[0]} under each save policy")
     print(table(("", "bytes"), [(name, format_bytes(value)) for name, value in policy_bytes.items()]))
@@ -257,7 +254,6 @@ def run(
     result = Result(
         config=config, text_bytes=len(text), num_parameters=num_parameters, compile_seconds=compile_seconds,
         explanation=explanation, graphs=graphs, histories=histories, policy_bytes=policy_bytes,
-        captured=captured_graph(block, names[0], args, kwargs, config.num_experts),
         verification=str(verification), verified=verification.ok, costs=costs, curves=curves,
         fallbacks=fallbacks(compiled) + fallbacks(models["compiled"]),
     )  # fmt: skip

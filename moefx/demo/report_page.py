@@ -68,7 +68,7 @@ def render(result: Result) -> str:
             for name in others
         ),
         history_style=history_page.STYLE,
-        history=history_page.build_fragment(result.histories[first], before=result.captured),
+        history=history_page.build_fragment(result.histories[first]),
         verification=escape(result.verification),
     )
 

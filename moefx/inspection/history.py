@@ -67,10 +67,13 @@ class History:
     Attributes:
         name: the block's name in the model.
         snapshots: one snapshot per pass.
+        captured: the block's own operations before any pass, as the proof captured them in one run. Shows what the
+            passes started from; its sizes and choices of experts are those of that run, so it is not for other inputs.
     """
 
     name: str
     snapshots: tuple[Snapshot, ...]
+    captured: BlockGraph | None = None
 
     @property
     def graph(self) -> BlockGraph:
@@ -103,7 +106,7 @@ class History:
     def renamed(self, name: str) -> History:
         """A copy for another block of the same structure, with the same graphs."""
         snapshots = (dataclasses.replace(s, graph=s.graph.replace(name=name)) for s in self.snapshots)
-        return History(name, tuple(snapshots))
+        return History(name, tuple(snapshots), self.captured and self.captured.replace(name=name))
 
     def diff(self, after: str | None = None) -> str:
         """The changes of a pass, by default the last, as a diff of the printed graphs.
@@ -119,20 +122,13 @@ class History:
         body = [f"{mark} {text}".rstrip() for (mark, _), text in zip(marked, texts, strict=True)]
         return "\n".join([f"# {self.name or 'model'}   {snapshot.header}", *body])
 
-    def html(
-        self,
-        path: str | PathLike[str],
-        *,
-        before: BlockGraph | None = None,
-        bytes_per_policy: Mapping[str, float] | None = None,
-    ) -> None:
-        """Write a self-contained HTML page: drawings of the graph before and after, and the changes of every pass.
+    def html(self, path: str | PathLike[str], *, bytes_per_policy: Mapping[str, float] | None = None) -> None:
+        """Write a self-contained HTML page: drawings of the block before and after, and the changes of every pass.
 
         Args:
-            before: the captured graph, drawn on the left; by default the first snapshot.
             bytes_per_policy: bytes kept for the backward, by checkpoint policy; drawn as bars.
         """
-        body = history_page.build_fragment(self, before=before, bytes_per_policy=bytes_per_policy)
+        body = history_page.build_fragment(self, bytes_per_policy=bytes_per_policy)
         Path(path).write_text(history_page.build_page(self.name or "model", body))
 
     def repro(self, path: str | PathLike[str], *, block: nn.Module | None = None) -> None:

@@ -48,14 +48,9 @@ def build_page(title: str, body: str) -> str:
     return html_page.build_page(title, body, STYLE)
 
 
-def build_fragment(
-    history: History,
-    *,
-    before: BlockGraph | None = None,
-    bytes_per_policy: Mapping[str, float] | None = None,
-) -> str:
+def build_fragment(history: History, *, bytes_per_policy: Mapping[str, float] | None = None) -> str:
     """A block's history as a section of a page with `STYLE`; see `History.html`."""
-    first = before or history.snapshots[0].graph
+    first = history.captured or history.snapshots[0].graph
     parts = [
         '<section class="moefx">',
         f"<h2>{escape(history.name or 'model')}</h2>",
@@ -63,7 +58,7 @@ def build_fragment(
         "<h3>Before and after</h3>",
         _LEGEND,
         '<div class="pictures">',
-        _build_figure("captured" if before else f"after {history.passes[0]}", first),
+        _build_figure("captured" if history.captured else f"after {history.passes[0]}", first),
         _build_figure(f"after {history.passes[-1]}", history.graph),
         "</div>",
         _build_bars(bytes_per_policy) if bytes_per_policy else "",

@@ -8,6 +8,7 @@ not in the user's model: it raises a `PassError` that names pass and nodes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import time
@@ -108,7 +109,7 @@ class PassManager:
             self._propagate(graph, before, name)
             snapshots.append(_snapshot(graph, before, function, index, total, ms))
             graph = snapshots[-1].graph
-        return History(history.name, tuple(snapshots))
+        return dataclasses.replace(history, snapshots=tuple(snapshots))
 
     def _propagate(self, graph: BlockGraph, before: BlockGraph, name: str) -> None:
         """Compute fake values of the nodes that a pass made."""

@@ -126,6 +126,17 @@ class Gated(nn.Module):
         return out
 
 
+def test_the_captured_graph_of_a_block_is_saved_with_its_history():
+    compiled = moefx.compile(Gated(tuple), example_inputs=(torch.randn(9, D),))
+    h = moefx.history(compiled, "")
+    assert h.passes == ("rewrite_block", "fuse", "checkpoint")
+    assert len(h.captured.find("aten::index_add")) == 4 and not h.captured.find("moefx::build_pft")
+    assert [n.name for n in h.captured.placeholders] == ["x"]
+    loaded = pickle.loads(pickle.dumps(h))
+    assert str(loaded.captured) == str(h.captured) and str(loaded.graph) == str(h.graph)
+    assert str(h.renamed("layers.1").captured).startswith("# layers.1\n")
+
+
 @pytest.mark.parametrize("kind", [dict, tuple])
 @pytest.mark.parametrize("with_block", [False, True])
 def test_a_repro_of_modules_that_return_containers(kind, with_block, tmp_path):

@@ -1,15 +1,20 @@
+import dataclasses
 import re
 import xml.etree.ElementTree as ElementTree
 
+import torch
+
+import moefx
 from moefx.inspection import history_page
 
 from .test_draw import looped
-from .test_history import history
+from .test_history import Gated, history
 
 
 def test_a_page_is_self_contained(tmp_path):
     path = tmp_path / "block.html"
-    history().html(path, before=looped(64), bytes_per_policy={"original": 5e6, '"h"': 1_234_567.0, '"x"': 0})
+    captured = dataclasses.replace(history(), captured=looped(64))
+    captured.html(path, bytes_per_policy={"original": 5e6, '"h"': 1_234_567.0, '"x"': 0})
     text = path.read_text()
     assert not re.search(r"<script|https?:|url\(|@import|src=|href=", text)
     assert text.count("<svg") == 3 and "prefers-color-scheme: dark" in text
@@ -34,3 +39,19 @@ def test_a_pass_that_changed_nothing_is_closed():
     again = type(h)("", (*h.snapshots, h.snapshots[-1]))
     text = history_page.build_fragment(again)
     assert text.count("<details>") == 1 and "Nothing to change" in text and "<h2>model</h2>" in text
+
+
+def list_titles(figure: str) -> list[str]:
+    return re.findall(r'class="title"[^>]*>([^<]+)<', figure)
+
+
+def test_the_first_graph_has_the_users_own_operations(tmp_path):
+    compiled = moefx.compile(Gated(dict), example_inputs=(torch.randn(9, 8),))
+    path = tmp_path / "history.html"
+    moefx.history(compiled, "").html(path)
+    before, after = re.findall(r"<figure>(.*?)</figure>", path.read_text(), re.DOTALL)
+    assert "captured" in before and {"x", "topk", "nonzero", "linear", "index_add"} <= {
+        title.partition(" ×")[0] for title in list_titles(before)
+    }
+    assert "after checkpoint" in after and "build_pft" in after and "nonzero" not in after
+    assert 'class="box dialect' not in before and "test_history.py" in str(moefx.history(compiled, "").captured)
