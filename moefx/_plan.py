@@ -22,18 +22,25 @@ Gradients = Literal["manual"]
 class Plan:
     """Options of `compile`. All fields are optional.
 
-    Attributes:
+    Attributes: Memory of the experts
         checkpoint: the tensors that the expert MLP keeps for its backward (MoEBlaze section 5). `"h"`: its input X and
             the up-projection H, the activation is recomputed; `"x"`: X only; `"all"`: the activation too; `"auto"`:
             the fastest policy that fits the memory, by the planner's formulas (docs/planner.md).
         expert_storage: `"original"` keeps the storage of experts in a ModuleList; `"contiguous"` lays it out as E
             equally spaced views (the E original Parameters stay).
+
+    Attributes: Ranks of the experts
         expert_axis: the mesh axis over which the experts are spread, or several that become one, `("dp", "tp")`. None:
             `"ep"` if the mesh has such an axis, else its only axis. `"auto"`: the fastest layout that fits the
             memory by the planner's formulas, `sequence_axis` included; it has no effect without a mesh.
         placement: the order of ranks that the mesh is checked for. `"ep_first"`: the ranks of an expert group are
             neighbours, so that exchanges stay near; `"dp_first"`: the ranks of a data-parallel group are (X-MoE
             appendix C.1). None: either.
+        node_size: ranks of a node, numbered node by node. None: LOCAL_WORLD_SIZE, which torchrun sets, else all ranks.
+        topology_levels: ranks of units above a node, such as `(32, 512)` for switch groups of 32 and racks of 512
+            ranks. `"rbd"` and `"halo"` take one more hop for each.
+
+    Attributes: Sequence and gradients
         sequence_axis: a tensor-parallel mesh axis whose ranks all have the same tokens. Each rank routes a part of
             them, and the sums are gathered (X-MoE section 4.3, SSMB). Its ranks are among those of `expert_axis`.
         sequence_gradients: the gradient of the block's output that each rank of `sequence_axis` receives:
@@ -41,6 +48,8 @@ class Plan:
         gradients: `"manual"`: you reduce gradients between backward and the optimizer's step (`explain` says how). A
             reduction by hand leaves no trace: without this field, the first step on gradients that neither
             `fully_shard` nor DistributedDataParallel reduces warns.
+
+    Attributes: Exchange of rows
         dispatch: how rows travel to their experts. `"flat"`: one row for each choice; `"dedup"`: one for each rank
             that has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section
             4.2); `"halo"`: as `"rbd"`, but rows that stay in the node do not wait for rows of other nodes (Piper
@@ -53,17 +62,18 @@ class Plan:
         max_tokens: with `dispatch="gather"`, the most tokens of a rank in a call. Every call gathers as many, and a
             call with more raises `InvalidInput`. None: the hosts agree on the largest number before each call, which
             CUDA graphs cannot hold.
+        timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: the timeout of
+            the mesh's process groups (see `torch.distributed.init_process_group`).
+
+    Attributes: Capacity
         capacity_factor: a capacity for a model that has none: each expert takes at most ceil(capacity_factor * choices
             / experts) of one rank's choices. This changes the results: `verify` shows it as soon as a choice is
             dropped. None: the model's own rule.
         drop: the choices that an expert takes under `capacity_factor`: those with the largest routing weights
             (`"weight"`), those of the first tokens (`"position_token"`), or all first choices before the second ones
             (`"position_slot"`).
-        node_size: ranks of a node, numbered node by node. None: LOCAL_WORLD_SIZE, which torchrun sets, else all ranks.
-        topology_levels: ranks of units above a node, such as `(32, 512)` for switch groups of 32 and racks of 512
-            ranks. `"rbd"` and `"halo"` take one more hop for each.
-        timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: the timeout of
-            the mesh's process groups (see `torch.distributed.init_process_group`).
+
+    Attributes: Planner
         tokens: tokens per rank and micro-batch that the planner assumes. None: those of the example inputs, or 4096
             without any.
         memory: bytes of a device for parameters, gradients, optimizer and activations, if a field is `"auto"`. None:
@@ -73,10 +83,14 @@ class Plan:
         layout: sizes that the planner counted on (`Entry.plan`), as pairs or a dict: "pp", "tp", "ep", "zero",
             "microbatches", "recompute". `compile` raises if the mesh has other sizes, or if it would not do what an
             entry asks for. Sizes that are left out are not checked.
+
+    Attributes: Checks
         validation: `"symbolic"` proves the rewrite on abstract tensors under several routings; `"numeric"` also runs
             original and rewritten block side by side on a few tokens; `"auto"` does so if the weights exist and
             `validation_seconds` allows it.
         validation_seconds: time budget of the numeric check over all blocks, in seconds.
+
+    Attributes: Passes
         fuse: collapse dispatch, GEMMs and the pointwise part into `expert_mlp`. False: one op per step, for debugging.
         disable: names of passes to leave out, such as `("fuse",)`, to bisect a problem.
     """
