@@ -1,6 +1,7 @@
 """Plots of a ranking. Needs matplotlib (the extra `plot`), which is imported on the first call.
 
-Colours are Paul Tol's muted scheme (personal.sron.nl/~pault) and the map cividis, both safe for colour-blind readers.
+Colours of parts are those of `part_colors`. Others are Paul Tol's (personal.sron.nl/~pault) and the map cividis, safe
+for colour-blind readers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ..util.unit_text import amount
 from .architecture import Architecture
 from .breakdown import LABELS
 from .catalogue import MODELS
+from .part_colors import OTHER, find_colors
 from .plot_labels import place_labels
 from .regions import Region, ssmb_border
 from .scaling import ScalingPoint
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499")
+_INDIGO, _CYAN, _SAND, _ROSE, _WINE = "#332288", "#88CCEE", "#DDCC77", "#CC6677", "#882255"
+_MAX_PARTS = 9  # parts with a colour of their own in a plot
 _GREY, _DARK, _FONT = "#BBBBBB", "#222222", 9
 _PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}  # background of texts over lines
 _SIDE_BY_SIDE = 18  # columns of maps side by side; wider maps are stacked
@@ -96,7 +99,7 @@ def plot_regions(found: Sequence[Region]) -> Figure:
         for (row, column), cell in region.cells.items():
             if cell.best and cell.best.seconds == low:
                 at = (region.columns.index(column) - 0.5, region.rows.index(row) - 0.5)
-                axes.add_patch(Rectangle(at, 1, 1, fill=False, edgecolor=_COLORS[6], linewidth=2.5))
+                axes.add_patch(Rectangle(at, 1, 1, fill=False, edgecolor=_ROSE, linewidth=2.5))
     if times:
         bar = figure.colorbar(image, ax=all_axes, label="fastest step (s)", fraction=0.03)
         ticks = sorted({low, (low * high) ** 0.5, high})
@@ -125,11 +128,11 @@ def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
         for length, style in zip((2048, 4096, 8192), ("--", "-", ":"), strict=True)
     ]
     here = [ssmb_border(tokens) * w for w in ends]
-    axes.fill_between(ends, here, [top] * 2, color=_COLORS[1], alpha=0.25, lw=0, label=f"SSMB saves more, s = {tokens}")
-    axes.fill_between(ends, [0.3] * 2, here, color=_COLORS[5], alpha=0.3, lw=0, label=f"TED saves more, s = {tokens}")
+    axes.fill_between(ends, here, [top] * 2, color=_CYAN, alpha=0.25, lw=0, label=f"SSMB saves more, s = {tokens}")
+    axes.fill_between(ends, [0.3] * 2, here, color=_SAND, alpha=0.3, lw=0, label=f"TED saves more, s = {tokens}")
     for (width, choices), names in places.items():
         mine = model.name in names
-        axes.plot([width], [choices], "*" if mine else "o", color=_COLORS[7 if mine else 0], ms=13 if mine else 6)
+        axes.plot([width], [choices], "*" if mine else "o", color=_WINE if mine else _INDIGO, ms=13 if mine else 6)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, top), xlabel="hidden width of an expert (elements)")
     axes.set_ylabel("experts of a token (top-k)")
     _set_plain_ticks(axes.xaxis, [512 * 2**i for i in range(7) if ends[0] < 512 * 2**i < ends[1]])
@@ -154,7 +157,7 @@ def plot_scaling(strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -
             ideal = [base if is_weak else base * first / count for count, _ in fitting]
             counts, taken = [n for n, _ in fitting], [e.seconds for _, e in fitting]
             lines = axes.plot(counts, ideal, "--", color=_GREY, label="ideal, from the first that fits")
-            lines += axes.plot(counts, taken, "o-", color=_COLORS[0], label="fastest")
+            lines += axes.plot(counts, taken, "o-", color=_INDIGO, label="fastest")
             highest = max(taken)
             named = [
                 ((count, entry.seconds), f"{amount(entry.seconds, 's')}\nMFU {entry.mfu:.0%}", "normal")
@@ -173,10 +176,10 @@ def plot_scaling(strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -
         for point in points:
             if not point.best:
                 why = f"does not fit\n+{amount(point.lacking, 'B')}" if point.lacking else "no layout divides"
-                axes.axvline(point.num_ranks, color=_COLORS[6], linestyle=":", linewidth=1)
+                axes.axvline(point.num_ranks, color=_ROSE, linestyle=":", linewidth=1)
                 axes.annotate(
                     why, (point.num_ranks, 0.5), xycoords=("data", "axes fraction"), ha="center", va="center",
-                    fontsize=8, color=_COLORS[7], bbox=_PAPER,
+                    fontsize=8, color=_WINE, bbox=_PAPER,
                 )  # fmt: skip
         sequences = "as many sequences a GPU" if is_weak else f"{points[0].batch} sequences a step"
         axes.set(xscale="log", xlabel="GPUs", ylabel="time of a step (s)")
@@ -189,23 +192,24 @@ def plot_scaling(strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -
 
 
 def _draw_bars(names: Sequence[str], parts: Sequence[dict[str, float]], unit: float) -> tuple[Figure, Axes]:
-    """Draw a bar for each name, the first at the top. Small parts (below 1 % of every bar, or beyond the number of
-    colours) are merged into "other"."""
+    """Draw a bar for each name, the first at the top. Small parts (below 1 % of every bar, or beyond the
+    largest) are merged into "other"."""
     from matplotlib.figure import Figure
 
     most = {name: max(each[name] / sum(each.values()) for each in parts) for name in parts[0]}
-    largest = sorted((name for name in most if most[name] > 0.01), key=lambda name: -most[name])[: len(_COLORS)]
+    largest = sorted((name for name in most if most[name] > 0.01), key=lambda name: -most[name])[:_MAX_PARTS]
     shown = [name for name in most if name in largest]
     figure = Figure((9.6, 0.36 * len(names) + 1.5), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(names)
     rest = [sum(v for name, v in each.items() if name not in largest) for each in parts]
+    labels = [LABELS.get(name, name) for name in shown]
     layers: list[tuple[str, list[float], str]] = [
-        (LABELS.get(name, name), [each[name] for each in parts], color)
-        for name, color in zip(shown, _COLORS, strict=False)
+        (label, [each[name] for each in parts], color)
+        for name, label, color in zip(shown, labels, find_colors(labels), strict=True)
     ]
     if any(rest):
-        layers.append(("other", rest, _GREY))
+        layers.append(("other", rest, OTHER))
     for label, values, color in layers:
         widths = [value / unit for value in values]
         axes.barh(range(len(names)), widths, 0.72, left, color=color, label=label, edgecolor="white", linewidth=0.5)
@@ -235,7 +239,7 @@ def _draw_cells(axes: Axes, region: Region, norm: Any) -> Any:
             elif cell.best:
                 text, color = f"{cell.best.seconds:.3g}", "white" if norm(cell.best.seconds) > 0.5 else "black"
             else:
-                text, color = "+" + amount(cell.lacking, "B").replace(" ", "\n"), _COLORS[7]
+                text, color = "+" + amount(cell.lacking, "B").replace(" ", "\n"), _WINE
                 axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="///", edgecolor="#E5C5CB", lw=0))
             axes.text(x, y, text, ha="center", va="center", color=color, fontsize=8)
     axes.set_xticks(range(len(region.columns)), [str(size) for size in region.columns])
