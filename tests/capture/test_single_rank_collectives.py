@@ -151,7 +151,7 @@ def test_gather_and_scatter(alone, pair):
 def test_gradients_that_a_collective_cuts_off(alone):
     """The remedy is what `Gather` and `Scatter` do."""
     bare = [lambda x, f=f: f.forward(None, x) for f in (Gather, Scatter)]
-    why = r"no gradient flows through a collective.*\(test_collectives.py:\d+\).*torch.autograd.Function"
+    why = r"no gradient flows through a collective.*\(test_single_rank_collectives.py:\d+\).*torch.autograd.Function"
     with pytest.raises(moefx.NoMoEBlockFound, match=why):
         moefx.compile(Gathered(*bare), example_inputs=(torch.randn(16, D),))
 
