@@ -130,12 +130,12 @@ class TestSources:
     def test_a_list_of_another_length(self):
         with pytest.raises(Refused, match="different number of arguments") as refusal:
             rewritten(Lists())
-        assert refusal.value.source.startswith("test_kept.py:")
+        assert refusal.value.source.startswith("test_residual_graph.py:")
 
     def test_a_parameter_by_routing(self):
         with pytest.raises(Refused, match="different parameters") as refusal:
             rewritten(Chosen())
-        assert refusal.value.source.startswith("test_kept.py:")
+        assert refusal.value.source.startswith("test_residual_graph.py:")
 
 
 class Counting(Loop):

@@ -59,7 +59,7 @@ def test_a_history_has_a_snapshot_for_each_pass():
     first, second, third = history
     assert (first.index, first.total, first.ms) == (1, 3, 2.5)
     assert (second.added, second.removed) == (0, 0) and (third.added, third.removed) == (1, 1)
-    assert re.fullmatch(r"test_manager\.py:\d+", third.rule)
+    assert re.fullmatch(r"test_pass_manager\.py:\d+", third.rule)
     assert str(history.graph).startswith("# layers.0.mlp   after 3/3 gelu   ")
     x = torch.randn(3)
     torch.testing.assert_close(history["nothing"].graph.compile()(None, x), x.relu())
