@@ -12,7 +12,7 @@ from torch import nn
 
 import moefx
 
-from ..passes.blocks import D
+from ...passes.blocks import D
 
 
 class Skips(nn.Module):

@@ -17,8 +17,8 @@ from moefx.errors import Refused
 from moefx.matching.lift.canonical_form import NodeRef
 from moefx.matching.lift.distinct_choices import has_distinct_slots
 
-from ..passes.blocks import rewritten
-from .test_twice import Choosing, E, check, scatter
+from ...passes.blocks import rewritten
+from ..probes.test_repeated_experts import Choosing, E, check, scatter
 
 
 def experts(number):

@@ -12,7 +12,7 @@ from moefx.capture.concrete_routing import Routing
 from moefx.matching.terms.node_semantics import Semantics
 from moefx.matching.terms.term import is_const
 
-from .numeric import check
+from ..numeric import check
 
 T, D, E, K = 5, 4, 3, 2
 I = torch.tensor  # noqa: E741

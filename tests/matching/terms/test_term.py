@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moefx.matching.terms.normal_form import Terms
 from moefx.matching.terms.term import OVERWRITTEN, Term, TooLarge, format_term, is_const, is_pw
 
-from .numeric import check, evaluate
+from ..numeric import check, evaluate
 
 Pair = tuple[Term, torch.Tensor]
 MOST = 200  # elements of an intermediate result

@@ -15,7 +15,7 @@ import moefx
 from moefx.matching import prove
 from moefx.matching.probes.crowded_experts import spread_numbers
 
-from ..passes.blocks import D, E, K, Loop, Mlp
+from ...passes.blocks import D, E, K, Loop, Mlp
 
 
 class Weighted(Loop):
