@@ -16,8 +16,8 @@ from moefx.lowering.triton import launch_replay
 from moefx.lowering.triton.tile_configs import KERNELS, Config, list_candidates, portable_config
 
 from ...ir.routings import Layer, random_routing
-from .test_expert_mlp import LINEAR, apart, on, outputs_and_gradients
-from .test_roles import equally_spaced, halves
+from .test_expert_mlp_call import LINEAR, apart, on, outputs_and_gradients
+from .test_warp_specialized import equally_spaced, halves
 
 
 def far_apart(layer: Layer) -> Layer:

@@ -23,7 +23,7 @@ from moefx.lowering.triton.tile_configs import KERNELS, Config
 
 from ...covering import covering
 from ...ir.routings import Routing, interleaved_clamped, swiglu_list, weight_before
-from .test_expert_mlp import on, outputs_and_gradients
+from .test_expert_mlp_call import on, outputs_and_gradients
 
 CPU, SHAPE = torch.device("cpu"), (768, 2048, 1024)
 FAR = (768, 2048, 60)  # of which the table has nothing

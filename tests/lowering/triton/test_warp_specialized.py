@@ -13,7 +13,7 @@ from moefx.lowering.triton.tile_configs import Config
 
 from ...ir.routings import Layer, Routing, random_routing
 from .aot import swiglu_halves
-from .test_expert_mlp import LINEAR, check, spaced
+from .test_expert_mlp_call import LINEAR, check, spaced
 
 pytestmark = [
     pytest.mark.gpu,

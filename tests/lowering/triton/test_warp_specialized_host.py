@@ -10,7 +10,7 @@ from moefx.lowering.triton import exchange_ops, expert_mlp_steps, warp_specializ
 from moefx.lowering.triton import expert_mlp_call as run_module
 
 from ...ir.routings import Routing
-from .test_roles import CONFIGS, GATHERED, NARROW
+from .test_warp_specialized import CONFIGS, GATHERED, NARROW
 
 D, E = 256, 4
 ALL = {"hopper_up_kernel", "hopper_rows_kernel", "hopper_act_backward_kernel", "hopper_outer_kernel"}

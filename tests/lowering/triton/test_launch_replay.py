@@ -15,7 +15,7 @@ from moefx.lowering.triton import expert_mlp_steps, launch_replay
 
 from ...covering import covering
 from ...ir.routings import Layer, Routing
-from .test_expert_mlp import CONFIGS, LINEAR, on, outputs_and_gradients
+from .test_expert_mlp_call import CONFIGS, LINEAR, on, outputs_and_gradients
 
 RECORDED = ("build_pft", "expert_mlp", "expert_mlp_backward")
 
