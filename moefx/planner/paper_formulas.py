@@ -1,6 +1,6 @@
 """The papers' own formulas as printed, in their letters. Tests compare the planner's formulas with them.
 
-`tests/planner/test_papers.py` names the places at which a paper disagrees with itself.
+`tests/planner/test_paper_formulas.py` names the places at which a paper disagrees with itself.
 """
 
 from __future__ import annotations

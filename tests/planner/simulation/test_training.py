@@ -22,7 +22,7 @@ from moefx.planner.simulation import simulate
 from moefx.planner.simulation.stage_work import build_stages, list_expert_groups
 from moefx.planner.step_formulas import collect_values, find_step_sheet
 
-from ..pace import within
+from ...pace import within
 
 FRONTIER, DGX, H200, A100 = map(find_platform, ("frontier", "dgx-h100", "h200", "a100-40gb"))
 
