@@ -18,7 +18,7 @@ from moefx.bench import ep, layers, moe, peers, results, routing, stages, tune
 from moefx.bench.peers import ABLATION, PEERS, Inputs
 from moefx.bench.shapes import SHAPES, Shape, parse_shape, random_routing, random_tensors
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = Shape("small", T=96, d=32, h=16, E=8, K=2)
 UNGATED = dataclasses.replace(SMALL, gated=False)
 

@@ -9,7 +9,7 @@ from moefx import cli
 from moefx.bench import CEILING, report
 from moefx.bench.shapes import SHAPES
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "moe_h200.jsonl"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "moe_h200.jsonl"
 
 
 def row(shape: str, peer: str, ms: float) -> dict[str, object]:
