@@ -29,7 +29,7 @@ from .distributed.run_scripts import SEPARATOR
 
 ROOT = Path(__file__).parents[1]
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_BY = {"docs/backend.md": "tests/backend/test_docs.py"}  # in a process of its own, with logs
+RUN_BY = {"docs/backend.md": "tests/frontends/dynamo/test_docs.py"}  # in a process of its own, with logs
 OPTIONAL = ("transformers", "peft", "accelerate")
 _FENCE = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.M | re.S)
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")

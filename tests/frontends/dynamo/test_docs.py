@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "backend.md").read_text(encoding="utf-8")
 # not installed, perhaps, but on the path
 REGISTER = """

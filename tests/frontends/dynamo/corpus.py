@@ -1,6 +1,6 @@
 """Run the corpus through `torch.compile(model, backend="moefx")` and print one line per case.
 
-    python -m tests.backend.corpus [NAME|SUITE|PATTERN ...] [--experts eager|grouped_mm|batched_mm] [--trace]
+    python -m tests.frontends.dynamo.corpus [NAME|SUITE|PATTERN ...] [--experts eager|grouped_mm|batched_mm] [--trace]
 
 A case is `rewritten` (as many regions as it has blocks), `partly`, or `left`; `broken` where Dynamo ends its graph
 inside of the blocks; `torch's` where it fails without moefx, too. Outputs and gradients are the original's in any case.

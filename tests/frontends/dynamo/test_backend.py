@@ -28,7 +28,7 @@ from tests.mutants import bases
 
 from .models import IDIOMS, D, E, H, Model, SparseGates, model
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 
 
 def warnings_of(caplog) -> list[str]:
