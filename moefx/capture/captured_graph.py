@@ -13,10 +13,11 @@ from ..ir.block_graph import BlockGraph
 from ..ir.node_values import TensorSpec
 from .capture_result import Capture
 
+MAX_NODES = 4096  # a copy of a node takes about as long as its capture
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def build_captured_graph(name: str, capture: Capture, inputs: Sequence[str]) -> BlockGraph:
+def build_captured_graph(name: str, capture: Capture, inputs: Sequence[str]) -> BlockGraph | None:
     """Copy the operations that a block's results and side effects depend on.
 
     The copy holds no tensors, so that a model can be saved with it. It is no program: its sizes and its choices of
@@ -25,10 +26,15 @@ def build_captured_graph(name: str, capture: Capture, inputs: Sequence[str]) -> 
     Args:
         name: the block's name in the model.
         inputs: names of the tensor arguments.
+
+    Returns:
+        The graph; None if it has more than `MAX_NODES` operations, as a loop over hundreds of experts does.
     """
     results = [leaf for leaf in pytree.tree_leaves(capture.out) if isinstance(leaf, fx.Node)]
     written = [leaf for effect in capture.effects for leaf in pytree.tree_leaves(effect.node)]
     needed = _find_ancestors([*results, *(leaf for leaf in written if isinstance(leaf, fx.Node))])
+    if len(needed) > MAX_NODES:
+        return None
     graph, copies = fx.Graph(), {}
     for node in capture.graph.nodes:
         if node in needed:

@@ -69,6 +69,7 @@ class History:
         snapshots: one snapshot per pass.
         captured: the block's own operations before any pass, as the proof captured them in one run. Shows what the
             passes started from; its sizes and choices of experts are those of that run, so it is not for other inputs.
+            None if it has thousands of operations.
     """
 
     name: str
