@@ -90,7 +90,9 @@ def _find_equal_numbers(state: ProofState) -> dict[_Place, CanonicalForm]:
         ranges = IntegerRanges.with_more_tokens(lifted.capture)
         for n in collect_ancestors(lifted.cut) - collect_ancestors(*index):
             val = n.meta.get("val")
-            if n.op != "call_function" or not is_known(n) or is_float(val) or val.dtype is torch.bool:
+            if n.op != "call_function" or not is_known(n) or not isinstance(val, torch.Tensor):
+                continue
+            if is_float(val) or val.dtype is torch.bool:
                 continue
             if op_name(n) in _MOVES or find_float_decisions(n) or _cuts_nothing(n, ranges):
                 continue
