@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..util.user_code import is_library_file
 from .capture_result import SubmoduleCall
+from .code_locations import is_user_asking_tensor
 from .device_autocast import get_autocast_dtype
 from .tensor_trees import suspend_modes
 from .tracer import Tracer
@@ -65,6 +67,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
         stack.enter_context(_patched(_SingleLevelFunction, "apply", _wrap_apply(tracer, apply, inner_apply)))
         stack.enter_context(_patched(nn.Module, "__call__", _wrap_module_call(tracer, nn.Module.__call__, names)))
         stack.enter_context(_patched(nn.Module, "_apply", _wrap_conversion(tracer, nn.Module._apply)))
+        stack.enter_context(_patched(FakeTensor, "__getattr__", _refuse_attribute(tracer)))
         for name in ("is_grad_enabled", "is_inference_mode_enabled"):
             stack.enter_context(_patched(torch, name, _wrap_query(tracer, name, getattr(torch, name))))
         for name in _WITHOUT_MODE:
@@ -133,6 +136,21 @@ def _wrap_conversion(tracer: Tracer, original: Callable) -> Callable:
         return module
 
     return apply
+
+
+def _refuse_attribute(tracer: Tracer) -> Any:
+    """Make `__getattr__` of fake tensors, which refuses a program that asks a tensor for an attribute of its own."""
+
+    def get_missing(t: torch.Tensor, name: str) -> Any:
+        if tracer.is_own_thread() and not name.startswith("__") and is_user_asking_tensor():
+            tracer.refuse(
+                f"the block reads the attribute `{name}` of a tensor: a capture does not have it, and a rewrite would "
+                "not see a later value",
+                f"keep it in a module, as self.{name}",
+            )
+        raise AttributeError(f"'{type(t).__name__}' object has no attribute '{name}'")
+
+    return get_missing
 
 
 def _wrap_query(tracer: Tracer, name: str, fn: Callable) -> Callable:

@@ -144,6 +144,11 @@ class TorchFunctions(TorchFunctionMode):
                 "use a torch.autograd.Function, or call it outside of the block",
             )
             return RemovableHandle(OrderedDict())
+        if func in _BACKWARDS:
+            self.tracer.refuse(
+                f"the block calls {func.__name__} in its forward, and a capture has no gradients",
+                "use a torch.autograd.Function, or compute the gradients outside of the block",
+            )
         return _NO_QUERY
 
     def _record_whole(self, func: Any, whole: Any, args: tuple, options: dict[str, Any]) -> Any:
@@ -344,4 +349,5 @@ _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 _AUTOGRAD_STATE = {getattr(torch.Tensor, name).__get__: name for name in ("grad_fn", "grad", "is_leaf", "output_nr")}
 _MIN_TOKENS = 17  # a multiple of fewer tokens may be any number
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad}
+_BACKWARDS = {torch.autograd.grad, torch.Tensor.backward}
 _COUNTS = {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}

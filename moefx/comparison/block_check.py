@@ -110,9 +110,8 @@ def _check_states(
     original: nn.Module, program: Call, given: Inputs, name: str, crowd: Inputs | None, seconds: float, seed: int,
     plan: list[tuple[str, dict[str, Any], float]], notes: list[str],
 ) -> BlockCheck:  # fmt: skip
-    """Compare under each router state and precision of `plan`, as consecutive calls of the same sandboxes."""
+    """Compare under each router state and precision of `plan`."""
     check = BlockCheck(notes=notes)
-    chains: dict[tuple[nn.Module, str], CallChain] = {}
     deadline = time.monotonic() + seconds
     work = WorkCount()
     for state, inputs in itertools.chain(router_states(given, seed), [("a crowd of tokens", crowd)] if crowd else []):
@@ -128,14 +127,13 @@ def _check_states(
                 check.notes.append(f"{name or 'block'}: {case} not checked, the limit of {seconds:g} s is reached")
                 continue
             block = vary_constants(original, seed) if state == UNRELATED else original
-            if (chain := chains.get((block, precision))) is None:
-                subject = Subject(
-                    block, block, block=name, call_original=call_forward, call_compiled=program, **subject_options
-                )
-                chain = chains[block, precision] = CallChain(subject)
+            subject = Subject(
+                block, block, block=name, call_original=call_forward, call_compiled=program, **subject_options
+            )
             is_counted = crowd is not None and inputs is given and precision == plan[0][0]
             try:
-                comparison = chain.compare(
+                # in sandboxes of its own: a program holds for the attributes of the moment
+                comparison = CallChain(subject).compare(
                     inputs,
                     Options(seed, max_gradient_numel=largest),
                     case,

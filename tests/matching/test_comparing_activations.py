@@ -131,5 +131,7 @@ def test_what_a_row_as_a_whole_is_asked_is_refused():
     }.items(),
 )
 def test_elements_that_move_within_a_row_are_refused_by_that_name(name, act):
-    with pytest.raises(moefx.NoMoEBlockFound, match=f"elements of a row: {name} along the last axis.*test_conditions"):
+    with pytest.raises(
+        moefx.NoMoEBlockFound, match=f"elements of a row: {name} along the last axis.*test_comparing_activations"
+    ):
         compiled_of(Loop(lambda: Expert(act)))

@@ -71,7 +71,7 @@ class Compared(Loop):
 
 
 def test_a_branch_on_the_number_is_refused():
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on the routing or the sizes.*test_reads"):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on the routing or the sizes.*test_scalar_reads"):
         moefx.compile(Compared(), example_inputs=(torch.randn(5, D),))
 
 
@@ -81,7 +81,7 @@ class Counted(Loop):
 
 
 def test_another_use_of_the_number_names_its_line():
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"constant depends on the routing|Python read.*test_reads"):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"constant depends on the routing|Python read.*test_scalar_reads"):
         moefx.compile(Counted(), example_inputs=(torch.randn(5, D),))
 
 

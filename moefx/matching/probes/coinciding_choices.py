@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _SECOND_CHOICE = "a second choice, which was the same as the first one everywhere,"
 _EQUAL_NUMBER = "a number that equals the chosen expert in all captures"
 _MAX_TRIALS = 12  # seeds of values that may make the choices differ
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1}
 _MOVES = {*ELEMENT_MOVES, *RESHAPED_COPIES, "getitem"}
 _Place = tuple[Source, str, bool]
 
@@ -94,7 +95,7 @@ def _find_equal_numbers(state: ProofState) -> dict[_Place, CanonicalForm]:
                 continue
             if is_float(val) or val.dtype is torch.bool:
                 continue
-            if op_name(n) in _MOVES or find_float_decisions(n) or _cuts_nothing(n, ranges):
+            if op_name(n) in _MOVES or find_float_decisions(n) or _changes_nothing(n, ranges):
                 continue
             place = locate_decision(n)
             if place in lifted.capture.tracer.interventions or not _equals_slots(val, lifted.ids):
@@ -112,8 +113,10 @@ def _equals_slots(val: torch.Tensor, ids: torch.Tensor) -> bool:
     return torch.equal(by_token, ids) or any(torch.equal(by_token[:, 0], column) for column in ids.unbind(1))
 
 
-def _cuts_nothing(n: fx.Node, ranges: IntegerRanges) -> bool:
-    """Return whether a clamp leaves its operand as it is under any routing: `ids.clamp(0, E - 1)`."""
+def _changes_nothing(n: fx.Node, ranges: IntegerRanges) -> bool:
+    """Return whether an op leaves its operand as it is under any routing: `ids * 1`, `ids.clamp(0, E - 1)`."""
+    if op_name(n) in _NEUTRAL and n.args[1:] == (_NEUTRAL[op_name(n)],) and not n.kwargs:
+        return True
     names = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}.get(op_name(n))
     if names is None or not isinstance(n.args[0], fx.Node) or (found := ranges.get(n.args[0])) is None:
         return False

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from ...capture.capture_result import FORCE_SPREAD, Capture
@@ -24,7 +25,7 @@ from ...capture.node_origins import fold_ancestors
 from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ..graph_nodes import SELECTIONS, find_extremes, is_known, is_routed, op_name, position_axis
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
-from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, NEW_TENSORS, SEARCHES, TABLE_LOOKUPS
+from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, INDEXED_WRITES, NEW_TENSORS, SEARCHES, TABLE_LOOKUPS
 from .empty_experts import is_chosen_test
 from .forced_outcome import force_outcome
 from .load_statistics import is_load_statistic
@@ -47,7 +48,7 @@ def spread_numbers(state: ProofState) -> None:
 
 
 def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
-    """Find functions of counts, ranks and positions with one result though their operands vary.
+    """Find functions of counts, ranks and positions with one result though their operands, or their tables, vary.
 
     The result is one number (`counts // 300`, `relu(counts - 300)`, `table[arange(T) // 300]`), one boolean
     (`isin(ranks, few)`) or one place (`stack([ranks, limits]).argmax(0)`). Comparisons with a known limit are left out:
@@ -83,7 +84,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
             if len(seen) > 1:
                 continue
             seen |= _find_outcomes(lifted.capture, n, by)
-            of.setdefault(key, set()).update(*[find_extremes(lifted.capture, a) for a in by.all_input_nodes])
+            of.setdefault(key, set()).update(*[find_extremes(lifted.capture, a) for a in _find_value_operands(by)])
             if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool) and ranges.is_decided(n):
                 seen |= {0, 1}
     same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
@@ -126,6 +127,15 @@ def _find_place_axis(n: fx.Node, by: fx.Node) -> int | None:
     if n.meta["val"].dim() < 2 or (n.args[1:2] != (1,) if by is not n else op_name(n) != "argsort"):
         return None
     return position_axis(n) if by is n else SELECTIONS[op_name(by)](by)[0] if op_name(by) in SELECTIONS else None
+
+
+def _find_value_operands(n: fx.Node) -> list[fx.Node]:
+    """Find the operands whose elements are in the result: not the positions of a lookup or of an indexed write."""
+    name = op_name(n)
+    if name not in TABLE_LOOKUPS | INDEXED_WRITES:
+        return n.all_input_nodes
+    positions = n.args[1 if name in ("embedding", "index", "index_put", "take") else 2 :][:1]
+    return [a for a in n.all_input_nodes if a not in pytree.tree_leaves(positions)]
 
 
 def _is_of_crowds(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> bool:
