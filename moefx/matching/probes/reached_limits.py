@@ -88,7 +88,7 @@ def _overflow_every_expert(state: ProofState, seen: list[dict[Place, int | None]
     expert only (`(rank >= 16) & (chosen == 3)`).
 
     Raises:
-        Refused: the form differs.
+        Refused: the form differs, or there is none.
     """
     reached = [found for found in _group_by_place(seen).values() if None in found]
     limits = {limit for found in reached for limit in found if limit}
@@ -97,7 +97,9 @@ def _overflow_every_expert(state: ProofState, seen: list[dict[Place, int | None]
         return
     try:
         lifted = state.lift(Routing("even"), sizes)
-    except Exception:  # an error of the program, too, at sizes that it does not support
+    except Refused:
+        raise
+    except Exception:  # an error of the program, at sizes that it does not support
         return
     state.require_agreement(lifted)
     state.add_evidence(lifted, sizes)
