@@ -39,7 +39,7 @@ def test_providers_that_do_not_exist_are_an_error(setting):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("first", ["register", "triton", "triton.expert_mlp", "torch"])
+@pytest.mark.parametrize("first", ["register", "triton", "triton.expert_mlp_call", "torch"])
 def test_the_order_of_providers_does_not_depend_on_what_is_imported_first(first):
     program = f"""
 import moefx.lowering.{first}, moefx.lowering.register
