@@ -154,12 +154,15 @@ def _rewrite_block(
 
 
 def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
-    """Run the checkpoint pass again, with the policy that the planner has decided."""
-    *before, last = result.history
-    if last.pass_name != pass_name(checkpoint):  # `plan.disable`
+    """Run the checkpoint pass and the later ones again, with the policy that the planner has decided."""
+    ran = [snapshot.pass_name for snapshot in result.history]
+    if pass_name(checkpoint) not in ran:  # `plan.disable`
         return result
-    history = dataclasses.replace(result.history, snapshots=tuple(before))
-    return dataclasses.replace(result, history=PassManager(block).extend(history, (checkpoint,), plan, level="dialect"))
+    history = dataclasses.replace(
+        result.history, snapshots=result.history.snapshots[: ran.index(pass_name(checkpoint))]
+    )
+    again = PASSES[PASSES.index(checkpoint) :]
+    return dataclasses.replace(result, history=PassManager(block).extend(history, again, plan, level="dialect"))
 
 
 def apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:

@@ -7,11 +7,14 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 
-from moefx import Plan
+import moefx
+from moefx import Plan, api
+from moefx.compiler import pipeline
 from moefx.ir.block_graph import BlockGraph
 from moefx.passes.pass_manager import PassError, PassManager, graph_pass, pass_name, rule
 
 from ..ir.graphs import Block, D, S, block_graph, ops
+from .blocks import Loop, Mlp
 
 aten = torch.ops.aten
 
@@ -203,3 +206,27 @@ def test_dialect_graphs_run_at_every_level():
     history = run([nothing], block_graph(fused=False), level="dialect")
     torch.testing.assert_close(history.graph.compile()(block, x), block(x))
     assert history.graph.find(ops.dispatch.default)
+
+
+class TestPassBehindCheckpoint:
+    """A pass that a user adds behind `checkpoint`, with a name of its own."""
+
+    @pytest.fixture(autouse=True)
+    def passes(self, monkeypatch):
+        @graph_pass(level="fused", name="count-nodes")
+        def count(graph, plan):
+            return graph
+
+        for module in (pipeline, api):
+            monkeypatch.setattr(module, "PASSES", (*pipeline.PASSES, count))
+
+    def test_it_runs_again_if_the_planner_changes_the_policy(self):
+        block = Loop(Mlp)
+        result = pipeline.rewrite_block(block, "", (torch.randn(24, 6),), {}, Plan(checkpoint="h"))
+        again = pipeline.reapply_checkpoint(block, result, Plan(checkpoint="x"))
+        assert again.history.passes == result.history.passes == ("rewrite_block", "fuse", "checkpoint", "count-nodes")
+        assert 'keep="h"' in str(result.graph) and 'keep="x"' in str(again.graph)
+
+    def test_it_is_disabled_by_its_name(self):
+        compiled = moefx.compile(Loop(Mlp), torch.randn(24, 6), plan=Plan(disable=("count-nodes",)))
+        assert moefx.history(compiled, "").passes == ("rewrite_block", "fuse", "checkpoint")
