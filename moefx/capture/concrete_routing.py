@@ -126,7 +126,7 @@ class Routing:
         if self.kind == "diverse":
             # some experts tie, and `scores >= kth` selects more than `topk`; some tokens score all experts below a
             # threshold, and select none
-            repeated = [r for r in range(rows) if r % count_covering_rows(n) >= n] or ([rows - 1] if rows > 4 else [])
+            repeated = [r for r in range(rows) if r % _period_rows(n) >= n] or ([rows - 1] if rows > 4 else [])
             for i, row in enumerate(repeated, self.seed):
                 base[row] = (
                     base[row].round(),
@@ -154,7 +154,7 @@ class Routing:
             pool: list[int] = []
             while len(pool) < rows:
                 order = torch.randperm(n, generator=self.generator).tolist()
-                pool += order + order[: count_covering_rows(n) - n]  # a quarter twice, to unbalance counts
+                pool += order + order[: _period_rows(n) - n]  # a quarter twice, to unbalance counts
             return torch.tensor(pool[:rows])
         if self.kind == "even":
             each = max(1, rows // n)
@@ -272,6 +272,6 @@ def _count_live(n: int) -> int:
     return max(2, (2 * n) // 3)
 
 
-def count_covering_rows(n: int) -> int:
-    """Return the number of tokens of a diverse routing that choose each of `n` experts first, some twice."""
+def _period_rows(n: int) -> int:
+    """Return the number of rows in which each expert is chosen, some twice."""
     return n + max(1, n // 4)

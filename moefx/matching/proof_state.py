@@ -18,7 +18,7 @@ from ..capture.block_arguments import Arguments
 from ..capture.capture_result import Capture
 from ..capture.code_locations import Source
 from ..capture.concolic import capture_block
-from ..capture.concrete_routing import Routing, count_covering_rows
+from ..capture.concrete_routing import Routing
 from ..capture.host_reads import Interventions
 from ..capture.idle_tests import IdleQuestions
 from ..capture.size_guards import SizeGuard, SizeLog
@@ -36,7 +36,6 @@ from .terms.node_semantics import find_conditions
 from .terms.parameter_places import find_siblings
 
 _MIN_TOKENS = 29  # of the first capture
-_MAX_COVERED = 512  # experts that the first capture shows all of; captures of more tokens take much memory
 _MAX_GROWTH = 20  # nodes of a capture with forced outcomes, in captures without
 NodePlaces = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of the values of each group of experts
 
@@ -79,9 +78,7 @@ class ProofState:
     ):
         self.block, self.hint, self.within, self.options = block, hint, within, options or LiftOptions()
         self.siblings = find_siblings(block)
-        self.size_choice = SizeChoice(
-            self, first_tokens=max(_MIN_TOKENS, count_covering_rows(min(hint, _MAX_COVERED)) + 1)
-        )
+        self.size_choice = SizeChoice(self, first_tokens=max(_MIN_TOKENS, hint // 4))
         self.questions = IdleQuestions()
         self._arguments = arguments
         self._first: Capture | None = None

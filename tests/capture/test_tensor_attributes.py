@@ -42,6 +42,7 @@ READS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", READS)
 def test_attributes_of_tensors_are_refused(name):
     with pytest.raises(moefx.NoMoEBlockFound, match=r"reads the attribute `\w+` of a tensor.*test_tensor_attributes"):

@@ -102,11 +102,13 @@ def _check(model):
     return compiled
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_factor_that_is_constant_but_for_a_rare_choice(name):
     _check(Loop(weigh=WEIGHTS[name]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", INDICES)
 def test_an_index_that_equals_the_choice_but_for_a_rare_one(name):
     _check(Loop(replace=INDICES[name]))

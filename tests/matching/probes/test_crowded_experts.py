@@ -247,7 +247,7 @@ KEEPS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize(
     "keep",
@@ -382,7 +382,7 @@ OF_PLACES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(len(OF_PLACES))
 @pytest.mark.parametrize("keep", OF_PLACES.values(), ids=OF_PLACES)
 def test_places_that_few_tokens_do_not_tell_apart(keep):
     _is_right_or_refused(Limited(keep))
@@ -429,7 +429,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
 def test_numbers_that_python_makes_of_counts(factor):
     """They hold up to as many tokens as one expert has then, however the tokens crowd."""

@@ -106,6 +106,7 @@ def _inputs(tokens: int, alone: int | None) -> torch.Tensor:
     return x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("run", "num_experts", "top_k"),
     [
@@ -140,6 +141,7 @@ def doubled_in_a_crowd(block, out, expert, x, w, ids, e):
     return _add(out, expert, x, w, *torch.where(ids == e))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lead", [(2, 5), (2, 2, 6)])
 @pytest.mark.parametrize("run", [second_row, doubled_in_a_crowd])
 def test_few_tokens_in_batches_are_right_or_refused(run, lead):
