@@ -178,10 +178,10 @@ def _install_program(
         for name in matched.names:
             spread.keep_own_experts(copies[modules[name]], axis)
     program = _build_program(matched, first)
-    specialise = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.read, spread)
+    specialize = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.read, spread)
     for name in matched.names:
         block = copies[modules[name]]
-        forward = install_forward(block, [program.renamed(name)], name=name, specialise=specialise)
+        forward = install_forward(block, [program.renamed(name)], name=name, specialize=specialize)
         if spread is not None:
             from .distribution.training_wiring import watch_block
 

@@ -17,7 +17,7 @@ from .compiler.survey_result import Refusal
 from .errors import InvalidInput, MoefxError
 from .inspection.explain import BlockReport
 from .inspection.history import History
-from .ir.argument_binding import Specialisation
+from .ir.argument_binding import Specialization
 from .ir.block_graph import BlockGraph
 from .runtime.module import BlockForward, rewritten_blocks
 
@@ -50,8 +50,8 @@ class Block:
     forward: BlockForward
 
     @property
-    def spec(self) -> Specialisation:
-        """The specialisation of the first rewritten graph."""
+    def spec(self) -> Specialization:
+        """The specialization of the first rewritten graph."""
         return self.forward.programs[0].key
 
     @property

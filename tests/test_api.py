@@ -122,7 +122,7 @@ class TestErrors:
         assert str(moefx.graph(wrapped, "moe")) == str(moefx.graph(compiled, "moe"))
         assert moefx.explain(wrapped).matched and moefx.blocks(wrapped)
 
-    def test_later_specialisations_are_told(self, reference):
+    def test_later_specializations_are_told(self, reference):
         compiled = moefx.compile(copy.deepcopy(reference), example_inputs=EXAMPLE)
         assert moefx.explain(compiled).matched[0].also_for == ()
         compiled.eval()(torch.randn(2, 5, D))  # nothing in it depends on the mode

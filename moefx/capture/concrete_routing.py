@@ -25,6 +25,8 @@ from torch import fx
 
 from .tensor_trees import has_values
 
+_KINDS = {"diverse", "skewed", "flooded", "crowded", "even", "contested", "spared", "unsure", "tied"}
+
 
 class Routing:
     """A kind of routing with a seed.
@@ -39,6 +41,7 @@ class Routing:
         self, kind: str = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), as_they_are: bool = False,
         is_wild: bool = False,
     ):  # fmt: skip
+        assert kind in _KINDS, kind
         self.kind, self.seed, self.prefer, self.as_they_are, self.is_wild = kind, seed, prefer, as_they_are, is_wild
         self.generator = torch.Generator().manual_seed(1000 + seed)
 

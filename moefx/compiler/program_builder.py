@@ -1,4 +1,4 @@
-"""Build the program of a rewritten block, with its specialisation and its guards."""
+"""Build the program of a rewritten block, with its specialization and its guards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ..ir.argument_binding import (
     Guard,
-    Specialisation,
+    Specialization,
     find_device,
     flatten_arguments,
     placeholder_name,
@@ -35,7 +35,7 @@ def build_program(
     read: Iterable[AttributeLocation] = (),
     tied: Mapping[AttributeLocation, AttributeLocation] | None = None,
 ) -> Program:
-    """Build the program of a rewritten block, with its specialisation and its guards. The program holds in training
+    """Build the program of a rewritten block, with its specialization and its guards. The program holds in training
     and evaluation if no capture read the block's own mode.
 
     Args:
@@ -52,7 +52,7 @@ def build_program(
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
     read = set(read)
     training = block.training if BLOCK_MODE in read else None
-    key = Specialisation(training, True if reads_grad else None, autocast, arguments)
+    key = Specialization(training, True if reads_grad else None, autocast, arguments)
     absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
     values = {
         w: read_value(block, w) for w in sorted(read - {BLOCK_MODE}) if not _is_absorbed_parameter(block, w, absorbed)

@@ -1,4 +1,4 @@
-"""Specialise a rewritten block for calls of another kind."""
+"""Specialize a rewritten block for calls of another kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..capture.inner_calls import copy_abstract, iterate_objects, iterate_tensor
 from ..capture.skipped_calls import SkippedCall, SkipPlan
 from ..capture.worker_thread import run_in_worker
 from ..errors import Refused, summarize_error
-from ..ir.argument_binding import Path, Specialisation, describe_leaf, flatten_arguments
+from ..ir.argument_binding import Path, Specialization, describe_leaf, flatten_arguments
 from ..ir.guards.attribute_reads import (
     BLOCK_MODE,
     AttributeLocation,
@@ -41,11 +41,11 @@ from .program_builder import build_program, move_kind
 if TYPE_CHECKING:
     from ..distribution.block_distribution import Spread
 
-Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # paths and kinds of arguments, see `Specialisation`
+Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # paths and kinds of arguments, see `Specialization`
 
 
 class LazySpecializer:
-    """Specialises a block for a call that no program admits: another mode, dtype or device, or sizes that take another
+    """Specializes a block for a call that no program admits: another mode, dtype or device, or sizes that take another
     branch. Blocks of one proof share their programs. Picklable.
 
     Args:
@@ -62,7 +62,7 @@ class LazySpecializer:
         return {**self.__dict__, "shared_programs": []}
 
     def __call__(
-        self, block: nn.Module, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
+        self, block: nn.Module, call: Specialization, args: tuple | None, kwargs: Mapping[str, Any] | None
     ) -> Program | None:
         forward = vars(block).get("forward")
         assert isinstance(forward, BlockForward)
@@ -80,7 +80,7 @@ class LazySpecializer:
         self,
         block: nn.Module,
         forward: BlockForward,
-        call: Specialisation,
+        call: Specialization,
         args: tuple | None,
         kwargs: Mapping[str, Any] | None,
     ) -> tuple[Program, set[AttributeLocation]]:
@@ -204,7 +204,7 @@ class LazySpecializer:
         resized = {key: recorded[path].to(kind[1]) for key, (path, kind) in mine.items() if kind[0] == "tensor"}
         return pytree.tree_map_only(torch.Tensor, lambda t: resized.get(id(t), t), (args, kwargs))
 
-    def _arguments_from_kinds(self, block: nn.Module, call: Specialisation) -> tuple[tuple, dict[str, Any]]:
+    def _arguments_from_kinds(self, block: nn.Module, call: Specialization) -> tuple[tuple, dict[str, Any]]:
         """Make arguments for a call that is only being traced: tensors of the recorded shapes, and the call's own
         numbers, names and flags.
 
@@ -288,7 +288,7 @@ class _SharedProgram(NamedTuple):
 
 
 def _admits_call(
-    block: nn.Module, shared: _SharedProgram, call: Specialisation, args: tuple | None, kwargs: Mapping[str, Any] | None
+    block: nn.Module, shared: _SharedProgram, call: Specialization, args: tuple | None, kwargs: Mapping[str, Any] | None
 ) -> bool:
     """Whether a program that was made for another block admits a call of this block."""
     program, other = shared.program, shared.block()
@@ -302,5 +302,5 @@ def _admits_call(
     return program.find_failed_guard(block, leaves) < 0
 
 
-def _without_device(key: Specialisation) -> Specialisation:
+def _without_device(key: Specialization) -> Specialization:
     return key._replace(arguments=tuple((path, move_kind(kind, "any")) for path, kind in key.arguments))

@@ -50,7 +50,7 @@ class Spread:
 
     Attributes:
         why: the reason for `ways`, which says how rows travel.
-        number: identifies the blocks that share this layout, see `ir.parameter_samples`.
+        number: identifies the blocks that share this layout, see `ir.ops.parameter_samples`.
     """
 
     placement: Placement
@@ -366,5 +366,5 @@ def own_experts(model: nn.Module) -> dict[str, str]:
 
 def spread_blocks(model: nn.Module) -> dict[str, Spread]:
     """Find the blocks of a model whose experts are spread, by name."""
-    found = {name: getattr(f.specialise, "spread", None) for name, f in rewritten_blocks(model).items()}
+    found = {name: getattr(f.specialize, "spread", None) for name, f in rewritten_blocks(model).items()}
     return {name: s for name, s in found.items() if isinstance(s, Spread)}

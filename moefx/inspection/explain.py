@@ -37,7 +37,7 @@ class BlockReport:
         expert: the expression between the GEMMs of an expert. After ` | `, the expression of the last GEMM's result y
             and the routing weight w: `silu(g)*u | y*w`.
         drop: the drop rule; "" if no slot is dropped.
-        holds_for: the proven specialisation.
+        holds_for: the proven specialization.
         routings: number of routings with the same canonical form.
         validation: result of the numeric check.
         seconds: time to prove and rewrite.
@@ -45,7 +45,7 @@ class BlockReport:
         unfused: reason why the experts are not fused into one op; "" if they are.
         guards: conditions on sizes under which the rewrite holds.
         calls: calls of these blocks so far (rewritten, original, guard failures).
-        also_for: specialisations that later calls compiled.
+        also_for: specializations that later calls compiled.
         bodies: expressions of the fused experts as JSON, with the widths of their up-projections.
         trace: the probes of the proof.
     """

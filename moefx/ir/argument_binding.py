@@ -1,8 +1,8 @@
-"""Bind the arguments of a call to the placeholders of a graph, and describe the call as a specialisation.
+"""Bind the arguments of a call to the placeholders of a graph, and describe the call as a specialization.
 
 A call `block(hidden_states, mask, scale=2.0)` is bound to the signature of the block's own forward and flattened into
 *leaves*: `(("hidden_states",), tensor)`, `(("mask",), tensor)`, `(("scale",), 2.0)`. An element of a container has a
-longer path: `(("kwargs", "pair", 1), tensor)`. A `Binding` maps leaves to placeholders. A `Specialisation` holds the
+longer path: `(("kwargs", "pair", 1), tensor)`. A `Binding` maps leaves to placeholders. A `Specialization` holds the
 properties that a call must share with the captured one.
 
 All of this runs at each call of a rewritten block, eagerly and under `torch.compile`. So it uses plain tuples, which
@@ -33,7 +33,7 @@ Leaves = list[tuple[Path, Any]]
 ExampleInputs: TypeAlias = "torch.Tensor | Sequence[object] | Mapping[str, object]"
 
 
-class Specialisation(NamedTuple):
+class Specialization(NamedTuple):
     """The kind of call that a rewritten graph holds for. In a program's key, None means that any value fits, because
     the capture never read it.
 
@@ -55,7 +55,7 @@ class Specialisation(NamedTuple):
         """The device type of the first tensor."""
         return next((kind[2] for _, kind in self.arguments if kind[0] == "tensor"), "cpu")
 
-    def admits(self, call: Specialisation) -> bool:
+    def admits(self, call: Specialization) -> bool:
         """Whether a program with this key may run the call."""
         return (
             (self.training is None or self.training == call.training)
@@ -86,7 +86,7 @@ class Binding:
     paths: tuple[Path, ...] = ()
     objects: tuple[Path, ...] = ()
 
-    def indices(self, key: Specialisation) -> tuple[int, ...]:
+    def indices(self, key: Specialization) -> tuple[int, ...]:
         """Positions of the placeholders' values among the leaves of a call that `key` admits."""
         position = {path: i for i, (path, _) in enumerate(key.arguments)}
         return tuple(position[path] for path in self.paths)
@@ -206,8 +206,8 @@ def find_device(module: torch.nn.Module) -> torch.device:
     return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
-def specialize_call(block: torch.nn.Module, leaves: Leaves, objects: Collection[Path] = ()) -> Specialisation:
-    """Return the specialisation of a call of `block` with these leaves; every field is concrete. Leaves at the paths
+def specialize_call(block: torch.nn.Module, leaves: Leaves, objects: Collection[Path] = ()) -> Specialization:
+    """Return the specialization of a call of `block` with these leaves; every field is concrete. Leaves at the paths
     `objects` are described by their class alone."""
     device = "cpu"
     for _, value in leaves:
@@ -219,7 +219,7 @@ def specialize_call(block: torch.nn.Module, leaves: Leaves, objects: Collection[
     if device != "meta" and torch.is_autocast_enabled(device):
         autocast = torch.get_autocast_dtype(device)
     arguments = tuple([(p, _describe_object(v) if p in objects else describe_leaf(v)) for p, v in leaves])
-    return Specialisation(block.training, torch.is_grad_enabled(), autocast, arguments)
+    return Specialization(block.training, torch.is_grad_enabled(), autocast, arguments)
 
 
 def make_binder(signature: inspect.Signature) -> Callable[..., tuple[tuple[str, Any], ...]]:

@@ -225,7 +225,7 @@ class GeneratedSource:
 
 
 _torch: Any = torch
-# Functions in expressions over sizes. `math.sqrt` would specialise a symbolic size to its number; torch's functions
+# Functions in expressions over sizes. `math.sqrt` would specialize a symbolic size to its number; torch's functions
 # equal those of `math` on plain numbers.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc, "int": int, "round": round, "abs": abs,

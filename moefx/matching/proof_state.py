@@ -63,7 +63,7 @@ class ProofState:
         within: guards that restrict the proof to some sizes; at others the program may do something else.
 
     Attributes:
-        siblings: numbers of sibling modules (see `sibling_names`).
+        siblings: numbers of sibling modules (see `find_siblings`).
         size_choice: chooses the sizes of captures.
         questions: the tests for experts without tokens in all captures.
     """
@@ -273,7 +273,8 @@ class ProofState:
         except Refused:
             self._by_slots = False
         if form is None:
-            raise refusal or AssertionError
+            assert refusal is not None
+            raise refusal
         return form
 
     def lift_again(

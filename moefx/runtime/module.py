@@ -1,8 +1,8 @@
 """`BlockForward`: the `forward` of a rewritten block.
 
 The block keeps its class, its submodules and its state_dict; only the instance attribute `forward` is new. Each call
-binds the arguments, finds a program whose specialisation and guards admit the call, and runs it on the block. If no
-program admits the call, the block is specialised lazily, or runs the original forward and counts the call. The same
+binds the arguments, finds a program whose specialization and guards admit the call, and runs it on the block. If no
+program admits the call, the block is specialized lazily, or runs the original forward and counts the call. The same
 code runs in eager mode and is traced by `torch.compile(fullgraph=True)`. The file is long because it is one class.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten
-from ..ir.argument_binding import Leaves, Path, Specialisation, flatten_arguments, make_binder, specialize_call
+from ..ir.argument_binding import Leaves, Path, Specialization, flatten_arguments, make_binder, specialize_call
 from ..ir.guards.recomputed_choice import running
 from ..util.compile_lock import compile_lock, holds_compile_lock
 from .entry import Entry
@@ -30,14 +30,14 @@ from .surrounding_modes import is_transformed, suspend_observers
 from .watch import AbsorbedModules
 
 # Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
-MAX_SPECIALISATIONS = 16
-_NOT_SPECIALISED = "not specialised"
+MAX_SPECIALIZATIONS = 16
+_NOT_SPECIALIZED = "not specialized"
 _log = logging.getLogger(__name__)
 
-# (block, specialisation of the call, args, kwargs) -> a program for the call, or None; may raise Refused. args and
+# (block, specialization of the call, args, kwargs) -> a program for the call, or None; may raise Refused. args and
 # kwargs are None while Dynamo traces, because there are no values to run on.
-Specialise = Callable[
-    [nn.Module, Specialisation, "tuple[Any, ...] | None", "Mapping[str, Any] | None"], "Program | None"
+Specialize = Callable[
+    [nn.Module, Specialization, "tuple[Any, ...] | None", "Mapping[str, Any] | None"], "Program | None"
 ]
 
 
@@ -48,7 +48,7 @@ class CallCounts:
     Attributes:
         rewritten: calls that ran a program.
         original: calls that ran the original forward, on request or as a fallback.
-        guard_failures: calls whose specialisation has a program, but a guard of the program failed.
+        guard_failures: calls whose specialization has a program, but a guard of the program failed.
         last_failed_guard: the failed condition, with the reason and the line at which capture relied on it.
     """
 
@@ -65,7 +65,7 @@ class BlockForward:
         block: the module whose `forward` this becomes (see `install_forward`).
         programs: programs of the block, in the order to try them.
         name: the block's name in the model, for messages.
-        specialise: called when no program admits a call. It must be picklable and hold no module: copies of the
+        specialize: called when no program admits a call. It must be picklable and hold no module: copies of the
             block share it.
     """
 
@@ -75,19 +75,19 @@ class BlockForward:
         programs: Sequence[Program] = (),
         *,
         name: str = "",
-        specialise: Specialise | None = None,
+        specialize: Specialize | None = None,
     ):
         self.block = block
         self.name = name
-        self.specialise = specialise
+        self.specialize = specialize
         self.counts = CallCounts()
-        self.refusals: dict[tuple[Specialisation, tuple[str, ...]], str] = {}  # by call and blocking conditions
+        self.refusals: dict[tuple[Specialization, tuple[str, ...]], str] = {}  # by call and blocking conditions
         self.original = _find_own_forward(block)
         self._entries: list[Entry] = []
         self.objects: tuple[Path, ...] = ()  # arguments that programs pass on unchanged
         self._warned: set[str] = set()
         self._forced = ""
-        self._specialising = False
+        self._specializing = False
         self.watch: Any = None  # an `OverwritingWatch` if the block is spread over a mesh
         self.compiled_by = ""  # the compiler of the surrounding graph, whose code runs no Python
         self._recording = False
@@ -100,7 +100,7 @@ class BlockForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._forced == "original":
-            if not self._specialising or holds_compile_lock():
+            if not self._specializing or holds_compile_lock():
                 return self.run_original(*args, **kwargs)
             with compile_lock():  # wait for another thread that is lifting the block
                 pass
@@ -127,7 +127,7 @@ class BlockForward:
             finally:
                 running.block = ""
             return self(*args, **kwargs)  # try again without the failed program
-        if getattr(self.specialise, "spread", None) is not None:
+        if getattr(self.specialize, "spread", None) is not None:
             raise NotRewritten(
                 f"{self._shown_name} {self._refusal_text}. The original forward cannot run: this rank has only a part "
                 "of the experts"
@@ -149,14 +149,14 @@ class BlockForward:
     @property
     def _refusal_text(self) -> str:
         """The reason why no program took the last call."""
-        refused = next(reversed([why for why in self.refusals.values() if why not in ("", _NOT_SPECIALISED)]), "")
+        refused = next(reversed([why for why in self.refusals.values() if why not in ("", _NOT_SPECIALIZED)]), "")
         why = " ".join((refused or self.counts.last_failed_guard or "no program admits the call").split())
         return f"is not rewritten for this kind of call: {why}"
 
     def _warn_once(self) -> None:
         """Warn that calls run the original forward: once per reason, for a bounded number of reasons."""
         why = self._refusal_text
-        if why not in self._warned and len(self._warned) < MAX_SPECIALISATIONS:
+        if why not in self._warned and len(self._warned) < MAX_SPECIALIZATIONS:
             self._warned.add(why)
             _log.warning(
                 "%s %s. The call runs the original forward; moefx.explain(model) lists all reasons",
@@ -182,18 +182,18 @@ class BlockForward:
             return result
         return program.fn(self.block, *values)
 
-    def _find_eager_entry(self, call: Specialisation, leaves: Leaves, args: Any, kwargs: Any) -> Entry | None:
+    def _find_eager_entry(self, call: Specialization, leaves: Leaves, args: Any, kwargs: Any) -> Entry | None:
         """Find the program for an eager call, or compile one."""
         if is_transformed():
             self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms run the original"
             return None
         known = len(self._entries)
-        entry = self._find_admitting_entry(call, leaves) or self._specialise_for(call, leaves, args, kwargs, known)
+        entry = self._find_admitting_entry(call, leaves) or self._specialize_for(call, leaves, args, kwargs, known)
         if entry is not None:
             self.counts.rewritten += 1
         return entry
 
-    def _find_traced_entry(self, call: Specialisation, leaves: Leaves) -> Entry | None:
+    def _find_traced_entry(self, call: Specialization, leaves: Leaves) -> Entry | None:
         """Find the program for a call that Dynamo traces. Dynamo turns its checks into guards."""
         if not self._prepare_trace(*call):
             return None
@@ -202,7 +202,7 @@ class BlockForward:
                 return entry if entry.program.unchanged(self.block) else None
         return None
 
-    def _find_admitting_entry(self, call: Specialisation, leaves: Leaves) -> Entry | None:
+    def _find_admitting_entry(self, call: Specialization, leaves: Leaves) -> Entry | None:
         """Find an existing program for an eager call. Record the last reason against one in `counts`."""
         failed = False
         for entry in self._entries:
@@ -220,20 +220,20 @@ class BlockForward:
         self.counts.guard_failures += failed
         return None
 
-    def _specialise_for(
+    def _specialize_for(
         self,
-        call: Specialisation,
+        call: Specialization,
         leaves: Leaves,
         args: tuple[Any, ...] | None,
         kwargs: Mapping[str, Any] | None,
         known: int = 0,
     ) -> Entry | None:
-        """Compile a program for this call, at most once per specialisation.
+        """Compile a program for this call, at most once per specialization.
 
         Args:
             known: number of programs when none of them admitted the call.
         """
-        if self.specialise is None or (self._specialising and holds_compile_lock()):  # capture may run this block
+        if self.specialize is None or (self._specializing and holds_compile_lock()):  # capture may run this block
             return None
         if self._is_settled((call, self._blocking_conditions(call, leaves))):
             return None
@@ -244,7 +244,7 @@ class BlockForward:
             if self._is_settled(request):
                 return None
             if leaves and not request[1] and self._valid_entries(call):
-                self.refusals[request] = _NOT_SPECIALISED  # another lift would fail at the same guard
+                self.refusals[request] = _NOT_SPECIALIZED  # another lift would fail at the same guard
                 return None
             program = self._request_program(call, args, kwargs)
             if isinstance(program, str):
@@ -255,27 +255,27 @@ class BlockForward:
             self.add(program)
             return self._find_admitting_entry(call, leaves) if args is not None else None
 
-    def _is_settled(self, request: tuple[Specialisation, tuple[str, ...]]) -> bool:
-        """Whether the request was refused before, or the block has reached its limit of specialisations."""
-        return request in self.refusals or len(self._entries) + len(self.refusals) >= MAX_SPECIALISATIONS
+    def _is_settled(self, request: tuple[Specialization, tuple[str, ...]]) -> bool:
+        """Whether the request was refused before, or the block has reached its limit of specializations."""
+        return request in self.refusals or len(self._entries) + len(self.refusals) >= MAX_SPECIALIZATIONS
 
-    def _request_program(self, call: Specialisation, args: Any, kwargs: Any) -> Program | str:
+    def _request_program(self, call: Specialization, args: Any, kwargs: Any) -> Program | str:
         """Return a new program, or the reason why there is none."""
-        assert self.specialise is not None
-        self._specialising = True
+        assert self.specialize is not None
+        self._specializing = True
         try:
             with suspend_observers():
-                program = self.specialise(self.block, call, args, kwargs)
+                program = self.specialize(self.block, call, args, kwargs)
         except AbsorbedModuleChanged:
             raise
         except Exception as error:  # also an error of the user's code, on abstract tensors or at other sizes
             return str(error) if isinstance(error, MoefxError) else f"{type(error).__name__}: {error}"
         finally:
-            self._specialising = False
-        return _NOT_SPECIALISED if program is None else program
+            self._specializing = False
+        return _NOT_SPECIALIZED if program is None else program
 
-    def _blocking_conditions(self, call: Specialisation, leaves: Leaves) -> tuple[str, ...]:
-        """The failed guards of programs with this specialisation, if they mark another branch of the block."""
+    def _blocking_conditions(self, call: Specialization, leaves: Leaves) -> tuple[str, ...]:
+        """The failed guards of programs with this specialization, if they mark another branch of the block."""
         conditions = []
         for entry in self._entries if leaves else []:
             if entry.program.key.admits(call):
@@ -287,18 +287,18 @@ class BlockForward:
     def _prepare_trace(self, *fields: Any) -> bool:
         """Run the checks of an eager call while Dynamo traces, without values.
 
-        Takes the fields of a `Specialisation`: Dynamo passes plain constants only, no subclasses of tuple.
+        Takes the fields of a `Specialization`: Dynamo passes plain constants only, no subclasses of tuple.
         """
-        call = Specialisation(*fields)
+        call = Specialization(*fields)
         if not self._valid_entries(call):
-            self._specialise_for(call, [], None, None)
+            self._specialize_for(call, [], None, None)
         holding = self._valid_entries(call)
         # The trace takes the first entry that admits the call.
         self._entries.sort(key=lambda entry: entry not in holding)
         return bool(holding)
 
-    def _valid_entries(self, call: Specialisation) -> list[Entry]:
-        """The entries for this specialisation whose attributes are unchanged."""
+    def _valid_entries(self, call: Specialization) -> list[Entry]:
+        """The entries for this specialization whose attributes are unchanged."""
         admitted = [e for e in self._entries if e.program.key.admits(call)]
         for entry in admitted:
             entry.absorbed.check(self.name)
@@ -363,7 +363,7 @@ class BlockForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
         duplicate = memo[id(self)] = type(self).__new__(type(self))
-        memo[id(self.specialise)] = self.specialise
+        memo[id(self.specialize)] = self.specialize
         own = {name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()}
         duplicate.__dict__.update(own, _bind=self._bind, __signature__=self.__signature__)
         return duplicate
@@ -404,10 +404,10 @@ def signature_binder(block: nn.Module) -> Callable[..., Any]:
 
 
 def install_forward(
-    block: nn.Module, programs: Sequence[Program], *, name: str = "", specialise: Specialise | None = None
+    block: nn.Module, programs: Sequence[Program], *, name: str = "", specialize: Specialize | None = None
 ) -> BlockForward:
     """Make `block` run its programs. A block that is already rewritten keeps the user's original forward."""
-    forward = BlockForward(block, programs, name=name, specialise=specialise)
+    forward = BlockForward(block, programs, name=name, specialize=specialize)
     block.forward = forward  # type: ignore[method-assign]
     return forward
 

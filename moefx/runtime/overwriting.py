@@ -3,7 +3,7 @@
 Wrappers for data parallelism expect the same model on every rank. DistributedDataParallel, `accelerate.prepare` and
 `deepspeed.initialize` broadcast the parameters of one rank, and reduce gradients that belong to different experts.
 
-In every call each rank sends two samples of its experts (see `ir.parameter_samples`): one from the last call or
+In every call each rank sends two samples of its experts (see `ir.ops.parameter_samples`): one from the last call or
 `load_state_dict`, and a current one. If the samples of two ranks differed and are now equal, the experts were
 overwritten. A comparison of more values confirms it. Ranks that had equal experts before are not reported, and neither
 are ranks whose own experts are all equal, as after upcycling.
@@ -39,7 +39,7 @@ class OverwritingWatch:
 
     Args:
         name: the block's name in the model, for messages.
-        number: see `ir.parameter_samples`.
+        number: see `ir.ops.parameter_samples`.
     """
 
     def __init__(self, block: nn.Module, name: str, parameters: ExpertParameters, placement: Placement, number: int):

@@ -1,4 +1,4 @@
-"""`Program`: a rewritten form of a block, and its specialisation."""
+"""`Program`: a rewritten form of a block, and its specialization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..inspection.history import History
 from ..ir import graph_codegen
-from ..ir.argument_binding import Guard, Leaves, Path, Specialisation
+from ..ir.argument_binding import Guard, Leaves, Path, Specialization
 from ..ir.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.guards.stored_values import list_comparisons
@@ -27,7 +27,7 @@ class Program:
     """A rewritten form of a block. Immutable: blocks of the same structure share it.
 
     Args:
-        key: the specialisation.
+        key: the specialization.
         history: the graphs after each pass; the last one runs.
         absorbed: names, relative to the block, of submodules whose computation is part of the graph.
         guards: further conditions that capture relied on.
@@ -48,7 +48,7 @@ class Program:
     # No frozen dataclass: Dynamo wraps every field of one on first sight.
     def __init__(
         self,
-        key: Specialisation,
+        key: Specialization,
         history: History,
         absorbed: Sequence[str] = (),
         guards: Sequence[Guard] = (),
@@ -103,7 +103,7 @@ class Program:
 
     @property
     def holds_for(self) -> str:
-        """The specialisation as text. Shows the mode of submodules if the block's own mode does not matter."""
+        """The specialization as text. Shows the mode of submodules if the block's own mode does not matter."""
         modes = {bool(value) for where, value in self.attributes.items() if where.name == "training"}
         text = str(self.key)
         if self.key.training is None and len(modes) == 1:
@@ -111,7 +111,7 @@ class Program:
         return text
 
     def describe_difference(self, other: Program) -> str:
-        """The specialisation, and attributes with other values than in `other`: `eval (x: ...), top_k == 3`."""
+        """The specialization, and attributes with other values than in `other`: `eval (x: ...), top_k == 3`."""
         mine = self.attributes.items()
         values = [
             f"{where} == {value!r}"

@@ -38,15 +38,15 @@ def watch_compiled(box: nn.Module, scope: Scope) -> dict[str, BlockForward]:
     for name, forward in forwards.items():
         forward.__class__ = WatchedForward
         vars(forward).update(scope=scope, watched_as=name)
-        if forward.specialise is not None:
-            forward.specialise = _UnobservedSpecialise(forward.specialise)
+        if forward.specialize is not None:
+            forward.specialize = _UnobservedSpecialize(forward.specialize)
     return forwards
 
 
 class WatchedForward(BlockForward):
     """A `BlockForward` that enters its block's scope.
 
-    Replaces the class of an existing object, because lazy specialisation looks for the same object.
+    Replaces the class of an existing object, because lazy specialization looks for the same object.
     """
 
     scope: Scope
@@ -57,8 +57,8 @@ class WatchedForward(BlockForward):
             return super().__call__(*args, **kwargs)
 
 
-class _UnobservedSpecialise:
-    """Runs a lazy specialisation without our dispatch modes, which would record its captures as the model's."""
+class _UnobservedSpecialize:
+    """Runs a lazy specialization without our dispatch modes, which would record its captures as the model's."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function

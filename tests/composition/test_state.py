@@ -131,7 +131,7 @@ def test_an_optimizer_made_before_compile_trains(kind):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ALL)
 def test_to_another_dtype_and_back(kind):
-    """A new specialisation per dtype, not a fallback; measured against the original in float64."""
+    """A new specialization per dtype, not a fallback; measured against the original in float64."""
     original, compiled = pair(kind)
     truth = step(original, ids())
     single = step(copy.deepcopy(original).float(), ids())

@@ -255,7 +255,7 @@ def test_anomaly_mode_and_retained_graphs():
 
 
 def test_evaluation_between_steps():
-    """Training, inference mode and back: three specialisations, none of them the original code."""
+    """Training, inference mode and back: three specializations, none of them the original code."""
     original, compiled = pair("stacked")
     for _ in range(2):
         assert_same(step(compiled.train(), ids()), step(original, ids()))

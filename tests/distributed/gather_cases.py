@@ -212,7 +212,7 @@ def case_verified() -> None:
 
 @contextlib.contextmanager
 def faulty(name: str, at: int):
-    """One rank sends its first row as zeros in the `at`-th collective of this kind."""
+    """One rank adds 1 to its first row, or sends the choices of another token, in a collective of this kind."""
     started, seen = getattr(moefx.ir.ops.token_gather, name), 0
 
     def wrong(rows, size, group):

@@ -131,7 +131,7 @@ def case_rows_by_link() -> None:
             compiled(x)
         ids = model.blocks[0].route(model.first(x))[1]
         to = ids // 4  # rank
-        ways = moefx.blocks(compiled)[0].forward.specialise.spread.ways
+        ways = moefx.blocks(compiled)[0].forward.specialize.spread.ways
         if name in ("flat", "dedup"):
             (group, sent), _ = rows
             assert dist.get_world_size(dist.distributed_c10d._resolve_process_group(group)) == world

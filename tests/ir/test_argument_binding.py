@@ -7,7 +7,7 @@ from torch import nn
 
 from moefx.ir.argument_binding import (
     Binding,
-    Specialisation,
+    Specialization,
     describe_leaf,
     flatten_arguments,
     format_path,
@@ -76,14 +76,14 @@ def test_kinds():
     assert describe_leaf(nn.Identity()) == describe_leaf(nn.Identity())  # objects: the type only
 
 
-def test_the_specialisation_of_a_call():
+def test_the_specialization_of_a_call():
     def forward(h, scale=2.0): ...
 
     block = nn.Linear(1, 1).eval()
     leaves = bind(forward, torch.zeros(2, 3))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         key = specialize_call(block, leaves)
-    assert key == Specialisation(
+    assert key == Specialization(
         False, False, torch.bfloat16,
         ((("h",), ("tensor", torch.float32, "cpu", 2)), (("scale",), ("float", 2.0))),
     )  # fmt: skip
@@ -92,7 +92,7 @@ def test_the_specialisation_of_a_call():
 
 
 def test_admits():
-    call = Specialisation(True, True, None, ((("h",), describe_leaf(torch.zeros(1))),))
+    call = Specialization(True, True, None, ((("h",), describe_leaf(torch.zeros(1))),))
     assert call.admits(call)
     assert call._replace(training=None, grad=None).admits(call)
     assert not call._replace(training=False).admits(call)
@@ -103,7 +103,7 @@ def test_admits():
 
 
 def test_placeholders_find_their_leaves():
-    key = Specialisation(None, None, None, ((("h",), ("int", 1)), (("kwargs", "mask"), ("int", 2))))
+    key = Specialization(None, None, None, ((("h",), ("int", 1)), (("kwargs", "mask"), ("int", 2))))
     assert Binding((("kwargs", "mask"), ("h",))).indices(key) == (1, 0)
 
 

@@ -209,7 +209,7 @@ def test_one_device(device):
         moefx.compile(model, plan=asked.replace(memory=1.0, tokens=1), example_inputs=example)
 
 
-def test_later_specialisations_keep_what_was_decided():
+def test_later_specializations_keep_what_was_decided():
     model, x = Loop(Gated), torch.randn(64, D)
     h, _ = moefx.explain(model, plan=AUTO, example_inputs=(x,)).planned.tried
     plan = AUTO.replace(memory=h.entry.memory["M_gpu"] - 1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moefx.inspection.history import History, Snapshot
-from moefx.ir.argument_binding import Guard, Specialisation, flatten_arguments, make_binder, specialize_call
+from moefx.ir.argument_binding import Guard, Specialization, flatten_arguments, make_binder, specialize_call
 from moefx.ir.block_graph import BlockGraph
 from moefx.runtime.module import BlockForward, install_forward
 from moefx.runtime.program import Program
@@ -19,7 +19,7 @@ from moefx.runtime.watch import absorbed_names
 from ..ir.graphs import Block, block_graph
 
 
-def key_of(block: nn.Module, *args: Any, **kwargs: Any) -> Specialisation:
+def key_of(block: nn.Module, *args: Any, **kwargs: Any) -> Specialization:
     leaves = flatten_arguments(make_binder(inspect.signature(block.forward))(*args, **kwargs))
     return specialize_call(block, leaves)._replace(training=None, grad=None)
 

@@ -140,7 +140,7 @@ def test_a_global_of_an_attribute_s_name_is_not_read(monkeypatch, x):
 
 
 def test_what_is_another_in_each_call_is_told_a_few_times(monkeypatch, x, caplog):
-    monkeypatch.setattr(module, "MAX_SPECIALISATIONS", 2)
+    monkeypatch.setattr(module, "MAX_SPECIALIZATIONS", 2)
     model, compiled = pair(x)
     for step in range(6):
         monkeypatch.setitem(globals(), "GAIN", 1.0 + step / 7)

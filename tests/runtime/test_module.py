@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moefx.errors import AbsorbedModuleChanged, MoefxError, Refused
 from moefx.ir.argument_binding import Guard
-from moefx.runtime.module import MAX_SPECIALISATIONS, BlockForward, install_forward, rewritten_blocks, rewritten_forward
+from moefx.runtime.module import MAX_SPECIALIZATIONS, BlockForward, install_forward, rewritten_blocks, rewritten_forward
 
 from ..ir.graphs import Block, D
 from .rewriting import Model, program_of, rewrite
@@ -137,17 +137,17 @@ def test_kept_submodules_may_be_replaced():
     assert forward.counts.rewritten == 2
 
 
-def test_an_unknown_call_is_specialised_once():
+def test_an_unknown_call_is_specialized_once():
     asked = []
 
-    def specialise(block, call, args, kwargs):
+    def specialize(block, call, args, kwargs):
         asked.append((call, args, kwargs))
         if call.autocast is not None:
             raise Refused("casts differ", source="model.py:9")
         return None if args[0].dim() == 1 else program_of(block, *args)
 
     block, x = Block(), torch.randn(S, D)
-    forward = install_forward(block, [], specialise=specialise)
+    forward = install_forward(block, [], specialize=specialize)
     for _ in range(2):
         torch.testing.assert_close(block(x), Block.forward(block, x))
         block(x[None])
@@ -157,25 +157,25 @@ def test_an_unknown_call_is_specialised_once():
     assert [len(call.arguments) for call, _, _ in asked] == [3] * 4
     assert len(forward.programs) == 2
     assert (forward.counts.rewritten, forward.counts.original) == (4, 4)
-    assert list(forward.refusals.values()) == ["casts differ (model.py:9)", "not specialised"]
+    assert list(forward.refusals.values()) == ["casts differ (model.py:9)", "not specialized"]
 
 
 def test_an_argument_that_always_changes_does_not_lift_forever():
     asked = []
     block, x = Block(), torch.randn(S, D)
-    install_forward(block, [], specialise=lambda *call: asked.append(call))
-    for step in range(2 * MAX_SPECIALISATIONS):
+    install_forward(block, [], specialize=lambda *call: asked.append(call))
+    for step in range(2 * MAX_SPECIALIZATIONS):
         block(x, scale=float(step))
-    assert len(asked) == MAX_SPECIALISATIONS
+    assert len(asked) == MAX_SPECIALIZATIONS
 
 
 def test_capture_may_run_the_block_itself():
-    def specialise(block, call, args, kwargs):
+    def specialize(block, call, args, kwargs):
         block(*args, **kwargs)
         return program_of(block, *args)
 
     block, x = Block(), torch.randn(S, D)
-    forward = install_forward(block, [], specialise=specialise)
+    forward = install_forward(block, [], specialize=specialize)
     block(x)
     assert (forward.counts.rewritten, forward.counts.original) == (1, 1)
 
@@ -347,7 +347,7 @@ COPIES = {
 }
 
 
-def specialise(block, call, args, kwargs):
+def specialize(block, call, args, kwargs):
     return program_of(block, *args)
 
 
@@ -355,7 +355,7 @@ def specialise(block, call, args, kwargs):
 def test_copies_are_bound_to_their_own_block(how):
     model, x = Model(), torch.randn(S, D)
     expected = model(x)
-    rewrite(model, x, specialise=specialise)
+    rewrite(model, x, specialize=specialize)
     duplicate = COPIES[how](model)
     for layer, old in zip(duplicate.layers, model.layers, strict=True):
         assert layer.forward.block is layer is not old
@@ -366,7 +366,7 @@ def test_copies_are_bound_to_their_own_block(how):
             p.zero_()
     assert not duplicate.layers[0](x).any()
     torch.testing.assert_close(model(x), expected)
-    duplicate(x[None])  # specialises, in the copy only
+    duplicate(x[None])  # specializes, in the copy only
     assert len(duplicate.layers[0].forward.programs) == 2 and len(model.layers[0].forward.programs) == 1
     assert duplicate.layers[0].forward.counts.original == 0
 
@@ -481,15 +481,15 @@ def test_a_change_is_noticed_when_dynamo_traces():
         torch.compile(model, fullgraph=True, backend="aot_eager")(x)
 
 
-def test_unknown_calls_are_specialised_when_dynamo_traces():
+def test_unknown_calls_are_specialized_when_dynamo_traces():
     block, x = Block(), torch.randn(S, D)
     known = program_of(block, x)
 
-    def specialise(block, call, args, kwargs):
+    def specialize(block, call, args, kwargs):
         assert args is None and kwargs is None
         return known if known.key.admits(call) else None
 
-    install_forward(block, [], specialise=specialise)
+    install_forward(block, [], specialize=specialize)
     torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(x), Block.forward(block, x))
 
 

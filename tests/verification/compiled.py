@@ -66,8 +66,8 @@ def compiled_pair(
         programs = history(name, spoil if i == layer else None)
         programs = History(name, programs.snapshots[: programs.passes.index(last_pass) + 1])
         leaves = flatten_arguments(make_binder(inspect.signature(block.forward))(torch.zeros(1, 1, D)))
-        specialisation = specialize_call(block, leaves)._replace(training=None, grad=None, **key)
-        program = Program(specialisation, programs, absorbed_names(block, programs.graph))
+        specialization = specialize_call(block, leaves)._replace(training=None, grad=None, **key)
+        program = Program(specialization, programs, absorbed_names(block, programs.graph))
         install_forward(block, [program], name=name)
     return original, compiled
 

@@ -184,7 +184,7 @@ def test_nothing_is_touched():
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in original.parameters())
 
 
-def test_a_lazy_specialisation_is_captured_unseen():
+def test_a_lazy_specialization_is_captured_unseen():
     """Capture runs ops of its own: the modes of `verify` must not take them for the model's."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -193,14 +193,14 @@ def test_a_lazy_specialisation_is_captured_unseen():
     original, compiled = compiled_pair()
     seen = []
 
-    def specialise(block, call, args, kwargs):
+    def specialize(block, call, args, kwargs):
         seen.append(_get_current_dispatch_mode())
         torch.linspace(0, 1, 96).view(24, 4).topk(2)
         return programs[0]
 
     for i, block in enumerate(compiled.layers):
         programs = rewritten_forward(block).programs
-        install_forward(block, [], name=f"layers.{i}", specialise=specialise)
+        install_forward(block, [], name=f"layers.{i}", specialize=specialize)
     assert verify(compiled, original, (IDS,)).ok
     assert seen and set(seen) == {None}
 

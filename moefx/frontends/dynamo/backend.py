@@ -174,7 +174,7 @@ def _build_record(gm: fx.GraphModule, found: GraphRegions) -> Record:
     reports: dict[int, BlockReport] = {}  # by proof
     for f in found.with_inner():
         for region, proof in f.matched:
-            holds_for = str(region.specialisation(f.analysis, proof.program))
+            holds_for = str(region.specialization(f.analysis, proof.program))
             known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
             reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
     every = found.with_inner()

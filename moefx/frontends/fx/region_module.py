@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ...errors import Refused
-from ...ir.argument_binding import Path, Specialisation, describe_leaf
+from ...ir.argument_binding import Path, Specialization, describe_leaf
 from ...runtime.module import install_forward
 from ...runtime.program import Program
 from .generalize import GeneralizedRegion
@@ -139,10 +139,10 @@ class ExtractedRegion:
             dims[name] = n
         return dims
 
-    def specialisation(
+    def specialization(
         self, analysis: GraphAnalysis, program: Program, passed: tuple[fx.Node, ...] = ()
-    ) -> Specialisation:
-        """The specialisation of the program in this graph.
+    ) -> Specialization:
+        """The specialization of the program in this graph.
 
         Args:
             passed: the nodes that are passed as arguments; by default the inputs.
@@ -155,7 +155,7 @@ class ExtractedRegion:
 
     def build_call(self, analysis: GraphAnalysis, program: Program) -> RegionCall:
         """Build the module for the graph, which runs the program with the weights as arguments."""
-        key = self.specialisation(analysis, program, (*self.inputs, *self.weights))
+        key = self.specialization(analysis, program, (*self.inputs, *self.weights))
         where = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
         made = RegionCall(self.code, len(self.inputs))
         history = program.history.renamed(self.name)

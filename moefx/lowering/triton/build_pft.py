@@ -25,7 +25,7 @@ from .launch_replay import apply, empty, launch, replay_or_record
 # Entries of a block, which is sorted together. Few warps: their data exchange costs more than the rest.
 _BLOCK, _WARPS = 512, 2
 _DIGIT = 256  # values of a radix digit
-# Sizes that change from call to call: kernels are not specialised on them.
+# Sizes that change from call to call: kernels are not specialized on them.
 _VARYING = ["num_entries", "num_blocks", "capacity", "room"]
 
 

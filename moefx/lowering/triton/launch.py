@@ -30,7 +30,7 @@ def launch(
 ) -> Callable[..., Any]:
     """Launch kernel[grid](*args, **constants) on the current device.
 
-    Like Triton, looks up the compiled kernel by all properties that Triton specialises on, but in one step. Only new
+    Like Triton, looks up the compiled kernel by all properties that Triton specializes on, but in one step. Only new
     combinations go through Triton.
 
     Args:
@@ -49,7 +49,7 @@ def launch(
     _, names = _kernels.get(id(kernel)) or _register_kernel(kernel)
     values = tuple([constants[name] for name in names])
     device = driver.active.get_current_device()  # pyright: ignore[reportAttributeAccessIssue]
-    # The properties of an argument that may be compiled in: at least those that Triton specialises on.
+    # The properties of an argument that may be compiled in: at least those that Triton specializes on.
     kinds = [
         (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor)
         else (a % 16 == 0, a == 1, a.bit_length() > 31) if isinstance(a, int)

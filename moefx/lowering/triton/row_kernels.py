@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .tiles import load_parts, store_parts, weight_and_scale
 
-# Sizes that change from call to call: kernels are not specialised on them.
+# Sizes that change from call to call: kernels are not specialized on them.
 _VARYING = ["num_tokens", "num_rows", "num_partials"]
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Sizes that change from call to call: kernels are not specialised on them.
+# Sizes that change from call to call: kernels are not specialized on them.
 VARYING = ["max_tiles", "num_rows"]
 
 

@@ -76,7 +76,7 @@ def find_near_misses(
     nodes: list[fx.Node],
     inside: set[fx.Node],
 ) -> tuple[IndexAttempt, ...]:
-    """Report how far the candidates for the expert index came if `choice` found none, the closest first."""
+    """Report how far the candidates for the expert index came if `find_expert_index` found none, the closest first."""
     search = _IndexSearch(owners, tokens, summands, nodes)
     attempts = [search.explain_miss(*candidate) for candidate in search.list_candidates(inside)[:_MAX_ATTEMPTS]]
     return tuple(sorted(attempts, key=lambda attempt: -attempt.explained))

@@ -169,13 +169,10 @@ class Lifter:
                     refusal = explain_overwrite(cut)
                 first = first or refusal
                 by_tokens = by_tokens or (refusal if numbers not in ({}, self.reach.nested) else None)
-        raise (
-            explain_random(self.routed, cuts[0])
-            or (by_tokens if not self._are_listed() else None)
-            or first
-            or of_part
-            or AssertionError
-        )
+        by_tokens = by_tokens if not self._are_listed() else None
+        refused = explain_random(self.routed, cuts[0]) or by_tokens or first or of_part
+        assert refused is not None, "no cut was tried"
+        raise refused
 
     def _are_listed(self) -> bool:
         """Return whether some experts are in a list or dictionary of modules."""

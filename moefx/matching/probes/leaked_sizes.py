@@ -93,7 +93,7 @@ class _CommonBehaviour:
         """Return the result of `differs` for one kind of routing, cached.
 
         A new `functools.cache` would make captures look for it among all objects of the process (see
-        `capture.caches`).
+        `capture.filled_caches`).
         """
         if (kind, tokens) not in self.answers:
             self.answers[kind, tokens] = self._differs_in(kind, tokens)
