@@ -26,7 +26,7 @@ from .work_count import WorkCount
 
 SLACK = 1e4
 MAX_BYTES = 2 << 30
-_MAX_CROWD_SECONDS = 6.0  # seconds, if the work grew with the tokens; counted, so that a busy machine checks the same
+_MAX_CROWD_SECONDS = 3.0  # seconds, if the work grew with the tokens; counted, so that a busy machine checks the same
 
 
 @dataclasses.dataclass

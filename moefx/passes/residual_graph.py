@@ -46,7 +46,7 @@ class ResidualGraph:
 
     def __init__(self, match: Match, make_cut: Callable[[], fx.Node]):
         self.match = match
-        self.captures = [lifted.capture for lifted in match.evidence]
+        self.captures = [form.capture for form in match.evidence]
         self.graph = fx.Graph()
         self.new_nodes: dict[fx.Node, fx.Node] = {}  # node of the first capture -> emitted node
         self.make_cut = make_cut
@@ -357,7 +357,7 @@ class ResidualGraph:
         """Return the letter of an axis from its sizes in the captures, or its number."""
         match = self.match
         if len(set(sizes)) > 1:
-            tokens = [math.prod(lifted.tokens) for lifted in match.evidence]
+            tokens = [math.prod(form.tokens) for form in match.evidence]
             if sizes == tokens:
                 return "S"
             if sizes == [t * match.slots for t in tokens]:

@@ -35,8 +35,8 @@ class ResidualWalk:
 
     def __init__(self, match: Match, reads: ScalarReads):
         self.match, self.reads = match, reads
-        self.captures = [lifted.capture for lifted in match.evidence]
-        self.cut = AlignedNodes(lifted.cut for lifted in match.evidence)
+        self.captures = [form.capture for form in match.evidence]
+        self.cut = AlignedNodes(form.cut for form in match.evidence)
         self.absorbed = match.evidence[0].replaced_nodes
         self.aligned: dict[fx.Node, AlignedNodes] = {}
         self.inlined: set[int] = set()

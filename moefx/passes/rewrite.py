@@ -82,7 +82,7 @@ def rewrite(match: Match, names: Placeholders) -> RewriteResult:
 
 class Rewriter:
     def __init__(self, match: Match, names: Placeholders):
-        self.match, self.lifted = match, match.evidence[0]
+        self.match, self.form = match, match.evidence[0]
         self.residual = ResidualGraph(match, lambda: RoutedSum(match, self.residual).emit_sum())
         self.residual.add_inputs(names.tensors)
         self.residual.add_objects(names.objects)
@@ -91,7 +91,7 @@ class Rewriter:
 
     def _require_autocast(self) -> None:
         """Refuse a program that switches autocast off for its experts, because ops of the dialect follow autocast."""
-        for n in self.lifted.replaced_nodes:
+        for n in self.form.replaced_nodes:
             if get_autocast_dtype() and n.target in CONTRACTIONS and n.meta["autocast"] != get_autocast_dtype():
                 raise Refused("the experts switch autocast off", source=str(n.meta["source"]))
 
@@ -187,28 +187,28 @@ class Rewriter:
             *[v for g in self.match.groups for v in g.values],
             *([self.match.keep_masks] if self.match.keep_masks else []),
         ]
-        refs += [[lifted.shared[i] for lifted in self.match.evidence] for i in range(len(self.lifted.shared))]
-        if self.lifted.unrouted_value:
-            refs.append([lifted.unrouted_value for lifted in self.match.evidence])  # type: ignore[misc]
+        refs += [[form.shared[i] for form in self.match.evidence] for i in range(len(self.form.shared))]
+        if self.form.unrouted_value:
+            refs.append([form.unrouted_value for form in self.match.evidence])  # type: ignore[misc]
         return [AlignedNodes(column) for ref in refs for column in zip(*[r.nodes for r in ref], strict=True)]
 
     @property
     def index(self) -> list[NodeRef]:
-        return [lifted.expert_index for lifted in self.match.evidence]
+        return [form.expert_index for form in self.match.evidence]
 
     def _find_random_draws(self) -> list[AlignedNodes]:
         """Return all draws of random numbers. Unused draws stay too, so that the stream equals the original's."""
         draws = [
-            [n for n in c.nodes if is_random(n) and n not in lifted.replaced_nodes]
-            for c, lifted in zip(self.residual.captures, self.match.evidence, strict=True)
+            [n for n in c.nodes if is_random(n) and n not in form.replaced_nodes]
+            for c, form in zip(self.residual.captures, self.match.evidence, strict=True)
         ]
         if len({len(d) for d in draws}) != 1:
             raise Refused(
                 "how often random numbers are drawn depends on the routing",
                 source=str(next(n for d in draws for n in d).meta["source"]),
             )
-        for lifted in self.match.evidence:
-            for n in lifted.replaced_nodes:
+        for form in self.match.evidence:
+            for n in form.replaced_nodes:
                 if is_random(n):
                     raise Refused(
                         "the experts draw random numbers (dropout in training?)",
@@ -260,7 +260,7 @@ class Rewriter:
         if len({len(e) for e in per_capture}) != 1:
             raise Refused("which buffers or attributes the block changes depends on the routing")
         for effect, leaves in out:
-            if effect.kind == "buffer" and leaves[0].first in self.lifted.replaced_nodes:
+            if effect.kind == "buffer" and leaves[0].first in self.form.replaced_nodes:
                 raise Refused(
                     f"the experts' computation updates the buffer {effect.target}",
                     culprits=(str(effect.target),),

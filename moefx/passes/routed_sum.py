@@ -40,11 +40,11 @@ def _memory_order(cut: AlignedNodes) -> tuple[int, ...] | None:
 
 class RoutedSum:
     def __init__(self, match: Match, residual: ResidualGraph):
-        self.match, self.lifted, self.residual = match, match.evidence[0], residual
+        self.match, self.form, self.residual = match, match.evidence[0], residual
         self.emit = OpEmitter(residual)
         self.inverses: list[fx.Node] = []  # for each group the row of each slot, -1 if the slot is dropped
         # Whether ids may lie outside of [0, E): integers from the caller may, even if those of the captures do not.
-        self.may_be_outside = any(map(depends_on_arguments, self.lifted.expert_index.nodes)) or self._has_ids_outside(
+        self.may_be_outside = any(map(depends_on_arguments, self.form.expert_index.nodes)) or self._has_ids_outside(
             match.num_experts
         )
 
@@ -60,9 +60,9 @@ class RoutedSum:
         assert total is not None
         if total.meta["val"].dtype != val.dtype:
             total = self.emit.call(aten._to_copy.default, (total,), {"dtype": val.dtype})
-        if self.lifted.unrouted_value:
-            total = self._emit_fallback(total, self.lifted.unrouted_value)
-        for ref in self.lifted.shared:
+        if self.form.unrouted_value:
+            total = self._emit_fallback(total, self.form.unrouted_value)
+        for ref in self.form.shared:
             row = self.emit.reshape(self.residual.node(ref.node), (-1, val.shape[-1]))
             total = self.emit.call(aten.add.Tensor, (row, total), letters=("S", "D"))
         described, order = self.residual.describe(cut), _memory_order(cut)
@@ -107,7 +107,7 @@ class RoutedSum:
         if ref.columns:
             columns = [self._emit_per_slot(c, k) for k, c in enumerate(ref.columns)]
             return self.emit.call(aten.cat.default, (columns, 1), letters=("S", "K"))
-        K = 1 if slot is not None else self.lifted.slots
+        K = 1 if slot is not None else self.form.slots
         node, axes = self.emit.for_tokens(ref, self.match)
         axes = tuple(a for i, a in enumerate(axes) if a != "t" or "t" not in axes[:i])
         shape = [n for n in node.meta["val"].shape if not isinstance(n, int) or n != 1]  # axes of 1 have no letter
@@ -162,7 +162,7 @@ class RoutedSum:
 
     def _emit_ids(self, slot: int | None = None) -> fx.Node:
         """Emit the expert index [S,K], or [S,1] for one slot. Ids that count from the end become ids from the start."""
-        index = self.lifted.expert_index
+        index = self.form.expert_index
         if slot is None:
             ids = self._emit_per_slot(index)
         elif index.columns:
@@ -183,11 +183,11 @@ class RoutedSum:
     def _count_indexed_experts(self, moves: set[str]) -> int:
         """Return the size of the parameter axis that the ids index, behind ops in `moves`; 0 if they index none. In an
         index, negative ids count from the end."""
-        chosen = {_origin(n, moves) for n in self.lifted.expert_index.nodes}
-        for n in (n for n in self.lifted.replaced_nodes if n.target is aten.index.Tensor):
+        chosen = {_origin(n, moves) for n in self.form.expert_index.nodes}
+        for n in (n for n in self.form.replaced_nodes if n.target is aten.index.Tensor):
             base, indices = n.args
             for dim, i in enumerate(indices):  # type: ignore[arg-type]
-                if i is not None and _origin(i, moves) in chosen and base in self.lifted.replaced_nodes:
+                if i is not None and _origin(i, moves) in chosen and base in self.form.replaced_nodes:
                     return base.meta["val"].shape[dim]  # type: ignore[union-attr]
         return 0
 

@@ -22,11 +22,11 @@ def find_module_calls(match: Match, inlined: set[int]) -> list[list[SubmoduleCal
         inlined: start indices of calls that are taken apart.
     """
     per_capture: list[dict[tuple[str, int], SubmoduleCall]] = []
-    for lifted in match.evidence:
-        routed = sorted(n.meta["index"] for n in lifted.replaced_nodes if n.op != "get_attr")
+    for form in match.evidence:
+        routed = sorted(n.meta["index"] for n in form.replaced_nodes if n.op != "get_attr")
         counts: dict[str, int] = {}
         found: dict[tuple[str, int], SubmoduleCall] = {}
-        for call in sorted(lifted.capture.calls, key=lambda c: (c.start, -c.stop, c.depth)):
+        for call in sorted(form.capture.calls, key=lambda c: (c.start, -c.stop, c.depth)):
             key = (call.fqn, counts.get(call.fqn, 0))
             counts[call.fqn] = key[1] + 1
             absorbs = bisect.bisect_left(routed, call.start) < bisect.bisect_left(routed, call.stop)

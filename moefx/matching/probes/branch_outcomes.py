@@ -102,11 +102,11 @@ def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Ca
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     without_rows: dict[tuple[Source, ...], set[Any]] = {}
     met: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
-    for lifted in state.forms:
-        for read in lifted.capture.reads:
+    for form in state.forms:
+        for read in form.capture.reads:
             seen = outcomes if not _is_about_rows(read) or _has_rows(read) else without_rows
             seen.setdefault(read.call_stack, set()).add(read.value)
-            met.setdefault(read.call_stack, (read, lifted.capture))
+            met.setdefault(read.call_stack, (read, form.capture))
     outcomes = without_rows | outcomes
     for calls in _find_zero_weight_reads(state):
         outcomes[calls] = {True, False}
@@ -114,9 +114,9 @@ def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Ca
     single = {
         calls for calls, (read, _) in met.items() if _is_single_token_test(read) and outcomes[calls] == {True, False}
     }
-    for lifted in state.forms:
-        doubtful = [read for read in lifted.capture.reads if len(outcomes[read.call_stack]) == 1]
-        ranges = IntegerRanges.with_more_tokens(lifted.capture) if doubtful else None
+    for form in state.forms:
+        doubtful = [read for read in form.capture.reads if len(outcomes[read.call_stack]) == 1]
+        ranges = IntegerRanges.with_more_tokens(form.capture) if doubtful else None
         for read in doubtful:
             if (
                 ranges
@@ -139,8 +139,8 @@ def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
     """
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     found: dict[tuple[Source, ...], set[bool | None]] = {}
-    for lifted in state.forms:
-        for read in filter(zero_rows.is_zero_test, lifted.capture.reads):
+    for form in state.forms:
+        for read in filter(zero_rows.is_zero_test, form.capture.reads):
             outcomes.setdefault(read.call_stack, set()).add(read.value)
             if _has_rows(read):
                 found.setdefault(read.call_stack, set()).add(zero_rows.adds_nothing(read))
@@ -157,10 +157,10 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
     """
     equal: dict[tuple[Source, ...], list[HostRead | None]] = {}  # for each capture a read of equal numbers
     limits_at: dict[tuple[Source, ...], dict[float, list[HostRead]]] = {}
-    for lifted in state.forms:
-        ranges = IntegerRanges.with_more_tokens(lifted.capture)
+    for form in state.forms:
+        ranges = IntegerRanges.with_more_tokens(form.capture)
         met: dict[tuple[Source, ...], HostRead | None] = {}
-        for read in lifted.capture.reads:
+        for read in form.capture.reads:
             op, number = read.comparison or ("", math.nan)
             if type(number) not in (int, float) or is_empty_test(op, number) or not is_unbounded(ranges, read):
                 continue
@@ -182,7 +182,7 @@ def _is_limit_test(state: ProofState, read: HostRead) -> bool:
     """Return whether a read compares a number that grows with the tokens to a fixed number."""
     if read.comparison is None or type(read.comparison[1]) not in (int, float):
         return False
-    captures = (lifted.capture for lifted in state.forms if any(read is r for r in lifted.capture.reads))
+    captures = (form.capture for form in state.forms if any(read is r for r in form.capture.reads))
     return any(is_unbounded(IntegerRanges.with_more_tokens(taken), read) for taken in captures)
 
 

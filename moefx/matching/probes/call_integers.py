@@ -128,14 +128,14 @@ def vary_call_integers(state: ProofState) -> None:
     more = range(_FIRST_TURNING_SEED, _FIRST_TURNING_SEED + max(map(len, turns), default=0) + 1) if any(turns) else ()
     seeds = iter((*(BUFFER_SEEDS if has_integers(state.block) else ()), *more))
     while True:
-        columns += [observe_integers(lifted.capture) for lifted in state.forms[len(columns) :]]
+        columns += [observe_integers(form.capture) for form in state.forms[len(columns) :]]
         place = next((p for p in _find_doubtful_places(columns) if p not in settled), None)
         if place is None:
             return
         if (seed := next(seeds, None)) is not None:
-            lifted = state.lift(Routing("diverse", seed), state.sizes[0])
-            state.require_same_form(lifted)
-            state.add_evidence(lifted, state.sizes[0])
+            form = state.lift(Routing("diverse", seed), state.sizes[0])
+            state.require_same_form(form)
+            state.add_evidence(form, state.sizes[0])
             continue
         settled.add(place)
         met = next(i for i, column in enumerate(columns) if place in column)
@@ -144,7 +144,7 @@ def vary_call_integers(state: ProofState) -> None:
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
     """Return the nodes of the first capture that had one outcome in all captures."""
-    columns = [observe_integers(lifted.capture) for lifted in state.forms]
+    columns = [observe_integers(form.capture) for form in state.forms]
     return [columns[0][place].node for place in _find_doubtful_places(columns) if place in columns[0]]
 
 
@@ -182,28 +182,28 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
     )
     interventions = {**taken.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:
-        lifted = state.lift(taken.routing.restart(), sizes, interventions)
-        state.require_same_form(lifted)
+        form = state.lift(taken.routing.restart(), sizes, interventions)
+        state.require_same_form(form)
     except Refused as why:
         raise refusal from why
     except Exception as error:
         if is_raised_by_program(error):  # the original raises the error, too
             return
         raise refusal from error
-    if _find_read_lines(lifted) != _find_read_lines(state.forms[met]) or not torch.equal(
-        lifted.kept_slots, state.forms[met].kept_slots
+    if _find_read_lines(form) != _find_read_lines(state.forms[met]) or not torch.equal(
+        form.kept_slots, state.forms[met].kept_slots
     ):
         raise refusal
-    state.add_evidence(lifted, sizes)
+    state.add_evidence(form, sizes)
 
 
-def _find_read_lines(lifted: CanonicalForm) -> list[Any]:
+def _find_read_lines(form: CanonicalForm) -> list[Any]:
     """Return the lines that experts and shared terms are read from, each with a count of its nodes."""
     counts, at = Counter[Any](), {}
-    for n in lifted.capture.nodes:
+    for n in form.capture.nodes:
         counts[line(n)] += 1
         at[n] = (line(n), counts[line(n)])
-    refs = [lifted.expert_index, *lifted.shared, *(v for group in lifted.groups for v in group.values)]
+    refs = [form.expert_index, *form.shared, *(v for group in form.groups for v in group.values)]
     return [at[n] for ref in refs for n in ref.nodes]
 
 

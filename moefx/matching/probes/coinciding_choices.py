@@ -62,12 +62,12 @@ def separate_choices(state: ProofState) -> None:
     """
     alike: dict[_Place, list[CanonicalForm]] = {}
     apart: set[_Place] = set()
-    for lifted in state.forms:
-        for n in _find_other_choices(lifted):
+    for form in state.forms:
+        for n in _find_other_choices(form):
             for place in map(locate_decision, find_float_decisions(n)):
-                if place in lifted.capture.tracer.interventions or not _are_alike(n.meta["val"], lifted.ids, lifted):
+                if place in form.capture.tracer.interventions or not _are_alike(n.meta["val"], form.ids, form):
                     apart.add(place)
-                alike.setdefault(place, []).append(lifted)
+                alike.setdefault(place, []).append(form)
     for place, several in alike.items():
         if place not in apart and _can_differ(several[0], place):
             for taken in choose_captures(several):
@@ -86,10 +86,10 @@ def _find_equal_numbers(state: ProofState) -> dict[_Place, CanonicalForm]:
     """
     equal: dict[_Place, CanonicalForm] = {}
     apart: set[_Place] = set()
-    for lifted in state.forms:
-        index = lifted.expert_index.nodes
-        ranges = IntegerRanges.with_more_tokens(lifted.capture)
-        for n in collect_ancestors(lifted.cut) - collect_ancestors(*index):
+    for form in state.forms:
+        index = form.expert_index.nodes
+        ranges = IntegerRanges.with_more_tokens(form.capture)
+        for n in collect_ancestors(form.cut) - collect_ancestors(*index):
             val = n.meta.get("val")
             if n.op != "call_function" or not is_known(n) or not isinstance(val, torch.Tensor):
                 continue
@@ -98,10 +98,10 @@ def _find_equal_numbers(state: ProofState) -> dict[_Place, CanonicalForm]:
             if op_name(n) in _MOVES or find_float_decisions(n) or _changes_nothing(n, ranges):
                 continue
             place = locate_decision(n)
-            if place in lifted.capture.tracer.interventions or not _equals_slots(val, lifted.ids):
+            if place in form.capture.tracer.interventions or not _equals_slots(val, form.ids):
                 apart.add(place)
-            elif len(lifted.ids.unique(dim=0)) > 1:
-                equal.setdefault(place, lifted)
+            elif len(form.ids.unique(dim=0)) > 1:
+                equal.setdefault(place, form)
     return {place: first for place, first in equal.items() if place not in apart}
 
 
@@ -132,38 +132,38 @@ def _swap_tokens(tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda t: t.reshape(tokens, -1).roll(1, 0).reshape(t.shape)
 
 
-def _find_other_choices(lifted: CanonicalForm) -> list[fx.Node]:
+def _find_other_choices(form: CanonicalForm) -> list[fx.Node]:
     """Find integers and masks per token that the routed sum depends on, but the expert index does not."""
-    if "m" in lifted.expert_index.axes:  # each expert has a slot
+    if "m" in form.expert_index.axes:  # each expert has a slot
         return []
-    every = collect_ancestors(lifted.cut) - collect_ancestors(*lifted.expert_index.nodes) - lifted.replaced_nodes
-    return sorted((n for n in every if _is_of_tokens(n, lifted)), key=lambda n: n.meta["index"])
+    every = collect_ancestors(form.cut) - collect_ancestors(*form.expert_index.nodes) - form.replaced_nodes
+    return sorted((n for n in every if _is_of_tokens(n, form)), key=lambda n: n.meta["index"])
 
 
-def _is_of_tokens(n: fx.Node, lifted: CanonicalForm) -> bool:
+def _is_of_tokens(n: fx.Node, form: CanonicalForm) -> bool:
     if not find_float_decisions(n) or not (val := n.meta["val"]).numel():
         return False
-    by_token = _align_with_tokens(val, lifted)
-    return by_token is not None and (val.dtype is not torch.bool or by_token.shape[1] > int(lifted.ids.max()))
+    by_token = _align_with_tokens(val, form)
+    return by_token is not None and (val.dtype is not torch.bool or by_token.shape[1] > int(form.ids.max()))
 
 
-def _align_with_tokens(val: torch.Tensor, lifted: CanonicalForm) -> torch.Tensor | None:
+def _align_with_tokens(val: torch.Tensor, form: CanonicalForm) -> torch.Tensor | None:
     """View a tensor as the entries of each token, or of its sequence, [T, N]; None if it has no such axis."""
-    tokens, shape = len(lifted.ids), tuple(val.shape)
-    if any(shape[: len(lead)] == lead for lead in (lifted.tokens, (tokens,))):
+    tokens, shape = len(form.ids), tuple(val.shape)
+    if any(shape[: len(lead)] == lead for lead in (form.tokens, (tokens,))):
         return val.reshape(tokens, -1)
-    sequences = count_sequences(lifted.capture, lifted.tokens)
+    sequences = count_sequences(form.capture, form.tokens)
     if not sequences or shape[:1] != (sequences,):
         return None
     return val.reshape(sequences, -1).repeat_interleave(tokens // sequences, 0)
 
 
-def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: CanonicalForm) -> bool:
+def _are_alike(val: torch.Tensor, ids: torch.Tensor, form: CanonicalForm) -> bool:
     """Return whether a second choice agrees with the expert index.
 
     Integers agree if they are a subset or a superset of each token's choices; a mask if it is constant on all choices.
     """
-    of_tokens = _align_with_tokens(val, lifted)
+    of_tokens = _align_with_tokens(val, form)
     assert of_tokens is not None
     if val.dtype is torch.bool:
         return len(of_tokens.gather(1, ids).unique()) == 1
@@ -171,18 +171,18 @@ def _are_alike(val: torch.Tensor, ids: torch.Tensor, lifted: CanonicalForm) -> b
     return bool(same.any(1).all()) or bool(same.any(2).all())
 
 
-def _can_differ(lifted: CanonicalForm, place: _Place) -> bool:
+def _can_differ(form: CanonicalForm, place: _Place) -> bool:
     """Return whether other values of parameters and buffers make the two choices differ."""
-    refs = lifted.expert_index.columns or (lifted.expert_index,)
-    others = [n for n in _find_other_choices(lifted) if place in map(locate_decision, find_float_decisions(n))]
-    nodes = sorted(collect_ancestors(*lifted.expert_index.nodes, *others), key=lambda n: n.meta["index"])
+    refs = form.expert_index.columns or (form.expert_index,)
+    others = [n for n in _find_other_choices(form) if place in map(locate_decision, find_float_decisions(n))]
+    nodes = sorted(collect_ancestors(*form.expert_index.nodes, *others), key=lambda n: n.meta["index"])
     for seed in range(_MAX_TRIALS):
         try:
             with torch.random.fork_rng(devices=()):  # a router may draw noise
                 torch.default_generator.manual_seed(seed)
                 values = recompute_values(nodes, Routing("diverse", seed, is_wild=True).invent_value)
-            ids = torch.cat([view_as_slots(values[ref.node], lifted.tokens, ref.axes) for ref in refs], dim=1)
-            if not all(_are_alike(values[n], ids, lifted) for n in others):
+            ids = torch.cat([view_as_slots(values[ref.node], form.tokens, ref.axes) for ref in refs], dim=1)
+            if not all(_are_alike(values[n], ids, form) for n in others):
                 return True
         except Exception:  # the number of choices may change
             return True

@@ -60,31 +60,31 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     made: dict[tuple[Source, str, Any], set[Any]] = {}
     of: dict[tuple[Source, str, Any], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
-    for lifted in state.forms:
-        for place, limit in find_limits(lifted.capture, state.unforced_lengths).items():
+    for form in state.forms:
+        for place, limit in find_limits(form.capture, state.unforced_lengths).items():
             limited.setdefault(place, set()).add(limit)
-    for lifted in state.forms:
-        ranges = IntegerRanges.with_more_tokens(lifted.capture)
-        sizes = find_token_sizes(lifted.capture)
-        for n in filter(is_known, lifted.capture.nodes):
+    for form in state.forms:
+        ranges = IntegerRanges.with_more_tokens(form.capture)
+        sizes = find_token_sizes(form.capture)
+        for n in filter(is_known, form.capture.nodes):
             by = n.args[0] if op_name(n) == "getitem" else n
             if n.op != "call_function" or not isinstance(by, fx.Node):
                 continue
             place = (by.meta["source"], str(by.target))
-            is_of_loads = is_load_statistic(lifted.capture, n)
+            is_of_loads = is_load_statistic(form.capture, n)
             # `overflow_limits` looks beyond a fixed limit, and not beyond one that grows with the tokens
             is_limit = place in limited and not (is_of_loads and len(limited[place]) > 1)
             asks_crowds = not is_limit and (is_of_loads or _is_of_crowds(ranges, n, by))
             if not (_can_level_off(n) or _is_of_positions(n, sizes) or asks_crowds):
                 continue
-            if is_chosen_test(n) and _find_outcomes(lifted.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
+            if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
                 continue
             key = (*place, n.args[1] if by is not n else None)
             seen = made.setdefault(key, set())
             if len(seen) > 1:
                 continue
-            seen |= _find_outcomes(lifted.capture, n, by)
-            of.setdefault(key, set()).update(*[find_extremes(lifted.capture, a) for a in _find_value_operands(by)])
+            seen |= _find_outcomes(form.capture, n, by)
+            of.setdefault(key, set()).update(*[find_extremes(form.capture, a) for a in _find_value_operands(by)])
             if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool) and ranges.is_decided(n):
                 seen |= {0, 1}
     same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
@@ -95,10 +95,10 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
 def _is_constant(state: ProofState, place: tuple[Source, str]) -> bool:
     """Return whether an op has one value in all captures, even those in which it does not depend on crowds."""
     seen: set[Any] = set()
-    for lifted in state.forms:
-        for n in filter(is_known, lifted.capture.nodes):
+    for form in state.forms:
+        for n in filter(is_known, form.capture.nodes):
             if n.op == "call_function" and (n.meta["source"], str(n.target)) == place:
-                seen |= _find_outcomes(lifted.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
+                seen |= _find_outcomes(form.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
     return len(seen) <= 1
 
 
@@ -171,13 +171,13 @@ def _is_growing(ranges: IntegerRanges, node: fx.Node) -> bool:
 def _find_uncut_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     """Find ops with fixed limits that no capture reached: `positions % 700`, `counts.clamp(max=300)`."""
     limits_at: dict[tuple[Source, str], set[str]] = {}
-    for lifted in state.forms:
-        for n in lifted.capture.nodes:
+    for form in state.forms:
+        for n in form.capture.nodes:
             if op_name(n) not in COUNT_CUTS or not is_known(n) or n.meta["val"].dtype is torch.bool:
                 continue
             if isinstance(before := n.args[0], fx.Node):
                 uncut = is_known(before) and torch.equal(
-                    lifted.capture.concrete_value(n), lifted.capture.concrete_value(before)
+                    form.capture.concrete_value(n), form.capture.concrete_value(before)
                 )
                 limit = str((n.args[1:], n.kwargs)) if uncut else "reached"
                 limits_at.setdefault((n.meta["source"], str(n.target)), set()).add(limit)

@@ -170,12 +170,12 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
     why: Refused | None = None
     for seed in range(_MAX_CAPTURES):
         try:
-            if (lifted := _lift_few_tokens(state, read, seed)) is None:
+            if (form := _lift_few_tokens(state, read, seed)) is None:
                 continue
         except Refused as refusal:
             why = refusal  # a few tokens may not show the form: try others
             continue
-        state.add_evidence(lifted, state.size_choice.choose_sequence(2 + seed % 2))
+        state.add_evidence(form, state.size_choice.choose_sequence(2 + seed % 2))
         return True
     if question is None:
         return False
@@ -197,6 +197,6 @@ def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalF
         return None  # the program does not run with two or three tokens
     if all(other.value == read.value for other in taken.reads if other.call_stack == read.call_stack):
         return None
-    lifted = state.lift_captured(taken)  # a second capture under the same `Routing` chooses other experts
-    state.require_same_form(lifted)
-    return lifted
+    form = state.lift_captured(taken)  # a second capture under the same `Routing` chooses other experts
+    state.require_same_form(form)
+    return form

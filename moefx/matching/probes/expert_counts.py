@@ -42,7 +42,7 @@ def vary_expert_counts(state: ProofState) -> None:
     """
     seen = _find_seen_counts(state)
     routings = [("spared", 0, count) for count in _COUNTS if count not in seen]
-    if any(_is_of_floats(read) for lifted in state.forms for read in lifted.capture.reads):
+    if any(_is_of_floats(read) for form in state.forms for read in form.capture.reads):
         routings += [("unsure", 0, 1), ("unsure", state.num_experts, 1)]
     experts = max(state.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
     for sizes, expert in itertools.product(_choose_few_sizes(state) if routings else (), experts):
@@ -65,10 +65,10 @@ def _is_of_floats(read: HostRead) -> bool:
 def _find_seen_counts(state: ProofState) -> set[int]:
     """Return the numbers of tokens per expert in captures of several tokens without forced outcomes."""
     seen: set[int] = set()
-    for lifted in state.forms:
-        if lifted.optional_guard is None and len(lifted.ids) > 1 and not lifted.capture.tracer.interventions:
+    for form in state.forms:
+        if form.optional_guard is None and len(form.ids) > 1 and not form.capture.tracer.interventions:
             experts = [e for group in state.reference.groups for e in group.ids]
-            seen |= {int((lifted.ids == e).sum()) for e in experts}
+            seen |= {int((form.ids == e).sum()) for e in experts}
     return seen
 
 
@@ -94,13 +94,13 @@ def _capture_count(
     except Exception:
         return None  # the program does not support these sizes
     try:
-        lifted = state.lift_captured(taken)
-        if int((lifted.ids == expert).sum()) != len(routing.prefer):
+        form = state.lift_captured(taken)
+        if int((form.ids == expert).sum()) != len(routing.prefer):
             return None
-        state.require_same_form(lifted)
+        state.require_same_form(form)
     except Refused as why:
         return why
-    return lifted
+    return form
 
 
 __all__ = ["vary_expert_counts"]

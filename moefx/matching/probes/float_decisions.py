@@ -67,11 +67,11 @@ def mix_decisions(state: ProofState) -> None:
 def _find_decisions(state: ProofState) -> list[_Decision]:
     """Return the decisions that no capture forced, one per place."""
     found: dict[tuple[Any, str, str], _Decision] = {}
-    for lifted in state.forms:
-        for n in lifted.capture.nodes:
+    for form in state.forms:
+        for n in form.capture.nodes:
             made_of = find_float_decisions(n)
             mine = set(map(locate_decision, made_of))
-            if not mine or mine & lifted.capture.tracer.interventions.keys():
+            if not mine or mine & form.capture.tracer.interventions.keys():
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
             decided = n if is_boolean else made_of[0]
@@ -80,9 +80,9 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
             what = _COMPARISON if is_boolean else _INTEGER
             decision = found.setdefault(place, _Decision(decided.meta["source"], what))
             decision.made_of |= mine
-            decision.met.append(lifted)
+            decision.met.append(form)
             columns = [
-                set(v.unique().tolist()) for v in _split_columns(n.meta["val"], decided, lifted, state.num_experts)
+                set(v.unique().tolist()) for v in _split_columns(n.meta["val"], decided, form, state.num_experts)
             ]
             if columns:
                 # the last positions of a long order do not occur in every capture
@@ -121,14 +121,14 @@ def locate_decision(n: fx.Node) -> tuple[Source, str, bool]:
     return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
 
 
-def _split_columns(val: torch.Tensor, decided: fx.Node, lifted: CanonicalForm, experts: int) -> Sequence[torch.Tensor]:
+def _split_columns(val: torch.Tensor, decided: fx.Node, form: CanonicalForm, experts: int) -> Sequence[torch.Tensor]:
     """Split a decision into groups of elements that may have one outcome.
 
     The groups are slots and experts for a value per choice, positions for an order, otherwise one group of all.
     """
-    if val.shape[-1:] == (lifted.slots,) and val.numel() == lifted.ids.numel():
-        flat = val.reshape(-1, lifted.slots)
-        by_expert = [flat[lifted.ids == e] for e in range(experts)] if val.dtype is torch.bool else []
+    if val.shape[-1:] == (form.slots,) and val.numel() == form.ids.numel():
+        flat = val.reshape(-1, form.slots)
+        by_expert = [flat[form.ids == e] for e in range(experts)] if val.dtype is torch.bool else []
         return [*flat.unbind(-1), *by_expert]
     if op_name(decided) in _ORDERS and val.dim():
         at = _ORDERS[op_name(decided)]

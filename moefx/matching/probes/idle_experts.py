@@ -68,9 +68,9 @@ def leave_experts_idle(state: ProofState) -> None:
             return
         open_ -= turned.pop(best)
         with contextlib.suppress(Refused):
-            lifted = state.lift(Routing("diverse", 0), state.sizes[0], {best.position: best})
-            state.require_same_form(lifted)
-            state.add_evidence(lifted, state.sizes[0])
+            form = state.lift(Routing("diverse", 0), state.sizes[0], {best.position: best})
+            state.require_same_form(form)
+            state.add_evidence(form, state.sizes[0])
 
 
 def concentrate_tokens(state: ProofState) -> None:
@@ -83,8 +83,8 @@ def concentrate_tokens(state: ProofState) -> None:
         return
     most = max(range(len(state.sizes)), key=lambda i: math.prod(state.sizes[i].values()))
     for seed in (0, state.num_experts - 1):
-        lifted = state.lift(Routing("crowded", seed), state.sizes[most])
-        state.require_same_form(lifted)
+        form = state.lift(Routing("crowded", seed), state.sizes[most])
+        state.require_same_form(form)
 
 
 def _find_concentrations(state: ProofState, taken: Capture, node: fx.Node) -> Iterator[Concentration]:

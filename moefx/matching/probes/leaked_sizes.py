@@ -46,15 +46,15 @@ class _CommonBehaviour:
     """The lines that ran in all captures, and the numbers that were equal in all."""
 
     def __init__(self, state: ProofState):
-        many = [lifted.capture for lifted in state.forms if math.prod(lifted.tokens) > 1]
+        many = [form.capture for form in state.forms if math.prod(form.tokens) > 1]
         self.state = state
         self.every = set().union(*map(_collect_lines, many))
         self.always = set.intersection(*map(_collect_lines, many))
         columns = list(map(_collect_numbers, many))
         self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
         self.most = 4 * max(len(c.nodes) for c in many)
-        self.routed = any(lifted.capture.sizes.routed for lifted in state.forms)
-        self.has_drops = any(not lifted.kept_slots.all() for lifted in state.forms)
+        self.routed = any(form.capture.sizes.routed for form in state.forms)
+        self.has_drops = any(not form.kept_slots.all() for form in state.forms)
         # Share of the tokens that an expert gets, by kind of routing.
         even = state.reference.slots / state.num_experts
         self.crowds = {"crowded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
@@ -115,11 +115,11 @@ class _CommonBehaviour:
         A plain number of the routing, such as an entry of a list of budgets, may change this without changing lines.
         """
         try:
-            lifted = self.state.lift_captured(taken)
-            self.state.require_same_form(lifted)
+            form = self.state.lift_captured(taken)
+            self.state.require_same_form(form)
         except Refused:
             return True
-        return not self.has_drops and not lifted.kept_slots.all()
+        return not self.has_drops and not form.kept_slots.all()
 
 
 def vary_leaked_sizes(state: ProofState) -> None:
@@ -128,7 +128,7 @@ def vary_leaked_sizes(state: ProofState) -> None:
     If other lines run than in all captures, guard the form to hold below that size. If a constant number changes, add a
     capture there, which must agree.
     """
-    routed = any(lifted.capture.sizes.routed for lifted in state.forms)
+    routed = any(form.capture.sizes.routed for form in state.forms)
     if not routed and not _has_leaks(state) and not _changes_later(state):
         return
     usual, moved = _CommonBehaviour(state), False
@@ -139,7 +139,7 @@ def vary_leaked_sizes(state: ProofState) -> None:
     def only_below(high: int) -> SizeGuard:
         return SizeGuard(arguments.tokens, "lt", str(high), True)
 
-    proven = max(math.prod(lifted.tokens) for lifted in state.forms)
+    proven = max(math.prod(form.tokens) for form in state.forms)
     longest = max_capture_tokens(state.forms, times=4)
     for tokens in map(arguments.choose_tokens_near, _LEAK_SIZES):
         if tokens <= below:
@@ -187,7 +187,7 @@ def try_round_sizes(state: ProofState) -> None:
             state.add_guard(SizeGuard(state.arguments.tokens, "lt", str(n), True))
             return
         if any(at and not (low or high) for at, low, high in zip(here, before, after, strict=True)):
-            leaks = sorted(set().union(*[lifted.capture.sizes.leaks for lifted in state.forms]))
+            leaks = sorted(set().union(*[form.capture.sizes.leaks for form in state.forms]))
             raise Refused(
                 f"for {n} tokens something else is done than for {beside[0]} or {beside[1]}: it follows from sizes "
                 f"that became plain numbers ({', '.join(leaks[:3])})"
@@ -204,13 +204,13 @@ def _find_next(state: ProofState, tokens: int, step: int) -> int:
 
 
 def _has_leaks(state: ProofState) -> bool:
-    return any(lifted.capture.sizes.leaks for lifted in state.forms)
+    return any(form.capture.sizes.leaks for form in state.forms)
 
 
 def guard_constant_expressions(state: ProofState) -> None:
     """Guard each expression of sizes (`S % 2`) that is constant over the captures, but not over sizes between them."""
     largest = state.arguments.each * max(math.prod(sizes.values()) for sizes in state.sizes)
-    for text in sorted(set().union(*[lifted.capture.sizes.used for lifted in state.forms])):
+    for text in sorted(set().union(*[form.capture.sizes.used for form in state.forms])):
         with contextlib.suppress(ArithmeticError, ValueError):
             seen = {evaluate_size(text, sizes) for sizes in state.sizes}
             between = {evaluate_size(text, state.size_choice.choose_sequence(n)) for n in range(2, largest + 1)}
@@ -224,7 +224,7 @@ def _changes_later(state: ProofState) -> bool:
     `max(S // 16, 1)` is 1 at 3, 17 and 29 tokens, and the capture of 3 tokens need not even show the division.
     """
     later = [state.size_choice.choose_sequence(tokens) for tokens in _LEAK_SIZES]
-    for text in set().union(*[lifted.capture.sizes.used for lifted in state.forms]):
+    for text in set().union(*[form.capture.sizes.used for form in state.forms]):
         with contextlib.suppress(ArithmeticError, ValueError):
             used = [s for li, s in zip(state.forms, state.sizes, strict=True) if text in li.capture.sizes.used]
             seen = {evaluate_size(text, sizes) for sizes in used}
@@ -249,14 +249,14 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
     if sizes is None:
         return False
     try:
-        lifted = state.lift(Routing("diverse", 8), sizes)
-        state.require_same_form(lifted)
+        form = state.lift(Routing("diverse", 8), sizes)
+        state.require_same_form(form)
     except Refused:
         return False
-    if not has_moved(lifted.capture):
+    if not has_moved(form.capture):
         return False  # the number has changed back
-    lifted.optional_guard = below
-    state.add_evidence(lifted, sizes)
+    form.optional_guard = below
+    state.add_evidence(form, sizes)
     return True
 
 

@@ -116,13 +116,13 @@ def vary_loads(state: ProofState) -> None:
 def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
     """Return comparisons of numbers that grow with the tokens, one per call site, except tests for zero tokens."""
     found: dict[_Calls, _Comparison] = {}
-    for lifted in state.forms:
-        for read in lifted.capture.reads:
+    for form in state.forms:
+        for read in form.capture.reads:
             op, other = (compared := _read_comparison(read)) or ("", None)
             if compared is None or read.call_stack in found or op not in TWO_SIDED:
                 continue
             asks_for_any = is_empty_test(op, other) and not read.origins  # not `n - 9 > 0`
-            if not asks_for_any and _is_of_load(lifted.capture, read):
+            if not asks_for_any and _is_of_load(form.capture, read):
                 found[read.call_stack] = _Comparison(read, op, other)
     return found
 
@@ -183,12 +183,12 @@ def _list_routings(state: ProofState) -> list[Routing]:
 def _find_sides(state: ProofState) -> list[_Side]:
     """Return the sides of comparisons of sizes that captures of several tokens took, those of most tokens first."""
     found: dict[tuple[bool, ...], _Side] = {}
-    for lifted, sizes in zip(state.forms, state.sizes, strict=True):
-        way, tokens = _find_way(state, sizes), math.prod(lifted.tokens)
+    for form, sizes in zip(state.forms, state.sizes, strict=True):
+        way, tokens = _find_way(state, sizes), math.prod(form.tokens)
         known = found.get(way)
         best = -1 if known is None else _rank_tokens(math.prod(known.sizes.values()))
         if tokens > 1 and _rank_tokens(math.prod(sizes.values())) > best:
-            found[way] = _Side(way, sizes, lifted.optional_guard)
+            found[way] = _Side(way, sizes, form.optional_guard)
     return sorted(found.values(), key=lambda side: -math.prod(side.sizes.values()))[:_MAX_SIDES]
 
 
@@ -207,9 +207,9 @@ def _find_way(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]:
 def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[Any]]:
     """Return the values of Python's reads by call site, on one side or on all."""
     found: dict[_Calls, set[Any]] = {}
-    for lifted, sizes in zip(state.forms, state.sizes, strict=True):
+    for form, sizes in zip(state.forms, state.sizes, strict=True):
         if side is None or _find_way(state, sizes) == side.way:
-            for read in lifted.capture.reads:
+            for read in form.capture.reads:
                 found.setdefault(read.call_stack, set()).add(read.value)
     return found
 
@@ -230,8 +230,8 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
     except Exception:  # the program's own
         return None
     try:
-        lifted = state.lift_captured(taken)
-        state.require_agreement(lifted)
+        form = state.lift_captured(taken)
+        state.require_agreement(form)
     except NothingRouted:
         return None
     except Refused as why:
@@ -239,7 +239,7 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
             raise refuse_change(_find_turned_read(state, taken, found).source, LIMIT) from why
         state.add_guard(side.optional)
         return None
-    state.add_evidence(lifted, side.sizes, side.optional)
+    state.add_evidence(form, side.sizes, side.optional)
     return taken
 
 
@@ -307,14 +307,14 @@ def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     if (sizes := choose_even_sizes(state, limit)) is None:
         return False
     try:
-        lifted = state.lift(Routing("even"), sizes)
-        state.require_agreement(lifted)
+        form = state.lift(Routing("even"), sizes)
+        state.require_agreement(form)
     except Exception:  # also an error of the program
         return False
-    outcomes = {read.value for read in lifted.capture.reads if read.call_stack == comparison.read.call_stack}
+    outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}
     if outcomes != {comparison.in_a_crowd}:
         return False
-    state.add_evidence(lifted, sizes)
+    state.add_evidence(form, sizes)
     return True
 
 

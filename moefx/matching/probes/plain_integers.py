@@ -32,8 +32,8 @@ def refuse_plain_integers(state: ProofState) -> None:
         Refused: the values differ.
     """
     seen: dict[tuple[tuple[Source, ...], int], Any] = {}
-    for lifted in state.forms:
-        for calls, values in lifted.capture.tracer.plain_reads.items():
+    for form in state.forms:
+        for calls, values in form.capture.tracer.plain_reads.items():
             if seen.setdefault((calls, len(values)), values) != values:
                 source = calls[0] if calls else None
                 raise Refused(

@@ -46,10 +46,10 @@ def overflow_limits(state: ProofState) -> None:
     Raises:
         Refused: a limited number is no plain count, so the tokens that reach the limit are unknown.
     """
-    slots, seen = state.reference.slots, [find_limits(lifted.capture, state.unforced_lengths) for lifted in state.forms]
+    slots, seen = state.reference.slots, [find_limits(form.capture, state.unforced_lengths) for form in state.forms]
     for turn in range(4):
         places = find_unreached(seen)
-        most = [_count_most(lifted) for lifted in state.forms]
+        most = [_count_most(form) for form in state.forms]
         left: set[int] = set()
         for place, found in places.items():
             # a capacity that grows with the tokens and has room for all of them is never exceeded
@@ -74,12 +74,12 @@ def overflow_limits(state: ProofState) -> None:
         if tokens > MAX_CROWD_TOKENS or not state.size_choice.is_within(sizes):
             break
         try:  # some limits hold for all choices, some for first choices only
-            lifted = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
-            state.require_agreement(lifted)
+            form = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
+            state.require_agreement(form)
         except Exception:  # an error of the program, too, at sizes that it does not support
             break
-        state.add_evidence(lifted, sizes)
-        seen.append(find_limits(lifted.capture, state.unforced_lengths))
+        state.add_evidence(form, sizes)
+        seen.append(find_limits(form.capture, state.unforced_lengths))
     state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
 
 
@@ -96,13 +96,13 @@ def _overflow_every_expert(state: ProofState, seen: list[dict[Place, int | None]
     if (sizes := next(filter(None, candidates), None)) is None:
         return
     try:
-        lifted = state.lift(Routing("even"), sizes)
+        form = state.lift(Routing("even"), sizes)
     except Refused:
         raise
     except Exception:  # an error of the program, at sizes that it does not support
         return
-    state.require_agreement(lifted)
-    state.add_evidence(lifted, sizes)
+    state.require_agreement(form)
+    state.add_evidence(form, sizes)
 
 
 def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:
@@ -114,13 +114,13 @@ def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:
     return sizes if tokens <= MAX_CROWD_TOKENS and state.size_choice.is_within(sizes) else None
 
 
-def _count_most(lifted: CanonicalForm) -> int:
+def _count_most(form: CanonicalForm) -> int:
     """Return how many choices one expert may get: one of each token's `topk`, otherwise all."""
-    tokens, node = math.prod(lifted.tokens), lifted.expert_index.node
+    tokens, node = math.prod(form.tokens), form.expert_index.node
     while op_name(node) in RESHAPED_COPIES and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     is_of_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
-    return tokens if is_of_topk and not lifted.expert_index.columns else lifted.slots * tokens
+    return tokens if is_of_topk and not form.expert_index.columns else form.slots * tokens
 
 
 def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:

@@ -58,24 +58,24 @@ def repeat_experts(state: ProofState) -> None:
     culprits = tuple(dict.fromkeys(op_name(node) for node, _ in made))
     source = str(made[-1][0].meta["source"])
     again = RepeatedChoiceRefused(source, culprits)
-    lifted = _lift_with_choices(state, sizes, _build_flips(first, made, _repeat_earlier(pairs)), again)
-    if lifted is not None and not all(_has_shown(lifted, i, pairs) for i in range(len(pairs))):
+    form = _lift_with_choices(state, sizes, _build_flips(first, made, _repeat_earlier(pairs)), again)
+    if form is not None and not all(_has_shown(form, i, pairs) for i in range(len(pairs))):
         raise again
     if any(map(_is_looked_up, (node for node, _ in made))):
         nobody = Refused(
             "the program looks up an expert by a number that may be below 0, which counts from the end",
             culprits=culprits, source=source, remedy="let the numbers that topk gives choose",
         )  # fmt: skip
-        lifted = _lift_with_choices(state, sizes, _build_flips(first, made, _choose_nobody), nobody)
-        if lifted is not None and any(e < 0 for group in lifted.groups for e in group.ids):
+        form = _lift_with_choices(state, sizes, _build_flips(first, made, _choose_nobody), nobody)
+        if form is not None and any(e < 0 for group in form.groups for e in group.ids):
             raise nobody
 
 
-def _has_shown(lifted: CanonicalForm, i: int, pairs: list[tuple[int, int | None]]) -> bool:
+def _has_shown(form: CanonicalForm, i: int, pairs: list[tuple[int, int | None]]) -> bool:
     """Return whether some token chose one expert in all slots of pair `i`, and a slot of the pair is kept."""
-    tokens = [t for t in lifted.repeated_tokens if _is_changed_token(t, i, pairs)]
-    slots = [*range(lifted.slots)] if pairs[i][1] is None else [*pairs[i]]
-    return any(bool(lifted.kept_slots[t, slots].any()) and len({*lifted.ids[t, slots].tolist()}) == 1 for t in tokens)
+    tokens = [t for t in form.repeated_tokens if _is_changed_token(t, i, pairs)]
+    slots = [*range(form.slots)] if pairs[i][1] is None else [*pairs[i]]
+    return any(bool(form.kept_slots[t, slots].any()) and len({*form.ids[t, slots].tolist()}) == 1 for t in tokens)
 
 
 def _lift_with_choices(
@@ -96,16 +96,16 @@ def _lift_with_choices(
             raise refusal from error
         return None
     try:
-        lifted = state.lift_captured(taken)
-        state.require_same_form(lifted)
-        state.read_all_as(lifted)
+        form = state.lift_captured(taken)
+        state.require_same_form(form)
+        state.read_all_as(form)
     except Refused as why:
         raise refusal from why
-    return lifted
+    return form
 
 
 # ---------------------------------------------------------------------- where choices come from
-def _find_makers(lifted: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
+def _find_makers(form: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
     """Find the nodes that made the choices, in program order.
 
     Returns:
@@ -113,7 +113,7 @@ def _find_makers(lifted: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node
         a node of its own.
     """
     found = []
-    refs = lifted.expert_index.columns or (lifted.expert_index,)
+    refs = form.expert_index.columns or (form.expert_index,)
     for ref in refs:
         moves: list[fx.Node] = []
         node: Any = ref.node
@@ -122,9 +122,7 @@ def _find_makers(lifted: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node
                 moves.append(node)
                 node = node.args[0]
                 continue
-            earlier = _find_unfilled(node, lifted.capture, experts) or (
-                _find_unshifted(node) if len(refs) == 1 else None
-            )
+            earlier = _find_unfilled(node, form.capture, experts) or (_find_unshifted(node) if len(refs) == 1 else None)
             if earlier is None:
                 break
             node = earlier
@@ -133,7 +131,7 @@ def _find_makers(lifted: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node
         for n in reversed(moves):
             if op_name(n) != "_to_copy":
                 places = n.target(places, *n.args[1:], **n.kwargs)  # type: ignore[operator]
-        found.append((node, view_as_slots(places, lifted.tokens, ref.axes)))
+        found.append((node, view_as_slots(places, form.tokens, ref.axes)))
     return sorted(found, key=lambda made: made[0].meta["index"])
 
 
@@ -166,7 +164,7 @@ def _is_looked_up(node: fx.Node) -> bool:
     return op_name(node) in TABLE_LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
 
 
-def _build_flips(lifted: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:
+def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:
     """Build interventions that apply `change` to the choices where their ops compute them."""
     chosen: list[torch.Tensor] = []
     places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by call site of the op, then by its n-th run there
@@ -175,7 +173,7 @@ def _build_flips(lifted: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]]
         place, turn = by.meta.get("position"), 0
         if place is None:
             place = by.meta["source"], str(by.target), all(a.meta.get("known") for a in by.all_input_nodes)
-            before = [n for n in lifted.capture.nodes[: by.meta["index"]] if n.target == by.target]
+            before = [n for n in form.capture.nodes[: by.meta["index"]] if n.target == by.target]
             turn = sum(n.meta["source"] == place[0] for n in before)
         places.setdefault(place, {}).setdefault(turn, []).extend(where.unbind(1))
 

@@ -31,12 +31,12 @@ _MAX_TRIALS_ELSEWHERE = 2  # at sizes at which the program may take a branch wit
 
 def show_all_slots(state: ProofState) -> None:
     """Capture a few tokens, which fit into the capacity with all slots, if some capture drops slots."""
-    if all(bool(lifted.kept_slots.all()) for lifted in state.forms):
+    if all(bool(form.kept_slots.all()) for form in state.forms):
         return
     sizes = state.size_choice.choose_sequence(state.arguments.choose_tokens_near(5))
-    lifted = _try_lift(state, Routing("diverse", 6), sizes) if state.size_choice.is_within(sizes) else None
-    if isinstance(lifted, CanonicalForm) and lifted.slots > state.reference.slots:
-        state.add_evidence(lifted, sizes)
+    form = _try_lift(state, Routing("diverse", 6), sizes) if state.size_choice.is_within(sizes) else None
+    if isinstance(form, CanonicalForm) and form.slots > state.reference.slots:
+        state.add_evidence(form, sizes)
 
 
 def vary_token_counts(state: ProofState) -> None:
@@ -108,26 +108,26 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     unclear: list[Refused] = []  # a few tokens may show too little
     differs: list[Refused] = []
     for kind, seed in (("diverse", 5), ("crowded", busy)):
-        lifted = _lift_at_work(state, kind, seed, sizes)
-        if isinstance(lifted, NothingRouted) and found:
-            lifted = Refused(
+        form = _lift_at_work(state, kind, seed, sizes)
+        if isinstance(form, NothingRouted) and found:
+            form = Refused(
                 "no expert runs for a few tokens that all choose the same experts",
-                source=lifted.source,
+                source=form.source,
                 remedy="run every expert that has tokens",
             )
-        if isinstance(lifted, Refused):
-            unclear.append(lifted)
-        elif isinstance(lifted, CanonicalForm):
-            is_apart = not all(g.holds(state.sizes[0]) for g in lifted.capture.sizes.guards)
+        if isinstance(form, Refused):
+            unclear.append(form)
+        elif isinstance(form, CanonicalForm):
+            is_apart = not all(g.holds(state.sizes[0]) for g in form.capture.sizes.guards)
             try:
-                state.require_same_form(lifted)
-                found.append(lifted)
+                state.require_same_form(form)
+                found.append(form)
             except Refused as why:
                 (unclear if is_apart else differs).append(why)
     if differs or (unclear and found):
         raise (differs or unclear)[-1]
-    for lifted in found if len(found) == 2 else ():
-        state.add_evidence(lifted, sizes)
+    for form in found if len(found) == 2 else ():
+        state.add_evidence(form, sizes)
 
 
 def _lift_at_work(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> CanonicalForm | Exception:
