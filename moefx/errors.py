@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,38 @@ class CaptureError(MoefxError):
     """A block does not run on abstract tensors. Carries the user's source line."""
 
 
+class Cause(enum.Enum):
+    """The kind of a refusal. It decides what moefx tries next, so that the words of a refusal can change.
+
+    Attributes:
+        OTHER: no decision depends on this refusal's kind.
+        NOT_ROUTED: no parameter is used for some tokens only.
+        NOT_TOGETHER: no single tensor sums the experts' results.
+        UNEXPLAINED_INDEX: no integer tensor says which experts the tokens selected.
+        FOREIGN_ROW: an output row depends on more than its own input row.
+        SINGLE_ELEMENTS: the experts move or pick single elements of a row.
+        REPEATED_CHOICE: a token that selects an expert twice does not receive the sum over both slots.
+        UNEXPLAINED_DROPS: neither a drop rule nor a mask says which slots are dropped.
+        MIXED_POSITIONS: the experts compute with several positions of a sequence at once.
+        CONVOLUTIONS: the experts are convolutions over neighbouring tokens.
+        NO_SIZES: no sizes for further captures fulfil the guards of the proof.
+        FEW_TOKENS: a graph's inputs have one token or none, so sizes do not identify the token dims.
+    """
+
+    OTHER = enum.auto()
+    NOT_ROUTED = enum.auto()
+    NOT_TOGETHER = enum.auto()
+    UNEXPLAINED_INDEX = enum.auto()
+    FOREIGN_ROW = enum.auto()
+    SINGLE_ELEMENTS = enum.auto()
+    REPEATED_CHOICE = enum.auto()
+    UNEXPLAINED_DROPS = enum.auto()
+    MIXED_POSITIONS = enum.auto()
+    CONVOLUTIONS = enum.auto()
+    NO_SIZES = enum.auto()
+    FEW_TOKENS = enum.auto()
+
+
 class Refused(MoefxError):
     """A block is not (provably) a token-choice mixture of experts.
 
@@ -55,13 +88,22 @@ class Refused(MoefxError):
         culprits: names of the operations or parameters that prevent the rewrite.
         source: `file.py:line` of the user's code, or "".
         remedy: the change after which the block matches, or "".
+        cause: the kind of the refusal, for code. The message does not show it.
         trace: the steps of the proof up to here; None if there was no proof.
     """
 
     trace: ProofTrace | None = None
 
-    def __init__(self, reason: str, *, culprits: tuple[str, ...] = (), source: str = "", remedy: str = ""):
-        self.reason, self.culprits, self.source, self.remedy = reason, culprits, source, remedy
+    def __init__(
+        self,
+        reason: str,
+        *,
+        culprits: tuple[str, ...] = (),
+        source: str = "",
+        remedy: str = "",
+        cause: Cause = Cause.OTHER,
+    ):
+        self.reason, self.culprits, self.source, self.remedy, self.cause = reason, culprits, source, remedy, cause
         where = f" ({source})" if source else ""
         what = f" [{', '.join(culprits)}]" if culprits else ""
         super().__init__(f"{reason}{what}{where}" + (f". {remedy}" if remedy else ""))

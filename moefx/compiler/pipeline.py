@@ -22,7 +22,7 @@ from ..capture.outside_state import ARGUMENT
 from ..capture.side_effects import silence_hooks
 from ..capture.skipped_calls import SkippedCall, SkipPlan, patch_skipped_calls
 from ..capture.worker_thread import run_in_worker
-from ..errors import Refused
+from ..errors import Cause, Refused
 from ..inspection.history import History
 from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path, placeholder_name
 from ..ir.block_graph import BlockGraph
@@ -35,7 +35,7 @@ from ..passes.fuse import fuse
 from ..passes.pass_manager import PassManager, pass_name
 from ..passes.rewrite import Placeholders, RewriteResult
 from ..runtime.module import signature_binder
-from .proof_attempts import NOT_ROUTED, prove_and_rewrite
+from .proof_attempts import prove_and_rewrite
 
 PASSES = (fuse, checkpoint)
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def rewrite_with_objects(
                     return result
             except Refused as other:
                 why = other
-        if why is None or NOT_ROUTED in why.reason:  # the experts themselves may receive the object
+        if why is None or why.cause is Cause.NOT_ROUTED:  # the experts themselves may receive the object
             raise
         raise why from None
 

@@ -16,22 +16,18 @@ from ..capture.block_arguments import Arguments
 from ..capture.code_locations import is_raised_by_program
 from ..capture.size_collisions import ModelNumbers
 from ..capture.size_guards import SizeGuard
-from ..errors import CaptureError, Refused
+from ..errors import CaptureError, Cause, Refused
 from ..inspection.proof_trace import CutAttempt, ProofTrace
-from ..matching.drop_masks import SKIPPED
 from ..matching.drop_rules import explain_drops
-from ..matching.lift.anti_unification import FOREIGN
-from ..matching.lift.lift_refusals import NOT_TOGETHER, SINGLE_ELEMENTS, UNEXPLAINED
-from ..matching.lift.repeated_choices import REPEATED_CHOICE
 from ..matching.match_result import Match
 from ..matching.proof_state import ProofState
 from ..matching.prove import prove
-from ..matching.refusal_causes import CONVOLVING, MIXING, explain_branch, explain_limit, explain_refusal
-from ..matching.size_choice import NO_SIZES
+from ..matching.refusal_causes import explain_branch, explain_limit, explain_refusal
 from ..passes.rewrite import Placeholders, RewriteResult, rewrite
 
-NOT_ROUTED = "nothing is routed"
-_ENDINGS = (UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS, REPEATED_CHOICE, SKIPPED, NOT_ROUTED)
+# Refusals that report where the lift stopped: the cause may be elsewhere in the program.
+_STOPPED_AT_ROWS = {Cause.UNEXPLAINED_INDEX, Cause.FOREIGN_ROW, Cause.SINGLE_ELEMENTS}
+_STOPPED = _STOPPED_AT_ROWS | {Cause.REPEATED_CHOICE, Cause.UNEXPLAINED_DROPS, Cause.NOT_ROUTED}
 
 
 def prove_and_rewrite(
@@ -54,9 +50,9 @@ def prove_and_rewrite(
                     with contextlib.suppress(Exception):
                         return _prove_arguments(block, as_batch, names)
                 raise
-            if isinstance(error, Refused) and error.reason.startswith(CONVOLVING):
+            if isinstance(error, Refused) and error.cause is Cause.CONVOLUTIONS:
                 raise  # fixing the sizes of images cannot help
-            if isinstance(error, Refused) and (refusal is None or error.reason == MIXING):
+            if isinstance(error, Refused) and (refusal is None or error.cause is Cause.MIXED_POSITIONS):
                 refusal = _explain_images(error) if arguments.feature < len(arguments.lead) else error
         except Exception as error:  # the user's code at unsupported sizes
             first = first or error
@@ -66,7 +62,7 @@ def prove_and_rewrite(
 
 def _explain_images(refusal: Refused) -> Refused:
     """Explain the refusal of a block whose features are not the last axis, if the refusal names no specific reason."""
-    if not refusal.reason.startswith((UNEXPLAINED, FOREIGN, SINGLE_ELEMENTS)):
+    if refusal.cause not in _STOPPED_AT_ROWS:
         return refusal
     explained = Refused(
         "experts receive whole images or series with channels in the second axis, but only experts on rows can be "
@@ -98,9 +94,9 @@ def _explain_refusal(refusal: Refused, state: ProofState) -> Refused:
         return refusal
     if of_branch := explain_branch(state):
         return of_branch
-    if NOT_TOGETHER in refusal.reason:
+    if refusal.cause is Cause.NOT_TOGETHER:
         return explain_limit(state.first) or refusal
-    if not any(text in refusal.reason for text in _ENDINGS):
+    if refusal.cause not in _STOPPED:
         return refusal
     sizes, fixed = state.first.sizes.dims, state.arguments.fixed
     series = [dim for dim in state.arguments.lead[1:] if dim in sizes or dim in fixed]
@@ -129,7 +125,7 @@ def _prove_sizes(state: ProofState, names: Placeholders) -> tuple[Match, Rewrite
             return _check_example(prove_side(side))
         except Refused as side_refusal:
             # the captures of the first proof may have taken branches that the example does not
-            is_telling = NOT_ROUTED not in side_refusal.reason and side_refusal.reason != NO_SIZES
+            is_telling = side_refusal.cause not in (Cause.NOT_ROUTED, Cause.NO_SIZES)
             raise (side_refusal if is_telling or not isinstance(error, Refused) else error) from None
         except Exception:
             raise error from None

@@ -22,7 +22,7 @@ from ..capture.example_calls import find_example_calls
 from ..capture.isolated_run import run_copy
 from ..capture.skipped_calls import SkippedCall, SkipPlan
 from ..capture.tensor_trees import has_values
-from ..errors import CaptureError, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
+from ..errors import CaptureError, Cause, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
 from ..ir.guards.attribute_reads import (
     BLOCK_MODE,
     AttributeLocation,
@@ -39,7 +39,6 @@ from ..util.model_copy import copy_model
 from ..util.progress import announce
 from ..util.user_code import forward_line, user_line
 from .pipeline import BlockRewrite, rewrite_block, rewrite_with_objects
-from .proof_attempts import NOT_ROUTED
 from .survey_result import MatchedBlock, Refusal, Survey
 
 _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
@@ -65,7 +64,7 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
         try:
             found = _run_examples(twin, example_inputs)
         except Refused as why:
-            refusal = Refusal("", why.reason, why.source, remedy=why.remedy)
+            refusal = Refusal("", why.reason, why.source, remedy=why.remedy, cause=why.cause)
             return Survey([], [refusal], time.perf_counter() - start, False, twin, copies)
         matched, refused = _try_chains(twin, found, plan)
     matched, others = _drop_observed_blocks(model, matched)
@@ -169,8 +168,8 @@ def _try_chains(model: nn.Module, found: BlockCandidates, plan: Plan) -> tuple[l
         try:
             proven = _prove_equal_modules(name, modules, found, plan)
         except Refused as why:
-            refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy, trace=why.trace)
-            if NOT_ROUTED in why.reason:
+            refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy, trace=why.trace, cause=why.cause)
+            if why.cause is Cause.NOT_ROUTED:
                 if name not in found.branches:
                     continue
                 refusal = _refuse_dense(name, modules, found)
@@ -353,7 +352,7 @@ def _rewrite(
         return rewrite_block(module, name, call.args, call.kwargs, plan, skipped)
     except Refused as why:
         if is_graph:
-            refusal = Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT)
+            refusal = Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT, cause=why.cause)
             refusal.trace = why.trace
             raise refusal from why
         raise

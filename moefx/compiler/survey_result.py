@@ -7,6 +7,7 @@ import dataclasses
 from torch import nn
 
 from ..capture.block_search import SurveyedCall
+from ..errors import Cause
 from ..inspection.proof_trace import ProofTrace
 from ..ir.guards.attribute_reads import AttributeLocation
 from .pipeline import BlockRewrite
@@ -25,6 +26,7 @@ class Refusal:
         likely: it holds expert-like parameters; otherwise it only selects something, as sparse attention does.
         seen: the reason describes the module; otherwise it says why nothing was seen.
         trace: the steps of its proof; None if there was no proof.
+        cause: the kind of the refusal, for code.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Refusal:
     likely: bool = True
     seen: bool = True
     trace: ProofTrace | None = dataclasses.field(default=None, repr=False, compare=False)
+    cause: Cause = dataclasses.field(default=Cause.OTHER, repr=False, compare=False)
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""

@@ -257,7 +257,8 @@ def preview_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan
         refusal = why if isinstance(why, Refused) else Refused(str(why))
         source = refusal.source or forward_line(model.get_submodule(matched.names[0]))
         found.refused += [
-            Refusal(name, refusal.reason, source, refusal.culprits, refusal.remedy) for name in matched.names
+            Refusal(name, refusal.reason, source, refusal.culprits, refusal.remedy, cause=refusal.cause)
+            for name in matched.names
         ]
 
     for matched in list(found.matched):

@@ -130,6 +130,7 @@ class Explanation:
 
     def _to_dict(self, report: Any) -> dict[str, Any]:
         fields = dataclasses.asdict(report)
+        fields.pop("cause", None)  # the reason tells it to people
         if not self.trace:
             fields.pop("trace", None)
         return fields

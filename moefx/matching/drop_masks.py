@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.capture_result import FORCE_SPREAD
 from ..capture.code_locations import Source
 from ..capture.op_sets import COMPARISONS
-from ..errors import Refused
+from ..errors import Cause, Refused
 from .graph_nodes import collect_numbers, find_comparison, op_name
 from .lift.canonical_form import Body, CanonicalForm, NodeRef
 from .lift.expert_index import enumerate_slot_views
@@ -25,8 +25,6 @@ from .terms.index_arithmetic import unravel
 from .terms.node_semantics import Semantics
 from .terms.normal_form import Terms
 from .terms.term import Term, is_const
-
-SKIPPED = "some chosen experts are skipped (dropped)"
 
 
 def find_masks(match: Match, find_ties: Callable[[], str | None]) -> list[NodeRef] | None:
@@ -92,10 +90,12 @@ def _explain_no_mask(match: Match, find_ties: Callable[[], str | None]) -> Refus
             "multiply the routing weights of all choices, before the experts, by the mask that says which are kept",
         )
     return Refused(
-        f"{SKIPPED}, no known rule explains which, and no mask in the program tells which",
+        "some chosen experts are skipped (dropped), no known rule explains which, and no mask in the program tells "
+        "which",
         source=str(match.evidence[0].cut.meta["source"]),
         remedy="compute the dropped slots as a mask over all choices instead of in Python, as in "
         "kept = ranks < places, and multiply the routing weights by it",
+        cause=Cause.UNEXPLAINED_DROPS,
     )
 
 
@@ -238,4 +238,4 @@ def _are_same_op(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     return is_line and (op_name(a) not in COMPARISONS or collect_numbers([a]) == collect_numbers([b]))
 
 
-__all__ = ["SKIPPED", "find_masks"]
+__all__ = ["find_masks"]

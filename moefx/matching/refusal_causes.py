@@ -10,7 +10,7 @@ from torch import fx
 
 from ..capture.capture_result import Capture
 from ..capture.routed_numbers import is_empty_test
-from ..errors import Refused
+from ..errors import Cause, Refused
 from .graph_nodes import find_comparison, is_routed, op_name
 from .op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
 from .probes.branch_outcomes import find_buffers
@@ -18,12 +18,6 @@ from .probes.forced_outcome import DECIDE_OUTSIDE
 
 if TYPE_CHECKING:
     from .proof_state import ProofState
-
-MIXING = (
-    "each sample chooses experts for all of its positions, and the experts compute with several positions at once: "
-    "only experts that treat positions one by one are followed"
-)
-CONVOLVING = "the experts are convolutions that compute a token from its neighbours"
 
 
 def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
@@ -41,19 +35,23 @@ def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
         )  # fmt: skip
     if positions is not None and (mixing := _find_mixing(capture, positions)) is not None:
         return Refused(
-            MIXING,
+            "each sample chooses experts for all of its positions, and the experts compute with several positions at "
+            "once: only experts that treat positions one by one are followed",
             culprits=(op_name(mixing),), source=str(mixing.meta["source"]),
             remedy="for experts that take the whole series of one channel, make rows of the channels, "
             "x.transpose(1, 2).flatten(0, 1), and repeat each sample's choice for them, "
             "ids.repeat_interleave(channels, 0); experts that convolve or attend along the series stay as they are",
+            cause=Cause.MIXED_POSITIONS,
         )  # fmt: skip
     if (convolution := _find_convolution(capture)) is not None:
         kernel = "x".join(map(str, convolution.args[1].meta["val"].shape[2:]))  # type: ignore[union-attr]
         return Refused(
-            f"{CONVOLVING} ({kernel}): only experts that treat tokens one by one are followed",
+            f"the experts are convolutions that compute a token from its neighbours ({kernel}): only experts that "
+            "treat tokens one by one are followed",
             culprits=(op_name(convolution),), source=str(convolution.meta["source"]),
             remedy="convolve before the experts are chosen, and give them rows of the pixels, "
             "x.movedim(1, -1).flatten(0, -2)",
+            cause=Cause.CONVOLUTIONS,
         )  # fmt: skip
     return None
 
@@ -149,4 +147,4 @@ def _is_of_samples(tokens: int, positions: int, node: fx.Node) -> bool:
     return is_of_samples and is_routed(node) and tuple(val.shape[1:]) != (positions,)
 
 
-__all__ = ["MIXING", "explain_branch", "explain_limit", "explain_refusal"]
+__all__ = ["explain_branch", "explain_limit", "explain_refusal"]

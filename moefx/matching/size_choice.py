@@ -6,13 +6,12 @@ import math
 from typing import TYPE_CHECKING
 
 from ..capture.size_guards import SizeGuard
-from ..errors import Refused
+from ..errors import Cause, Refused
 from .guarded_sizes import find_sequence, find_sizes
 
 if TYPE_CHECKING:
     from .proof_state import ProofState
 
-NO_SIZES = "no other sizes were found at which all comparisons of sizes have the outcomes of the example"
 _SEQUENCE_LENGTHS = (1, 2, 3, 7, 29, 131, 517)
 _FIRST_VARIANTS = 3  # the first captures, whose sizes differ
 
@@ -55,7 +54,10 @@ class SizeChoice:
             sizes = arguments.choose_sizes(n, variant)
             if self.is_within(sizes):
                 return sizes
-        raise Refused(NO_SIZES)
+        raise Refused(
+            "no other sizes were found at which all comparisons of sizes have the outcomes of the example",
+            cause=Cause.NO_SIZES,
+        )
 
     def choose_sequence(self, tokens: int) -> dict[str, int]:
         """Choose one sequence of `tokens` tokens.
@@ -92,4 +94,4 @@ class SizeChoice:
         return self._guards_by_count[count]
 
 
-__all__ = ["NO_SIZES", "SizeChoice"]
+__all__ = ["SizeChoice"]

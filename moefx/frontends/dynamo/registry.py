@@ -14,11 +14,11 @@ from torch import fx, nn
 from ...capture.code_locations import Source
 from ...compiled_blocks import Record
 from ...compiler.survey_result import Refusal
+from ...errors import Cause
 from ...inspection.explain import BlockReport
 from ...runtime.module import BlockForward, rewritten_blocks
 from ..fx.graph_rewrite import GraphRegions
 from ..fx.node_queries import user_sources
-from ..fx.token_dims import NO_TOKENS, ONE_TOKEN
 
 _MAX_GRAPHS = 64
 _FEW_TOKENS_NOTE = "graphs of a single token, or of none, run unchanged"
@@ -116,7 +116,7 @@ def merge_graphs(mine: list[CompiledGraph]) -> tuple[Record, dict[str, BlockForw
 
 def find_few_token_refusals(refused: Sequence[Refusal], matched: Iterable[BlockReport]) -> list[Refusal]:
     """Select refusals for a single token, or none, of regions that also occur with more tokens."""
-    few = [r for r in refused if r.reason in (NO_TOKENS, ONE_TOKEN)]
+    few = [r for r in refused if r.cause is Cause.FEW_TOKENS]
     names = {name for report in matched for name in report.names} | {r.name for r in refused if r not in few}
     return [r for r in few if r.name in names]
 

@@ -21,12 +21,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
-from ...errors import Refused
+from ...errors import Cause, Refused
 from .graph_analysis import GraphAnalysis
 from .node_queries import SELECTING_OPS, selected_axis, simplify_size, size_hint, target_name
 from .region_bounds import RegionBounds, find_choices
 from .region_code import SizeExpression, ValueRef, apply_modes, call_target, map_leaves
-from .token_dims import ONE_TOKEN, TokenDims
+from .token_dims import TokenDims
 
 _FACTORIES = {
     "zeros", "ones", "full", "empty", "arange", "rand", "randn", "eye", "linspace", "randperm", "randint",
@@ -63,7 +63,11 @@ class GeneralizedRegion:
         constants |= {size_hint(s) for n in bounds.inside if (t := analysis.tensor(n)) is not None for s in t.shape}
         self.dims = TokenDims(analysis, [simplify_size(n) for n in entry.shape], constants)
         if not self.dims.names:
-            raise Refused(ONE_TOKEN, remedy="call it with more tokens, for which Dynamo compiles another graph")
+            raise Refused(
+                "the graph's inputs have a single token, so sizes do not identify the token dims",
+                remedy="call it with more tokens, for which Dynamo compiles another graph",
+                cause=Cause.FEW_TOKENS,
+            )
         self.arguments: dict[fx.Node, tuple[tuple, dict]] = {}
         self.shapes: dict[fx.Node, tuple] = {}
         self.probed: dict[fx.Node, Any] = {}

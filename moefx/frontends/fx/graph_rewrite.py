@@ -15,7 +15,7 @@ from torch import fx, nn
 from ..._plan import Plan
 from ...compiler.plan_check import check_graph_plan
 from ...compiler.survey_result import Refusal
-from ...errors import InvalidInput, InvalidPlan, Refused, refuse_own_bug
+from ...errors import Cause, InvalidInput, InvalidPlan, Refused, refuse_own_bug
 from . import proof_cache
 from .chunking import explain_chunks
 from .float_inputs import record_constant
@@ -28,7 +28,6 @@ from .region_module import ExtractedRegion, RegionCall, extract_region
 from .region_names import region_name
 from .splice import order_units, splice
 
-_NOT_ROUTED = "nothing is routed"
 _MAX_BOUNDS = 4  # per seed
 _BODY_CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
 
@@ -153,7 +152,7 @@ def find_regions(
         proven, refusal = _prove_candidates(analysis, candidates, plan, names, owner, tried)
         if proven is not None:
             matched.append(proven)
-        elif refusal is not None and _NOT_ROUTED not in refusal.reason:  # otherwise it is sampling or a maximum
+        elif refusal is not None and refusal.cause is not Cause.NOT_ROUTED:  # otherwise it is sampling or a maximum
             is_choice = target_name(seed) in SELECTING_OPS
             refused[seed] = refusal if is_choice else _mention_inputs(refusal, candidates, analysis)
     # Drop refusals of seeds inside a later region, such as the groups that a router selects first.
@@ -210,7 +209,7 @@ def _prove_candidates(
 def build_refusal(error: Exception, name: str, where: str) -> Refusal:
     """Turn an exception into the refusal of a region."""
     why = error if isinstance(error, Refused) else refuse_own_bug(error, where)
-    return Refusal(name, why.reason, why.source or where, why.culprits, why.remedy, trace=why.trace)
+    return Refusal(name, why.reason, why.source or where, why.culprits, why.remedy, trace=why.trace, cause=why.cause)
 
 
 def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegion:
@@ -249,6 +248,7 @@ def _mention_inputs(refusal: Refusal, search: list[RegionBounds], analysis: Grap
         reason=f"the graph does not select experts here, and receives {names}: {refusal.reason}",
         remedy="expert indices as inputs are not supported in graphs; moefx.compile(model) supports them as inputs "
         "of a module",
+        cause=Cause.OTHER,  # the reason is another one now
     )
 
 

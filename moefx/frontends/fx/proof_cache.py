@@ -143,7 +143,11 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
             result = rewrite_block(block, region.name, args, {}, plan)
         except Refused as why:
             raise Refused(
-                why.reason, culprits=why.culprits, source=why.source or region.source, remedy=why.remedy
+                why.reason,
+                culprits=why.culprits,
+                source=why.source or region.source,
+                remedy=why.remedy,
+                cause=why.cause,
             ) from None
         except (CaptureError, MoefxError) as error:
             raise Refused(f"it does not run on abstract tensors: {error}", source=region.source) from None

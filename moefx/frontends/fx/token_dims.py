@@ -15,15 +15,13 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from ...capture.block_arguments import NAMES
 from ...capture.symbolic_sizes import SYMBOLIC_FUNCTIONS
-from ...errors import Refused
+from ...errors import Cause, Refused
 from ...ir.graph_codegen import INFIX
 from .float_inputs import may_be_constant
 from .graph_analysis import GraphAnalysis
 from .node_queries import simplify_size, size_hint, target_name
 from .region_code import SizeExpression
 
-NO_TOKENS = "the graph's inputs have no tokens, so sizes do not identify the token dims"
-ONE_TOKEN = "the graph's inputs have a single token, so sizes do not identify the token dims"
 _PROBES = (101, 103, 107, 109, 113)
 _MAX_FACTOR = 4096
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
@@ -52,7 +50,9 @@ class TokenDims:
         self.given = [shape[i] for i in self.axes]
         self.sizes = {name: size_hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
         if 0 in self.sizes.values():
-            raise Refused(NO_TOKENS)
+            raise Refused(
+                "the graph's inputs have no tokens, so sizes do not identify the token dims", cause=Cause.FEW_TOKENS
+            )
         # A symbolic size is never a number in the graph, so equal numbers are constants.
         self.fixed = [at for at, i in enumerate(self.axes) if type(shape[i]) is int]
         self.expressions = {n.node.expr: s for n, s in zip(self.given, self.symbols, strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from ...errors import Refused
+from ...errors import Cause, Refused
 from ..graph_nodes import is_matrix_of_integers, is_random
 from ..terms.parameter_places import ParameterSlice, is_parameter_slice, is_state_slice, strip_moves
 from ..terms.term import Term, constant_value, format_term
@@ -21,7 +21,6 @@ from .canonical_form import Body, Group, NodeRef
 from .expert_owners import ExpertOwners
 from .value_lookup import ValueLookup
 
-FOREIGN = "an output row depends on something else than its own input row"
 Positions = list[tuple[int, int, int]]  # token, slot and expert of each summand
 
 
@@ -222,7 +221,8 @@ class Unifier:
             which = ", ".join(str(i) for _, i in t.args[1])
             found = f"element [{which}] of {found}"
         return Refused(
-            f"{FOREIGN}: on {found}",
+            f"an output row depends on something else than its own input row: on {found}",
             source=source,
             remedy="each expert must treat the rows it gets one by one",
+            cause=Cause.FOREIGN_ROW,
         )

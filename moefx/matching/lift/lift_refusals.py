@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
 from ...capture.node_origins import find_float_decisions
-from ...errors import Refused
+from ...errors import Cause, Refused
 from ..graph_nodes import Line, depends_on_arguments, depends_on_call, is_random, line, op_name
 from ..terms.sum_expansion import routed_axes
 from ..terms.term import Term
@@ -20,10 +20,7 @@ from .expert_index import is_all_or_none, uses_all_experts
 from .expert_owners import ExpertOwners, OwnerKey
 from .routed_nodes import ParameterReach
 
-UNEXPLAINED = "no integer tensor with one entry per token and slot explains which experts were used"
-SINGLE_ELEMENTS = "the experts move or pick single elements of a row"
 ONE_EXPERT = "only one expert computes anything, and tokens take or leave it: none is selected among several"
-NOT_TOGETHER = "the experts' results do not come together in one tensor"
 _JOINS = {"cat", "stack"}  # may join the results of experts
 _SELECTIONS = {"argmax", "argsort", "max", "sort", "topk"}
 _MASKED_OPS = {"masked_fill", "masked_scatter", "nonzero", "where"}
@@ -51,11 +48,12 @@ def explain_no_cut(capture: Capture, routed: set[fx.Node], experts: set[str]) ->
     users = (u for n in capture.nodes if n.op == "get_attr" and n.meta["fqn"] in experts for u in n.users)
     first = next(users, None)
     return Refused(
-        NOT_TOGETHER,
+        "the experts' results do not come together in one tensor",
         culprits=tuple(sorted(experts)[:3]),
         source=str(first.meta["source"]) if first is not None else "",
         remedy="the routed sum must be one tensor before it is used further; if several gates share the experts, "
         "make each gate a module with its sum, which holds the same list of experts",
+        cause=Cause.NOT_TOGETHER,
     )
 
 
@@ -122,10 +120,11 @@ class UnexplainedIndex:
             if (refusal := cause()) is not None:
                 return refusal
         return Refused(
-            UNEXPLAINED,
+            "no integer tensor with one entry per token and slot explains which experts were used",
             source=self._source,
             remedy="the experts of a token must follow from that token's own choice (token choice), "
             "not from the other tokens",
+            cause=Cause.UNEXPLAINED_INDEX,
         )
 
     @property
@@ -201,9 +200,10 @@ class UnexplainedIndex:
                 continue
             name = op_name(n.args[0] if op_name(n) == "getitem" else n)  # type: ignore[arg-type]
             return Refused(
-                f"{SINGLE_ELEMENTS}: {name} along the last axis is not followed there",
+                f"the experts move or pick single elements of a row: {name} along the last axis is not followed there",
                 culprits=(name,),
                 source=str(n.meta["source"]),
+                cause=Cause.SINGLE_ELEMENTS,
             )
         return None
 

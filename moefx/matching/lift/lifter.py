@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
-from ...errors import Refused
+from ...errors import Cause, Refused
 from ...inspection.proof_trace import CutAttempt, ProofTrace
 from ...ir.expression_check import is_pointwise
 from ..graph_nodes import Line, describe_node, line
@@ -127,7 +127,7 @@ class Lifter:
             raise (
                 first
                 or explain_layout(self.capture)
-                or Refused("no parameter is used for some tokens only: nothing is routed")
+                or Refused("no parameter is used for some tokens only: nothing is routed", cause=Cause.NOT_ROUTED)
             )
         except TooLarge:
             raise Refused(
@@ -161,6 +161,7 @@ class Lifter:
                         culprits=refusal.culprits,
                         source=str(cut.meta["source"]),
                         remedy=refusal.remedy,
+                        cause=refusal.cause,
                     )
                 if math.prod(cut.meta["val"].shape[:-1]) < self.capture.sizes.tokens:
                     of_part = of_part or refusal

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...capture.capture_result import Capture
-from ...errors import Refused
+from ...errors import Cause, Refused
 from ..terms.normal_form import Terms
 from ..terms.parameter_places import ParameterSlice, is_state_slice
 from ..terms.term import Term, constant_value, is_const
@@ -24,15 +24,14 @@ from .value_lookup import ValueLookup
 
 _LinearSum = dict[tuple[Term | None, tuple[Term, ...]], float]  # (row, scalar factors) -> coefficient
 
-REPEATED_CHOICE = "a token may select the same expert twice, and its output is then not the sum over both slots"
-
 
 class RepeatedChoiceRefused(Refused):
     """A token that selects an expert twice does not receive the sum over both slots."""
 
     def __init__(self, source: str, culprits: tuple[str, ...] = ()):
         super().__init__(
-            REPEATED_CHOICE, culprits=culprits, source=source,
+            "a token may select the same expert twice, and its output is then not the sum over both slots",
+            culprits=culprits, source=source, cause=Cause.REPEATED_CHOICE,
             remedy="let one topk choose: its choices are different experts; or mask the first choice before the "
             "second, scores.masked_fill(one_hot(first, num_experts).bool(), -math.inf)",
         )  # fmt: skip
