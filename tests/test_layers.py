@@ -1,4 +1,5 @@
-"""Imports point down the table of docs/architecture.md, and no modules import each other in a circle."""
+"""Imports point down the table of docs/architecture.md, no modules import each other in a circle, and no module reads
+the words of a refusal."""
 
 from __future__ import annotations
 
@@ -96,6 +97,47 @@ def _reached(module: str, edges: dict[str, set[str]]) -> set[str]:
 
 def test_no_module_is_in_a_circle(edges):
     assert not circles(edges)
+
+
+def comparisons_of_reasons(tree: ast.AST) -> Iterator[int]:
+    """Lines that compare a refusal's reason, or a part of it: `Refused.cause` is there for that."""
+
+    def has_reason(node: ast.AST) -> bool:
+        return any(isinstance(inner, ast.Attribute) and inner.attr == "reason" for inner in ast.walk(node))
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            found = any(map(has_reason, (node.left, *node.comparators)))
+        elif isinstance(node, ast.Call):
+            is_search = isinstance(node.func, ast.Attribute) and node.func.attr in _SEARCHES
+            found = is_search and any(map(has_reason, (node.func, *node.args)))
+        else:
+            found = isinstance(node, ast.Match) and has_reason(node.subject)
+        if found:
+            yield node.lineno
+
+
+_SEARCHES = {"count", "endswith", "find", "fullmatch", "index", "match", "partition", "search", "split", "startswith"}
+
+
+def test_no_module_compares_reasons():
+    found = {module: [*comparisons_of_reasons(ast.parse(path.read_text()))] for module, path in FILES.items()}
+    assert not {module: lines for module, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "'routed' in why.reason",
+        "any(text in why.reason for text in texts)",
+        "error.reason == MIXING",
+        "str(error.reason).lower().startswith(('a', 'b'))",
+        "re.search('routed', why.reason)",
+        "why.reason.find('routed')",
+    ],
+)
+def test_comparisons_of_reasons_are_seen(line):
+    assert [*comparisons_of_reasons(ast.parse(line))]
 
 
 def test_faults_are_seen():
