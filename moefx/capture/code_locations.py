@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..errors import MoefxError
 from ..util.user_code import GENERATED, PACKAGE_DIR, PYTHON_DIR, TORCH_DIR, is_user_file
 
 
@@ -196,6 +197,8 @@ def _find_opcode(trace: types.TracebackType) -> str:
 
 def is_internal_error(error: BaseException) -> bool:
     """Whether an error is a bug of this package: not raised on purpose, nor by the program's code or ops."""
+    if isinstance(error, MoefxError):
+        return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -210,3 +213,13 @@ _BUG_TYPES = (
     KeyError,
     NameError,
 )  # other types may come from C++ code of torch, without frames
+
+
+@contextlib.contextmanager
+def suppress_program_errors() -> Iterator[None]:
+    """Suppress refusals, and errors of the user's program. Bugs of this package pass (see `is_internal_error`)."""
+    try:
+        yield
+    except Exception as error:
+        if is_internal_error(error):
+            raise

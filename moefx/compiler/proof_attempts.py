@@ -13,7 +13,7 @@ from torch import nn
 
 from ..capture.argument_interpretations import interpret_arguments, interpret_batch_of_one
 from ..capture.block_arguments import Arguments
-from ..capture.code_locations import is_raised_by_program
+from ..capture.code_locations import is_raised_by_program, suppress_program_errors
 from ..capture.size_collisions import ModelNumbers
 from ..capture.size_guards import SizeGuard
 from ..errors import CaptureError, Cause, Refused
@@ -47,7 +47,7 @@ def prove_and_rewrite(
         except (Refused, CaptureError) as error:
             if first is None:
                 if as_batch := interpret_batch_of_one(arguments, args, kwargs):
-                    with contextlib.suppress(Exception):
+                    with suppress_program_errors():
                         return _prove_arguments(block, as_batch, names)
                 raise
             if isinstance(error, Refused) and error.cause is Cause.CONVOLUTIONS:

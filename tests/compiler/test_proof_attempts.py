@@ -8,11 +8,16 @@ from torch import nn
 
 import moefx
 from moefx.capture.argument_interpretations import interpret_arguments
+from moefx.capture.code_locations import suppress_program_errors
 from moefx.capture.size_collisions import ModelNumbers
 from moefx.capture.size_guards import SizeGuard
-from moefx.errors import Cause, Refused
+from moefx.capture.symbolic_sizes import NumberNotTaken
+from moefx.compiler import proof_attempts
+from moefx.errors import CaptureError, Cause, Refused
 from moefx.frontends.dynamo.backend import backend
 from moefx.matching.proof_state import ProofState
+from moefx.passes.rewrite import Placeholders
+from moefx.util.user_code import PACKAGE_DIR
 
 from ..passes.blocks import D, E, Loop, Mlp, rewritten
 
@@ -150,3 +155,34 @@ def test_few_tokens(tokens):
 def test_every_cause_has_a_program():
     assert {*BLOCKS, Cause.NO_SIZES, Cause.FEW_TOKENS, Cause.OTHER} == {*Cause}
     assert Refused("it counts to three").cause is Cause.OTHER
+
+
+def raise_error(error):
+    raise error
+
+
+def make_bug():
+    """A function that counts as code of moefx, and fails."""
+    found = {}
+    exec(compile("def fail(*args): assert not args", f"{PACKAGE_DIR}/bug.py", "exec"), found)
+    return found["fail"]
+
+
+@pytest.mark.parametrize("error", [Refused("no"), CaptureError("no"), RuntimeError("no"), AssertionError("no")])
+def test_errors_of_the_program_are_suppressed(error):
+    with suppress_program_errors():
+        raise_error(error)
+
+
+def test_a_refusal_that_is_an_attribute_error_is_suppressed():
+    with suppress_program_errors():
+        raise NumberNotTaken("no")
+
+
+def test_a_bug_in_another_interpretation_is_not_hidden(monkeypatch):
+    attempts = [lambda *args: raise_error(Refused("no")), make_bug()]
+    monkeypatch.setattr(proof_attempts, "_prove_arguments", lambda *args: attempts.pop(0)(*args))
+    tensors = torch.zeros(1, 5, D), torch.zeros(1, D)  # the second first axis may be a batch of one
+    with pytest.raises(AssertionError):
+        proof_attempts.prove_and_rewrite(Loop(Mlp), tensors, {}, Placeholders([], {}))
+    assert not attempts
