@@ -70,8 +70,7 @@ def check_layout(plan: Plan, mesh: Any) -> None:
 
     Raises:
         InvalidPlan: the mesh has other sizes than the layout; the layout has pipeline stages without a mesh; or it
-            counts
-            on tensor parallelism, ZeRO, micro-batches or recomputed layers.
+            counts on tensor parallelism, ZeRO, micro-batches or recomputed layers.
     """
     if plan.layout is None:
         return

@@ -62,8 +62,7 @@ class Survey:
 
     Attributes:
         attends: whether the model has attention.
-        twin: the copy of the model that was surveyed, with the model's parameters and buffers. Captures swap
-            parameters
+        twin: the copy of the model that was surveyed, with the model's parameters and buffers. Captures swap parameters
             while others may use the model. The model itself if it cannot be copied.
         copies: maps each module of the model to its module in the twin; empty if the model cannot be copied.
         unchecked: blocks whose numeric check could not run, with the reasons.

@@ -301,7 +301,6 @@ class ProofState:
         If only the new capture drops slots, weights may have to be read from other nodes, which are zero for a dropped
         slot: then lift all captures from these nodes.
 
-
         Raises:
             Refused: the forms differ.
         """

@@ -226,7 +226,6 @@ def complete_evidence(state: ProofState) -> list[int]:
 
     The graph is read from these captures. Parameters are read from all, since some experts may run only in others.
 
-
     Raises:
         Refused: no routing uses all groups.
     """

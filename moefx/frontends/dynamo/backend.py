@@ -37,20 +37,17 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
 
     The graph may come from `torch.export` (`.module()`), `make_fx`, Dynamo, or `symbolic_trace`. Sizes in it may be
     symbolic, or read where they are used. If they are numbers, the result holds for these sizes, as the graph did.
-    Parameters may be attributes of the graph or inputs; buffers are attributes. Inputs that are numbers may differ
-    from
+    Parameters may be attributes of the graph or inputs; buffers are attributes. Inputs that are numbers may differ from
     call to call: a region that depends on one is left unchanged.
 
     Args:
         example_inputs: one value for each input of the graph; real, fake or on the meta device. If the nodes have
-            values
-            in their meta, only parameters among them are used.
+            values in their meta, only parameters among them are used.
 
     Returns:
         A new `GraphModule` with one module call in place of each region; all else is unchanged. `moefx.blocks`,
-        `graph`,
-        `history` and `explain` accept it. Without a region: the given graph; the log says so once, and `explain` says
-        why.
+        `graph`, `history` and `explain` accept it. Without a region: the given graph; the log says so once, and
+        `explain` says why.
 
     Raises:
         InvalidInput: not a graph, or inputs that do not fit it. InvalidPlan: not a plan.
@@ -83,8 +80,7 @@ def backend(
     """The Dynamo backend: `torch.compile(model, backend="moefx", options={...})`.
 
     Args:
-        options: fields of a `Plan`; "backend": the compiler of the resulting graph, a name or a function, "inductor"
-            by
+        options: fields of a `Plan`; "backend": the compiler of the resulting graph, a name or a function, "inductor" by
             default; "backend_options": the options of that compiler.
         mode: a mode of Inductor.
 

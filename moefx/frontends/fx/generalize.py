@@ -1,8 +1,7 @@
 """Interpret the numbers of a region as expressions over its token dims.
 
 Dynamo writes the example's sizes into a graph as numbers, unless sizes are dynamic. Here the region runs without data
-at
-other sizes. A number that must change for that is an expression, such as `B*S`. If both readings run, a number in a
+at other sizes. A number that must change for that is an expression, such as `B*S`. If both readings run, a number in a
 shape is a token dim if the entry has it at the same place; other numbers are constants. Choices that fail later are
 undone.
 """

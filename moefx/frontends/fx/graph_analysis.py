@@ -200,8 +200,7 @@ class GraphAnalysis:
 
     def evaluate_from_weights(self, n: fx.Node) -> torch.Tensor | None:
         """Compute a node that depends on weights alone, from their values. Returns the abstract value if some weights
-        are
-        abstract or a node on the way has effects; None if the node is a weight or depends on other inputs.
+        are abstract or a node on the way has effects; None if the node is a weight or depends on other inputs.
         """
         if n in self.weights or n not in self.weight_only or not self.is_float(n):
             return None

@@ -93,8 +93,7 @@ def rewrite_regions(
 
 def _called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
     """Yield the graphs that nodes call with their arguments: the attribute, values for the inputs, and the outer node
-    of
-    each input.
+    of each input.
     """
     for n in analysis.nodes:
         body: Any = n.args[0] if n.op == "call_function" and n.args else None

@@ -30,8 +30,7 @@ def _storage_id(t: torch.Tensor) -> int:
 
 class StorageAliases:
     """Storages that are the same memory. Graphs of `make_fx`, and exported programs after loading, record values
-    without
-    the fact that a view shares its base's memory.
+    without the fact that a view shares its base's memory.
     """
 
     def __init__(self) -> None:
@@ -53,8 +52,7 @@ class StorageAliases:
 
     def join_views(self, nodes: Iterable[fx.Node], value: Mapping[fx.Node, Any]) -> None:
         """Join the storages of views with those of their bases, as ops declare them. Ops that may copy count as views
-        only
-        if the recorded values show no views at all.
+        only if the recorded values show no views at all.
         """
         copies: list[tuple[int, int]] = []
         has_lost_views = False

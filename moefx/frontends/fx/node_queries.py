@@ -62,8 +62,7 @@ def size_hint(n: Any) -> int:
 
 def simplify_size(n: Any) -> Any:
     """Replace a symbolic size by its value if Dynamo has found that it can have no other. The hint is preferred: torch
-    2.11
-    may have another number in the expression if floats were rounded.
+    2.11 may have another number in the expression if floats were rounded.
     """
     if isinstance(n, torch.SymInt) and n.node.expr.is_Integer:
         return int(n.node.expr) if n.node.hint is None else int(n.node.hint)

@@ -275,8 +275,7 @@ class AbsorbedModule(nn.Module):
 
 def _trace_module(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:
     """The graph of a call of torch's own modules with one argument, or None. The module must have no hooks, and the
-    same code
-    in training and evaluation.
+    same code in training and evaluation.
     """
     if n.op != "call_module" or len(n.args) != 1 or n.kwargs or not isinstance(n.args[0], fx.Node):
         return None

@@ -1,13 +1,9 @@
-"""Find the bounds of regions: from a node that selects down to where all results have come together, and up to the
-rows
+"""Find the bounds of regions: from a node that selects down to where all results have come together, and up to the rows
 that they are computed from.
 
-Dominance determines both. The *exit* is the first tensor of rows that every path from the selection passes, if the
-path
-contains a product; statistics of the selection (counts, an auxiliary loss) may leave on other paths. The *entry* is
-the
-nearest tensor of rows that every path to the exit passes. The region between them may be too large or too small, so
-the
+Dominance determines both. The *exit* is the first tensor of rows that every path from the selection passes, if the path
+contains a product; statistics of the selection (counts, an auxiliary loss) may leave on other paths. The *entry* is the
+nearest tensor of rows that every path to the exit passes. The region between them may be too large or too small, so the
 matcher decides, and further exits and entries are tried.
 """
 
@@ -157,8 +153,7 @@ class RegionSearch:
 
     def _products_after(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
         """The nodes after a selection that contain a product: of a weight and selected rows, or of a weight and all
-        rows,
-        computed beside the selection.
+        rows, computed beside the selection.
         """
         analysis, found, beside = self.analysis, set(), set()
         before = _nodes_before(seed, analysis)
@@ -222,8 +217,7 @@ class RegionSearch:
 
     def _reads_before(self, bounds: RegionBounds, writes: set[fx.Node]) -> bool:
         """Whether a node inside reads a tensor that `writes` write to, before the last of these writes. If none does,
-        the
-        writes stay in front of the region.
+        the writes stay in front of the region.
         """
         analysis, last = self.analysis, max(self.analysis.position[n] for n in writes)
         written = set().union(*map(analysis.memory_written, writes))

@@ -60,8 +60,7 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
 
 def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: set[fx.Node], first: int) -> None:
     """Check that tensors that the call saves for its backward do not change, and that nodes computed from weights may
-    be
-    computed twice.
+    be computed twice.
 
     Raises:
         Refused: a saved tensor changes, or a duplicate would split gradients.
@@ -177,8 +176,7 @@ def check_shared_memory(
 
 def find_removable(bounds: RegionBounds, analysis: GraphAnalysis) -> dict[fx.Node, None]:
     """The nodes that only the region computes, in order. Nodes that depend on weights or on nothing may be computed
-    twice,
-    unless they are random, written to, or depend on random numbers of the region.
+    twice, unless they are random, written to, or depend on random numbers of the region.
     """
     written = set[int]().union(*map(analysis.memory_written, bounds.inside))
     found: dict[fx.Node, None] = {}

@@ -16,8 +16,7 @@ from .region_bounds import RegionBounds
 
 def weight_names(analysis: GraphAnalysis, bounds: RegionBounds, weights: tuple[fx.Node, ...]) -> tuple[str, ...]:
     """Name the weights as their modules do, without the prefix of the region's own module, so that equal regions have
-    equal
-    names. If the graph does not name all weights, number them by role.
+    equal names. If the graph does not name all weights, number them by role.
     """
     full = [_full_name(analysis, n) for n in weights]
     parts = [name.split(".") for name in full]
@@ -88,8 +87,7 @@ def _prefixes(name: str) -> list[str]:
 
 def region_name(analysis: GraphAnalysis, bounds: RegionBounds) -> str:
     """The path of the innermost module that contains the whole region; the line that selects, if the graph has no
-    modules
-    or that module is the model.
+    modules or that module is the model.
     """
     return ".".join(_innermost_module(analysis, bounds)) or re.sub(r"\W", "_", analysis.source_line(bounds.seed))
 

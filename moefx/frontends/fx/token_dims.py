@@ -79,8 +79,7 @@ class TokenDims:
         return [size for _, size in sorted(found, key=lambda f: f[0])]
 
     def is_token_position(self, shape: Sequence[int], place: int) -> bool:
-        """Whether the number at `place` of a shape is probably a token dim: the entry has it at the same place, with
-        or
+        """Whether the number at `place` of a shape is probably a token dim: the entry has it at the same place, with or
         without axes of size one, or it is a multiple of all tokens and leads the shape.
         """
         units = [i for i in range(self.rank - 1) if i not in self.axes]
@@ -91,8 +90,7 @@ class TokenDims:
 
     def interpret_symbol(self, value: Any, node: fx.Node | None = None) -> list[SizeExpression | int | float]:
         """List the meanings of a symbolic number over the token dims, the most likely first. Empty if it does not
-        follow
-        from them.
+        follow from them.
 
         Integers are read from their expression. Floats, and integers computed from floats, are followed node by node,
         because SymPy combines factors and so rounds differently.
@@ -162,8 +160,7 @@ class TokenDims:
 
 def _substitute(expr: Any, size: sympy.Expr, symbol: sympy.Symbol) -> Any:
     """Rewrite `expr` in terms of `symbol`, which stands for `size`: `2*s0` becomes `2*S + 2` if S is `s0 - 1`, the
-    number of
-    tokens without the last one.
+    number of tokens without the last one.
     """
     if not expr.free_symbols & size.free_symbols:
         return expr

@@ -51,7 +51,6 @@ def flip_branches(state: ProofState) -> None:
     Branches that only forced captures reach are forced, too. A float that Python reads takes values that change the
     outcome of each comparison with it.
 
-
     Raises:
         Refused: another outcome changes the form.
     """

@@ -36,7 +36,6 @@ def vary_expert_counts(state: ProofState) -> None:
 
     If Python reads values computed from floats, add captures in which its only token scores all experts nearly alike.
 
-
     Raises:
         Refused: an expert without tokens, or with one or two, changes the form.
     """

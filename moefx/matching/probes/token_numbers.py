@@ -7,9 +7,8 @@ Protects from a special case for few tokens, and from slots that limits drop in 
     capacity = len(x) // num_experts
     token = torch.where(chosen == e)[0][:capacity]  # with few experts, the second slots are always behind
 
-`show_all_slots` captures a few tokens, which fit into the capacity
-with all slots. `vary_token_counts` restricts the form by a
-guard if one token, or many, do not have it, and refuses the block if a few do not.
+`show_all_slots` captures a few tokens, which fit into the capacity with all slots. `vary_token_counts` restricts the
+form by a guard if one token, or many, do not have it, and refuses the block if a few do not.
 """
 
 from __future__ import annotations
