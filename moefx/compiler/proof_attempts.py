@@ -136,7 +136,7 @@ def _prove_sizes(state: ProofState, names: Placeholders) -> tuple[Match, Rewrite
     with contextlib.suppress(Refused):
         return _check_example(prove_side(side))
     with contextlib.suppress(Refused):
-        options = dataclasses.replace(state.options, late="")
+        options = dataclasses.replace(state.options, cut_preference="")
         again = ProofState(state.block, arguments.at_other_sizes(), state.hint, options=options)
         return _check_example(_rewrite_or_explain(again, names))
     return _check_example((match, rewritten))

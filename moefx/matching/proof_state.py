@@ -24,11 +24,11 @@ from ..capture.idle_tests import IdleQuestions
 from ..capture.size_guards import SizeGuard, SizeLog
 from ..errors import Refused
 from ..inspection.proof_trace import ProbeRun
-from .graph_nodes import Line, line
+from .graph_nodes import line
 from .lift.canonical_form import CanonicalForm, merge_experts
 from .lift.distinct_choices import has_distinct_slots
 from .lift.form_agreement import require_same_form
-from .lift.lifter import CutPreference, Lifter
+from .lift.lifter import Lifter, LiftOptions
 from .lift.repeated_choices import RepeatedChoiceRefused
 from .lift.routed_nodes import find_padding_lines, has_rows_of_padding
 from .size_choice import SizeChoice
@@ -38,21 +38,6 @@ from .terms.parameter_places import find_siblings
 _MIN_TOKENS = 29  # of the first capture
 _MAX_GROWTH = 20  # nodes of a capture with forced outcomes, in captures without
 NodePlaces = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of the values of each group of experts
-
-
-@dataclasses.dataclass(frozen=True)
-class LiftOptions:
-    """One interpretation of the program.
-
-    Attributes:
-        symbolic: comparisons of floats are part of activations (see `Semantics`).
-        whole: lines whose nodes stay opaque.
-        late: the routed sum is complete only after the last write to it, or at the last node (see `Lifter`).
-    """
-
-    symbolic: bool = False
-    whole: frozenset[Line] = frozenset()
-    late: CutPreference = ""
 
 
 class ProofState:
@@ -173,12 +158,12 @@ class ProofState:
         if self._compares_floats and not self.options.symbolic:
             yield LiftOptions(symbolic=True)
         if any(not form.kept_slots.all() for form in self._forms):
-            yield from (LiftOptions(late="write"), LiftOptions(late="any"))
+            yield from (LiftOptions(cut_preference="write"), LiftOptions(cut_preference="any"))
         is_masked = any(leaf.example is not None and not leaf.is_single for leaf in self._arguments.tensors)
         if self._first is None or not (is_masked or has_rows_of_padding(self._first, self._arguments.width)):
             return
         if lines := find_padding_lines(self.block, self._first, self._arguments.width):
-            yield LiftOptions(whole=lines)
+            yield LiftOptions(opaque_lines=lines)
 
     # --------------------------------------------------------------- capture
     def capture(
@@ -234,20 +219,18 @@ class ProofState:
         """Lift a capture with the options and expert parameters of the other captures."""
         return self.lift_as(captured, merge_experts(self._forms) if self._forms else None)
 
-    def lift_as(self, captured: Capture, source: CanonicalForm | None, is_last: bool = False) -> CanonicalForm:
+    def lift_as(self, captured: Capture, template: CanonicalForm | None, is_last: bool = False) -> CanonicalForm:
         """Lift a capture.
 
         Args:
-            source: the form of another capture, whose nodes are tried first.
+            template: the form of another capture, whose nodes are tried first.
             is_last: read values off the last nodes that fit.
 
         Raises:
             Refused: the capture has no canonical form.
         """
-        options = self.options
-        lifter = Lifter(
-            self.block, captured, source, options.symbolic, self._by_slots, is_last, options.whole, options.late
-        )
+        options = dataclasses.replace(self.options, weights_per_slot=self._by_slots, align_to_last=is_last)
+        lifter = Lifter(self.block, captured, template, options)
         form = lifter.lift(self._expert_parameters)
         self._expert_parameters = self._expert_parameters or lifter.experts
         form.groups.sort(key=lambda g: g.ids[0])
@@ -278,15 +261,15 @@ class ProofState:
         return form
 
     def lift_again(
-        self, old: CanonicalForm, source: CanonicalForm, template: CanonicalForm, is_last: bool = False
+        self, old: CanonicalForm, template: CanonicalForm, reference: CanonicalForm, is_last: bool = False
     ) -> CanonicalForm:
         """Lift a capture once more, from the nodes of another form, or from the last ones that fit.
 
         Raises:
-            Refused: the new form differs from that of `template`.
+            Refused: the new form differs from `reference`.
         """
-        new = self.lift_as(old.capture, source, is_last)
-        require_same_form(template, new)
+        new = self.lift_as(old.capture, template, is_last)
+        require_same_form(reference, new)
         new.optional_guard = old.optional_guard
         return new
 

@@ -14,6 +14,7 @@ No idiom has a template here. The lifter works on terms, the expressions of sing
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -63,31 +64,40 @@ _MAX_PARAMETER_SETS = 2
 _Summand = tuple[int, int, Term]  # token, slot, term
 
 
+@dataclasses.dataclass(frozen=True)
+class LiftOptions:
+    """One interpretation of a program.
+
+    Attributes:
+        symbolic: comparisons of floats are part of activations, see `Semantics`.
+        opaque_lines: lines whose nodes stay opaque, see `Semantics`.
+        cut_preference: "" takes the first complete sum. "write" prefers the last write, "any" the last node, on any
+            line: rows of tokens without an expert may be written after the experts.
+        weights_per_slot: see `ValueLookup`.
+        align_to_last: see `ValueLookup`.
+    """
+
+    symbolic: bool = False
+    opaque_lines: frozenset[Line] = frozenset()
+    cut_preference: CutPreference = ""
+    weights_per_slot: bool = False
+    align_to_last: bool = False
+
+
 class Lifter:
     """Lifts one capture.
 
     Args:
         block: the captured module.
         template: the form of another capture of the block; its nodes are tried first.
-        symbolic: see `Semantics`.
-        weights_per_slot: see `ValueLookup`.
-        align_to_last: see `ValueLookup`.
-        opaque_lines: see `Semantics`.
-        cut_preference: "" takes the first complete sum. "write" prefers the last write, "any" the last node, on any
-            line: rows of tokens without an expert may be written after the experts.
 
     Attributes:
         experts: FQNs of the experts' parameters, after `lift`.
     """
 
-    def __init__(
-        self, block: nn.Module, capture: Capture, template: CanonicalForm | None = None, symbolic: bool = False,
-        weights_per_slot: bool = False, align_to_last: bool = False, opaque_lines: frozenset[Line] = frozenset(),
-        cut_preference: CutPreference = "",
-    ):  # fmt: skip
-        self.capture, self.template, self.cut_preference = capture, template, cut_preference
-        self.weights_per_slot, self.align_to_last = weights_per_slot, align_to_last
-        self._new_reach = lambda: ParameterReach(block, capture, symbolic, template, opaque_lines)
+    def __init__(self, block: nn.Module, capture: Capture, template: CanonicalForm | None, options: LiftOptions):
+        self.capture, self.template, self.options = capture, template, options
+        self._new_reach = lambda: ParameterReach(block, capture, options.symbolic, template, options.opaque_lines)
         self.reach = self._new_reach()
         self.experts: set[str] = set()
         self.attempts: list[CutAttempt] = []  # the nodes that were tried as the routed sum
@@ -198,8 +208,8 @@ class Lifter:
 
         def rank(candidate: tuple[int, int, fx.Node]) -> tuple:
             rows, position, n = candidate
-            if self.cut_preference:
-                return rows, self.cut_preference == "write" and is_pointwise(n.target), -position
+            if self.options.cut_preference:
+                return rows, self.options.cut_preference == "write" and is_pointwise(n.target), -position
             is_elsewhere = line(n) != preferred
             order = position if is_elsewhere else -position
             return self.template is not None and is_elsewhere, rows, is_elsewhere, order
@@ -315,7 +325,7 @@ class Lifter:
         highest = max([*known, *(int(index.ids[t, k]) for t, row in enumerate(index.slots) for k in row)])
         return ValueLookup(
             self.reach.semantics, nodes, tokens, index.ids.shape[1], highest + 1, self.inside, self.template,
-            self.weights_per_slot, self.align_to_last, count_sequences(self.capture, tokens),
+            self.options.weights_per_slot, self.options.align_to_last, count_sequences(self.capture, tokens),
         )  # fmt: skip
 
     def _unify_groups(
