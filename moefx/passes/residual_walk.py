@@ -30,7 +30,7 @@ class ResidualWalk:
         aligned: the nodes of the latest plan, by their node in the first capture.
         call_of: for each result of a call that stays a call, the call in all captures.
         inlined: start indices of calls that are taken apart.
-        repeated: modules that are called, and of which inner values are computed again.
+        repeated: called modules. The residual computes some of their inner values again.
     """
 
     def __init__(self, match: Match, reads: ScalarReads):

@@ -1,4 +1,4 @@
-"""Each refusal has a cause, which decides what is tried next."""
+"""Each refusal has a cause. It decides the next attempt of a proof."""
 
 from __future__ import annotations
 
@@ -19,16 +19,7 @@ from moefx.matching.proof_state import ProofState
 from moefx.passes.rewrite import Placeholders
 from moefx.util.user_code import PACKAGE_DIR
 
-from ..passes.blocks import D, E, Loop, Mlp, rewritten
-
-
-class Block(Loop):
-    def __init__(self, fn):
-        super().__init__(Mlp)
-        self.fn = fn
-
-    def forward(self, x):
-        return self.fn(self, x)
+from ..passes.blocks import Block, D, E, Loop, Mlp, rewritten
 
 
 def return_norm(b, x):

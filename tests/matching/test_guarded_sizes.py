@@ -14,19 +14,13 @@ from torch import nn
 import moefx
 
 from ..models.case import gradients
+from ..passes import blocks
 from ..passes.blocks import D, Loop, Mlp
 
 
-class Block(Loop):
-    def __init__(self, fn):
-        super().__init__(Mlp)
-        self.fn = fn
-
-    def forward(self, x, *rest):
-        return self.fn(self, x, *rest)
-
+class Block(blocks.Block):
     def moe(self, x):
-        return super().forward(x.reshape(-1, D)).view(x.shape)
+        return Loop.forward(self, x.reshape(-1, D)).view(x.shape)
 
 
 def rows(*counts):

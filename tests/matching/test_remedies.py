@@ -12,21 +12,13 @@ from torch import nn
 import moefx
 
 from ..models.case import gradients
+from ..passes import blocks
 from ..passes.blocks import D, Loop, Mlp
 
 
-class Block(Loop):
-    def __init__(self, fn, expert=Mlp, **attributes):
-        super().__init__(expert)
-        self.fn = fn
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x):
-        return self.fn(self, x)
-
+class Block(blocks.Block):
     def moe(self, x):
-        return super().forward(x)
+        return Loop.forward(self, x)
 
 
 def read_count(block, x):

@@ -62,6 +62,19 @@ class Loop(nn.Module):
         return self.mixed(x, *self.route(x))
 
 
+class Block(Loop):
+    """A mixture whose forward is `fn(block, x, *rest)`."""
+
+    def __init__(self, fn, expert: Callable[[], nn.Module] = Mlp, **attributes):
+        super().__init__(expert)
+        self.fn = fn
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x, *rest):
+        return self.fn(self, x, *rest)
+
+
 class Dropping(Loop):
     """No more than three tokens for an expert."""
 

@@ -3,8 +3,8 @@
     python -m tests.lowering.triton.aot --targets sm90,gfx942 --dtypes bfloat16 [--cases halves | --everything]
 
 The providers run on small CPU tensors while Triton's driver stands for the target and every launch stops after
-compiling: so what is compiled is what a GPU would be given, with its specialization by sizes and alignment. It needs
-a process of its own, without TRITON_INTERPRET.
+compiling. So it compiles the kernels that a GPU would get, specialized by sizes and alignment. It needs a process of
+its own, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
