@@ -12,6 +12,7 @@ from torch import fx
 from ..ir.block_graph import BlockGraph
 from ..ir.node_values import TensorSpec
 from .capture_result import Capture
+from .node_origins import collect_ancestors
 
 MAX_NODES = 4096  # a copy of a node takes about as long as its capture
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -32,7 +33,7 @@ def build_captured_graph(name: str, capture: Capture, inputs: Sequence[str]) -> 
     """
     results = [leaf for leaf in pytree.tree_leaves(capture.out) if isinstance(leaf, fx.Node)]
     written = [leaf for effect in capture.effects for leaf in pytree.tree_leaves(effect.node)]
-    needed = _find_ancestors([*results, *(leaf for leaf in written if isinstance(leaf, fx.Node))])
+    needed = collect_ancestors(*results, *(leaf for leaf in written if isinstance(leaf, fx.Node)))
     if len(needed) > MAX_NODES:
         return None
     graph, copies = fx.Graph(), {}
@@ -44,16 +45,6 @@ def build_captured_graph(name: str, capture: Capture, inputs: Sequence[str]) -> 
     outputs = [copies[node] for node in results]
     graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
     return BlockGraph(name, graph)
-
-
-def _find_ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node not in found:
-            found.add(node)
-            nodes += node.all_input_nodes
-    return found
 
 
 def _copy_node(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -14,7 +14,7 @@ import torch
 from .capture_result import FORCE_MIXED, FORCE_SPREAD
 from .code_locations import Source, find_user_source
 from .op_runner import OpRunner
-from .op_sets import CHOICES
+from .op_sets import CHOICES, bare_name
 from .tensor_trees import collect_tensors, is_float, map_tensors
 
 # Ops that return positions of the elements that they select.
@@ -59,7 +59,7 @@ class ForcedValues:
     ) -> tuple[Any, Any]:
         """Return mixed results: see `FORCE_MIXED`."""
         source = find_user_source()
-        if _bare_name(func) in CHOICES:
+        if bare_name(func) in CHOICES:
 
             def replace_input(t: torch.Tensor) -> torch.Tensor:
                 if known:
@@ -86,7 +86,7 @@ class ForcedValues:
         """Return varied results: see `FORCE_SPREAD`. Selections return positions in other numbers."""
         if concrete is None:
             concrete = func(*map_tensors(args, self.runner.concrete), **map_tensors(kwargs, self.runner.concrete))
-        if _bare_name(func) in _POSITION_OPS:
+        if bare_name(func) in _POSITION_OPS:
             args = map_tensors(
                 args, lambda t: self.routing.draw_numbers(t.shape) if t.dim() else self.runner.concrete(t)
             )
@@ -122,8 +122,3 @@ class ForcedValues:
         """Return random booleans, or each number as it is or one more. Equal computations get equal coins."""
         coins = self._coins.setdefault((computation, value.shape), self.routing.draw_coins(value.shape)).clone()
         return coins if value.dtype is torch.bool else value + coins.to(value.dtype)
-
-
-def _bare_name(func: Any) -> str:
-    """Return the name of an op, or of a function that is recorded whole."""
-    return getattr(func, "overloadpacket", func).__name__

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
-from .op_sets import CHOICES, COMPARISONS, NAN_CHECKS, SHAPE_ONLY
+from .op_sets import CHOICES, COMPARISONS, NAN_CHECKS, SHAPE_ONLY, bare_name
 from .tensor_trees import is_float
 
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ def _find_comparisons(node: fx.Node) -> list[fx.Node]:
         if n in seen or n.target in SHAPE_ONLY:
             continue
         seen.add(n)
-        name = _bare_name(n)
+        name = bare_name(n.target)
         if name in CHOICES:
             return [node] if is_of_floats else []
         if name in COMPARISONS:
@@ -93,14 +93,10 @@ def _find_comparisons(node: fx.Node) -> list[fx.Node]:
     return found if has_floats else []
 
 
-def _bare_name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", "").partition(".")[0]
-
-
 def is_nan_check(node: fx.Node) -> bool:
     """Whether a boolean only tells whether floats are finite, and nothing about experts."""
     comparisons = find_float_decisions(node)
-    return bool(comparisons) and all(_bare_name(n) in NAN_CHECKS for n in comparisons)
+    return bool(comparisons) and all(bare_name(n.target) in NAN_CHECKS for n in comparisons)
 
 
 def hash_computation(target: Any, args: Any, kwargs: Any) -> int:
@@ -146,6 +142,18 @@ def follows_from_floats(node: fx.Node) -> bool:
         return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor) or any(follow)
 
     return fold_ancestors(node, "from_floats", combine)
+
+
+def collect_ancestors(*nodes: fx.Node) -> set[fx.Node]:
+    """Return these nodes and all nodes that they depend on."""
+    seen: set[fx.Node] = set()
+    stack = [*nodes]
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen.add(n)
+            stack.extend(n.all_input_nodes)
+    return seen
 
 
 def has_ancestor(node: fx.Node, ancestor: fx.Node) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -32,3 +34,8 @@ CHOICES = {
     "topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial", "nonzero", "scatter",
     "_unique2", "unique_dim", "unique_consecutive", "median", "nanmedian", "mode", "cummax", "cummin", "aminmax",
 }  # fmt: skip
+
+
+def bare_name(target: Any) -> str:
+    """Return the name of an op without its overload, or of a function; "" if it has none."""
+    return getattr(target, "__name__", "").partition(".")[0]

@@ -103,20 +103,28 @@ class Tracer(ReadLogger):
         out, concrete = self.compute(func, args, kwargs)
         if type(out) is bool:  # `torch.equal`
             return self.log_read(out)
-        forced = self._find_forced(func, known)
-        if forced is not None:
-            computation = hash_computation(func, node_args, node_kwargs)
-            results = out, concrete
-            out, concrete = self._forced_values.apply(forced, func, args, kwargs, results, computation, known)
-        start = len(self.nodes)
+        forced = self._force_results(func, args, kwargs, (node_args, node_kwargs), (out, concrete), known)
+        start, (out, concrete) = len(self.nodes), forced or (out, concrete)
         out = self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
         if forced is not None:
             self._mark(start, "forced")
         return out
 
-    def _find_forced(self, target: Any, known: bool) -> Any:
-        """Return the intervention at the current line for an op; None if there is none."""
-        return self.interventions.get((find_user_source(), str(target), known)) if self.interventions else None
+    def _force_results(
+        self, target: Any, args: tuple, kwargs: dict[str, Any], nodes: tuple[Any, Any], results: tuple[Any, Any],
+        known: bool,
+    ) -> tuple[Any, Any] | None:  # fmt: skip
+        """Return the visible and the concrete result that an intervention forces here; None without an intervention.
+
+        Args:
+            nodes: the arguments and keyword arguments with nodes in the place of tensors.
+            results: the results under the routing.
+        """
+        forced = self.interventions.get((find_user_source(), str(target), known)) if self.interventions else None
+        if forced is None:
+            return None
+        computation = hash_computation(target, *nodes)
+        return self._forced_values.apply(forced, target, args, kwargs, results, computation, known)
 
     def _mark(self, start: int, flag: str) -> None:
         """Set a flag of the nodes since a position."""
@@ -136,11 +144,8 @@ class Tracer(ReadLogger):
         finally:
             self.whole_op_depth -= 1
         with suspend_modes(), torch.DisableTorchFunction():
-            concrete, start = None, len(self.nodes)
-            if (forced := self._find_forced(target, known)) is not None:
-                computation = hash_computation(target, node_args, node_kwargs)
-                results = out, concrete
-                out, concrete = self._forced_values.apply(forced, target, args, kwargs, results, computation, known)
+            forced = self._force_results(target, args, kwargs, (node_args, node_kwargs), (out, None), known)
+            start, (out, concrete) = len(self.nodes), forced or (out, None)
             self.record_out(target, node_args, node_kwargs, args, out, concrete, False, known and not opaque)
             if opaque:
                 self._mark(start, "opaque")

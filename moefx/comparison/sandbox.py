@@ -112,7 +112,7 @@ def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype |
             if held:
                 held.update({name: memo[id(t)] for name, t in held.items() if t is not None})
         for name, value in vars(sub).items():
-            if type(value) in _ATTRIBUTES_WITHOUT_TENSORS or name in ("_parameters", "_buffers", "_modules"):
+            if name in ("_parameters", "_buffers", "_modules"):
                 continue
             if isinstance(value, Tensor) or (isinstance(value, (list, tuple, dict)) and value):
                 tensors = [t for _, t in leaves(value) if isinstance(t, Tensor)]
@@ -121,9 +121,6 @@ def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype |
                 if tensors:
                     vars(sub)[name] = copy.deepcopy(value, memo)
     return box
-
-
-_ATTRIBUTES_WITHOUT_TENSORS = {bool, int, float, str, set, type(None)}
 
 
 def _find_copied_parameters(parameters: Iterable[nn.Parameter]) -> set[int]:

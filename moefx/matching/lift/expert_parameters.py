@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.node_origins import find_float_decisions
+from ...capture.node_origins import collect_ancestors, find_float_decisions
 from ..graph_nodes import follows_from_state
 from ..terms.parameter_places import ParameterSlice, guess_experts, strip_moves
 from ..terms.term import Term
-from .routed_nodes import MAX_ROWS, ParameterReach, collect_ancestors
+from .routed_nodes import MAX_ROWS, ParameterReach
 
 _MAX_INNER_NODES = 60
 

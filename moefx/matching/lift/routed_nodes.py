@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
-from ...capture.node_origins import find_float_decisions, fold_ancestors
+from ...capture.node_origins import collect_ancestors, find_float_decisions, fold_ancestors
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from ..graph_nodes import Line, is_known, is_routed, line, op_name
@@ -268,18 +268,6 @@ def find_call_internals(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
         results = {n for n in pytree.tree_leaves(call.out) if isinstance(n, fx.Node)}
         inside |= {n for n in capture.nodes[call.start : call.stop] if n not in results}
     return inside
-
-
-def collect_ancestors(*nodes: fx.Node) -> set[fx.Node]:
-    """Return these nodes and all nodes that they depend on."""
-    seen: set[fx.Node] = set()
-    stack = [*nodes]
-    while stack:
-        n = stack.pop()
-        if n not in seen:
-            seen.add(n)
-            stack.extend(n.all_input_nodes)
-    return seen
 
 
 def find_cut_inputs(

@@ -31,14 +31,13 @@ from ...capture.capture_result import FORCE_MIXED, Capture
 from ...capture.code_locations import Source
 from ...capture.concrete_routing import Routing
 from ...capture.concrete_values import recompute_values
-from ...capture.node_origins import find_float_decisions
+from ...capture.node_origins import collect_ancestors, find_float_decisions
 from ...capture.tensor_trees import is_float
 from ...errors import Refused
 from ..graph_nodes import is_known, op_name
 from ..integer_ranges import IntegerRanges
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
-from ..lift.routed_nodes import collect_ancestors
 from ..op_classes import ELEMENT_MOVES, RESHAPED_COPIES
 from .float_decisions import choose_captures, locate_decision
 from .forced_outcome import find_capture, force_outcome

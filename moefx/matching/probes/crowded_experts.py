@@ -16,16 +16,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 
 from ...capture.capture_result import FORCE_SPREAD, Capture
 from ...capture.code_locations import Source
 from ...capture.node_origins import fold_ancestors
 from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
-from ..graph_nodes import SELECTIONS, find_extremes, is_known, is_routed, op_name, position_axis
+from ..graph_nodes import SELECTIONS, find_extremes, find_lookups, is_known, is_routed, op_name, position_axis
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
-from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, INDEXED_WRITES, NEW_TENSORS, SEARCHES, TABLE_LOOKUPS
+from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, NEW_TENSORS, SEARCHES, TABLE_LOOKUPS
 from .empty_experts import is_chosen_test
 from .forced_outcome import force_outcome
 from .load_statistics import is_load_statistic
@@ -131,11 +130,8 @@ def _find_place_axis(n: fx.Node, by: fx.Node) -> int | None:
 
 def _find_value_operands(n: fx.Node) -> list[fx.Node]:
     """Find the operands whose elements are in the result: not the positions of a lookup or of an indexed write."""
-    name = op_name(n)
-    if name not in TABLE_LOOKUPS | INDEXED_WRITES:
-        return n.all_input_nodes
-    positions = n.args[1 if name in ("embedding", "index", "index_put", "take") else 2 :][:1]
-    return [a for a in n.all_input_nodes if a not in pytree.tree_leaves(positions)]
+    positions = [n.args[1]] if op_name(n) == "take" else [i for i, _, _ in find_lookups(n)]
+    return [a for a in n.all_input_nodes if a not in positions]
 
 
 def _is_of_crowds(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> bool:
