@@ -65,6 +65,9 @@ class Expressions(Names):
             return max(self.test(node.operand, env), self.asks(node))
         if isinstance(node, ast.BoolOp):
             return max([self.test(v, env) for v in node.values] + [self.asks(node)])
+        container = _find_len_argument(node)
+        if container is not None and node not in self.events and self.value(container, env).kind == BOX:
+            return BY_OUTCOME  # the truth of a length is that of its container
         value = self.value(node, env)
         if value.kind == PLAIN:
             self.escape(node)

@@ -357,7 +357,7 @@ class Starts(Buckets):
             rows.append(self.expert(e, x[t], w[t]))
             start = end
         out = torch.empty_like(x)
-        out[order] = torch.cat(rows) if rows else x[:0]
+        out[order] = torch.cat(rows) if len(rows) else x[:0]
         return out
 
 
