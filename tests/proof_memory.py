@@ -18,7 +18,8 @@ from torch import nn
 import moefx
 import moefx.compiler.model_proof
 import moefx.compiler.survey
-from moefx.capture.block_search import BlockCandidates, SurveyedCall, compute_signature
+from moefx.capture.block_search import BlockCandidates, SurveyedCall
+from moefx.capture.module_structure import compute_signature
 from moefx.compiler.numeric_check import NumericCheck, numeric_check
 from moefx.compiler.pipeline import BlockRewrite
 from moefx.ir.guards.attribute_reads import AttributeLocation, find_globals, find_tied_tensors, read_value

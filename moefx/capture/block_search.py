@@ -8,31 +8,28 @@ sixty equal layers cost one.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.utils.parametrize import is_parametrized
 
 from ..ir.dataclass_fields import open_dataclasses
-from ..ir.guards.code_closure import FUNCTION_TYPES
 from .attention_check import has_attention
 from .code_locations import find_user_source
 from .concolic import capture_block
 from .concrete_routing import Routing
 from .inner_calls import CallChanges, InnerCall, StateSnapshot, iterate_objects, iterate_tensors
 from .isolated_run import run_for_layouts
+from .module_structure import compute_signature, find_expert_like
 from .named_experts import find_named_experts
 from .raw_containers import copy_items, find_base_type, have_same_items
 from .skipped_calls import SkipPlan, plan_skipped_calls
 from .tensor_trees import has_values, is_float, suspend_modes
-from .torch_functions import TorchFunctions
 from .tracer import Tracer
 
 CANNOT_RUN = "does not run on abstract tensors, so its writes are unknown", "let it run on meta tensors"
@@ -89,31 +86,6 @@ class BlockCandidates:
         return plan_skipped_calls(run.args, run.kwargs, None if every else self.objects, run.inner)
 
 
-def compute_signature(module: nn.Module) -> tuple:
-    """Return a key of a module's classes, shapes and integers. Modules with equal keys have equal captures."""
-    return (
-        tuple((n, _list_code(m), m.training) for n, m in module.named_modules()),
-        tuple((n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in module.named_parameters()),
-        tuple((n, tuple(t.shape), t.dtype, _hash_integers(t)) for n, t in module.named_buffers()),
-    )
-
-
-def _list_code(module: nn.Module) -> tuple:
-    """Return the class, without that of a parametrization, and the methods of the instance."""
-    cls = type(module)
-    cls = cls.__mro__[1] if is_parametrized(module) else cls
-    own = [(k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, FUNCTION_TYPES)]
-    return (cls, *((k, id(fn)) for k, fn in own))
-
-
-def _hash_integers(t: torch.Tensor) -> int | None:
-    """Return a hash of the values of integers and booleans, which captures read; None for floats."""
-    if is_float(t) or not has_values(t):
-        return None
-    return hash(tuple(t.detach().cpu().flatten().tolist())) if t.numel() <= _MAX_HASHED else id(t)
-
-
-_MAX_HASHED = 1 << 16
 _MAX_OPAQUE = 64
 
 
@@ -170,7 +142,7 @@ def search_blocks(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Bloc
 
 
 class _SearchRun:
-    """One abstract run of a model.
+    """One abstract run of a model, and its `CaptureObserver`.
 
     Args:
         share: run equal modules with equal arguments once.
@@ -191,15 +163,14 @@ class _SearchRun:
         self._changes: dict[str, CallChanges] = {}  # of modules that ran
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> BlockCandidates:
-        with _observe_capture(self._wrap_call, self._note_choice):
-            routing = Routing("diverse", 0)
-            nodes = capture_block(self.model, _make_abstract(args), _make_abstract(kwargs), routing).nodes
+        routing = Routing("diverse", 0)
+        nodes = capture_block(self.model, _make_abstract(args), _make_abstract(kwargs), routing, observer=self).nodes
         signatures = {n: self.signatures[id(m)] for n, m in self.model.named_modules()}
         chosen_in = dict.fromkeys(name for name, position in self._choices if _index_is_used(nodes, position))
         chains = [_list_chain(name, signatures, self.calls) for name in chosen_in]
         covered = {n for chain in chains for n in chain}
         branches = set()
-        structural = _find_structural(self.model)
+        structural = find_expert_like(self.model)
         made_by = {n: name for name in self.twins for n in self.calls[name].outputs}
         structural |= {name: [] for name in find_named_experts(nodes, made_by, structural.keys() | covered)}
         for name, parts in structural.items():
@@ -211,8 +182,8 @@ class _SearchRun:
         attends = has_attention(nodes)
         return BlockCandidates(chains, self.calls, self.twins, branches, set(structural), attends, self.objects)
 
-    def _wrap_call(self, tracer: Tracer, original: Callable) -> Callable:
-        """Wrap `nn.Module.__call__` so that it records calls, and returns known results without a run."""
+    def wrap_call(self, tracer: Tracer, original: Callable) -> Callable:
+        """Return a call of a module that notes it, and returns known results without a run."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = self.paths.get(id(module))
@@ -278,8 +249,11 @@ class _SearchRun:
                 name = seen.name.removeprefix(f"{outer.name}." if outer.name else "")
                 outer.inner.append(InnerCall(tracer, name, seen.args, seen.kwargs, out, changes))
 
-    def _note_choice(self, position: int) -> None:
-        if self._running:
+    def note_op(self, func: Any, args: tuple, position: int) -> None:
+        """Note an op that chooses, and the module that runs it."""
+        if not self._running or func.overloadpacket.__name__ not in _CHOICES:
+            return
+        if isinstance(args[0], FakeTensor) and args[0].dim():
             self._choices.append((self._running[-1].name, position))
 
 
@@ -294,41 +268,6 @@ def _make_abstract(tree: Any) -> Any:
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().to("meta") if is_float(t) else t.detach().cpu(), tree
     )
-
-
-@contextlib.contextmanager
-def _observe_capture(around: Callable, note_choice: Callable) -> Iterator[None]:
-    """Hook the module calls and the choices of the next capture.
-
-    Args:
-        around: wraps `nn.Module.__call__`, given the tracer and the original.
-        note_choice: called with the index of the first node of a choice.
-    """
-    from . import concolic
-
-    recording, record = concolic.record_calls, Tracer.record
-
-    @contextlib.contextmanager
-    def observed(tracer: Tracer, names: dict[int, str], functions: TorchFunctions) -> Iterator[None]:
-        with recording(tracer, {}, functions):
-            inner = nn.Module.__call__
-            nn.Module.__call__ = around(tracer, inner)  # type: ignore[method-assign]
-            try:
-                yield
-            finally:
-                nn.Module.__call__ = inner  # type: ignore[method-assign]
-
-    def noted(self: Tracer, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        name = func.overloadpacket.__name__
-        if name in _CHOICES and isinstance(args[0], FakeTensor) and args[0].dim():
-            note_choice(len(self.nodes))
-        return record(self, func, args, kwargs)
-
-    concolic.record_calls, Tracer.record = observed, noted  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        concolic.record_calls, Tracer.record = recording, record  # type: ignore[method-assign]
 
 
 def _find_nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
@@ -395,34 +334,3 @@ def _list_chain(name: str, signatures: dict[str, tuple], calls: dict[str, Survey
         if not name or len(chain) == 4:
             return chain
         name = name.rpartition(".")[0]
-
-
-def _list_shapes(module: nn.Module) -> tuple:
-    return tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
-
-
-def _find_structural(model: nn.Module) -> dict[str, list[str]]:
-    """Find the innermost modules with several equal children that hold matrices, or with a stack of matrices.
-
-    Returns:
-        The paths of the equal children, by the path of the module.
-    """
-    found: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        children = list(module.children())
-        alike = (
-            len(children) > 1
-            and len({_list_shapes(c) for c in children}) == 1
-            and any(p.dim() >= 2 for p in children[0].parameters())
-        )
-        if alike and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found.setdefault(name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()])
-        holds = isinstance(module, (nn.ParameterList, nn.ParameterDict))  # a container for its parent, never called
-        layer = type(module).__module__.startswith("torch.nn.modules.") and not holds  # such as a convolution
-        if not layer and any(p.dim() >= 3 and p.shape[0] > 1 for p in module._parameters.values() if p is not None):
-            found.setdefault(name.rpartition(".")[0] if holds else name, [])
-    return {
-        n: parts
-        for n, parts in found.items()
-        if not any(o != n and (o.startswith(n + ".") if n else True) for o in found)
-    }

@@ -57,6 +57,12 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
     # `Function.apply` calls this one, even if it was looked up earlier: `activation = Activation.apply`
     inner_apply = inspect.getattr_static(_SingleLevelFunction, "apply")
     plain_len = len
+    observer = tracer.observer
+
+    def call_module(original: Callable) -> Callable:
+        if observer is not None:
+            return observer.wrap_call(tracer, original)
+        return _wrap_module_call(tracer, original, names)
 
     def length(thing: Any) -> Any:  # the builtin would make the result of `__len__` a plain number
         return thing.__len__() if isinstance(thing, torch.Tensor) else plain_len(thing)
@@ -65,7 +71,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
         stack.enter_context(_patched(builtins, "len", length))
         stack.enter_context(_patched(torch.autograd.Function, "apply", _wrap_apply(tracer, apply, apply)))
         stack.enter_context(_patched(_SingleLevelFunction, "apply", _wrap_apply(tracer, apply, inner_apply)))
-        stack.enter_context(_patched(nn.Module, "__call__", _wrap_module_call(tracer, nn.Module.__call__, names)))
+        stack.enter_context(_patched(nn.Module, "__call__", call_module(nn.Module.__call__)))
         stack.enter_context(_patched(nn.Module, "_apply", _wrap_conversion(tracer, nn.Module._apply)))
         stack.enter_context(_patched(FakeTensor, "__getattr__", _refuse_attribute(tracer)))
         for name in ("is_grad_enabled", "is_inference_mode_enabled"):

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..ir.dataclass_fields import open_dataclasses
 from ..util.fake_tensor_log import without_fake_tensor_errors
 from .call_recording import record_calls
+from .capture_observer import CaptureObserver
 from .capture_result import Capture, Effect
 from .concrete_routing import Routing
 from .filled_caches import clear_filled_caches
@@ -55,6 +56,7 @@ def capture_block(
     sizes: SizeLog | None = None,
     max_nodes: int = 0,
     held: Mapping[str, Sequence[int]] | None = None,
+    observer: CaptureObserver | None = None,
 ) -> Capture:
     """Run `block(*args, **kwargs)` on abstract floats under `routing`, and restore the block.
 
@@ -65,12 +67,13 @@ def capture_block(
         sizes: the log to fill, instead of a new one for `dims`.
         max_nodes: limit of the graph's size; 0: none.
         held: numbers to put among the values of integer buffers, by name.
+        observer: sees the calls of modules and the ops.
 
     Raises:
         CaptureError: the block does something that captures do not support. It has the user's source line.
         Refused: the block does something that a block must not do.
     """
-    tracer = Tracer(routing, interventions)
+    tracer = Tracer(routing, interventions, observer)
     tracer.sizes, tracer.max_nodes = sizes or SizeLog(dims), max_nodes
     tracer.named = find_attribute_tensors(block)
 

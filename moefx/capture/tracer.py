@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import Refused
 from . import device_autocast
+from .capture_observer import CaptureObserver
 from .capture_result import SubmoduleCall
 from .code_locations import find_user_source
 from .concrete_routing import Routing
@@ -42,6 +43,7 @@ class Tracer(ReadLogger):
     """Runs and records every op of one capture.
 
     Attributes:
+        observer: sees each op, and each call of a module instead of `calls`.
         calls: calls of submodules.
         modes_read: global modes that the program reads, such as "autocast".
         overwritten: tensors that the block does not own and writes to, with their values before, by id.
@@ -49,8 +51,11 @@ class Tracer(ReadLogger):
         state_sizes: the sizes of their axes.
     """
 
-    def __init__(self, routing: Routing, interventions: Interventions | None = None):
+    def __init__(
+        self, routing: Routing, interventions: Interventions | None = None, observer: CaptureObserver | None = None
+    ):
         super().__init__(routing, interventions)
+        self.observer = observer
         self.calls: list[SubmoduleCall] = []
         self.modes_read: set[str] = set()
         self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -85,6 +90,8 @@ class Tracer(ReadLogger):
     # ---------------------------------------------------------------- ops
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an op, append its nodes to the graph, and return the visible result."""
+        if self.observer is not None:
+            self.observer.note_op(func, args, len(self.nodes))
         func, args, kwargs = self._normalize(func, args, kwargs)
         if func in (aten.clone.default, aten.alias.default):
             return self._reuse_node(func, args, kwargs)

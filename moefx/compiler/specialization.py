@@ -12,11 +12,12 @@ from torch import nn
 
 from .._plan import Plan
 from ..capture.block_arguments import Arguments
-from ..capture.block_search import compute_signature, search_blocks
+from ..capture.block_search import search_blocks
 from ..capture.code_locations import is_internal_error
 from ..capture.default_device import neutral_device
 from ..capture.device_autocast import use_device_autocast
 from ..capture.inner_calls import copy_abstract, iterate_objects, iterate_tensors
+from ..capture.module_structure import compute_signature
 from ..capture.skipped_calls import SkippedCall, SkipPlan
 from ..capture.worker_thread import run_in_worker
 from ..errors import Refused, summarize_error

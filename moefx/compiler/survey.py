@@ -14,12 +14,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._plan import Plan
-from ..capture.block_search import BlockCandidates, SurveyedCall, compute_signature, search_blocks
+from ..capture.block_search import BlockCandidates, SurveyedCall, search_blocks
 from ..capture.code_locations import is_internal_error
 from ..capture.concolic import capture_block
 from ..capture.concrete_routing import Routing
 from ..capture.example_calls import find_example_calls
 from ..capture.isolated_run import run_copy
+from ..capture.module_structure import compute_signature
 from ..capture.skipped_calls import SkippedCall, SkipPlan
 from ..capture.tensor_trees import has_values
 from ..errors import CaptureError, Cause, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
