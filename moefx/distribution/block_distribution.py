@@ -21,9 +21,9 @@ from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
 from ..ir.expert_placement import ExchangeRoutes, Placement, SharedTokens
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
 from ..passes.collectives import collectives
+from ..passes.exchange.routed_region import RoutedRegion
 from ..passes.overlap import overlap
 from ..passes.pass_manager import PassManager
-from ..passes.routed_region import RoutedRegion
 from ..passes.ssmb import ssmb
 from ..runtime import clipping, state
 from ..runtime.links import DEFAULT_TOKENS, choose_fastest, predict_seconds

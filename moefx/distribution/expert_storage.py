@@ -8,7 +8,7 @@ from ..compiler.pipeline import BlockRewrite
 from ..errors import Refused
 from ..matching.lift.canonical_form import has_matrix_products
 from ..matching.terms.parameter_places import ParameterSlice
-from ..passes.routed_region import RoutedRegion
+from ..passes.exchange.routed_region import RoutedRegion
 from ..runtime.sharding import ExpertParameters
 
 

@@ -41,10 +41,10 @@ from ..ir.display_names import attribute_name
 from ..ir.expert_placement import ExchangeRoutes, Placement
 from ..ir.graph_levels import eliminate_dead_code
 from ..ir.ops import dialect  # registers the ops
-from .exchange_emission import Exchange, add_label
-from .gathered_experts import GatheredTokens
+from .exchange.exchange_emission import Exchange, add_label
+from .exchange.gathered_experts import GatheredTokens
+from .exchange.routed_region import RoutedRegion
 from .pass_manager import graph_pass
-from .routed_region import RoutedRegion
 
 aten = torch.ops.aten
 ops = torch.ops.moefx

@@ -28,9 +28,9 @@ from ..matching.lift.canonical_form import NodeRef
 from ..matching.match_result import Match
 from ..matching.terms.parameter_places import get_tensor
 from ..matching.unsupported_effects import refuse_effects
-from .aligned_nodes import AlignedNodes
-from .residual_graph import ResidualGraph
-from .routed_sum import RoutedSum
+from .rewriting.aligned_nodes import AlignedNodes
+from .rewriting.residual_graph import ResidualGraph
+from .rewriting.routed_sum import RoutedSum
 
 aten = torch.ops.aten
 

@@ -20,8 +20,8 @@ from torch import fx
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_placement import SharedTokens
 from ..ir.graph_levels import eliminate_dead_code
+from .exchange.routed_region import RoutedRegion
 from .pass_manager import graph_pass
-from .routed_region import RoutedRegion
 
 aten = torch.ops.aten
 ops = torch.ops.moefx

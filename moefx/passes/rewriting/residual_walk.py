@@ -8,10 +8,10 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..capture.capture_result import SubmoduleCall
-from ..errors import Refused
-from ..matching.graph_nodes import is_random
-from ..matching.match_result import Match
+from ...capture.capture_result import SubmoduleCall
+from ...errors import Refused
+from ...matching.graph_nodes import is_random
+from ...matching.match_result import Match
 from .aligned_nodes import AlignedNodes, leaf_nodes, op_kind, op_label, routing_dependence
 from .scalar_reads import ScalarReads
 from .submodule_calls import find_module_calls, is_within

@@ -8,7 +8,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..errors import Refused
+from ...errors import Refused
 
 aten = torch.ops.aten
 _VIEWS = {str(op) for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)}

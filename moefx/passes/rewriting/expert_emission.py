@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..errors import Refused
-from ..matching.lift.canonical_form import Body, is_weight, walk_body
-from ..matching.match_result import ExpertGroup, Match
-from ..matching.terms.term import Operand
+from ...errors import Refused
+from ...matching.lift.canonical_form import Body, is_weight, walk_body
+from ...matching.match_result import ExpertGroup, Match
+from ...matching.terms.term import Operand
 from .expert_weights import ExpertWeights
 from .op_emission import OpEmitter
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..ir.expert_placement import ExchangeRoutes, Placement
-from ..ir.ops import dialect  # registers the ops
+from ...ir.expert_placement import ExchangeRoutes, Placement
+from ...ir.ops import dialect  # registers the ops
 from .routed_region import RoutedRegion
 
 aten = torch.ops.aten

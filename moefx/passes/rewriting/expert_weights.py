@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..matching.terms.parameter_places import ParameterSlice, get_tensor
+from ...matching.terms.parameter_places import ParameterSlice, get_tensor
 from .op_emission import OpEmitter
 
 aten = torch.ops.aten

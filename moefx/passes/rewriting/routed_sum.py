@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..errors import Refused
-from ..ir.memory_order import invert_permutation, memory_order
-from ..ir.ops import dialect  # registers the ops
-from ..matching.graph_nodes import depends_on_arguments, op_name
-from ..matching.lift.canonical_form import Body, NodeRef, walk_body
-from ..matching.match_result import ExpertGroup, Match
+from ...errors import Refused
+from ...ir.memory_order import invert_permutation, memory_order
+from ...ir.ops import dialect  # registers the ops
+from ...matching.graph_nodes import depends_on_arguments, op_name
+from ...matching.lift.canonical_form import Body, NodeRef, walk_body
+from ...matching.match_result import ExpertGroup, Match
 from .aligned_nodes import AlignedNodes
 from .expert_emission import ExpertBodyEmitter
 from .op_emission import OpEmitter

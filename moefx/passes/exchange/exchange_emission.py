@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from ..ir.expert_body import ExpertBody
-from ..ir.expert_placement import ExchangeRoutes, Placement, TopologyLevel
-from ..ir.ops import dialect  # registers the ops
+from ...ir.expert_body import ExpertBody
+from ...ir.expert_placement import ExchangeRoutes, Placement, TopologyLevel
+from ...ir.ops import dialect  # registers the ops
 from .routed_region import RoutedRegion
 
 aten = torch.ops.aten

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..errors import Refused
-from ..ir.block_graph import BlockGraph
-from ..ir.ops import dialect  # registers the ops
+from ...errors import Refused
+from ...ir.block_graph import BlockGraph
+from ...ir.ops import dialect  # registers the ops
 
 aten = torch.ops.aten
 ops = torch.ops.moefx

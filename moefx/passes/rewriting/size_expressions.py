@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..capture.capture_result import Capture
-from ..capture.size_guards import evaluate_size
-from ..errors import Refused
-from ..ir.graph_codegen import FUNCTIONS
-from ..matching.capacity_formulas import Formula, find_formula
-from ..matching.match_result import Match
+from ...capture.capture_result import Capture
+from ...capture.size_guards import evaluate_size
+from ...errors import Refused
+from ...ir.graph_codegen import FUNCTIONS
+from ...matching.capacity_formulas import Formula, find_formula
+from ...matching.match_result import Match
 from .aligned_nodes import AlignedNodes, op_kind
 
 aten = torch.ops.aten
