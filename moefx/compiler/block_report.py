@@ -11,6 +11,7 @@ from ..inspection.explain import BlockReport
 from ..inspection.proof_trace import ProofTrace
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_body import ExpertBody
+from ..ir.node_values import get_argument
 from ..runtime.program import Program
 from .survey_result import MatchedBlock
 
@@ -58,7 +59,7 @@ def build_report(
 
 def _read_body(node: torch.fx.Node) -> tuple[str, tuple[int, ...]]:
     """The body of an `expert_mlp` as JSON, and the widths of its up-projections."""
-    text, up = str(node.kwargs["body"]), node.args[5]
+    text, up = str(node.kwargs["body"]), get_argument(node, "up")
     return text, ExpertBody.from_json(text).up_widths([w.meta["val"] for w in up])  # type: ignore[union-attr]
 
 
@@ -66,8 +67,8 @@ def _kept_bytes(graph: BlockGraph) -> int | None:
     """Bytes per token that the fused experts keep for the backward: X once, and K rows of the policy's values."""
     total = 0
     for node in graph.find(torch.ops.moefx.expert_mlp.default):
-        x, value = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
-        inverse = node.args[3].meta.get("val")  # type: ignore[union-attr]
+        x, inverse = (get_argument(node, name).meta.get("val") for name in ("x", "inverse"))
+        value = node.meta.get("val")
         if x is None or value is None or inverse is None:
             return None
         total += x.shape[-1] * x.element_size()

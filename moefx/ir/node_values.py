@@ -19,6 +19,19 @@ class TensorSpec(NamedTuple):
     device: torch.device
 
 
+def get_argument(node: Node, name: str) -> Any:
+    """Return the argument of an op's node that the op's schema calls `name`; its default if the node does not have it.
+
+    Raises:
+        KeyError: the op has no such argument.
+    """
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            given = node.args[i] if i < len(node.args) else None
+            return node.kwargs.get(name, argument.default_value) if i >= len(node.args) else given
+    raise KeyError(f"{target_name(node)} has no argument {name}")
+
+
 def target_name(node: Node) -> str:
     """`"aten::mm"` for any overload of an op, `"linear"` for a function, the attribute path otherwise."""
     if isinstance(node.target, torch._ops.OpOverload):

@@ -17,6 +17,7 @@ from torch import fx
 
 from ..errors import InvalidPlan
 from ..ir.block_graph import BlockGraph
+from ..ir.node_values import get_argument
 from .pass_manager import graph_pass
 
 aten = torch.ops.aten
@@ -33,13 +34,15 @@ def limit(block: BlockGraph, plan: Any) -> BlockGraph:
                 f"Plan(capacity_factor={plan.capacity_factor}): {block.name or 'the model'} drops choices by a rule of "
                 f"its own{_source_text(pft)}, which moefx does not change: leave capacity_factor out"
             )
-        if plan.drop == "weight" and pft.args[1] is None:
+        if plan.drop == "weight" and get_argument(pft, "topk_weights") is None:
             raise InvalidPlan(
                 f"Plan(drop='weight'): the experts of {block.name or 'the model'} have no routing "
                 f"weights{_source_text(pft)}; take drop='position_token'"
             )
         with block.graph.inserting_before(pft):
-            capacity = _emit_capacity(block.graph, pft.args[0], plan.capacity_factor, pft.kwargs["num_experts"])
+            capacity = _emit_capacity(
+                block.graph, get_argument(pft, "topk_ids"), plan.capacity_factor, pft.kwargs["num_experts"]
+            )
         pft.update_kwarg("capacity", capacity)
         pft.update_kwarg("drop", plan.drop)
     return block

@@ -40,6 +40,7 @@ from ..ir.block_graph import BlockGraph
 from ..ir.display_names import attribute_name
 from ..ir.expert_placement import ExchangeRoutes, Placement
 from ..ir.graph_levels import eliminate_dead_code
+from ..ir.node_values import get_argument
 from ..ir.ops import dialect  # registers the ops
 from .exchange.exchange_emission import Exchange, add_label
 from .exchange.gathered_experts import GatheredTokens
@@ -89,8 +90,8 @@ def _insert(
 ) -> None:
     graph = routed.graph
     tokens, choices = (list(dict.fromkeys(n.args[0] for n in at)) for at in (routed.gathers, routed.picks))
-    weights = routed.pft.args[1]
-    if 4 in routed.results and weights not in choices:
+    weights = get_argument(routed.pft, "topk_weights")
+    if routed.has_weights and weights not in choices:
         choices = [*choices, weights]
     fingerprint = _fingerprint(routed, [*tokens, *choices], placement, ways)
     if ways.gathers:

@@ -23,6 +23,7 @@ from torch import fx
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_body import ExpertBody, Gemm
 from ..ir.expression_check import is_pointwise
+from ..ir.ops.token_routing import PftResult
 from .pass_manager import graph_pass
 
 aten = torch.ops.aten
@@ -76,7 +77,7 @@ class _Fusion:
         self.graph, self.combine = graph, combine
         self.token_ids, self.offsets, self.inverse = combine.args[2:5]
         pft = self.offsets.args[0]
-        self.weights = {n for n in pft.users if n.args[1] == 4}
+        self.weights = {n for n in pft.users if n.args[1] == PftResult.COMBINE_WEIGHTS}
         self.ups: list[_Up] = []
         self.parts: list[tuple[int, int | None, int | None, int]] = []
         self.scale: Any = None  # factor of the experts' input, an expression of the routing weight

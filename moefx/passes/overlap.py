@@ -19,6 +19,7 @@ from torch import fx
 
 from ..ir.block_graph import BlockGraph
 from ..ir.graph_levels import has_effect
+from ..ir.node_values import get_argument
 from .pass_manager import graph_pass
 
 ops = torch.ops.moefx
@@ -56,7 +57,7 @@ def _delay_weights(graph: fx.Graph, experts: fx.Node) -> None:
     if wait is None:
         return
     with graph.inserting_before(wait):
-        weights = experts.args[5], experts.args[7]
+        weights = get_argument(experts, "up"), get_argument(experts, "down")
         later = graph.create_node("call_function", ops.weights_later.default, weights, name="later")
     later.meta["letters"] = ("0",)
     later.meta["source"] = experts.meta.get("source", "")

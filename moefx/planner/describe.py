@@ -16,6 +16,7 @@ from ..compiler.model_proof import survey_and_verify
 from ..compiler.survey_result import Survey
 from ..errors import UnknownArchitecture
 from ..ir.expert_body import ExpertBody
+from ..ir.node_values import get_argument
 from .architecture import NO_ATTENTION, Architecture, Attention
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
@@ -97,11 +98,10 @@ def _read_expert_sizes(graph: Any, name: str) -> tuple[int, ...]:
     mlps = graph.find(torch.ops.moefx.expert_mlp.default)
     if len(mlps) != 1:
         raise UnknownArchitecture(f"{name} has {len(mlps)} kinds of fused experts; the planner takes blocks with one")
-    values: list[Any] = [getattr(arg, "meta", {}).get("val") for arg in mlps[0].args[:4]]
-    x, _, offsets, inverse = values
+    x, offsets, inverse = (get_argument(mlps[0], name).meta["val"] for name in ("x", "expert_offsets", "inverse"))
     body = ExpertBody.from_json(mlps[0].kwargs["body"])
-    up = sum(body.up_widths([weight.meta["val"] for weight in mlps[0].args[5]]))
-    weights = {w for group in mlps[0].args[5:9] for w in group or ()}
+    up = sum(body.up_widths([weight.meta["val"] for weight in get_argument(mlps[0], "up")]))
+    weights = {w for name in ("up", "up_bias", "down", "down_bias") for w in get_argument(mlps[0], name) or ()}
     total = sum(w.meta["val"].numel() for w in weights)
     parts = len(body.parts)
     return x.shape[-1], offsets.shape[0] - 1, inverse.shape[-1], up // parts, parts + 1, total

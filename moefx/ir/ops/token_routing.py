@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,16 @@ from ..guards.recomputed_choice import observe_pft
 from .op_definition import op, unpack_saved
 
 DROP_RULES = ("none", "position_token", "position_slot", "weight")
+
+
+class PftResult(enum.IntEnum):
+    """The results of `build_pft`, by their numbers."""
+
+    TOKEN_IDS = 0
+    SLOT_IDS = 1
+    EXPERT_OFFSETS = 2
+    INVERSE = 3
+    COMBINE_WEIGHTS = 4
 
 
 @op(

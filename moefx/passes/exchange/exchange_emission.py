@@ -103,7 +103,7 @@ class Exchange:
                 self.hops.append(self._plan(index + 1, place, ways.label(index + 1)))
         arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
         self.received = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
-        own_weights = self.received[weights] if 4 in self.results else None
+        own_weights = self.received[weights] if self.routed.has_weights else None
         kwargs = {"num_experts": slots, "num_rows": next(splits)}
         here = self._call(ops.build_pft.default, (local, own_weights, None), kwargs)
         parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))

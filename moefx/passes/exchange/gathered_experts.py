@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from ...ir.expert_placement import ExchangeRoutes, Placement
+from ...ir.node_values import get_argument
 from ...ir.ops import dialect  # registers the ops
 from .routed_region import RoutedRegion
 
@@ -67,7 +68,7 @@ class GatheredTokens:
         self.received = dict(zip([*tokens, *choices], [*arrived[:num], *arrived[num + 1 :]], strict=True))
         begin = self.ways.position * self.placement.num_slots
         slots = call(aten.sub.Tensor, (arrived[num], begin), {}, ("A", "K"), "slots")
-        weights = self.received[pft.args[1]] if 4 in self.routed.results else None
+        weights = self.received[get_argument(pft, "topk_weights")] if self.routed.has_weights else None
         here = call(ops.build_pft.default, (slots, weights, None), {"num_experts": self.placement.num_slots})
         routes = parts(here, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
         self.routes = {self.routed.results[i]: routes[i] for i in self.routed.results}

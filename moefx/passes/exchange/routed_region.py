@@ -16,6 +16,7 @@ from torch import fx
 from ...errors import Refused
 from ...ir.block_graph import BlockGraph
 from ...ir.ops import dialect  # registers the ops
+from ...ir.ops.token_routing import PftResult
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
@@ -50,7 +51,7 @@ class RoutedRegion:
             Refused: not exactly one group has several experts with matrices.
         """
         # A PFT of which only `inverse` is used decides drops and has no rows.
-        pfts = [n for n in block.find(ops.build_pft.default) if {u.args[1] for u in n.users} - {3}]
+        pfts = [n for n in block.find(ops.build_pft.default) if {u.args[1] for u in n.users} - {PftResult.INVERSE}]
         regions = [cls(block.graph, pft) for pft in pfts]
         if len(regions) > 1:
             regions = [region for region in regions if region.num_experts > 1 and region.has_matrices]
@@ -61,6 +62,11 @@ class RoutedRegion:
     @property
     def num_experts(self) -> int:
         return self.pft.kwargs["num_experts"]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the region uses the routing weights by row."""
+        return PftResult.COMBINE_WEIGHTS in self.results
 
     @property
     def has_matrices(self) -> bool:
@@ -76,7 +82,7 @@ class RoutedRegion:
 
     def _find_region(self) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}
-        stack = [u for i in (0, 1, 2, 4) if i in self.results for u in self.results[i].users]
+        stack = [u for i in set(self.results) - {PftResult.INVERSE} for u in self.results[i].users]
         while stack:
             node = stack.pop()
             if node not in found:
@@ -128,7 +134,9 @@ class RoutedRegion:
 
     def emit_keep_mask(self) -> fx.Node:
         """Emit the mask [S,K] of slots that the `build_pft` has a row for."""
-        inverse = self.results.get(3) or self.graph.call_function(operator.getitem, (self.pft, 3))
+        inverse = self.results.get(PftResult.INVERSE) or self.graph.call_function(
+            operator.getitem, (self.pft, int(PftResult.INVERSE))
+        )
         return self.call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K"))
 
 
