@@ -39,7 +39,6 @@ from .verification.verify_report import VerifyReport, verify
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .distribution.block_distribution import Spread
     from .runtime.topology import ExpertAxis
 
 
@@ -104,11 +103,10 @@ def compile(
             raise
         UNCHANGED[model] = Record((), (*found.refused, Refusal("", str(error))), found.seconds)
         return model
-    spreads = _lay_out_experts(model, proven)
+    _lay_out_experts(model, proven)
     reports = []
     for matched in found.matched:
-        spread = spreads.get(id(matched))
-        program = _install_program(model, copies, matched, plan, spread, proven.axis)
+        program = _install_program(model, copies, matched, plan, proven.axis)
         first = model.get_submodule(matched.names[0])
         if strict and (guard := _find_failed_guard(program, matched, first)):
             warnings.warn(
@@ -116,13 +114,13 @@ def compile(
                 f"original: {guard}",
                 stacklevel=2,
             )
-        reports.append(build_report(matched, program, first, proven.verdicts[id(matched)], spread))
+        reports.append(build_report(matched, program, first))
     gradients: tuple[str, ...] = ()
     if proven.axis is not None:
         from .distribution.training_wiring import describe_reductions, prepare_training
 
         prepare_training(compiled, proven.axis, plan)
-        gradients = describe_reductions(compiled, _spread_by_name(found, spreads), proven.axis, plan)
+        gradients = describe_reductions(compiled, found.spread_by_name, proven.axis, plan)
     vars(compiled)[RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds, proven.decision, gradients)
     return compiled
 
@@ -141,24 +139,20 @@ def _list_warnings(found: Survey, strict: bool) -> list[str]:
     return texts
 
 
-def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> dict[int, Spread]:
-    """Lay out the experts of each match over the mesh, by `id` of the match. Empty without a mesh.
+def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> None:
+    """Lay out the experts of each match over the mesh, if there is one.
 
     Raises:
         InvalidPlan, InvalidInput, Refused: the experts of a block cannot be spread.
     """
     if proven.axis is None:
-        return {}
+        return
     from .distribution.block_distribution import Spread, check_owners
 
-    spreads = {id(m): Spread.over(proven.axis, m.result, proven.plan) for m in proven.found.matched}
-    by_name = _spread_by_name(proven.found, spreads)
-    check_owners(model, by_name, list(by_name), proven.axis.mesh)
-    return spreads
-
-
-def _spread_by_name(found: Survey, spreads: dict[int, Spread]) -> dict[str, Spread]:
-    return {name: spreads[id(m)] for m in found.matched for name in m.names}
+    for m in proven.found.matched:
+        m.spread = Spread.over(proven.axis, m.result, proven.plan)
+    spread = proven.found.spread_by_name
+    check_owners(model, spread, list(spread), proven.axis.mesh)
 
 
 def _install_program(
@@ -166,12 +160,11 @@ def _install_program(
     copies: dict[nn.Module, nn.Module],
     matched: MatchedBlock,
     plan: Plan,
-    spread: Spread | None,
     axis: ExpertAxis | None,
 ) -> Program:
     """Finish the graph of a match, and install its program on the copies of the matched modules."""
     modules = dict(model.named_modules())
-    first = modules[matched.names[0]]
+    first, spread = modules[matched.names[0]], matched.spread
     matched.result = apply_capacity(first, matched.result, plan)
     if spread is not None and axis is not None:
         matched.result = spread.add_collectives(first, matched.result)
@@ -226,20 +219,19 @@ def explain(
     with report_progress("moefx.explain"):
         proven = agree_on_proof(model, example_inputs, _check_plan(plan, mesh), mesh)
     plan, found = proven.plan, proven.found
-    spreads, gradients = {}, ()
+    gradients = ()
     for m in found.matched:
         m.result = apply_capacity(model.get_submodule(m.names[0]), m.result, plan)
     if proven.axis is not None:
         from .distribution.block_distribution import preview_spread
         from .distribution.training_wiring import describe_reductions
 
-        spreads = preview_spread(model, proven.axis, found, plan)
-        gradients = describe_reductions(model, _spread_by_name(found, spreads), proven.axis, plan)
+        preview_spread(model, proven.axis, found, plan)
+        gradients = describe_reductions(model, found.spread_by_name, proven.axis, plan)
     reports = []
     for m in found.matched:
         block = model.get_submodule(m.names[0])
-        verdict = proven.verdicts[id(m)]
-        reports.append(build_report(m, _build_program(m, block), block, verdict, spreads.get(id(m))))
+        reports.append(build_report(m, _build_program(m, block), block))
     return Explanation(
         type(model).__name__,
         tuple(reports),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
@@ -15,22 +13,11 @@ from ..ir.node_values import get_argument
 from ..runtime.program import Program
 from .survey_result import MatchedBlock
 
-if TYPE_CHECKING:
-    from ..distribution.block_distribution import Spread
-
-
 _MASK = "by the program's own mask"
 
 
-def build_report(
-    matched: MatchedBlock, program: Program, block: nn.Module, verdict: str, spread: Spread | None = None
-) -> BlockReport:
-    """Build the report of a rewritten block.
-
-    Args:
-        verdict: the result of the numeric check, in words.
-        spread: the layout of the experts over a mesh, None without one.
-    """
+def build_report(matched: MatchedBlock, program: Program, block: nn.Module) -> BlockReport:
+    """Build the report of a rewritten block."""
     match, graph = matched.result.match, matched.result.graph
     mlps = graph.find(torch.ops.moefx.expert_mlp.default)
     combines = graph.find(torch.ops.moefx.combine.default)
@@ -49,10 +36,10 @@ def build_report(
     return BlockReport(
         names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots,
         expert=expert,
-        drop=drop, holds_for=program.holds_for, routings=len(match.evidence), validation=verdict,
+        drop=drop, holds_for=program.holds_for, routings=len(match.evidence), validation=matched.verdict,
         seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
-        bodies=tuple(_read_body(n) for n in mlps), notes=() if spread is None else (str(spread),),
+        bodies=tuple(_read_body(n) for n in mlps), notes=() if matched.spread is None else (str(matched.spread),),
         trace=ProofTrace(match.probe_runs),
     )  # fmt: skip
 

@@ -20,9 +20,7 @@ from .survey import survey
 from .survey_result import Refusal, Survey
 
 
-def survey_and_verify(
-    model: nn.Module, example_inputs: Any, plan: Plan, found: Survey | None = None
-) -> tuple[Survey, dict[int, str]]:
+def survey_and_verify(model: nn.Module, example_inputs: Any, plan: Plan, found: Survey | None = None) -> Survey:
     """Prove the blocks of a model and check each rewrite numerically. Autocast is off: calls under autocast are proven
     when they occur.
 
@@ -30,33 +28,33 @@ def survey_and_verify(
         found: the survey, if it exists already.
 
     Returns:
-        The survey without the rewrites that the check refuses, and the verdict of the check by `id` of each match.
+        The survey without the rewrites that the check refuses.
     """
 
-    def prove() -> tuple[Survey, dict[int, str]]:
+    def prove() -> Survey:
         with use_device_autocast(find_device(model).type, None):
             surveyed = found or survey(model, example_inputs, plan)
-            return surveyed, _check_numerically(surveyed, plan)
+            _check_numerically(surveyed, plan)
+            return surveyed
 
     with compile_lock(), neutral_device():
         return run_in_worker(prove)
 
 
-def _check_numerically(found: Survey, plan: Plan) -> dict[int, str]:
+def _check_numerically(found: Survey, plan: Plan) -> None:
     """Run the numeric check of each rewrite on a few tokens, and refuse rewrites that differ."""
-    verdicts = {}
     modules = dict(found.twin.named_modules())
     seconds_left = plan.validation_seconds
     for matched in list(found.matched):
         block = modules[matched.names[0]]
         if plan.validation == "symbolic":
-            verdicts[id(matched)] = "off (plan.validation)"
+            matched.verdict = "off (plan.validation)"
             continue
         if any(t.is_meta for t in (*block.parameters(), *block.buffers())):
-            verdicts[id(matched)] = "skipped, the weights are on the meta device"
+            matched.verdict = "skipped, the weights are on the meta device"
             continue
         if seconds_left <= 0 and plan.validation == "auto":
-            verdicts[id(matched)] = "skipped, the time budget is spent"
+            matched.verdict = "skipped, the time budget is spent"
             continue
         announce(f"running {matched.names[0] or type(block).__name__} on a few tokens")
         start = time.perf_counter()
@@ -66,7 +64,7 @@ def _check_numerically(found: Survey, plan: Plan) -> dict[int, str]:
             finite := _first_finite(matched.names, modules)
         ):  # an equal block with finite weights decides
             check, cannot_tell = numeric_check(modules[finite], matched.result, finite, max(seconds_left, 1.0)), None
-        verdicts[id(matched)] = check.text
+        matched.verdict = check.text
         seconds_left -= time.perf_counter() - start
         if not check.was_possible:
             found.unchecked.append(f"{quote_name(matched.names[0])}: {check.text}")
@@ -76,7 +74,6 @@ def _check_numerically(found: Survey, plan: Plan) -> dict[int, str]:
             found.refused += [
                 Refusal(name, reason, source=forward_line(modules[name]), remedy=remedy) for name in matched.names
             ]
-    return verdicts
 
 
 def _first_finite(names: list[str], modules: dict[str, nn.Module]) -> str | None:

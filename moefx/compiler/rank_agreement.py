@@ -34,14 +34,12 @@ class AgreedProof:
     Attributes:
         plan: the plan, with the planner's decision in it.
         found: the survey.
-        verdicts: the verdict of the numeric check, by `id` of each match.
         axis: the mesh axis of the experts, None without a mesh.
         decision: the planner's decision, None if the plan leaves nothing to it.
     """
 
     plan: Plan
     found: Survey
-    verdicts: dict[int, str]
     axis: ExpertAxis | None = None
     decision: Decision | None = None
 
@@ -63,17 +61,17 @@ def agree_on_proof(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any 
         found, decision = _survey_and_decide(model, example_inputs, plan, mesh)
         plan = decision.plan
     if mesh is None:
-        return AgreedProof(plan, *survey_and_verify(model, example_inputs, plan, found), None, decision)
+        return AgreedProof(plan, survey_and_verify(model, example_inputs, plan, found), None, decision)
     from ..distribution.block_distribution import check_agreement, planned_axis
 
     axis = planned_axis(mesh, plan)
     try:
-        found, verdicts = survey_and_verify(model, example_inputs, plan, found)
+        found = survey_and_verify(model, example_inputs, plan, found)
     except Exception as error:
         check_agreement(axis, plan, f"none, {type(error).__name__}: {error}")
         raise
     check_agreement(axis, plan, _summarize(found))
-    return AgreedProof(plan, found, verdicts, axis, decision)
+    return AgreedProof(plan, found, axis, decision)
 
 
 def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tuple[Survey, Decision]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -11,6 +12,9 @@ from ..errors import Cause
 from ..inspection.proof_trace import ProofTrace
 from ..ir.guards.attribute_reads import AttributeLocation
 from .pipeline import BlockRewrite
+
+if TYPE_CHECKING:
+    from ..distribution.block_distribution import Spread
 
 
 @dataclasses.dataclass
@@ -47,13 +51,21 @@ class Refusal:
 
 @dataclasses.dataclass
 class MatchedBlock:
-    """Modules of one kind that were proven and rewritten together."""
+    """Modules of one kind that were proven and rewritten together.
+
+    Attributes:
+        read: attributes that the proof depends on.
+        verdict: the result of the numeric check, in words; "" before it.
+        spread: the layout of the experts over a mesh, None without one.
+    """
 
     names: list[str]
     call: SurveyedCall
     result: BlockRewrite
     seconds: float
-    read: set[AttributeLocation]  # attributes that the proof depends on
+    read: set[AttributeLocation]
+    verdict: str = ""
+    spread: Spread | None = None
 
 
 @dataclasses.dataclass
@@ -75,3 +87,8 @@ class Survey:
     twin: nn.Module
     copies: dict[nn.Module, nn.Module]
     unchecked: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def spread_by_name(self) -> dict[str, Spread]:
+        """The layout of each block whose experts are spread over a mesh, by the block's name."""
+        return {name: m.spread for m in self.matched for name in m.names if m.spread is not None}

@@ -247,10 +247,9 @@ def _row_bytes(result: BlockRewrite) -> float:
     return sum(widths) + 6.0 * result.match.slots
 
 
-def preview_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> dict[int, Spread]:
-    """Lay out the blocks of a survey without changing the model: by `id`, with the graphs that they would run. A block
-    that cannot be spread becomes a refused one. Collective, as `Spread.over` is."""
-    spreads: dict[int, Spread] = {}
+def preview_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> None:
+    """Lay out the blocks of a survey without changing the model, with the graphs that they would run. A block that
+    cannot be spread becomes a refused one. Collective, as `Spread.over` is."""
 
     def refuse(matched: MatchedBlock, why: MoefxError) -> None:
         found.matched.remove(matched)
@@ -263,18 +262,17 @@ def preview_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan
 
     for matched in list(found.matched):
         try:
-            spreads[id(matched)] = Spread.over(axis, matched.result, plan)
+            matched.spread = Spread.over(axis, matched.result, plan)
         except (Refused, InvalidPlan) as why:
             refuse(matched, why)
-    holders = {name: spreads[id(m)] for m in found.matched for name in m.names}
+    spread = found.spread_by_name
     for matched in list(found.matched):
         try:
-            check_owners(model, holders, matched.names, axis.mesh)
+            check_owners(model, spread, matched.names, axis.mesh)
             block = model.get_submodule(matched.names[0])
-            matched.result = spreads[id(matched)].add_collectives(block, matched.result)
+            matched.result = spread[matched.names[0]].add_collectives(block, matched.result)
         except (Refused, InvalidInput) as why:
             refuse(matched, why)
-    return spreads
 
 
 def check_owners(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[str], mesh: DeviceMesh) -> None:

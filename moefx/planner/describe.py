@@ -38,7 +38,7 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
         UnknownArchitecture: no block was rewritten, or the blocks differ. The message has the reasons or the sizes.
     """
     model = getattr(model, "_orig_mod", model)  # the module inside of torch.compile's wrapper
-    found, _ = survey_and_verify(model, example_inputs, Plan(validation="symbolic"))
+    found = survey_and_verify(model, example_inputs, Plan(validation="symbolic"))
     return describe_survey(model, found)
 
 

@@ -167,8 +167,8 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
         result = apply_capacity(block, result, plan)
         program = build_program(block, result, args, {}, dtype)
     seconds = time.perf_counter() - start
-    matched = MatchedBlock([region.name], SurveyedCall(region.name, args, {}), result, seconds, set())
-    report = dataclasses.replace(build_report(matched, program, block, verdict), kind="region of a graph")
+    matched = MatchedBlock([region.name], SurveyedCall(region.name, args, {}), result, seconds, set(), verdict)
+    report = dataclasses.replace(build_report(matched, program, block), kind="region of a graph")
     tables = [places for group in result.match.groups for places in group.tables]
     fixed = [SizeGuard(dim, "eq", str(n), True) for dim, n in result.match.arguments.fixed.items()]
     guards = (*result.match.guards, *fixed)
