@@ -19,7 +19,7 @@ from .compiled_blocks import (
     unwrap_model,
 )
 from .compiler.block_report import build_report
-from .compiler.pipeline import PASSES, apply_capacity
+from .compiler.pipeline import PASSES, apply_capacity, keep_captured_graph
 from .compiler.plan_check import check_effects, check_layout
 from .compiler.program_builder import build_program
 from .compiler.rank_agreement import AgreedProof, agree_on_proof
@@ -165,7 +165,7 @@ def _install_program(
     """Finish the graph of a match, and install its program on the copies of the matched modules."""
     modules = dict(model.named_modules())
     first, spread = modules[matched.names[0]], matched.spread
-    matched.result = apply_capacity(first, matched.result, plan)
+    matched.result = keep_captured_graph(apply_capacity(first, matched.result, plan))
     if spread is not None and axis is not None:
         matched.result = spread.add_collectives(first, matched.result)
         for name in matched.names:

@@ -148,8 +148,6 @@ def _rewrite_block(
     graph = BlockGraph(name, rewritten.graph, Binding((*paths, *passed), passed), rewritten.out_spec)
     # 4. passes on the graph; every snapshot runs
     history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
-    captured = build_captured_graph(name, match.evidence[0].capture, names.tensors)
-    history = dataclasses.replace(history, captured=captured)
     return BlockRewrite(match, rewritten, history, skipped)
 
 
@@ -175,6 +173,13 @@ def apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockR
         return result
     history = PassManager(block).extend(result.history, (limit,), plan, level="fused")
     return dataclasses.replace(result, history=history)
+
+
+def keep_captured_graph(result: BlockRewrite) -> BlockRewrite:
+    """Add the captured graph to the history, which outlives the proof's captures. Takes about as long as a capture."""
+    names = [placeholder_name(path) for path in result.graph.binding.paths]
+    captured = build_captured_graph(result.history.name, result.match.evidence[0].capture, names)
+    return dataclasses.replace(result, history=dataclasses.replace(result.history, captured=captured))
 
 
 def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:
@@ -208,4 +213,12 @@ def object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[
     return list(found.values())
 
 
-__all__ = ["PASSES", "BlockRewrite", "apply_capacity", "argument_paths", "reapply_checkpoint", "rewrite_block"]
+__all__ = [
+    "PASSES",
+    "BlockRewrite",
+    "apply_capacity",
+    "argument_paths",
+    "keep_captured_graph",
+    "reapply_checkpoint",
+    "rewrite_block",
+]

@@ -36,7 +36,7 @@ from ..runtime.module import BlockForward, signature_binder, signature_of
 from ..runtime.program import Program
 from ..runtime.watch import ReadAttributes
 from .numeric_check import numeric_check
-from .pipeline import BlockRewrite, apply_capacity, rewrite_block, rewrite_with_objects
+from .pipeline import BlockRewrite, apply_capacity, keep_captured_graph, rewrite_block, rewrite_with_objects
 from .program_builder import build_program, move_kind
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class LazySpecializer:
                     )
                 if self.by_mode:
                     read.add(BLOCK_MODE)
-                proven, result = result, apply_capacity(block, result, self.plan)
+                proven, result = result, keep_captured_graph(apply_capacity(block, result, self.plan))
                 if self.spread is not None:
                     result = self.spread.add_collectives(block, result)
                 program = build_program(block, result, call_args, call_kwargs, call.autocast, read, tied)

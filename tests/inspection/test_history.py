@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_structure
 
 import moefx
 from moefx import Plan
+from moefx.compiler import pipeline
 from moefx.inspection.history import History, Snapshot
 from moefx.ir.block_graph import BlockGraph
 from moefx.ir.node_values import TensorSpec
@@ -135,6 +136,14 @@ def test_the_captured_graph_of_a_block_is_saved_with_its_history():
     loaded = pickle.loads(pickle.dumps(h))
     assert str(loaded.captured) == str(h.captured) and str(loaded.graph) == str(h.graph)
     assert str(h.renamed("layers.1").captured).startswith("# layers.1\n")
+
+
+def test_explain_builds_no_captured_graph(monkeypatch):
+    built = []
+    monkeypatch.setattr(pipeline, "build_captured_graph", lambda *args: built.append(args))
+    assert moefx.explain(Gated(tuple), example_inputs=(torch.randn(9, D),)).matched and not built
+    moefx.compile(Gated(tuple), example_inputs=(torch.randn(9, D),))
+    assert len(built) == 1
 
 
 @pytest.mark.parametrize("kind", [dict, tuple])

@@ -18,7 +18,7 @@ from ...capture.device_autocast import use_device_autocast
 from ...capture.size_guards import SizeGuard
 from ...compiler.block_report import build_report
 from ...compiler.numeric_check import numeric_check
-from ...compiler.pipeline import BlockRewrite, apply_capacity, rewrite_block
+from ...compiler.pipeline import BlockRewrite, apply_capacity, keep_captured_graph, rewrite_block
 from ...compiler.program_builder import build_program
 from ...compiler.survey_result import MatchedBlock
 from ...errors import CaptureError, MoefxError, Refused, summarize_error
@@ -164,7 +164,7 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
             what = "it contains one expert only, and does not form a mixture with the others"
             raise Refused(what, source=region.source)
         verdict = _check_numerically(analysis, region, result, plan)
-        result = apply_capacity(block, result, plan)
+        result = keep_captured_graph(apply_capacity(block, result, plan))
         program = build_program(block, result, args, {}, dtype)
     seconds = time.perf_counter() - start
     matched = MatchedBlock([region.name], SurveyedCall(region.name, args, {}), result, seconds, set(), verdict)
