@@ -233,8 +233,7 @@ class ProofState:
         lifter = Lifter(self.block, captured, template, options)
         form = lifter.lift(self._expert_parameters)
         self._expert_parameters = self._expert_parameters or lifter.experts
-        form.groups.sort(key=lambda g: g.ids[0])
-        return form
+        return dataclasses.replace(form, groups=sorted(form.groups, key=lambda g: g.ids[0]))
 
     def lift_first(self, captured: Capture) -> CanonicalForm:
         """Lift the first capture.
@@ -268,18 +267,16 @@ class ProofState:
         Raises:
             Refused: the new form differs from `reference`.
         """
-        new = self.lift_as(old.capture, template, is_last)
-        require_same_form(reference, new)
-        new.optional_guard = old.optional_guard
-        return new
+        new = require_same_form(reference, self.lift_as(old.capture, template, is_last))
+        return dataclasses.replace(new, optional_guard=old.optional_guard)
 
     # ------------------------------------------------------------- agreement
-    def require_same_form(self, form: CanonicalForm) -> None:
-        """Raise `Refused` unless a form agrees with that of all captures."""
-        require_same_form(self._forms[0], form)
+    def require_same_form(self, form: CanonicalForm) -> CanonicalForm:
+        """Return a form with its groups in the order of all captures. Raise `Refused` unless it agrees with theirs."""
+        return require_same_form(self._forms[0], form)
 
-    def require_agreement(self, form: CanonicalForm) -> None:
-        """Require a form to agree with that of all captures.
+    def require_agreement(self, form: CanonicalForm) -> CanonicalForm:
+        """Return a form with its groups in the order of all captures.
 
         If only the new capture drops slots, weights may have to be read from other nodes, which are zero for a dropped
         slot: then lift all captures from these nodes.
@@ -288,11 +285,23 @@ class ProofState:
             Refused: the forms differ.
         """
         try:
-            require_same_form(self._forms[0], form)
+            return require_same_form(self._forms[0], form)
         except Refused:
             if form.kept_slots.all():
                 raise
             self._forms = [self.lift_again(one, form, form) for one in self._forms]
+            return form
+
+    def align_evidence(self, index: int) -> None:
+        """Require a capture of the evidence to agree with the first one, and store it with its groups in that order.
+
+        Raises:
+            Refused: the forms differ.
+        """
+        form = self._forms[index]
+        aligned = self.require_agreement(form)
+        if self._forms[index] is form:  # else all captures were lifted again
+            self._forms[index] = aligned
 
     def read_all_as(self, form: CanonicalForm) -> None:
         """Lift all captures from the nodes of another form.
@@ -327,9 +336,7 @@ class ProofState:
             optional: the guard that replaces the capture if its form turns out to differ.
             forced_read: the branch of Python code that was forced.
         """
-        form.optional_guard = optional or form.optional_guard
-        form.forced_read = forced_read or form.forced_read
-        self._forms.append(form)
+        self._forms.append(dataclasses.replace(form, optional_guard=optional, forced_read=forced_read))
         self._sizes.append(sizes)
 
     def drop_evidence(self, index: int) -> None:

@@ -100,7 +100,7 @@ def _count_masks(state: ProofState, sizes: dict[str, int]) -> None:
     except Refused:  # the integers are masks only
         return
     with contextlib.suppress(Refused):
-        state.require_same_form(form)
+        form = state.require_same_form(form)
         if form.expert_index.position == state.reference.expert_index.position:
             return
     state.restart(arguments, form)
@@ -167,7 +167,7 @@ def agree(state: ProofState) -> None:
     )
     state.set_reference(richest)
     for i in range(1, len(state.forms)):
-        state.require_agreement(state.forms[i])
+        state.align_evidence(i)
 
 
 def refuse_early(state: ProofState) -> None:
@@ -237,7 +237,7 @@ def complete_evidence(state: ProofState) -> list[int]:
             return full
         sizes = state.size_choice.choose(max(21, state.hint // 4), seed)
         state.add_evidence(state.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
-        state.require_agreement(state.forms[-1])
+        state.align_evidence(-1)
     raise Refused("no routing was found under which all kinds of experts are used")
 
 

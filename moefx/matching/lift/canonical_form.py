@@ -93,7 +93,7 @@ class Group:
     values: list[NodeRef]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class CanonicalForm:
     """The canonical form of one capture, with T tokens and K slots.
 

@@ -8,10 +8,10 @@ from ...errors import Refused
 from .canonical_form import CanonicalForm
 
 
-def require_same_form(a: CanonicalForm, b: CanonicalForm) -> None:
-    """Check that two captures have one template, and sort the groups of `b` like those of `a`.
+def require_same_form(a: CanonicalForm, b: CanonicalForm) -> CanonicalForm:
+    """Check that two captures have one template, and return `b` with its groups in the order of `a`.
 
-    `b` may use a part of the experts, and of the groups. It gets an empty group for each that it lacks.
+    `b` may use a part of the experts, and of the groups. The result has an empty group for each that `b` lacks.
 
     Raises:
         Refused: slots, expert index, shared summands or expert functions differ.
@@ -31,7 +31,8 @@ def require_same_form(a: CanonicalForm, b: CanonicalForm) -> None:
     ordered = [by_form.pop((g.body, tuple(v.form for v in g.values)), None) for g in a.groups]
     if by_form:
         raise Refused("experts compute different functions under different routings", source=source)
-    b.groups[:] = [
+    groups = [
         h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[])
         for g, h in zip(a.groups, ordered, strict=True)
     ]
+    return dataclasses.replace(b, groups=groups)

@@ -134,8 +134,7 @@ def vary_call_integers(state: ProofState) -> None:
             return
         if (seed := next(seeds, None)) is not None:
             form = state.lift(Routing("diverse", seed), state.sizes[0])
-            state.require_same_form(form)
-            state.add_evidence(form, state.sizes[0])
+            state.add_evidence(state.require_same_form(form), state.sizes[0])
             continue
         settled.add(place)
         met = next(i for i, column in enumerate(columns) if place in column)
@@ -182,8 +181,7 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
     )
     interventions = {**taken.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:
-        form = state.lift(taken.routing.restart(), sizes, interventions)
-        state.require_same_form(form)
+        form = state.require_same_form(state.lift(taken.routing.restart(), sizes, interventions))
     except Refused as why:
         raise refusal from why
     except Exception as error:

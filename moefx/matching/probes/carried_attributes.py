@@ -46,8 +46,7 @@ def carry_attributes_over(state: ProofState) -> None:
             stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
             values[key] = pytree.tree_map_only(fx.Node, _change_value, node)
         try:
-            again = state.lift(Routing("diverse", 0), state.sizes[0])
-            state.require_same_form(again)
+            again = state.require_same_form(state.lift(Routing("diverse", 0), state.sizes[0]))
         except Refused as why:
             raise _refuse_carried(left) from why
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]

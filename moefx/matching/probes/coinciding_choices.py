@@ -206,7 +206,7 @@ def _separate(state: ProofState, place: _Place, force: Any, what: str, taken: Ca
         try:
             parted = state.lift_as(state.capture(tracer.routing.restart(), sizes, interventions), None)
             state.read_all_as(parted)
-            state.require_same_form(parted)
+            parted = state.require_same_form(parted)
         except Refused:
             raise why from None
         state.add_evidence(parted, sizes)

@@ -197,6 +197,5 @@ def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalF
         return None  # the program does not run with two or three tokens
     if all(other.value == read.value for other in taken.reads if other.call_stack == read.call_stack):
         return None
-    form = state.lift_captured(taken)  # a second capture under the same `Routing` chooses other experts
-    state.require_same_form(form)
-    return form
+    # a second capture under the same `Routing` chooses other experts
+    return state.require_same_form(state.lift_captured(taken))

@@ -96,10 +96,9 @@ def _capture_count(
         form = state.lift_captured(taken)
         if int((form.ids == expert).sum()) != len(routing.prefer):
             return None
-        state.require_same_form(form)
+        return state.require_same_form(form)
     except Refused as why:
         return why
-    return form
 
 
 __all__ = ["vary_expert_counts"]

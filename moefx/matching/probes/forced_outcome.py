@@ -59,7 +59,7 @@ def force_outcome(
     tracer, sizes, optional = state.forms[at].capture.tracer, state.sizes[at], state.forms[at].optional_guard
     try:
         forced = state.lift(tracer.routing.restart(), sizes, {**tracer.interventions, **interventions})
-        state.require_same_form(forced)
+        forced = state.require_same_form(forced)
     except Refused as why:
         if optional is None:
             raise refuse_change(source, what) from why

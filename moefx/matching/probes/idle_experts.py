@@ -69,8 +69,7 @@ def leave_experts_idle(state: ProofState) -> None:
         open_ -= turned.pop(best)
         with contextlib.suppress(Refused):
             form = state.lift(Routing("diverse", 0), state.sizes[0], {best.position: best})
-            state.require_same_form(form)
-            state.add_evidence(form, state.sizes[0])
+            state.add_evidence(state.require_same_form(form), state.sizes[0])
 
 
 def concentrate_tokens(state: ProofState) -> None:
@@ -83,8 +82,7 @@ def concentrate_tokens(state: ProofState) -> None:
         return
     most = max(range(len(state.sizes)), key=lambda i: math.prod(state.sizes[i].values()))
     for seed in (0, state.num_experts - 1):
-        form = state.lift(Routing("crowded", seed), state.sizes[most])
-        state.require_same_form(form)
+        state.require_same_form(state.lift(Routing("crowded", seed), state.sizes[most]))
 
 
 def _find_concentrations(state: ProofState, taken: Capture, node: fx.Node) -> Iterator[Concentration]:

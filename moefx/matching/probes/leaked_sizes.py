@@ -115,8 +115,7 @@ class _CommonBehaviour:
         A plain number of the routing, such as an entry of a list of budgets, may change this without changing lines.
         """
         try:
-            form = self.state.lift_captured(taken)
-            self.state.require_same_form(form)
+            form = self.state.require_same_form(self.state.lift_captured(taken))
         except Refused:
             return True
         return not self.has_drops and not form.kept_slots.all()
@@ -249,14 +248,12 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
     if sizes is None:
         return False
     try:
-        form = state.lift(Routing("diverse", 8), sizes)
-        state.require_same_form(form)
+        form = state.require_same_form(state.lift(Routing("diverse", 8), sizes))
     except Refused:
         return False
     if not has_moved(form.capture):
         return False  # the number has changed back
-    form.optional_guard = below
-    state.add_evidence(form, sizes)
+    state.add_evidence(form, sizes, optional=below)
     return True
 
 

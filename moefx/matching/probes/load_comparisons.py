@@ -230,8 +230,7 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
     except Exception:  # the program's own
         return None
     try:
-        form = state.lift_captured(taken)
-        state.require_agreement(form)
+        form = state.require_agreement(state.lift_captured(taken))
     except NothingRouted:
         return None
     except Refused as why:
@@ -307,8 +306,7 @@ def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     if (sizes := choose_even_sizes(state, limit)) is None:
         return False
     try:
-        form = state.lift(Routing("even"), sizes)
-        state.require_agreement(form)
+        form = state.require_agreement(state.lift(Routing("even"), sizes))
     except Exception:  # also an error of the program
         return False
     outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}

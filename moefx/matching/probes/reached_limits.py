@@ -75,7 +75,7 @@ def overflow_limits(state: ProofState) -> None:
             break
         try:  # some limits hold for all choices, some for first choices only
             form = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
-            state.require_agreement(form)
+            form = state.require_agreement(form)
         except Exception:  # an error of the program, too, at sizes that it does not support
             break
         state.add_evidence(form, sizes)
@@ -101,8 +101,7 @@ def _overflow_every_expert(state: ProofState, seen: list[dict[Place, int | None]
         raise
     except Exception:  # an error of the program, at sizes that it does not support
         return
-    state.require_agreement(form)
-    state.add_evidence(form, sizes)
+    state.add_evidence(state.require_agreement(form), sizes)
 
 
 def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:

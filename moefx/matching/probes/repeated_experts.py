@@ -53,7 +53,7 @@ def repeat_experts(state: ProofState) -> None:
     pairs = _pair_slots(first.slots)
     if len(first.ids) < _TOKENS_PER_CHANGE * len(pairs):  # one token for each pair, and others that show the form
         sizes = state.size_choice.choose(_TOKENS_PER_CHANGE * len(pairs), 0)
-        require_same_form(first, first := state.lift(Routing("diverse", 0), sizes))
+        first = require_same_form(first, state.lift(Routing("diverse", 0), sizes))
         made = _find_makers(first, experts)
     culprits = tuple(dict.fromkeys(op_name(node) for node, _ in made))
     source = str(made[-1][0].meta["source"])
@@ -96,8 +96,7 @@ def _lift_with_choices(
             raise refusal from error
         return None
     try:
-        form = state.lift_captured(taken)
-        state.require_same_form(form)
+        form = state.require_same_form(state.lift_captured(taken))
         state.read_all_as(form)
     except Refused as why:
         raise refusal from why

@@ -87,7 +87,7 @@ def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) 
     found = _try_lift(state, routing, sizes)
     if isinstance(found, CanonicalForm):
         try:
-            state.require_same_form(found)
+            return state.require_same_form(found)
         except Refused as why:
             return why
     return found
@@ -119,8 +119,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
         elif isinstance(form, CanonicalForm):
             is_apart = not all(g.holds(state.sizes[0]) for g in form.capture.sizes.guards)
             try:
-                state.require_same_form(form)
-                found.append(form)
+                found.append(state.require_same_form(form))
             except Refused as why:
                 (unclear if is_apart else differs).append(why)
     if differs or (unclear and found):
