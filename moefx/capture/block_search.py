@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ir.dataclass_fields import open_dataclasses
 from .attention_check import has_attention
-from .code_locations import find_user_source
+from .code_locations import find_user_source, is_internal_error
 from .concolic import capture_block
 from .concrete_routing import Routing
 from .inner_calls import CallChanges, InnerCall, StateSnapshot, iterate_objects, iterate_tensors
@@ -133,7 +133,9 @@ def search_blocks(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Bloc
     while True:
         try:
             return _SearchRun(model, opaque, share=True).run(args, kwargs)
-        except Exception:  # the parent may read something that an equal module leaves when it runs
+        except Exception as error:  # the parent may read something that an equal module leaves when it runs
+            if is_internal_error(error):
+                raise
             try:
                 return _SearchRun(model, opaque, share=False).run(args, kwargs)
             except Exception:

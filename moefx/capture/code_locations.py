@@ -199,9 +199,11 @@ def is_internal_error(error: BaseException) -> bool:
     """Whether an error is a bug of this package: not raised on purpose, nor by the program's code or ops."""
     if isinstance(error, MoefxError):
         return False
-    trace = error.__traceback__
+    trace = asking = error.__traceback__
     while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
+        trace, asking = trace.tb_next, trace
+    if trace is not None and isinstance(error, AttributeError) and _find_opcode(trace) == "RAISE_VARARGS":
+        trace = asking  # a stand-in lacks an attribute
     if trace is None or not trace.tb_frame.f_code.co_filename.startswith(PACKAGE_DIR):
         return False
     return isinstance(error, _BUG_TYPES) or not _find_opcode(trace).startswith(("CALL", "PRECALL", "RAISE_VARARGS"))
@@ -215,11 +217,16 @@ _BUG_TYPES = (
 )  # other types may come from C++ code of torch, without frames
 
 
+def is_program_error(error: BaseException) -> bool:
+    """Whether an error comes from the user's program: it is neither a refusal nor a bug of this package."""
+    return not isinstance(error, MoefxError) and not is_internal_error(error)
+
+
 @contextlib.contextmanager
-def suppress_program_errors() -> Iterator[None]:
-    """Suppress refusals, and errors of the user's program. Bugs of this package pass (see `is_internal_error`)."""
+def suppress_program_errors(*others: type[MoefxError]) -> Iterator[None]:
+    """Suppress errors of the user's program, and `others`. Bugs of this package pass (see `is_internal_error`)."""
     try:
         yield
     except Exception as error:
-        if is_internal_error(error):
+        if not isinstance(error, others) and not is_program_error(error):
             raise

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError
+from .code_locations import suppress_program_errors
 from .tensor_trees import collect_tensors, map_tensors
 
 aten = torch.ops.aten
@@ -222,7 +223,7 @@ def _run_on_device(func: Any, args: tuple, kwargs: dict[str, Any], device: str, 
         args, kwargs = map_tensors((args, kwargs), lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
         floats = [t for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
         without = None
-        with _set_autocast(device, None), _Casts(floats) as before, contextlib.suppress(Exception):  # mixed dtypes
+        with _set_autocast(device, None), _Casts(floats) as before, suppress_program_errors():  # mixed dtypes
             without = _result_dtype(call(*args, **kwargs))
         try:
             with _set_autocast(device, dtype), _Casts(floats) as casts:

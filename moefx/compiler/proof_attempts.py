@@ -13,10 +13,10 @@ from torch import nn
 
 from ..capture.argument_interpretations import interpret_arguments, interpret_batch_of_one
 from ..capture.block_arguments import Arguments
-from ..capture.code_locations import is_raised_by_program, suppress_program_errors
+from ..capture.code_locations import is_internal_error, is_raised_by_program, suppress_program_errors
 from ..capture.size_collisions import ModelNumbers
 from ..capture.size_guards import SizeGuard
-from ..errors import CaptureError, Cause, Refused
+from ..errors import CaptureError, Cause, MoefxError, Refused
 from ..inspection.proof_trace import CutAttempt, ProofTrace
 from ..matching.drop_rules import explain_drops
 from ..matching.match_result import Match
@@ -47,7 +47,7 @@ def prove_and_rewrite(
         except (Refused, CaptureError) as error:
             if first is None:
                 if as_batch := interpret_batch_of_one(arguments, args, kwargs):
-                    with suppress_program_errors():
+                    with suppress_program_errors(MoefxError):
                         return _prove_arguments(block, as_batch, names)
                 raise
             if isinstance(error, Refused) and error.cause is Cause.CONVOLUTIONS:
@@ -55,6 +55,8 @@ def prove_and_rewrite(
             if isinstance(error, Refused) and (refusal is None or error.cause is Cause.MIXED_POSITIONS):
                 refusal = _explain_images(error) if arguments.feature < len(arguments.lead) else error
         except Exception as error:  # the user's code at unsupported sizes
+            if is_internal_error(error):
+                raise
             first = first or error
     assert first is not None
     raise refusal or first from None
@@ -127,8 +129,8 @@ def _prove_sizes(state: ProofState, names: Placeholders) -> tuple[Match, Rewrite
             # the captures of the first proof may have taken branches that the example does not
             is_telling = side_refusal.cause not in (Cause.NOT_ROUTED, Cause.NO_SIZES)
             raise (side_refusal if is_telling or not isinstance(error, Refused) else error) from None
-        except Exception:
-            raise error from None
+        except Exception as other_error:
+            raise (other_error if is_internal_error(other_error) else error) from None
     failed = _failed_guards(match)
     if not failed:
         return match, rewritten

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .._plan import Plan
 from ..capture.block_search import BlockCandidates, SurveyedCall, search_blocks
-from ..capture.code_locations import is_internal_error
+from ..capture.code_locations import is_internal_error, suppress_program_errors
 from ..capture.concolic import capture_block
 from ..capture.concrete_routing import Routing
 from ..capture.example_calls import find_example_calls
@@ -384,8 +384,7 @@ def _find_cache(tree: Any, depth: int = 4) -> str:
 
 def _is_capturable(module: nn.Module, call: SurveyedCall) -> bool:
     """Whether a module runs on abstract tensors of the example's sizes."""
-    try:
+    with suppress_program_errors(MoefxError):
         capture_block(module, call.args, call.kwargs, Routing("diverse", 0))
-    except Exception:
-        return False
-    return True
+        return True
+    return False

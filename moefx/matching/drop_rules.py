@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ..capture.code_locations import suppress_program_errors
 from ..capture.concrete_routing import Routing
-from ..errors import Refused
+from ..errors import MoefxError, Refused
 from .capacity_formulas import Formula, find_formula
 from .drop_masks import find_masks
 from .graph_nodes import collect_numbers
@@ -104,9 +105,10 @@ def _find_ties(match: Match, owned: set[int]) -> str | None:
         if most is None or form.optional_guard:
             continue
         tracer = form.capture.tracer
-        try:
+        tied = None
+        with suppress_program_errors(MoefxError):
             tied = match.lift_at(Routing("tied", tracer.routing.seed), sizes, tracer.interventions)
-        except Exception:  # also an error of the block itself
+        if tied is None:
             continue
         ranks = _rank_slots(tied, "weight", owned, is_tied=True)
         if ranks is None or not _has_ties_at(tied, ranks, fewest, most):

@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 
 from ..capture.block_arguments import Arguments
 from ..capture.capture_result import Capture
+from ..capture.code_locations import suppress_program_errors
 from ..capture.concrete_routing import Routing
 from ..capture.size_guards import SizeGuard, evaluate_size
+from ..errors import MoefxError
 from ..inspection.proof_trace import ProbeRun
 from .capacity_formulas import Formula, find_formula
 from .guarded_sizes import find_sequence, find_sizes
@@ -130,7 +132,7 @@ class Match:
                 several += [s for s in find_sizes(self.arguments, guards, 64) if s not in several][:_MIN_SAMPLES]
             for sizes in several:
                 is_long = self.arguments.each * math.prod(sizes.values()) > 512
-                with contextlib.suppress(Exception):  # the block may fail at some sizes
+                with suppress_program_errors(MoefxError):
                     samples.append((sizes, self.capture_at(Routing(kind, 0), sizes, most=max_nodes if is_long else 0)))
         return self.size_samples[kind]
 
@@ -209,9 +211,10 @@ class Match:
     def is_empty_without_tokens(self) -> bool:
         """Whether a call without tokens returns only empty tensors, and has no side effects."""
         for dim in self.arguments.dims:
-            try:
+            capture = None
+            with suppress_program_errors(MoefxError):
                 capture = self.capture_at(Routing("diverse", 0), {**self.sizes[0], dim: 0})
-            except Exception:  # the block itself fails without tokens
+            if capture is None:
                 return False
             values = [leaf.meta.get("val") for leaf in pytree.tree_leaves(capture.out) if isinstance(leaf, fx.Node)]
             if capture.effects or len(values) != len(pytree.tree_leaves(capture.out)):

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from ..capture.capture_result import Capture
+from ..capture.code_locations import suppress_program_errors
 from ..capture.routed_numbers import is_empty_test
-from ..errors import Cause, Refused
+from ..errors import Cause, MoefxError, Refused
 from .graph_nodes import find_comparison, is_routed, op_name
 from .op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
 from .probes.branch_outcomes import find_buffers
@@ -77,16 +78,14 @@ def explain_branch(state: ProofState) -> Refused | None:
     routing, sizes = state.first.tracer.routing.restart(), state.first.sizes.dims
     for read in state.first.reads:
         if type(read.value) is bool and (buffers := find_buffers(read)):
-            try:
+            with suppress_program_errors(MoefxError):
                 state.lift(routing, sizes, {read.call_stack: not read.value})
-            except Exception:  # still none, or the program itself fails
-                continue
-            return Refused(
-                f"the buffer {', '.join(buffers)} decides whether experts are chosen, and none are with its value: "
-                f"{read.source.text}",
-                source=str(read.source),
-                remedy=DECIDE_OUTSIDE,
-            )
+                return Refused(
+                    f"the buffer {', '.join(buffers)} decides whether experts are chosen, and none are with its value: "
+                    f"{read.source.text}",
+                    source=str(read.source),
+                    remedy=DECIDE_OUTSIDE,
+                )
     return None
 
 

@@ -8,12 +8,10 @@ from torch import nn
 
 import moefx
 from moefx.capture.argument_interpretations import interpret_arguments
-from moefx.capture.code_locations import suppress_program_errors
 from moefx.capture.size_collisions import ModelNumbers
 from moefx.capture.size_guards import SizeGuard
-from moefx.capture.symbolic_sizes import NumberNotTaken
 from moefx.compiler import proof_attempts
-from moefx.errors import CaptureError, Cause, Refused
+from moefx.errors import Cause, Refused
 from moefx.frontends.dynamo.backend import backend
 from moefx.matching.proof_state import ProofState
 from moefx.passes.rewrite import Placeholders
@@ -157,17 +155,6 @@ def make_bug():
     found = {}
     exec(compile("def fail(*args): assert not args", f"{PACKAGE_DIR}/bug.py", "exec"), found)
     return found["fail"]
-
-
-@pytest.mark.parametrize("error", [Refused("no"), CaptureError("no"), RuntimeError("no"), AssertionError("no")])
-def test_errors_of_the_program_are_suppressed(error):
-    with suppress_program_errors():
-        raise_error(error)
-
-
-def test_a_refusal_that_is_an_attribute_error_is_suppressed():
-    with suppress_program_errors():
-        raise NumberNotTaken("no")
 
 
 def test_a_bug_in_another_interpretation_is_not_hidden(monkeypatch):

@@ -16,7 +16,6 @@ Python reads takes values that turn the comparisons of the code.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,11 @@ import torch
 from torch import fx, nn
 
 from ...capture.capture_result import Capture, HostRead
-from ...capture.code_locations import Source
+from ...capture.code_locations import Source, is_internal_error
 from ...capture.node_origins import find_float_decisions
 from ...capture.routed_numbers import ROW_COUNT, is_empty_test
 from ...capture.size_guards import COMPARE
-from ...errors import Refused
+from ...errors import MoefxError, Refused
 from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import collect_numbers, is_random, is_routed, is_state, line, op_name
@@ -207,11 +206,16 @@ def _find_turning_values(
     tracer = state.forms[at].capture.tracer
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
-        with contextlib.suppress(Exception):  # the program may check the value
-            interventions = {**tracer.interventions, read.call_stack: value}
+        interventions = {**tracer.interventions, read.call_stack: value}
+        try:
             nodes = state.capture(tracer.routing.restart(), state.sizes[at], interventions).nodes
-            return value, list(map(line, nodes)), collect_numbers(nodes)
-        return None
+        except MoefxError:
+            return value, [], {}  # a program that no capture follows is like no other one
+        except Exception as error:  # the program may check the value
+            if is_internal_error(error):
+                raise
+            return None
+        return value, list(map(line, nodes)), collect_numbers(nodes)
 
     def differ(a: Any, b: Any) -> set[Any]:
         return {p for p, n in a[2].items() if n != b[2].get(p) and (n, b[2].get(p)) != (a[0], b[0])}

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import FORCE_MIXED, Capture
-from ...capture.code_locations import is_raised_by_program
+from ...capture.code_locations import is_internal_error, is_raised_by_program
 from ...capture.concrete_routing import Routing
 from ...capture.node_origins import is_abstract
 from ...capture.side_effects import has_integers
@@ -182,9 +182,9 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
     interventions = {**taken.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:
         form = state.require_same_form(state.lift(taken.routing.restart(), sizes, interventions))
-    except Refused as why:
-        raise refusal from why
     except Exception as error:
+        if is_internal_error(error):
+            raise
         if is_raised_by_program(error):  # the original raises the error, too
             return
         raise refusal from error

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import FORCE_MIXED, Capture
-from ...capture.code_locations import Source
+from ...capture.code_locations import Source, is_internal_error
 from ...capture.concrete_routing import Routing
 from ...capture.concrete_values import recompute_values
 from ...capture.node_origins import collect_ancestors, find_float_decisions
@@ -183,7 +183,9 @@ def _can_differ(form: CanonicalForm, place: _Place) -> bool:
             ids = torch.cat([view_as_slots(values[ref.node], form.tokens, ref.axes) for ref in refs], dim=1)
             if not all(_are_alike(values[n], ids, form) for n in others):
                 return True
-        except Exception:  # the number of choices may change
+        except Exception as error:  # the number of choices may change
+            if is_internal_error(error):
+                raise
             return True
     return False
 

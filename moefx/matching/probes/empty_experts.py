@@ -19,10 +19,11 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import HostRead
+from ...capture.code_locations import is_program_error
 from ...capture.concrete_routing import Routing
 from ...capture.routed_numbers import RoutedInt, is_empty_test
 from ...capture.size_guards import COMPARE
-from ...errors import Refused
+from ...errors import MoefxError
 from ..graph_nodes import fold_ancestors, is_known, is_routed, op_name
 from ..integer_ranges import NARROW
 from ..op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
@@ -167,12 +168,12 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
     question = _read_question(read)
     if question is None and not is_token_test(read):
         return False
-    why: Refused | None = None
+    why: MoefxError | None = None
     for seed in range(_MAX_CAPTURES):
         try:
             if (form := _lift_few_tokens(state, read, seed)) is None:
                 continue
-        except Refused as refusal:
+        except MoefxError as refusal:
             why = refusal  # a few tokens may not show the form: try others
             continue
         state.add_evidence(form, state.size_choice.choose_sequence(2 + seed % 2))
@@ -193,8 +194,10 @@ def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalF
         return None
     try:
         taken = state.capture(routing, sizes)
-    except Exception:
-        return None  # the program does not run with two or three tokens
+    except Exception as error:
+        if not is_program_error(error):
+            raise
+        return None
     if all(other.value == read.value for other in taken.reads if other.call_stack == read.call_stack):
         return None
     # a second capture under the same `Routing` chooses other experts

@@ -18,9 +18,10 @@ import itertools
 from typing import TYPE_CHECKING
 
 from ...capture.capture_result import HostRead
+from ...capture.code_locations import is_internal_error
 from ...capture.concrete_routing import Routing
 from ...capture.node_origins import find_float_decisions, is_abstract
-from ...errors import Refused
+from ...errors import MoefxError
 from ..lift.canonical_form import CanonicalForm
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def vary_expert_counts(state: ProofState) -> None:
             continue
         for kind, offset, count in routings:
             found = _capture_count(state, expert, Routing(kind, expert + offset, (expert,) * count), sizes)
-            if isinstance(found, Refused):
+            if isinstance(found, MoefxError):
                 raise found
             if found is not None:
                 state.add_evidence(found, sizes)
@@ -82,23 +83,24 @@ def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
 
 def _capture_count(
     state: ProofState, expert: int, routing: Routing, sizes: dict[str, int]
-) -> CanonicalForm | Refused | None:
+) -> CanonicalForm | MoefxError | None:
     """Lift a capture in which only the tokens that prefer an expert choose it.
 
     Returns:
-        The form; the refusal if it differs; None if other tokens choose the expert, or the program raises an error.
+        The form; the refusal if there is none, or it differs; None if other tokens choose the expert, or the program
+        raises an error.
     """
     try:
-        taken = state.capture(routing, sizes)
-    except Exception:
-        return None  # the program does not support these sizes
-    try:
-        form = state.lift_captured(taken)
+        form = state.lift(routing, sizes)
         if int((form.ids == expert).sum()) != len(routing.prefer):
             return None
         return state.require_same_form(form)
-    except Refused as why:
+    except MoefxError as why:
         return why
+    except Exception as error:
+        if is_internal_error(error):
+            raise
+        return None
 
 
 __all__ = ["vary_expert_counts"]

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
+from ...capture.code_locations import is_program_error
 from ...capture.concrete_routing import Routing, can_hold
 from ...errors import Refused
 from ..graph_nodes import depends_on_call, op_name
@@ -89,7 +90,9 @@ def _find_choosing_numbers(taken: Capture, node: fx.Node, leaf: fx.Node, experts
         tried = (torch.arange(value.numel()) + start).to(value.dtype)
         try:
             chosen = evaluate_path(taken, path, {leaf: tried.view(value.shape)})[node].reshape(value.numel(), -1)
-        except Exception:  # the number may be out of bounds of a table
+        except Exception as error:  # the number may be out of bounds of a table
+            if not is_program_error(error):
+                raise
             break
         for e in experts - found.keys():
             hits = (chosen == e).any(1).nonzero()

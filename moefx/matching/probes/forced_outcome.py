@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...capture.capture_result import Capture, LimitedOutcome
-from ...capture.code_locations import Source, is_raised_by_program
+from ...capture.code_locations import Source, is_internal_error, is_raised_by_program
 from ...capture.host_reads import Interventions
 from ...capture.symbolic_sizes import peek_value
-from ...errors import Refused
+from ...errors import MoefxError, Refused
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -60,12 +60,14 @@ def force_outcome(
     try:
         forced = state.lift(tracer.routing.restart(), sizes, {**tracer.interventions, **interventions})
         forced = state.require_same_form(forced)
-    except Refused as why:
+    except MoefxError as why:
         if optional is None:
             raise refuse_change(source, what) from why
         state.drop_evidence(at)
         return True
     except Exception as error:
+        if is_internal_error(error):
+            raise
         if is_safe or is_raised_by_program(error):
             return False
         raise refuse_change(source, what) from error

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
+from ...capture.code_locations import suppress_program_errors
 from ...capture.concrete_routing import Routing
 from ...errors import Refused
 from .call_integers import find_doubtful_nodes
@@ -111,7 +112,7 @@ class _Run(NamedTuple):
     node: fx.Node
 
     def outcome(self, value: torch.Tensor) -> Any:
-        with contextlib.suppress(Exception):  # the number may be out of bounds of a table
+        with suppress_program_errors():  # the number may be out of bounds of a table
             return evaluate_path(self.taken, self.path, {self.leaf: value})[self.node].tolist()
         return None
 

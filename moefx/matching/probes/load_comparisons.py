@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import fx
 
 from ...capture.capture_result import Capture, HostRead
-from ...capture.code_locations import Source
+from ...capture.code_locations import Source, is_program_error, suppress_program_errors
 from ...capture.concrete_routing import Routing
 from ...capture.routed_numbers import RoutedFloat, RoutedInt, is_empty_test
 from ...capture.size_guards import SizeGuard
-from ...errors import Refused
+from ...errors import MoefxError, Refused
 from ..graph_nodes import is_routed, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.lifter import NothingRouted
@@ -225,9 +225,9 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
     """
     try:
         taken = state.capture(routing, side.sizes)
-    except Refused:
-        raise
-    except Exception:  # the program's own
+    except Exception as error:
+        if not is_program_error(error):
+            raise
         return None
     try:
         form = state.require_agreement(state.lift_captured(taken))
@@ -305,15 +305,13 @@ def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
         limit = max(limit, MAX_CROWD_TOKENS * slots // (2 * experts))
     if (sizes := choose_even_sizes(state, limit)) is None:
         return False
-    try:
+    with suppress_program_errors(MoefxError):
         form = state.require_agreement(state.lift(Routing("even"), sizes))
-    except Exception:  # also an error of the program
-        return False
-    outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}
-    if outcomes != {comparison.in_a_crowd}:
-        return False
-    state.add_evidence(form, sizes)
-    return True
+        outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}
+        if outcomes == {comparison.in_a_crowd}:
+            state.add_evidence(form, sizes)
+            return True
+    return False
 
 
 __all__ = ["vary_loads"]

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
-from ...capture.code_locations import Source
+from ...capture.code_locations import Source, is_internal_error, is_program_error
 from ...capture.concrete_routing import Routing
 from ...capture.size_guards import SizeGuard
 from ...errors import Refused
@@ -76,7 +76,9 @@ def overflow_limits(state: ProofState) -> None:
         try:  # some limits hold for all choices, some for first choices only
             form = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
             form = state.require_agreement(form)
-        except Exception:  # an error of the program, too, at sizes that it does not support
+        except Exception as error:  # an error of the program, too, at sizes that it does not support
+            if is_internal_error(error):
+                raise
             break
         state.add_evidence(form, sizes)
         seen.append(find_limits(form.capture, state.unforced_lengths))
@@ -97,9 +99,9 @@ def _overflow_every_expert(state: ProofState, seen: list[dict[Place, int | None]
         return
     try:
         form = state.lift(Routing("even"), sizes)
-    except Refused:
-        raise
-    except Exception:  # an error of the program, at sizes that it does not support
+    except Exception as error:
+        if not is_program_error(error):
+            raise
         return
     state.add_evidence(state.require_agreement(form), sizes)
 

@@ -20,9 +20,10 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
+from ...capture.code_locations import is_internal_error
 from ...capture.concrete_routing import Routing
 from ...capture.host_reads import Interventions
-from ...errors import Refused
+from ...errors import MoefxError, Refused
 from ..graph_nodes import op_name
 from ..lift.canonical_form import CanonicalForm
 from ..lift.distinct_choices import MOVES, has_distinct_slots, view_as_slots
@@ -91,9 +92,11 @@ def _lift_with_choices(
     """
     try:
         taken = state.capture(Routing("diverse", 0), sizes, interventions)
+    except MoefxError as why:
+        raise refusal from why
     except Exception as error:
-        if isinstance(error, Refused):
-            raise refusal from error
+        if is_internal_error(error):
+            raise
         return None
     try:
         form = state.require_same_form(state.lift_captured(taken))

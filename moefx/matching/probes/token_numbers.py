@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...capture.code_locations import is_internal_error
 from ...capture.concrete_routing import Routing
 from ...capture.size_guards import SizeGuard
-from ...errors import Refused
+from ...errors import MoefxError, Refused
 from ..lift.canonical_form import CanonicalForm
 from ..lift.lifter import NothingRouted
 
@@ -104,7 +105,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     first = state.reference
     busy = max(first.groups, key=lambda g: len(g.ids)).ids[0]
     found: list[CanonicalForm] = []
-    unclear: list[Refused] = []  # a few tokens may show too little
+    unclear: list[MoefxError] = []  # a few tokens may show too little
     differs: list[Refused] = []
     for kind, seed in (("diverse", 5), ("crowded", busy)):
         form = _lift_at_work(state, kind, seed, sizes)
@@ -114,7 +115,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
                 source=form.source,
                 remedy="run every expert that has tokens",
             )
-        if isinstance(form, Refused):
+        if isinstance(form, MoefxError):
             unclear.append(form)
         elif isinstance(form, CanonicalForm):
             is_apart = not all(g.holds(state.sizes[0]) for g in form.capture.sizes.guards)
@@ -143,6 +144,8 @@ def _try_lift(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Can
     try:
         taken = state.capture(routing, sizes)
     except Exception as error:
+        if is_internal_error(error):
+            raise
         return error
     try:
         return state.lift_captured(taken)

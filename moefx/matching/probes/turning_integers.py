@@ -11,7 +11,6 @@ buffers in all captures, unless the program fails with them.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from functools import partial
@@ -24,8 +23,10 @@ from torch.fx.node import map_arg
 
 from ...capture.block_arguments import Arguments
 from ...capture.capture_result import Capture
+from ...capture.code_locations import suppress_program_errors
 from ...capture.concrete_routing import Routing, can_hold
 from ...capture.side_effects import has_integers
+from ...errors import MoefxError
 from ..graph_nodes import depends_on_call, find_lookups, is_state
 from ..integer_ranges import NARROW
 from .call_integers import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
@@ -98,13 +99,10 @@ def can_run(state: ProofState, arguments: Arguments, sizes: dict[str, int]) -> b
 
 
 def _try_capture(state: ProofState, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
-    """Capture with these arguments; None if the program does not run with them."""
-    with state.trying_arguments(arguments):
-        try:
-            taken = state.capture(Routing("diverse", seed), sizes)
-            return taken if all(map(_is_within, taken.nodes)) else None
-        except Exception:  # the program's own
-            return None
+    """Capture with these arguments; None if the program does not run with them, or the capture is refused."""
+    with state.trying_arguments(arguments), suppress_program_errors(MoefxError):
+        taken = state.capture(Routing("diverse", seed), sizes)
+        return taken if all(map(_is_within, taken.nodes)) else None
 
 
 def _is_within(n: fx.Node) -> bool:
@@ -133,7 +131,7 @@ def _find_turn(taken: Capture, one: Observation, arguments: Arguments) -> Turn |
         given, way = leaf.meta["val"], find_path(leaf, made_of)
         here = (torch.arange(given.numel()) % 3 == 0).view(given.shape)
         for number in filter(leaf_takes, itertools.islice(_propose_numbers(taken, one, way), _MAX_TRIALS)):
-            with contextlib.suppress(Exception):  # the number may be out of bounds of a table
+            with suppress_program_errors():  # the number may be out of bounds of a table
                 if _is_turned(taken, one, way, {leaf: torch.where(here, number, given)}):
                     return key, number
     return None
