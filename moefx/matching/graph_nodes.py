@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -51,22 +52,28 @@ SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
 }
 
 
-_INDEXED = LOOKUPS | INDEXED_WRITES
+# ops that read or write entries of a tensor: functions that list axes with their indices; None for the flat tensor
+_INDICES: dict[str, Callable[[fx.Node], Iterable[tuple[int | None, Any]]]] = {
+    **dict.fromkeys(LOOKUPS | INDEXED_WRITES, lambda n: [(n.args[1], n.args[2])]),
+    **dict.fromkeys(("index", "index_put"), lambda n: enumerate(n.args[1])),
+    "embedding": lambda n: [(0, n.args[1])],
+    "take": lambda n: [(None, n.args[1])],
+}
 
 
-def find_lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int, range]]:
-    """Yield the integer nodes by which an op reads or writes entries of a tensor, with axis and allowed values."""
+def find_lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int | None, range]]:
+    """Yield the integer nodes by which an op reads or writes entries of a tensor, with axis and allowed values.
+
+    The axis is None if they count the elements of the flat tensor, as in `take`.
+    """
     name, base = op_name(node), node.args[0] if node.args else None
-    if name not in _INDEXED or not isinstance(base, fx.Node):
+    if name not in _INDICES or not isinstance(base, fx.Node):
         return
-    if name in ("embedding", "index", "index_put"):
-        dims = list(enumerate(node.args[1] if name != "embedding" else [node.args[1]]))
-    else:
-        dims = [(node.args[1], node.args[2])]
-    for dim, i in dims:
-        size = base.meta["val"].shape[dim] if base.meta["val"].dim() else 1
+    shape = base.meta["val"].shape
+    for dim, i in _INDICES[name](node):
+        size = math.prod(shape) if dim is None else shape[dim] if shape else 1
         if isinstance(i, fx.Node):
-            yield i, dim, range(-size if name.startswith("index") else 0, size)
+            yield i, dim, range(-size if name.startswith(("index", "take")) else 0, size)
 
 
 def position_axis(node: fx.Node) -> int | None:

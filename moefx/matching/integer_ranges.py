@@ -25,7 +25,7 @@ from ..capture.capture_result import Capture
 from ..capture.routed_numbers import RoutedInt
 from ..capture.symbolic_sizes import unwrap_numbers
 from .graph_nodes import SELECTIONS, find_lookups, is_state, op_name, position_axis
-from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, MONOTONE
+from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, LOOKUPS, MONOTONE
 
 aten = torch.ops.aten
 Range = tuple[torch.Tensor, torch.Tensor]  # lo, hi; they broadcast to the shape of the node
@@ -156,13 +156,20 @@ class IntegerRanges:
         for i, dim, allowed in find_lookups(node):
             self._known[i] = self._limit(self._known.get(i), node.args[0], i.meta["val"], dim, allowed)
 
-    def _limit(self, found: Range | None, base: fx.Node, val: torch.Tensor, dim: int, allowed: range) -> Range | None:
+    def _limit(
+        self, found: Range | None, base: fx.Node, val: torch.Tensor, dim: int | None, allowed: range
+    ) -> Range | None:
         """Limit integers to the axis from which they read entries, since the program fails otherwise.
 
         A token axis gives no limit: it is longer in other calls.
         """
         shape = base.meta["val"].shape
-        is_last = len(shape) > 1 and dim % len(shape) == len(shape) - 1 and shape[dim] in self._parameter_sizes
+        is_last = (
+            dim is not None
+            and len(shape) > 1
+            and dim % len(shape) == len(shape) - 1
+            and shape[dim] in self._parameter_sizes
+        )
         if not (is_state(base) or is_last):
             return found
         lo, hi = found or _uniform(allowed.start, allowed.stop - 1, val)
@@ -197,6 +204,8 @@ class IntegerRanges:
     def _propagate(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
         """Return the range of an op whose integer operands all have ranges."""
         try:
+            if name in LOOKUPS:
+                return _uniform(*_hull(self._known[node.args[0]]), val)
             is_logical = val.dtype is torch.bool and name in ("bitwise_and", "bitwise_or")
             if (
                 name in ELEMENT_MOVES | AXIS_REDUCTIONS
@@ -220,8 +229,6 @@ class IntegerRanges:
                 return _compare(name, a, b)
             if name in ("masked_fill", "where") and len(node.args) == 3:
                 return self._propagate_fill(node, name)
-            if name == "index":
-                return _uniform(*_hull(self._known[node.args[0]]), val)
             if name in ("logical_not", "bitwise_not") and val.dtype == torch.bool:
                 return _compare("eq", self._known[node.args[0]], self._pair(0))
         except (RuntimeError, TypeError, ValueError):

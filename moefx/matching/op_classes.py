@@ -37,8 +37,7 @@ NEW_TENSORS = {
 }  # as large as another tensor, with no computed numbers
 
 # Lookups: elements of a tensor by integers.
-LOOKUPS = {"embedding", "gather", "index", "index_select"}
-TABLE_LOOKUPS = {*LOOKUPS, "take"}  # ops that read tables of experts
+LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}  # `graph_nodes.find_lookups` has their axes
 SEARCHES = {"bucketize", "searchsorted"}
 INDEXED_WRITES = {"index_add", "index_copy", "index_fill", "index_put", "scatter", "scatter_add"}
 PICKS = {"gather", "getitem", "index", "index_select", "sort", "topk"}  # results are elements of the tensor

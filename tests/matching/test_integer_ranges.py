@@ -63,6 +63,9 @@ def ranges(fn):
         (lambda s: (i := s.argmax(-1) - 1).masked_fill(i < 0, 7), (0, 7)),
         (lambda s: torch.where((i := s.argmax(-1)) >= 2, -5, i), (-5, 1)),
         (lambda s: s.argmax(-1).masked_fill(s.argmax(-1) == E - 1, 0), (0, E - 1)),  # of another node
+        (lambda s: torch.arange(E).flip(0)[s.argmax(-1)], (0, E - 1)),
+        (lambda s: torch.arange(E).flip(0).index_select(0, s.argmax(-1)), (0, E - 1)),
+        (lambda s: torch.arange(E).flip(0).take(s.argmax(-1)), (0, E - 1)),
         (lambda s: s, None),
     ],
 )
@@ -109,6 +112,7 @@ class Looked(Fn):
         (lambda s, i: (s.gather(1, i), (i == E).any())[1], True),
         (lambda s, i: ((i == E).any(), s.gather(1, i))[0], False),  # asked before
         (lambda s, i: (s[i[:, 0]], (i >= 5).any())[1], False),  # of tokens there may be more
+        (lambda s, i: (s.take(i), (i >= 5 * E).any())[1], False),
     ],
 )
 def test_lookups_bound_their_indices(fn, decided):

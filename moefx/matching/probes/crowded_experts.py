@@ -24,7 +24,7 @@ from ...capture.node_origins import fold_ancestors
 from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ..graph_nodes import SELECTIONS, find_extremes, find_lookups, is_known, is_routed, op_name, position_axis
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
-from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, NEW_TENSORS, SEARCHES, TABLE_LOOKUPS
+from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
 from .empty_experts import is_chosen_test
 from .forced_outcome import force_outcome
 from .load_statistics import is_load_statistic
@@ -33,7 +33,7 @@ from .reached_limits import find_limits
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_LOOKUPS = TABLE_LOOKUPS | SEARCHES
+_LOOKUPS = LOOKUPS | SEARCHES
 
 
 def spread_numbers(state: ProofState) -> None:
@@ -130,7 +130,7 @@ def _find_place_axis(n: fx.Node, by: fx.Node) -> int | None:
 
 def _find_value_operands(n: fx.Node) -> list[fx.Node]:
     """Find the operands whose elements are in the result: not the positions of a lookup or of an indexed write."""
-    positions = [n.args[1]] if op_name(n) == "take" else [i for i, _, _ in find_lookups(n)]
+    positions = [i for i, _, _ in find_lookups(n)]
     return [a for a in n.all_input_nodes if a not in positions]
 
 

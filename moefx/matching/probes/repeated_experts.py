@@ -29,7 +29,7 @@ from ..lift.canonical_form import CanonicalForm
 from ..lift.distinct_choices import MOVES, has_distinct_slots, view_as_slots
 from ..lift.form_agreement import require_same_form
 from ..lift.repeated_choices import RepeatedChoiceRefused
-from ..op_classes import TABLE_LOOKUPS
+from ..op_classes import LOOKUPS
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -163,7 +163,7 @@ def _find_unfilled(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Nod
 def _is_looked_up(node: fx.Node) -> bool:
     """Return whether a node looks up integers in a buffer."""
     of = node.args[0] if node.args else None
-    return op_name(node) in TABLE_LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
+    return op_name(node) in LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
 
 
 def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:

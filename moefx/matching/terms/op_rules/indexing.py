@@ -54,7 +54,8 @@ def _gather(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, **kw: Any) ->
 
 @rule("take")
 def _take(S: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
-    return S.T.index(S.T.reshape(a, (math.prod(a.shape),)), (0,), S.numbers(n.args[1])[None], 0)
+    flat = S.T.reshape(a, (math.prod(a.shape),))
+    return S.T.index(flat, (0,), S.numbers(n.args[1])[None], 0, routed=is_routed(n.args[1]))
 
 
 def _routed_axes(indices: torch.Tensor, dim: int) -> list[int]:
