@@ -9,7 +9,7 @@ from torch import nn
 import moefx
 from moefx.errors import Refused
 
-from ..passes.blocks import E, Loop, Mlp, rewritten
+from ..passes.blocks import D, E, Loop, Mlp, rewritten
 
 
 class Limited(Loop):
@@ -77,7 +77,10 @@ TAKEN = {
 
 @pytest.mark.parametrize("keeps", TAKEN.values(), ids=TAKEN)
 def test_no_count_turns_it(keeps):
-    rewritten(Limited(keeps))
+    block, x = Limited(keeps).double(), torch.randn(40, D, dtype=torch.float64)
+    rewrite = rewritten(block, x)
+    assert not rewrite.match.guards and rewrite.match.keep_masks is None
+    torch.testing.assert_close(rewrite.graph.compile()(block, x), block(x))
 
 
 class OfNumbers(Loop):

@@ -55,18 +55,14 @@ class TestRefused:
             rewritten(Mlp())
 
     def test_one_expert_differs(self):
-        """A heterogeneous expert that only a few routings would hit must not hide."""
+        """A heterogeneous expert that only a few routings would hit must not hide: it is a group of its own."""
 
         class Odd(Loop):
             def expert(self, e, x, w):
                 y = self.experts[e](x) * w
                 return y.tanh() if e == E - 1 else y
 
-        try:
-            match = rewritten(Odd()).match
-        except Refused:
-            return
-        assert sorted(g.ids for g in match.groups) == [[0, 1, 2], [3]]  # or a group of its own
+        assert sorted(g.ids for g in rewritten(Odd()).match.groups) == [[0, 1, 2], [3]]
 
     def test_never_chosen_of_a_stack(self):
         class Half(nn.Module):
@@ -83,18 +79,14 @@ class TestRefused:
         ):
             rewritten(Half())
 
-    def test_experts_mixed_across_tokens(self):
+    def test_outputs_mixed_across_tokens_behind_the_sum(self):
         class Mixed(Loop):
             def forward(self, x):
                 out = super().forward(x)
                 return out + out.mean(0)
 
-        try:
-            graph = rewritten(Mixed()).graph
-        except Refused:
-            return
         block, x = Mixed(), torch.randn(7, D)
-        assert torch.allclose(graph.compile()(block, x), block(x), atol=1e-6)
+        assert torch.allclose(rewritten(block).graph.compile()(block, x), block(x), atol=1e-6)
 
     def test_a_constant_capacity(self):
         class Dropping(Loop):
