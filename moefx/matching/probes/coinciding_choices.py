@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ...capture.capture_result import FORCE_MIXED, Capture
 from ...capture.code_locations import Source, is_internal_error
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 _SECOND_CHOICE = "a second choice, which was the same as the first one everywhere,"
 _EQUAL_NUMBER = "a number that equals the chosen expert in all captures"
 _MAX_TRIALS = 12  # seeds of values that may make the choices differ
-_NEUTRAL = {"add": 0, "sub": 0, "mul": 1}
+_MAX_NUMBERS = 1 << 12  # that an operand can be, to try them all
 _MOVES = {*ELEMENT_MOVES, *RESHAPED_COPIES, "getitem"}
 _Place = tuple[Source, str, bool]
 
@@ -113,17 +114,18 @@ def _equals_slots(val: torch.Tensor, ids: torch.Tensor) -> bool:
 
 
 def _changes_nothing(n: fx.Node, ranges: IntegerRanges) -> bool:
-    """Return whether an op leaves its operand as it is under any routing: `ids * 1`, `ids.clamp(0, E - 1)`."""
-    if op_name(n) in _NEUTRAL and n.args[1:] == (_NEUTRAL[op_name(n)],) and not n.kwargs:
-        return True
-    names = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}.get(op_name(n))
-    if names is None or not isinstance(n.args[0], fx.Node) or (found := ranges.get(n.args[0])) is None:
+    """Return whether an op maps each number that its operand can be to itself: `ids * 1`, `ids.clamp(0, E - 1)`."""
+    operands = n.all_input_nodes
+    if torch.Tag.pointwise not in getattr(n.target, "tags", ()) or len(operands) != 1:
         return False
-    limits: dict[str, Any] = {**dict(zip(names, n.args[1:], strict=False)), **n.kwargs}
-    low, high = limits.get("min"), limits.get("max")
-    if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+    if (found := ranges.get(operands[0])) is None or not found[0].numel():
         return False
-    return (low is None or int(found[0].min()) >= low) and (high is None or int(found[1].max()) <= high)
+    low, high = int(found[0].min()), int(found[1].max())
+    if high - low > _MAX_NUMBERS:
+        return False
+    numbers = torch.arange(low, high + 1, dtype=operands[0].meta["val"].dtype)
+    args, kwargs = map_arg((n.args, n.kwargs), lambda _: numbers)
+    return torch.equal(n.target(*args, **kwargs).to(numbers.dtype), numbers)  # type: ignore[operator]
 
 
 def _swap_tokens(tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
