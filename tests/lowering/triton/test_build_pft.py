@@ -28,7 +28,7 @@ def test_equals_the_reference_bit_by_bit(case):
     check_equals_the_reference(case, "cuda" if torch.cuda.is_available() else "cpu", 16)
 
 
-SIZES = {"111-3-10": (111, 3, 10), "64-1-4": (64, 1, 4), "60-8-24": (60, 8, 24)}
+SIZES = {"90-3-10": (90, 3, 10), "64-1-4": (64, 1, 4), "40-8-24": (40, 8, 24)}
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,11 @@ def results(
     monkeypatch.setattr(expert_gemms, "separate_gradients", lambda *_: False)
     monkeypatch.setattr(launch_replay, "_tapes", tapes)
     torch.manual_seed(seed)
-    ids, weights = torch.rand(num_tokens, 4).argsort(1)[:, :2], torch.rand(num_tokens, 2)
+    ids, weights = torch.rand(num_tokens, 3).argsort(1)[:, :2], torch.rand(num_tokens, 2)
     x, grad = torch.randn(num_tokens, 32), torch.randn(num_tokens, 32)
     known = None if num_rows is None else torch.tensor([num_rows])
     ids = ids.masked_fill(torch.arange(2 * num_tokens).view(-1, 2) >= (num_rows or 2 * num_tokens), -1)
-    routing = Routing(ids.to(device), weights.to(device), 4, num_rows=known)
+    routing = Routing(ids.to(device), weights.to(device), 3, num_rows=known)
     with contextlib.ExitStack() as stack:
         for op in (*RECORDED, "build_pft_backward"):
             stack.enter_context(op_providers.force(op, "triton"))
@@ -54,7 +54,7 @@ WAYS = {name: (name, keep) for name, keep in (("separate", "h"), ("sliced", "x")
 @pytest.mark.parametrize("make, name, keep", covering(LINEAR, WAYS, of=1))
 def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
-    layer, tapes = on(device, make(4, 32, 40), torch.float32), {}
+    layer, tapes = on(device, make(3, 32, 40), torch.float32), {}
     options = dict(keep=keep, reduce=True)
     results(layer, device, 0, tapes, monkeypatch, **options)
     assert len(tapes) == len(RECORDED) and not plays
@@ -70,8 +70,8 @@ def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, na
 def test_numbers_of_tokens_are_on_no_tape(device, monkeypatch, plays, name, reduce):
     """The number of other ranks' rows changes with every call; `padded_row_count` keeps the buffers' size."""
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
-    layer, tapes = on(device, LINEAR["swiglu_list"](4, 32, 40), torch.float32), {}
-    for number, num_tokens in enumerate((17, 23, 16)):
+    layer, tapes = on(device, LINEAR["swiglu_list"](3, 32, 40), torch.float32), {}
+    for number, num_tokens in enumerate((17, 23)):
         options = dict(num_tokens=num_tokens, num_rows=30, reduce=reduce)
         got = results(layer, device, 1, tapes, monkeypatch, **options)
         assert len(tapes) == 2 and len(plays) == 2 * number
@@ -81,14 +81,14 @@ def test_numbers_of_tokens_are_on_no_tape(device, monkeypatch, plays, name, redu
 
 def test_other_parameters_are_another_call(device, monkeypatch, plays):
     tapes = {}
-    layers = [on(device, LINEAR["swiglu_list"](4, 32, 40), torch.float32) for _ in range(2)]
+    layers = [on(device, LINEAR["swiglu_list"](3, 32, 40), torch.float32) for _ in range(2)]
     for layer in layers:
         results(layer, device, 0, tapes, monkeypatch)
     assert len(tapes) == 1 + 2 * 2 and len(plays) == 1  # routing is the same
 
 
 def test_what_is_changed_in_place_is_seen(device, monkeypatch, plays):
-    layer, tapes = on(device, LINEAR["interleaved_clamped"](4, 32, 40), torch.float32), {}
+    layer, tapes = on(device, LINEAR["interleaved_clamped"](3, 32, 40), torch.float32), {}
     before = results(layer, device, 0, tapes, monkeypatch)
     with torch.no_grad():
         layer.down[0].mul_(2)
@@ -188,7 +188,7 @@ def test_memory_is_freed_when_the_host_code_frees_it(device, monkeypatch):
 
 def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
-    layer, tapes, counted = on(device, LINEAR["weight_before"](4, 32, 40), torch.float32), {}, []
+    layer, tapes, counted = on(device, LINEAR["weight_before"](3, 32, 40), torch.float32), {}, []
     layer.down[0] = layer.down[0].detach().mT.contiguous().mT.requires_grad_()  # one with other strides: a copy
     for _ in range(2):
         op_providers.reset_counters()
@@ -200,9 +200,9 @@ def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
 def test_a_weight_that_the_body_ignores_has_a_zero_gradient_when_played(device, monkeypatch, plays):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
     monkeypatch.setattr(launch_replay, "_tapes", {})
-    layer = on(device, LINEAR["weight_before"](4, 32, 40), torch.float32)
+    layer = on(device, LINEAR["weight_before"](3, 32, 40), torch.float32)
     body = dataclasses.replace(layer.body, act=("silu", "a0")).to_json()
-    routing = Routing(torch.rand(33, 4).argsort(1)[:, :2].to(device), torch.rand(33, 2, device=device), 4)
+    routing = Routing(torch.rand(33, 3).argsort(1)[:, :2].to(device), torch.rand(33, 2, device=device), 3)
     token_ids, _, offsets, inverse, weights = routing.build()
     x, grad = torch.randn(33, 32, device=device), torch.randn(66, 32, device=device)
     args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)

@@ -317,10 +317,10 @@ def test_trials_change_nothing(monkeypatch, device, case, keep):
     call plays them from a tape."""
     monkeypatch.setattr(experts, "separate_gradients", lambda *_: False)  # as on a GPU
     torch.manual_seed(0)
-    layer = on(device, case(4, 16, 24, torch.float32), torch.float32)
+    layer = on(device, case(3, 16, 24, torch.float32), torch.float32)
     x = torch.randn(12, 16).to(device)
-    ids = torch.stack([torch.randperm(4)[:2] for _ in range(12)]).to(device)
-    token_ids, _, offsets, inverse, weights = Routing(ids, torch.rand(12, 2).to(device), 4).build()
+    ids = torch.stack([torch.randperm(3)[:2] for _ in range(12)]).to(device)
+    token_ids, _, offsets, inverse, weights = Routing(ids, torch.rand(12, 2).to(device), 3).build()
     args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
     options = dict(body=layer.text, keep=keep, reduce=True)
     grad = torch.randn(12, 16).to(device)
