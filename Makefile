@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PI
 # is first imported; pip would compile all 11,000 of them, half a minute for each environment.
 INSTALL = $(1)/bin/python -m pip install --quiet --progress-bar off --no-compile "$(TORCH)"
 
-.PHONY: help demo test test-all test-fast test-hf4 test-torch docs lint format clean
+.PHONY: help demo test test-all test-fast test-hf4 test-torch docs lint style format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -35,6 +35,7 @@ help:
 	@echo "make test-torch TORCH=torch==2.15.0   the tests with that torch and its triton; PYTEST_ARGS=--each=25 for a sample"
 	@echo "make docs       the documentation, in site/; warnings are errors"
 	@echo "make lint       ruff and pyright"
+	@echo "make format     what ruff can mend"
 	@echo "make clean      remove the environments and caches"
 
 demo: .venv/.moefx
@@ -62,12 +63,16 @@ test-torch: $(TORCH_VENV)/.test
 docs: .venv-docs/.docs
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 
-lint: .venv/.test
-	.venv/bin/ruff check .
+lint: style
 	.venv/bin/pyright
+
+style: .venv/.test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check moefx tests benchmarks examples
 
 format: .venv/.test
 	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format moefx tests benchmarks examples
 
 clean:
 	rm -rf .venv .venv-* site .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
