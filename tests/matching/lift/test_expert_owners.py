@@ -1,0 +1,62 @@
+"""The owners of a summand: the experts whose parameters reach it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moefx.matching.lift.expert_owners import ExpertOwners
+from moefx.matching.terms.parameter_places import ParameterSlice
+
+from .small_blocks import EXPERTS, D, Small, reach
+
+REACH = reach(Small())
+OWNERS = ExpertOwners(REACH, EXPERTS)
+T = REACH.terms
+ROW, SCALE = T.make("node", ("x",), (D,)), T.make("node", ("w",), ())
+
+
+def product(e):
+    return T.ein(("d", "fd"), "f", (ROW, T.make("param", (f"experts.{e}.weight",), (D, D))))
+
+
+def test_the_owner_is_the_position_in_the_list():
+    assert OWNERS.experts_of(product(2)) == {2} and OWNERS.experts_of(T.pw("add", product(0), product(2))) == {0, 2}
+    assert OWNERS.experts_of(ROW) == frozenset()
+
+
+SUMS: dict[str, Any] = {
+    "one expert's sum stays": (T.pw("add", product(1), T.pw("relu.default", product(1))), 1),
+    "experts part": (T.pw("add", product(0), product(1)), 2),
+    "an expert and the rest": (T.pw("add", product(0), ROW), 2),
+    "a sum without experts stays": (T.pw("add", ROW, T.pw("exp.default", ROW)), 1),
+    "zero": (T.const(0, (D,)), 0),
+}
+
+
+@pytest.mark.parametrize(("row", "count"), SUMS.values(), ids=SUMS)
+def test_summands(row, count):
+    assert len(OWNERS.split_summands(row)) == count
+
+
+def test_factors_are_distributed():
+    row = T.pw("mul", T.pw("add", product(0), product(1)), SCALE)
+    assert OWNERS.split_summands(row) == [T.pw("mul", product(e), SCALE) for e in range(2)]
+
+
+def test_a_difference_has_a_negative_summand():
+    row = T.pw("sub", product(0), product(1))
+    assert OWNERS.split_summands(row) == [product(0), T.pw("mul", product(1), T.const(-1))]
+
+
+def test_an_index_in_a_stack_is_a_number():
+    stack = T.make("param", ("stack",), (3, D, D))
+    place = ParameterSlice.from_term(T.pick(stack, 0, 2))
+    assert OWNERS.guess_numbers((place,)) == [2]
+    assert ExpertOwners(REACH, EXPERTS, {"stack": 7}).guess_numbers((place,)) == [7]  # if numbers are given
+
+
+def test_slices_that_no_expert_shares():
+    places = tuple(ParameterSlice("w", (("at", (D,), ((0, i),)),)) for i in (1, 2))
+    assert OWNERS.guess_numbers(places) == [] and OWNERS.guess_numbers(places, several=True) == [1, 2]

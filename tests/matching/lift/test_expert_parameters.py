@@ -1,0 +1,69 @@
+"""The experts' parameters are those that only some tokens meet, with their siblings."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moefx.matching.lift.expert_parameters import (
+    add_siblings,
+    find_families_met_by_all,
+    number_by_tokens,
+    propose_expert_parameters,
+)
+
+from .small_blocks import EXPERTS, D, E, Small, reach
+
+
+def test_parameters_that_only_some_tokens_meet():
+    assert next(propose_expert_parameters(reach(Small())))[0] == EXPERTS
+
+
+def test_a_parameter_that_all_tokens_meet_is_no_experts():
+    class Projected(Small):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(D, D, bias=False)
+
+        def forward(self, x):
+            return self.project(super().forward(x))
+
+    assert next(propose_expert_parameters(reach(Projected())))[0] == EXPERTS
+
+
+def test_siblings_that_no_token_met():
+    assert add_siblings(reach(Small()), {"experts.0.weight", "experts.2.weight"}) == EXPERTS
+    assert add_siblings(reach(Small()), {"router.weight"}) == {"router.weight"}
+
+
+class Named(Small):
+    """Experts in attributes of other names than numbers."""
+
+    def __init__(self):
+        super().__init__()
+        del self.experts
+        self.left, self.right = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+
+    def forward(self, x):
+        is_left = (self.router(x).argmax(-1) == 0)[:, None]
+        return torch.where(is_left, self.left(x), self.right(x))
+
+
+def test_experts_that_no_list_holds_are_numbered_by_their_tokens():
+    found, names = reach(Named()), {"left.weight", "right.weight"}
+    numbers = number_by_tokens(found, found.capture.out, names, {})
+    assert numbers == {"left.weight": 0, "right.weight": 1}
+    assert number_by_tokens(found, found.capture.out, names, {"right.weight": 0}) == {
+        "right.weight": 0,
+        "left.weight": 1,
+    }
+
+
+def test_one_set_of_tokens_gives_no_numbers():
+    found = reach(nn.Linear(D, D))
+    assert number_by_tokens(found, found.capture.out, {"weight"}, {}) is None
+
+
+def test_experts_that_every_token_selects():
+    assert find_families_met_by_all(reach(Small(k=E))) == EXPERTS
+    assert find_families_met_by_all(reach(Small(k=1))) == set()

@@ -1,0 +1,83 @@
+"""The routed region: which parameters reach a row, and where the rows of all experts are summed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moefx.matching.lift.routed_nodes import (
+    find_call_internals,
+    find_cut_inputs,
+    find_cuts,
+    has_integer_choices,
+    has_sequence_choices,
+)
+
+from .small_blocks import EXPERTS, TOKENS, D, E, Small, capture, find_nodes, reach
+
+
+def test_each_row_meets_the_experts_of_its_token():
+    found = reach(Small())
+    (topk,) = find_nodes(found.capture, "topk")
+    ids = next(u for u in topk.users if u.args[1] == 1).meta["val"].tolist()
+    met = [{str(leaf.args[0]) for leaf in leaves} for leaves in found.parameters_by_row(found.capture.out)]
+    assert met == [{f"experts.{e}.weight" for e in row} for row in ids]
+
+
+def test_a_routing_weight_is_no_reason_to_meet_the_router():
+    found = reach(Small())
+    assert found.choice_parameters == {"router.weight"}
+    (router, *_) = find_nodes(found.capture, "linear")
+    assert all(found.leaves(row) for row in found.rows(router))  # the logits are vectors, and meet it
+    assert not any("router" in str(leaf.args[0]) for row in found.rows(found.capture.out) for leaf in found.leaves(row))
+
+
+def test_the_cut_is_behind_all_experts():
+    class Activated(Small):
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    found = reach(Activated())
+    routed, cuts = find_cuts(found, EXPERTS)
+    _, *products = find_nodes(found.capture, "linear")
+    assert routed.issuperset(products) and not set(cuts) & set(products)
+    assert cuts == [*find_nodes(found.capture, "index_add")[-1:], *find_nodes(found.capture, "tanh")]
+
+
+def test_inputs_of_the_cut_are_no_rows_of_a_loop_over_experts():
+    found = reach(Small())
+    routed, _ = find_cuts(found, EXPERTS)
+    inputs = find_cut_inputs(found, found.capture.out, routed, None)
+    assert not set(inputs) & routed and all(len(n.meta["val"]) == TOKENS for n in inputs)
+
+
+def test_a_submodule_keeps_what_it_does_not_return():
+    class Router(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).softmax(-1)
+
+    block = Small()
+    block.router = Router(D, E, bias=False)
+    found = reach(block)
+    inside = find_call_internals(found.capture, find_cuts(found, EXPERTS)[0])
+    router, *products = find_nodes(found.capture, "linear")
+    assert router in inside and find_nodes(found.capture, "_softmax")[0] not in inside
+    assert not inside & set(products)
+
+
+def test_integer_choices():
+    assert has_integer_choices(reach(Small())) and not has_integer_choices(reach(nn.Linear(4, 4)))
+
+
+def test_a_choice_per_token_is_none_per_sequence():
+    assert not has_sequence_choices(capture(Small()))
+
+
+def test_nodes_that_no_output_needs_are_not_live():
+    class Unused(Small):
+        def forward(self, x):
+            torch.exp(x)
+            return super().forward(x)
+
+    found = reach(Unused())
+    assert not found.live_nodes() & set(find_nodes(found.capture, "exp"))

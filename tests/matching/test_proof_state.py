@@ -1,0 +1,150 @@
+"""The state of a proof: captures that agree, guards, and what a change leaves as it was."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from moefx.capture.argument_interpretations import interpret_arguments
+from moefx.capture.concrete_routing import Routing
+from moefx.capture.size_collisions import ModelNumbers
+from moefx.capture.size_guards import SizeGuard
+from moefx.errors import Refused
+from moefx.matching.proof_state import ProofState, are_same_places, find_places
+
+from .lift.small_blocks import D, E, Small
+
+GUARD = SizeGuard("S", "gt", "1", True)
+
+
+def new_state(block=None) -> ProofState:
+    block = block or Small()
+    return ProofState(block, next(iter(interpret_arguments((torch.zeros(5, D),), {}, ModelNumbers.of(block)))), hint=E)
+
+
+def lift(state: ProofState, seed: int = 0, tokens: int = 12):
+    return state.lift(Routing("diverse", seed), {"S": tokens})
+
+
+class TwoKinds(Small):
+    """The last expert has another function."""
+
+    def mix(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in (2, 1, 0):
+            t, k = torch.where(ids == e)
+            y = self.experts[e](x[t])
+            out = out.index_add(0, t, (y.tanh() if e == 2 else y) * weights[t, k, None])
+        return out
+
+
+def test_evidence_keeps_its_order_and_sizes():
+    state = new_state()
+    forms = [lift(state, seed, tokens) for seed, tokens in enumerate((12, 9))]
+    for form, sizes in zip(forms, ({"S": 12}, {"S": 9}), strict=True):
+        state.add_evidence(form, sizes)
+    assert [len(form.ids) for form in state.forms] == [12, 9] and state.sizes == ({"S": 12}, {"S": 9})
+    assert state.reference.capture is forms[0].capture and state.seen_experts == {0, 1, 2}
+    state.set_reference(1)
+    assert state.reference.capture is forms[1].capture and state.sizes[0] == {"S": 9}
+
+
+def test_evidence_that_is_dropped_leaves_its_guard():
+    state = new_state()
+    form = lift(state)
+    for optional in (None, GUARD):
+        state.add_evidence(form, {"S": 12}, optional=optional)
+    assert form.optional_guard is None  # it is not changed
+    state.drop_evidence(1)
+    assert len(state.forms) == len(state.sizes) == 1 and state.guards == (GUARD,)
+
+
+def test_agreement_returns_the_groups_in_the_order_of_the_reference():
+    state = new_state(TwoKinds())
+    state.add_evidence(lift(state), {"S": 12})
+    other = lift(state, seed=1)
+    turned = dataclasses.replace(other, groups=other.groups[::-1])
+    agreed = state.require_agreement(turned)
+    assert [g.ids for g in agreed.groups] == [g.ids for g in state.reference.groups] == [[0, 1], [2]]
+    assert [g.ids for g in turned.groups] == [[2], [0, 1]]  # it is not changed
+
+
+def test_evidence_is_aligned_in_place():
+    state = new_state(TwoKinds())
+    first, second = lift(state), lift(state, seed=1)
+    for form in (first, dataclasses.replace(second, groups=second.groups[::-1])):
+        state.add_evidence(form, {"S": 12})
+    state.align_evidence(1)
+    assert [g.body for g in state.forms[1].groups] == [g.body for g in state.reference.groups]
+
+
+def test_a_form_with_other_slots_is_refused_and_changes_nothing():
+    state = new_state()
+    state.add_evidence(lift(state), {"S": 12})
+    before = state.forms
+    with pytest.raises(Refused, match="the number of slots per token"):
+        state.require_agreement(lift(new_state(Small(k=1))))
+    assert state.forms == before
+
+
+class Masked(Small):
+    """Choices of one expert may be dropped: their weights are zero behind the mask only."""
+
+    def __init__(self):
+        super().__init__()
+        self.drops = False
+
+    def choose(self, x):
+        weights, ids = super().choose(x)
+        kept = (ids != 1) | (not self.drops)
+        return weights * kept, ids
+
+
+def test_all_captures_are_read_behind_a_mask_that_one_shows():
+    block = Masked()
+    state = new_state(block)
+    state.add_evidence(lift(state), {"S": 12})
+    block.drops = True
+    dropping = lift(state, seed=1)
+    assert not dropping.kept_slots.all() and not are_same_places(find_places(dropping), find_places(state.reference))
+    state.read_all_as(dropping)
+    assert are_same_places(find_places(dropping), find_places(state.reference))
+
+
+def test_restart_replaces_the_only_capture_and_the_arguments():
+    state = new_state()
+    state.add_evidence(lift(state), {"S": 12})
+    form, arguments = lift(state, seed=1), copy.copy(state.arguments)
+    state.restart(arguments, form)
+    assert [one.capture for one in state.forms] == [form.capture] and state.arguments is arguments
+    assert state.sizes == ({"S": 12},)
+
+
+def test_arguments_are_tried_in_a_block_only():
+    state = new_state()
+    before, other = state.arguments, copy.copy(state.arguments)
+    with pytest.raises(ValueError, match="no"), state.trying_arguments(other):
+        assert state.arguments is other
+        raise ValueError("no")
+    assert state.arguments is before
+
+
+def test_a_probe_is_recorded_with_its_captures_and_guards():
+    state = new_state()
+    with state.record_probe("first"):
+        state.add_evidence(lift(state), {"S": 12})
+        state.add_guard(GUARD)
+    with pytest.raises(Refused), state.record_probe("second"):
+        raise Refused("no")
+    assert [(run.name, run.refused) for run in state.probe_runs] == [("first", False), ("second", True)]
+    assert (state.probe_runs[0].captures, state.probe_runs[0].guards) == (1, 1)
+
+
+def test_a_target_is_settled_once():
+    state = new_state()
+    assert not state.is_settled("target")
+    state.settle("target")
+    assert state.is_settled("target") and not state.is_settled("another")
