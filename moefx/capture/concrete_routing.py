@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import fx
 
 from .tensor_trees import has_values
 
-_KINDS = {"diverse", "skewed", "flooded", "crowded", "even", "contested", "spared", "unsure", "tied"}
+RoutingKind = Literal["diverse", "skewed", "flooded", "crowded", "even", "contested", "spared", "unsure", "tied"]
 
 
 class Routing:
@@ -38,10 +39,10 @@ class Routing:
     """
 
     def __init__(
-        self, kind: str = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), as_they_are: bool = False,
+        self, kind: RoutingKind = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), as_they_are: bool = False,
         is_wild: bool = False,
     ):  # fmt: skip
-        assert kind in _KINDS, kind
+        assert kind in get_args(RoutingKind), kind
         self.kind, self.seed, self.prefer, self.as_they_are, self.is_wild = kind, seed, prefer, as_they_are, is_wild
         self.generator = torch.Generator().manual_seed(1000 + seed)
 

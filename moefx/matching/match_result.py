@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..capture.block_arguments import Arguments
 from ..capture.capture_result import Capture
 from ..capture.code_locations import suppress_program_errors
-from ..capture.concrete_routing import Routing
+from ..capture.concrete_routing import Routing, RoutingKind
 from ..capture.size_guards import SizeGuard, evaluate_size
 from ..errors import MoefxError
 from ..inspection.proof_trace import ProbeRun
@@ -112,7 +112,7 @@ class Match:
     probe_runs: tuple[ProbeRun, ...] = ()  # of the proof
     size_samples: dict[str, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
 
-    def sample_sizes(self, kind: str = "diverse") -> list[tuple[dict[str, int], Capture]]:
+    def sample_sizes(self, kind: RoutingKind = "diverse") -> list[tuple[dict[str, int], Capture]]:
         """Return captures at more sizes under this kind of routing, to find formulas for numbers.
 
         Returns:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from ..capture.concrete_routing import Routing
+from ..capture.concrete_routing import Routing, RoutingKind
 from ..capture.idle_tests import refuse_remembered
 from ..errors import Refused
 from .drop_rules import refuse_unexplained
@@ -65,7 +65,7 @@ def capture_first_routings(state: ProofState) -> None:
     tokens = state.size_choice.first_tokens
     arguments, first = find_turning_arguments(state, state.size_choice.choose(tokens, 0))
     state.use_arguments(arguments)
-    plans = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
+    plans: list[tuple[RoutingKind, int]] = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
     for variant, (kind, n) in enumerate(plans):
         if kind == "flooded" and state.reference.slots > 1:
             kind = "contested"  # shows which slot of a token comes first
@@ -106,7 +106,7 @@ def _count_masks(state: ProofState, sizes: dict[str, int]) -> None:
     state.restart(arguments, form)
 
 
-def _lift_routing(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> CanonicalForm:
+def _lift_routing(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int]) -> CanonicalForm:
     """Lift a capture under this kind of routing.
 
     Try other seeds if all second slots are dropped, such as by a small capacity, or all slots, such as by the values

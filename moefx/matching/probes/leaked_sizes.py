@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch.utils._pytree as pytree
 
 from ...capture.capture_result import Capture
-from ...capture.concrete_routing import Routing
+from ...capture.concrete_routing import Routing, RoutingKind
 from ...capture.size_guards import SizeGuard, evaluate_size
 from ...capture.symbolic_sizes import unwrap_numbers
 from ...errors import CaptureError, Refused
@@ -57,10 +57,10 @@ class _CommonBehaviour:
         self.has_drops = any(not form.kept_slots.all() for form in state.forms)
         # Share of the tokens that an expert gets, by kind of routing.
         even = state.reference.slots / state.num_experts
-        self.crowds = {"crowded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
+        self.crowds: dict[RoutingKind, float] = {"crowded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
         # comparisons that had both outcomes exclude no size
         self.guards = [g for g in state.seen_guards() if all(g.holds(sizes) for sizes in state.sizes)]
-        self.answers: dict[tuple[str, int], tuple[bool, bool]] = {}
+        self.answers: dict[tuple[RoutingKind, int], tuple[bool, bool]] = {}
 
     def has_moved(self, taken: Capture) -> bool:
         there = _collect_numbers(taken)  # one turn of a loop may have another number
@@ -80,7 +80,7 @@ class _CommonBehaviour:
 
         If the routing decides, return a bound below which no expert gets enough tokens for the difference.
         """
-        found: dict[str, int] = {}
+        found: dict[RoutingKind, int] = {}
         for kind in (kind for kind in self.crowds if self.differs_in(kind, high)[which]):
             # captures of `low` tokens may have taken another branch than the crowd
             start = low if not self.differs_in(kind, low)[which] else 1
@@ -89,7 +89,7 @@ class _CommonBehaviour:
             return min(found.values())
         return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in found.items())))
 
-    def differs_in(self, kind: str, tokens: int) -> tuple[bool, bool]:
+    def differs_in(self, kind: RoutingKind, tokens: int) -> tuple[bool, bool]:
         """Return the result of `differs` for one kind of routing, cached.
 
         A new `functools.cache` would make captures look for it among all objects of the process (see
@@ -99,7 +99,7 @@ class _CommonBehaviour:
             self.answers[kind, tokens] = self._differs_in(kind, tokens)
         return self.answers[kind, tokens]
 
-    def _differs_in(self, kind: str, tokens: int) -> tuple[bool, bool]:
+    def _differs_in(self, kind: RoutingKind, tokens: int) -> tuple[bool, bool]:
         sizes = self.state.size_choice.choose_sequence(tokens)
         if not all(g.holds(sizes) for g in self.guards):
             return False, False
