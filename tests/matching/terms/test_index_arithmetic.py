@@ -9,7 +9,7 @@ from moefx.matching.terms.index_arithmetic import broadcast, positions, reshape_
 
 
 def test_broadcast():
-    assert broadcast([(3, 1), (4,), ()]) == (3, 4)
+    assert broadcast([(3, 1), (4,), ()]) == broadcast([(4,), (3, 1)]) == (3, 4)
     with pytest.raises(ValueError, match="do not broadcast"):
         broadcast([(3,), (4,)])
 
