@@ -33,7 +33,7 @@ def one_axis() -> DeviceMesh:
 
 def case_outputs_and_gradients() -> None:
     """For each kind of block, with a different number of tokens on each rank."""
-    for kind, plan in sampled(itertools.product(BLOCKS, (GATHER, LIMITED)), 3):
+    for kind, plan in sampled(itertools.product(BLOCKS, (GATHER, LIMITED)), 5):
         check(Model(kind, layers=1).double(), one_axis(), plan)
 
 
@@ -147,7 +147,7 @@ def case_recomputed() -> None:
 
 def case_one_graph() -> None:
     """Under `torch.compile`: the hosts agree inside of the graph, or not at all."""
-    for plan in sampled((GATHER, LIMITED), 1):
+    for plan in sampled((GATHER, LIMITED), 2):
         model = Model("stacked", layers=1)
         compiled = compiled_beside(model, one_axis(), plan)
         torch._dynamo.reset()
@@ -202,7 +202,7 @@ def case_verified() -> None:
     report = moefx.verify(compiled, model, x, token_counts=(5,))
     assert report.ok, report
     wrong_at = [(name, at) for name, number in FAULTS.items() for at in range(number // 2)]
-    for name, at in sampled(wrong_at, 3):
+    for name, at in sampled(wrong_at, 4):
         with faulty(name, at):
             report = moefx.verify(compiled, model, x, routings=False, token_counts=())
         seen = [None] * dist.get_world_size()

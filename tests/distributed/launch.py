@@ -2,8 +2,8 @@
 
 A module of cases has functions named `case_...` that take no argument; each runs on every rank at once. Starting
 processes takes longer than most cases: all cases of a module run in one process group, and a `World` runs one module
-after the other. All ranks are forks of one server that has imported torch. An error ends its rank, and the output of
-all ranks is shown.
+after the other. All ranks are forks of one server that has imported torch and has proven common blocks (`proofs`). An
+error ends its rank, and the output of all ranks is shown.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class World:
         self.folder = tempfile.TemporaryDirectory()
         self.outputs = [Path(self.folder.name) / f"rank{rank}.txt" for rank in range(size)]
         self.workers, self.modules = [], []
-        # The server runs no autograd and starts no threads: its forks could not use them.
+        # The server runs no backward, and none of its threads lives on: its forks could not use them.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.models"])
+        context.set_forkserver_preload(["tests.distributed.proofs"])
         for rank, output in enumerate(self.outputs):
             modules, end = context.Pipe(duplex=False)
             worker = context.Process(target=_serve, args=(modules, output, own | {"RANK": str(rank)}), daemon=True)

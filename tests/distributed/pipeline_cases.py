@@ -99,7 +99,7 @@ def case_transformers() -> None:
              "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     models = (
-        (Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8)),
+        (Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)),
         (MixtralForCausalLM, MixtralConfig(**sizes, num_local_experts=4)),
     )
     for make, config in sampled(models, 2):

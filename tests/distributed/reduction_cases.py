@@ -81,7 +81,7 @@ def case_the_gradient_of_the_mean_loss() -> None:
 
 
 def case_explained() -> None:
-    original, example = Model("gated"), (torch.zeros(9, D),)
+    original, example = Model("gated", layers=1), (torch.zeros(9, D),)
     mesh = mesh_of(dp=2, ep=2)
     before = moefx.explain(original, mesh=mesh, plan=PLAN, example_inputs=example)
     compiled = compiled_beside(original, mesh, PLAN)
@@ -98,30 +98,31 @@ def case_explained() -> None:
 
 
 def case_a_naive_step_is_told_once() -> None:
-    compiled = compiled_beside(Model("gated"), mesh_of(ep=4), PLAN)
+    compiled = compiled_beside(Model("gated", layers=1), mesh_of(ep=4), PLAN)
     (text,) = told(compiled)
     for part in ("first.weight", "sum over 'ep' (4 ranks), divide by 4", "Plan(gradients='manual')", "of the rest"):
         assert part in text, text
     assert not told(compiled, torch.optim.AdamW(compiled.parameters()))
     assert len(told(copy.deepcopy(compiled))) == 1  # another model
-    (text,) = told(compiled_beside(Model("joined"), mesh_of(dp=2, ep=2), PLAN))
+    (text,) = told(compiled_beside(Model("joined", layers=1), mesh_of(dp=2, ep=2), PLAN))
     assert "its experts" in text and "of the rest" in text
-    assert len(told(torch.compile(compiled_beside(Model("gated"), mesh_of(ep=4), PLAN), backend="eager"))) == 1
+    compiled = compiled_beside(Model("gated", layers=1), mesh_of(ep=4), PLAN)
+    assert len(told(torch.compile(compiled, backend="eager"))) == 1
 
 
 def case_what_is_reduced_is_not_told() -> None:
-    assert not told(compiled_beside(Model("gated"), mesh_of(ep=4), MANUAL))
-    assert not told(Model("gated"))
+    assert not told(compiled_beside(Model("gated", layers=1), mesh_of(ep=4), MANUAL))
+    assert not told(Model("gated", layers=1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parallel = DistributedDataParallel(compiled_beside(Model("gated"), mesh_of(ep=4), PLAN))
+        parallel = DistributedDataParallel(compiled_beside(Model("gated", layers=1), mesh_of(ep=4), PLAN))
     assert not told(parallel)
-    compiled = compiled_beside(Model("gated"), mesh_of(ep=4), PLAN)  # experts alone
+    compiled = compiled_beside(Model("gated", layers=1), mesh_of(ep=4), PLAN)  # experts alone
     own = [p for name, p in compiled.named_parameters() if is_of_experts(name)]
     assert not told(compiled, torch.optim.SGD(own, lr=0.1))
     mesh = mesh_of(dp=2, tp=2)
     plan = PLAN.replace(expert_axis="tp", sequence_axis="tp")
-    model = compiled_beside(Model("gated"), mesh, plan)
+    model = compiled_beside(Model("gated", layers=1), mesh, plan)
     parallel = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
     x = torch.randn(9, D, generator=torch.Generator().manual_seed(mesh["dp"].get_local_rank()))
     assert not told(parallel, x=x)
@@ -131,13 +132,13 @@ def case_fully_sharded_parameters() -> None:
     """Over the ranks with other tokens: those of experts over one axis, all else over both."""
     mesh = mesh_of(dp=2, ep=2)
     everything = mesh["dp", "ep"]._flatten("all_ranks")
-    compiled = compiled_beside(Model("gated"), mesh, PLAN)
+    compiled = compiled_beside(Model("gated", layers=1), mesh, PLAN)
     for block in compiled.blocks:
         fully_shard(block.gate, mesh=everything)
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(compiled, mesh=everything)
     assert not told(compiled)
-    compiled = compiled_beside(Model("gated"), mesh, PLAN)
+    compiled = compiled_beside(Model("gated", layers=1), mesh, PLAN)
     for block in compiled.blocks:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(compiled, mesh=mesh["dp"])
@@ -150,7 +151,7 @@ def case_the_process_is_left_as_it_was() -> None:
     proof_memory.forget()  # proofs that the tests share hold blocks of the models that were compiled
     gc.collect()
     before = len(hooks)
-    compiled = compiled_beside(Model("gated"), mesh_of(ep=4), PLAN)
+    compiled = compiled_beside(Model("gated", layers=1), mesh_of(ep=4), PLAN)
     proof_memory.forget()
     other = copy.deepcopy(compiled)
     assert len(hooks) == 1

@@ -19,15 +19,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[..., str]]:
-    """Runs cases on four ranks; the processes stay for the next ones."""
+def keep_world(size: int) -> Iterator[Callable[..., str]]:
     world: World | None = None
 
     def run(module: str, *names: str) -> str:
         nonlocal world
         if world is None or not world.is_alive:
-            world = World(4)
+            world = World(size)
         return world.run(f"tests.distributed.{module}", *names)
 
     yield run
@@ -35,16 +33,32 @@ def ranks() -> Iterator[Callable[..., str]]:
         world.end()
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[..., str]]:
+    """Runs cases on four ranks; the processes stay for the next ones."""
+    yield from keep_world(4)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Callable[..., str]]:
+    """Runs cases on two ranks."""
+    yield from keep_world(2)
+
+
 def test_exchanges(ranks):
     ranks("exchange_cases")
 
 
-def test_exchanges_of_two():
-    launch(2, "tests.distributed.exchange_cases")
+def test_exchanges_of_two(pair):
+    pair("exchange_cases")
 
 
-def test_compiled_models(ranks):
-    ranks("compile_cases")
+def test_compiled_models(pair):
+    pair("compile_cases")
+
+
+def test_models_compiled_over_two_axes(ranks):
+    ranks("compile_cases", "case_the_graphs", "case_two_axes", "case_axes_that_are_not_said")
 
 
 def test_states(ranks):
@@ -53,10 +67,6 @@ def test_states(ranks):
 
 def test_wrappers(ranks):
     ranks("wrapper_cases")
-
-
-def test_gradients_that_are_left_to_reduce(ranks):
-    ranks("reduction_cases")
 
 
 def test_hops(ranks):
@@ -102,8 +112,8 @@ def test_pipelines_and_transformers(ranks):
     ranks("pipeline_cases")
 
 
-def test_models_of_the_corpus():
-    launch(2, "tests.distributed.corpus_cases")
+def test_models_of_the_corpus(pair):
+    pair("corpus_cases")
 
 
 @pytest.mark.exhaustive
@@ -123,6 +133,11 @@ def test_every_fault_in_every_exchange(ranks):
 
 def test_ranks_that_do_not_agree(ranks):
     ranks("lost_cases")
+
+
+def test_gradients_that_are_left_to_reduce(ranks):
+    """Last of the cases on these ranks: it forgets the proofs that they share."""
+    ranks("reduction_cases")
 
 
 @pytest.mark.sampled(2)

@@ -74,7 +74,7 @@ def one_axis() -> DeviceMesh:
 
 
 def spread(kind: str = "gated", mesh: DeviceMesh | None = None, plan: moefx.Plan = PLAN) -> nn.Module:
-    return compiled_beside(Model(kind), mesh or one_axis(), plan)
+    return compiled_beside(Model(kind, layers=1), mesh or one_axis(), plan)
 
 
 def tokens() -> torch.Tensor:
@@ -113,7 +113,7 @@ def are_apart(compiled: nn.Module) -> bool:
 
 def case_ddp_leaves_experts_alone() -> None:
     for kind in KINDS:
-        original = Model(kind)
+        original = Model(kind, layers=1)
         compiled = compiled_beside(original, one_axis(), PLAN)
         parallel, x = DistributedDataParallel(compiled), tokens()
         torch.testing.assert_close(parallel(x), original(x))
@@ -161,7 +161,7 @@ def case_ddp_tells_what_is_left() -> None:
 
 
 def case_ddp_keeps_what_the_model_leaves_out() -> None:
-    model = Model("gated")
+    model = Model("gated", layers=1)
     model._ddp_params_and_buffers_to_ignore = ["first.bias"]
     parallel = DistributedDataParallel(compiled_beside(model, one_axis(), PLAN))
     assert "first.bias" in parallel.parameters_to_ignore and len(parallel.parameters_to_ignore) > 1
@@ -180,7 +180,7 @@ def case_ddp_around_a_parent() -> None:
 
 def case_the_remedy_for_a_parent() -> None:
     for kind in ("gated", "flat"):
-        original, x = Model(kind), tokens()
+        original, x = Model(kind, layers=1), tokens()
         parent = Parent(compiled_beside(original, one_axis(), PLAN))
         names = moefx.expert_parameter_names(parent, buffers=True)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(parent, names)
@@ -192,7 +192,7 @@ def case_the_remedy_for_a_parent() -> None:
 
 def case_experts_that_were_alike_in_a_parent() -> None:
     """Nothing changes when they are broadcast, but their gradients would be averaged."""
-    model = Model("gated")
+    model = Model("gated", layers=1)
     for block in model.blocks:
         for expert in block.experts:
             expert.load_state_dict(block.experts[0].state_dict())
@@ -215,7 +215,7 @@ def case_deepspeed() -> None:
 
 
 def case_other_broadcasts() -> None:
-    for kind in sampled(KINDS, 2):
+    for kind in sampled(KINDS, 4):
         for calls in (0, 3):
             compiled = spread(kind)
             for _ in range(calls):
@@ -255,7 +255,7 @@ def case_fully_shard_over_other_experts() -> None:
 
 def case_what_stays_silent() -> None:
     """Experts that are alike on purpose, loads, steps, casts, copies; and loading heals."""
-    original = Model("gated")
+    original = Model("gated", layers=1)
     whole = original.state_dict()
     alike = {n: whole[".".join([*n.split(".")[:3], "0", *n.split(".")[4:]])] if "experts" in n else v
              for n, v in whole.items()}  # fmt: skip
@@ -284,7 +284,7 @@ def case_accelerate() -> None:
         from accelerate import Accelerator
     except ImportError:
         return
-    original, x = Model("gated"), tokens()
+    original, x = Model("gated", layers=1), tokens()
     compiled = compiled_beside(original, one_axis(), PLAN)
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": str(dist.get_rank())}
     with mock.patch.dict(os.environ, own):
