@@ -139,8 +139,8 @@ def _find_spread(match: Match) -> Source | None:
 def _is_explained_by_zeros(match: Match, capture: int) -> bool:
     """Return whether each dropped slot of a capture has a zero weight or row that makes its summand zero."""
     form = match.evidence[capture]
-    S = Semantics(form.capture.nodes, form.capture.concrete_value)
-    T = S.T
+    semantics = Semantics(form.capture.nodes, form.capture.concrete_value)
+    terms = semantics.terms
 
     def is_zero(ref: NodeRef, t: int, k: int) -> bool:
         ref = ref.columns[k] if ref.columns else ref
@@ -148,39 +148,39 @@ def _is_explained_by_zeros(match: Match, capture: int) -> bool:
             return False
         it = iter(unravel(t, form.tokens) if ref.axes.count("t") > 1 else (t,))
         where = {a: k if x == "k" else int(form.ids[t, k]) if x == "e" else next(it) for a, x in enumerate(ref.axes)}
-        term = S.term(ref.node)
+        term = semantics.term(ref.node)
         return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(
-            T.resolve(T.pick_axes(term, where)), 0
+            terms.resolve(terms.pick_axes(term, where)), 0
         )
 
     owner = {e: group for group in match.groups for e in group.ids}
     for t, k in (~form.kept_slots).nonzero().tolist():
         if (group := owner.get(int(form.ids[t, k]))) is not None:
             zeros = {i for i, refs in enumerate(group.values) if is_zero(refs[capture], t, k)}
-            if not is_const(_substitute_zeros(T, group.body, zeros), 0):
+            if not is_const(_substitute_zeros(terms, group.body, zeros), 0):
                 return False
     return True
 
 
-def _substitute_zeros(T: Terms, body: Body, zeros: set[int]) -> Term:
+def _substitute_zeros(terms: Terms, body: Body, zeros: set[int]) -> Term:
     """Build the term of a body with zeros for some of its values. Unknown ops become opaque terms."""
-    args: list[Any] = [_substitute_zeros(T, a, zeros) if isinstance(a, Body) else a for a in body.args]
+    args: list[Any] = [_substitute_zeros(terms, a, zeros) if isinstance(a, Body) else a for a in body.args]
     match body.op:
         case "value" if args[0] in zeros:
-            return T.const(0, body.shape)
+            return terms.const(0, body.shape)
         case "const":
-            return T.const(args[0], body.shape)
+            return terms.const(args[0], body.shape)
         case "pw":
-            return T.pw(args[0], *args[2:], **dict(args[1]))
+            return terms.pw(args[0], *args[2:], **dict(args[1]))
         case "ein":
-            return T.ein(args[0], args[1], args[2:])
+            return terms.ein(args[0], args[1], args[2:])
         case "sum":
-            return T.sum(args[1], args[0])
+            return terms.sum(args[1], args[0])
         case "reshape" | "expand":
-            return getattr(T, body.op)(args[0], body.shape)
+            return getattr(terms, body.op)(args[0], body.shape)
         case "permute" | "slice":
-            return getattr(T, body.op)(*args)
-    return T.make("node", (body,), body.shape)
+            return getattr(terms, body.op)(*args)
+    return terms.make("node", (body,), body.shape)
 
 
 def _find_mask_candidates(form: CanonicalForm) -> list[NodeRef]:

@@ -65,11 +65,11 @@ class ChoiceSums:
     """
 
     def __init__(
-        self, capture: Capture, T: Terms, lookup: ValueLookup, groups: list[Group], routed: list[list[Term]],
+        self, capture: Capture, terms: Terms, lookup: ValueLookup, groups: list[Group], routed: list[list[Term]],
         template: CanonicalForm | None,
     ):  # fmt: skip
         """`routed`: the summands of all tokens with expert parameters."""
-        self.terms, self.lookup = T, lookup
+        self.terms, self.lookup = terms, lookup
         parts = dict.fromkeys(part for row in routed for part in row)
         self.parameters = {ParameterSlice.from_term(x): x for x in _walk_terms(*parts) if is_state_slice(x)}
         self.groups: dict[int, tuple[Group, list[dict[int, ParameterSlice]]]] = {}

@@ -112,7 +112,7 @@ def _split_by_weight(t: Term, lookup: ValueLookup) -> list[Term]:
         a, b = t.args[2:]
         wide, scalar = (a, b) if math.prod(b.shape) == 1 else (b, a)
         if scalar.op == "pw" and scalar.args[0] == "add" and not any(lookup.find_holders(scalar)):
-            pw = lookup.semantics.T.pw
+            pw = lookup.semantics.terms.pw
             products = [pw("mul", wide, s) if wide is a else pw("mul", s, wide) for s in scalar.args[2:]]
             return [p for product in products for p in _split_by_weight(product, lookup)]
     return [t]

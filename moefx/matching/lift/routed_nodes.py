@@ -64,7 +64,7 @@ class ParameterReach:
         tables = [table for group in template.groups for table in group.tables] if template is not None else []
         self.split_axes = {place.fqn: place.axes for table in tables for place in table.values()}
         self.semantics = Semantics(capture.nodes, capture.concrete_value, symbolic, opaque_lines)
-        self.terms = self.semantics.T
+        self.terms = self.semantics.terms
         self.children, self.nested = find_siblings(block), number_nested_modules(block)
         results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]
         self.outputs = [n for n in pytree.tree_leaves(results) if isinstance(n, fx.Node)]

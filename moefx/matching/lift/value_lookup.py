@@ -126,7 +126,7 @@ class ValueLookup:
             if not 0 <= i < term.shape[axis]:
                 return None
             where[axis] = i
-        return self.semantics.T.resolve(self.semantics.T.pick_axes(term, where))
+        return self.semantics.terms.resolve(self.semantics.terms.pick_axes(term, where))
 
     def _get_value(self, ref: NodeRef, slot: tuple[int, int, int]) -> Term | None:
         found = self.get_element(ref, *slot)
@@ -134,7 +134,7 @@ class ValueLookup:
 
     def _as_scalar(self, t: Term) -> Term:
         """Remove the axes of a term with one element: `max(-1, keepdim=True)` gives weights of shape [1]."""
-        return self.semantics.T.reshape(t, ()) if math.prod(t.shape) == 1 else t
+        return self.semantics.terms.reshape(t, ()) if math.prod(t.shape) == 1 else t
 
     def rows(self, shape: tuple[int, ...]) -> set[Term]:
         """Return the rows of this shape of all readings with one row per token.

@@ -69,7 +69,7 @@ class Semantics:
         self, nodes: list[fx.Node], concrete_value: Callable[[fx.Node], torch.Tensor], symbolic: bool = False,
         opaque_lines: frozenset[Line] = frozenset(),
     ):  # fmt: skip
-        self.T = Terms()
+        self.terms = Terms()
         self.nodes, self.concrete_value, self.opaque_lines = nodes, concrete_value, opaque_lines
         self.conditions = find_conditions(nodes) if symbolic else set()
         self._terms: dict[fx.Node, Term] = {}
@@ -91,14 +91,14 @@ class Semantics:
     def opaque(self, node: fx.Node) -> Term:
         """Return a term that stands for the node itself."""
         val = node.meta.get("val")
-        return self.T.make("node", (node,), tuple(val.shape) if isinstance(val, torch.Tensor) else ())
+        return self.terms.make("node", (node,), tuple(val.shape) if isinstance(val, torch.Tensor) else ())
 
     def _build(self, node: fx.Node) -> Term:
         val = node.meta.get("val")
         if node.op == "get_attr" and node.meta["kind"] in ("param", "buffer") and isinstance(val, FakeTensor):
-            return self.T.make(node.meta["kind"], (node.meta["fqn"],), tuple(val.shape))
+            return self.terms.make(node.meta["kind"], (node.meta["fqn"],), tuple(val.shape))
         if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and node not in self.conditions:
-            return self.T.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
+            return self.terms.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
         # `torch.tensor(0.5)` acts like a number; literals of 16 bits would round
         if node.meta.get("literal") and val.dim() == 0 and val.dtype.itemsize > 2:
             return self._build_known(node)
@@ -108,7 +108,7 @@ class Semantics:
             return self._build_unexplained(node)
         name = op_name(node)
         if name.startswith(("empty", "new_empty")):
-            return self.T.const(math.nan, val.shape)
+            return self.terms.const(math.nan, val.shape)
         is_input = name not in RULES or not node.all_input_nodes or node.meta.get("forced")
         if is_known(node) and node not in self.conditions and is_input:
             return self._build_known(node)
@@ -126,7 +126,7 @@ class Semantics:
         else:
             out = self._build_unexplained(node)
         if out is not None and out.op != "node" and not node.meta["grad"] and not node.meta.get("known"):
-            out = self.T.pw("detach", out)
+            out = self.terms.pw("detach", out)
         assert out is None or out.shape == tuple(val.shape), (node, node.target, out.shape, val.shape)
         return out if out is not None else self._build_unexplained(node)
 
@@ -142,7 +142,7 @@ class Semantics:
         val = node.meta["val"]
         if val.numel() > _LARGEST_ARRAY:
             return self.opaque(node)
-        return self.T.array(self.concrete_value(node))
+        return self.terms.array(self.concrete_value(node))
 
     def numbers(self, node: Any) -> torch.Tensor:
         """Return an integer argument under the routing of the capture."""
@@ -151,7 +151,7 @@ class Semantics:
     def _build_elementwise(self, node: fx.Node) -> Term:
         packet, overload = op_name(node), node.target._overloadname
         items = tuple(self.value(a) for a in node.args)
-        return self.T.pw(f"{packet}.{overload}", *items, **dict(node.kwargs))
+        return self.terms.pw(f"{packet}.{overload}", *items, **dict(node.kwargs))
 
     def _build_result(self, node: fx.Node) -> Term:
         """Build one result of an op with several. Selected values are a gather by the concrete indices."""
@@ -159,8 +159,8 @@ class Semantics:
         name = op_name(bundle)
         if i == 0 and name in ("max", "min") and all(u.args[1] == 0 or not u.users for u in bundle.users):
             dim, keep = SELECTIONS[name](bundle)
-            largest = self.T.row(name, [dim], False, (), self.value(bundle.args[0]))
-            return self.T.reshape(largest, node.meta["val"].shape)
+            largest = self.terms.row(name, [dim], False, (), self.value(bundle.args[0]))
+            return self.terms.reshape(largest, node.meta["val"].shape)
         if i == 0 and name in SELECTIONS:
             dim, keep = SELECTIONS[name](bundle)
             source = self.value(bundle.args[0])
@@ -168,11 +168,11 @@ class Semantics:
             dim %= max(1, len(source.shape))
             if not keep:
                 picked = picked.unsqueeze(dim)
-            out = gather(self.T, source, dim, picked)
-            out = out if keep else self.T.reshape(out, node.meta["val"].shape)
-            return out if bundle.meta["grad"] else self.T.pw("detach", out)
+            out = gather(self.terms, source, dim, picked)
+            out = out if keep else self.terms.reshape(out, node.meta["val"].shape)
+            return out if bundle.meta["grad"] else self.terms.pw("detach", out)
         if i == 0 and name == "log_sigmoid_forward":
-            return self.T.pw("log_sigmoid.default", self.value(bundle.args[0]))
+            return self.terms.pw("log_sigmoid.default", self.value(bundle.args[0]))
         if i == 0 and name in ("native_layer_norm", "_fused_rms_norm"):
             return norm(self, bundle)
         if i == 0 and name == "native_batch_norm" and not bundle.args[5]:
@@ -201,4 +201,4 @@ class Semantics:
         kwargs = tuple((k, static(v)) for k, v in sorted(call.kwargs.items()))
         if not all(isinstance(o, Term) and o.op not in ("const", "array") for o in operands):
             return self.opaque(node)
-        return self.T.make("call", (call.target, args, kwargs, part, *operands), node.meta["val"].shape)
+        return self.terms.make("call", (call.target, args, kwargs, part, *operands), node.meta["val"].shape)

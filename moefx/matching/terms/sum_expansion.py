@@ -47,41 +47,41 @@ def shift_axes(dims: set[int], gone: int) -> list[int]:
     return [d - (d > gone) for d in dims]
 
 
-def routed_axes(T: Terms, t: Term) -> frozenset[int]:
+def routed_axes(terms: Terms, t: Term) -> frozenset[int]:
     """Return the axes along which the routing determines the elements."""
     if t.routed_axes is None:
-        t.routed_axes = frozenset(d for d in _find_routed_axes(T, t) if t.shape[d] > 1)
+        t.routed_axes = frozenset(d for d in _find_routed_axes(terms, t) if t.shape[d] > 1)
     return t.routed_axes
 
 
-def _find_routed_axes(T: Terms, t: Term) -> set[int]:
+def _find_routed_axes(terms: Terms, t: Term) -> set[int]:
     match t.op:
         case "const" | "node" | "buffer" | "call":
             return set()
         case "param":
-            return set(T.routed_parameters.get(t, ()))
+            return set(terms.routed_parameters.get(t, ()))
         case "array":
             return set(range(len(t.shape)))
         case "pw":
-            return {d + len(t.shape) - len(a.shape) for a in t.terms for d in routed_axes(T, a)}
+            return {d + len(t.shape) - len(a.shape) for a in t.terms for d in routed_axes(terms, a)}
         case "ein":
             inputs, output, *operands = t.args
-            routed = {s[d] for s, o in zip(inputs, operands, strict=True) for d in routed_axes(T, o)}
+            routed = {s[d] for s, o in zip(inputs, operands, strict=True) for d in routed_axes(terms, o)}
             return {d for d, label in enumerate(output) if label in routed}
         case "permute":
-            inner = routed_axes(T, t.args[0])
+            inner = routed_axes(terms, t.args[0])
             return {d for d, source in enumerate(t.args[1]) if source in inner}
         case "expand" | "slice":
-            return set(routed_axes(T, t.args[0]))
+            return set(routed_axes(terms, t.args[0]))
         case "cat":
             dim, *pieces = t.args
             return (
-                {dim}.union(*[routed_axes(T, p) for p in pieces])
+                {dim}.union(*[routed_axes(terms, p) for p in pieces])
                 if all(p.shape[dim] == 1 for p in pieces)
-                else set().union(*[routed_axes(T, p) for p in pieces])
+                else set().union(*[routed_axes(terms, p) for p in pieces])
             )
         case "reshape":
-            inner = routed_axes(T, t.args[0])
+            inner = routed_axes(terms, t.args[0])
             if not inner:
                 return set()
             return {
@@ -92,14 +92,18 @@ def _find_routed_axes(T: Terms, t: Term) -> set[int]:
             width = indices.value.dim() - 1
             rest = [d for d in range(len(inner.shape)) if d not in dims]
             out = {position + k for k in range(width)}
-            return out | {r if r < position else r + width for r, d in enumerate(rest) if d in routed_axes(T, inner)}
+            return out | {
+                r if r < position else r + width for r, d in enumerate(rest) if d in routed_axes(terms, inner)
+            }
         case "put":
             base, dims, _, values, _ = t.args
             rest = [d for d in range(len(base.shape)) if d not in dims]
-            return set(dims) | set(routed_axes(T, base)) | {rest[d - 1] for d in routed_axes(T, values) if d > 0}
+            return (
+                set(dims) | set(routed_axes(terms, base)) | {rest[d - 1] for d in routed_axes(terms, values) if d > 0}
+            )
         case "sum" | "row":
             inner = t.args[-1]
-            routed = routed_axes(T, inner)
+            routed = routed_axes(terms, inner)
             if t.op == "row" and t.args[2]:
                 return set(routed)
             gone = {d % len(inner.shape) for d in t.args[0 if t.op == "sum" else 1]}
@@ -108,17 +112,17 @@ def _find_routed_axes(T: Terms, t: Term) -> set[int]:
         case "at":
             inner, where = t.args
             free = [d for d in range(len(inner.shape)) if d not in dict(where)]
-            return {k for k, d in enumerate(free) if d in routed_axes(T, inner)}
+            return {k for k, d in enumerate(free) if d in routed_axes(terms, inner)}
     raise AssertionError(t.op)
 
 
-def resolve(T: Terms, t: Term) -> Term:
+def resolve(terms: Terms, t: Term) -> Term:
     """Write out all sums over routed axes in a term."""
     match t.op:
         case "sum":
-            return _resolve_sum(T, t)
+            return _resolve_sum(terms, t)
         case "ein":
-            return _resolve_ein(T, t)
+            return _resolve_ein(terms, t)
         case "pw":
             name, kwargs, *items = t.args
             resolved: list = list(items)
@@ -126,80 +130,82 @@ def resolve(T: Terms, t: Term) -> Term:
                 (k for k, a in enumerate(items) if isinstance(a, Term)),
                 key=lambda k: math.prod(items[k].shape),
             ):
-                resolved[k] = T.resolve(items[k])
+                resolved[k] = terms.resolve(items[k])
                 if name == "mul" and is_const(resolved[k], 0):
-                    return T.const(0, t.shape)
-            return T.expand(T.pw(name, *resolved, **dict(kwargs)), t.shape)
+                    return terms.const(0, t.shape)
+            return terms.expand(terms.pw(name, *resolved, **dict(kwargs)), t.shape)
         case "row":
             name, dims, keep, static, inner = t.args
-            return T.row(name, dims, keep, static, T.resolve(inner))
+            return terms.row(name, dims, keep, static, terms.resolve(inner))
         case "reshape":
-            return T.reshape(T.resolve(t.args[0]), t.shape)
+            return terms.reshape(terms.resolve(t.args[0]), t.shape)
         case "permute":
-            return T.permute(T.resolve(t.args[0]), t.args[1])
+            return terms.permute(terms.resolve(t.args[0]), t.args[1])
         case "expand":
-            return T.expand(T.resolve(t.args[0]), t.shape)
+            return terms.expand(terms.resolve(t.args[0]), t.shape)
         case "slice":
-            return T.slice(T.resolve(t.args[0]), *t.args[1:])
+            return terms.slice(terms.resolve(t.args[0]), *t.args[1:])
         case "cat":
-            return T.cat([T.resolve(p) for p in t.args[1:]], t.args[0])
+            return terms.cat([terms.resolve(p) for p in t.args[1:]], t.args[0])
         case "put" | "index" if len(t.shape) == 1 and t.shape[0] <= 4096:
-            parts = [T.reshape(T.resolve(T.pick(t, 0, i)), (1,)) for i in range(t.shape[0])]
-            return T.cat(parts, 0)
+            parts = [terms.reshape(terms.resolve(terms.pick(t, 0, i)), (1,)) for i in range(t.shape[0])]
+            return terms.cat(parts, 0)
     return t
 
 
-def _resolve_sum(T: Terms, t: Term) -> Term:
+def _resolve_sum(terms: Terms, t: Term) -> Term:
     dims, inner = t.args
-    routed = routed_axes(T, inner) & {d % len(inner.shape) for d in dims}
+    routed = routed_axes(terms, inner) & {d % len(inner.shape) for d in dims}
     if not routed or inner.shape[min(routed)] > _MAX_TERMS:
-        return T.sum(T.resolve(inner), dims)
+        return terms.sum(terms.resolve(inner), dims)
     axis = min(routed)
     left = [d % len(inner.shape) for d in dims]
     left.remove(axis)
-    total = T.const(0, t.shape)
+    total = terms.const(0, t.shape)
     for i in range(inner.shape[axis]):
-        total = T.pw("add", total, T.resolve(T.sum(T.pick(inner, axis, i), shift_axes(set(left), axis))))
+        total = terms.pw(
+            "add", total, terms.resolve(terms.sum(terms.pick(inner, axis, i), shift_axes(set(left), axis)))
+        )
     return total
 
 
-def _resolve_ein(T: Terms, t: Term) -> Term:
+def _resolve_ein(terms: Terms, t: Term) -> Term:
     inputs, output, *operands = t.args
     for s, o in zip(inputs, operands, strict=True):
-        for d in routed_axes(T, o):
+        for d in routed_axes(terms, o):
             if s[d] not in output:
-                return _expand_label(T, t, s[d])
+                return _expand_label(terms, t, s[d])
         if o.op == "cat" and s[o.args[0]] not in output:
-            return _split_label(T, t, s[o.args[0]], [p.shape[o.args[0]] for p in o.args[1:]])
-    return T.ein(inputs, output, [T.resolve(o) for o in operands])
+            return _split_label(terms, t, s[o.args[0]], [p.shape[o.args[0]] for p in o.args[1:]])
+    return terms.ein(inputs, output, [terms.resolve(o) for o in operands])
 
 
-def _expand_label(T: Terms, t: Term, label: str) -> Term:
+def _expand_label(terms: Terms, t: Term, label: str) -> Term:
     inputs, output, *operands = t.args
     n = next(o.shape[s.index(label)] for s, o in zip(inputs, operands, strict=True) if label in s)
-    total = T.const(0, t.shape)
+    total = terms.const(0, t.shape)
     order = sorted(range(len(operands)), key=lambda k: cost(operands[k]))
     for i in range(n):
         picked = list(operands)
         for k in order:
             if label in inputs[k]:
-                picked[k] = T.pick(operands[k], inputs[k].index(label), i)
-                if is_const(T.resolve(picked[k]) if not picked[k].shape else picked[k], 0):
+                picked[k] = terms.pick(operands[k], inputs[k].index(label), i)
+                if is_const(terms.resolve(picked[k]) if not picked[k].shape else picked[k], 0):
                     break
         else:
-            term = T.ein([s.replace(label, "") for s in inputs], output, picked)
-            total = T.pw("add", total, T.resolve(term))
+            term = terms.ein([s.replace(label, "") for s in inputs], output, picked)
+            total = terms.pw("add", total, terms.resolve(term))
     return total
 
 
-def _split_label(T: Terms, t: Term, label: str, sizes: list[int]) -> Term:
+def _split_label(terms: Terms, t: Term, label: str, sizes: list[int]) -> Term:
     inputs, output, *operands = t.args
-    total, start = T.const(0, t.shape), 0
+    total, start = terms.const(0, t.shape), 0
     for n in sizes:
         parts = [
-            T.slice(o, s.index(label), start, start + n) if label in s else o
+            terms.slice(o, s.index(label), start, start + n) if label in s else o
             for s, o in zip(inputs, operands, strict=True)
         ]
-        total = T.pw("add", total, T.resolve(T.ein(inputs, output, parts)))
+        total = terms.pw("add", total, terms.resolve(terms.ein(inputs, output, parts)))
         start += n
     return total

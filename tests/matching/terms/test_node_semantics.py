@@ -48,7 +48,7 @@ def agrees(block: nn.Module, *args: torch.Tensor) -> None:
         expected = block(*args)
         term = S.term(taken.out)
         assert term.op != "node", "taken as it is"
-        check(S.T, term, expected, values)
+        check(S.terms, term, expected, values)
 
 
 X = torch.randn(T, D, generator=torch.Generator().manual_seed(0))
@@ -215,7 +215,7 @@ class TestParameters:
 
         block = Fn(fn, w=w).bfloat16()
         taken, S = terms_of(block, torch.randn(5, 16).bfloat16())
-        rows = [S.T.resolve(S.T.pick(S.term(taken.out), 0, t)) for t in range(5)]
+        rows = [S.terms.resolve(S.terms.pick(S.term(taken.out), 0, t)) for t in range(5)]
         picks = [{a for a in _params(r)} for r in rows]
         assert picks == [{0}, {0}, {2}, {2}, {2}]
 
@@ -250,7 +250,7 @@ class TestSelections:
         expected, expected_ids = select(scores)
         assert torch.equal(ids.meta["val"], expected_ids)
         env = {"w": block.w} | {n: scores for n in taken.nodes if n.op == "placeholder"}
-        term = S.T.resolve(S.term(values))
+        term = S.terms.resolve(S.term(values))
         assert term.shape == tuple(expected.shape) and term.op != "node"
         del env
 
@@ -261,7 +261,9 @@ class TestSelections:
 
         taken, S = terms_of(Fn(forward, w=torch.randn(D, E)), X)
         term = S.term(taken.out)
-        zeros = sum(is_const(S.T.resolve(S.T.pick_axes(term, {0: t, 1: e})), 0) for t in range(T) for e in range(E))
+        zeros = sum(
+            is_const(S.terms.resolve(S.terms.pick_axes(term, {0: t, 1: e})), 0) for t in range(T) for e in range(E)
+        )
         assert zeros == T * (E - 1)
 
 

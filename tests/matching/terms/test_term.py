@@ -23,7 +23,7 @@ class Builder:
     """Builds a term and the tensor that it means, side by side, from drawn decisions."""
 
     def __init__(self, data: st.DataObject):
-        self.T, self.data = Terms(), data
+        self.terms, self.data = Terms(), data
         self.generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000), label="seed"))
         self.values: dict[str, torch.Tensor] = {}
 
@@ -39,7 +39,7 @@ class Builder:
     def param(self, *shape: int) -> Pair:
         name = f"p{len(self.values)}"
         self.values[name] = torch.randn(shape, generator=self.generator, dtype=torch.float64)
-        return self.T.make("param", (name,), shape), self.values[name]
+        return self.terms.make("param", (name,), shape), self.values[name]
 
     def leaf(self, *shape: int) -> Pair:
         """A parameter, known numbers with zeros among them, or a constant."""
@@ -51,7 +51,7 @@ class Builder:
             if kind == "array"
             else torch.full(shape, float(kind == "one"), dtype=torch.float64)
         )
-        return self.T.array(value), value
+        return self.terms.array(value), value
 
     def step(self, pair: Pair) -> Pair:
         steps: list[Callable[[Pair], Pair]] = [
@@ -91,12 +91,12 @@ class Builder:
         if x.dim() > 1:
             shapes.append((x.shape[0] * x.shape[1], *x.shape[2:]))
         shape = self.draw(st.sampled_from(shapes))
-        return self.T.reshape(t, shape), x.reshape(shape)
+        return self.terms.reshape(t, shape), x.reshape(shape)
 
     def permute(self, pair: Pair) -> Pair:
         t, x = pair
         order = self.draw(st.permutations(range(x.dim())))
-        return self.T.permute(t, order), x.permute(order)
+        return self.terms.permute(t, order), x.permute(order)
 
     def slice(self, pair: Pair) -> Pair:
         t, x = pair
@@ -105,7 +105,7 @@ class Builder:
         dim = self.dim(x)
         start, stop = sorted((self.draw(st.integers(0, x.shape[dim])), self.draw(st.integers(0, x.shape[dim]))))
         step = self.draw(st.integers(1, 3))
-        return self.T.slice(t, dim, start, stop, step), x[(slice(None),) * dim + (slice(start, stop, step),)]
+        return self.terms.slice(t, dim, start, stop, step), x[(slice(None),) * dim + (slice(start, stop, step),)]
 
     def cat(self, pair: Pair) -> Pair:
         t, x = pair
@@ -116,13 +116,13 @@ class Builder:
         shape[dim] = self.draw(st.integers(1, 2))
         other, y = self.leaf(*shape)
         if self.draw(st.booleans()):
-            return self.T.cat([t, other], dim), torch.cat([x, y], dim)
-        return self.T.cat([other, t, other], dim), torch.cat([y, x, y], dim)
+            return self.terms.cat([t, other], dim), torch.cat([x, y], dim)
+        return self.terms.cat([other, t, other], dim), torch.cat([y, x, y], dim)
 
     def expand(self, pair: Pair) -> Pair:
         t, x = pair
         shape = (2, *[3 if n == 1 else n for n in x.shape])
-        return self.T.expand(t, shape), x.expand(shape)
+        return self.terms.expand(t, shape), x.expand(shape)
 
     # ------------------------------------------------------------------ by integers
     def index(self, pair: Pair) -> Pair:
@@ -131,14 +131,14 @@ class Builder:
             return pair
         dim, shape = self.dim(x), self.draw(st.sampled_from([(2,), (4,), (2, 2)]))
         ids = self.integers(x.shape[dim], *shape)
-        return self.T.index(t, (dim,), ids[None], dim), x[(slice(None),) * dim + (ids,)]
+        return self.terms.index(t, (dim,), ids[None], dim), x[(slice(None),) * dim + (ids,)]
 
     def index_many(self, pair: Pair) -> Pair:
         t, x = pair
         if x.dim() < 2:
             return pair
         a, b = self.integers(x.shape[0], 3), self.integers(x.shape[1], 3) - x.shape[1]
-        return self.T.index(t, (0, 1), torch.stack([a, b]), 0), x[a, b]
+        return self.terms.index(t, (0, 1), torch.stack([a, b]), 0), x[a, b]
 
     def gather(self, pair: Pair) -> Pair:
         """`x.gather(0, ids)` as indexing of all axes."""
@@ -147,7 +147,7 @@ class Builder:
             return pair
         ids = self.integers(x.shape[0], 2, x.shape[1])
         columns = torch.arange(x.shape[1]).expand_as(ids)
-        return self.T.index(t, (0, 1), torch.stack([ids, columns]), 0), x.gather(0, ids)
+        return self.terms.index(t, (0, 1), torch.stack([ids, columns]), 0), x.gather(0, ids)
 
     def put(self, pair: Pair) -> Pair:
         """`index_add` and `index_copy` along any axis."""
@@ -160,7 +160,7 @@ class Builder:
         source, y = self.leaf(n, *x.shape[:dim], *x.shape[dim + 1 :])
         moved = y.movedim(0, dim)
         out = x.index_add(dim, ids, moved) if accumulate else x.index_copy(dim, ids, moved)
-        return self.T.put(t, (dim,), ids[None], source, accumulate), out
+        return self.terms.put(t, (dim,), ids[None], source, accumulate), out
 
     def put_many(self, pair: Pair) -> Pair:
         """`index_put` into the first two axes."""
@@ -173,7 +173,7 @@ class Builder:
         a, b = flat // x.shape[1], flat % x.shape[1]
         source, y = self.leaf(n, *x.shape[2:])
         indices = torch.stack([a, b])
-        return self.T.put(t, (0, 1), indices, source, accumulate), x.index_put((a, b), y, accumulate)
+        return self.terms.put(t, (0, 1), indices, source, accumulate), x.index_put((a, b), y, accumulate)
 
     # ------------------------------------------------------------------ computing
     def partner(self, x: torch.Tensor) -> Pair:
@@ -185,23 +185,23 @@ class Builder:
         name = self.draw(st.sampled_from(("add", "sub", "mul")))
         if self.draw(st.booleans()):
             (t, x), (u, y) = (u, y), (t, x)
-        return self.T.pw(name, t, u), getattr(torch, name)(x, y)
+        return self.terms.pw(name, t, u), getattr(torch, name)(x, y)
 
     def where(self, pair: Pair) -> Pair:
         t, x = pair
         mask = self.integers(2, *x.shape).bool()
         (u, y) = self.partner(x)
-        return self.T.expand(self.T.pw("where", self.T.array(mask), t, u), x.shape), torch.where(mask, x, y)
+        return self.terms.expand(self.terms.pw("where", self.terms.array(mask), t, u), x.shape), torch.where(mask, x, y)
 
     def unary(self, pair: Pair) -> Pair:
         t, x = pair
         name = self.draw(st.sampled_from(("tanh", "sigmoid", "relu")))
-        return self.T.pw(f"{name}.default", t), getattr(torch, name)(x)
+        return self.terms.pw(f"{name}.default", t), getattr(torch, name)(x)
 
     def sum(self, pair: Pair) -> Pair:
         t, x = pair
         dims = self.draw(st.sets(st.integers(0, max(0, x.dim() - 1)), max_size=2)) if x.dim() else set()
-        return (self.T.sum(t, dims), x.sum(tuple(dims))) if dims else pair
+        return (self.terms.sum(t, dims), x.sum(tuple(dims))) if dims else pair
 
     def einsum(self, pair: Pair) -> Pair:
         """With a second operand: shared labels are summed or kept, and it may be a one-hot mask."""
@@ -214,7 +214,9 @@ class Builder:
         out = "".join(
             c for c in self.draw(st.permutations(labels + extra)) if c not in mine or self.draw(st.booleans())
         )
-        return self.T.ein([labels, mine + extra], out, [t, u]), torch.einsum(f"{labels},{mine + extra}->{out}", x, y)
+        return self.terms.ein([labels, mine + extra], out, [t, u]), torch.einsum(
+            f"{labels},{mine + extra}->{out}", x, y
+        )
 
     def softmax(self, pair: Pair) -> Pair:
         t, x = pair
@@ -222,8 +224,8 @@ class Builder:
             return pair
         dim = self.dim(x)
         if self.draw(st.booleans()):
-            return self.T.row("softmax", [dim], True, (), t), x.softmax(dim)
-        return self.T.row("amax", [dim], False, (), t), x.amax(dim)
+            return self.terms.row("softmax", [dim], True, (), t), x.softmax(dim)
+        return self.terms.row("amax", [dim], False, (), t), x.amax(dim)
 
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -236,7 +238,7 @@ def test_compositions_mean_what_torch_computes(data, shape, steps):
     pair = builder.leaf(*shape)
     for _ in range(steps):
         pair = builder.step(pair)
-    check(builder.T, *pair, builder.values)
+    check(builder.terms, *pair, builder.values)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ def test_each_op_on_a_parameter(name, data, shape):
     builder = Builder(data)
     pair = getattr(builder, name)(builder.param(*shape))
     if pair[1].numel():
-        check(builder.T, *pair, builder.values)
+        check(builder.terms, *pair, builder.values)
 
 
 class TestNormalForm:

@@ -23,7 +23,7 @@ _LETTERS = "abcdefhijklmnopqrstuvw"
 
 @rule("linear")
 def _linear(
-    S: TermBuilder,
+    builder: TermBuilder,
     n: fx.Node,
     x: Term,
     w: Term,
@@ -33,13 +33,13 @@ def _linear(
     weight: Term | None = None,
 ) -> Term:
     b = bias if b is None else b
-    x, w, b = _autocast(S, n, x, w, b)
+    x, w, b = _autocast(builder, n, x, w, b)
     lead = _LETTERS[: len(x.shape) - 1]
-    out = S.T.ein([lead + "y", "zy"], lead + "z", [x, w])
-    return out if b is None else S.T.pw("add", out, b)
+    out = builder.terms.ein([lead + "y", "zy"], lead + "z", [x, w])
+    return out if b is None else builder.terms.pw("add", out, b)
 
 
-def _autocast(S: TermBuilder, n: fx.Node, *operands: Term | None) -> list[Term | None]:
+def _autocast(builder: TermBuilder, n: fx.Node, *operands: Term | None) -> list[Term | None]:
     """Cast operands to the dtype of the result, as a contraction does under autocast."""
     dtype = n.meta["val"].dtype
     out: list[Term | None] = []
@@ -47,7 +47,7 @@ def _autocast(S: TermBuilder, n: fx.Node, *operands: Term | None) -> list[Term |
     for t, a in zip(operands, [*flat, *[None] * len(operands)], strict=False):
         old = a.meta["val"].dtype if a is not None else dtype
         out.append(
-            S.T.pw("cast", t, dtype=str(dtype).removeprefix("torch."))
+            builder.terms.pw("cast", t, dtype=str(dtype).removeprefix("torch."))
             if t is not None and old != dtype and old.is_floating_point
             else t
         )
@@ -55,8 +55,8 @@ def _autocast(S: TermBuilder, n: fx.Node, *operands: Term | None) -> list[Term |
 
 
 @rule("mm", "bmm", "mv", "dot", "matmul")
-def _matmul(S: TermBuilder, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | None:
-    x, w = _autocast(S, n, x, w)
+def _matmul(builder: TermBuilder, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | None:
+    x, w = _autocast(builder, n, x, w)
     a, b = len(x.shape), len(w.shape)
     lead = max(a, b, 2) - 2
     batch = _LETTERS[:lead]
@@ -65,28 +65,30 @@ def _matmul(S: TermBuilder, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | N
     for label in set(left) & set(right) & set(batch):
         if x.shape[left.index(label)] != w.shape[right.index(label)]:
             big = max(x.shape[left.index(label)], w.shape[right.index(label)])
-            x = S.T.expand(x, [big if s == label else m for s, m in zip(left, x.shape, strict=True)])
-            w = S.T.expand(w, [big if s == label else m for s, m in zip(right, w.shape, strict=True)])
-    return S.T.ein([left, right], batch + ("x" if a > 1 else "") + ("z" if b > 1 else ""), [x, w])
+            x = builder.terms.expand(x, [big if s == label else m for s, m in zip(left, x.shape, strict=True)])
+            w = builder.terms.expand(w, [big if s == label else m for s, m in zip(right, w.shape, strict=True)])
+    return builder.terms.ein([left, right], batch + ("x" if a > 1 else "") + ("z" if b > 1 else ""), [x, w])
 
 
 @rule("addmm", "baddbmm", "addmv")
-def _addmm(S: TermBuilder, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float = 1, alpha: float = 1) -> Term:
+def _addmm(
+    builder: TermBuilder, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float = 1, alpha: float = 1
+) -> Term:
     out = (
-        S.T.ein(["axy", "ayz"], "axz", [x, w])
+        builder.terms.ein(["axy", "ayz"], "axz", [x, w])
         if len(x.shape) == 3
-        else S.T.ein(["xy", "yz" if len(w.shape) > 1 else "y"], "xz" if len(w.shape) > 1 else "x", [x, w])
+        else builder.terms.ein(["xy", "yz" if len(w.shape) > 1 else "y"], "xz" if len(w.shape) > 1 else "x", [x, w])
     )
     if alpha != 1:
-        out = S.T.pw("mul", out, S.T.const(alpha))
+        out = builder.terms.pw("mul", out, builder.terms.const(alpha))
     if beta != 1:
-        bias = S.T.pw("mul", bias, S.T.const(beta))
-    return S.T.pw("add", out, bias)
+        bias = builder.terms.pw("mul", bias, builder.terms.const(beta))
+    return builder.terms.pw("add", out, bias)
 
 
 @rule("convolution")
 def _convolution(
-    S: TermBuilder,
+    builder: TermBuilder,
     n: fx.Node,
     x: Term,
     w: Term,
@@ -108,27 +110,27 @@ def _convolution(
         or len(x.shape) != space + 2
     ):
         return None
-    x, w, b = _autocast(S, n, x, w, b)
+    x, w, b = _autocast(builder, n, x, w, b)
     at = _LETTERS[:space]
     out, inner = w.shape[0] // groups, w.shape[1]
-    x = S.T.reshape(x, (x.shape[0], groups, inner, *x.shape[2:]))
-    w = S.T.reshape(w, (groups, out, inner))
-    y = S.T.reshape(S.T.ein([f"xgy{at}", "gzy"], f"xgz{at}", [x, w]), n.meta["val"].shape)
-    return y if b is None else S.T.pw("add", y, S.T.reshape(b, (w.shape[0] * out, *[1] * space)))
+    x = builder.terms.reshape(x, (x.shape[0], groups, inner, *x.shape[2:]))
+    w = builder.terms.reshape(w, (groups, out, inner))
+    y = builder.terms.reshape(builder.terms.ein([f"xgy{at}", "gzy"], f"xgz{at}", [x, w]), n.meta["val"].shape)
+    return y if b is None else builder.terms.pw("add", y, builder.terms.reshape(b, (w.shape[0] * out, *[1] * space)))
 
 
 @rule("einsum")
-def _einsum(S: TermBuilder, n: fx.Node, equation: Any, *operands: Any) -> Term | None:
+def _einsum(builder: TermBuilder, n: fx.Node, equation: Any, *operands: Any) -> Term | None:
     if not isinstance(equation, str):
         return None
-    terms = list(operands[0]) if isinstance(operands[0], list) else list(operands)
-    terms = _autocast(S, n, *terms)
+    parts = list(operands[0]) if isinstance(operands[0], list) else list(operands)
+    parts = _autocast(builder, n, *parts)
     left, arrow, out = equation.replace(" ", "").partition("->")
     inputs = left.split(",")
     if "..." in equation:
         free = [x for x in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if x not in equation]
         widths = [
-            len(t.shape) - len(s.replace("...", "")) if "..." in s else 0 for s, t in zip(inputs, terms, strict=True)
+            len(t.shape) - len(s.replace("...", "")) if "..." in s else 0 for s, t in zip(inputs, parts, strict=True)
         ]
         dots = "".join(free[: max(widths)])
         inputs = [s.replace("...", dots[len(dots) - k :]) for s, k in zip(inputs, widths, strict=True)]
@@ -139,25 +141,25 @@ def _einsum(S: TermBuilder, n: fx.Node, equation: Any, *operands: Any) -> Term |
     if any(len(set(s)) != len(s) for s in [*inputs, out]):
         return None  # diagonals
     sizes: dict[str, int] = {}
-    for s, t in zip(inputs, terms, strict=True):
+    for s, t in zip(inputs, parts, strict=True):
         for x, m in zip(s, t.shape, strict=True):
             sizes[x] = m if m != 1 else sizes.get(x, 1)
-    terms = [S.T.expand(t, [sizes[x] for x in s]) for s, t in zip(inputs, terms, strict=True)]
-    return S.T.ein(inputs, out, terms)
+    parts = [builder.terms.expand(t, [sizes[x] for x in s]) for s, t in zip(inputs, parts, strict=True)]
+    return builder.terms.ein(inputs, out, parts)
 
 
 @rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 def _grouped_mm(
-    S: TermBuilder, n: fx.Node, x: Term, w: Term, offs: Any = None, bias: Any = None, *rest: Any, **kw: Any
+    builder: TermBuilder, n: fx.Node, x: Term, w: Term, offs: Any = None, bias: Any = None, *rest: Any, **kw: Any
 ) -> Term | None:
     node = n.args[2] if len(n.args) > 2 else n.kwargs.get("offs")
     if node is None or bias is not None or len(x.shape) != 2 or len(w.shape) != 3:
         return None
-    bounds = [0, *S.numbers(node).tolist()]
+    bounds = [0, *builder.numbers(node).tolist()]
     groups = torch.arange(len(bounds) - 1).repeat_interleave(torch.tensor(bounds).diff())
-    used = S.T.slice(x, 0, 0, bounds[-1])
-    weights = S.T.index(w, (0,), groups[None], 0)
-    out = S.T.ein(["by", "byz"], "bz", [used, weights])
+    used = builder.terms.slice(x, 0, 0, bounds[-1])
+    weights = builder.terms.index(w, (0,), groups[None], 0)
+    out = builder.terms.ein(["by", "byz"], "bz", [used, weights])
     if bounds[-1] < x.shape[0]:
-        out = S.T.cat([out, S.T.const(math.nan, (x.shape[0] - bounds[-1], w.shape[2]))], 0)
+        out = builder.terms.cat([out, builder.terms.const(math.nan, (x.shape[0] - bounds[-1], w.shape[2]))], 0)
     return out

@@ -19,77 +19,83 @@ from .rule_registry import TermBuilder, as_term, rule
 
 @rule("add", "sub", "rsub", "mul", "div", "true_divide")
 def _arithmetic(
-    S: TermBuilder, n: fx.Node, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None
+    builder: TermBuilder, n: fx.Node, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None
 ) -> Term | None:
     name = op_name(n)
-    a, b = as_term(S, a), as_term(S, b)
+    a, b = as_term(builder, a), as_term(builder, b)
     if rounding_mode is not None:
-        return S.T.expand(S.T.pw("div.Tensor_mode", a, b, rounding_mode=rounding_mode), n.meta["val"].shape)
+        return builder.terms.expand(
+            builder.terms.pw("div.Tensor_mode", a, b, rounding_mode=rounding_mode), n.meta["val"].shape
+        )
     if name == "rsub":
         name, a, b = "sub", b, a
     if alpha != 1:
-        b = S.T.pw("mul", b, S.T.const(alpha))
-    out = S.T.pw({"true_divide": "div"}.get(name, name), a, b)
-    return S.T.expand(out, n.meta["val"].shape)
+        b = builder.terms.pw("mul", b, builder.terms.const(alpha))
+    out = builder.terms.pw({"true_divide": "div"}.get(name, name), a, b)
+    return builder.terms.expand(out, n.meta["val"].shape)
 
 
 @rule("where")
-def _where(S: TermBuilder, n: fx.Node, c: Term, a: Any, b: Any) -> Term:
-    return S.T.expand(S.T.pw("where", c, as_term(S, a), as_term(S, b)), n.meta["val"].shape)
+def _where(builder: TermBuilder, n: fx.Node, c: Term, a: Any, b: Any) -> Term:
+    return builder.terms.expand(
+        builder.terms.pw("where", c, as_term(builder, a), as_term(builder, b)), n.meta["val"].shape
+    )
 
 
 @rule("masked_fill")
-def _masked_fill(S: TermBuilder, n: fx.Node, a: Term, mask: Term, value: Any) -> Term:
-    return S.T.expand(S.T.pw("where", mask, as_term(S, value), a), n.meta["val"].shape)
+def _masked_fill(builder: TermBuilder, n: fx.Node, a: Term, mask: Term, value: Any) -> Term:
+    return builder.terms.expand(builder.terms.pw("where", mask, as_term(builder, value), a), n.meta["val"].shape)
 
 
 @rule("_to_copy", "to", "type_as")
-def _cast(S: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
+def _cast(builder: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
     old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
-    return a if old == new else S.T.pw("cast", a, dtype=str(new).removeprefix("torch."))
+    return a if old == new else builder.terms.pw("cast", a, dtype=str(new).removeprefix("torch."))
 
 
 @rule("copy")
-def _copy(S: TermBuilder, n: fx.Node, a: Term, b: Term, *_: Any) -> Term:
+def _copy(builder: TermBuilder, n: fx.Node, a: Term, b: Term, *_: Any) -> Term:
     source = n.args[1].meta["val"].dtype
     new = n.meta["val"].dtype
     if source != new and source.is_floating_point:
-        b = S.T.pw("cast", b, dtype=str(new).removeprefix("torch."))
-    return S.T.expand(b, a.shape)
+        b = builder.terms.pw("cast", b, dtype=str(new).removeprefix("torch."))
+    return builder.terms.expand(b, a.shape)
 
 
 @rule("clone", "contiguous", "lift_fresh", "alias", "lift")
-def _same(S: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
+def _same(builder: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
     return a
 
 
 @rule("detach")
-def _detach(S: TermBuilder, n: fx.Node, a: Term) -> Term:
-    return S.T.pw("detach", a)
+def _detach(builder: TermBuilder, n: fx.Node, a: Term) -> Term:
+    return builder.terms.pw("detach", a)
 
 
 @rule("fill", "full", "full_like", "new_full")
-def _fill(S: TermBuilder, n: fx.Node, *args: Any, **kw: Any) -> Term:
-    return S.T.expand(as_term(S, args[-1]), n.meta["val"].shape)
+def _fill(builder: TermBuilder, n: fx.Node, *args: Any, **kw: Any) -> Term:
+    return builder.terms.expand(as_term(builder, args[-1]), n.meta["val"].shape)
 
 
 @rule("zero", "zeros", "zeros_like", "new_zeros")
-def _zeros(S: TermBuilder, n: fx.Node, *_: Any, **kw: Any) -> Term:
-    return S.T.const(0, n.meta["val"].shape)
+def _zeros(builder: TermBuilder, n: fx.Node, *_: Any, **kw: Any) -> Term:
+    return builder.terms.const(0, n.meta["val"].shape)
 
 
 @rule("ones", "ones_like", "new_ones")
-def _ones(S: TermBuilder, n: fx.Node, *_: Any, **kw: Any) -> Term:
-    return S.T.const(1, n.meta["val"].shape)
+def _ones(builder: TermBuilder, n: fx.Node, *_: Any, **kw: Any) -> Term:
+    return builder.terms.const(1, n.meta["val"].shape)
 
 
 @rule("glu")
-def _glu(S: TermBuilder, n: fx.Node, a: Term, dim: int = -1) -> Term:
+def _glu(builder: TermBuilder, n: fx.Node, a: Term, dim: int = -1) -> Term:
     half = a.shape[dim] // 2
-    gate = S.T.pw("sigmoid.default", S.T.slice(a, dim, half, 2 * half))
-    return S.T.pw("mul", S.T.slice(a, dim, 0, half), gate)
+    gate = builder.terms.pw("sigmoid.default", builder.terms.slice(a, dim, half, 2 * half))
+    return builder.terms.pw("mul", builder.terms.slice(a, dim, 0, half), gate)
 
 
 @rule("_prelu_kernel")
-def _prelu(S: TermBuilder, n: fx.Node, x: Term, w: Term) -> Term:
-    return S.T.expand(S.T.pw("where", S.T.pw("gt.Scalar", x, 0), x, S.T.pw("mul", x, w)), x.shape)
+def _prelu(builder: TermBuilder, n: fx.Node, x: Term, w: Term) -> Term:
+    return builder.terms.expand(
+        builder.terms.pw("where", builder.terms.pw("gt.Scalar", x, 0), x, builder.terms.pw("mul", x, w)), x.shape
+    )

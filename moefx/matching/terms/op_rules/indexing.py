@@ -22,40 +22,46 @@ from .rule_registry import TermBuilder, as_term, rule
 
 
 @rule("index", "_unsafe_index")
-def _index(S: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
+def _index(builder: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
     nodes = n.args[1]
     dims = [d for d, i in enumerate(nodes) if i is not None]
-    indices = torch.stack(torch.broadcast_tensors(*[S.numbers(nodes[d]) for d in dims]))
+    indices = torch.stack(torch.broadcast_tensors(*[builder.numbers(nodes[d]) for d in dims]))
     position = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    return S.T.index(a, dims, indices, position, routed=any(is_routed(nodes[d]) for d in dims))
+    return builder.terms.index(a, dims, indices, position, routed=any(is_routed(nodes[d]) for d in dims))
 
 
 @rule("index_select")
-def _index_select(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any) -> Term:
+def _index_select(builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any) -> Term:
     dim %= len(a.shape)
-    indices = S.numbers(n.args[2]).reshape(1, -1)
-    return S.T.index(a, (dim,), indices, dim, routed=is_routed(n.args[2]))
+    indices = builder.numbers(n.args[2]).reshape(1, -1)
+    return builder.terms.index(a, (dim,), indices, dim, routed=is_routed(n.args[2]))
 
 
 @rule("embedding")
 def _embedding(
-    S: TermBuilder, n: fx.Node, weight: Term, ids: Any, padding_idx: int = -1, by_frequency: bool = False, *sparse: bool
+    builder: TermBuilder,
+    n: fx.Node,
+    weight: Term,
+    ids: Any,
+    padding_idx: int = -1,
+    by_frequency: bool = False,
+    *sparse: bool,
 ) -> Term | None:
     if padding_idx != -1 or by_frequency or any(sparse):  # the gradients differ from those of an index
         return None
-    return S.T.index(weight, (0,), S.numbers(n.args[1])[None], 0, routed=is_routed(n.args[1]))
+    return builder.terms.index(weight, (0,), builder.numbers(n.args[1])[None], 0, routed=is_routed(n.args[1]))
 
 
 @rule("gather")
-def _gather(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, **kw: Any) -> Term:
-    out = gather(S.T, a, dim, S.numbers(n.args[2]))
-    return out if n.meta["val"].dim() else S.T.reshape(out, ())  # a scalar, as in `quantile`
+def _gather(builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, **kw: Any) -> Term:
+    out = gather(builder.terms, a, dim, builder.numbers(n.args[2]))
+    return out if n.meta["val"].dim() else builder.terms.reshape(out, ())  # a scalar, as in `quantile`
 
 
 @rule("take")
-def _take(S: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
-    flat = S.T.reshape(a, (math.prod(a.shape),))
-    return S.T.index(flat, (0,), S.numbers(n.args[1])[None], 0, routed=is_routed(n.args[1]))
+def _take(builder: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
+    flat = builder.terms.reshape(a, (math.prod(a.shape),))
+    return builder.terms.index(flat, (0,), builder.numbers(n.args[1])[None], 0, routed=is_routed(n.args[1]))
 
 
 def _routed_axes(indices: torch.Tensor, dim: int) -> list[int]:
@@ -66,26 +72,26 @@ def _routed_axes(indices: torch.Tensor, dim: int) -> list[int]:
     return sorted({dim, *varies})
 
 
-def gather(T: Terms, a: Term, dim: int, indices: torch.Tensor) -> Term:
+def gather(terms: Terms, a: Term, dim: int, indices: torch.Tensor) -> Term:
     """Translate `a.gather(dim, indices)`."""
     if not a.shape:
         return a
     if not indices.numel():  # a mask left no tokens
-        return T.const(0, indices.shape)
+        return terms.const(0, indices.shape)
     dim %= len(a.shape)
     axes = _routed_axes(indices, dim)
     free = [d for d in range(indices.dim()) if d not in axes]
     for d in free:
-        a = T.slice(a, d, 0, indices.shape[d])
+        a = terms.slice(a, d, 0, indices.shape[d])
     core = indices[tuple(slice(None) if d in axes else 0 for d in range(indices.dim()))]
     grid = positions(core.shape)
     grid[axes.index(dim)] = core
-    out = T.index(a, axes, grid, 0)
+    out = terms.index(a, axes, grid, 0)
     placed = [*axes, *free]
-    return T.permute(out, [placed.index(d) for d in range(indices.dim())])
+    return terms.permute(out, [placed.index(d) for d in range(indices.dim())])
 
 
-def scatter(T: Terms, base: Term, dim: int, indices: torch.Tensor, source: Term, accumulate: bool) -> Term | None:
+def scatter(terms: Terms, base: Term, dim: int, indices: torch.Tensor, source: Term, accumulate: bool) -> Term | None:
     """Translate `base.scatter(dim, indices, source)`, or `scatter_add` if `accumulate`; None for a scalar base."""
     if not base.shape:
         return None
@@ -96,20 +102,20 @@ def scatter(T: Terms, base: Term, dim: int, indices: torch.Tensor, source: Term,
     free = [d for d in range(indices.dim()) if d not in axes]
     if any(indices.shape[d] != base.shape[d] for d in free):
         axes, free = list(range(indices.dim())), []
-    source = T.expand(source, indices.shape) if not source.shape else source
+    source = terms.expand(source, indices.shape) if not source.shape else source
     for d in range(indices.dim()):
-        source = T.slice(source, d, 0, indices.shape[d])
+        source = terms.slice(source, d, 0, indices.shape[d])
     core = indices[tuple(slice(None) if d in axes else 0 for d in range(indices.dim()))]
     grid = positions(core.shape)
     grid[axes.index(dim)] = core
-    values = T.permute(source, [*axes, *free])
-    values = T.reshape(values, (core.numel(), *[base.shape[d] for d in free]))
-    return T.put(base, axes, grid.reshape(len(axes), -1), values, accumulate)
+    values = terms.permute(source, [*axes, *free])
+    values = terms.reshape(values, (core.numel(), *[base.shape[d] for d in free]))
+    return terms.put(base, axes, grid.reshape(len(axes), -1), values, accumulate)
 
 
 @rule("scatter")
 def _scatter(
-    S: TermBuilder,
+    builder: TermBuilder,
     n: fx.Node,
     a: Term,
     dim: int,
@@ -121,18 +127,18 @@ def _scatter(
 ) -> Term | None:
     if reduce not in (None, "add"):
         return None
-    source = as_term(S, value if source is None else source)
-    return scatter(S.T, a, dim, S.numbers(n.args[2]), source, reduce == "add")
+    source = as_term(builder, value if source is None else source)
+    return scatter(builder.terms, a, dim, builder.numbers(n.args[2]), source, reduce == "add")
 
 
 @rule("scatter_add")
-def _scatter_add(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, source: Term) -> Term | None:
-    return scatter(S.T, a, dim, S.numbers(n.args[2]), source, True)
+def _scatter_add(builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, source: Term) -> Term | None:
+    return scatter(builder.terms, a, dim, builder.numbers(n.args[2]), source, True)
 
 
 @rule("scatter_reduce")
 def _scatter_reduce(
-    S: TermBuilder,
+    builder: TermBuilder,
     n: fx.Node,
     a: Term,
     dim: int,
@@ -144,51 +150,55 @@ def _scatter_reduce(
 ) -> Term | None:
     if reduce != "sum" or not include_self:
         return None
-    return scatter(S.T, a, dim, S.numbers(n.args[2]), source, True)
+    return scatter(builder.terms, a, dim, builder.numbers(n.args[2]), source, True)
 
 
 @rule("index_add", "index_copy", "index_fill")
-def _index_add(S: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, source: Any, *, alpha: float = 1) -> Term:
+def _index_add(builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, source: Any, *, alpha: float = 1) -> Term:
     dim %= len(a.shape)
-    source = as_term(S, source)
+    source = as_term(builder, source)
     if alpha != 1:
-        source = S.T.pw("mul", source, S.T.const(alpha))
-    indices = S.numbers(n.args[2]).reshape(1, -1)
+        source = builder.terms.pw("mul", source, builder.terms.const(alpha))
+    indices = builder.numbers(n.args[2]).reshape(1, -1)
     if source.shape:
-        source = S.T.permute(source, [dim, *[d for d in range(len(a.shape)) if d != dim]])
-    return S.T.put(a, (dim,), indices, source, op_name(n) == "index_add")
+        source = builder.terms.permute(source, [dim, *[d for d in range(len(a.shape)) if d != dim]])
+    return builder.terms.put(a, (dim,), indices, source, op_name(n) == "index_add")
 
 
 @rule("index_put", "_unsafe_index_put", "_index_put_impl")
 def _index_put(
-    S: TermBuilder, n: fx.Node, a: Term, _: Any, values: Term, accumulate: bool = False, *rest: Any
+    builder: TermBuilder, n: fx.Node, a: Term, _: Any, values: Term, accumulate: bool = False, *rest: Any
 ) -> Term | None:
     nodes = n.args[1]
     dims = [d for d, i in enumerate(nodes) if i is not None]
-    indices = torch.stack(torch.broadcast_tensors(*[S.numbers(nodes[d]) for d in dims]))
+    indices = torch.stack(torch.broadcast_tensors(*[builder.numbers(nodes[d]) for d in dims]))
     position = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     width = indices.dim() - 1
     rest_shape = [m for d, m in enumerate(a.shape) if d not in dims]
     shape = (*rest_shape[:position], *indices.shape[1:], *rest_shape[position:])
-    values = S.T.expand(S.T.reshape(values, values.shape[max(0, len(values.shape) - len(shape)) :]), shape)
+    values = builder.terms.expand(
+        builder.terms.reshape(values, values.shape[max(0, len(values.shape) - len(shape)) :]), shape
+    )
     front = [
         *range(position, position + width),
         *range(position),
         *range(position + width, len(values.shape)),
     ]
-    values = S.T.reshape(S.T.permute(values, front), (math.prod(indices.shape[1:]), *rest_shape))
-    return S.T.put(a, dims, indices.reshape(len(dims), -1), values, bool(accumulate))
+    values = builder.terms.reshape(builder.terms.permute(values, front), (math.prod(indices.shape[1:]), *rest_shape))
+    return builder.terms.put(a, dims, indices.reshape(len(dims), -1), values, bool(accumulate))
 
 
 @rule("select_scatter")
-def _select_scatter(S: TermBuilder, n: fx.Node, a: Term, b: Term, dim: int, i: int) -> Term:
+def _select_scatter(builder: TermBuilder, n: fx.Node, a: Term, b: Term, dim: int, i: int) -> Term:
     dim %= len(a.shape)
-    return S.T.put(a, (dim,), torch.tensor([[i % a.shape[dim]]]), S.T.reshape(b, (1, *b.shape)), False)
+    return builder.terms.put(
+        a, (dim,), torch.tensor([[i % a.shape[dim]]]), builder.terms.reshape(b, (1, *b.shape)), False
+    )
 
 
 @rule("slice_scatter")
 def _slice_scatter(
-    S: TermBuilder,
+    builder: TermBuilder,
     n: fx.Node,
     a: Term,
     b: Term,
@@ -201,12 +211,14 @@ def _slice_scatter(
     where = torch.arange(a.shape[dim])[start:stop:step]
     if len(where) == a.shape[dim]:
         return b
-    b = S.T.permute(b, [dim, *[d for d in range(len(a.shape)) if d != dim]])
-    return S.T.put(a, (dim,), where[None], b, False)
+    b = builder.terms.permute(b, [dim, *[d for d in range(len(a.shape)) if d != dim]])
+    return builder.terms.put(a, (dim,), where[None], b, False)
 
 
 @rule("masked_scatter")
-def _masked_scatter(S: TermBuilder, n: fx.Node, a: Term, _: Any, source: Term) -> Term:
-    where = S.numbers(n.args[1]).expand(a.shape).nonzero().t()
-    flat = S.T.reshape(source, (math.prod(source.shape),))
-    return S.T.put(a, tuple(range(len(a.shape))), where, S.T.slice(flat, 0, 0, where.shape[1]), False)
+def _masked_scatter(builder: TermBuilder, n: fx.Node, a: Term, _: Any, source: Term) -> Term:
+    where = builder.numbers(n.args[1]).expand(a.shape).nonzero().t()
+    flat = builder.terms.reshape(source, (math.prod(source.shape),))
+    return builder.terms.put(
+        a, tuple(range(len(a.shape))), where, builder.terms.slice(flat, 0, 0, where.shape[1]), False
+    )

@@ -19,33 +19,33 @@ from .rule_registry import TermBuilder, rule
 
 
 @rule("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as")
-def _reshape(S: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term | None:
+def _reshape(builder: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term | None:
     if n.args[0].meta["val"].dtype != n.meta["val"].dtype:
         return None  # a reinterpretation of the bits
-    return S.T.reshape(a, n.meta["val"].shape)
+    return builder.terms.reshape(a, n.meta["val"].shape)
 
 
 @rule("permute")
-def _permute(S: TermBuilder, n: fx.Node, a: Term, order: list[int]) -> Term:
-    return S.T.permute(a, order)
+def _permute(builder: TermBuilder, n: fx.Node, a: Term, order: list[int]) -> Term:
+    return builder.terms.permute(a, order)
 
 
 @rule("transpose", "t")
-def _transpose(S: TermBuilder, n: fx.Node, a: Term, i: int = 0, j: int = 1) -> Term:
+def _transpose(builder: TermBuilder, n: fx.Node, a: Term, i: int = 0, j: int = 1) -> Term:
     order = list(range(len(a.shape)))
     if len(order) > 1:
         order[i], order[j] = order[j], order[i]
-    return S.T.permute(a, order)
+    return builder.terms.permute(a, order)
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def _expand(S: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
-    return S.T.expand(a, n.meta["val"].shape)
+def _expand(builder: TermBuilder, n: fx.Node, a: Term, *_: Any, **kw: Any) -> Term:
+    return builder.terms.expand(a, n.meta["val"].shape)
 
 
 @rule("slice")
 def _slice(
-    S: TermBuilder,
+    builder: TermBuilder,
     n: fx.Node,
     a: Term,
     dim: int = 0,
@@ -53,72 +53,74 @@ def _slice(
     stop: int | None = None,
     step: int = 1,
 ) -> Term:
-    return S.T.slice(a, dim, start, stop, step)
+    return builder.terms.slice(a, dim, start, stop, step)
 
 
 @rule("select")
-def _select(S: TermBuilder, n: fx.Node, a: Term, dim: int, i: int) -> Term:
+def _select(builder: TermBuilder, n: fx.Node, a: Term, dim: int, i: int) -> Term:
     dim %= len(a.shape)
-    return S.T.pick(a, dim, i % a.shape[dim])
+    return builder.terms.pick(a, dim, i % a.shape[dim])
 
 
 @rule("cat")
-def _cat(S: TermBuilder, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
-    return S.T.cat(terms, dim)
+def _cat(builder: TermBuilder, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
+    return builder.terms.cat(terms, dim)
 
 
 @rule("stack")
-def _stack(S: TermBuilder, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
+def _stack(builder: TermBuilder, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
     dim %= len(terms[0].shape) + 1
-    return S.T.cat([S.T.reshape(t, (*t.shape[:dim], 1, *t.shape[dim:])) for t in terms], dim)
+    return builder.terms.cat([builder.terms.reshape(t, (*t.shape[:dim], 1, *t.shape[dim:])) for t in terms], dim)
 
 
 @rule("constant_pad_nd")
-def _pad(S: TermBuilder, n: fx.Node, a: Term, pad: list[int], value: float = 0) -> Term | None:
+def _pad(builder: TermBuilder, n: fx.Node, a: Term, pad: list[int], value: float = 0) -> Term | None:
     if min(pad) < 0:
         return None
     for k in range(len(pad) // 2):
         dim = len(a.shape) - 1 - k
         before, after = pad[2 * k : 2 * k + 2]
-        pieces = [S.T.const(value, (*a.shape[:dim], m, *a.shape[dim + 1 :])) for m in (before, after)]
-        a = S.T.cat([pieces[0], a, pieces[1]], dim)
+        pieces = [builder.terms.const(value, (*a.shape[:dim], m, *a.shape[dim + 1 :])) for m in (before, after)]
+        a = builder.terms.cat([pieces[0], a, pieces[1]], dim)
     return a
 
 
-def _reorder(S: TermBuilder, a: Term, dim: int, order: torch.Tensor) -> Term:
-    return S.T.index(a, (dim,), order[None], dim)
+def _reorder(builder: TermBuilder, a: Term, dim: int, order: torch.Tensor) -> Term:
+    return builder.terms.index(a, (dim,), order[None], dim)
 
 
 @rule("repeat")
-def _repeat(S: TermBuilder, n: fx.Node, a: Term, times: list[int]) -> Term:
-    a = S.T.reshape(a, (1,) * (len(times) - len(a.shape)) + a.shape)
+def _repeat(builder: TermBuilder, n: fx.Node, a: Term, times: list[int]) -> Term:
+    a = builder.terms.reshape(a, (1,) * (len(times) - len(a.shape)) + a.shape)
     for dim, k in enumerate(times):
         if a.shape[dim] == 1:
-            a = S.T.expand(a, (*a.shape[:dim], k, *a.shape[dim + 1 :]))
+            a = builder.terms.expand(a, (*a.shape[:dim], k, *a.shape[dim + 1 :]))
         elif k != 1:
-            a = _reorder(S, a, dim, torch.arange(a.shape[dim]).repeat(k))
+            a = _reorder(builder, a, dim, torch.arange(a.shape[dim]).repeat(k))
     return a
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(S: TermBuilder, n: fx.Node, a: Term, times: Any, dim: int | None = None, **kw: Any) -> Term:
+def _repeat_interleave(
+    builder: TermBuilder, n: fx.Node, a: Term, times: Any, dim: int | None = None, **kw: Any
+) -> Term:
     if dim is None:
-        a, dim = S.T.reshape(a, (math.prod(a.shape),)), 0
-    counts = S.numbers(n.args[1]) if isinstance(n.args[1], fx.Node) else times
-    return _reorder(S, a, dim % len(a.shape), torch.arange(a.shape[dim]).repeat_interleave(counts))
+        a, dim = builder.terms.reshape(a, (math.prod(a.shape),)), 0
+    counts = builder.numbers(n.args[1]) if isinstance(n.args[1], fx.Node) else times
+    return _reorder(builder, a, dim % len(a.shape), torch.arange(a.shape[dim]).repeat_interleave(counts))
 
 
 @rule("flip")
-def _flip(S: TermBuilder, n: fx.Node, a: Term, dims: list[int]) -> Term:
+def _flip(builder: TermBuilder, n: fx.Node, a: Term, dims: list[int]) -> Term:
     for d in dims:
-        a = _reorder(S, a, d % len(a.shape), torch.arange(a.shape[d]).flip(0))
+        a = _reorder(builder, a, d % len(a.shape), torch.arange(a.shape[d]).flip(0))
     return a
 
 
 @rule("roll")
-def _roll(S: TermBuilder, n: fx.Node, a: Term, shifts: list[int], dims: list[int] = ()) -> Term | None:
+def _roll(builder: TermBuilder, n: fx.Node, a: Term, shifts: list[int], dims: list[int] = ()) -> Term | None:
     if not dims:
         return None
     for k, d in zip(shifts, dims, strict=True):
-        a = _reorder(S, a, d % len(a.shape), torch.arange(a.shape[d]).roll(k))
+        a = _reorder(builder, a, d % len(a.shape), torch.arange(a.shape[d]).roll(k))
     return a

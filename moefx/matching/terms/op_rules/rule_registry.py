@@ -14,7 +14,7 @@ from ..term import Term
 class TermBuilder(Protocol):
     """Translates nodes of a captured graph to terms (`Semantics`)."""
 
-    T: Terms
+    terms: Terms
 
     def value(self, a: Any) -> Any:
         """Convert an argument of a node: nodes become terms."""
@@ -43,6 +43,6 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def as_term(S: TermBuilder, a: Any) -> Term:
+def as_term(builder: TermBuilder, a: Any) -> Term:
     """Convert a number to a constant; a term stays as it is."""
-    return a if isinstance(a, Term) else S.T.const(a)
+    return a if isinstance(a, Term) else builder.terms.const(a)
