@@ -199,8 +199,8 @@ def explain(
             on the blocks, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; collective over the
             whole mesh if the planner decides. A compiled model says how it was spread, without communication.
         example_inputs: as for `compile`.
-        trace: print the steps of each proof, too: the probes that ran, and for a refused block how far each node came
-            that was tried as the routed sum, and each integer tensor that was tried as its expert index.
+        trace: print the steps of each proof, too: the attempts and the probes that ran, and for a refused block how far
+            each node came that was tried as the routed sum, and each integer tensor that was tried as its expert index.
         verbose: print the counters of this process, too: the providers that ran, and how their GEMMs read weights.
 
     Raises:

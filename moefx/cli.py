@@ -79,7 +79,9 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--meta", action="store_true", help="build the model on the meta device: no memory, any size")
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.add_argument(
-        "--trace", action="store_true", help="print the probes of each proof, and the near miss of each refusal"
+        "--trace",
+        action="store_true",
+        help="print the attempts and probes of each proof, and near misses",
     )
     explain.add_argument(
         "--verbose", action="store_true", help="print the counters of the process: providers, weights, kernels"

@@ -228,6 +228,9 @@ class Arguments:
         """The number of tokens as an expression over the dims."""
         return "*".join((*self.dims, *([str(self.each)] if self.each > 1 else [])))
 
+    def __str__(self) -> str:
+        return " ".join(f"[{', '.join(map(str, leaf.shape))}]" for leaf in self.tensors)
+
     def at_other_sizes(self) -> Arguments:
         """Return these arguments for captures at other sizes."""
         out = copy.copy(self)

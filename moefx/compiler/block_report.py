@@ -40,7 +40,7 @@ def build_report(matched: MatchedBlock, program: Program, block: nn.Module) -> B
         seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
         bodies=tuple(_read_body(n) for n in mlps), notes=() if matched.spread is None else (str(matched.spread),),
-        trace=ProofTrace(match.probe_runs),
+        trace=ProofTrace(match.probe_runs, attempts=matched.result.attempts),
     )  # fmt: skip
 
 

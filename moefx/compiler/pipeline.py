@@ -5,6 +5,7 @@ capture -> match -> rewrite -> fuse -> checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,9 +22,9 @@ from ..capture.opaque_state import refuse_opaque_state
 from ..capture.outside_state import ARGUMENT
 from ..capture.side_effects import silence_hooks
 from ..capture.skipped_calls import SkippedCall, SkipPlan, patch_skipped_calls
-from ..capture.worker_thread import run_in_worker
 from ..errors import Cause, Refused
 from ..inspection.history import History
+from ..inspection.proof_trace import AttemptRun
 from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path, placeholder_name
 from ..ir.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
@@ -43,12 +44,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class BlockRewrite:
-    """A rewritten block: its proof and the history of its graphs."""
+    """A rewritten block: its proof with all attempts at it, and the history of its graphs."""
 
     match: Match
     rewritten: RewriteResult
     history: History
     skipped: Mapping[str, SkippedCall] = dataclasses.field(default_factory=dict)  # see `capture.skipped_calls`
+    attempts: tuple[AttemptRun, ...] = ()
 
     @property
     def graph(self) -> BlockGraph:
@@ -62,74 +64,21 @@ def rewrite_block(
     kwargs: dict[str, Any],
     plan: Plan,
     skipped: Mapping[str, SkippedCall] | None = None,
+    log: list[AttemptRun] | None = None,
 ) -> BlockRewrite:
-    """Prove the function of `block` and rewrite it into the PFT dialect.
+    """Prove the function of `block` and rewrite it into the PFT dialect. Call it in a worker (see `run_in_worker`).
 
     Args:
         args, kwargs: the arguments of one call; the values of floats do not matter.
         skipped: submodules that do not run, with their results. `args` and `kwargs` then hold stand-ins.
+        log: receives the attempts of the proof, also those of a refused block.
 
     Raises:
         Refused: the block is not (provably) a token-choice mixture of experts; the message gives reason and source
             line.
         CaptureError: the block does not run on abstract tensors.
     """
-    return run_in_worker(lambda: _rewrite_block(block, name, args, kwargs, plan, skipped or {}))
-
-
-def rewrite_with_objects(
-    rewrite: Callable[[SkipPlan | None], T],
-    find_skipping: Callable[[bool], SkipPlan | None],
-    read: Iterable[AttributeLocation],
-) -> T:
-    """Rewrite a block that may pass objects, such as a key-value cache, to submodules that write to them. Such
-    submodules are not captured.
-
-    Args:
-        rewrite: rewrites the block with stand-ins for objects, or without.
-        find_skipping: finds the stand-ins, for objects that hold tensors or for all; None if the block passes no
-            objects.
-        read: attributes of the block that captures read, filled by `rewrite`.
-
-    Raises:
-        Refused: neither way was proven.
-    """
-
-    def attempt(every: bool) -> T | None:
-        if (skipping := find_skipping(every)) is None:
-            return None
-        result = rewrite(skipping)
-        skipping.check_reads(read)
-        return result
-
-    why: Refused | None = None
-    try:
-        if (result := attempt(False)) is not None:
-            return result
-    except Refused as refused:
-        why = refused
-    try:
-        return rewrite(None)
-    except Refused as refused:
-        if why is None and ARGUMENT in refused.culprits:  # the object may hold no tensors
-            try:
-                if (result := attempt(True)) is not None:
-                    return result
-            except Refused as other:
-                why = other
-        if why is None or why.cause is Cause.NOT_ROUTED:  # the experts themselves may receive the object
-            raise
-        raise why from None
-
-
-def _rewrite_block(
-    block: nn.Module,
-    name: str,
-    args: tuple,
-    kwargs: dict[str, Any],
-    plan: Plan,
-    skipped: Mapping[str, SkippedCall],
-) -> BlockRewrite:
+    log, skipped = [] if log is None else log, skipped or {}
     paths, objects = argument_paths(block, args, kwargs), object_paths(block, args, kwargs)
     for path, stand_in in objects:
         set_name(stand_in, format_path(path))
@@ -140,7 +89,7 @@ def _rewrite_block(
     # 1.-3. match, explain dropped slots, rewrite into the dialect
     with silence_hooks(block), patch_skipped_calls(block, skipped) as read:
         names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
-        match, rewritten = prove_and_rewrite(block, args, kwargs, names)
+        match, rewritten = prove_and_rewrite(block, args, kwargs, names, log)
     if read:
         raise read[0]
     ms = (time.perf_counter() - start) * 1e3
@@ -148,7 +97,55 @@ def _rewrite_block(
     graph = BlockGraph(name, rewritten.graph, Binding((*paths, *passed), passed), rewritten.out_spec)
     # 4. passes on the graph; every snapshot runs
     history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
-    return BlockRewrite(match, rewritten, history, skipped)
+    return BlockRewrite(match, rewritten, history, skipped, tuple(log))
+
+
+def rewrite_with_objects(
+    rewrite: Callable[..., T],
+    args: tuple,
+    kwargs: dict[str, Any],
+    find_skipping: Callable[[bool], SkipPlan | None],
+    read: Iterable[AttributeLocation],
+    refusing_errors: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> T:
+    """Rewrite a block that may pass objects, such as a key-value cache, to submodules that write to them. Such
+    submodules are not captured.
+
+    Try stand-ins for the objects that hold tensors, then the objects themselves. If there are no such objects, and an
+    argument is the reason of the refusal, try stand-ins for all objects.
+
+    Args:
+        rewrite: rewrites the block, from its arguments and the calls to skip (`skipped`), if there are any.
+        find_skipping: finds the stand-ins, for objects that hold tensors or for all; None if the block passes no
+            objects.
+        read: attributes of the block that captures read, filled by `rewrite`.
+        refusing_errors: makes a context that turns errors of `rewrite` into refusals.
+
+    Raises:
+        Refused: no way was proven. The refusal is that with stand-ins, unless nothing is routed with them: the experts
+            themselves may receive the object.
+    """
+    refused: dict[str, Refused] = {}
+    for way in ("holding tensors", "themselves", "all"):
+        if way == "all" and (len(refused) > 1 or ARGUMENT not in refused["themselves"].culprits):
+            break
+        try:
+            skipping = None if way == "themselves" else find_skipping(way == "all")
+            if skipping is None and way != "themselves":
+                continue
+            with refusing_errors():
+                if skipping is None:
+                    return rewrite(args, kwargs)
+                result = rewrite(skipping.args, skipping.kwargs, skipped=skipping.calls)
+            skipping.check_reads(read)
+            return result
+        except Refused as why:
+            refused[way] = why
+    own = refused.pop("themselves")
+    with_stand_ins = next(iter(refused.values()), None)
+    if with_stand_ins is None or with_stand_ins.cause is Cause.NOT_ROUTED:
+        raise own
+    raise with_stand_ins from None
 
 
 def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:

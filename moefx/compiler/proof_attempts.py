@@ -1,24 +1,47 @@
-"""Prove a block and rewrite it, with one interpretation of its arguments, sizes and program after the other.
+"""Prove a block and rewrite it: the attempts, their order, and the error that is raised if all fail.
+
+An attempt is one interpretation of the arguments, the program and the sizes. A proof that does not hold for the
+example's own sizes counts as a refusal. The attempts are in groups, from the innermost to the outermost:
+
+| group | first attempt | failure of the first | what follows |
+|---|---|---|---|
+| sizes | all sizes | refused, or the program raises | the example's side of comparisons that had both outcomes |
+| sizes | all sizes | does not hold for the example | the other side of the guards that fail; then other sizes |
+| options | the default options | refused | each of `ProofState.other_options` |
+| arguments | the likeliest | refused, `CaptureError` | first axes of 1 as a batch of one |
+| arguments | the likeliest | any other error | the next interpretation, until one of them is refused for convolutions |
+
+| arguments | the likeliest | any other error of the program | the next ones, until one is refused for convolutions |
+
+| group | error |
+|---|---|
+| sizes, the example's side | its refusal, if that is telling or the first is an error of the program; else the first |
+| sizes, does not hold for the example | the first that is no refusal, which also ends the group; else the first |
+| options | the first that is no refusal, which also ends the group; else the first |
+| arguments, a batch of one | the first |
+| arguments, the next interpretations | the first refusal, or a later one for mixed positions; else the first |
 
 A refusal names the cause in the program, and keeps the trace of its proof.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import time
+from collections.abc import Generator
 from typing import Any
 
 from torch import nn
 
 from ..capture.argument_interpretations import interpret_arguments, interpret_batch_of_one
 from ..capture.block_arguments import Arguments
-from ..capture.code_locations import is_internal_error, is_raised_by_program, suppress_program_errors
+from ..capture.code_locations import is_internal_error, is_raised_by_program
 from ..capture.size_collisions import ModelNumbers
 from ..capture.size_guards import SizeGuard
-from ..errors import CaptureError, Cause, MoefxError, Refused
-from ..inspection.proof_trace import CutAttempt, ProofTrace
+from ..errors import CaptureError, Cause, Refused, summarize_error
+from ..inspection.proof_trace import AttemptRun, CutAttempt, ProofTrace
 from ..matching.drop_rules import explain_drops
+from ..matching.lift.lifter import LiftOptions
 from ..matching.match_result import Match
 from ..matching.proof_state import ProofState
 from ..matching.prove import prove
@@ -30,64 +53,188 @@ _STOPPED_AT_ROWS = {Cause.UNEXPLAINED_INDEX, Cause.FOREIGN_ROW, Cause.SINGLE_ELE
 _STOPPED = _STOPPED_AT_ROWS | {Cause.REPEATED_CHOICE, Cause.UNEXPLAINED_DROPS, Cause.NOT_ROUTED}
 
 
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One interpretation of a block.
+
+    Attributes:
+        name: what differs from the first attempt, for the trace.
+        arguments: which axes are token axes.
+        options: how to read the program.
+        side: comparisons of sizes whose outcome all captures must have.
+    """
+
+    name: str
+    arguments: Arguments
+    options: LiftOptions = dataclasses.field(default_factory=LiftOptions)
+    side: tuple[SizeGuard, ...] = ()
+
+    def vary(self, name: str, **changes: Any) -> Attempt:
+        return dataclasses.replace(self, name=f"{self.name}, {name}", **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The failure of an attempt, or of a group of attempts.
+
+    Attributes:
+        state: the proof of the first attempt.
+        failed_guards: the guards of a proof that its example fails, if there is a proof.
+    """
+
+    error: Exception
+    state: ProofState
+    failed_guards: tuple[SizeGuard, ...] = ()
+
+    @property
+    def refusal(self) -> Refused | None:
+        """The error, if it is a refusal."""
+        return self.error if isinstance(self.error, Refused) else None
+
+
+Attempts = Generator[Attempt, Failure, Failure]  # yields attempts, is sent their failures, returns that of the group
+
+
 def prove_and_rewrite(
-    block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placeholders
+    block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placeholders, log: list[AttemptRun]
 ) -> tuple[Match, RewriteResult]:
-    """Prove and rewrite with the most likely interpretation of the arguments. If the block does not run at other sizes
-    with that, try the other interpretations. If it is refused, try first axes of 1 as the batch axis of one sequence.
+    """Run attempts until one succeeds, and return its proof and its rewrite.
+
+    Args:
+        log: receives each attempt.
 
     Raises:
-        Refused: no interpretation was proven; the first refusal is raised, else the error of the first interpretation.
+        Refused: all attempts failed. Errors of the program pass through if no attempt was refused.
     """
-    first: Exception | None = None
-    refusal: Refused | None = None
-    for arguments in interpret_arguments(args, kwargs, ModelNumbers.of(block)):
+    attempts = list_attempts(args, kwargs, ModelNumbers.of(block), "stand-ins for objects, " * bool(names.objects))
+    hint, failure, attempt = _guess_num_experts(block), None, next(attempts)
+    while failure is None:
+        start = time.perf_counter()
+        result = run_attempt(block, attempt, hint, names)
+        reason = _summarize(result.error) if isinstance(result, Failure) else ""
+        log.append(AttemptRun(attempt.name, (time.perf_counter() - start) * 1e3, reason))
+        if not isinstance(result, Failure):
+            return result
         try:
-            return _prove_arguments(block, arguments, names)
-        except (Refused, CaptureError) as error:
-            if first is None:
-                if as_batch := interpret_batch_of_one(arguments, args, kwargs):
-                    with suppress_program_errors(MoefxError):
-                        return _prove_arguments(block, as_batch, names)
-                raise
-            if isinstance(error, Refused) and error.cause is Cause.CONVOLUTIONS:
-                raise  # fixing the sizes of images cannot help
-            if isinstance(error, Refused) and (refusal is None or error.cause is Cause.MIXED_POSITIONS):
-                refusal = _explain_images(error) if arguments.feature < len(arguments.lead) else error
-        except Exception as error:  # the user's code at unsupported sizes
-            if is_internal_error(error):
-                raise
-            first = first or error
-    assert first is not None
-    raise refusal or first from None
+            attempt = attempts.send(result)
+        except StopIteration as end:
+            failure = end.value
+    raise failure.error from None
 
 
-def _explain_images(refusal: Refused) -> Refused:
-    """Explain the refusal of a block whose features are not the last axis, if the refusal names no specific reason."""
-    if refusal.cause not in _STOPPED_AT_ROWS:
-        return refusal
-    explained = Refused(
-        "experts receive whole images or series with channels in the second axis, but only experts on rows can be "
-        "matched",
-        source=refusal.source,
-        remedy="make rows of the pixels, x.movedim(1, -1).flatten(0, -2), and give each expert its rows: to nn.Conv1d "
-        "as rows[t][:, :, None], to nn.Conv2d as rows[t][:, :, None, None]",
-    )
-    explained.trace = refusal.trace
-    return explained
+def _summarize(error: Exception) -> str:
+    return error.reason if isinstance(error, Refused) else summarize_error(error)
 
 
-def _prove_arguments(block: nn.Module, arguments: Arguments, names: Placeholders) -> tuple[Match, RewriteResult]:
-    """Prove with the most likely reading of the program. If that is refused, try the other readings, then other
-    sizes."""
-    state = ProofState(block, arguments, _guess_num_experts(block))
+# ------------------------------------------------------------------ which attempts follow a failed one
+def list_attempts(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers, prefix: str = "") -> Attempts:
+    """List the attempts for a call: the most likely interpretation of its arguments, then the others."""
+    program_failure: Failure | None = None
+    kept: Failure | None = None
+    for arguments in interpret_arguments(args, kwargs, numbers):
+        failure = yield from _vary_options(Attempt(f"{prefix}{arguments}", arguments))
+        refusal = failure.refusal
+        if is_internal_error(failure.error):
+            return failure
+        if refusal is None and not isinstance(failure.error, CaptureError):  # the user's code at unsupported sizes
+            program_failure = program_failure or failure
+        elif program_failure is None:
+            if as_batch := interpret_batch_of_one(arguments, args, kwargs):
+                other = yield from _vary_options(Attempt(f"{prefix}{as_batch}", as_batch))
+                if is_internal_error(other.error):
+                    return other
+            return failure
+        elif refusal and refusal.cause is Cause.CONVOLUTIONS:
+            return failure
+        elif refusal and (kept is None or refusal.cause is Cause.MIXED_POSITIONS):
+            is_image = arguments.feature < len(arguments.lead)
+            kept = dataclasses.replace(failure, error=_explain_images(refusal)) if is_image else failure
+    assert program_failure is not None
+    return kept or program_failure
+
+
+def _vary_options(attempt: Attempt) -> Attempts:
+    """List the attempts with some arguments: the most likely reading of the program, then the others."""
+    first = yield from _vary_sizes(attempt)
+    for name, options in first.state.other_options() if first.refusal else ():
+        other = yield from _vary_sizes(attempt.vary(name, options=options))
+        if other.refusal is None:
+            return other
+    return first
+
+
+def _vary_sizes(attempt: Attempt) -> Attempts:
+    """List the attempts with some arguments and options: for all sizes, then for those that are like the example's."""
+    first = yield attempt
+    if first.failed_guards:
+        side = tuple(dataclasses.replace(g, value=not g.value) for g in first.failed_guards)
+        options = dataclasses.replace(attempt.options, cut_preference="")
+        for other in (
+            attempt.vary(_name_side(side), side=side),
+            attempt.vary("other sizes", arguments=attempt.arguments.at_other_sizes(), options=options),
+        ):
+            failure = yield other
+            if failure.refusal is None:
+                return failure
+        return first
+    side = first.state.side_guards()
+    if not side or not (first.refusal or is_raised_by_program(first.error)):  # an assertion on sizes is the program's
+        return first
+    other = yield attempt.vary(_name_side(side), side=side)
+    if is_internal_error(other.error):
+        return other
+    refusal = other.refusal
+    # The captures of the first proof may have taken branches that the example does not.
+    is_telling = refusal and (refusal.cause not in (Cause.NOT_ROUTED, Cause.NO_SIZES) or not first.refusal)
+    return dataclasses.replace(first, error=refusal) if refusal and is_telling else first
+
+
+def _name_side(side: tuple[SizeGuard, ...]) -> str:
+    return " and ".join(map(str, side))
+
+
+# ------------------------------------------------------------------ one attempt
+def run_attempt(
+    block: nn.Module, attempt: Attempt, hint: int, names: Placeholders
+) -> tuple[Match, RewriteResult] | Failure:
+    """Capture and match, explain dropped slots, and rewrite into the dialect.
+
+    Args:
+        hint: an upper bound on the number of experts.
+    """
+    state = ProofState(block, attempt.arguments, hint, attempt.side, attempt.options)
     try:
-        return _prove_sizes(state, names)
-    except Refused as refusal:
-        for options in state.other_options():
-            with contextlib.suppress(Refused):
-                return _prove_sizes(ProofState(block, arguments, state.hint, options=options), names)
-        raise refusal from None
+        try:
+            match = prove(state)
+            explain_drops(match)
+            rewritten = rewrite(match, names)
+        except Refused as refusal:
+            trace = ProofTrace(state.probe_runs, _find_failed_cuts(refusal))
+            explained = _explain_refusal(refusal, state)
+            explained.trace = trace
+            return Failure(explained, state)
+        failed = tuple(g for g in match.guards if not g.holds(match.arguments.sizes))
+        return Failure(_refuse_example(match, failed[0]), state, failed) if failed else (match, rewritten)
+    except Exception as error:  # also the user's own, such as an assertion on sizes
+        return Failure(error, state)
+
+
+def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
+    """The refusal of a proof that does not hold for the example's own sizes: calls like it would run the original."""
+
+    def text(sizes: dict[str, int]) -> str:
+        return ", ".join(f"{dim} = {n}" for dim, n in sizes.items())
+
+    own, guards = text(match.arguments.sizes), match.guards
+    others = [f", such as {text(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
+    refusal = Refused(
+        f"the proof does not hold for the example's own sizes ({own}): it requires {failed}",
+        source=failed.source or str(match.evidence[0].cut.meta["source"]),
+        remedy=f"pass example_inputs of sizes for which it holds{(*others, '')[0]}; "
+        "calls like this one then run the original",
+    )
+    refusal.trace = ProofTrace(match.probe_runs)
+    return refusal
 
 
 def _explain_refusal(refusal: Refused, state: ProofState) -> Refused:
@@ -106,84 +253,19 @@ def _explain_refusal(refusal: Refused, state: ProofState) -> Refused:
     return explain_refusal(state.first, positions) or refusal
 
 
-def _prove_sizes(state: ProofState, names: Placeholders) -> tuple[Match, RewriteResult]:
-    """Prove for all sizes. If that fails, prove for the sizes that take the example's branches, and guard on them.
-
-    Raises:
-        Refused: no proof holds for the example's sizes.
-    """
-    arguments = state.arguments
-
-    def prove_side(side: tuple[SizeGuard, ...]) -> tuple[Match, RewriteResult]:
-        return _rewrite_or_explain(ProofState(state.block, arguments, state.hint, side, state.options), names)
-
-    try:
-        match, rewritten = _rewrite_or_explain(state, names)
-    except Exception as error:  # also the user's own, such as an assertion on sizes
-        side = state.side_guards()
-        if not side or not (isinstance(error, Refused) or is_raised_by_program(error)):
-            raise
-        try:
-            return _check_example(prove_side(side))
-        except Refused as side_refusal:
-            # the captures of the first proof may have taken branches that the example does not
-            is_telling = side_refusal.cause not in (Cause.NOT_ROUTED, Cause.NO_SIZES)
-            raise (side_refusal if is_telling or not isinstance(error, Refused) else error) from None
-        except Exception as other_error:
-            raise (other_error if is_internal_error(other_error) else error) from None
-    failed = _failed_guards(match)
-    if not failed:
-        return match, rewritten
-    side = tuple(dataclasses.replace(g, value=not g.value) for g in failed)
-    with contextlib.suppress(Refused):
-        return _check_example(prove_side(side))
-    with contextlib.suppress(Refused):
-        options = dataclasses.replace(state.options, cut_preference="")
-        again = ProofState(state.block, arguments.at_other_sizes(), state.hint, options=options)
-        return _check_example(_rewrite_or_explain(again, names))
-    return _check_example((match, rewritten))
-
-
-def _failed_guards(match: Match) -> list[SizeGuard]:
-    """The size guards of a match that its own example fails."""
-    return [g for g in match.guards if not g.holds(match.arguments.sizes)]
-
-
-def _check_example(found: tuple[Match, RewriteResult]) -> tuple[Match, RewriteResult]:
-    """Return a proof if it holds for the example's own sizes.
-
-    Raises:
-        Refused: it does not, so every call like the example's would run the original.
-    """
-    match = found[0]
-    failed = _failed_guards(match)
-    if failed:
-
-        def text(sizes: dict[str, int]) -> str:
-            return ", ".join(f"{dim} = {n}" for dim, n in sizes.items())
-
-        own, guards = text(match.arguments.sizes), match.guards
-        others = [f", such as {text(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
-        refusal = Refused(
-            f"the proof does not hold for the example's own sizes ({own}): it requires {failed[0]}",
-            source=failed[0].source or str(match.evidence[0].cut.meta["source"]),
-            remedy=f"pass example_inputs of sizes for which it holds{(*others, '')[0]}; "
-            "calls like this one then run the original",
-        )
-        refusal.trace = ProofTrace(match.probe_runs)
-        raise refusal
-    return found
-
-
-def _rewrite_or_explain(state: ProofState, names: Placeholders) -> tuple[Match, RewriteResult]:
-    """As `_match_and_rewrite`, with the cause of a refusal."""
-    try:
-        return _match_and_rewrite(state, names)
-    except Refused as refusal:
-        refusal.trace = ProofTrace(state.probe_runs, _find_failed_cuts(refusal))
-        explained = _explain_refusal(refusal, state)
-        explained.trace = refusal.trace
-        raise explained from refusal
+def _explain_images(refusal: Refused) -> Refused:
+    """Explain the refusal of a block whose features are not the last axis, if the refusal names no specific reason."""
+    if refusal.cause not in _STOPPED_AT_ROWS:
+        return refusal
+    explained = Refused(
+        "experts receive whole images or series with channels in the second axis, but only experts on rows can be "
+        "matched",
+        source=refusal.source,
+        remedy="make rows of the pixels, x.movedim(1, -1).flatten(0, -2), and give each expert its rows: to nn.Conv1d "
+        "as rows[t][:, :, None], to nn.Conv2d as rows[t][:, :, None, None]",
+    )
+    explained.trace = refusal.trace
+    return explained
 
 
 def _find_failed_cuts(refusal: BaseException | None) -> tuple[CutAttempt, ...]:
@@ -193,16 +275,6 @@ def _find_failed_cuts(refusal: BaseException | None) -> tuple[CutAttempt, ...]:
             return refusal.trace.cuts
         refusal = refusal.__cause__
     return ()
-
-
-def _match_and_rewrite(state: ProofState, names: Placeholders) -> tuple[Match, RewriteResult]:
-    """Capture and match, explain dropped slots, and rewrite into the dialect."""
-    # 1. capture and match: captures under different routings agree on one canonical form
-    match = prove(state)
-    # 2. drops: the slots that a rule or the program's own mask removes
-    explain_drops(match)
-    # 3. the dialect, with the user's own modules around it
-    return match, rewrite(match, names)
 
 
 def _guess_num_experts(block: nn.Module) -> int:

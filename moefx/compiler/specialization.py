@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -114,11 +115,12 @@ class LazySpecializer:
             with forward.running("original"), use_device_autocast(call.device, call.autocast), torch.enable_grad():
                 find_skipping = self._find_skipping(block, *abstract)
                 with record_reads(block, find_attributes(block)) as read:
+                    rewrite = functools.partial(self._rewrite, block, forward.name)
                     result, call_args, call_kwargs = rewrite_with_objects(
-                        lambda skipping: self._rewrite(block, forward.name, *abstract, skipping=skipping),
-                        find_skipping,
-                        read,
+                        rewrite, abstract[0], abstract[1], find_skipping, read
                     )
+                    if result.skipped:  # the rewrite had stand-ins
+                        call_args, call_kwargs = abstract
                 if self.by_mode:
                     read.add(BLOCK_MODE)
                 proven, result = result, keep_captured_graph(apply_capacity(block, result, self.plan))
@@ -160,25 +162,21 @@ class LazySpecializer:
         return refuse
 
     def _rewrite(
-        self, block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], skipping: SkipPlan | None
-    ) -> tuple[BlockRewrite, tuple, dict[str, Any]]:
-        """Rewrite a block for a call. Captures see copies of objects. Returns the arguments, too."""
-        if skipping is None:
-            return self._rewrite_resized(block, name, *_copy_objects(args, kwargs), None)
-        result, *_ = self._rewrite_resized(block, name, skipping.args, skipping.kwargs, skipping.calls)
-        return result, args, kwargs
-
-    def _rewrite_resized(
         self,
         block: nn.Module,
         name: str,
         args: tuple,
         kwargs: dict[str, Any],
-        skipped: Mapping[str, SkippedCall] | None,
+        skipped: Mapping[str, SkippedCall] | None = None,
     ) -> tuple[BlockRewrite, tuple, dict[str, Any]]:
         """Rewrite a block for a call. If that is refused, try again with the recorded shapes: a single token does not
         show which axes hold tokens.
+
+        Returns:
+            The rewrite, and the arguments of its captures: copies of objects that have no stand-ins.
         """
+        if skipped is None:
+            args, kwargs = _copy_objects(args, kwargs)
         try:
             return rewrite_block(block, name, args, kwargs, self.plan, skipped), args, kwargs
         except Refused as why:

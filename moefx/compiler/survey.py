@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from ..capture.concrete_routing import Routing
 from ..capture.example_calls import find_example_calls
 from ..capture.isolated_run import run_copy
 from ..capture.module_structure import compute_signature
-from ..capture.skipped_calls import SkippedCall, SkipPlan
 from ..capture.tensor_trees import has_values
 from ..errors import CaptureError, Cause, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
+from ..inspection.proof_trace import AttemptRun, ProofTrace
 from ..ir.guards.attribute_reads import (
     BLOCK_MODE,
     AttributeLocation,
@@ -46,7 +47,8 @@ _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
 
 
 def survey(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
-    """Find, prove and rewrite the MoE blocks of a model. The model itself does not change.
+    """Find, prove and rewrite the MoE blocks of a model. The model itself does not change. Call it in a worker (see
+    `run_in_worker`).
 
     Raises:
         InvalidInput: the example inputs do not fit.
@@ -329,28 +331,34 @@ def _prove_equal_modules(
 def _rewrite_as_called(
     module: nn.Module, call: SurveyedCall, found: BlockCandidates, plan: Plan, read: set[AttributeLocation]
 ) -> BlockRewrite:
-    """Rewrite a module for its recorded call, with stand-ins for objects if it passes any."""
-
-    def rewrite(skipping: SkipPlan | None) -> BlockRewrite:
-        if skipping is None:
-            return _rewrite(module, call.name, call, plan)
-        stood_in = dataclasses.replace(call, args=skipping.args, kwargs=skipping.kwargs)
-        return _rewrite(module, call.name, stood_in, plan, skipping.calls)
-
-    return rewrite_with_objects(rewrite, lambda every: found.skip_calls(call, every), read)
-
-
-def _rewrite(
-    module: nn.Module, name: str, call: SurveyedCall, plan: Plan, skipped: Mapping[str, SkippedCall] | None = None
-) -> BlockRewrite:
-    """Rewrite a module, and turn errors into refusals with a source line.
+    """Rewrite a module for its recorded call, with stand-ins for objects if it passes any.
 
     Raises:
-        Refused: see `rewrite_block`; also if the module does not run on abstract tensors, or at other sizes.
+        Refused: see `rewrite_block`; also if the module does not run on abstract tensors, or at other sizes. Its trace
+            has all attempts.
     """
+    log: list[AttemptRun] = []
+    try:
+        return rewrite_with_objects(
+            functools.partial(rewrite_block, module, call.name, plan=plan, log=log),
+            call.args,
+            call.kwargs,
+            functools.partial(found.skip_calls, call),
+            read,
+            functools.partial(_refusing_errors, module, call),
+        )
+    except Refused as why:
+        if log:
+            why.trace = dataclasses.replace(why.trace or ProofTrace(), attempts=tuple(log))
+        raise
+
+
+@contextlib.contextmanager
+def _refusing_errors(module: nn.Module, call: SurveyedCall) -> Iterator[None]:
+    """Turn errors of `rewrite_block` into refusals with a source line."""
     is_graph = isinstance(module, fx.GraphModule)
     try:
-        return rewrite_block(module, name, call.args, call.kwargs, plan, skipped)
+        yield
     except Refused as why:
         if is_graph:
             refusal = Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT, cause=why.cause)

@@ -1,4 +1,4 @@
-"""The steps of a proof, which `explain(trace=True)` prints: the probes that ran, and the near miss of a refusal."""
+"""The steps of a proof, which `explain(trace=True)` prints: attempts, probes, and the near miss of a refusal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from collections.abc import Sequence
 
 _MAX_CUTS = 4  # printed
 _MAX_INDICES = 4  # printed for each
+
+
+@dataclasses.dataclass(frozen=True)
+class AttemptRun:
+    """One attempt to prove a block (see `compiler.proof_attempts`).
+
+    Attributes:
+        name: its interpretation of the arguments, the program and the sizes.
+        failure: why it failed, in a line; "" if it was proven.
+    """
+
+    name: str
+    ms: float
+    failure: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +88,27 @@ class ProofTrace:
     Attributes:
         probes: the probes that ran, in order.
         cuts: if a capture has no canonical form, the nodes that were tried as its routed sum.
+        attempts: all attempts to prove the block, in order; the probes and cuts are those of one.
     """
 
     probes: tuple[ProbeRun, ...] = ()
     cuts: tuple[CutAttempt, ...] = ()
+    attempts: tuple[AttemptRun, ...] = ()
 
     def format_lines(self) -> list[str]:
-        """Format a table of the probes, then the near miss: the cuts that came furthest."""
-        return [*_format_probes(self.probes), *_format_cuts(self.cuts)]
+        """Format tables of the attempts and probes, then the near miss: the cuts that came furthest."""
+        return [*_format_attempts(self.attempts), *_format_probes(self.probes), *_format_cuts(self.cuts)]
+
+
+def _format_attempts(attempts: Sequence[AttemptRun]) -> list[str]:
+    if not attempts:
+        return []
+    width = max(len("attempt"), *(len(attempt.name) for attempt in attempts))
+    lines = [f"{'attempt':{width}}      ms  result"]
+    for attempt in attempts:
+        result = " ".join(attempt.failure.split()) or "proven"
+        lines.append(f"{attempt.name:{width}} {attempt.ms:7.1f}  {result}")
+    return lines
 
 
 def _format_probes(probes: Sequence[ProbeRun]) -> list[str]:
@@ -117,4 +144,4 @@ def _format_node(attempt: CutAttempt | IndexAttempt) -> str:
     return attempt.node + (f" ({attempt.source})" if attempt.source else "")
 
 
-__all__ = ["STEPS", "CutAttempt", "IndexAttempt", "ProbeRun", "ProofTrace"]
+__all__ = ["STEPS", "AttemptRun", "CutAttempt", "IndexAttempt", "ProbeRun", "ProofTrace"]

@@ -149,21 +149,18 @@ class ProofState:
         tried = [sizes for several in self._comparisons.values() for sizes in several]
         return tuple(g for g in sides if not all(g.holds(sizes) for sizes in tried))
 
-    def other_options(self) -> Iterator[LiftOptions]:
-        """Yield other interpretations of the program, to try if this one is refused.
-
-        They take comparisons as parts of activations, the routed sum after all writes to it, or the lines that pad
-        hidden states as opaque.
-        """
+    def other_options(self) -> Iterator[tuple[str, LiftOptions]]:
+        """Yield other interpretations of the program with their names, to try if this one is refused."""
         if self._compares_floats and not self.options.symbolic:
-            yield LiftOptions(symbolic=True)
+            yield "comparisons as parts of activations", LiftOptions(symbolic=True)
         if any(not form.kept_slots.all() for form in self._forms):
-            yield from (LiftOptions(cut_preference="write"), LiftOptions(cut_preference="any"))
+            yield "the routed sum after all writes to it", LiftOptions(cut_preference="write")
+            yield "the routed sum at any last node", LiftOptions(cut_preference="any")
         is_masked = any(leaf.example is not None and not leaf.is_single for leaf in self._arguments.tensors)
         if self._first is None or not (is_masked or has_rows_of_padding(self._first, self._arguments.width)):
             return
         if lines := find_padding_lines(self.block, self._first, self._arguments.width):
-            yield LiftOptions(opaque_lines=lines)
+            yield "opaque lines that pad hidden states", LiftOptions(opaque_lines=lines)
 
     # --------------------------------------------------------------- capture
     def capture(

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import traceback
+import types
+
 import pytest
 import torch
 from torch import nn
 
 import moefx
 from moefx.capture.argument_interpretations import interpret_arguments
+from moefx.capture.outside_state import ARGUMENT
 from moefx.capture.size_collisions import ModelNumbers
 from moefx.capture.size_guards import SizeGuard
+from moefx.capture.skipped_calls import SkipPlan
+from moefx.capture.symbolic_sizes import NumberNotTaken
 from moefx.compiler import proof_attempts
-from moefx.errors import Cause, Refused
+from moefx.compiler.pipeline import rewrite_with_objects
+from moefx.compiler.proof_attempts import Failure, prove_and_rewrite
+from moefx.errors import CaptureError, Cause, Refused
 from moefx.frontends.dynamo.backend import backend
+from moefx.matching.lift.lifter import LiftOptions
 from moefx.matching.proof_state import ProofState
 from moefx.passes.rewrite import Placeholders
 from moefx.util.user_code import PACKAGE_DIR
@@ -157,10 +166,204 @@ def make_bug():
     return found["fail"]
 
 
+def prove(monkeypatch, outcomes, *tensors):
+    """Run the loop with a prover that has these outcomes, in order. Returns its result or error, and the attempts."""
+    ran = []
+
+    def run_attempt(block, attempt, hint, names):
+        ran.append(attempt)
+        return outcomes[len(ran) - 1]
+
+    monkeypatch.setattr(proof_attempts, "run_attempt", run_attempt)
+    log, result = [], None
+    try:
+        result = prove_and_rewrite(Loop(Mlp), tensors or (torch.zeros(5, D),), {}, Placeholders([], {}), log)
+    except Exception as error:
+        result = error
+    assert [run.name for run in log] == [attempt.name for attempt in ran]
+    assert [bool(run.failure) for run in log] == [isinstance(outcome, Failure) for outcome in outcomes[: len(ran)]]
+    return result, ran
+
+
+def fail(error, side=(), options=(), failed=()):
+    state = types.SimpleNamespace(side_guards=lambda: side, other_options=lambda: iter(options))
+    return Failure(error, state, failed)
+
+
+def catch(function, *args):
+    """The error that a function raises, with its traceback."""
+    with pytest.raises(Exception) as raised:
+        function(*args)
+    return raised.value
+
+
+PROOF = object()
+SIDE = (SizeGuard("S", "lt", "32", True),)
+OPTIONS = [("one", LiftOptions(symbolic=True)), ("two", LiftOptions(cut_preference="any"))]
+NO, OTHER = Refused("no"), Refused("other")
+ASSERTION = catch(raise_error, AssertionError("no"))
+FAILING_OP = RuntimeError("no")  # without a frame of the program
+BATCH_OF_ONE = torch.zeros(1, 5, D), torch.zeros(1, D)
+
+
+def test_a_proof_ends_the_attempts(monkeypatch):
+    result, ran = prove(monkeypatch, [PROOF])
+    assert result is PROOF and [attempt.name for attempt in ran] == [f"[S, {D}]"]
+
+
+@pytest.mark.parametrize("error", [NO, ASSERTION], ids=str)
+def test_the_examples_side_follows_a_failure(monkeypatch, error):
+    result, ran = prove(monkeypatch, [fail(error, SIDE), PROOF])
+    assert result is PROOF and [attempt.side for attempt in ran] == [(), SIDE]
+    assert ran[1].name == f"[S, {D}], S < 32 is True"
+
+
+def test_no_side_follows_a_failing_op(monkeypatch):
+    result, ran = prove(monkeypatch, [fail(FAILING_OP, SIDE), PROOF])
+    assert result is PROOF and [attempt.side for attempt in ran] == [(), ()]  # of the next interpretation
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "raised"),
+    [
+        (NO, OTHER, OTHER),
+        (NO, Refused("none", cause=Cause.NOT_ROUTED), NO),
+        (NO, Refused("none", cause=Cause.NO_SIZES), NO),
+        (NO, ASSERTION, NO),
+    ],
+)
+def test_a_telling_refusal_of_the_side_is_raised(monkeypatch, first, second, raised):
+    result, ran = prove(monkeypatch, [fail(first, SIDE), fail(second)])
+    assert result is raised and len(ran) == 2
+
+
+def test_any_refusal_of_the_side_replaces_an_error_of_the_program(monkeypatch):
+    refusal = Refused("none", cause=Cause.NOT_ROUTED)
+    result, ran = prove(monkeypatch, [fail(ASSERTION, SIDE, OPTIONS), fail(refusal), fail(NO), fail(NO)])
+    assert result is refusal and [attempt.options for attempt in ran[2:]] == [options for _, options in OPTIONS]
+
+
+def test_other_sizes_follow_a_proof_that_does_not_hold_for_the_example(monkeypatch):
+    outcomes = [fail(NO, options=OPTIONS[1:]), fail(OTHER, failed=SIDE), fail(OTHER), PROOF]
+    result, ran = prove(monkeypatch, outcomes)
+    assert result is PROOF and ran[2].side == (SizeGuard("S", "lt", "32", False),)
+    assert [attempt.arguments.shift for attempt in ran] == [0, 0, 0, 1] and ran[3].name.endswith("two, other sizes")
+    assert [attempt.options.cut_preference for attempt in ran] == ["", "any", "any", ""]
+    result, ran = prove(monkeypatch, [fail(NO, failed=SIDE), fail(OTHER), fail(OTHER)])
+    assert result is NO and len(ran) == 3
+
+
+def test_an_error_after_a_proof_that_does_not_hold_ends_the_interpretation(monkeypatch):
+    result, ran = prove(monkeypatch, [fail(NO, options=OPTIONS, failed=SIDE), fail(FAILING_OP), PROOF])
+    assert result is PROOF and not ran[2].side and ran[2].arguments is not ran[0].arguments
+
+
+def test_other_options_follow_a_refusal(monkeypatch):
+    result, ran = prove(monkeypatch, [fail(NO, options=OPTIONS), fail(OTHER), PROOF])
+    assert result is PROOF and [attempt.name for attempt in ran[1:]] == [f"[S, {D}], one", f"[S, {D}], two"]
+    result, ran = prove(monkeypatch, [fail(NO, options=OPTIONS), fail(OTHER, options=OPTIONS), fail(OTHER)])
+    assert result is NO and len(ran) == 3
+
+
+def test_an_error_under_other_options_ends_the_interpretation(monkeypatch):
+    result, ran = prove(monkeypatch, [fail(NO, options=OPTIONS), fail(FAILING_OP), PROOF])
+    assert result is PROOF and ran[2].options == LiftOptions()
+
+
+def test_a_capture_error_is_raised_at_once(monkeypatch):
+    error = CaptureError("no")
+    result, ran = prove(monkeypatch, [fail(error, options=OPTIONS)])
+    assert result is error and len(ran) == 1
+
+
+@pytest.mark.parametrize("error", [OTHER, CaptureError("no"), RuntimeError("no"), ASSERTION, NumberNotTaken("no")])
+def test_a_batch_of_one_follows_a_refusal(monkeypatch, error):
+    result, ran = prove(monkeypatch, [fail(NO), fail(error)], *BATCH_OF_ONE)
+    assert result is NO and [attempt.name for attempt in ran] == [f"[B, S, {D}] [1, {D}]", f"[B, S, {D}] [B, {D}]"]
+
+
 def test_a_bug_in_another_interpretation_is_not_hidden(monkeypatch):
-    attempts = [lambda *args: raise_error(Refused("no")), make_bug()]
-    monkeypatch.setattr(proof_attempts, "_prove_arguments", lambda *args: attempts.pop(0)(*args))
-    tensors = torch.zeros(1, 5, D), torch.zeros(1, D)  # the second first axis may be a batch of one
-    with pytest.raises(AssertionError):
-        proof_attempts.prove_and_rewrite(Loop(Mlp), tensors, {}, Placeholders([], {}))
-    assert not attempts
+    bug = catch(make_bug(), 1)
+    assert prove(monkeypatch, [fail(NO), fail(bug)], *BATCH_OF_ONE)[0] is bug
+
+
+def test_other_interpretations_follow_an_error_of_the_program(monkeypatch):
+    x = torch.zeros(2, 4, 32, 32)
+    result, ran = prove(monkeypatch, [fail(FAILING_OP), PROOF], x)
+    assert result is PROOF and [attempt.name for attempt in ran] == ["[B, S, P, 32]", "[B, 4, S, P]"]
+    every = len(list(interpret_arguments((x,), {}, ModelNumbers())))
+    result, ran = prove(monkeypatch, [fail(FAILING_OP), *[fail(ASSERTION)] * (every - 1)], x)
+    assert result is FAILING_OP and len(ran) == every > 3
+    result, ran = prove(monkeypatch, [fail(FAILING_OP), fail(NO), fail(CaptureError("no")), *[fail(OTHER)] * every], x)
+    assert result is NO and len(ran) == every
+    mixed = Refused("mixed", cause=Cause.MIXED_POSITIONS)
+    assert prove(monkeypatch, [fail(FAILING_OP), fail(NO), fail(mixed), *[fail(OTHER)] * every], x)[0] is mixed
+
+
+def test_a_refusal_of_images_is_explained(monkeypatch):
+    x, refusal = torch.zeros(2, 4, 32, 32), Refused("no", cause=Cause.FOREIGN_ROW)
+    result, ran = prove(monkeypatch, [fail(FAILING_OP), fail(refusal), *[fail(OTHER)] * 12], x)
+    assert "whole images" in result.reason and len(ran) > 2
+
+
+def test_convolutions_end_the_attempts(monkeypatch):
+    x, refusal = torch.zeros(2, 4, 32, 32), Refused("no", cause=Cause.CONVOLUTIONS)
+    result, ran = prove(monkeypatch, [fail(FAILING_OP), fail(NO), fail(refusal)], x)
+    assert result is refusal and len(ran) == 3
+
+
+def test_few_frames_lie_between_the_survey_and_a_proof(monkeypatch):
+    stacks = []
+
+    def refuse(state):
+        stacks.append([frame.name for frame in traceback.extract_stack()])
+        raise Refused("no")
+
+    monkeypatch.setattr(proof_attempts, "prove", refuse)
+    assert moefx.explain(Loop(Mlp), example_inputs=(torch.zeros(5, D),)).refused
+    between = stacks[0][stacks[0].index("survey") + 1 : -1]
+    assert between[0] == "_try_chains" and between[-1] == "run_attempt" and len(between) <= 7
+
+
+# ------------------------------------------------------------------ stand-ins for objects
+HOLDING, EVERY = SkipPlan((), {}, {"holding": None}, [], set()), SkipPlan((), {}, {"every": None}, [], set())
+ROUTES_NOTHING = Refused("none", cause=Cause.NOT_ROUTED)
+BY_ARGUMENT = Refused("an argument", culprits=(ARGUMENT,))
+
+
+@pytest.mark.parametrize(
+    ("holding", "outcomes", "result"),
+    [
+        (HOLDING, {"holding": PROOF}, PROOF),
+        (HOLDING, {"holding": NO, None: PROOF}, PROOF),
+        (HOLDING, {"holding": NO, None: BY_ARGUMENT}, NO),
+        (HOLDING, {"holding": ROUTES_NOTHING, None: OTHER}, OTHER),
+        (None, {None: PROOF}, PROOF),
+        (None, {None: NO}, NO),
+        (None, {None: BY_ARGUMENT, "every": PROOF}, PROOF),
+        (None, {None: BY_ARGUMENT, "every": NO}, NO),
+        (None, {None: BY_ARGUMENT, "every": ROUTES_NOTHING}, BY_ARGUMENT),
+    ],
+)
+def test_stand_ins_are_tried_in_order(holding, outcomes, result):
+    ran = []
+
+    def rewrite(args, kwargs, skipped=None):
+        ran.append(next(iter(skipped)) if skipped else None)
+        outcome = outcomes[ran[-1]]
+        return raise_error(outcome) if isinstance(outcome, Exception) else outcome
+
+    def run():
+        return rewrite_with_objects(rewrite, (), {}, lambda every: EVERY if every else holding, ())
+
+    assert (catch(run) if isinstance(result, Exception) else run()) is result
+    assert ran == list(outcomes)
+
+
+def test_a_read_of_a_stand_in_refuses_its_proof():
+    read = SkipPlan((), {}, {"holding": None}, [NO], set())
+
+    def rewrite(args, kwargs, skipped=None):
+        return PROOF if skipped else raise_error(OTHER)
+
+    assert catch(rewrite_with_objects, rewrite, (), {}, lambda every: read, ()) is NO

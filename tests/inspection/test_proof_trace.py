@@ -52,6 +52,33 @@ def test_a_rewritten_block_lists_all_probes(explanation):
     assert "    flip_branches " in str(explanation)
 
 
+def test_the_attempts_of_a_block_are_listed(explanation):
+    (block,) = explanation.matched
+    assert [(run.name, run.failure) for run in block.trace.attempts] == [(f"[S, {D}]", "")]
+    refused = next(r for r in explanation.refused if r.name == "2")
+    first = refused.trace.attempts[0]
+    assert first.name == f"[S, {D}]" and first.failure == refused.reason and first.ms > 0
+    lines = [line.split() for line in str(explanation).splitlines()]
+    assert ["attempt", "ms", "result"] in lines
+    assert any(line[:2] == ["[S,", f"{D}]"] and line[-1] == "proven" for line in lines)
+    assert any(line[:2] == ["[S,", f"{D}]"] and line[3:] == refused.reason.split() for line in lines)
+
+
+class EvenLength(Loop):
+    """Asserts sizes that captures do not choose, and checks the example's."""
+
+    def forward(self, x):
+        assert x.shape[0] % 2 == 0
+        return super().forward(x)
+
+
+def test_an_attempt_that_follows_a_failed_one_is_listed():
+    explanation = moefx.explain(EvenLength(Mlp), example_inputs=(torch.randn(20, D),), trace=True)
+    attempts = explanation.matched[0].trace.attempts
+    assert [bool(run.failure) for run in attempts] == [True, False]
+    assert attempts[0].failure.startswith("AssertionError") and attempts[1].name == f"[S, {D}], (S%2) == 0 is True"
+
+
 def test_a_refused_block_names_the_probe(explanation):
     refused = next(r for r in explanation.refused if r.name == "2")
     *before, last = refused.trace.probes

@@ -122,8 +122,8 @@ class RowsOfPixels(nn.Module):
 
 def test_experts_that_convolve_neighbours(monkeypatch):
     tried, x = [], torch.randn(2, 4, 32, 32)
-    taken = proof_attempts._prove_arguments
-    monkeypatch.setattr(proof_attempts, "_prove_arguments", lambda *args: tried.append(args) or taken(*args))
+    taken = proof_attempts._vary_options
+    monkeypatch.setattr(proof_attempts, "_vary_options", lambda attempt: tried.append(attempt) or taken(attempt))
     with pytest.raises(moefx.NoMoEBlockFound, match=r"from its neighbours \(3x3\).*convolve before the experts"):
         moefx.compile(Pixels(), example_inputs=(x,))
     assert len(tried) == 2  # not those in which the sizes of images are fixed in turn: a minute

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefx import Plan
+from moefx.capture.worker_thread import run_in_worker
 from moefx.compiler.pipeline import BlockRewrite, rewrite_block
 
 D, H, E, K = 6, 8, 4, 2
@@ -16,7 +17,7 @@ D, H, E, K = 6, 8, 4, 2
 
 def rewritten(block: nn.Module, *args: torch.Tensor, plan: Plan | None = None) -> BlockRewrite:
     """The block through the whole pipeline, as `compile` would; `Refused` if it is none."""
-    return rewrite_block(block, "moe", args or (torch.zeros(5, D),), {}, plan or Plan())
+    return run_in_worker(lambda: rewrite_block(block, "moe", args or (torch.zeros(5, D),), {}, plan or Plan()))
 
 
 class Gated(nn.Module):

@@ -16,6 +16,7 @@ from ...capture.block_search import SurveyedCall
 from ...capture.default_device import neutral_device
 from ...capture.device_autocast import use_device_autocast
 from ...capture.size_guards import SizeGuard
+from ...capture.worker_thread import run_in_worker
 from ...compiler.block_report import build_report
 from ...compiler.numeric_check import numeric_check
 from ...compiler.pipeline import BlockRewrite, apply_capacity, keep_captured_graph, rewrite_block
@@ -140,7 +141,7 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
         use_device_autocast(region.device, dtype),
     ):
         try:
-            result = rewrite_block(block, region.name, args, {}, plan)
+            result = run_in_worker(lambda: rewrite_block(block, region.name, args, {}, plan))
         except Refused as why:
             raise Refused(
                 why.reason,
