@@ -43,7 +43,8 @@ class Routing:
         is_wild: bool = False,
     ):  # fmt: skip
         assert kind in get_args(RoutingKind), kind
-        self.kind, self.seed, self.prefer, self.as_they_are, self.is_wild = kind, seed, prefer, as_they_are, is_wild
+        self.kind: RoutingKind = kind
+        self.seed, self.prefer, self.as_they_are, self.is_wild = seed, prefer, as_they_are, is_wild
         self.generator = torch.Generator().manual_seed(1000 + seed)
 
     def restart(self) -> Routing:

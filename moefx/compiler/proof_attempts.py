@@ -9,9 +9,10 @@ example's own sizes counts as a refusal. The attempts are in groups, from the in
 | sizes | all sizes | does not hold for the example | the other side of the guards that fail; then other sizes |
 | options | the default options | refused | each of `ProofState.other_options` |
 | arguments | the likeliest | refused, `CaptureError` | first axes of 1 as a batch of one |
-| arguments | the likeliest | any other error | the next interpretation, until one of them is refused for convolutions |
-
 | arguments | the likeliest | any other error of the program | the next ones, until one is refused for convolutions |
+
+Any other failure of the first ends the group, and a bug of moefx ends all of them. If all attempts of a group fail, its
+error is:
 
 | group | error |
 |---|---|

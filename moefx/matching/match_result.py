@@ -110,7 +110,7 @@ class Match:
     within: tuple[SizeGuard, ...] = ()
     without_tokens: bool = False
     probe_runs: tuple[ProbeRun, ...] = ()  # of the proof
-    size_samples: dict[str, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
+    size_samples: dict[RoutingKind, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
 
     def sample_sizes(self, kind: RoutingKind = "diverse") -> list[tuple[dict[str, int], Capture]]:
         """Return captures at more sizes under this kind of routing, to find formulas for numbers.

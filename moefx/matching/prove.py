@@ -115,7 +115,8 @@ def _lift_routing(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
     found: CanonicalForm | NothingRouted | None = None
     as_they_are = kind == "skewed"
     # a program may skip experts that all tokens or none choose: a crowd leaves some other experts
-    for name, more in ((kind, 0), (kind, 3), (kind, 6), *([("flooded", 0)] if as_they_are else [])):
+    tried: list[tuple[RoutingKind, int]] = [(kind, 0), (kind, 3), (kind, 6)]
+    for name, more in [*tried, ("flooded", 0)] if as_they_are else tried:
         try:
             found = state.lift(Routing(name, seed + more, as_they_are=as_they_are), sizes)
         except NothingRouted as why:

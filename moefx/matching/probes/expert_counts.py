@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ...capture.capture_result import HostRead
 from ...capture.code_locations import is_internal_error
-from ...capture.concrete_routing import Routing
+from ...capture.concrete_routing import Routing, RoutingKind
 from ...capture.node_origins import find_float_decisions, is_abstract
 from ...errors import MoefxError
 from ..lift.canonical_form import CanonicalForm
@@ -41,9 +41,10 @@ def vary_expert_counts(state: ProofState) -> None:
         Refused: an expert without tokens, or with one or two, changes the form.
     """
     seen = _find_seen_counts(state)
-    routings = [("spared", 0, count) for count in _COUNTS if count not in seen]
+    routings: list[tuple[RoutingKind, int, int]] = []
+    routings.extend(("spared", 0, count) for count in _COUNTS if count not in seen)
     if any(_is_of_floats(read) for form in state.forms for read in form.capture.reads):
-        routings += [("unsure", 0, 1), ("unsure", state.num_experts, 1)]
+        routings.extend([("unsure", 0, 1), ("unsure", state.num_experts, 1)])
     experts = max(state.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
     for sizes, expert in itertools.product(_choose_few_sizes(state) if routings else (), experts):
         controls = (Routing("spared", expert, (expert,) * count) for count in _CONTROLS)

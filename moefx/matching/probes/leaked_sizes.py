@@ -57,7 +57,9 @@ class _CommonBehaviour:
         self.has_drops = any(not form.kept_slots.all() for form in state.forms)
         # Share of the tokens that an expert gets, by kind of routing.
         even = state.reference.slots / state.num_experts
-        self.crowds: dict[RoutingKind, float] = {"crowded": 1.0, "diverse": even} if self.routed else {"diverse": 1.0}
+        self.crowds: dict[RoutingKind, float] = {"diverse": even if self.routed else 1.0}
+        if self.routed:
+            self.crowds["crowded"] = 1.0
         # comparisons that had both outcomes exclude no size
         self.guards = [g for g in state.seen_guards() if all(g.holds(sizes) for sizes in state.sizes)]
         self.answers: dict[tuple[RoutingKind, int], tuple[bool, bool]] = {}
@@ -81,7 +83,9 @@ class _CommonBehaviour:
         If the routing decides, return a bound below which no expert gets enough tokens for the difference.
         """
         found: dict[RoutingKind, int] = {}
-        for kind in (kind for kind in self.crowds if self.differs_in(kind, high)[which]):
+        for kind in self.crowds:
+            if not self.differs_in(kind, high)[which]:
+                continue
             # captures of `low` tokens may have taken another branch than the crowd
             start = low if not self.differs_in(kind, low)[which] else 1
             found[kind] = _bisect_first(lambda n, k=kind: self.differs_in(k, n)[which], start, high)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...capture.code_locations import is_internal_error
-from ...capture.concrete_routing import Routing
+from ...capture.concrete_routing import Routing, RoutingKind
 from ...capture.size_guards import SizeGuard
 from ...errors import MoefxError, Refused
 from ..lift.canonical_form import CanonicalForm
@@ -107,7 +107,8 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     found: list[CanonicalForm] = []
     unclear: list[MoefxError] = []  # a few tokens may show too little
     differs: list[Refused] = []
-    for kind, seed in (("diverse", 5), ("crowded", busy)):
+    routings: list[tuple[RoutingKind, int]] = [("diverse", 5), ("crowded", busy)]
+    for kind, seed in routings:
         form = _lift_at_work(state, kind, seed, sizes)
         if isinstance(form, NothingRouted) and found:
             form = Refused(
@@ -129,7 +130,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
         state.add_evidence(form, sizes)
 
 
-def _lift_at_work(state: ProofState, kind: str, seed: int, sizes: dict[str, int]) -> CanonicalForm | Exception:
+def _lift_at_work(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int]) -> CanonicalForm | Exception:
     """Lift the first of several captures in which an expert runs: a few tokens may all be masked."""
     found: CanonicalForm | Exception = Refused("no routing was tried")
     for n in range(_MAX_TRIALS if state.size_choice.is_as_captured(sizes) else _MAX_TRIALS_ELSEWHERE):

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
+from ...capture.concrete_routing import RoutingKind
 from ...capture.size_guards import evaluate_size
 from ...errors import Refused
 from ...ir.graph_codegen import FUNCTIONS
@@ -178,7 +179,7 @@ class SizeExpressions:
         return self._read_points(path, turn, "diverse")
 
     def _read_points(
-        self, path: ArgumentPath, turn: int, routing: str
+        self, path: ArgumentPath, turn: int, routing: RoutingKind
     ) -> list[tuple[dict[str, int], int | float]] | None:
         points = []
         for sizes, capture in self.match.sample_sizes(routing):
