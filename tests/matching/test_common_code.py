@@ -443,6 +443,7 @@ def test_noise_in_place_behind_a_cast(cast, training):
 IMAGES = {1: ((2, D, 9), (1, D, 4), (3, D, 17)), 2: ((2, D, 3, 5), (1, D, 2, 2), (3, D, 4, 7))}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", [1, 2])
 def test_convolutions_of_one_element(axes):
     torch.manual_seed(0)

@@ -74,7 +74,8 @@ def down_to_the_last_place(w):
     return w >= w.sort(descending=True).values[min(PLACES, len(w)) - 1] if len(w) else w > 0
 
 
-def same_with_ties(block: nn.Module) -> None:
+def same_with_ties(block: nn.Module) -> nn.Module:
+    """Compare the compiled block where choices have equal weights; return it."""
     model = block.double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
     one = torch.randn(1, D, dtype=torch.float64)
@@ -82,9 +83,10 @@ def same_with_ties(block: nn.Module) -> None:
     for x in (one.repeat(30, 1), torch.zeros(30, D, dtype=torch.float64), some.repeat(3, 1), 3000 * some.repeat(3, 1)):
         torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
+    return compiled
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("k", [2, 1])
 @pytest.mark.parametrize("mask", [down_to_a_value, down_to_the_least, above_a_value, by_kthvalue, by_rank])
 def test_a_mask_by_value_keeps_or_drops_all_that_are_equal(mask, k):
@@ -92,14 +94,14 @@ def test_a_mask_by_value_keeps_or_drops_all_that_are_equal(mask, k):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("k", [2, 1])
+@pytest.mark.parametrize("k", [1, 2])
 def test_a_number_of_places_parts_those_that_are_equal(k):
-    assert rewritten(PerExpert(largest, k)).match.drop_rule.order == "weight"
-    same_with_ties(PerExpert(largest, k))
+    compiled = same_with_ties(PerExpert(largest, k))
+    assert 'drop="weight"' in str(moefx.graph(compiled, ""))
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("k", [2, 1])
+@pytest.mark.parametrize("k", [1, 2])
 def test_rows_taken_down_to_a_value_are_no_number_of_places(k):
     with pytest.raises(Refused, match="equal weights are kept or dropped together") as refusal:
         rewritten(PerExpert(down_to_the_last_place, k))
@@ -111,7 +113,7 @@ def largest_and_last(w):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("k", [2, 1])
+@pytest.mark.parametrize("k", [1, 2])
 def test_the_last_of_equal_choices_are_not_the_first(k):
     with pytest.raises(Refused, match="among equal weights not the first tokens"):
         rewritten(PerExpert(largest_and_last, k))

@@ -133,13 +133,13 @@ def places(w, ids, limit):
 
 
 CHANGES = {
-    "at least 4 places": lambda w, ids: places(w, ids, max(4, int(w.shape[0] / 2))),
     "at most 100 places": lambda w, ids: places(w, ids, min(100, int(w.shape[0] / 2) + 1)),
+    "at least 4 places": lambda w, ids: places(w, ids, max(4, int(w.shape[0] / 2))),
     "more with many": lambda w, ids: w * max(1, int(w.shape[0] / 40)),
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_looks_at_few_and_many_on_the_side_of_the_example(name):
     torch.manual_seed(0)
@@ -344,6 +344,7 @@ class RanksInChunks(nn.Module):
         return (own.cumsum(0) - own).gather(1, ids.reshape(-1, 1)).reshape(ids.shape)
 
 
+@pytest.mark.exhaustive
 def test_the_first_captures_of_a_guarded_program_differ_in_their_tokens():
     model = RanksInChunks().double()
     example = torch.randn(5, 13, 6, dtype=torch.float64)

@@ -195,7 +195,7 @@ class Rounds(Loop):
 
 
 KINDS = [
-    Rounds, EinsumOfRows, WrittenInto, MovingAverage, LowScores, Normalised, ReentrantCheckpoint, TwoColumns,
+    EinsumOfRows, Rounds, WrittenInto, MovingAverage, LowScores, Normalised, ReentrantCheckpoint, TwoColumns,
     ToItsPlace, Skipping, KeepsLosses, PowersInPlace, Checks,
 ]  # fmt: skip
 
@@ -370,6 +370,7 @@ class ByTask(Loop):
         return (self.gate(x) + self.bias[self.task]).softmax(-1).topk(self.k, -1)
 
 
+@pytest.mark.exhaustive  # `test_stored_integers` has such buffers
 def test_a_row_by_an_integer_buffer():
     """Rewritten or not, it is the row that the buffer says."""
     model = nn.Sequential(ByTask()).double()
@@ -428,7 +429,8 @@ class Images(Loop):
         return x + self.scale[:, None, None] * out
 
 
-@pytest.mark.parametrize("channels, training", [(D, False), (D, True), (3, False)])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("channels, training", [(D, True), (D, False), (3, False)])
 def test_channels_that_have_parameters_are_no_experts(channels, training):
     """Also of images that captures make wider than they have channels: an image has fewer rows than pixels then."""
     torch.manual_seed(0)

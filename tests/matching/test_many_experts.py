@@ -118,6 +118,7 @@ def test_rows_of_a_shape_that_no_expert_computes_with_are_not_followed(monkeypat
     assert (24,) not in asked  # rows of scores
 
 
+@pytest.mark.exhaustive
 def test_experts_that_work_only_where_the_odd_one_is_idle_are_in_the_match():
     """The graph is read off captures in which both kinds of experts work, the parameters off all captures."""
     torch.manual_seed(0)

@@ -114,6 +114,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_rewritten(case):
     torch.manual_seed(0)

@@ -178,6 +178,7 @@ class PaddedRows(Loop):
         return super().expert(e, F.pad(x, (0, 0, 0, -n % 4)), F.pad(w, (0, 0, 0, -n % 4)))[:n]
 
 
+@pytest.mark.exhaustive
 def test_rows_that_are_padded_to_a_multiple():
     compared(PaddedRows(Mlp, 1))
 

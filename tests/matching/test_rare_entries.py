@@ -123,5 +123,6 @@ class IdleScale(Loop):
         self.weigh = lambda w, ids: w * self.scales[(torch.bincount(ids.flatten(), minlength=E) == 0).sum()]
 
 
+@pytest.mark.exhaustive  # `test_load_statistics` has factors by the number of idle experts
 def test_a_table_of_the_number_of_idle_experts():
     _check(IdleScale())

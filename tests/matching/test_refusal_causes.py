@@ -161,6 +161,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_a_view_of_a_multiple_of_the_tokens(view):
     block = Block(lambda b, x: b.mixed(x, *b.route(view(x).reshape(-1, D))) + view(x).flip(1).reshape(-1, D)).double()
@@ -222,6 +223,7 @@ def written_once(b, x, ids, scores):
     return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("choose", [mask_second, scatter_second, put_second])
 def test_a_second_choice_is_another_expert(choose):
     block, x = Block(lambda b, x: written_once(b, x, *choose(b, x))).double(), torch.randn(40, D, dtype=torch.float64)

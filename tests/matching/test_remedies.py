@@ -137,11 +137,11 @@ class Chunks(nn.Module):
 
 OUTSIDE = nn.Linear(D, D).double()
 PAIRS = {
-    r"compute with the tensor itself": (lambda: Block(read_count), lambda: Block(keep_count)),
     r"its attribute calls.*keep it in a buffer": (
         lambda: Block(count_calls, calls=0),
         lambda: Block(count_calls, calls=nn.Buffer(torch.zeros((), dtype=torch.int64))),
     ),
+    r"compute with the tensor itself": (lambda: Block(read_count), lambda: Block(keep_count)),
     r"draw them with torch, as a tensor": (lambda: Block(draw_in_python), lambda: Block(draw_as_tensor)),
     r"compute with a changed copy": (lambda: Block(normalize_in_place), lambda: Block(normalize_a_copy)),
     r"cut into 3 parts.*a module of its own": (lambda: Block(cut), Chunks),

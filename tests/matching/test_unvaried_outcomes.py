@@ -150,12 +150,13 @@ def test_two_reads_that_matter_together(finish, values):
     check(lambda: Base({"a": a, "b": b}, finish=finish), lambda m: (m.a.fill_(later[0]), m.b.fill_(later[1])))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("finish", [on_one_line, in_a_helper])
 def test_reads_of_several_tensors_at_one_place(finish):
     check(lambda: Base({"a": 0.0, "b": 2.0}, finish=finish), lambda m: (m.a.fill_(5.0), m.b.fill_(0.0)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("step", [0, 0.0])
 @pytest.mark.parametrize("asks", [lambda s: s // 1000 == 3, lambda s: (s // 10) % 10 == 4], ids=["window", "digit"])
 def test_a_window_of_steps(asks, step):
@@ -199,6 +200,7 @@ class Alive(Loop):
         return out
 
 
+@pytest.mark.exhaustive
 def test_a_loop_over_those_that_are_alive():
     check(Alive, lambda m: m.alive.fill_(1))
 

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from moefx.planner.ranking import Ranking, plan
+from moefx.planner.ranking_page import render
+
+from ..pace import within
 from ..proof_memory import checking_once, proving_once
 
 
@@ -13,3 +17,13 @@ from ..proof_memory import checking_once, proving_once
 def _proofs_are_shared() -> Iterator[None]:
     with proving_once(), checking_once():
         yield
+
+
+@pytest.fixture(scope="session")
+def large() -> tuple[Ranking, str, list[str]]:
+    """(ranking, page, what was told) of a model of 671 B on 1024 GPUs."""
+    told: list[str] = []
+    ranking = plan("deepseek-v3", "frontier", 1024)
+    with within(15):
+        text = render(ranking, told.append)
+    return ranking, text, told

@@ -34,6 +34,7 @@ def put_in(whole, expression):
     return expression
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("whole", "name"), SHEETS)
 def test_parts_are_the_whole(whole, name):
     """As formulas: nothing remains."""

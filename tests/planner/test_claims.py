@@ -36,7 +36,7 @@ def test_the_first_entry_of_a_random_ranking(seed):
 
 
 def test_few_micro_batches_do_not_make_zero_bubble_free():
-    ranking = plan("deepseek-v3", "frontier", 1024, schedules=("1f1b", "interleaved", "zb-h1", "zb-h2"))
+    ranking = plan("deepseek-v3", "frontier", 1024, schedules=("1f1b", "zb-h1", "zb-h2"))
     best = next(e for e in ranking if e.layout.schedule == "1f1b" and e.layout.pp > 1)
     assert ranking.simulate(0).ratio == pytest.approx(1, abs=0.1)
     assert ranking.simulate(0).seconds < best.seconds * 1.1

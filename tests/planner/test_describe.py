@@ -210,7 +210,7 @@ def test_the_distributed_tests_model():
     assert found.num_layers == found.num_moe_layers == 2
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.hf
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "Olmoe", "Qwen2Moe"])
 def test_transformers(name):

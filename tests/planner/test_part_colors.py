@@ -18,8 +18,8 @@ from moefx.planner.scaling import search_scaling
 
 PLANS = [
     (("olmoe-1b-7b", "a100-40gb", 4), {"batch": 16, "tokens": 512}),
-    (("mixtral-8x7b", "a100-40gb", 20), {"batch": 20}),
-    (("deepseek-v3", "frontier", 1024), {}),
+    pytest.param((("mixtral-8x7b", "a100-40gb", 20), {"batch": 20}), marks=pytest.mark.exhaustive),
+    (("deepseek-v3", "frontier", 1024), None),  # the one of `large`
 ]
 
 
@@ -27,7 +27,12 @@ PLANS = [
 def ranking(request):
     pytest.importorskip("matplotlib")
     names, options = request.param
-    return plan(*names, **options)
+    return request.getfixturevalue("large")[0] if options is None else plan(*names, **options)
+
+
+@pytest.fixture(scope="module")
+def page(ranking, large):
+    return large[1] if ranking is large[0] else render(ranking)
 
 
 def read_legends(page: str) -> list[dict[str, str]]:
@@ -44,8 +49,8 @@ def read_legends(page: str) -> list[dict[str, str]]:
     return found
 
 
-def test_a_part_has_one_colour_on_all_pages(ranking):
-    legends = read_legends(render(ranking))
+def test_a_part_has_one_colour_on_all_pages(page):
+    legends = read_legends(page)
     assert len(legends) == 2  # memory and time
     for legend in legends:
         assert len(set(legend.values())) == len(legend)

@@ -21,19 +21,7 @@ from moefx.planner.regions import build_region, saved_by_ssmb
 from moefx.planner.scaling import search_scaling
 from moefx.util.unit_text import amount
 
-from ..pace import within
-
 SMALL = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "4", "--batch", "16", "--tokens", "512"]
-
-
-@pytest.fixture(scope="module")
-def large():
-    """(ranking, page, what was told) of a model of 671 B on 1024 GPUs."""
-    told: list[str] = []
-    ranking = plan("deepseek-v3", "frontier", 1024)
-    with within(15):
-        text = render(ranking, told.append)
-    return ranking, text, told
 
 
 @pytest.fixture(scope="module")

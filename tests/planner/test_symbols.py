@@ -11,8 +11,6 @@ import pytest
 from moefx import cli
 from moefx.planner.layout import Way
 from moefx.planner.memory_formulas import MEMORY
-from moefx.planner.ranking import plan
-from moefx.planner.ranking_page import render
 from moefx.planner.regions import TRADE_OFF, saved_by_ssmb
 from moefx.planner.sheet import Formula, Sheet, distinct, quantities
 from moefx.planner.step_formulas import build_step_sheet
@@ -28,9 +26,9 @@ SHEETS += [
 UNITS = {"1", "B", "s", "FLOP", "FLOP/s", "B/s", "s/B"}
 
 
-@pytest.fixture(scope="module")
-def ranking():
-    return plan("deepseek-v3", "frontier", 1024)
+@pytest.fixture
+def ranking(large):
+    return large[0]
 
 
 def test_all_have_a_meaning_and_none_is_left_over():
@@ -77,11 +75,11 @@ def test_units_and_functions():
     ]  # fmt: skip
 
 
-def test_the_command_and_the_page_have_them(ranking, capsys):
+def test_the_command_and_the_page_have_them(large, capsys):
+    ranking, page, _ = large
     asked = ["plan", "deepseek-v3", "--platform", "frontier", "--gpus", "1024", "--explain", "2"]
     assert cli.main(asked) == 0
     printed = capsys.readouterr().out
-    page = render(ranking)
     for shown in ranking.formulas(1):
         for name, value, text in shown.symbols:
             assert re.search(rf"^  {re.escape(name)} +{re.escape(value)} +{re.escape(text)}$", printed, re.M)

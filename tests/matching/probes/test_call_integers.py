@@ -340,6 +340,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", [2, 4])
 @pytest.mark.parametrize("name", COUNTED)
 def test_masks_that_count(name, first):

@@ -62,7 +62,7 @@ def crowd(tokens: int) -> torch.Tensor:
     return x
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(len(CHANGES))
 @pytest.mark.parametrize("name", list(CHANGES))
 def test_a_crowd(name):
     """Where no numeric check can see it: without weights."""
@@ -147,6 +147,7 @@ class PerSequence(Weighted):
         return out.reshape(x.shape)
 
 
+@pytest.mark.exhaustive
 def test_a_floor_that_small_sizes_do_not_leave():
     model = nn.Sequential(PerSequence(None)).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(2, 7, D, dtype=torch.float64),))
@@ -181,6 +182,7 @@ class PerToken(Loop):
         return torch.cat(rows) * (1.0 if len(rows) <= 400 else 0.5)
 
 
+@pytest.mark.exhaustive  # `test_python_budgets` has a guard on what only many tokens show
 def test_a_loop_over_tokens_holds_where_it_was_looked_at():
     torch.manual_seed(0)
     model = PerToken().double()
@@ -247,15 +249,9 @@ KEEPS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.exhaustive  # `test_the_smaller_of_the_tokens_and_a_number_is_a_capacity` is one of these
 @pytest.mark.parametrize("axes", [1, 2])
-@pytest.mark.parametrize(
-    "keep",
-    [  # the last one is made of two others
-        pytest.param(keep, id=name, marks=[pytest.mark.exhaustive] * (name == "as many of the largest weights"))
-        for name, keep in KEEPS.items()
-    ],
-)
+@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
 def test_what_is_over_a_limit_that_few_tokens_do_not_reach(keep, axes):
     torch.manual_seed(0)
     block = Limited(keep).double()
@@ -352,12 +348,13 @@ FLAGS_OF_RANKS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("flags", FLAGS_OF_RANKS.values(), ids=FLAGS_OF_RANKS)
 def test_a_function_of_ranks_that_few_tokens_take_for_a_constant(flags):
     _is_right_or_refused(Flagged(flags))
 
 
+@pytest.mark.exhaustive
 def test_flags_of_counts():
     """There are as many as experts: one of so few is to come out as zero."""
 
@@ -369,7 +366,7 @@ def test_flags_of_counts():
     _is_right_or_refused(Full(None))
 
 
-@pytest.mark.sampled(len(FLAGS_OF_RANKS))
+@pytest.mark.exhaustive  # `test_the_reason_says_where_and_the_remedy_works` is one of these
 @pytest.mark.parametrize("flags", FLAGS_OF_RANKS.values(), ids=FLAGS_OF_RANKS)
 def test_a_function_of_places_that_few_tokens_take_for_a_constant(flags):
     _is_right_or_refused(Limited(lambda x, t, w: flags(torch.arange(len(t))).bool()))
@@ -382,7 +379,7 @@ OF_PLACES = {
 }
 
 
-@pytest.mark.sampled(len(OF_PLACES))
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("keep", OF_PLACES.values(), ids=OF_PLACES)
 def test_places_that_few_tokens_do_not_tell_apart(keep):
     _is_right_or_refused(Limited(keep))
@@ -429,7 +426,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(len(FACTORS))
 @pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
 def test_numbers_that_python_makes_of_counts(factor):
     """They hold up to as many tokens as one expert has then, however the tokens crowd."""

@@ -81,7 +81,7 @@ def block_of_rows(m, e, t, k):
         last_is_small,
         last_is_small_by_difference,
         penalised,
-        needs_a_batch,
+        pytest.param(needs_a_batch, marks=pytest.mark.exhaustive),
         summed_ones,
         counted_mask,
         share,
@@ -104,6 +104,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.sampled(3)  # one that is refused, one that is guarded
 @pytest.mark.parametrize("name", list(WEIGHTS))
 def test_loads_that_matter_together_are_refused_or_guarded(name):
     try:
@@ -138,6 +139,7 @@ def padded(m, e, t, k):
     return torch.cat([t, t.new_zeros(places - t.shape[0])])[: t.shape[0]], k, 1.0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("run", [capacity, narrowed, chunks, padded], ids=lambda f: f.__name__)
 def test_a_comparison_that_is_the_same_for_all_experts_is_rewritten(run):
     assert rewritten(Loads(run=run)).match.num_experts == E

@@ -147,6 +147,7 @@ def _loads_of_captures(monkeypatch: pytest.MonkeyPatch, least_tokens: int) -> li
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("least_tokens", [0, 16, 40])
 def test_captures_show_the_same_patterns_of_loads_on_both_sides_of_a_guard(least_tokens, monkeypatch):
     found = _loads_of_captures(monkeypatch, least_tokens)

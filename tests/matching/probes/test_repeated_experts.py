@@ -187,6 +187,7 @@ def last_if_new(m, x, p, w, i):
     return one_hot(m, x, p, torch.cat([w[:, :-1], w[:, -1:] * (i[:, -1:] != i[:, -2:-1])], -1), i)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("times", [3])
 @pytest.mark.parametrize("combine", [one_hot, loop, last_if_new])
 def test_more_than_two_that_add_up(times, combine):
@@ -215,6 +216,7 @@ def test_given_experts_that_do_not_add_up():
         rewritten(Choosing(None, scatter), torch.zeros(40, D), some_ids())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "number",
     [

@@ -67,7 +67,7 @@ TURNS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.exhaustive  # `test_a_count_that_begins_again` is alike
 @pytest.mark.parametrize("turn", TURNS)
 def test_functions_of_ranks(turn):
     keep = TURNS[turn]
@@ -201,7 +201,7 @@ class ByScore(Weights):
         return torch.einsum("teh,ehd,te->td", h, self.down, gates)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("validation", ["symbolic", "numeric"])
 @pytest.mark.parametrize(
     "masked",

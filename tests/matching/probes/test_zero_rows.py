@@ -51,12 +51,14 @@ def no_entry(rows, w):
     return not rows.any()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("writes", ["add", "put"])
 @pytest.mark.parametrize("score", [torch.relu, torch.sigmoid, lambda s: s.softmax(-1)], ids=["relu", "sigmoid", "soft"])
 def test_experts_whose_results_are_multiplied_by_zero_are_rewritten(writes, score):
     assert rewritten(Skipping(sum_of_weights, writes=writes, score=score)).match.num_experts == E
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("skips", "more"),
     [
