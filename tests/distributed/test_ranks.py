@@ -148,7 +148,9 @@ def test_a_rank_that_is_lost(name):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "name", ["compile", "corpus", "gather", "state", "hop", "pipeline", "program", "verify", "lost"]
+    "name",
+    ("auto", "compile", "corpus", "gather", "hop", "lost", "pipeline")
+    + ("program", "reduction", "sequence", "state", "verify", "wrapper"),
 )
 def test_what_is_sampled_of_the_cases(name):
     launch(4, f"tests.distributed.{name}_cases", environment={ALL: "1"})
