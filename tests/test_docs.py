@@ -26,6 +26,7 @@ from moefx import cli, errors
 
 from .distributed.launch import torchrun
 from .distributed.run_scripts import SEPARATOR
+from .proof_memory import proving_once
 
 ROOT = Path(__file__).parents[1]
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -142,7 +143,8 @@ def test_code_blocks_print_what_the_page_shows(page, needed, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     try:
-        outputs = run_page(page, tmp_path)
+        with proving_once():
+            outputs = run_page(page, tmp_path)
     finally:
         for name in [name for name, module in sys.modules.items() if _is_below(module, tmp_path)]:
             del sys.modules[name]

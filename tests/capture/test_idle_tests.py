@@ -287,7 +287,7 @@ _DECISIONS = [
 @pytest.mark.parametrize("kind", _DECISIONS)
 def test_a_decision_by_which_experts_are_idle_is_refused_at_its_line(kind):
     with pytest.raises(Refused) as refusal:
-        rewritten(kind(), torch.zeros(40, 6))
+        rewritten(kind(), torch.zeros(12, 6))
     assert any(
         text in str(refusal.value)
         for text in ("decides in Python by which experts", "torch raises an error for some numbers")
@@ -302,7 +302,7 @@ def test_a_decision_by_which_experts_are_idle_is_refused_at_its_line(kind):
 @pytest.mark.parametrize("kind", _KEEPERS.values(), ids=_KEEPERS)
 def test_no_object_remembers_which_experts_are_idle(kind):
     with pytest.raises(Refused, match=r"by which experts have tokens|reads a number off a tensor"):
-        rewritten(kind(), torch.zeros(40, 6))
+        rewritten(kind(), torch.zeros(12, 6))
 
 
 def test_an_outcome_is_not_returned():
@@ -445,7 +445,7 @@ class Grouped(Buckets):
 
 @pytest.mark.parametrize("kind", [Skips, Appends, Starts, Active, Dictionary, Lists, Early, Asked, Combined])
 def test_an_expert_without_tokens_is_left_out(kind):
-    assert rewritten(kind(), torch.zeros(40, 6)).match.num_experts == 6
+    assert rewritten(kind(), torch.zeros(12, 6)).match.num_experts == 6
 
 
 class Checked(Skips):
@@ -480,6 +480,6 @@ def test_a_method_of_the_base_class_is_followed():
 
 def test_lists_of_tokens_by_expert_are_no_decision():
     try:
-        rewritten(Grouped(), torch.zeros(40, 6))
+        rewritten(Grouped(), torch.zeros(12, 6))
     except Refused as refusal:
         assert "decides in Python" not in str(refusal)

@@ -102,6 +102,7 @@ def test_parameters_are_not_replaced(before, reason):
     assert model.router.weight.dtype is torch.float64
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("before", [_cast, _cast_all, _cast_data])
 def test_converted_before(before):
     """The remedy."""

@@ -41,7 +41,7 @@ def test_one_graph_for_several_sizes(kind):
     assert_rewritten(compiled, calls=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 def test_inference_has_a_graph_of_its_own(kind):
     original, compiled = pair(kind, layers=1)

@@ -109,7 +109,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CHANGED)
 def test_another_choice_raises(case):
     cls, options = CHANGED[case]

@@ -119,7 +119,7 @@ def with_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(scores=ROUTINGS)
 @example(scores=[])  # no token
 @example(scores=[[0.0] * E] * 9)  # ties everywhere

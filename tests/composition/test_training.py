@@ -47,7 +47,7 @@ def as_close_to_the_truth(
         assert ours[name] <= 3 * allowed + 1e-4, f"{name}: {ours[name]:.2g}, the original {allowed:.2g}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 def test_autocast(kind):
     original, compiled = pair(kind, torch.float32)

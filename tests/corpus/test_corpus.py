@@ -45,7 +45,7 @@ def test_plain(name):
     passes(name, fullgraph=name in FULLGRAPH)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", cases("strangers", FULLGRAPH))
 def test_stranger(name, request):
     if name in GAPS:
@@ -53,7 +53,7 @@ def test_stranger(name, request):
     passes(name, fullgraph=name in FULLGRAPH)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(19)
 @pytest.mark.hf
 @pytest.mark.parametrize("name", cases("hf", FULLGRAPH_HF))
 def test_transformers(name, request):

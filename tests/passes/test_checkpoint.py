@@ -154,6 +154,7 @@ def test_bytes_a_token(kind, keep, autocast):
     assert all(p.grad is not None and p.grad.dtype is dtype for p in compiled.parameters())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_inference_keeps_nothing(kind):
     x = torch.randn(S, D)

@@ -137,7 +137,8 @@ class LoadIfUneven(Loop):
         return super().forward(x), None if int(load.max()) - int(load.min()) < 4 else load
 
 
-@pytest.mark.parametrize(("num_experts", "k"), [(4, 1), (3, 1)])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("num_experts", "k"), [(3, 1), (4, 1)])
 def test_results_that_are_not_always_there_are_refused(num_experts, k):
     with pytest.raises(Refused, match=r"the block returns a tensor depends on the routing"):
         rewritten(LoadIfUneven(Mlp, k, num_experts), torch.zeros(12, D))

@@ -82,6 +82,7 @@ def _regions(router, experts, outside, traced):
         assert moefx.explain(compiled).matched[0].calls[:2] == ((0, 1) if fallback else (1, 0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gpt_oss(dtype):
     """`x @ w + bias`: autocast multiplies in `dtype` and leaves the biases alone, so that the sums are float32."""

@@ -88,6 +88,7 @@ def same(actual, expected):
         assert actual == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("result", [output, checked, nested])
 def test_the_block_itself(result):
     model, x = Block(result).double(), torch.randn(30, D).double()

@@ -93,6 +93,7 @@ def test_faults_of_later_calls_are_flagged(name):
     assert wrong(report) and (not cause or cause in str(report)), str(report)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODES)
 def test_faults_of_other_modes_are_flagged_on_request(name):
     fault, mode = MODES[name]
@@ -192,6 +193,7 @@ def wrong_for_many(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..
     return run
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", wrong_for_many])
 def test_a_compiled_model_runs_as_torch_compiles_it(in_place, backend):

@@ -41,7 +41,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rest", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms(name, rest):

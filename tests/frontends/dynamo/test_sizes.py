@@ -128,7 +128,7 @@ def test_a_number_of_a_dynamic_graph_is_no_size(make, first):
     check(make(), [(tokens(*first),), (tokens(4, 60),)], dynamic=True)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.exhaustive  # `test_all_tokens_but_the_last` has the first of them, the test after this one the second
 @pytest.mark.parametrize(
     "places",
     [

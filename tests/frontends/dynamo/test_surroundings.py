@@ -325,7 +325,7 @@ SIZES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", SIZES)
 @pytest.mark.parametrize("then", ["eager", "aot_eager"])
 def test_sizes_that_follow_from_data(how, then):

@@ -25,7 +25,7 @@ def compiled(module):
 
 def test_of_the_model_itself():
     """The weights are the same; the whole model and each region are compared, and nothing is touched."""
-    mine = model("sparse_gates")
+    mine = model("dense_masked")
     before = copy.deepcopy(mine.state_dict())
     call = compiled(mine)
     report = moefx.verify(call, mine, (X,), routings=False)
@@ -44,7 +44,7 @@ def test_of_the_model_itself():
 
 def test_names_of_a_sequential():
     """Regions have the names that `blocks` has for them; what torch's own modules call is compiled as it was."""
-    mine = torch.nn.Sequential(model("sparse_gates").layers[0]["moe"], model("dense_masked").layers[0]["moe"])
+    mine = torch.nn.Sequential(model("dense_masked").layers[0]["moe"], model("dense_masked").layers[0]["moe"])
     mine[0].forward = functools.partial(_first, mine[0].forward)
     call = compiled(mine)
     call(X)

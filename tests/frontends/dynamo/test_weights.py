@@ -37,6 +37,7 @@ def made_without_grad(up, e):
         return up[e] * 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "up", [lambda up, e: up.detach()[e], lambda up, e: up[e].detach() if e == 1 else up[e], made_without_grad]
 )

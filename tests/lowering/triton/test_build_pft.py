@@ -53,6 +53,7 @@ def test_weights_of_any_sign_and_nan_are_ordered_as_torch_sorts_them(device):
         torch.testing.assert_close(g.cpu(), want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_dtypes_of_ids_and_weights(device, dtype, weights_dtype):

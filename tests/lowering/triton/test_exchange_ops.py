@@ -93,6 +93,7 @@ def test_place_choices(device, moved, keep):
     same(got, exchange_routes.place_choices.reference(ids, kept, places=places))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dedup", [True, False])
 @pytest.mark.parametrize("levels", [[4], [2, 3], [2, 2, 2]])
 def test_plans_and_counts(device, dedup, levels):

@@ -64,9 +64,9 @@ def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, na
     assert len(plays) == len(RECORDED)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("reduce", [False, True])
-@pytest.mark.parametrize("name", ["separate", "descriptors"])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("reduce", [True, False])
+@pytest.mark.parametrize("name", ["descriptors", "separate"])
 def test_numbers_of_tokens_are_on_no_tape(device, monkeypatch, plays, name, reduce):
     """The number of other ranks' rows changes with every call; `padded_row_count` keeps the buffers' size."""
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
