@@ -86,7 +86,7 @@ def _list_names(n: Any, tokens: int, tokens_text: str) -> list[str]:
     """Return the expressions that a number in a shape may stand for."""
     if isinstance(n, Number):
         return [n.expr, str(n.value)] if n.value <= MAX_ROWS_PER_TOKEN else [n.expr]
-    if isinstance(n, int) and n and n % tokens == 0 and n // tokens <= MAX_ROWS_PER_TOKEN:
+    if isinstance(n, int) and n and tokens and n % tokens == 0 and n // tokens <= MAX_ROWS_PER_TOKEN:
         return [str(n), f"{n // tokens}*{tokens_text}"]
     return [str(n)]
 

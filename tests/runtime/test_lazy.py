@@ -393,7 +393,7 @@ def lifts(monkeypatch):
     found = []
     for module in (specialization, survey):
         stock = module.rewrite_block
-        monkeypatch.setattr(module, "rewrite_block", lambda *args, stock=stock: found.append(args[1]) or stock(*args))
+        monkeypatch.setattr(module, "rewrite_block", lambda *args, stock=stock, **options: found.append(args[1]) or stock(*args, **options))
     return found
 
 

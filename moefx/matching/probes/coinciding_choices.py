@@ -118,6 +118,8 @@ def _changes_nothing(n: fx.Node, ranges: IntegerRanges) -> bool:
     operands = n.all_input_nodes
     if torch.Tag.pointwise not in getattr(n.target, "tags", ()) or len(operands) != 1:
         return False
+    if operands[0].meta["val"].dtype is torch.bool:
+        return False
     if (found := ranges.get(operands[0])) is None or not found[0].numel():
         return False
     low, high = int(found[0].min()), int(found[1].max())

@@ -68,7 +68,7 @@ def assign(*summands, placed):
     lookup: Any = types.SimpleNamespace(
         has_value_at=lambda t, k, e, term: term is WEIGHTS[k] and e == (4, 7)[k], find_holders=lambda term: []
     )
-    lookup.semantics = types.SimpleNamespace(T=T)
+    lookup.semantics = types.SimpleNamespace(terms=T)
     assign_identity_slots(0, [*summands], [4, 7], placed, lookup)
     return placed
 
