@@ -393,7 +393,12 @@ def lifts(monkeypatch):
     found = []
     for module in (specialization, survey):
         stock = module.rewrite_block
-        monkeypatch.setattr(module, "rewrite_block", lambda *args, stock=stock, **options: found.append(args[1]) or stock(*args, **options))
+
+        def counted(*args, stock=stock, **options):
+            found.append(args[1])
+            return stock(*args, **options)
+
+        monkeypatch.setattr(module, "rewrite_block", counted)
     return found
 
 
