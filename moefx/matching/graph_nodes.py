@@ -20,6 +20,7 @@ from ..capture.capture_result import Capture, HostRead
 from ..capture.node_origins import fold_ancestors, is_abstract
 from ..capture.op_sets import SHAPE_ONLY
 from ..capture.skipped_calls import UnknownResult
+from ..capture.tensor_trees import is_float
 from .op_classes import INDEXED_WRITES, LOOKUPS, TWO_SIDED
 
 
@@ -109,6 +110,7 @@ def find_extremes(capture: Capture, n: fx.Node) -> set[float]:
         if isinstance(n.meta.get("val"), torch.Tensor)
         else torch.empty(0, dtype=torch.float32)
     )
+    value = value.double() if is_float(value) else value  # torch has no order of 8-bit floats
     return {float(value.min()), float(value.max())} if value.numel() else set()
 
 

@@ -257,14 +257,16 @@ class Terms:
 
         Args:
             routed: the indices depend on the routing, and stay an `index` even if they are a range by chance.
-            from_start: no index is negative.
+            from_start: no index is negative or out of bounds.
+
+        Raises:
+            IndexError: an index is out of bounds, as under a forced outcome.
         """
         dims = tuple(dims)
-        if indices.dim() == 1:
-            at = zip(dims, indices.tolist(), strict=True)
-            return self.pick_axes(t, {d: i + t.shape[d] if i < 0 else i for d, i in at})
         if not from_start:
             indices = _wrap_negative(indices, [t.shape[d] for d in dims])
+        if indices.dim() == 1:
+            return self.pick_axes(t, dict(zip(dims, indices.tolist(), strict=True)))
         rest = [n for d, n in enumerate(t.shape) if d not in dims]
         shape = (*rest[:position], *indices.shape[1:], *rest[position:])
         if t.op == "const":
@@ -367,11 +369,18 @@ class Terms:
 
 
 def _wrap_negative(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Replace negative indices [m, *I], counted from the end of axes of these m sizes."""
+    """Replace negative indices [m, *I], counted from the end of axes of these m sizes.
+
+    Raises:
+        IndexError: an index is out of bounds: abstract tensors do not check them.
+    """
+    limits = torch.tensor(sizes).reshape(-1, *[1] * (indices.dim() - 1))
     below = indices < 0
-    if not below.any():
-        return indices
-    return torch.where(below, indices + torch.tensor(sizes).reshape(-1, *[1] * (indices.dim() - 1)), indices)
+    if below.any():
+        indices = torch.where(below, indices + limits, indices)
+    if ((indices < 0) | (indices >= limits)).any():
+        raise IndexError(f"an index is out of bounds for axes of the sizes {sizes}")
+    return indices
 
 
 def _find_uniform_value(value: torch.Tensor) -> float | None:
