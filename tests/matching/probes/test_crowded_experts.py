@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
+import moefx.compiler.model_proof
+from moefx.compiler.numeric_check import numeric_check
 from moefx.matching import prove
 from moefx.matching.probes.crowded_experts import spread_numbers
 
@@ -122,6 +124,7 @@ def test_what_levels_off_is_right_or_refused(name):
 
 def test_the_numeric_check_sees_a_crowd(monkeypatch):
     """The net under the proof: with nothing to tell it of large counts, the rewrite is still refused."""
+    monkeypatch.setattr(moefx.compiler.model_proof, "numeric_check", numeric_check)
     others = tuple(probe for probe in prove.INTERVENTIONS if probe.run is not spread_numbers)
     monkeypatch.setattr(prove, "INTERVENTIONS", others)
     with pytest.raises(moefx.NoMoEBlockFound, match="a crowd of tokens"):
