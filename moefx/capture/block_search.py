@@ -1,6 +1,6 @@
 """Find the modules of a model that may be MoE blocks, and the arguments of their calls.
 
-One abstract run of the model records each choice (a `topk`, `argmax`, `sort`, ... of floats) with the modules around
+One abstract run of the model records each selection (a `topk`, `argmax`, `sort`, ... of floats) with the modules around
 it. One of these modules is the block; the lift decides which. Modules with expert-like parameters are candidates, too,
 for routers that choose without scores (hashes, given ids). Modules that are equal and get equal shapes run once, so
 sixty equal layers cost one.
@@ -27,13 +27,13 @@ from .inner_calls import CallChanges, InnerCall, StateSnapshot, iterate_objects,
 from .isolated_run import run_for_layouts
 from .module_structure import compute_signature, find_expert_like
 from .named_experts import find_named_experts
+from .op_sets import SELECTION_OPS
 from .raw_containers import copy_items, find_base_type, have_same_items
 from .skipped_calls import SkipPlan, plan_skipped_calls
 from .tensor_trees import has_values, is_float, suspend_modes
 from .tracer import Tracer
 
 CANNOT_RUN = "does not run on abstract tensors, so its writes are unknown", "let it run on meta tensors"
-_CHOICES = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 
 
 @dataclasses.dataclass
@@ -57,7 +57,7 @@ class BlockCandidates:
     """Candidate blocks of a model.
 
     Attributes:
-        chains: for each choice, the paths of modules to try, innermost first.
+        chains: for each selection, the paths of modules to try, innermost first.
         calls: the first call of each module, by path.
         twins: modules that did not run because an equal one had: path -> path of that module.
         branches: candidates with equal parts that work in parallel, not in sequence.
@@ -160,7 +160,7 @@ class _SearchRun:
         self.objects: dict[int, Any] = {}
         self._first: dict[tuple, tuple[str, Any]] = {}  # path and result of the first module with a key
         self._running: list[SurveyedCall] = []  # outermost first
-        self._choices: list[tuple[str, int]] = []  # path of the module, index of the first node
+        self._selections: list[tuple[str, int]] = []  # path of the module, index of the first node
         self._passed: dict[int, tuple[Any, Any]] = {}  # arguments that are objects, with the first items of containers
         self._changes: dict[str, CallChanges] = {}  # of modules that ran
 
@@ -168,7 +168,7 @@ class _SearchRun:
         routing = Routing("diverse", 0)
         nodes = capture_block(self.model, _make_abstract(args), _make_abstract(kwargs), routing, observer=self).nodes
         signatures = {n: self.signatures[id(m)] for n, m in self.model.named_modules()}
-        chosen_in = dict.fromkeys(name for name, position in self._choices if _index_is_used(nodes, position))
+        chosen_in = dict.fromkeys(name for name, position in self._selections if _index_is_used(nodes, position))
         chains = [_list_chain(name, signatures, self.calls) for name in chosen_in]
         covered = {n for chain in chains for n in chain}
         branches = set()
@@ -252,11 +252,11 @@ class _SearchRun:
                 outer.inner.append(InnerCall(tracer, name, seen.args, seen.kwargs, out, changes))
 
     def note_op(self, func: Any, args: tuple, position: int) -> None:
-        """Note an op that chooses, and the module that runs it."""
-        if not self._running or func.overloadpacket.__name__ not in _CHOICES:
+        """Note an op that selects, and the module that runs it."""
+        if not self._running or func.overloadpacket.__name__ not in SELECTION_OPS:
             return
         if isinstance(args[0], FakeTensor) and args[0].dim():
-            self._choices.append((self._running[-1].name, position))
+            self._selections.append((self._running[-1].name, position))
 
 
 def _is_written(thing: Any, before: Any) -> bool:
@@ -316,11 +316,11 @@ def _make_fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
 
 
 def _index_is_used(nodes: list[fx.Node], position: int) -> bool:
-    """Whether a choice's indices are used. A softmax, for example, uses only the values of a `max`."""
-    choice = next((n for n in nodes[position : position + 4] if n.op == "call_function"), None)
-    if choice is None:
+    """Whether the indices of a selection are used. A softmax, for example, uses only the values of a `max`."""
+    selection = next((n for n in nodes[position : position + 4] if n.op == "call_function"), None)
+    if selection is None:
         return True
-    parts = [u for u in choice.users if u.target is operator.getitem]
+    parts = [u for u in selection.users if u.target is operator.getitem]
     return not parts or any(u.args[1] == 1 and u.users for u in parts)
 
 

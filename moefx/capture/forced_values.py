@@ -14,7 +14,7 @@ import torch
 from .capture_result import FORCE_MIXED, FORCE_SPREAD
 from .code_locations import Source, find_user_source
 from .op_runner import OpRunner
-from .op_sets import CHOICES, bare_name
+from .op_sets import ELEMENT_SELECTIONS, bare_name
 from .tensor_trees import collect_tensors, is_float, map_tensors
 
 # Ops that return positions of the elements that they select.
@@ -30,7 +30,7 @@ class ForcedValues:
     def __init__(self, runner: OpRunner):
         self.runner, self.routing = runner, runner.routing
         self._coins: dict[tuple[int, torch.Size], torch.Tensor] = {}  # by computation and shape
-        self._numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # inputs of choices, by location and shape
+        self._numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # inputs of selections, by location and shape
 
     def apply(
         self, forced: Any, func: Any, args: tuple, kwargs: dict[str, Any], results: tuple[Any, Any], computation: int,
@@ -59,7 +59,7 @@ class ForcedValues:
     ) -> tuple[Any, Any]:
         """Return mixed results: see `FORCE_MIXED`."""
         source = find_user_source()
-        if bare_name(func) in CHOICES:
+        if bare_name(func) in ELEMENT_SELECTIONS:
 
             def replace_input(t: torch.Tensor) -> torch.Tensor:
                 if known:

@@ -1,7 +1,7 @@
 """Origins of the values in a captured graph: floats, routing, state, gradients.
 
-A capture sees one outcome of each comparison and each choice. These functions tell which outcomes follow from abstract
-floats, and may therefore differ in another call.
+A capture sees one outcome of each comparison and each selection. These functions tell which outcomes follow from
+abstract floats, and may therefore differ in another call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
-from .op_sets import CHOICES, COMPARISONS, NAN_CHECKS, SHAPE_ONLY, bare_name
+from .op_sets import ELEMENT_SELECTIONS, FLOAT_COMPARISONS, NAN_CHECKS, SHAPE_ONLY, bare_name
 from .tensor_trees import is_float
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def fold_ancestors(
 def find_float_decisions(node: fx.Node) -> list[fx.Node]:
     """Find the nodes that turned abstract floats into the integers or the boolean of a node.
 
-    For integers this is one cast or choice. For a boolean these are the comparisons that it combines.
+    For integers this is one cast or selection. For a boolean these are the comparisons that it combines.
     """
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or is_float(val) or node.op != "call_function":
@@ -71,7 +71,7 @@ def find_float_decisions(node: fx.Node) -> list[fx.Node]:
 def _find_comparisons(node: fx.Node) -> list[fx.Node]:
     """Find the comparisons that a boolean combines, if they compare abstract floats or numbers counted from these.
 
-    A choice, such as `topk`, ends the search: comparisons of its result are decided by the routing.
+    A selection, such as `topk`, ends the search: comparisons of its result are decided by the routing.
     """
     stack, seen, found, has_floats = [node], set(), [], False
     is_of_floats = any(map(is_abstract, node.all_input_nodes))
@@ -81,9 +81,9 @@ def _find_comparisons(node: fx.Node) -> list[fx.Node]:
             continue
         seen.add(n)
         name = bare_name(n.target)
-        if name in CHOICES:
+        if name in ELEMENT_SELECTIONS:
             return [node] if is_of_floats else []
-        if name in COMPARISONS:
+        if name in FLOAT_COMPARISONS:
             found.append(n)
         for a in n.all_input_nodes:
             if is_abstract(a):

@@ -26,11 +26,13 @@ CONTRACTIONS = {F.linear, torch.einsum, torch.matmul, F.scaled_dot_product_atten
 
 # Names without overloads from here on.
 NAN_CHECKS = {"isnan", "isinf", "isfinite", "isneginf", "isposinf"}
-COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "signbit", *NAN_CHECKS}
+FLOAT_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "signbit", *NAN_CHECKS}
 # They read a float as a boolean: it is true unless it is 0.
 TRUTHS = {"logical_not", "logical_and", "logical_or", "logical_xor", "any", "all", "nonzero", "count_nonzero"}
-# They select some of the elements of a tensor.
-CHOICES = {
+# They select along an axis, and return indices or can return them.
+SELECTION_OPS = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
+# They return some of the elements of a tensor, or positions of these.
+ELEMENT_SELECTIONS = {
     "topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial", "nonzero", "scatter",
     "_unique2", "unique_dim", "unique_consecutive", "median", "nanmedian", "mode", "cummax", "cummin", "aminmax",
 }  # fmt: skip

@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.capture_result import FORCE_SPREAD
 from ..capture.code_locations import Source
-from ..capture.op_sets import COMPARISONS
 from ..errors import Cause, Refused
 from .graph_nodes import collect_numbers, find_comparison, op_name
 from .lift.canonical_form import Body, CanonicalForm, NodeRef
 from .lift.expert_index import enumerate_slot_views
 from .match_result import Match
+from .op_classes import COMPARISONS
 from .probes.forced_outcome import ASK_ROWS
 from .terms.index_arithmetic import unravel
 from .terms.node_semantics import Semantics

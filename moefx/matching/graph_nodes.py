@@ -44,7 +44,7 @@ def get_argument(node: fx.Node, i: int, name: str, default: Any) -> Any:
 
 
 # ops that return (values, indices): functions that give the selected dim, and whether the result keeps it
-SELECTIONS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
+SELECTION_DIMS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
     "topk": lambda n: (get_argument(n, 2, "dim", -1), True),
     "sort": lambda n: (n.kwargs.get("dim", next((a for a in n.args[1:] if type(a) is int), -1)), True),
     "max": lambda n: (get_argument(n, 1, "dim", 0), bool(get_argument(n, 2, "keepdim", False))),

@@ -24,7 +24,7 @@ from torch import fx
 from ..capture.capture_result import Capture
 from ..capture.routed_numbers import RoutedInt
 from ..capture.symbolic_sizes import unwrap_numbers
-from .graph_nodes import SELECTIONS, find_lookups, is_state, op_name, position_axis
+from .graph_nodes import SELECTION_DIMS, find_lookups, is_state, op_name, position_axis
 from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, LOOKUPS, MONOTONE
 
 aten = torch.ops.aten
@@ -127,11 +127,11 @@ class IntegerRanges:
         if name == "getitem":
             bundle, i = node.args
             source = bundle.args[0].meta.get("val") if isinstance(bundle, fx.Node) and bundle.args else None
-            if i == 0 and (op_name(bundle) in SELECTIONS or op_name(bundle).startswith(("_unique", "unique"))):
+            if i == 0 and (op_name(bundle) in SELECTION_DIMS or op_name(bundle).startswith(("_unique", "unique"))):
                 found = self._known.get(bundle.args[0])
                 return found and _uniform(*_hull(found), val)
-            if i == 1 and op_name(bundle) in SELECTIONS and source is not None and source.dim():
-                dim, _ = SELECTIONS[op_name(bundle)](bundle)
+            if i == 1 and op_name(bundle) in SELECTION_DIMS and source is not None and source.dim():
+                dim, _ = SELECTION_DIMS[op_name(bundle)](bundle)
                 return _uniform(0, self._find_last_position(bundle.args[0], dim), val)
             return None
         if name in ("argmax", "argmin", "argsort"):

@@ -42,12 +42,13 @@ SEARCHES = {"bucketize", "searchsorted"}
 INDEXED_WRITES = {"index_add", "index_copy", "index_fill", "index_put", "scatter", "scatter_add"}
 PICKS = {"gather", "getitem", "index", "index_select", "sort", "topk"}  # results are elements of the tensor
 
-# Cuts: for numbers that are not special, the result is an operand.
-UPPER_CUTS = {"clamp", "clamp_max", "minimum", "remainder"}
-CUTS = {*UPPER_CUTS, "clamp_min", "maximum"}
+# Clamps: the result is an operand, except at the bounds.
+UPPER_CLAMPS = {"clamp", "clamp_max", "minimum", "remainder"}
+CLAMPS = {*UPPER_CLAMPS, "clamp_min", "maximum"}
 BIT_MASKS = {"bitwise_and", "__and__"}
-COUNT_CUTS = {*UPPER_CUTS, *BIT_MASKS, "fmod"}  # cuts of numbers that only grow
-LEVELS = {*CUTS, *BIT_MASKS, "abs", "bitwise_or", "fmod", "relu", "__or__"}  # also of negative numbers and of bits
+COUNT_CLAMPS = {*UPPER_CLAMPS, *BIT_MASKS, "fmod"}  # clamps of numbers that only grow
+# The result may equal an operand, also one of negative numbers or of bits.
+SATURATING = {*CLAMPS, *BIT_MASKS, "abs", "bitwise_or", "fmod", "relu", "__or__"}
 
 # Reductions.
 REDUCTIONS = {"amax", "any", "count_nonzero", "sum"}
@@ -64,7 +65,7 @@ CLOSED_ON_INTEGERS = {"sub", "mul", "bitwise_and", "bitwise_or"}
 MONOTONE = {
     "add", "sum", "clamp", "maximum", "minimum", "logical_and", "logical_or", "any", "cumsum", "amax", "max",
 }  # fmt: skip
-BENT = {
+NOT_COUNT_PRESERVING = {  # the result for a count is no count
     "pow", "square", "sqrt", "rsqrt", "exp", "log", "reciprocal", "div", "floor_divide", "true_divide", "sign", "sgn",
     "neg", "abs", "remainder", "fmod", "tanh", "sigmoid", "rsub", "bitwise_right_shift", "__rshift__", "__lshift__",
 }  # fmt: skip

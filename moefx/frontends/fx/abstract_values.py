@@ -14,10 +14,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from ...capture.op_sets import SELECTION_OPS
 from ...errors import InvalidInput, Refused, summarize_error
 from ...ir.memory_order import invert_permutation
 from ...util.fake_tensor_log import without_fake_tensor_errors
-from .node_queries import MODE_SWITCHES, SELECTING_OPS, is_float_tensor, size_hint, target_name
+from .node_queries import MODE_SWITCHES, is_float_tensor, size_hint, target_name
 
 _SIZES = {"size", "numel", "sym_size", "sym_numel"}
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137)
@@ -161,7 +162,7 @@ def guess_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.No
     """
     activations = set()
     for n in graph.nodes:
-        if target_name(n) in SELECTING_OPS and n.op.startswith("call"):
+        if target_name(n) in SELECTION_OPS and n.op.startswith("call"):
             current: Any = n
             while isinstance(current, fx.Node) and current.op != "placeholder":
                 current = _first_operand(current)

@@ -20,10 +20,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
+from ...capture.op_sets import SELECTION_OPS
 from ...errors import Cause, Refused
 from .graph_analysis import GraphAnalysis
-from .node_queries import SELECTING_OPS, selected_axis, simplify_size, size_hint, target_name
-from .region_bounds import RegionBounds, find_choices
+from .node_queries import selected_axis, simplify_size, size_hint, target_name
+from .region_bounds import RegionBounds, find_selections
 from .region_code import SizeExpression, ValueRef, apply_modes, call_target, map_leaves
 from .token_dims import TokenDims
 
@@ -110,7 +111,7 @@ class GeneralizedRegion:
         Raises:
             Refused: all selections are among tokens.
         """
-        chosen, compared = find_choices(self.bounds.inside, self.analysis)
+        chosen, compared = find_selections(self.bounds.inside, self.analysis)
         for n in chosen:
             scores, axis = next(filter(self.analysis.is_float, n.all_input_nodes)), selected_axis(n)
             if axis is None or self.probed[scores].shape[axis] == size_hint(self.analysis.value[scores].shape[axis]):
@@ -159,7 +160,7 @@ class GeneralizedRegion:
         others |= {
             n
             for s in self.bounds.inside
-            if target_name(s) in SELECTING_OPS
+            if target_name(s) in SELECTION_OPS
             for n in self._numbers_in((s.args, s.kwargs))
         }
         sizes = list(self.dims.sizes.items())

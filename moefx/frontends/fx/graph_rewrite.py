@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from ..._plan import Plan
+from ...capture.op_sets import SELECTION_OPS
 from ...compiler.plan_check import check_graph_plan
 from ...compiler.survey_result import Refusal
 from ...errors import Cause, InvalidInput, InvalidPlan, Refused, refuse_own_bug
@@ -20,7 +21,7 @@ from . import proof_cache
 from .chunking import explain_chunks
 from .float_inputs import record_constant
 from .graph_analysis import GraphAnalysis
-from .node_queries import SELECTING_OPS, target_name
+from .node_queries import target_name
 from .proof_cache import CachedProof
 from .region_bounds import RegionBounds, RegionSearch
 from .region_isolation import find_removable
@@ -146,14 +147,14 @@ def find_regions(
         except Exception as error:  # the surrounding graph must not fail for it
             refused[seed] = build_refusal(error, target_name(seed), analysis.source_line(seed))
             continue
-        if not candidates and search.returns_choice(seed):
+        if not candidates and search.returns_selection(seed):
             open_lines[analysis.source_line(seed)] = None
         proven, refusal = _prove_candidates(analysis, candidates, plan, names, owner, tried)
         if proven is not None:
             matched.append(proven)
         elif refusal is not None and refusal.cause is not Cause.NOT_ROUTED:  # otherwise it is sampling or a maximum
-            is_choice = target_name(seed) in SELECTING_OPS
-            refused[seed] = refusal if is_choice else _mention_inputs(refusal, candidates, analysis)
+            is_selection = target_name(seed) in SELECTION_OPS
+            refused[seed] = refusal if is_selection else _mention_inputs(refusal, candidates, analysis)
     # Drop refusals of seeds inside a later region, such as the groups that a router selects first.
     remaining = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in owner}
     return GraphRegions(

@@ -11,7 +11,6 @@ from ...capture.code_locations import Source
 from ...errors import Refused
 from ...util.user_code import is_user_file
 
-SELECTING_OPS = {"topk", "max", "min", "argmax", "argmin", "sort", "argsort", "kthvalue", "multinomial"}
 SET_GRAD = torch._C._set_grad_enabled
 ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 MODE_SWITCHES = {SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST}
@@ -84,7 +83,7 @@ def target_name(n: fx.Node) -> str:
 
 
 def selected_axis(n: fx.Node) -> int | None:
-    """The axis along which an op of `SELECTING_OPS` selects; None if it selects among all elements or two tensors."""
+    """The axis along which an op of `SELECTION_OPS` selects; None if it selects among all elements or two tensors."""
     name = target_name(n)
     at = 2 if name in ("topk", "kthvalue") else 1
     last = name not in ("max", "min", "argmax", "argmin")  # without an axis

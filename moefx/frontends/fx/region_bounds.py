@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...capture.op_sets import SELECTION_OPS
 from .graph_analysis import GraphAnalysis
-from .node_queries import SELECTING_OPS, is_hinted, size_hint, target_name
+from .node_queries import is_hinted, size_hint, target_name
 
 _COMPARING_OPS = {
     "gt": 1,
@@ -65,8 +66,8 @@ class RegionSearch:
         self.dominator = _dominators(analysis)
 
     def seeds(self) -> list[fx.Node]:
-        """The nodes that select: choices first, then comparisons of floats."""
-        chosen, compared = find_choices(self.analysis.nodes, self.analysis)
+        """The nodes that select: selection ops first, then comparisons of floats."""
+        chosen, compared = find_selections(self.analysis.nodes, self.analysis)
         return chosen + compared
 
     def bounds_of(self, seed: fx.Node) -> Iterator[RegionBounds]:
@@ -86,10 +87,10 @@ class RegionSearch:
             if len(seen) == _MAX_EXITS:
                 return
 
-    def returns_choice(self, seed: fx.Node) -> bool:
+    def returns_selection(self, seed: fx.Node) -> bool:
         """Whether the graph returns the selected indices, as it does if Dynamo ends the graph there."""
         analysis = self.analysis
-        if target_name(seed) not in SELECTING_OPS:
+        if target_name(seed) not in SELECTION_OPS:
             return False
         return any(
             analysis.tensor(n) is not None
@@ -271,10 +272,10 @@ class RegionSearch:
         return current is entry
 
 
-def find_choices(nodes: Sequence[fx.Node], analysis: GraphAnalysis) -> tuple[list[fx.Node], list[fx.Node]]:
+def find_selections(nodes: Sequence[fx.Node], analysis: GraphAnalysis) -> tuple[list[fx.Node], list[fx.Node]]:
     """Find the nodes that select among floats, and those that compare floats."""
     live = [n for n in nodes if n in analysis.active and n not in analysis.side_inputs and n.op.startswith("call")]
-    chosen = [n for n in live if target_name(n) in SELECTING_OPS and _uses_indices(n, analysis)]
+    chosen = [n for n in live if target_name(n) in SELECTION_OPS and _uses_indices(n, analysis)]
     compared = [
         n for n in live
         if (least := _COMPARING_OPS.get(target_name(n)))

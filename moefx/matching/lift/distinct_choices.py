@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
 from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
-from ..graph_nodes import SELECTIONS, collect_numbers, get_argument, is_random, op_name, position_axis
+from ..graph_nodes import SELECTION_DIMS, collect_numbers, get_argument, is_random, op_name, position_axis
 from ..integer_ranges import find_token_sizes
 from ..terms.term import MASKED
 from .canonical_form import CanonicalForm
@@ -208,8 +208,8 @@ class _Derivations:
         source_shape = getattr(producer.all_input_nodes[0].meta.get("val"), "shape", ())
         axis: Any = None  # along which all results are different
         among: int | None = None  # along which the op selects
-        if name == "getitem" and op_name(producer) in SELECTIONS:
-            axis, is_kept = SELECTIONS[op_name(producer)](producer)
+        if name == "getitem" and op_name(producer) in SELECTION_DIMS:
+            axis, is_kept = SELECTION_DIMS[op_name(producer)](producer)
             if node.args[1] == 0:
                 return self._reselect(producer.args[0], axis, shape) if is_kept else None
             size, axis, among = source_shape[axis], axis if is_kept else None, axis

@@ -22,7 +22,7 @@ from .routed_nodes import ParameterReach
 
 ONE_EXPERT = "only one expert computes anything, and tokens take or leave it: none is selected among several"
 _JOINS = {"cat", "stack"}  # may join the results of experts
-_SELECTIONS = {"argmax", "argsort", "max", "sort", "topk"}
+_EXPERT_SELECTION_OPS = {"argmax", "argsort", "max", "sort", "topk"}
 _MASKED_OPS = {"masked_fill", "masked_scatter", "nonzero", "where"}
 
 
@@ -172,7 +172,7 @@ class UnexplainedIndex:
         """Explain that each module with expert parameters is called several times, for as many selections."""
         modules = {fqn.rpartition(".")[0] for fqn in self.owners.experts}
         calls = Counter(call.fqn for call in self._capture.calls if call.fqn in modules)
-        selections = Counter(op_name(n) for n in self._capture.nodes if op_name(n) in _SELECTIONS)
+        selections = Counter(op_name(n) for n in self._capture.nodes if op_name(n) in _EXPERT_SELECTION_OPS)
         if not modules:
             return None
         times = min(*(calls[module] for module in modules), max(selections.values(), default=0))

@@ -32,7 +32,7 @@ from ...errors import Refused
 from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, is_known, line, op_name
 from ..integer_ranges import NARROW, IntegerRanges
 from ..lift.canonical_form import CanonicalForm
-from ..op_classes import CUTS, INTEGER_FUNCTIONS, LEVELS, LOOKUPS
+from ..op_classes import CLAMPS, INTEGER_FUNCTIONS, LOOKUPS, SATURATING
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -78,7 +78,7 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
         counts[where] += 1
         made_of = find_operands(n)
         of = set().union(*[find_extremes(capture, a) for a in (made_of[:1] if op_name(n) in LOOKUPS else made_of)])
-        is_same = _can_level_off(n) and any(
+        is_same = _can_saturate(n) and any(
             are_equal(capture.concrete_value(a), capture.concrete_value(n)) for a in made_of
         )
         one = Observation(n, find_extremes(capture, n), of, is_same)
@@ -95,12 +95,12 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
 def _is_decided(ranges: IntegerRanges, n: fx.Node) -> bool:
     """Return whether a node has this outcome for all inputs: `(ids % 4).clamp(max=3)` never clamps."""
     found = ranges.get(n)
-    of = [ranges.get(a) for a in find_operands(n)] if op_name(n) in CUTS else []
+    of = [ranges.get(a) for a in find_operands(n)] if op_name(n) in CLAMPS else []
     return ranges.is_decided(n) or any(found and r and all(map(are_equal, found, r)) for r in of)
 
 
-def _can_level_off(n: fx.Node) -> bool:
-    return op_name(n) in LEVELS or (op_name(n) == "_to_copy" and n.meta["val"].dtype in NARROW)
+def _can_saturate(n: fx.Node) -> bool:
+    return op_name(n) in SATURATING or (op_name(n) == "_to_copy" and n.meta["val"].dtype in NARROW)
 
 
 def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:

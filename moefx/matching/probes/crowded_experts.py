@@ -22,9 +22,9 @@ from ...capture.capture_result import FORCE_SPREAD, Capture
 from ...capture.code_locations import Source
 from ...capture.node_origins import fold_ancestors
 from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
-from ..graph_nodes import SELECTIONS, find_extremes, find_lookups, is_known, is_routed, op_name, position_axis
+from ..graph_nodes import SELECTION_DIMS, find_extremes, find_lookups, is_known, is_routed, op_name, position_axis
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
-from ..op_classes import COUNT_CUTS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
+from ..op_classes import COUNT_CLAMPS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
 from .empty_experts import is_chosen_test
 from .forced_outcome import force_outcome
 from .load_statistics import is_load_statistic
@@ -42,7 +42,7 @@ def spread_numbers(state: ProofState) -> None:
     Raises:
         Refused: other values change the form.
     """
-    for (source, op), what in {**_find_constant_numbers(state), **_find_uncut_numbers(state)}.items():
+    for (source, op), what in {**_find_constant_numbers(state), **_find_unclamped_numbers(state)}.items():
         force_outcome(state, source, {(source, op, True): FORCE_SPREAD}, what)
 
 
@@ -74,7 +74,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
             # `overflow_limits` looks beyond a fixed limit, and not beyond one that grows with the tokens
             is_limit = place in limited and not (is_of_loads and len(limited[place]) > 1)
             asks_crowds = not is_limit and (is_of_loads or _is_of_crowds(ranges, n, by))
-            if not (_can_level_off(n) or _is_of_positions(n, sizes) or asks_crowds):
+            if not (_is_function_of_elements(n) or _is_of_positions(n, sizes) or asks_crowds):
                 continue
             if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
                 continue
@@ -125,7 +125,9 @@ def _find_place_axis(n: fx.Node, by: fx.Node) -> int | None:
     """Return the axis along which an op finds several places in each row; None for other ops."""
     if n.meta["val"].dim() < 2 or (n.args[1:2] != (1,) if by is not n else op_name(n) != "argsort"):
         return None
-    return position_axis(n) if by is n else SELECTIONS[op_name(by)](by)[0] if op_name(by) in SELECTIONS else None
+    if by is n:
+        return position_axis(n)
+    return SELECTION_DIMS[op_name(by)](by)[0] if op_name(by) in SELECTION_DIMS else None
 
 
 def _find_value_operands(n: fx.Node) -> list[fx.Node]:
@@ -164,18 +166,18 @@ def _is_growing(ranges: IntegerRanges, node: fx.Node) -> bool:
     return fold_ancestors(node, "grows", grows)
 
 
-def _find_uncut_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
+def _find_unclamped_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     """Find ops with fixed limits that no capture reached: `positions % 700`, `counts.clamp(max=300)`."""
     limits_at: dict[tuple[Source, str], set[str]] = {}
     for form in state.forms:
         for n in form.capture.nodes:
-            if op_name(n) not in COUNT_CUTS or not is_known(n) or n.meta["val"].dtype is torch.bool:
+            if op_name(n) not in COUNT_CLAMPS or not is_known(n) or n.meta["val"].dtype is torch.bool:
                 continue
             if isinstance(before := n.args[0], fx.Node):
-                uncut = is_known(before) and torch.equal(
+                unclamped = is_known(before) and torch.equal(
                     form.capture.concrete_value(n), form.capture.concrete_value(before)
                 )
-                limit = str((n.args[1:], n.kwargs)) if uncut else "reached"
+                limit = str((n.args[1:], n.kwargs)) if unclamped else "reached"
                 limits_at.setdefault((n.meta["source"], str(n.target)), set()).add(limit)
     # limits that grow with the sizes are left out
     fixed = [key for key, found in limits_at.items() if len(found) == 1 and "reached" not in found]
@@ -192,7 +194,7 @@ def _is_of_positions(n: fx.Node, sizes: set[int]) -> bool:
     return bool(asked) and all(v.dtype != torch.bool and a.all_input_nodes for a, v in asked)
 
 
-def _can_level_off(n: fx.Node) -> bool:
+def _is_function_of_elements(n: fx.Node) -> bool:
     """Return whether an op computes a number from each element, or looks it up in a table, also by a product.
 
     Some pointwise ops lack the tag: compare shapes.

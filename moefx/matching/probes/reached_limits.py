@@ -27,7 +27,7 @@ from ...errors import Refused
 from ..graph_nodes import fold_ancestors, is_known, is_routed, op_name
 from ..integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.canonical_form import CanonicalForm
-from ..op_classes import AXIS_MOVES, BENT, ORDERED, RESHAPED_COPIES, TWO_SIDED
+from ..op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, RESHAPED_COPIES, TWO_SIDED
 from .load_statistics import has_loads
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def _is_count(ranges: IntegerRanges, n: fx.Node, limit: int) -> bool:
         if step.op != "call_function" or not _grows(ranges, step):
             continue
         grown = [a for a in step.all_input_nodes if _grows(ranges, a)]
-        if _is_bent(ranges, step, grown, limit):
+        if _breaks_count(ranges, step, grown, limit):
             return False
         stack += [a for a in grown if a not in seen]
         seen.update(grown)
@@ -318,7 +318,7 @@ def _grows(ranges: IntegerRanges, n: fx.Node) -> bool:
     return is_routed(n) and not _is_bounded(ranges, n)
 
 
-def _is_bent(ranges: IntegerRanges, n: fx.Node, grown: list[fx.Node], limit: int) -> bool:
+def _breaks_count(ranges: IntegerRanges, n: fx.Node, grown: list[fx.Node], limit: int) -> bool:
     """Return whether the result of an op on a count is no count itself."""
     name, operands, val = op_name(n), n.args[:2], n.meta.get("val")
     if isinstance(val, torch.Tensor) and limit > _EXACT.get(val.dtype, UNBOUNDED):
@@ -329,7 +329,7 @@ def _is_bent(ranges: IntegerRanges, n: fx.Node, grown: list[fx.Node], limit: int
         return not any(_is_truth(ranges, a) for a in operands)
     if name in ("add", "sub") and any(type(a) in (int, float) and abs(a) > 1 for a in operands):  # type: ignore[arg-type]
         return True
-    return name in BENT or (name == "sub" and not is_routed(operands[0]))
+    return name in NOT_COUNT_PRESERVING or (name == "sub" and not is_routed(operands[0]))
 
 
 def _is_truth(ranges: IntegerRanges, a: Any) -> bool:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.node_origins import is_abstract
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import SELECTIONS, Line, follows_from_state, is_known, line, op_name
+from ..graph_nodes import SELECTION_DIMS, Line, follows_from_state, is_known, line, op_name
 from .normal_form import Terms
 from .op_rules import RULES
 from .op_rules.axis_reductions import batch_norm, norm
@@ -158,11 +158,11 @@ class Semantics:
         bundle, i = node.args
         name = op_name(bundle)
         if i == 0 and name in ("max", "min") and all(u.args[1] == 0 or not u.users for u in bundle.users):
-            dim, keep = SELECTIONS[name](bundle)
+            dim, keep = SELECTION_DIMS[name](bundle)
             largest = self.terms.row(name, [dim], False, (), self.value(bundle.args[0]))
             return self.terms.reshape(largest, node.meta["val"].shape)
-        if i == 0 and name in SELECTIONS:
-            dim, keep = SELECTIONS[name](bundle)
+        if i == 0 and name in SELECTION_DIMS:
+            dim, keep = SELECTION_DIMS[name](bundle)
             source = self.value(bundle.args[0])
             picked = self.concrete_value(bundle)[1]
             dim %= max(1, len(source.shape))
