@@ -57,7 +57,7 @@ def flip_branches(state: ProofState) -> None:
     first: list[tuple[HostRead, Any]] = []  # reads of unforced captures, each with another outcome
     is_first = True
     while doubtful := _find_doubtful_reads(state):
-        for read, seen, taken in doubtful:
+        for read, seen, captured in doubtful:
             state.settle(read.call_stack)
             if len(seen) == 1 and not _is_about_rows(read) and _is_shown(state, read):
                 continue
@@ -74,19 +74,19 @@ def flip_branches(state: ProofState) -> None:
                 named = _find_named_numbers(state.block) if named is None else named
                 others = [1e30, -1e30, 0.0] if float in kinds else [10**6, -1, 0]
                 between = named if float in kinds else list(dict.fromkeys(map(round, named)))
-                others += _find_turning_values(state, read, taken, others, between)
+                others += _find_turning_values(state, read, captured, others, between)
             for value in others:
-                interventions: dict[Any, Any] = {read.call_stack: repeat_outcome(taken, read.call_stack, value)}
-                if not force_outcome(state, read.source, interventions, what, taken) and read.node is None:
+                interventions: dict[Any, Any] = {read.call_stack: repeat_outcome(captured, read.call_stack, value)}
+                if not force_outcome(state, read.source, interventions, what, captured) and read.node is None:
                     state.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
             if is_first and others:
                 first.append((read, others[0]))
         is_first = False
     together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _MAX_PAIRED_READS else ())
     for several in (some for some in together if len(some) > 1):
-        taken = state.reference.capture
+        captured = state.reference.capture
         outcomes: dict[Any, Any] = {
-            read.call_stack: repeat_outcome(taken, read.call_stack, value) for read, value in several
+            read.call_stack: repeat_outcome(captured, read.call_stack, value) for read, value in several
         }
         force_outcome(state, several[0][0].source, outcomes, READ)
 
@@ -181,7 +181,7 @@ def _is_limit_test(state: ProofState, read: HostRead) -> bool:
     if read.comparison is None or type(read.comparison[1]) not in (int, float):
         return False
     captures = (form.capture for form in state.forms if any(read is r for r in form.capture.reads))
-    return any(is_unbounded(IntegerRanges.with_more_tokens(taken), read) for taken in captures)
+    return any(is_unbounded(IntegerRanges.with_more_tokens(captured), read) for captured in captures)
 
 
 def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
@@ -194,7 +194,7 @@ def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
 
 
 def _find_turning_values(
-    state: ProofState, read: HostRead, taken: Capture, known: list[Any], values: list[Any]
+    state: ProofState, read: HostRead, captured: Capture, known: list[Any], values: list[Any]
 ) -> list[Any]:
     """Find values of a read that change the program: it runs other ops, or other numbers than the value itself change.
 
@@ -202,7 +202,7 @@ def _find_turning_values(
         known: values whose programs are known.
         values: candidates.
     """
-    at = find_capture(state, taken)
+    at = find_capture(state, captured)
     tracer = state.forms[at].capture.tracer
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:

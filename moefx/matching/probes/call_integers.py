@@ -171,7 +171,7 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
     Raises:
         Refused: the form, the lines that values are read from, or the kept slots change.
     """
-    source, taken, sizes = node.meta["source"], state.forms[met].capture.tracer, state.sizes[met]
+    source, tracer, sizes = node.meta["source"], state.forms[met].capture.tracer, state.sizes[met]
     what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {op_name(node)}"
     refusal = Refused(
         f"the experts depend on {what} of given integers or buffers, which had the same outcome for all values that "
@@ -179,9 +179,9 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
         source=str(source),
         remedy="pass example_inputs with which both outcomes occur, or set the buffers so",
     )
-    interventions = {**taken.interventions, (source, str(node.target), True): FORCE_MIXED}
+    interventions = {**tracer.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:
-        form = state.require_same_form(state.lift(taken.routing.restart(), sizes, interventions))
+        form = state.require_same_form(state.lift(tracer.routing.restart(), sizes, interventions))
     except Exception as error:
         if is_internal_error(error):
             raise

@@ -70,8 +70,8 @@ def separate_choices(state: ProofState) -> None:
                 alike.setdefault(place, []).append(form)
     for place, several in alike.items():
         if place not in apart and _can_differ(several[0], place):
-            for taken in choose_captures(several):
-                _separate(state, place, FORCE_MIXED, _SECOND_CHOICE, taken)
+            for captured in choose_captures(several):
+                _separate(state, place, FORCE_MIXED, _SECOND_CHOICE, captured)
     for place, first in _find_equal_numbers(state).items():
         _separate(state, place, _swap_tokens(len(first.ids)), _EQUAL_NUMBER, first.capture)
 
@@ -194,7 +194,7 @@ def _can_differ(form: CanonicalForm, place: _Place) -> bool:
     return False
 
 
-def _separate(state: ProofState, place: _Place, force: Any, what: str, taken: Capture) -> None:
+def _separate(state: ProofState, place: _Place, force: Any, what: str, captured: Capture) -> None:
     """Force another outcome of a choice. If that changes the form, read all captures from nodes that tell both apart.
 
     Args:
@@ -204,9 +204,9 @@ def _separate(state: ProofState, place: _Place, force: Any, what: str, taken: Ca
     Raises:
         Refused: no reading gives all captures one form.
     """
-    tracer, sizes = taken.tracer, state.sizes[find_capture(state, taken)]
+    tracer, sizes = captured.tracer, state.sizes[find_capture(state, captured)]
     try:
-        force_outcome(state, place[0], {place: force}, what, taken, is_safe=False)
+        force_outcome(state, place[0], {place: force}, what, captured, is_safe=False)
     except Refused as why:
         interventions: dict[Any, Any] = {**tracer.interventions, place: force}
         try:

@@ -193,12 +193,12 @@ def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalF
     if not state.size_choice.is_within(sizes):
         return None
     try:
-        taken = state.capture(routing, sizes)
+        captured = state.capture(routing, sizes)
     except Exception as error:
         if not is_program_error(error):
             raise
         return None
-    if all(other.value == read.value for other in taken.reads if other.call_stack == read.call_stack):
+    if all(other.value == read.value for other in captured.reads if other.call_stack == read.call_stack):
         return None
     # a second capture under the same `Routing` chooses other experts
-    return state.require_same_form(state.lift_captured(taken))
+    return state.require_same_form(state.lift_captured(captured))

@@ -82,14 +82,14 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
         state.capture_again(arguments)
 
 
-def _find_choosing_numbers(taken: Capture, node: fx.Node, leaf: fx.Node, experts: set[int]) -> dict[int, int]:
+def _find_choosing_numbers(captured: Capture, node: fx.Node, leaf: fx.Node, experts: set[int]) -> dict[int, int]:
     """Return, by expert, the least number of an argument below `_MAX_NUMBERS` that chooses the expert."""
     value, found = leaf.meta["val"], dict[int, int]()
     path = find_path(leaf, find_integer_ancestors(node))
     for start in range(0, _MAX_NUMBERS if value.numel() else 0, max(1, value.numel())):
         tried = (torch.arange(value.numel()) + start).to(value.dtype)
         try:
-            chosen = evaluate_path(taken, path, {leaf: tried.view(value.shape)})[node].reshape(value.numel(), -1)
+            chosen = evaluate_path(captured, path, {leaf: tried.view(value.shape)})[node].reshape(value.numel(), -1)
         except Exception as error:  # the number may be out of bounds of a table
             if not is_program_error(error):
                 raise
@@ -135,10 +135,10 @@ def _count_stacked(state: ProofState, table: dict[int, ParameterSlice], tables: 
     if any(guess_experts(place, state.siblings)[:1] != [e] for e, place in table.items()):
         return 0
     tensor, length = _find_stack(state, next(iter(table.values())))
-    taken = set(table.values())
+    own_slices = set(table.values())
     others = [set(t.values()) for t in tables if _find_stack(state, next(iter(t.values()))) == (tensor, length)]
-    apart = [places for places in others if not places & taken]
-    return length // (1 + len(apart))
+    disjoint = [places for places in others if not places & own_slices]
+    return length // (1 + len(disjoint))
 
 
 def _find_stack(state: ProofState, place: ParameterSlice) -> tuple[Any, int]:

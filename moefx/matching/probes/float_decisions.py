@@ -95,10 +95,10 @@ def _force_each(
     state: ProofState, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[CanonicalForm]
 ) -> None:
     """Force mixed outcomes in one capture of each kind of routing, once."""
-    for taken in choose_captures(met):
-        if not state.is_settled((flipped, taken.tracer)):
-            state.settle((flipped, taken.tracer))
-            force_outcome(state, source, dict.fromkeys(flipped, FORCE_MIXED), what, taken, is_safe=False)
+    for captured in choose_captures(met):
+        if not state.is_settled((flipped, captured.tracer)):
+            state.settle((flipped, captured.tracer))
+            force_outcome(state, source, dict.fromkeys(flipped, FORCE_MIXED), what, captured, is_safe=False)
 
 
 def _name_operand(a: Any) -> Any:

@@ -34,7 +34,7 @@ def force_outcome(
     source: Source,
     interventions: Interventions,
     what: str,
-    taken: Capture | None = None,
+    base: Capture | None = None,
     is_safe: bool = True,
 ) -> bool:
     """Capture again with forced outcomes, and judge the result.
@@ -45,7 +45,7 @@ def force_outcome(
 
     Args:
         what: name of the forced outcome, for the refusal.
-        taken: the capture to repeat; the first one if None.
+        base: the capture to repeat; the first one if None.
         is_safe: the forced outcomes can occur together. If not, only an error that the program itself raises is
             accepted: only one of two masks that are equal in the program may have been forced.
 
@@ -55,7 +55,7 @@ def force_outcome(
     Raises:
         Refused: the outcome changes the form.
     """
-    at = find_capture(state, taken)
+    at = find_capture(state, base)
     tracer, sizes, optional = state.forms[at].capture.tracer, state.sizes[at], state.forms[at].optional_guard
     try:
         forced = state.lift(tracer.routing.restart(), sizes, {**tracer.interventions, **interventions})
@@ -76,7 +76,7 @@ def force_outcome(
     return True
 
 
-def repeat_outcome(taken: Capture, calls: tuple[Source, ...], value: Any) -> Any:
+def repeat_outcome(base: Capture, calls: tuple[Source, ...], value: Any) -> Any:
     """Build the forced outcome of a read.
 
     A boolean is forced a few times as often as the capture had it, and if it compares the same numbers: a loop may
@@ -84,14 +84,14 @@ def repeat_outcome(taken: Capture, calls: tuple[Source, ...], value: Any) -> Any
     """
     if type(value) is not bool:
         return value
-    met = [read for read in taken.reads if read.call_stack == calls]
+    met = [read for read in base.reads if read.call_stack == calls]
     others = frozenset(peek_value(read.comparison[1]) for read in met if read.comparison is not None)
     return LimitedOutcome(value, _REPEATS * len(met) + _REPEATS, others)
 
 
-def find_capture(state: ProofState, taken: Capture | None) -> int:
+def find_capture(state: ProofState, base: Capture | None) -> int:
     """Return the index of a capture in the evidence; 0 if it is not there."""
-    return next((i for i, one in enumerate(state.forms) if one.capture is taken), 0)
+    return next((i for i, one in enumerate(state.forms) if one.capture is base), 0)
 
 
 def refuse_change(source: Source, what: str) -> Refused:

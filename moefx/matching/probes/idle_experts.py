@@ -58,10 +58,10 @@ def leave_experts_idle(state: ProofState) -> None:
 
     Captures that do not have the form of the others are left to the probes that force an outcome.
     """
-    taken, turned = state.reference.capture, dict[Concentration, set[fx.Node]]()
+    captured, turned = state.reference.capture, dict[Concentration, set[fx.Node]]()
     open_ = set(find_doubtful_nodes(state)[:_MAX_NODES])
     for node in open_:
-        for concentration in _find_concentrations(state, taken, node):
+        for concentration in _find_concentrations(state, captured, node):
             turned.setdefault(concentration, set()).add(node)
     for _ in range(_MAX_CAPTURES):
         best = max(turned, key=lambda c: len(turned[c] & open_), default=None)
@@ -86,17 +86,17 @@ def concentrate_tokens(state: ProofState) -> None:
         state.require_same_form(state.lift(Routing("crowded", seed), state.sizes[most]))
 
 
-def _find_concentrations(state: ProofState, taken: Capture, node: fx.Node) -> Iterator[Concentration]:
+def _find_concentrations(state: ProofState, captured: Capture, node: fx.Node) -> Iterator[Concentration]:
     """Yield the concentrations that change the outcome of a boolean node."""
     made = find_integer_ancestors(node)
     for leaf in (n for n in made if n.op == "placeholder"):
         argument = state.arguments.tensors[leaf.meta["position"]]
         if argument.numbers_per_token > 1 or not argument.has_token_axis:
             continue
-        run = _Run(taken, leaf, find_path(leaf, made), node)
+        run = _Run(captured, leaf, find_path(leaf, made), node)
         numbers = leaf.meta["val"].unique()[:_MAX_NUMBERS].tolist()
         outcomes = {number: run.outcome(torch.full_like(leaf.meta["val"], number)) for number in numbers}
-        as_it_was = taken.concrete_value(node).tolist()
+        as_it_was = captured.concrete_value(node).tolist()
         others = [n for n, outcome in outcomes.items() if outcome is not None and outcome != as_it_was]
         same = [n for n, outcome in outcomes.items() if outcome == as_it_was]
         if others and (not same or run.asks_for_none(others[0], same[0])):
@@ -106,14 +106,14 @@ def _find_concentrations(state: ProofState, taken: Capture, node: fx.Node) -> It
 class _Run(NamedTuple):
     """Evaluates a node for other values of an argument."""
 
-    taken: Capture
+    captured: Capture
     leaf: fx.Node
     path: list[fx.Node]
     node: fx.Node
 
     def outcome(self, value: torch.Tensor) -> Any:
         with suppress_program_errors():  # the number may be out of bounds of a table
-            return evaluate_path(self.taken, self.path, {self.leaf: value})[self.node].tolist()
+            return evaluate_path(self.captured, self.path, {self.leaf: value})[self.node].tolist()
         return None
 
     def asks_for_none(self, idle: int, busy: int) -> bool:

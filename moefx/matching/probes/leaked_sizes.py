@@ -64,8 +64,8 @@ class _CommonBehaviour:
         self.guards = [g for g in state.seen_guards() if all(g.holds(sizes) for sizes in state.sizes)]
         self.answers: dict[tuple[RoutingKind, int], tuple[bool, bool]] = {}
 
-    def has_moved(self, taken: Capture) -> bool:
-        there = _collect_numbers(taken)  # one turn of a loop may have another number
+    def has_moved(self, captured: Capture) -> bool:
+        there = _collect_numbers(captured)  # one turn of a loop may have another number
         return any(v != self.same[at] for at, v in there.items() if at in self.same)
 
     def differs(self, tokens: int) -> tuple[bool, bool]:
@@ -107,19 +107,19 @@ class _CommonBehaviour:
         sizes = self.state.size_choice.choose_sequence(tokens)
         if not all(g.holds(sizes) for g in self.guards):
             return False, False
-        taken = self.state.capture(Routing(kind, 8), sizes, most=self.most)
-        are_same = self.always <= _collect_lines(taken) <= self.every and not (
-            self.routed and self._has_other_form(taken)
+        captured = self.state.capture(Routing(kind, 8), sizes, most=self.most)
+        are_same = self.always <= _collect_lines(captured) <= self.every and not (
+            self.routed and self._has_other_form(captured)
         )
-        return not are_same, self.has_moved(taken)
+        return not are_same, self.has_moved(captured)
 
-    def _has_other_form(self, taken: Capture) -> bool:
+    def _has_other_form(self, captured: Capture) -> bool:
         """Return whether a capture has another form, or drops slots while no other capture does.
 
         A plain number of the routing, such as an entry of a list of budgets, may change this without changing lines.
         """
         try:
-            form = self.state.require_same_form(self.state.lift_captured(taken))
+            form = self.state.require_same_form(self.state.lift_captured(captured))
         except Refused:
             return True
         return not self.has_drops and not form.kept_slots.all()
@@ -269,19 +269,19 @@ def _bisect_first(differs: Callable[[int], bool], low: int, high: int) -> int:
     return high
 
 
-def _collect_lines(taken: Capture) -> set[tuple[str, str]]:
+def _collect_lines(captured: Capture) -> set[tuple[str, str]]:
     """Return the lines that ran with their ops, the positions of number arguments, and the side effects."""
     ran: set[tuple[str, str]] = set()
-    for n in (n for n in taken.nodes if n.op == "call_function"):
+    for n in (n for n in captured.nodes if n.op == "call_function"):
         numbered = [i for i, a in enumerate(n.args) if type(a) in (int, float)]
         ran |= {(str(n.meta["source"]), str(n.target)), (str(n.meta["source"]), f"{n.target} {numbered}")}
-    return ran | {(effect.kind, str(effect.target)) for effect in taken.effects}
+    return ran | {(effect.kind, str(effect.target)) for effect in captured.effects}
 
 
-def _collect_numbers(taken: Capture) -> dict[Any, int | float | None]:
+def _collect_numbers(captured: Capture) -> dict[Any, int | float | None]:
     """Return the numbers in the arguments of ops, and those that the block returns."""
-    returned = enumerate(pytree.tree_leaves(taken.out))
+    returned = enumerate(pytree.tree_leaves(captured.out))
     return {
-        **collect_numbers(taken.nodes),
+        **collect_numbers(captured.nodes),
         **{i: unwrap_numbers(v) for i, v in returned if isinstance(v, (int, float))},
     }

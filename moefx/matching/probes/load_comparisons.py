@@ -93,9 +93,9 @@ def vary_loads(state: ProofState) -> None:
     bases = [first]
     for side in _find_sides(state):
         shown = [
-            taken
+            captured
             for routing in _list_routings(state)
-            if (taken := _add_capture(state, routing, side, found)) is not None
+            if (captured := _add_capture(state, routing, side, found)) is not None
         ]
         found = {**_find_comparisons(state), **found}
         outcomes = _find_outcomes(state, side)
@@ -224,28 +224,28 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
         Refused: the form differs, and no guard can keep this side out.
     """
     try:
-        taken = state.capture(routing, side.sizes)
+        captured = state.capture(routing, side.sizes)
     except Exception as error:
         if not is_program_error(error):
             raise
         return None
     try:
-        form = state.require_agreement(state.lift_captured(taken))
+        form = state.require_agreement(state.lift_captured(captured))
     except NothingRouted:
         return None
     except Refused as why:
         if side.optional is None:
-            raise refuse_change(_find_turned_read(state, taken, found).source, LIMIT) from why
+            raise refuse_change(_find_turned_read(state, captured, found).source, LIMIT) from why
         state.add_guard(side.optional)
         return None
     state.add_evidence(form, side.sizes, side.optional)
-    return taken
+    return captured
 
 
-def _find_turned_read(state: ProofState, taken: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
+def _find_turned_read(state: ProofState, captured: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
     """Return a comparison with an outcome that the first capture does not have; any comparison if all have."""
     first = {(read.call_stack, read.value) for read in state.reference.capture.reads}
-    new = [r for r in taken.reads if r.call_stack in found and (r.call_stack, r.value) not in first]
+    new = [r for r in captured.reads if r.call_stack in found and (r.call_stack, r.value) not in first]
     return next(iter(new), next(iter(found.values())).read)
 
 

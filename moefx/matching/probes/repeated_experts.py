@@ -91,7 +91,7 @@ def _lift_with_choices(
         Refused: `refusal`, if the form differs from the other captures' or there is none.
     """
     try:
-        taken = state.capture(Routing("diverse", 0), sizes, interventions)
+        captured = state.capture(Routing("diverse", 0), sizes, interventions)
     except MoefxError as why:
         raise refusal from why
     except Exception as error:
@@ -99,7 +99,7 @@ def _lift_with_choices(
             raise
         return None
     try:
-        form = state.require_same_form(state.lift_captured(taken))
+        form = state.require_same_form(state.lift_captured(captured))
         state.read_all_as(form)
     except Refused as why:
         raise refusal from why

@@ -143,12 +143,12 @@ def _lift_at_work(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
 def _try_lift(state: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:
     """Return the form of a capture; else the refusal, or the error that the program raises at these sizes."""
     try:
-        taken = state.capture(routing, sizes)
+        captured = state.capture(routing, sizes)
     except Exception as error:
         if is_internal_error(error):
             raise
         return error
     try:
-        return state.lift_captured(taken)
+        return state.lift_captured(captured)
     except Refused as why:
         return why

@@ -46,9 +46,9 @@ def find_turning_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Ar
     arguments, tried = state.arguments, set[Turn]()
     if not any(leaf.takes_turns for leaf in arguments.tensors) and not has_integers(state.block):
         return arguments, None
-    while (taken := _try_capture(state, arguments, sizes)) is not None:
-        doubtful = _observe_doubtful(state, arguments, sizes, taken)
-        found = {turn for one in doubtful if (turn := _find_turn(taken, one, arguments)) is not None} - tried
+    while (captured := _try_capture(state, arguments, sizes)) is not None:
+        doubtful = _observe_doubtful(state, arguments, sizes, captured)
+        found = {turn for one in doubtful if (turn := _find_turn(captured, one, arguments)) is not None} - tried
         if not found:
             break
         tried |= found
@@ -58,7 +58,7 @@ def find_turning_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Ar
         for turn in sorted(found, key=str):
             if can_run(state, alone := arguments.with_turns({turn}), sizes):
                 arguments = alone
-    return arguments, taken
+    return arguments, captured
 
 
 def find_counting_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
@@ -68,12 +68,12 @@ def find_counting_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[A
     """
     tensors = enumerate(state.arguments.tensors)
     masks = {(i, _NOT_A_FLAG) for i, t in tensors if t.takes_turns and t.is_mask and not t.is_single}
-    taken = _try_capture(state, arguments := state.arguments.with_turns(masks), sizes) if masks else None
-    return (arguments, taken) if taken is not None else None
+    captured = _try_capture(state, arguments := state.arguments.with_turns(masks), sizes) if masks else None
+    return (arguments, captured) if captured is not None else None
 
 
 def _observe_doubtful(
-    state: ProofState, arguments: Arguments, sizes: dict[str, int], taken: Capture
+    state: ProofState, arguments: Arguments, sizes: dict[str, int], captured: Capture
 ) -> list[Observation]:
     """Return the observations with one outcome.
 
@@ -83,7 +83,7 @@ def _observe_doubtful(
     def is_open(one: Observation) -> bool:
         return one.is_doubtful or _is_one_truth(one)
 
-    found = {place: one for place, one in observe_integers(taken).items() if is_open(one)}
+    found = {place: one for place, one in observe_integers(captured).items() if is_open(one)}
     if any(map(is_state, itertools.chain.from_iterable(find_integer_ancestors(one.node) for one in found.values()))):
         for seed in BUFFER_SEEDS:
             more = _try_capture(state, arguments, sizes, seed)
@@ -101,8 +101,8 @@ def can_run(state: ProofState, arguments: Arguments, sizes: dict[str, int]) -> b
 def _try_capture(state: ProofState, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
     """Capture with these arguments; None if the program does not run with them, or the capture is refused."""
     with state.trying_arguments(arguments), suppress_program_errors(MoefxError):
-        taken = state.capture(Routing("diverse", seed), sizes)
-        return taken if all(map(_is_within, taken.nodes)) else None
+        captured = state.capture(Routing("diverse", seed), sizes)
+        return captured if all(map(_is_within, captured.nodes)) else None
 
 
 def _is_within(n: fx.Node) -> bool:
@@ -118,7 +118,7 @@ def _is_one_truth(one: Observation) -> bool:
     return one.node.meta["val"].dtype is torch.bool and len(one.values) == 1
 
 
-def _find_turn(taken: Capture, one: Observation, arguments: Arguments) -> Turn | None:
+def _find_turn(captured: Capture, one: Observation, arguments: Arguments) -> Turn | None:
     """Find a number that changes an observation if every third entry of one argument or buffer has it."""
     made_of = find_integer_ancestors(one.node)
     for leaf in sorted(made_of, key=lambda n: (n.op != "placeholder", n.meta["index"])):
@@ -130,9 +130,9 @@ def _find_turn(taken: Capture, one: Observation, arguments: Arguments) -> Turn |
             continue
         given, way = leaf.meta["val"], find_path(leaf, made_of)
         here = (torch.arange(given.numel()) % 3 == 0).view(given.shape)
-        for number in filter(leaf_takes, itertools.islice(_propose_numbers(taken, one, way), _MAX_TRIALS)):
+        for number in filter(leaf_takes, itertools.islice(_propose_numbers(captured, one, way), _MAX_TRIALS)):
             with suppress_program_errors():  # the number may be out of bounds of a table
-                if _is_turned(taken, one, way, {leaf: torch.where(here, number, given)}):
+                if _is_turned(captured, one, way, {leaf: torch.where(here, number, given)}):
                     return key, number
     return None
 
@@ -159,29 +159,29 @@ def find_path(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
 
 
 def evaluate_path(
-    taken: Capture, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]
+    captured: Capture, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]
 ) -> dict[fx.Node, torch.Tensor]:
     """Compute the values of the nodes of a path, given another value of its first node in `values`."""
     for n in path:
         if n.op == "call_function":
             args, kwargs = map_arg(
                 (n.args, {k: v for k, v in n.kwargs.items() if k != "device"}),
-                lambda a: values[a] if a in values else taken.concrete_value(a),
+                lambda a: values[a] if a in values else captured.concrete_value(a),
             )
             values[n] = n.target(*args, **kwargs)  # type: ignore[operator]
     return values
 
 
-def _is_turned(taken: Capture, one: Observation, way: list[fx.Node], values: dict[fx.Node, torch.Tensor]) -> bool:
+def _is_turned(captured: Capture, one: Observation, way: list[fx.Node], values: dict[fx.Node, torch.Tensor]) -> bool:
     """Return whether these values of an argument or a buffer change the outcome of an observation."""
-    out = evaluate_path(taken, way, values)[one.node]
+    out = evaluate_path(captured, way, values)[one.node]
     if one.is_same:
-        known = (values[a] if a in values else taken.concrete_value(a) for a in find_operands(one.node))
+        known = (values[a] if a in values else captured.concrete_value(a) for a in find_operands(one.node))
         return not any(are_equal(a, out) for a in known)
     return set(out.unique().tolist()) != one.values
 
 
-def _propose_numbers(taken: Capture, one: Observation, way: list[fx.Node]) -> Iterator[int]:
+def _propose_numbers(captured: Capture, one: Observation, way: list[fx.Node]) -> Iterator[int]:
     """Yield numbers that may change an observation.
 
     These are the numbers in the ops of the path and in their other operands, the indices of a table at which it has
@@ -189,7 +189,7 @@ def _propose_numbers(taken: Capture, one: Observation, way: list[fx.Node]) -> It
     """
     named = {v: None for n in way for v in pytree.tree_leaves((n.args, n.kwargs)) if type(v) in (int, float)}
     for a in {a: None for n in way for a in find_operands(n) if a not in way}:
-        known = taken.concrete_value(a).flatten()
+        known = captured.concrete_value(a).flatten()
         named |= dict.fromkeys(known.unique()[:_MAX_OF_TENSOR].tolist())
         others = (known != next(iter(one.values))).nonzero().flatten()
         named |= dict.fromkeys(others[:_MAX_OF_TENSOR].tolist())
