@@ -303,7 +303,7 @@ def _make_fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
 
     def fresh(t: torch.Tensor) -> torch.Tensor:
         twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
-        twin.meta.update(index=len(tracer.nodes), source=source, grad=True, known=False, again=inputs)
+        twin.meta.update(index=len(tracer.nodes), source=source, grad=True, from_integers=False, again=inputs)
         tracer.nodes.append(twin)
         with suspend_modes(), torch.DisableTorchFunction():
             fake = tracer.to_fake(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))

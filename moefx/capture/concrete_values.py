@@ -85,7 +85,7 @@ def _is_invented(node: fx.Node) -> bool:
     if node.target not in CONTRACTIONS:
         return False
     # a product with a weight makes new scores; a product of two activations follows from their values
-    kinds = {_is_weight(a) for a in node.all_input_nodes if not a.meta.get("known")}
+    kinds = {_is_weight(a) for a in node.all_input_nodes if not a.meta.get("from_integers")}
     return kinds == {True, False}
 
 

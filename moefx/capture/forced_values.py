@@ -34,7 +34,7 @@ class ForcedValues:
 
     def apply(
         self, forced: Any, func: Any, args: tuple, kwargs: dict[str, Any], results: tuple[Any, Any], computation: int,
-        known: bool,
+        from_integers: bool,
     ) -> tuple[Any, Any]:  # fmt: skip
         """Replace the visible and the concrete result of an op.
 
@@ -42,7 +42,7 @@ class ForcedValues:
             forced: an entry of `Interventions`.
             results: the results of `OpRunner.compute`.
             computation: the hash of the op with its arguments.
-            known: whether the result follows from routing integers alone.
+            from_integers: whether the result follows from routing integers alone.
         """
         out, concrete = results
         if callable(forced):
@@ -51,18 +51,25 @@ class ForcedValues:
         elif forced == FORCE_SPREAD:
             return self._spread(func, args, kwargs, out, concrete, computation)
         elif forced == FORCE_MIXED:
-            return self._mix(func, args, kwargs, out, concrete, computation, known)
+            return self._mix(func, args, kwargs, out, concrete, computation, from_integers)
         return out, concrete
 
     def _mix(
-        self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, concrete: Any, computation: int, known: bool
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        out: Any,
+        concrete: Any,
+        computation: int,
+        from_integers: bool,
     ) -> tuple[Any, Any]:
         """Return mixed results: see `FORCE_MIXED`."""
         source = find_user_source()
         if bare_name(func) in ELEMENT_SELECTIONS:
 
             def replace_input(t: torch.Tensor) -> torch.Tensor:
-                if known:
+                if from_integers:
                     return self._toss(self.runner.concrete(t), computation)
                 numbers = self._numbers.setdefault((source, t.shape), self.routing.draw_numbers(t.shape))
                 return numbers.to(t.dtype) if is_float(t) else self.runner.concrete(t)

@@ -126,10 +126,10 @@ class Recorder(TorchDispatchMode):
         self.nodes.append(node)
         return node
 
-    def describe(self, node: fx.Node, value: Any, known: bool) -> None:
+    def describe(self, node: fx.Node, value: Any, from_integers: bool) -> None:
         if isinstance(value, torch.Tensor):
             node.meta["val"] = value if isinstance(value, FakeTensor) else value.clone()
-            node.meta["known"] = known or not is_float(value)
+            node.meta["from_integers"] = from_integers or not is_float(value)
             maker = node.args[0] if node.target is operator.getitem else node
             if value.dim() and getattr(maker, "target", None) in _RAGGED:
                 self.row_counts.add(value.shape[0])
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         if alias.base is not None and alias.version != self.count_writes(t, alias):
             op, args = alias.view  # type: ignore[misc]
             alias.node = self.emit(op, (self.node_of(alias.base), *args), {})
-            self.describe(alias.node, t, bool(alias.node.args[0].meta.get("known")))  # type: ignore[union-attr]
+            self.describe(alias.node, t, bool(alias.node.args[0].meta.get("from_integers")))  # type: ignore[union-attr]
             alias.version = self.count_writes(t, alias)
         return alias.node
 
@@ -232,7 +232,7 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(
                 f"in-place update through a view made by {packet}, at {find_user_source()}: {find_user_source().text}"
             )
-        self.describe(new, base, bool(node.meta.get("known")) and bool(old.meta.get("known")))
+        self.describe(new, base, bool(node.meta.get("from_integers")) and bool(old.meta.get("from_integers")))
         return new
 
     # ------------------------------------------------------------------ results
@@ -245,7 +245,7 @@ class Recorder(TorchDispatchMode):
         out: Any,
         concrete: Any,
         is_view: bool,
-        known: bool,
+        from_integers: bool,
     ) -> Any:
         """Record a call.
 
@@ -253,13 +253,13 @@ class Recorder(TorchDispatchMode):
             args: arguments of the program, which `out` may view.
             out: the result that the program sees.
             concrete: the result under the routing; None if it was not needed.
-            known: whether the result follows from routing integers alone.
+            from_integers: whether the result follows from routing integers alone.
         """
         if isinstance(out, torch.Tensor):
             if func in (aten._unsafe_view.default, aten.view.default):
                 func = aten.reshape.default  # of the value: copies are not recorded
             node = self._emit_op(func, node_args, node_kwargs, out)
-            self.describe(node, out, known)
+            self.describe(node, out, from_integers)
             if concrete is not None and is_float(out):
                 node.meta["concrete"] = concrete
             if is_view and id(out) not in self.aliases:
@@ -281,7 +281,7 @@ class Recorder(TorchDispatchMode):
                 for i, t in enumerate(out):
                     if isinstance(t, torch.Tensor):
                         node = self.emit(operator.getitem, (bundle, i), {})
-                        self.describe(node, t, known)
+                        self.describe(node, t, from_integers)
                         self.track(t, node)
         return out
 
@@ -310,7 +310,7 @@ class Recorder(TorchDispatchMode):
                 view = (aten.slice.Tensor, (dim, start, start + t.shape[dim]))
                 start += t.shape[dim]
             node = self.emit(view[0], (node_args[0], *view[1]), {})
-            self.describe(node, t, bool(node_args[0].meta.get("known")))
+            self.describe(node, t, bool(node_args[0].meta.get("from_integers")))
             self.track(t, node, base, view)
 
     def to_fake(self, t: torch.Tensor) -> FakeTensor:

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 def is_abstract(node: fx.Node) -> bool:
     """Whether a value is a float that the routing does not determine."""
-    return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("known")
+    return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("from_integers")
 
 
 def fold_ancestors(

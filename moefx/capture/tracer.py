@@ -103,23 +103,23 @@ class Tracer(ReadLogger):
         node_args, node_kwargs, nodes = self._nodes_of(args, kwargs)
         if func.overloadpacket.__name__.startswith(("index_put", "_index_put")):
             node_args = (*node_args[:2], restore_row_axis(node_args[2]), *node_args[3:])
-        known = func in SHAPE_ONLY or all(node.meta.get("known") for node in nodes)
-        known = known and torch.Tag.nondeterministic_seeded not in func.tags
+        from_integers = func in SHAPE_ONLY or all(node.meta.get("from_integers") for node in nodes)
+        from_integers = from_integers and torch.Tag.nondeterministic_seeded not in func.tags
         if written:
-            return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, known)
+            return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, from_integers)
         out, concrete = self.compute(func, args, kwargs)
         if type(out) is bool:  # `torch.equal`
             return self.log_read(out)
-        forced = self._force_results(func, args, kwargs, (node_args, node_kwargs), (out, concrete), known)
+        forced = self._force_results(func, args, kwargs, (node_args, node_kwargs), (out, concrete), from_integers)
         start, (out, concrete) = len(self.nodes), forced or (out, concrete)
-        out = self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, known)
+        out = self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, from_integers)
         if forced is not None:
             self._mark(start, "forced")
         return out
 
     def _force_results(
         self, target: Any, args: tuple, kwargs: dict[str, Any], nodes: tuple[Any, Any], results: tuple[Any, Any],
-        known: bool,
+        from_integers: bool,
     ) -> tuple[Any, Any] | None:  # fmt: skip
         """Return the visible and the concrete result that an intervention forces here; None without an intervention.
 
@@ -127,11 +127,13 @@ class Tracer(ReadLogger):
             nodes: the arguments and keyword arguments with nodes in the place of tensors.
             results: the results under the routing.
         """
-        forced = self.interventions.get((find_user_source(), str(target), known)) if self.interventions else None
+        forced = (
+            self.interventions.get((find_user_source(), str(target), from_integers)) if self.interventions else None
+        )
         if forced is None:
             return None
         computation = hash_computation(target, *nodes)
-        return self._forced_values.apply(forced, target, args, kwargs, results, computation, known)
+        return self._forced_values.apply(forced, target, args, kwargs, results, computation, from_integers)
 
     def _mark(self, start: int, flag: str) -> None:
         """Set a flag of the nodes since a position."""
@@ -144,16 +146,16 @@ class Tracer(ReadLogger):
         """Record one call as one node; the ops inside it run but are not recorded."""
         with suspend_modes(), torch.DisableTorchFunction():
             node_args, node_kwargs, nodes = self._nodes_of(args, kwargs)
-            known = all(node.meta.get("known") for node in nodes)
+            from_integers = all(node.meta.get("from_integers") for node in nodes)
         self.whole_op_depth += 1
         try:
             out = run()
         finally:
             self.whole_op_depth -= 1
         with suspend_modes(), torch.DisableTorchFunction():
-            forced = self._force_results(target, args, kwargs, (node_args, node_kwargs), (out, None), known)
+            forced = self._force_results(target, args, kwargs, (node_args, node_kwargs), (out, None), from_integers)
             start, (out, concrete) = len(self.nodes), forced or (out, None)
-            self.record_out(target, node_args, node_kwargs, args, out, concrete, False, known and not opaque)
+            self.record_out(target, node_args, node_kwargs, args, out, concrete, False, from_integers and not opaque)
             if opaque:
                 self._mark(start, "opaque")
             if forced is not None:
@@ -198,7 +200,7 @@ class Tracer(ReadLogger):
         return out
 
     def _is_abstract(self, t: torch.Tensor) -> bool:
-        return is_float(t) and not self.node_of(t).meta.get("known")
+        return is_float(t) and not self.node_of(t).meta.get("from_integers")
 
     def _compare_with_zero(self, t: torch.Tensor) -> torch.Tensor:
         """Record the truth of abstract floats as a comparison, whose outcome can be forced."""
@@ -239,7 +241,7 @@ class Tracer(ReadLogger):
     # ---------------------------------------------------------------- in-place ops
     def _record_in_place(
         self, func: Any, args: tuple, kwargs: dict[str, Any], node_args: Any, node_kwargs: Any, written: list[int],
-        known: bool,
+        from_integers: bool,
     ) -> Any:  # fmt: skip
         names = [func._schema.arguments[i].name for i in written]
         targets = [args[i] if i < len(args) else kwargs[n] for i, n in zip(written, names, strict=True)]
@@ -267,7 +269,7 @@ class Tracer(ReadLogger):
             node.meta["val"] = None
             parts = [self.emit(operator.getitem, (node, i), {}) for i in range(len(targets))]
         for t, part in zip(targets, parts, strict=True):
-            self.describe(part, t, known)
+            self.describe(part, t, from_integers)
             self.mutate(t, part)
         return targets[0] if len(targets) == 1 else tuple(targets)
 

@@ -197,7 +197,7 @@ def _find_mask_candidates(form: CanonicalForm) -> list[NodeRef]:
         if n in form.replaced_nodes or n.meta["index"] >= form.cut.meta["index"] or not isinstance(val, torch.Tensor):
             continue
         if isinstance(val, FakeTensor):
-            if not n.meta.get("known") or val.numel() > 1 << 20:
+            if not n.meta.get("from_integers") or val.numel() > 1 << 20:
                 continue
             val = form.capture.concrete_value(n)
         for axes, flat in enumerate_slot_views((val != 0).to(torch.int64), form.tokens):

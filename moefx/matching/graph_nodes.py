@@ -83,9 +83,9 @@ def position_axis(node: fx.Node) -> int | None:
     return node.kwargs.get("dim", next((a for a in node.args[1:] if type(a) is int), last))
 
 
-def is_known(node: fx.Node) -> bool:
+def follows_from_integers(node: fx.Node) -> bool:
     """Return whether a value depends on integers only, so that the capture knows it."""
-    return bool(node.meta.get("known")) and node.op != "placeholder"
+    return bool(node.meta.get("from_integers")) and node.op != "placeholder"
 
 
 def is_state(node: fx.Node) -> bool:

@@ -92,7 +92,7 @@ def explain_branch(state: ProofState) -> Refused | None:
 def _find_random_order(capture: Capture) -> fx.Node | None:
     """Find an op that draws integers by which rows are read or written."""
     for n in capture.nodes:
-        if op_name(n) in RANDOM_INTEGERS and not any(a.meta.get("known") is False for a in n.all_input_nodes):
+        if op_name(n) in RANDOM_INTEGERS and not any(a.meta.get("from_integers") is False for a in n.all_input_nodes):
             users, seen = [n], {n}
             while users:
                 for user in users.pop().users:

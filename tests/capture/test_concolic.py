@@ -449,17 +449,13 @@ class TestValues:
         index = next(n for n in taken.nodes if n.target is aten.index.Tensor)
         assert index.args[1][0].meta["val"].dtype == torch.int64
 
-    def test_known(self):
+    def test_values_from_integers_are_marked(self):
         def forward(self, x):
             ones = torch.ones(3)
             return x * ones, ones * 2, torch.rand(3)
 
-        product, constant, random = run(Fn(forward), meta(3)).out
-        assert (bool(product.meta["known"]), bool(constant.meta["known"]), bool(random.meta["known"])) == (
-            False,
-            True,
-            False,
-        )
+        product_constant_random = run(Fn(forward), meta(3)).out
+        assert [bool(n.meta["from_integers"]) for n in product_constant_random] == [False, True, False]
 
     def test_no_grad_is_recorded(self):
         def forward(self, x):

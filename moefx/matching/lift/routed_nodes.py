@@ -25,7 +25,7 @@ from ...capture.capture_result import Capture
 from ...capture.node_origins import collect_ancestors, find_float_decisions, fold_ancestors
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import Line, is_known, is_routed, line, op_name
+from ..graph_nodes import Line, follows_from_integers, is_routed, line, op_name
 from ..terms.node_semantics import Semantics
 from ..terms.parameter_places import (
     find_siblings,
@@ -144,7 +144,7 @@ def find_padding_lines(block: nn.Module, capture: Capture, width: int) -> frozen
     reach, behind, found = ParameterReach(block, capture), set[fx.Node](), set[Line]()
     for n in capture.nodes:
         val = n.meta.get("val")
-        if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point() or is_known(n):
+        if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point() or follows_from_integers(n):
             continue
         if not behind.isdisjoint(n.all_input_nodes):
             behind.add(n)
@@ -293,7 +293,7 @@ def find_cut_inputs(
         and n not in routed
         and isinstance(n.meta.get("val"), FakeTensor)
         and n.op != "get_attr"
-        and not n.meta.get("known")
+        and not n.meta.get("from_integers")
         and not (_has_rows_of_routing(n) and (line(n), True) in loops)
         and not (_has_gathered_rows(n) and (line(n), False) in loops)
         and line(n) not in writes

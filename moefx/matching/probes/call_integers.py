@@ -29,7 +29,7 @@ from ...capture.concrete_routing import Routing
 from ...capture.node_origins import is_abstract
 from ...capture.side_effects import has_integers
 from ...errors import Refused
-from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, is_known, line, op_name
+from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, follows_from_integers, line, op_name
 from ..integer_ranges import NARROW, IntegerRanges
 from ..lift.canonical_form import CanonicalForm
 from ..op_classes import CLAMPS, INTEGER_FUNCTIONS, LOOKUPS, SATURATING
@@ -210,7 +210,7 @@ def _is_of_call(n: fx.Node) -> bool:
 
     If it depends only on buffers, which have other values in each capture, it counts if its op computes new numbers.
     """
-    if n.op != "call_function" or not isinstance(n.meta.get("val"), torch.Tensor) or not is_known(n):
+    if n.op != "call_function" or not isinstance(n.meta.get("val"), torch.Tensor) or not follows_from_integers(n):
         return False
     is_one = depends_on_arguments(n) or (depends_on_call(n) and _is_computation(n))
     return is_one and not any(map(is_abstract, find_operands(n)))

@@ -35,7 +35,7 @@ from ...capture.concrete_values import recompute_values
 from ...capture.node_origins import collect_ancestors, find_float_decisions
 from ...capture.tensor_trees import is_float
 from ...errors import Refused
-from ..graph_nodes import is_known, op_name
+from ..graph_nodes import follows_from_integers, op_name
 from ..integer_ranges import IntegerRanges
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
@@ -91,7 +91,7 @@ def _find_equal_numbers(state: ProofState) -> dict[_Place, CanonicalForm]:
         ranges = IntegerRanges.with_more_tokens(form.capture)
         for n in collect_ancestors(form.cut) - collect_ancestors(*index):
             val = n.meta.get("val")
-            if n.op != "call_function" or not is_known(n) or not isinstance(val, torch.Tensor):
+            if n.op != "call_function" or not follows_from_integers(n) or not isinstance(val, torch.Tensor):
                 continue
             if is_float(val) or val.dtype is torch.bool:
                 continue

@@ -22,7 +22,15 @@ from ...capture.capture_result import FORCE_SPREAD, Capture
 from ...capture.code_locations import Source
 from ...capture.node_origins import fold_ancestors
 from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
-from ..graph_nodes import SELECTION_DIMS, find_extremes, find_lookups, is_known, is_routed, op_name, position_axis
+from ..graph_nodes import (
+    SELECTION_DIMS,
+    find_extremes,
+    find_lookups,
+    follows_from_integers,
+    is_routed,
+    op_name,
+    position_axis,
+)
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..op_classes import COUNT_CLAMPS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
 from .empty_experts import is_chosen_test
@@ -65,7 +73,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     for form in state.forms:
         ranges = IntegerRanges.with_more_tokens(form.capture)
         sizes = find_token_sizes(form.capture)
-        for n in filter(is_known, form.capture.nodes):
+        for n in filter(follows_from_integers, form.capture.nodes):
             by = n.args[0] if op_name(n) == "getitem" else n
             if n.op != "call_function" or not isinstance(by, fx.Node):
                 continue
@@ -95,7 +103,7 @@ def _is_constant(state: ProofState, place: tuple[Source, str]) -> bool:
     """Return whether an op has one value in all captures, even those in which it does not depend on crowds."""
     seen: set[Any] = set()
     for form in state.forms:
-        for n in filter(is_known, form.capture.nodes):
+        for n in filter(follows_from_integers, form.capture.nodes):
             if n.op == "call_function" and (n.meta["source"], str(n.target)) == place:
                 seen |= _find_outcomes(form.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
     return len(seen) <= 1
@@ -156,7 +164,7 @@ def _is_growing(ranges: IntegerRanges, node: fx.Node) -> bool:
         found = ranges.get(n)
         if found is not None:
             return not bool((found[1] < UNBOUNDED // 2).all() and (found[0] > -UNBOUNDED // 2).all())
-        if n.op != "call_function" or not is_known(n) or not isinstance(val, torch.Tensor):
+        if n.op != "call_function" or not follows_from_integers(n) or not isinstance(val, torch.Tensor):
             return n.op == "call_function" and any(are)
         if not n.all_input_nodes:
             return bool(n.meta.get("ragged")) and len(val.unique()) > 1
@@ -171,10 +179,10 @@ def _find_unclamped_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     limits_at: dict[tuple[Source, str], set[str]] = {}
     for form in state.forms:
         for n in form.capture.nodes:
-            if op_name(n) not in COUNT_CLAMPS or not is_known(n) or n.meta["val"].dtype is torch.bool:
+            if op_name(n) not in COUNT_CLAMPS or not follows_from_integers(n) or n.meta["val"].dtype is torch.bool:
                 continue
             if isinstance(before := n.args[0], fx.Node):
-                unclamped = is_known(before) and torch.equal(
+                unclamped = follows_from_integers(before) and torch.equal(
                     form.capture.concrete_value(n), form.capture.concrete_value(before)
                 )
                 limit = str((n.args[1:], n.kwargs)) if unclamped else "reached"

@@ -24,7 +24,7 @@ from ...capture.concrete_routing import Routing
 from ...capture.routed_numbers import RoutedInt, is_empty_test
 from ...capture.size_guards import COMPARE
 from ...errors import MoefxError
-from ..graph_nodes import fold_ancestors, is_known, is_routed, op_name
+from ..graph_nodes import fold_ancestors, follows_from_integers, is_routed, op_name
 from ..integer_ranges import NARROW
 from ..op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
 
@@ -102,7 +102,7 @@ def _is_of_an_expert(mask: Any) -> bool:
     """Return whether a mask marks the choices of one expert: `ids == e`."""
     while op_name(mask) in FLAT_MOVES | {"any"}:
         mask = mask.args[0]
-    return op_name(mask) == "eq" and is_known(mask) and is_routed(mask)
+    return op_name(mask) == "eq" and follows_from_integers(mask) and is_routed(mask)
 
 
 def is_token_test(read: HostRead) -> bool:
@@ -111,7 +111,7 @@ def is_token_test(read: HostRead) -> bool:
         return False
     if read.comparison is not None:
         return isinstance(read.comparison[1], RoutedInt) or is_empty_test(*read.comparison)
-    if read.node is None or op_name(read.node) not in COMPARE or not is_known(read.node):
+    if read.node is None or op_name(read.node) not in COMPARE or not follows_from_integers(read.node):
         return False
     count, other = read.node.args[:2]
     return is_routed(count) and (is_routed(other) or is_empty_test(op_name(read.node), other))

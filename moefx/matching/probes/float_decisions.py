@@ -118,7 +118,7 @@ def choose_captures(met: list[CanonicalForm]) -> list[Capture]:
 
 def locate_decision(n: fx.Node) -> tuple[Source, str, bool]:
     """Return the place of a node as `Interventions` name it."""
-    return n.meta["source"], str(n.target), all(a.meta.get("known") for a in n.all_input_nodes)
+    return n.meta["source"], str(n.target), all(a.meta.get("from_integers") for a in n.all_input_nodes)
 
 
 def _split_columns(val: torch.Tensor, decided: fx.Node, form: CanonicalForm, experts: int) -> Sequence[torch.Tensor]:

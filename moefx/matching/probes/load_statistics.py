@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
 from ...capture.op_sets import SHAPE_ONLY
-from ..graph_nodes import fold_ancestors, is_known
+from ..graph_nodes import fold_ancestors, follows_from_integers
 
 
 def is_load_statistic(capture: Capture, node: fx.Node) -> bool:
@@ -37,7 +37,9 @@ def has_loads(capture: Capture, node: fx.Node) -> bool:
     """Return whether a value follows from the choice of experts, and has no axis of tokens."""
     val: Any = node.meta.get("val")
     several = val if isinstance(val, (tuple, list)) else [val]
-    return is_known(node) and _is_of_choice(node) and all(_has_no_tokens(capture, node, v) for v in several)
+    return (
+        follows_from_integers(node) and _is_of_choice(node) and all(_has_no_tokens(capture, node, v) for v in several)
+    )
 
 
 def _is_of_choice(node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from ...capture.code_locations import Source, is_internal_error, is_program_erro
 from ...capture.concrete_routing import Routing
 from ...capture.size_guards import SizeGuard
 from ...errors import Refused
-from ..graph_nodes import fold_ancestors, is_known, is_routed, op_name
+from ..graph_nodes import fold_ancestors, follows_from_integers, is_routed, op_name
 from ..integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.canonical_form import CanonicalForm
 from ..op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, RESHAPED_COPIES, TWO_SIDED
@@ -152,7 +152,7 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
         if exact := _find_exact_limit(capture, n):
             found[n.meta["source"], str(n.target)] = exact
             continue
-        is_compared = name in TWO_SIDED and is_known(n)
+        is_compared = name in TWO_SIDED and follows_from_integers(n)
         if not (is_narrow or is_compared or name == "slice"):
             continue
         place = (n.meta["source"], str(n.target))
@@ -214,7 +214,7 @@ def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx
     left, right = n.args[:2]
     for rows, other in ((left, right), (right, left)):
         limit = _read_number(other)
-        if limit is None or not isinstance(rows, fx.Node) or not is_known(rows):
+        if limit is None or not isinstance(rows, fx.Node) or not follows_from_integers(rows):
             continue
         value = capture.concrete_value(rows)
         value = value.nan_to_num(0) if value.is_floating_point() else value
@@ -239,7 +239,7 @@ def _read_number(x: Any) -> int | None:
     """Return the number that elements are compared with; n for `arange(n)`; None for other tensors."""
     if type(x) in (int, float):
         return math.ceil(max(-UNBOUNDED, min(x, UNBOUNDED))) if x == x else None
-    if not isinstance(x, fx.Node) or is_routed(x) or not is_known(x):
+    if not isinstance(x, fx.Node) or is_routed(x) or not follows_from_integers(x):
         return None
     val = x.meta["val"].flatten()
     if val.numel() == 1:
@@ -264,7 +264,7 @@ def _is_narrow(n: fx.Node) -> bool:
     val = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype not in NARROW or op_name(n) not in ("_to_copy", "sum", "cumsum"):
         return False
-    return is_routed(n) and len(n.all_input_nodes) == 1 and is_known(n.all_input_nodes[0])
+    return is_routed(n) and len(n.all_input_nodes) == 1 and follows_from_integers(n.all_input_nodes[0])
 
 
 def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
@@ -273,12 +273,12 @@ def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
     None if the node is no conversion from these floats to integers, or its numbers do not grow with the tokens.
     """
     before = n.all_input_nodes[0] if op_name(n) == "_to_copy" and n.all_input_nodes else None
-    dtype = before.meta["val"].dtype if before is not None and is_known(before) else None
+    dtype = before.meta["val"].dtype if before is not None and follows_from_integers(before) else None
     if before is None or dtype not in _EXACT or n.meta["val"].is_floating_point():
         return None
     while op_name(before) in AXIS_MOVES and before.meta["val"].is_floating_point():
         before = before.all_input_nodes[0]
-    if not is_known(before):
+    if not follows_from_integers(before):
         return None
     if before.meta["val"].is_floating_point():
         is_any = not before.all_input_nodes and before.meta["val"].numel() in find_token_sizes(capture)

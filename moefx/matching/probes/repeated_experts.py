@@ -174,7 +174,7 @@ def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], 
         by: Any = node.args[0] if op_name(node) == "getitem" else node
         place, turn = by.meta.get("position"), 0
         if place is None:
-            place = by.meta["source"], str(by.target), all(a.meta.get("known") for a in by.all_input_nodes)
+            place = by.meta["source"], str(by.target), all(a.meta.get("from_integers") for a in by.all_input_nodes)
             before = [n for n in form.capture.nodes[: by.meta["index"]] if n.target == by.target]
             turn = sum(n.meta["source"] == place[0] for n in before)
         places.setdefault(place, {}).setdefault(turn, []).extend(where.unbind(1))

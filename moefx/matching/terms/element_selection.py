@@ -30,7 +30,7 @@ def pick(terms: Terms, t: Term, axis: int, i: int) -> Term:
                 return terms.const(t.args[0].flat[i])
             return terms.array(t.args[0].value.select(axis, i))
         case "pw":
-            return _pick_elementwise(terms, t, axis, i)
+            return _pick_pointwise(terms, t, axis, i)
         case "ein":
             inputs, output, *operands = t.args
             label = output[axis]
@@ -74,7 +74,7 @@ def pick(terms: Terms, t: Term, axis: int, i: int) -> Term:
     return terms.make("at", (t, ((axis, i),)), shape)
 
 
-def _pick_elementwise(terms: Terms, t: Term, axis: int, i: int) -> Term:
+def _pick_pointwise(terms: Terms, t: Term, axis: int, i: int) -> Term:
     name, kwargs, *items = t.args
     picked: list = list(items)
     # cheap operands first: after a zero mask the others do not matter

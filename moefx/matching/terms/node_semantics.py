@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.node_origins import is_abstract
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import SELECTION_DIMS, Line, follows_from_state, is_known, line, op_name
+from ..graph_nodes import SELECTION_DIMS, Line, follows_from_integers, follows_from_state, line, op_name
 from .normal_form import Terms
 from .op_rules import RULES
 from .op_rules.axis_reductions import batch_norm, norm
@@ -32,7 +32,7 @@ _MOVED = {
 
 
 def find_conditions(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Find comparisons of abstract floats (`h > 0`), and elementwise functions of these alone: `(h > 0).float()`.
+    """Find comparisons of abstract floats (`h > 0`), and pointwise functions of these alone: `(h > 0).float()`.
 
     Excluded are comparisons on which anything else depends, such as the selected rows or their number.
     """
@@ -45,11 +45,11 @@ def find_conditions(nodes: list[fx.Node]) -> set[fx.Node]:
             continue
         is_comparison = val.dtype is torch.bool and any(is_abstract(a) for a in n.all_input_nodes)
         # terms have no integer arithmetic
-        is_function = is_known(n) and (val.dtype is torch.bool or val.is_floating_point())
+        is_function = follows_from_integers(n) and (val.dtype is torch.bool or val.is_floating_point())
         if is_comparison or (is_function and not found.isdisjoint(n.all_input_nodes)):
             found.add(n)
     for n in reversed(nodes):
-        if n in found and any(is_known(user) and user not in found for user in n.users):
+        if n in found and any(follows_from_integers(user) and user not in found for user in n.users):
             found.remove(n)
     return found
 
@@ -82,7 +82,7 @@ class Semantics:
                 n = stack.pop()
                 if n not in needed and n not in self._terms:
                     needed.add(n)
-                    if not is_known(n) or n in self.conditions:
+                    if not follows_from_integers(n) or n in self.conditions:
                         stack.extend(n.all_input_nodes)
             for n in sorted(needed, key=lambda n: n.meta["index"]):
                 self._terms[n] = self._build(n)
@@ -101,7 +101,7 @@ class Semantics:
             return self.terms.array(val) if val.numel() <= _LARGEST_ARRAY else self.opaque(node)
         # `torch.tensor(0.5)` acts like a number; literals of 16 bits would round
         if node.meta.get("literal") and val.dim() == 0 and val.dtype.itemsize > 2:
-            return self._build_known(node)
+            return self._build_array(node)
         if not isinstance(val, torch.Tensor) or node.op != "call_function":
             return self.opaque(node)
         if node.meta.get("opaque") or line(node) in self.opaque_lines:
@@ -110,8 +110,8 @@ class Semantics:
         if name.startswith(("empty", "new_empty")):
             return self.terms.const(math.nan, val.shape)
         is_input = name not in RULES or not node.all_input_nodes or node.meta.get("forced")
-        if is_known(node) and node not in self.conditions and is_input:
-            return self._build_known(node)
+        if follows_from_integers(node) and node not in self.conditions and is_input:
+            return self._build_array(node)
         if name == "getitem":
             return self._build_result(node)
         found = RULES.get(name)
@@ -122,10 +122,10 @@ class Semantics:
             kwargs = {k: self.value(v) for k, v in node.kwargs.items()}
             out = found(self, node, *args, **kwargs)
         elif is_pointwise(node.target):
-            out = self._build_elementwise(node)
+            out = self._build_pointwise(node)
         else:
             out = self._build_unexplained(node)
-        if out is not None and out.op != "node" and not node.meta["grad"] and not node.meta.get("known"):
+        if out is not None and out.op != "node" and not node.meta["grad"] and not node.meta.get("from_integers"):
             out = self.terms.pw("detach", out)
         assert out is None or out.shape == tuple(val.shape), (node, node.target, out.shape, val.shape)
         return out if out is not None else self._build_unexplained(node)
@@ -138,7 +138,7 @@ class Semantics:
             return [self.value(x) for x in a]
         return a
 
-    def _build_known(self, node: fx.Node) -> Term:
+    def _build_array(self, node: fx.Node) -> Term:
         val = node.meta["val"]
         if val.numel() > _LARGEST_ARRAY:
             return self.opaque(node)
@@ -148,7 +148,7 @@ class Semantics:
         """Return an integer argument under the routing of the capture."""
         return torch.as_tensor(node.meta["val"] if isinstance(node, fx.Node) else node, dtype=torch.int64)
 
-    def _build_elementwise(self, node: fx.Node) -> Term:
+    def _build_pointwise(self, node: fx.Node) -> Term:
         packet, overload = op_name(node), node.target._overloadname
         items = tuple(self.value(a) for a in node.args)
         return self.terms.pw(f"{packet}.{overload}", *items, **dict(node.kwargs))

@@ -78,9 +78,9 @@ class Terms:
             return self.const(same, value.shape)
         return self.make("array", (self.intern(value),), value.shape)
 
-    # ------------------------------------------------------------------ elementwise
+    # ------------------------------------------------------------------ pointwise
     def pw(self, name: str, *items: Any, **kwargs: Any) -> Term:
-        """An elementwise op on terms and static values. Folds zeros, ones, constant masks and known numbers."""
+        """A pointwise op on terms and static values. Folds zeros, ones, constant masks and known numbers."""
         terms = [a for a in items if isinstance(a, Term)]
         shape = broadcast([t.shape for t in terms])
         if shape and math.prod(shape) == 1:
@@ -131,7 +131,7 @@ class Terms:
         return None
 
     def _compute(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
-        """Compute an elementwise op on known numbers, in float64. None if it is large, or torch refuses it."""
+        """Compute a pointwise op on known numbers, in float64. None if it is large, or torch refuses it."""
         if math.prod(broadcast([t.shape for t in items if isinstance(t, Term) and t.op == "array"])) > 1 << 20:
             return None
         values = [torch.as_tensor(constant_value(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]

@@ -25,7 +25,7 @@ class Term:
     | `param`, `buffer` | FQN |
     | `const` | the number of every element |
     | `array` | an `Array` of known numbers |
-    | `pw` | name, keyword arguments, items (terms and static values): elementwise with broadcasting |
+    | `pw` | name, keyword arguments, items (terms and static values): pointwise with broadcasting |
     | `ein` | input labels, output labels, operands |
     | `row` | name, dims it acts on (negative), whether it keeps them, static arguments, operand: softmax, norms |
     | `sum` | dims, operand |
@@ -109,7 +109,7 @@ class TooLarge(Exception):
     """The lift picks more elements than any mixture of experts needs."""
 
 
-OVERWRITTEN = "overwritten"  # elementwise op on the values that one write puts at one index; the CPU keeps the last
+OVERWRITTEN = "overwritten"  # pointwise op on the values that one write puts at one index; the CPU keeps the last
 MASKED = -1e8  # scores up to this count as masked: their softmax rounds to 0 beside any other score
 
 

@@ -132,7 +132,7 @@ def norm(builder: TermBuilder, bundle: fx.Node) -> Term:
 
 
 def batch_norm(builder: TermBuilder, bundle: fx.Node) -> Term | None:
-    """Translate batch norm in eval mode: elementwise, with buffers as statistics."""
+    """Translate batch norm in eval mode: pointwise, with buffers as statistics."""
     x, weight, bias, mean, var = (builder.value(a) for a in bundle.args[:5])
     if mean is None or var is None:
         return None

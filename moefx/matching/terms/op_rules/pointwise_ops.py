@@ -1,4 +1,4 @@
-"""Rules for constants, and for elementwise ops whose schema does not tell enough for a generic rule."""
+"""Rules for constants, and for pointwise ops whose schema does not tell enough for a generic rule."""
 
 # fx types an argument as anything that a program can hold: the code knows better.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
