@@ -127,15 +127,15 @@ class ReadLogger(OpRunner):
         """Note that the program asks here which experts have tokens: see `idle_tests`."""
         self.questions.note(kind)
 
-    def note_error(self, is_of_rows: bool) -> None:
+    def note_error(self, depends_on_rows: bool) -> None:
         """Note that an op raised an error, which the program may catch.
 
         Args:
-            is_of_rows: whether the number of rows may be the reason.
+            depends_on_rows: whether the number of rows may be the reason.
         """
         if is_user_asking_tensor():
             call_stack = find_user_stack()
-            self.questions.errors[call_stack] = is_of_rows or self.questions.errors.get(call_stack, False)
+            self.questions.errors[call_stack] = depends_on_rows or self.questions.errors.get(call_stack, False)
 
     def note_routed_rows(self, start: int) -> None:
         """Note that the nodes since index `start` have as many rows as the routing determines."""

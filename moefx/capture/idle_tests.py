@@ -282,7 +282,7 @@ class _Analysis:
             if owner is not None:
                 names[code.co_varnames[0]] = [owner]
         for source, several in self.questions.names.items():
-            if source.file == self.files.get(function) and _is_within(source, function):
+            if source.file == self.files.get(function) and _is_inside_function(source, function):
                 for own, outer in several:
                     for name, held in own.items():
                         names.setdefault(name, []).append(held)
@@ -322,7 +322,7 @@ def _is_definition(node: Any, code: types.CodeType) -> bool:
     return getattr(node, "name", "<lambda>") == code.co_name and names == [*code.co_varnames[: code.co_argcount]]
 
 
-def _is_within(source: Source, function: ast.AST) -> bool:
+def _is_inside_function(source: Source, function: ast.AST) -> bool:
     return isinstance(function, ast.Module) or function.lineno <= source.line <= function.end_lineno  # type: ignore
 
 
@@ -348,7 +348,7 @@ def refuse_remembered(questions: IdleQuestions) -> None:
     Raises:
         Refused: it decides more by them, which other captures may miss.
     """
-    for calls in (calls for calls, is_of_rows in questions.errors.items() if is_of_rows and calls):
+    for calls in (calls for calls, depends_on_rows in questions.errors.items() if depends_on_rows and calls):
         raise Refused(
             f"torch raises an error for some numbers of tokens, which the program catches: {calls[0].text}",
             source=str(calls[0]),

@@ -74,7 +74,7 @@ def _find_comparisons(node: fx.Node) -> list[fx.Node]:
     A selection, such as `topk`, ends the search: comparisons of its result are decided by the routing.
     """
     stack, seen, found, has_floats = [node], set(), [], False
-    is_of_floats = any(map(is_abstract, node.all_input_nodes))
+    has_abstract_inputs = any(map(is_abstract, node.all_input_nodes))
     while stack:
         n = stack.pop()
         if n in seen or n.target in SHAPE_ONLY:
@@ -82,7 +82,7 @@ def _find_comparisons(node: fx.Node) -> list[fx.Node]:
         seen.add(n)
         name = bare_name(n.target)
         if name in ELEMENT_SELECTIONS:
-            return [node] if is_of_floats else []
+            return [node] if has_abstract_inputs else []
         if name in FLOAT_COMPARISONS:
             found.append(n)
         for a in n.all_input_nodes:

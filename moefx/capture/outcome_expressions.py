@@ -336,7 +336,7 @@ class Expressions(Names):
             return not kinds
         if isinstance(function, type) and not issubclass(function, torch.Tensor):
             return False
-        if root_name(node.func) in ("torch", "F") or is_of_torch(function):
+        if root_name(node.func) in ("torch", "F") or belongs_to_torch(function):
             return True
         if function is None and isinstance(node.func, ast.Attribute) and kinds and kinds <= {BOX, BOXES, LOAD}:
             return True  # a tensor's method: `rows.split(counts)`, `out.index_add(0, ids, y)`
@@ -401,7 +401,7 @@ class Expressions(Names):
         return Value()
 
 
-def is_of_torch(function: Any) -> bool:
+def belongs_to_torch(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").split(".")[0] in ("torch", "torchvision")
 
 

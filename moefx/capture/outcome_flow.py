@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .outcome_expressions import Expressions, is_of_torch
+from .outcome_expressions import Expressions, belongs_to_torch
 from .outcome_names import root_name
 from .outcome_values import (
     BOX,
@@ -202,7 +202,7 @@ class Flow(Expressions):
             value = self.value(item.context_expr, env)
             call = item.context_expr
             function = self.object_of(call.func) if isinstance(call, ast.Call) else None
-            is_known = is_of_torch(function) or function is contextlib.nullcontext or root_name(
+            is_known = belongs_to_torch(function) or function is contextlib.nullcontext or root_name(
                 getattr(call, "func", call)) == "torch"  # fmt: skip
             asks = any(node in self.events for one in s.body for node in ast.walk(one))
             if value.kind or ((self.tested or asks) and not is_known):

@@ -117,7 +117,7 @@ class OutsideState:
         elif isinstance(value, (*FUNCTION_TYPES, functools.partial)):
             self._seen.add(id(value))
             inner += list_captured_values(value)
-        if _holds_attributes(type(value)) or (path == ARGUMENT and _is_of_library(type(value))):
+        if _holds_attributes(type(value)) or (path == ARGUMENT and _belongs_to_library(type(value))):
             self._seen.add(id(value))
             inner += self._save_attributes(path, value)
         if depth and len(inner) <= _MAX_ITEMS:
@@ -200,7 +200,7 @@ def _holds_attributes(cls: type) -> bool:
     return is_user_code(cls) or cls.__module__.split(".")[0] in _HOLDERS
 
 
-def _is_of_library(cls: type) -> bool:
+def _belongs_to_library(cls: type) -> bool:
     """Whether a class belongs to a library other than torch, NumPy and Python, such as a model's cache."""
     return cls.__module__.split(".")[0] not in {"torch", "moefx", "numpy"} | sys.stdlib_module_names
 

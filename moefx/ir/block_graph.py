@@ -155,7 +155,7 @@ class BlockGraph:
 
     def _offsets(self) -> list[Node]:
         """Return the used `expert_offsets` of the PFTs that are built from this rank's tokens."""
-        built = [node for node in self.find(BUILD_PFT) if not _is_of_all_ranks(node)]
+        built = [node for node in self.find(BUILD_PFT) if not _includes_other_ranks(node)]
         found = [results[_EXPERT_OFFSETS] for node in built if (results := graph_codegen.list_results(node))]
         return [offsets for offsets in found if offsets is not None]
 
@@ -176,7 +176,7 @@ class BlockGraph:
         return _unpack_block, (_packed(self.graph), self.name, self.binding, spec, self.header)
 
 
-def _is_of_all_ranks(pft: Node) -> bool:
+def _includes_other_ranks(pft: Node) -> bool:
     """Whether a `build_pft` routes tokens that came from other ranks, too."""
     if pft.kwargs.get("num_rows") is not None:
         return True

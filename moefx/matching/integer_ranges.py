@@ -179,11 +179,11 @@ class IntegerRanges:
         """Return the last position along an axis, or among all elements."""
         shape = source.meta["val"].shape
         several = range(len(shape)) if dim is None else [dim % len(shape)] if shape else []
-        if any(self._is_of_tokens(source, d) for d in several):
+        if any(self._is_token_axis(source, d) for d in several):
             return UNBOUNDED
         return math.prod(shape[d] for d in several) - 1
 
-    def _is_of_tokens(self, source: fx.Node, dim: int) -> bool:
+    def _is_token_axis(self, source: fx.Node, dim: int) -> bool:
         is_ragged = dim == 0 and bool(source.meta.get("ragged"))
         return self._at_these_sizes is not None and (is_ragged or source.meta["val"].shape[dim] in self._sizes)
 
@@ -295,7 +295,7 @@ class IntegerRanges:
         if found is not None and found[1].shape == tuple(shape):
             places = ((found[0] != 0) | (found[1] != 0)).nonzero()
             hi = places.amax(0).tolist() if len(places) else [0] * len(shape)
-        hi = [UNBOUNDED if self._is_of_tokens(mask, d) else last for d, last in enumerate(hi)]
+        hi = [UNBOUNDED if self._is_token_axis(mask, d) else last for d, last in enumerate(hi)]
         return torch.zeros((1, len(hi)), dtype=torch.int64), torch.tensor([hi], dtype=torch.int64)
 
     def _scatter(self, node: fx.Node, val: torch.Tensor) -> Range | None:

@@ -106,7 +106,7 @@ def _find_random_order(capture: Capture) -> fx.Node | None:
 
 def _find_mixing(capture: Capture, positions: int) -> fx.Node | None:
     """Find an op that computes with several positions of the samples of an expert, if each sample selects experts."""
-    if not any(map(functools.partial(_is_of_samples, capture.sizes.tokens, positions), capture.nodes)):
+    if not any(map(functools.partial(_is_per_sample, capture.sizes.tokens, positions), capture.nodes)):
         return None
     for n in capture.nodes:
         data = n.all_input_nodes[0] if n.op == "call_function" and n.all_input_nodes else None
@@ -137,13 +137,13 @@ def _find_convolution(capture: Capture) -> fx.Node | None:
     return None
 
 
-def _is_of_samples(tokens: int, positions: int, node: fx.Node) -> bool:
+def _is_per_sample(tokens: int, positions: int, node: fx.Node) -> bool:
     """Return whether a node holds one integer, or a few, per sample."""
     val: Any = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.is_floating_point() or val.dtype == torch.bool:
         return False
-    is_of_samples = val.dim() in (1, 2) and val.shape[0] * positions == tokens
-    return is_of_samples and is_routed(node) and tuple(val.shape[1:]) != (positions,)
+    has_sample_axis = val.dim() in (1, 2) and val.shape[0] * positions == tokens
+    return has_sample_axis and is_routed(node) and tuple(val.shape[1:]) != (positions,)
 
 
 __all__ = ["explain_branch", "explain_limit", "explain_refusal"]

@@ -164,14 +164,14 @@ class _Derivations:
             if not unseen:
                 stack.pop()
                 if n not in self._known:
-                    self._known[n] = self._derive_node(n) if _is_of_integers(n) else None
+                    self._known[n] = self._derive_node(n) if _holds_integers(n) else None
                     if not is_random(_producer(n)):
                         self._known[n] = self._same.setdefault(_describe_run(n), self._known[n])
         return self._known[node]
 
     def _derive_node(self, node: fx.Node) -> list[_Derivation] | None:
         val: torch.Tensor = node.meta["val"]
-        if self._is_of_sizes(node):
+        if self._depends_on_sizes(node):
             return None
         if _is_constant(node):
             is_counting = val.numel() in self._tokens and len(val.unique()) > 1
@@ -188,7 +188,7 @@ class _Derivations:
         except RuntimeError:  # at a position that is never selected; otherwise the program fails as well
             return None
 
-    def _is_of_sizes(self, node: fx.Node) -> bool:
+    def _depends_on_sizes(self, node: fx.Node) -> bool:
         """Return whether a number that is not a shape depends on sizes or routing, and so changes between calls."""
         if node.op == "get_attr":
             return bool(node.meta["of_sizes"]) or self._fixed is not None
@@ -244,8 +244,8 @@ class _Derivations:
         for mask in masks:
             choice = mask.choice.expand(shape).narrow(axis, 0, 1)
             is_at = mask.values.expand(-1, *shape).movedim(axis + 1, -1).diagonal(dim1=0, dim2=-1)
-            is_of_row = bool((mask.choice == mask.choice.narrow(axis, 0, 1)).all())
-            if len(mask.values) != shape[axis] or not is_of_row or not bool(is_at.all()):
+            is_equal_in_row = bool((mask.choice == mask.choice.narrow(axis, 0, 1)).all())
+            if len(mask.values) != shape[axis] or not is_equal_in_row or not bool(is_at.all()):
                 continue
             if rows is None or torch.equal(self._rows[choice], rows):
                 rows = self._rows[choice]
@@ -314,7 +314,7 @@ class _Derivations:
         return [_Derivation(choice, values) for choice, values in parts]
 
     def _derive_only(self, node: Any) -> _Derivation | None:
-        derivations = self.derive(node) if isinstance(node, fx.Node) and _is_of_integers(node) else None
+        derivations = self.derive(node) if isinstance(node, fx.Node) and _holds_integers(node) else None
         return derivations[0] if derivations is not None and len(derivations) == 1 else None
 
     def _add_choices(self, axis: int | None, values: torch.Tensor) -> _Derivation:
@@ -468,10 +468,10 @@ def _producer(node: fx.Node) -> fx.Node:
 
 
 def _integer_inputs(node: fx.Node) -> list[fx.Node]:
-    return [] if not _is_of_integers(node) or _is_constant(node) else _producer(node).all_input_nodes
+    return [] if not _holds_integers(node) or _is_constant(node) else _producer(node).all_input_nodes
 
 
-def _is_of_integers(node: fx.Node) -> bool:
+def _holds_integers(node: fx.Node) -> bool:
     val = node.meta.get("val")
     return isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor) and not val.is_floating_point()
 

@@ -73,7 +73,7 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
     found: dict[Place, Observation] = {}
     counts = Counter[Any]()
     ranges: list[IntegerRanges] = []
-    for n in filter(_is_of_call, capture.nodes):
+    for n in filter(_depends_on_call_integers, capture.nodes):
         where = (n.meta.get("calls") or n.meta["source"], str(n.target))
         counts[where] += 1
         made_of = find_operands(n)
@@ -205,7 +205,7 @@ def _find_read_lines(form: CanonicalForm) -> list[Any]:
     return [at[n] for ref in refs for n in ref.nodes]
 
 
-def _is_of_call(n: fx.Node) -> bool:
+def _depends_on_call_integers(n: fx.Node) -> bool:
     """Return whether a tensor is computed from integers of the call, and no operand from abstract floats.
 
     If it depends only on buffers, which have other values in each capture, it counts if its op computes new numbers.

@@ -140,10 +140,10 @@ def _find_other_choices(form: CanonicalForm) -> list[fx.Node]:
     if "m" in form.expert_index.axes:  # each expert has a slot
         return []
     every = collect_ancestors(form.cut) - collect_ancestors(*form.expert_index.nodes) - form.replaced_nodes
-    return sorted((n for n in every if _is_of_tokens(n, form)), key=lambda n: n.meta["index"])
+    return sorted((n for n in every if _is_per_token(n, form)), key=lambda n: n.meta["index"])
 
 
-def _is_of_tokens(n: fx.Node, form: CanonicalForm) -> bool:
+def _is_per_token(n: fx.Node, form: CanonicalForm) -> bool:
     if not find_float_decisions(n) or not (val := n.meta["val"]).numel():
         return False
     by_token = _align_with_tokens(val, form)

@@ -78,11 +78,11 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
             if n.op != "call_function" or not isinstance(by, fx.Node):
                 continue
             place = (by.meta["source"], str(by.target))
-            is_of_loads = is_load_statistic(form.capture, n)
+            is_statistic = is_load_statistic(form.capture, n)
             # `overflow_limits` looks beyond a fixed limit, and not beyond one that grows with the tokens
-            is_limit = place in limited and not (is_of_loads and len(limited[place]) > 1)
-            asks_crowds = not is_limit and (is_of_loads or _is_of_crowds(ranges, n, by))
-            if not (_is_function_of_elements(n) or _is_of_positions(n, sizes) or asks_crowds):
+            is_limit = place in limited and not (is_statistic and len(limited[place]) > 1)
+            is_count_function = not is_limit and (is_statistic or _has_unbounded_operands(ranges, n, by))
+            if not (_is_function_of_elements(n) or _tests_positions(n, sizes) or is_count_function):
                 continue
             if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
                 continue
@@ -144,7 +144,7 @@ def _find_value_operands(n: fx.Node) -> list[fx.Node]:
     return [a for a in n.all_input_nodes if a not in positions]
 
 
-def _is_of_crowds(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> bool:
+def _has_unbounded_operands(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> bool:
     """Return whether an op computes with numbers that grow with the tokens."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or not val.numel() or by.target in SHAPE_ONLY:
@@ -152,11 +152,11 @@ def _is_of_crowds(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> bool:
     of = [a for a in by.all_input_nodes if getattr(a.meta.get("val"), "dtype", torch.bool) is not torch.bool]
     if op_name(by) == "_to_copy":  # floats that are rounded
         of = [a for a in of if a.meta["val"].is_floating_point() or val.dtype is torch.bool]
-        return not val.is_floating_point() and any(_is_growing(ranges, a) for a in of)
-    return op_name(by) not in ELEMENT_MOVES | NEW_TENSORS and any(_is_growing(ranges, a) for a in of)
+        return not val.is_floating_point() and any(_is_unbounded(ranges, a) for a in of)
+    return op_name(by) not in ELEMENT_MOVES | NEW_TENSORS and any(_is_unbounded(ranges, a) for a in of)
 
 
-def _is_growing(ranges: IntegerRanges, node: fx.Node) -> bool:
+def _is_unbounded(ranges: IntegerRanges, node: fx.Node) -> bool:
     """Return whether a number is unbounded as the tokens grow."""
 
     def grows(n: fx.Node, are: list[bool]) -> bool:
@@ -192,7 +192,7 @@ def _find_unclamped_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     return dict.fromkeys(fixed, "a number that is cut off for many tokens")
 
 
-def _is_of_positions(n: fx.Node, sizes: set[int]) -> bool:
+def _tests_positions(n: fx.Node, sizes: set[int]) -> bool:
     """Return whether a node tests computed positions of tokens, such as `700 - p < 0`."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or is_routed(n) or n.target in SHAPE_ONLY:

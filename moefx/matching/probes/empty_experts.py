@@ -98,7 +98,7 @@ def _compare(name: str, value: int | bool, number: Any) -> bool | None:
     return bool(getattr(operator, name)(value, number))
 
 
-def _is_of_an_expert(mask: Any) -> bool:
+def _marks_one_expert(mask: Any) -> bool:
     """Return whether a mask marks the choices of one expert: `ids == e`."""
     while op_name(mask) in FLAT_MOVES | {"any"}:
         mask = mask.args[0]
@@ -183,7 +183,7 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
     if why is not None:
         raise why
     # the program only tests experts that were chosen (`for e in ids.unique()`)
-    return read.value == question.if_some and _is_of_an_expert(question.mask)
+    return read.value == question.if_some and _marks_one_expert(question.mask)
 
 
 def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalForm | None:

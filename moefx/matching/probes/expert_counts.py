@@ -43,7 +43,7 @@ def vary_expert_counts(state: ProofState) -> None:
     seen = _find_seen_counts(state)
     routings: list[tuple[RoutingKind, int, int]] = []
     routings.extend(("spared", 0, count) for count in _COUNTS if count not in seen)
-    if any(_is_of_floats(read) for form in state.forms for read in form.capture.reads):
+    if any(_depends_on_floats(read) for form in state.forms for read in form.capture.reads):
         routings.extend([("unsure", 0, 1), ("unsure", state.num_experts, 1)])
     experts = max(state.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
     for sizes, expert in itertools.product(_choose_few_sizes(state) if routings else (), experts):
@@ -59,7 +59,7 @@ def vary_expert_counts(state: ProofState) -> None:
         return
 
 
-def _is_of_floats(read: HostRead) -> bool:
+def _depends_on_floats(read: HostRead) -> bool:
     return read.node is not None and (is_abstract(read.node) or bool(find_float_decisions(read.node)))
 
 

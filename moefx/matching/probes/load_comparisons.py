@@ -54,7 +54,7 @@ class _Comparison(NamedTuple):
     other: Any
 
     @property
-    def in_a_crowd(self) -> bool:
+    def outcome_if_large(self) -> bool:
         """The outcome if the load is large. For an equality: the outcome if both sides are equal."""
         return self.op in ("gt", "ge", "eq")
 
@@ -100,15 +100,15 @@ def vary_loads(state: ProofState) -> None:
         found = {**_find_comparisons(state), **found}
         outcomes = _find_outcomes(state, side)
         for comparison in found.values():
-            _force_crowd(state, comparison, shown[-1:] + shown[:1], outcomes)
+            _force_large_load(state, comparison, shown[-1:] + shown[:1], outcomes)
         bases += shown[-1:]
     outcomes = _find_outcomes(state, None)
     for comparison in found.values():
-        _force_crowd(state, comparison, [first], outcomes)
+        _force_large_load(state, comparison, [first], outcomes)
     ordered = [c for c in found.values() if c.limit is not None]
     for base in bases if len(ordered) > 1 else ():
         interventions: dict[Any, Any] = {
-            c.read.call_stack: repeat_outcome(base, c.read.call_stack, c.in_a_crowd) for c in ordered
+            c.read.call_stack: repeat_outcome(base, c.read.call_stack, c.outcome_if_large) for c in ordered
         }
         force_outcome(state, ordered[0].read.source, interventions, LIMIT, base)
 
@@ -121,8 +121,8 @@ def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
             op, other = (compared := _read_comparison(read)) or ("", None)
             if compared is None or read.call_stack in found or op not in TWO_SIDED:
                 continue
-            asks_for_any = is_empty_test(op, other) and not read.origins  # not `n - 9 > 0`
-            if not asks_for_any and _is_of_load(form.capture, read):
+            is_emptiness_test = is_empty_test(op, other) and not read.origins  # not `n - 9 > 0`
+            if not is_emptiness_test and _compares_load(form.capture, read):
                 found[read.call_stack] = _Comparison(read, op, other)
     return found
 
@@ -143,7 +143,7 @@ def _find_comparison_node(read: HostRead) -> fx.Node | None:
     return node if isinstance(of, fx.Node) and (is_routed(of) or is_made_of_rows(of)) else None
 
 
-def _is_of_load(capture: Capture, read: HostRead) -> bool:
+def _compares_load(capture: Capture, read: HostRead) -> bool:
     """Return whether the compared number grows with the tokens of one expert, or of all.
 
     An equality that no count can fulfil (`n == -1`, `n == 2.5`) does not count.
@@ -249,7 +249,7 @@ def _find_turned_read(state: ProofState, captured: Capture, found: dict[_Calls, 
     return next(iter(new), next(iter(found.values())).read)
 
 
-def _force_crowd(
+def _force_large_load(
     state: ProofState, comparison: _Comparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
 ) -> None:
     """Force a comparison to the outcome of a crowd for all experts.
@@ -260,10 +260,10 @@ def _force_crowd(
     Raises:
         Refused: the outcome changes the form, and no capture with such loads has the form.
     """
-    calls, wanted = comparison.read.call_stack, [comparison.in_a_crowd]
+    calls, wanted = comparison.read.call_stack, [comparison.outcome_if_large]
     seen = outcomes.get(calls, set())
-    is_of_loads = isinstance(comparison.other, (RoutedInt, RoutedFloat, fx.Node))
-    if is_of_loads and comparison.op in ORDERED:
+    compares_loads = isinstance(comparison.other, (RoutedInt, RoutedFloat, fx.Node))
+    if compares_loads and comparison.op in ORDERED:
         wanted = [value for value in (True, False) if value not in seen]
     elif comparison.op not in ORDERED and (type(comparison.other) is not int or comparison.other in (0, 1)):
         wanted = [value for value in wanted if value not in seen]
@@ -276,7 +276,7 @@ def _force_crowd(
                     state, comparison.read.source, {calls: repeat_outcome(base, calls, value)}, LIMIT, base
                 )
             except Refused:
-                if not _crowd_every_expert(state, comparison):
+                if not _load_every_expert(state, comparison):
                     raise
                 return
             limit = comparison.limit
@@ -285,14 +285,14 @@ def _force_crowd(
                 and limit is not None
                 and limit > 1
                 and not comparison.read.origins
-                and not _crowd_every_expert(state, comparison)
+                and not _load_every_expert(state, comparison)
             ):
                 slots = state.reference.slots
                 state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "lt", str(limit), True))
                 return
 
 
-def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
+def _load_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     """Add a capture in which each expert really has as many tokens as a crowd, up to `MAX_CROWD_TOKENS` in all.
 
     Returns:
@@ -308,7 +308,7 @@ def _crowd_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     with suppress_program_errors(MoefxError):
         form = state.require_agreement(state.lift(Routing("even"), sizes))
         outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}
-        if outcomes == {comparison.in_a_crowd}:
+        if outcomes == {comparison.outcome_if_large}:
             state.add_evidence(form, sizes)
             return True
     return False

@@ -29,7 +29,7 @@ def is_load_statistic(capture: Capture, node: fx.Node) -> bool:
     """
     if node.op != "call_function" or node.target in SHAPE_ONLY or not node.users or not has_loads(capture, node):
         return False
-    chosen = [a for a in node.all_input_nodes if _is_of_choice(a)]
+    chosen = [a for a in node.all_input_nodes if _depends_on_floats(a)]
     return bool(chosen) and all(has_loads(capture, a) for a in chosen)
 
 
@@ -38,20 +38,22 @@ def has_loads(capture: Capture, node: fx.Node) -> bool:
     val: Any = node.meta.get("val")
     several = val if isinstance(val, (tuple, list)) else [val]
     return (
-        follows_from_integers(node) and _is_of_choice(node) and all(_has_no_tokens(capture, node, v) for v in several)
+        follows_from_integers(node)
+        and _depends_on_floats(node)
+        and all(_has_no_tokens(capture, node, v) for v in several)
     )
 
 
-def _is_of_choice(node: fx.Node) -> bool:
+def _depends_on_floats(node: fx.Node) -> bool:
     """Return whether a value depends on floats, not only on their shapes."""
 
     def inputs_of(n: fx.Node) -> list[fx.Node]:
         return [] if n.target in SHAPE_ONLY else n.all_input_nodes
 
-    def is_of_choice(n: fx.Node, inputs: list[bool]) -> bool:
+    def depends_on_floats(n: fx.Node, inputs: list[bool]) -> bool:
         return isinstance(n.meta.get("val"), FakeTensor) or any(inputs)
 
-    return fold_ancestors(node, "of_choice", is_of_choice, inputs_of)
+    return fold_ancestors(node, "depends_on_floats", depends_on_floats, inputs_of)
 
 
 def _has_no_tokens(capture: Capture, node: fx.Node, val: Any) -> bool:

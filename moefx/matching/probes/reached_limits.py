@@ -120,8 +120,8 @@ def _count_most(form: CanonicalForm) -> int:
     tokens, node = math.prod(form.tokens), form.expert_index.node
     while op_name(node) in RESHAPED_COPIES and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    is_of_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
-    return tokens if is_of_topk and not form.expert_index.columns else form.slots * tokens
+    comes_from_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
+    return tokens if comes_from_topk and not form.expert_index.columns else form.slots * tokens
 
 
 def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:

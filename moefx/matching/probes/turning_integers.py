@@ -102,10 +102,10 @@ def _try_capture(state: ProofState, arguments: Arguments, sizes: dict[str, int],
     """Capture with these arguments; None if the program does not run with them, or the capture is refused."""
     with state.trying_arguments(arguments), suppress_program_errors(MoefxError):
         captured = state.capture(Routing("diverse", seed), sizes)
-        return captured if all(map(_is_within, captured.nodes)) else None
+        return captured if all(map(_has_indices_in_bounds, captured.nodes)) else None
 
 
-def _is_within(n: fx.Node) -> bool:
+def _has_indices_in_bounds(n: fx.Node) -> bool:
     """Return whether the indices of an op are in bounds. Abstract tensors do not check this."""
     for i, _, allowed in find_lookups(n):
         if (seen := i.meta["val"]).numel() and not allowed.start <= seen.min() <= seen.max() < allowed.stop:

@@ -30,7 +30,7 @@ def is_zero_test(read: HostRead) -> bool:
     """Return whether Python reads only a test whether floats of an expert's rows are zero."""
     if read.node is None or read.comparison is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
-    weighed = [n for n in find_float_decisions(read.node) if n.meta["ragged"] or _is_of_rows(n)]
+    weighed = [n for n in find_float_decisions(read.node) if n.meta["ragged"] or _is_reduced_from_rows(n)]
     return bool(weighed) and all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed)
 
 
@@ -47,7 +47,7 @@ def adds_nothing(read: HostRead) -> bool | None:
     return False if False in several else None if None in several else True
 
 
-def _is_of_rows(n: fx.Node) -> bool:
+def _is_reduced_from_rows(n: fx.Node) -> bool:
     """Return whether a number was reduced from rows of an expert."""
     while n.all_input_nodes and op_name(n) in SIZE_REDUCTIONS | VIEWS | NOT_NEGATIVE | {"eq", "ne", "mul", "pow"}:
         n = n.all_input_nodes[0]
