@@ -5,14 +5,14 @@ integer. A proof demands one canonical form under several kinds of routing. Each
 
 * `diverse`: each expert is the first choice of some token, pairs of experts vary, counts are uneven, some scores tie;
 * `skewed`: some experts get most tokens, and about a third of the experts gets none;
-* `flooded`: nearly all tokens choose the same experts, so every capacity overflows; if there are more than three
+* `overloaded`: nearly all tokens choose the same experts, so every capacity overflows; if there are more than three
   experts, one gets no token;
-* `crowded`: all tokens choose the same experts, and the other experts get none;
+* `concentrated`: all tokens choose the same experts, and the other experts get none;
 * `even`: each expert is the first choice of equally many consecutive tokens; the first expert gets the remainder;
-* `contested`: as `flooded`, and the first choice of some tokens is the second choice of others;
+* `contested`: as `overloaded`, and the first choice of some tokens is the second choice of others;
 * `spared`: only tokens that `prefer` expert `seed` choose it;
 * `unsure`: as `spared`, and these tokens score all experts nearly equally, or nearly equally and low;
-* `tied`: as `flooded`, and most tokens equal the first one, so their scores tie.
+* `tied`: as `overloaded`, and most tokens equal the first one, so their scores tie.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from torch import fx
 
 from .tensor_trees import has_values
 
-RoutingKind = Literal["diverse", "skewed", "flooded", "crowded", "even", "contested", "spared", "unsure", "tied"]
+RoutingKind = Literal[
+    "diverse", "skewed", "overloaded", "concentrated", "even", "contested", "spared", "unsure", "tied"
+]
 
 
 class Routing:
@@ -34,22 +36,22 @@ class Routing:
 
     Args:
         prefer: experts (columns) that the first tokens choose first, because no earlier routing used them.
-        as_they_are: keep the values of integer buffers, which have varied stand-ins otherwise.
+        keep_values: keep the values of parameters and buffers, which are varied otherwise.
         is_wild: give float parameters and buffers values of any magnitude.
     """
 
     def __init__(
-        self, kind: RoutingKind = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), as_they_are: bool = False,
+        self, kind: RoutingKind = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), keep_values: bool = False,
         is_wild: bool = False,
     ):  # fmt: skip
         assert kind in get_args(RoutingKind), kind
         self.kind: RoutingKind = kind
-        self.seed, self.prefer, self.as_they_are, self.is_wild = seed, prefer, as_they_are, is_wild
+        self.seed, self.prefer, self.keep_values, self.is_wild = seed, prefer, keep_values, is_wild
         self.generator = torch.Generator().manual_seed(1000 + seed)
 
     def restart(self) -> Routing:
         """Return the same routing with its random generator reset."""
-        return Routing(self.kind, self.seed, self.prefer, self.as_they_are, self.is_wild)
+        return Routing(self.kind, self.seed, self.prefer, self.keep_values, self.is_wild)
 
     def __repr__(self) -> str:
         return f"Routing({self.kind!r}, seed={self.seed})"
@@ -85,7 +87,7 @@ class Routing:
         A single number is scaled. Equal numbers, such as an untrained bias, become different. The specialization does
         not depend on which of them is large or zero.
         """
-        if not self.seed or self.as_they_are or not value.numel():
+        if not self.seed or self.keep_values or not value.numel():
             return value
         generator = self._make_generator(name)
         if (value == value.flatten()[0]).all() and (value.numel() > 1 or value.item() == 0):
@@ -113,7 +115,7 @@ class Routing:
     def draw_scores(self, rows: int, n: int) -> torch.Tensor:
         """Return scores [rows, n] whose order along each row is the preference of the token."""
         base = torch.rand(rows, n, generator=self.generator, dtype=torch.float64) - 0.5
-        if self.kind == "crowded":
+        if self.kind == "concentrated":
             base *= 0.1  # all tokens have the same order
         swapped = (
             torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.5 if self.kind == "contested" else None
@@ -141,7 +143,7 @@ class Routing:
                 )[i % 4]
         if self.kind in ("spared", "unsure"):
             base[:, self.seed % n] = -4.0
-        if self.kind in ("flooded", "contested") and n > 3:
+        if self.kind in ("overloaded", "contested") and n > 3:
             base[:, self._spared_expert(n)] -= 4.0
         if self.kind == "skewed":
             base[:, self._order_experts(n)[_count_live(n) :]] -= 4.0  # even if there are more slots than live experts
@@ -169,9 +171,9 @@ class Routing:
             live = self._order_experts(n)[: _count_live(n)]
             weight[live] = 1.0 / torch.arange(1, len(live) + 1, dtype=torch.float64)
             return torch.multinomial(weight, rows, replacement=True, generator=self.generator)
-        crowded = (self.seed + rank) % n  # flooded
-        choice = torch.full((rows,), crowded)
-        if self.kind == "crowded":
+        popular = (self.seed + rank) % n
+        choice = torch.full((rows,), popular)
+        if self.kind == "concentrated":
             return choice
         stray = torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.1
         elsewhere = torch.randint(0, n, (rows,), generator=self.generator)
@@ -211,7 +213,7 @@ class Routing:
         if not has_values(t):
             return torch.zeros(t.shape, dtype=t.dtype)
         value = t.detach().to("cpu", copy=True)
-        if not value.numel() or self.as_they_are:
+        if not value.numel() or self.keep_values:
             return value
         generator = self._make_generator(name)
         if (value == value.flatten()[0]).all():

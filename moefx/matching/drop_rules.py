@@ -203,7 +203,7 @@ def _find_capacity(match: Match, bounds: Sequence[tuple[int, int | None]]) -> Fo
         return None
     found_numbers = [collect_numbers(form.capture.nodes) for form in match.evidence]
     # if one expert has nearly all tokens, the program runs its code that drops
-    more = [(sizes, collect_numbers(capture.nodes)) for sizes, capture in match.sample_sizes("flooded")]
+    more = [(sizes, collect_numbers(capture.nodes)) for sizes, capture in match.sample_sizes("overloaded")]
     constant: Formula | None = None
     for where, value in found_numbers[overflow].items():
         if type(value) is not int or not all(

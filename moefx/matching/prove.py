@@ -65,9 +65,13 @@ def capture_first_routings(state: ProofState) -> None:
     tokens = state.size_choice.first_tokens
     arguments, first = find_turning_arguments(state, state.size_choice.choose(tokens, 0))
     state.use_arguments(arguments)
-    plans: list[tuple[RoutingKind, int]] = [("diverse", tokens), ("skewed", max(25, tokens * 3 // 4)), ("flooded", 13)]
+    plans: list[tuple[RoutingKind, int]] = [
+        ("diverse", tokens),
+        ("skewed", max(25, tokens * 3 // 4)),
+        ("overloaded", 13),
+    ]
     for variant, (kind, n) in enumerate(plans):
-        if kind == "flooded" and state.reference.slots > 1:
+        if kind == "overloaded" and state.reference.slots > 1:
             kind = "contested"  # shows which slot of a token comes first
         sizes = state.size_choice.choose(n, variant)
         if variant > 0:
@@ -113,12 +117,12 @@ def _lift_routing(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
     of a buffer: the capture does not show their weights then.
     """
     found: CanonicalForm | NothingRouted | None = None
-    as_they_are = kind == "skewed"
+    keep_values = kind == "skewed"
     # a program may skip experts that all tokens or none choose: a crowd leaves some other experts
     tried: list[tuple[RoutingKind, int]] = [(kind, 0), (kind, 3), (kind, 6)]
-    for name, more in [*tried, ("flooded", 0)] if as_they_are else tried:
+    for name, more in [*tried, ("overloaded", 0)] if keep_values else tried:
         try:
-            found = state.lift(Routing(name, seed + more, as_they_are=as_they_are), sizes)
+            found = state.lift(Routing(name, seed + more, keep_values=keep_values), sizes)
         except NothingRouted as why:
             found = found or why
             continue
@@ -237,7 +241,7 @@ def complete_evidence(state: ProofState) -> list[int]:
         if len(full) >= 3 and _do_sizes_vary(state, full):
             return full
         sizes = state.size_choice.choose(max(21, state.hint // 4), seed)
-        state.add_evidence(state.lift(Routing(("diverse", "flooded")[seed % 2], seed), sizes), sizes)
+        state.add_evidence(state.lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes), sizes)
         state.align_evidence(-1)
     raise Refused("no routing was found under which all kinds of experts are used")
 

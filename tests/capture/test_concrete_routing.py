@@ -10,7 +10,7 @@ from torch import fx
 
 from moefx.capture.concrete_routing import Routing
 
-KINDS = ("diverse", "skewed", "flooded")
+KINDS = ("diverse", "skewed", "overloaded")
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "diverse"])
@@ -64,8 +64,8 @@ def test_skewed_leaves_experts_out(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_flooded_crowds(seed):
-    counts = torch.bincount(Routing("flooded", seed).draw_scores(60, 6).topk(2).indices.flatten(), minlength=6)
+def test_overloaded_concentrates_tokens(seed):
+    counts = torch.bincount(Routing("overloaded", seed).draw_scores(60, 6).topk(2).indices.flatten(), minlength=6)
     assert counts.topk(2).values.sum() > 0.6 * counts.sum()
 
 

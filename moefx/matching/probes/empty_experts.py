@@ -189,7 +189,7 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
 def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalForm | None:
     """Lift a capture of two or three tokens; None if it has the same outcome, or the program does not run."""
     sizes = state.size_choice.choose_sequence(2 + seed % 2)
-    routing = Routing(("flooded", "diverse")[seed // 2 % 2], 40 + seed)
+    routing = Routing(("overloaded", "diverse")[seed // 2 % 2], 40 + seed)
     if not state.size_choice.is_within(sizes):
         return None
     try:

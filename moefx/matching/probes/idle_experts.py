@@ -83,7 +83,7 @@ def concentrate_tokens(state: ProofState) -> None:
         return
     most = max(range(len(state.sizes)), key=lambda i: math.prod(state.sizes[i].values()))
     for seed in (0, state.num_experts - 1):
-        state.require_same_form(state.lift(Routing("crowded", seed), state.sizes[most]))
+        state.require_same_form(state.lift(Routing("concentrated", seed), state.sizes[most]))
 
 
 def _find_concentrations(state: ProofState, captured: Capture, node: fx.Node) -> Iterator[Concentration]:

@@ -59,7 +59,7 @@ class _CommonBehaviour:
         even = state.reference.slots / state.num_experts
         self.crowds: dict[RoutingKind, float] = {"diverse": even if self.routed else 1.0}
         if self.routed:
-            self.crowds["crowded"] = 1.0
+            self.crowds["concentrated"] = 1.0
         # comparisons that had both outcomes exclude no size
         self.guards = [g for g in state.seen_guards() if all(g.holds(sizes) for sizes in state.sizes)]
         self.answers: dict[tuple[RoutingKind, int], tuple[bool, bool]] = {}

@@ -173,9 +173,9 @@ def _list_routings(state: ProofState) -> list[Routing]:
     """
     last = state.num_experts - 1
     return [
-        Routing("crowded", last, tuple(range(last - 1))),
-        Routing("crowded", 0, tuple(range(last, 1, -1))),
-        Routing("crowded", last),
+        Routing("concentrated", last, tuple(range(last - 1))),
+        Routing("concentrated", 0, tuple(range(last, 1, -1))),
+        Routing("concentrated", last),
         Routing("even"),
     ]
 

@@ -74,7 +74,7 @@ def overflow_limits(state: ProofState) -> None:
         if tokens > MAX_CROWD_TOKENS or not state.size_choice.is_within(sizes):
             break
         try:  # some limits hold for all choices, some for first choices only
-            form = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "flooded", 3 + turn), sizes)
+            form = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "overloaded", 3 + turn), sizes)
             form = state.require_agreement(form)
         except Exception as error:  # an error of the program, too, at sizes that it does not support
             if is_internal_error(error):

@@ -69,7 +69,7 @@ def vary_token_counts(state: ProofState) -> None:
         if sizes == one and not state.size_choice.is_as_captured(one):
             more = more[:_MAX_TRIALS_ELSEWHERE]
         if sizes != one:  # a limit on counts may drop all tokens except those at uncrowded experts
-            more = [*more[-2:], Routing("flooded", 5), Routing("flooded", 6)]
+            more = [*more[-2:], Routing("overloaded", 5), Routing("overloaded", 6)]
         found: CanonicalForm | Exception = Refused("no routing was tried")
         for routing in [Routing("diverse", 5), *more]:
             found = _lift_with_form(state, routing, sizes)
@@ -107,7 +107,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     found: list[CanonicalForm] = []
     unclear: list[MoefxError] = []  # a few tokens may show too little
     differs: list[Refused] = []
-    routings: list[tuple[RoutingKind, int]] = [("diverse", 5), ("crowded", busy)]
+    routings: list[tuple[RoutingKind, int]] = [("diverse", 5), ("concentrated", busy)]
     for kind, seed in routings:
         form = _lift_at_work(state, kind, seed, sizes)
         if isinstance(form, NothingRouted) and found:

@@ -164,7 +164,7 @@ def test_crowds_leave_experts_idle(n):
     def loads(kind):
         return torch.bincount(Routing(kind, 1).draw_scores(300, n).topk(2).indices.flatten(), minlength=n)
 
-    assert sorted(loads("crowded").tolist()) == [0] * (n - 2) + [300, 300]
+    assert sorted(loads("concentrated").tolist()) == [0] * (n - 2) + [300, 300]
     assert (loads("skewed") == 0).sum() == n - 2 * n // 3
     assert (loads("contested") == 0).sum() == 1
     assert (loads("diverse") == 0).sum() == 0
