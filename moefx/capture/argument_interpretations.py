@@ -35,14 +35,16 @@ def interpret_batch_of_one(first: Arguments, args: tuple, kwargs: dict[str, Any]
     Returns:
         None if there is no such axis. The more likely interpretation treats these axes as fixed, and broadcasts them.
     """
-    if not first.of_one:
+    if not first.unit_batch_axes:
         return None
-    return Arguments(args, kwargs, numbers=first.numbers, names=dict.fromkeys(first.of_one, first.lead[0]))
+    return Arguments(
+        args, kwargs, numbers=first.numbers, names=dict.fromkeys(first.unit_batch_axes, first.token_dims[0])
+    )
 
 
 def _rename_axes(first: Arguments, args: tuple, kwargs: dict[str, Any], fixed: tuple[str, ...]) -> Iterator[Arguments]:
-    changes = [(axis, name) for axis, names in first.options.items() for name in names[1:]]
-    for count in range(1, len(first.options) + 1):
+    changes = [(axis, name) for axis, names in first.axis_interpretations.items() for name in names[1:]]
+    for count in range(1, len(first.axis_interpretations) + 1):
         for chosen in itertools.combinations(changes, count):
             names: dict[Axis, int | str] = dict(chosen)
             if len(names) == count:
@@ -50,8 +52,8 @@ def _rename_axes(first: Arguments, args: tuple, kwargs: dict[str, Any], fixed: t
 
 
 def _fix_dims(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> Iterator[Arguments]:
-    for count in range(1, len(first.lead)):
-        for fixed in itertools.combinations(reversed(first.lead), count):
+    for count in range(1, len(first.token_dims)):
+        for fixed in itertools.combinations(reversed(first.token_dims), count):
             yield Arguments(args, kwargs, numbers=first.numbers, fixed=fixed)
 
 

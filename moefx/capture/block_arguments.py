@@ -20,7 +20,7 @@ from .size_collisions import ModelNumbers
 from .tensor_trees import has_values
 
 NAMES = ("B", "S", "P", "Q", "R")
-_MIN_TURNING_TOKENS = 8  # fewer tokens get no `turns`, which might mask all of them
+_MIN_VARIED_TOKENS = 8  # fewer tokens get no extra values, which might mask all of them
 # Sizes of the first of several token dims, and of dims between the first and the last, by variant. An axis with one
 # size in the first three captures would look like a constant of the program.
 _OUTER = ((3, 7, 13), (2, 6, 10), (5, 9, 11), (4, 8, 12))
@@ -33,16 +33,17 @@ _MORE_SAMPLES = 150  # cost of a larger batch with shorter sequences
 _NEAR = 5  # range of sequence lengths to compare
 _MANY_SEQUENCES = 19
 Axis = tuple[int, int]  # position among the tensor arguments, and the axis
+ExtraValue = tuple[int | str, int]  # position of a tensor argument, or name of a buffer, and a number to put into it
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class TensorArgument:
     """A tensor argument.
 
     Attributes:
         shape: each axis is a number or an expression over the token dims, such as `S` or `B*S`.
         example: for integers and booleans, the values of the recorded call.
-        turns: numbers to put among the values (see `matching.probes.turning_integers`).
+        extra_values: numbers to put among the values, such as those of `matching.probes.boundary_values`.
         is_fixed: keep the number of the example, such as a position in a table.
     """
 
@@ -50,7 +51,7 @@ class Leaf:
     dtype: torch.dtype
     example: torch.Tensor | None
     requires_grad: bool
-    turns: tuple[int, ...] = ()
+    extra_values: tuple[int, ...] = ()
     is_fixed: bool = False
 
     @property
@@ -75,10 +76,14 @@ class Leaf:
         return self.numbers_per_token == 1 and bool(((self.example == 0) | (self.example == 1)).all())  # type: ignore[operator]
 
     @property
-    def takes_turns(self) -> bool:
+    def accepts_other_values(self) -> bool:
         """Whether it may hold other numbers than the example: it has elements per token, or single integers."""
         is_integer = self.example is not None and self.dtype != torch.bool and self.example.numel() > 0
         return is_integer and (self.numbers_per_token == 1 or self.has_token_axis)
+
+    @property
+    def is_single_integer(self) -> bool:
+        return self.is_single and self.accepts_other_values
 
     def can_hold(self, number: int) -> bool:
         """Whether it may hold a number. The numbers of one token must stay distinct."""
@@ -98,7 +103,7 @@ class Leaf:
             return torch.zeros(n, dtype=self.dtype)
         if self.is_single and self.dtype != torch.bool:  # a step or a length, which later calls may change
             own, largest = int(pool[0, 0]), torch.iinfo(self.dtype).max
-            candidates = (own, *self.turns, *(() if self.is_fixed else (own + 1, own + 10007)))
+            candidates = (own, *self.extra_values, *(() if self.is_fixed else (own + 1, own + 10007)))
             return torch.full((n,), min(largest, candidates[seed % len(candidates)]), dtype=self.dtype)
         pool = self._vary(pool, generator)
         kinds = pool.unique(dim=0)
@@ -113,11 +118,11 @@ class Leaf:
         out = pool[order].flatten()
         if seed and per_token > 1 and self.has_token_axis and out.dtype != torch.bool:
             out = _permute_numbers(out, pool[pool >= 0].unique(), generator)
-        if self.turns and rows > 1:  # for a third of the tokens, one each
+        if self.extra_values and rows > 1:  # for a third of the tokens, one each
             at = torch.rand(rows, generator=generator, dtype=torch.float32).argsort()[: -(-rows // 3)]
-            which = (torch.arange(len(at)) + seed * len(at)) % len(self.turns)
+            which = (torch.arange(len(at)) + seed * len(at)) % len(self.extra_values)
             column = torch.randint(0, per_token, (len(at),), generator=generator)
-            out[at * per_token + column] = torch.tensor(self.turns)[which].to(self.dtype)
+            out[at * per_token + column] = torch.tensor(self.extra_values)[which].to(self.dtype)
         return out
 
     def _split_rows(self) -> torch.Tensor:
@@ -170,19 +175,19 @@ class Arguments:
         feature: the feature axis of the hidden states: the last, or 1 for channels first.
         numbers: numbers of the model, which captures avoid as sizes.
         fixed: token dims that the model fixes, such as the positions of a table. Only the others vary.
-        names: interpretations of axes that differ from the most likely one, see `options`.
+        names: interpretations of axes that differ from the most likely one, see `axis_interpretations`.
 
     Attributes:
-        lead: names of all token dims, outermost first: `("S",)` for [S,D] inputs, `("B", "S")` for [B,S,D].
+        token_dims: names of all token dims, outermost first: `("S",)` for [S,D] inputs, `("B", "S")` for [B,S,D].
         dims: those that vary.
         sizes: their sizes in the recorded call.
         fixed: the token dims that the model fixes, and their sizes.
-        each: tokens per unit of `sizes`, more than 1 if dims are `fixed`.
+        tokens_per_unit: tokens per unit of `sizes`, more than 1 if dims are `fixed`.
         width: size of the feature axis.
-        options: for each axis that equals a token dim, all interpretations, the chosen one first.
-        of_one: first axes of size 1 of other tensors, if the batch size is 1.
-        held: numbers to put among the values of integer buffers, by the buffer's name.
-        shift: number of variants that captures skip in their choice of sizes.
+        axis_interpretations: for each axis that equals a token dim, all interpretations, the chosen one first.
+        unit_batch_axes: first axes of size 1 of other tensors, if the batch size is 1.
+        extra_buffer_values: numbers to put among the values of integer buffers, by the buffer's name.
+        variant_offset: number of variants that captures skip in their choice of sizes.
     """
 
     def __init__(
@@ -203,84 +208,84 @@ class Arguments:
         else:
             self.feature = feature % hidden.dim()
             lead = (*hidden.shape[: self.feature], *hidden.shape[self.feature + 1 :])
-        self.lead: tuple[str, ...] = NAMES[: len(lead)] if len(lead) > 1 else ("S",) * len(lead)
-        every: dict[str, int] = dict(zip(self.lead, lead, strict=True))
-        self.dims: tuple[str, ...] = tuple(d for d in self.lead if d not in fixed)
+        self.token_dims: tuple[str, ...] = NAMES[: len(lead)] if len(lead) > 1 else ("S",) * len(lead)
+        every: dict[str, int] = dict(zip(self.token_dims, lead, strict=True))
+        self.dims: tuple[str, ...] = tuple(d for d in self.token_dims if d not in fixed)
         self.sizes: dict[str, int] = {d: every[d] for d in self.dims}
-        self.fixed: dict[str, int] = {d: every[d] for d in self.lead if d in fixed}
-        self.each = math.prod(self.fixed.values())
+        self.fixed: dict[str, int] = {d: every[d] for d in self.token_dims if d in fixed}
+        self.tokens_per_unit = math.prod(self.fixed.values())
         self.width = hidden.shape[self.feature] if hidden.dim() > len(lead) else 0
-        self.options: dict[Axis, list[int | str]] = {}
-        self.of_one: list[Axis] = []
+        self.axis_interpretations: dict[Axis, list[int | str]] = {}
+        self.unit_batch_axes: list[Axis] = []
         positions = itertools.count()
         self.flat: list[Any] = [
-            self._make_leaf(t, next(positions), t is hidden, names or {}) if isinstance(t, torch.Tensor) else t
+            self._make_tensor(t, next(positions), t is hidden, names or {}) if isinstance(t, torch.Tensor) else t
             for t in flat
         ]
-        self.tensors = [leaf for leaf in self.flat if isinstance(leaf, Leaf)]
-        self.held: dict[str, tuple[int, ...]] = {}
-        self.shift = 0
-        own = {n for leaf in self.tensors for n in leaf.shape if isinstance(n, int)}
+        self.tensors = [t for t in self.flat if isinstance(t, TensorArgument)]
+        self.extra_buffer_values: dict[str, tuple[int, ...]] = {}
+        self.variant_offset = 0
+        own = {n for t in self.tensors for n in t.shape if isinstance(n, int)}
         self.numbers = (numbers or ModelNumbers()).with_exact(own)
 
     @property
     def tokens(self) -> str:
         """The number of tokens as an expression over the dims."""
-        return "*".join((*self.dims, *([str(self.each)] if self.each > 1 else [])))
+        return "*".join((*self.dims, *([str(self.tokens_per_unit)] if self.tokens_per_unit > 1 else [])))
 
     def __str__(self) -> str:
-        return " ".join(f"[{', '.join(map(str, leaf.shape))}]" for leaf in self.tensors)
+        return " ".join(f"[{', '.join(map(str, t.shape))}]" for t in self.tensors)
 
     def at_other_sizes(self) -> Arguments:
         """Return these arguments for captures at other sizes."""
         out = copy.copy(self)
-        out.shift += 1
+        out.variant_offset += 1
         return out
 
-    def with_turns(self, numbers: Iterable[tuple[int | str, int]]) -> Arguments:
-        """Return these arguments with more numbers among their values.
-
-        Args:
-            numbers: pairs of a position among the tensor arguments, or the name of a buffer, and a number.
-        """
+    def with_extra_values(self, numbers: Iterable[ExtraValue]) -> Arguments:
+        """Return these arguments with more numbers among their values."""
         more = sorted(numbers, key=str)
-        out = self._replace_leaves(
-            dataclasses.replace(leaf, turns=(*leaf.turns, *(v for at, v in more if at == i)))
-            for i, leaf in enumerate(self.tensors)
+        out = self._replace_tensors(
+            dataclasses.replace(t, extra_values=(*t.extra_values, *(v for at, v in more if at == i)))
+            for i, t in enumerate(self.tensors)
         )
-        names = dict.fromkeys(at for at, _ in more if isinstance(at, str))
-        out.held = self.held | {n: (*self.held.get(n, ()), *(v for at, v in more if at == n)) for n in names}
+        by_buffer = dict(self.extra_buffer_values)
+        for at, number in more:
+            if isinstance(at, str):
+                by_buffer[at] = (*by_buffer.get(at, ()), number)
+        out.extra_buffer_values = by_buffer
         return out
 
     def with_fixed_integers(self) -> Arguments | None:
         """Return these arguments with single integers fixed to their examples; None if they are already."""
-        if all(leaf.is_fixed or not (leaf.takes_turns and leaf.is_single) for leaf in self.tensors):
+        if all(t.is_fixed or not t.is_single_integer for t in self.tensors):
             return None
-        return self._replace_leaves(
-            dataclasses.replace(leaf, is_fixed=leaf.takes_turns and leaf.is_single) for leaf in self.tensors
-        )
+        return self._replace_tensors(dataclasses.replace(t, is_fixed=t.is_single_integer) for t in self.tensors)
 
-    def _replace_leaves(self, tensors: Iterable[Leaf]) -> Arguments:
+    def _replace_tensors(self, tensors: Iterable[TensorArgument]) -> Arguments:
         out = copy.copy(self)
         out.tensors = list(tensors)
         left = iter(out.tensors)
-        out.flat = [next(left) if isinstance(t, Leaf) else t for t in self.flat]
+        out.flat = [next(left) if isinstance(t, TensorArgument) else t for t in self.flat]
         return out
 
-    def _make_leaf(self, t: torch.Tensor, position: int, is_hidden: bool, names: Mapping[Axis, int | str]) -> Leaf:
+    def _make_tensor(
+        self, t: torch.Tensor, position: int, is_hidden: bool, names: Mapping[Axis, int | str]
+    ) -> TensorArgument:
         shape: list[int | str] = []
         used: set[str] = set()
         for axis, n in enumerate(t.shape):
             if is_hidden:
-                dim = self.lead[axis - (axis > self.feature)] if axis != self.feature else ""
+                dim = self.token_dims[axis - (axis > self.feature)] if axis != self.feature else ""
                 name: int | str = dim if dim in self.dims else n
             else:
                 options = self._list_options(n, used)
                 name = names.get((position, axis), options[0])
-                if axis == 0 and n == 1 < t.dim() and len(self.lead) > 1 and self.sizes.get(self.lead[0]) == 1:
-                    self.of_one.append((position, axis))
+                batch = self.token_dims[0] if len(self.token_dims) > 1 else ""
+                if axis == 0 and n == 1 < t.dim() and self.sizes.get(batch) == 1:
+                    self.unit_batch_axes.append((position, axis))
                 if len(options) > 1:
-                    self.options[position, axis] = [name, *(option for option in options if option != name)]
+                    self.axis_interpretations[position, axis] = [name, *(other for other in options if other != name)]
             if isinstance(name, str):
                 used.add(name)
             shape.append(name)
@@ -291,7 +296,7 @@ class Arguments:
             if has_values(t)
             else torch.zeros(1, dtype=t.dtype)
         )
-        return Leaf(tuple(shape), t.dtype, keep, t.requires_grad)
+        return TensorArgument(tuple(shape), t.dtype, keep, t.requires_grad)
 
     def _list_options(self, n: int, used: set[str]) -> list[int | str]:
         """List the interpretations of an axis of size `n`, the most likely first: a token dim, all tokens, a constant.
@@ -300,9 +305,9 @@ class Arguments:
         """
         if n == 1:
             return [1]
-        free = [d for d in self.dims if d not in used or (d,) == self.lead[-1:]]
+        free = [d for d in self.dims if d not in used or (d,) == self.token_dims[-1:]]
         exact = sorted((d for d in free if self.sizes[d] == n), key=lambda d: d in used)
-        all_tokens = self.each * math.prod(self.sizes.values())
+        all_tokens = self.tokens_per_unit * math.prod(self.sizes.values())
         is_product = bool(self.dims) and self.tokens not in self.dims and n == all_tokens
         return [*exact, *([self.tokens] if is_product else []), n]
 
@@ -312,15 +317,15 @@ class Arguments:
         Args:
             variant: each capture has its own, and so its own sizes.
         """
-        tokens = max(1, -(-tokens // self.each))
-        variant += self.shift
+        tokens = max(1, -(-tokens // self.tokens_per_unit))
+        variant += self.variant_offset
         outer = _OUTER[variant % len(_OUTER)]
 
         def cost(sizes: dict[str, int]) -> int:
             more = max(0, math.prod(sizes.values()) - tokens)
             samples = outer.index(sizes[self.dims[0]]) if len(self.dims) > 1 else 0
             extra = TWICE_THE_TOKENS * more // max(tokens, _USUAL_TOKENS) + _MORE_SAMPLES * samples
-            return self.numbers.cost(sizes, self.each) + extra
+            return self.numbers.cost(sizes, self.tokens_per_unit) + extra
 
         return min(self._list_candidates(tokens, variant), key=cost, default={})
 
@@ -344,30 +349,30 @@ class Arguments:
 
     def choose_sequence(self, tokens: int) -> dict[str, int]:
         """Return the sizes of one sequence of `tokens` tokens."""
-        return dict.fromkeys(self.dims, 1) | {self.dims[-1]: max(1, tokens // self.each)}
+        return dict.fromkeys(self.dims, 1) | {self.dims[-1]: max(1, tokens // self.tokens_per_unit)}
 
     def choose_tokens_near(self, tokens: int, avoid: Collection[int] = ()) -> int:
         """Return `tokens` or slightly more, so that the length of a sequence collides with no number of the model."""
-        least = -(-tokens // self.each) | 1  # odd, like all sizes of captures
-        several = [self.each * n for n in range(least, least + _NEAR, 2)]
+        least = -(-tokens // self.tokens_per_unit) | 1  # odd, like all sizes of captures
+        several = [self.tokens_per_unit * n for n in range(least, least + _NEAR, 2)]
         several = [n for n in several if n not in avoid] if self.dims else [tokens]
-        return min(several, key=lambda n: self.numbers.cost(self.choose_sequence(n), self.each) + n)
+        return min(several, key=lambda n: self.numbers.cost(self.choose_sequence(n), self.tokens_per_unit) + n)
 
     def build_call(self, sizes: dict[str, int], seed: int = 0) -> tuple[tuple, dict[str, Any]]:
         """Build (args, kwargs) at these sizes: meta tensors for floats, small real ones for integers."""
         generator = torch.Generator().manual_seed(77 + seed)
         out = []
-        is_small = self.each * math.prod(sizes.values()) < _MIN_TURNING_TOKENS
-        for leaf in self.flat:
-            if not isinstance(leaf, Leaf):
-                out.append(leaf)
+        is_small = self.tokens_per_unit * math.prod(sizes.values()) < _MIN_VARIED_TOKENS
+        for argument in self.flat:
+            if not isinstance(argument, TensorArgument):
+                out.append(argument)
                 continue
-            leaf = dataclasses.replace(leaf, turns=()) if is_small else leaf
-            shape = [_evaluate_axis(n, sizes) if isinstance(n, str) else n for n in leaf.shape]
-            if leaf.example is None:
-                out.append(torch.empty(shape, dtype=leaf.dtype, device="meta"))
+            argument = dataclasses.replace(argument, extra_values=()) if is_small else argument
+            shape = [_evaluate_axis(n, sizes) if isinstance(n, str) else n for n in argument.shape]
+            if argument.example is None:
+                out.append(torch.empty(shape, dtype=argument.dtype, device="meta"))
                 continue
-            out.append(leaf.draw_values(math.prod(shape), seed, generator).reshape(shape))
+            out.append(argument.draw_values(math.prod(shape), seed, generator).reshape(shape))
         args, kwargs = pytree.tree_unflatten(out, self.spec)
         return args, kwargs
 

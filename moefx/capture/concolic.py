@@ -55,7 +55,7 @@ def capture_block(
     dims: dict[str, int] | None = None,
     sizes: SizeLog | None = None,
     max_nodes: int = 0,
-    held: Mapping[str, Sequence[int]] | None = None,
+    extra_values: Mapping[str, Sequence[int]] | None = None,
     observer: CaptureObserver | None = None,
 ) -> Capture:
     """Run `block(*args, **kwargs)` on abstract floats under `routing`, and restore the block.
@@ -66,7 +66,7 @@ def capture_block(
         dims: the symbolic sizes by name.
         sizes: the log to fill, instead of a new one for `dims`.
         max_nodes: limit of the graph's size; 0: none.
-        held: numbers to put among the values of integer buffers, by name.
+        extra_values: numbers to put among the values of integer buffers, by name.
         observer: sees the calls of modules and the ops.
 
     Raises:
@@ -78,7 +78,7 @@ def capture_block(
     tracer.named = find_attribute_tensors(block)
 
     def make_stand_in(t: torch.Tensor, name: str) -> torch.Tensor:
-        return routing.vary_integers(t, name, (held or {}).get(name, ()))
+        return routing.vary_integers(t, name, (extra_values or {}).get(name, ()))
 
     state = _register_state(tracer, block, make_stand_in)
     args, kwargs, inputs = _register_inputs(tracer, args, kwargs)

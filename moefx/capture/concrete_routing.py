@@ -1,6 +1,6 @@
 """Concrete routing: invent the values of router scores, and so the routing decisions of a capture.
 
-A `Routing` invents the outputs of contractions, router logits among them, where the block turns a float into an
+A `Routing` invents the outputs of contractions, router logits among them, where the block extra_values a float into an
 integer. A proof demands one canonical form under several kinds of routing. Each kind tests something else:
 
 * `diverse`: each expert is the first choice of some token, pairs of experts vary, counts are uneven, some scores tie;
@@ -201,14 +201,14 @@ class Routing:
         """Return floats in [0, 1) as inputs of a choice."""
         return torch.rand(shape, generator=self.generator, dtype=torch.float32)
 
-    def vary_integers(self, t: torch.Tensor, name: str, turns: Sequence[int] = ()) -> torch.Tensor:
+    def vary_integers(self, t: torch.Tensor, name: str, extra_values: Sequence[int] = ()) -> torch.Tensor:
         """Return a stand-in for an integer parameter or buffer, so that a program which bakes in its values is found.
 
         Equal values become different. Other values are permuted if `seed` is not 0, and 0, 1, 2, ... always. Each
         tensor has a permutation of its own.
 
         Args:
-            turns: numbers to put among the values (see `matching.probes.turning_integers`).
+            extra_values: numbers to put among the values (see `matching.probes.boundary_values`).
         """
         if not has_values(t):
             return torch.zeros(t.shape, dtype=t.dtype)
@@ -221,8 +221,8 @@ class Routing:
         elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.numel() == max(value.shape)):
             along = value.shape.index(max(value.shape)) if value.dtype == torch.bool else 0
             value = value.index_select(along, torch.randperm(value.shape[along], generator=generator))
-        if turns:
-            _insert(turns, value, self.seed, generator)
+        if extra_values:
+            _insert(extra_values, value, self.seed, generator)
         return value
 
 
@@ -243,20 +243,20 @@ def can_hold(value: torch.Tensor, number: int) -> bool:
     return info.min <= number <= info.max
 
 
-def _insert(turns: Sequence[int], value: torch.Tensor, seed: int, generator: torch.Generator) -> None:
+def _insert(extra_values: Sequence[int], value: torch.Tensor, seed: int, generator: torch.Generator) -> None:
     """Put numbers in the place of random elements, each once if all elements are distinct.
 
     A single element becomes one of them or keeps its value, by the seed.
     """
     if value.numel() == 1:
-        if which := seed % (len(turns) + 1):
-            value.fill_(turns[which - 1])
+        if which := seed % (len(extra_values) + 1):
+            value.fill_(extra_values[which - 1])
         return
     are_distinct = len(value.unique()) == value.numel()
-    count = len(turns) if are_distinct else max(len(turns), value.numel() // 3)
+    count = len(extra_values) if are_distinct else max(len(extra_values), value.numel() // 3)
     at = torch.rand(value.numel(), generator=generator, dtype=torch.float32).argsort()[:count]
-    which = (torch.arange(len(at)) + seed) % len(turns)
-    value.view(-1)[at] = torch.tensor(turns)[which].to(value.dtype)
+    which = (torch.arange(len(at)) + seed) % len(extra_values)
+    value.view(-1)[at] = torch.tensor(extra_values)[which].to(value.dtype)
 
 
 def _is_identity(value: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ _POSITION_OPS = {
 
 
 class ForcedValues:
-    """The forced values of one capture. Ops that repeat a computation, as in each turn of a loop, get equal values."""
+    """The forced values of one capture. Ops that repeat a computation, as in a loop, get equal values."""
 
     def __init__(self, runner: OpRunner):
         self.runner, self.routing = runner, runner.routing

@@ -26,7 +26,7 @@ from .outcome_values import BOX, FREE, LOAD, OPTION, TEST, UNKNOWN, Value
 
 # Kinds of questions. ASKS: a boolean tells whether an expert has tokens. TRUTH: the truth of a number or tensor tells
 # it. ROWS: a list or a loop is as long as an expert's rows. KEYS: a routed number is the key of a container, or the
-# number of turns of a loop. LOADS: Python compares an expert's load, and captures show both outcomes.
+# number of iterations of a loop. LOADS: Python compares an expert's load, and captures show both outcomes.
 ASKS, TRUTH, ROWS, KEYS, LOADS = "asks", "truth", "rows", "keys", "loads"
 _MAX_ROUNDS = 12
 _MAX_SNAPSHOTS = 3  # of the names at one location

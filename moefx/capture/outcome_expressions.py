@@ -378,8 +378,8 @@ class Expressions(Names):
         if is_container and name in _EMPTIES:
             if self.tested or kinds:
                 self.mark(owner, env, Value("", value.type))
-            is_in_turn = self.tested or not value.kind
-            return Value("" if is_in_turn else PLAIN, UNKNOWN)
+            is_same_iteration = self.tested or not value.kind
+            return Value("" if is_same_iteration else PLAIN, UNKNOWN)
         if value.kind in (BOX, TESTS, BOXES):
             if name in ("keys", "values", "items", "copy", "__iter__"):
                 return value

@@ -6,7 +6,7 @@ depends on an outcome. Under a test of an outcome, the program may store tensors
 there depends on the outcome after the branch. Lists that depend on it may be iterated over and passed to torch.
 
 Captures show both outcomes of each comparison of an expert's load (see `matching.probes.load_comparisons`). A value
-computed from one may be used in the turn of its expert (`LOAD`); in the next turn it counts as an outcome.
+computed from one may be used in the iteration of its expert (`LOAD`); in the next one it counts as an outcome.
 """
 
 from __future__ import annotations
@@ -145,11 +145,13 @@ class Flow(Expressions):
         is_left = False  # by a break under an outcome
         breaks: list[tuple[Env, int]] = []
         for _ in range(_MAX_PASSES):
-            self.exits, turn = [], dict(head)
-            decided = start(turn)
-            after = dict if decided == BY_LOAD else _after_turn  # a loop over one expert's rows stays in its turn
+            self.exits, iteration = [], dict(head)
+            decided = start(iteration)
+            after = (
+                dict if decided == BY_LOAD else _end_iteration
+            )  # a loop over one expert's rows stays in its iteration
             self.tested = max(before, decided, BY_OUTCOME if is_left else FREE)
-            end = self.block(s.body, turn)
+            end = self.block(s.body, iteration)
             ends = [(end, self.tested)] if end is not None else []
             ends += [(e, by) for kind, e, by in self.exits if kind == "continue"]
             breaks = [(after(e), by) for kind, e, by in self.exits if kind == "break"]
@@ -230,7 +232,7 @@ class Flow(Expressions):
         return found
 
 
-def _after_turn(env: Env) -> Env:
+def _end_iteration(env: Env) -> Env:
     """Return the names for the next expert, where values computed from a load count as outcomes."""
     return {name: value._replace(kind=PLAIN) if value.kind == LOAD else value for name, value in env.items()}
 

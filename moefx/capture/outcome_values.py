@@ -10,14 +10,14 @@ from torch import nn
 from .symbolic_sizes import Number
 
 Env: TypeAlias = "dict[str, Value]"
-# Whether a statement runs depends on no outcome, on the load of the current turn's expert, or on outcomes.
+# Whether a statement runs depends on no outcome, on the load of the current iteration's expert, or on outcomes.
 FREE, BY_LOAD, BY_OUTCOME = 0, 1, 2
 
 # Kinds of values; "" depends on no outcome.
 TEST = "test"  # whether one expert has tokens
 PLAIN = "plain"  # a number, string or flag computed from outcomes
 BOX = "box"  # a container whose length or keys depend on outcomes
-LOAD = "load"  # a test or a number computed from a load that Python compares, in the turn of its expert only
+LOAD = "load"  # a test or a number computed from a load that Python compares, in the iteration of its expert only
 TESTS, BOXES = "tests", "boxes"  # a container of fixed length with these
 OPTION = "option"  # None or a tensor
 KEYS = "keys"  # an access to a container at a routed key

@@ -42,7 +42,7 @@ class RoutedNumberLog(Protocol):
         ...
 
     def note_key(self) -> None:
-        """Note that Python used it as a key or an index, or for the number of turns of a loop."""
+        """Note that Python used it as a key or an index, or for the number of iterations of a loop."""
         ...
 
     def note_use(self, size: Number) -> None:

@@ -148,7 +148,7 @@ def list_attempts(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers, pr
         elif refusal and refusal.cause is Cause.CONVOLUTIONS:
             return failure
         elif refusal and (kept is None or refusal.cause is Cause.MIXED_POSITIONS):
-            is_image = arguments.feature < len(arguments.lead)
+            is_image = arguments.feature < len(arguments.token_dims)
             kept = dataclasses.replace(failure, error=_explain_images(refusal)) if is_image else failure
     assert program_failure is not None
     return kept or program_failure
@@ -249,7 +249,7 @@ def _explain_refusal(refusal: Refused, state: ProofState) -> Refused:
     if refusal.cause not in _STOPPED:
         return refusal
     sizes, fixed = state.first.sizes.dims, state.arguments.fixed
-    series = [dim for dim in state.arguments.lead[1:] if dim in sizes or dim in fixed]
+    series = [dim for dim in state.arguments.token_dims[1:] if dim in sizes or dim in fixed]
     positions = {**sizes, **fixed}[series[-1]] if series else None
     return explain_refusal(state.first, positions) or refusal
 

@@ -53,7 +53,7 @@ def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int
         others = [dim for dim in free if dim != long]
         for short in sorted(itertools.product(_SHORT, repeat=len(others)), key=math.prod):
             known = fixed | dict(zip(others, short, strict=True))
-            each = arguments.each * math.prod(known.values())
+            each = arguments.tokens_per_unit * math.prod(known.values())
             least = max(1, -(-tokens // each))
             for n in range(least, least + _NEAR // each + 1):
                 sizes = {dim: known.get(dim, n) for dim in arguments.dims}
@@ -77,7 +77,7 @@ def _fixed(arguments: Arguments, guards: Sequence[SizeGuard]) -> dict[str, int]:
 
 def _candidates(arguments: Arguments, free: list[str], fixed: dict[str, int]) -> Iterator[dict[str, int]]:
     """Yield sizes with one long free axis and short others."""
-    most = MAX_TOKENS // arguments.each
+    most = MAX_TOKENS // arguments.tokens_per_unit
     for long in free:
         others = [dim for dim in free if dim != long]
         for short in itertools.product(_SHORT, repeat=len(others)):
@@ -96,8 +96,8 @@ def _hold(guards: Sequence[SizeGuard], sizes: dict[str, int]) -> bool:
 
 def _cost(arguments: Arguments, tokens: int) -> Callable[[dict[str, int]], int]:
     def cost(sizes: dict[str, int]) -> int:
-        distance = abs(arguments.each * math.prod(sizes.values()) - tokens)
-        return arguments.numbers.cost(sizes, arguments.each) + TWICE_THE_TOKENS * distance // tokens
+        distance = abs(arguments.tokens_per_unit * math.prod(sizes.values()) - tokens)
+        return arguments.numbers.cost(sizes, arguments.tokens_per_unit) + TWICE_THE_TOKENS * distance // tokens
 
     return cost
 

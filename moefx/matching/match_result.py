@@ -131,7 +131,7 @@ class Match:
             if len(several) < _MIN_SAMPLES:  # guards may allow multiples of a number only
                 several += [s for s in find_sizes(self.arguments, guards, 64) if s not in several][:_MIN_SAMPLES]
             for sizes in several:
-                is_long = self.arguments.each * math.prod(sizes.values()) > 512
+                is_long = self.arguments.tokens_per_unit * math.prod(sizes.values()) > 512
                 with suppress_program_errors(MoefxError):
                     samples.append((sizes, self.capture_at(Routing(kind, 0), sizes, most=max_nodes if is_long else 0)))
         return self.size_samples[kind]

@@ -156,7 +156,7 @@ class ProofState:
         if any(not form.kept_slots.all() for form in self._forms):
             yield "the routed sum after all writes to it", LiftOptions(cut_preference="write")
             yield "the routed sum at any last node", LiftOptions(cut_preference="any")
-        is_masked = any(leaf.example is not None and not leaf.is_single for leaf in self._arguments.tensors)
+        is_masked = any(t.example is not None and not t.is_single for t in self._arguments.tensors)
         if self._first is None or not (is_masked or has_rows_of_padding(self._first, self._arguments.width)):
             return
         if lines := find_padding_lines(self.block, self._first, self._arguments.width):
@@ -189,12 +189,12 @@ class ProofState:
         args, kwargs = self._arguments.build_call(sizes, seed=routing.seed)
         if interventions and self._forms:  # a forced number may set how often a loop runs
             most = _MAX_GROWTH * len(self._forms[0].capture.nodes)
-        held = self._arguments.held
         log = SizeLog(sizes, tuple(self._arguments.fixed.values()))
         try:
             captured = capture_block(
-                self.block, args, kwargs, routing, interventions=interventions, sizes=log, max_nodes=most, held=held
-            )
+                self.block, args, kwargs, routing, interventions=interventions, sizes=log, max_nodes=most,
+                extra_values=self._arguments.extra_buffer_values,
+            )  # fmt: skip
         finally:  # an assertion on a size tells which sizes the program supports
             log.unify_names(self._comparisons)
             for guard in log.guards:

@@ -18,10 +18,10 @@ from .lift.distinct_choices import has_distinct_slots
 from .lift.lifter import ONE_EXPERT, NothingRouted
 from .lift.routed_nodes import has_sequence_choices
 from .match_result import ExpertGroup, Match
+from .probes.boundary_values import add_boundary_values, add_larger_flags
 from .probes.plain_integers import refuse_plain_integers
 from .probes.probe import Probe
 from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
-from .probes.turning_integers import find_counting_arguments, find_turning_arguments
 from .proof_state import ProofState, are_same_places, find_places
 from .terms.parameter_places import ParameterSlice
 from .unsupported_effects import refuse_effects
@@ -63,7 +63,7 @@ def capture_first_routings(state: ProofState) -> None:
     """Capture and lift the block under three routings with different numbers of tokens: tokens that spread out, that
     prefer some experts, and that crowd on a few."""
     tokens = state.size_choice.first_tokens
-    arguments, first = find_turning_arguments(state, state.size_choice.choose(tokens, 0))
+    arguments, first = add_boundary_values(state, state.size_choice.choose(tokens, 0))
     state.use_arguments(arguments)
     plans: list[tuple[RoutingKind, int]] = [
         ("diverse", tokens),
@@ -87,16 +87,16 @@ def capture_first_routings(state: ProofState) -> None:
                 raise
             form = state.lift_first(state.capture(Routing(kind, variant), sizes))
         state.add_evidence(form, sizes)
-        _count_masks(state, sizes)
+        _try_larger_flags(state, sizes)
 
 
-def _count_masks(state: ProofState, sizes: dict[str, int]) -> None:
+def _try_larger_flags(state: ProofState, sizes: dict[str, int]) -> None:
     """Try larger numbers in integers that were 0 and 1.
 
     They may be factors, which a 1 hides, or numbers that choose experts. If the form or the expert index changes, keep
     the larger numbers.
     """
-    if (counted := find_counting_arguments(state, sizes)) is None:
+    if (counted := add_larger_flags(state, sizes)) is None:
         return
     arguments, captured = counted
     try:

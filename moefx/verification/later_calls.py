@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from ..capture.argument_interpretations import interpret_arguments
-from ..capture.block_arguments import Arguments, Leaf
+from ..capture.block_arguments import Arguments, TensorArgument
 from ..capture.size_collisions import ModelNumbers
 from ..comparison.input_layouts import Layout
 from ..comparison.sandbox import Inputs, Options, Parameters, copy_detached, execute, leaves, make_sandbox
@@ -154,14 +154,15 @@ class CallPlanner:
         given = _count_tokens(reading, reading.sizes)
         if self.token_counts is not None:
             for number in self.token_counts:
-                yield _choose_sizes(reading, -(-number // reading.each)), True, ""
+                yield _choose_sizes(reading, -(-number // reading.tokens_per_unit)), True, ""
             return
         seen = [given]
         is_many = given <= MANY_TOKENS and _LARGE.stop * _count_parameters(self.original) <= MAX_WORK
         # Stay near the given count if MANY_TOKENS would take too long.
         above = _LARGE if is_many else range(given + 1, given + max(given // 8, 8))
         below = range(max(given // 4, _MIN_TOKENS), max(given // 2, min(given, _MIN_TOKENS + 8)))
-        small = range(reading.each, 9 * reading.each, reading.each) if reading.each > 1 else _SMALL
+        unit = reading.tokens_per_unit
+        small = range(unit, 9 * unit, unit) if unit > 1 else _SMALL
         draws = [
             _Draw(below, range(given), layout="transposed"),
             *[_Draw(small, range(sys.maxsize), backward=False)] * NUM_SMALL,
@@ -184,7 +185,7 @@ class CallPlanner:
     def _draw_sizes(self, reading: Arguments, draw: _Draw, seen: Sequence[int]) -> Sizes | None:
         """Sizes whose token count adds the most new remainders; ties are broken at random."""
         order = torch.randperm(len(draw.candidates), generator=self.generator).tolist()
-        several = [_choose_sizes(reading, -(-draw.candidates[i] // reading.each)) for i in order]
+        several = [_choose_sizes(reading, -(-draw.candidates[i] // reading.tokens_per_unit)) for i in order]
         several = [s for s in several if (n := _count_tokens(reading, s)) in draw.allowed and n not in seen]
 
         def is_new(sizes: Sizes) -> list[bool]:
@@ -228,7 +229,7 @@ def resize_inputs(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: t
         return places
 
     def changed(value: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, Leaf):
+        if not isinstance(leaf, TensorArgument):
             return value
         value = value.detach()
         for axis, name in enumerate(leaf.shape):
@@ -253,7 +254,7 @@ def _choose_sizes(reading: Arguments, units: int) -> Sizes:
 
 
 def _count_tokens(reading: Arguments, sizes: Sizes) -> int:
-    return reading.each * math.prod(sizes.values())
+    return reading.tokens_per_unit * math.prod(sizes.values())
 
 
 def _count_parameters(model: nn.Module) -> int:

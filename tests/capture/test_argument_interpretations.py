@@ -161,6 +161,6 @@ class TestReadings:
             a.dims: a for a in interpret_arguments((torch.zeros(3, 4, 5, D), torch.zeros(60, 2)), {}, ModelNumbers())
         }
         batch = found[("B",)]
-        assert batch.each == 20 and batch.tokens == "B*20" and batch.tensors[1].shape == ("B*20", 2)
+        assert batch.tokens_per_unit == 20 and batch.tokens == "B*20" and batch.tensors[1].shape == ("B*20", 2)
         assert batch.choose_sequence(40) == {"B": 2} and batch.build_call({"B": 2})[0][1].shape == (40, 2)
         assert len(last.dims) == 1

@@ -104,14 +104,14 @@ class TestAt:
 
     def test_numbers_that_turn_a_comparison_are_among_the_examples_own(self):
         arguments = Arguments((torch.zeros(2, 8, 6), torch.arange(1, 17).view(2, 8), torch.tensor(5)), {})
-        turned = arguments.with_turns([(1, 0), (1, -100), (2, 9)])
+        turned = arguments.with_extra_values([(1, 0), (1, -100), (2, 9)])
         for seed in range(3):
             (_, ids, _), _ = turned.build_call({"B": 3, "S": 11}, seed=seed)
             assert {0, -100} < set(ids.flatten().tolist()) <= {0, -100, *range(1, 17)}
         (_, few, _), _ = turned.build_call({"B": 1, "S": 3})
         assert few.min() > 0
         assert [int(turned.build_call({"B": 3, "S": 11}, seed=seed)[0][2]) for seed in range(4)] == [5, 9, 6, 10012]
-        assert arguments.tensors[1].turns == ()
+        assert arguments.tensors[1].extra_values == ()
 
     def test_requires_grad_is_noted(self):
         assert Arguments((torch.zeros(4, 6, requires_grad=True),), {}).tensors[0].requires_grad

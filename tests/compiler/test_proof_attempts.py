@@ -247,7 +247,9 @@ def test_other_sizes_follow_a_proof_that_does_not_hold_for_the_example(monkeypat
     outcomes = [fail(NO, options=OPTIONS[1:]), fail(OTHER, failed=SIDE), fail(OTHER), PROOF]
     result, ran = prove(monkeypatch, outcomes)
     assert result is PROOF and ran[2].side == (SizeGuard("S", "lt", "32", False),)
-    assert [attempt.arguments.shift for attempt in ran] == [0, 0, 0, 1] and ran[3].name.endswith("two, other sizes")
+    assert [attempt.arguments.variant_offset for attempt in ran] == [0, 0, 0, 1] and ran[3].name.endswith(
+        "two, other sizes"
+    )
     assert [attempt.options.cut_preference for attempt in ran] == ["", "any", "any", ""]
     result, ran = prove(monkeypatch, [fail(NO, failed=SIDE), fail(OTHER), fail(OTHER)])
     assert result is NO and len(ran) == 3

@@ -364,8 +364,8 @@ class Lifter:
             RepeatedChoiceRefused: they receive something else.
         """
         slots = {t: [(t, k, e) for k, e in enumerate(ids[t])] for t in received}
-        for turn in range(2):
-            if turn:
+        for attempt in range(2):
+            if attempt:
                 lookup.doubtful = [slot for row in slots.values() for slot in row]
                 groups = self._unify_groups(cut, lookup, instances, ids)
             sums = ChoiceSums(self.capture, self.reach.terms, lookup, groups, routed, self.template)

@@ -11,7 +11,7 @@ Protects from a branch whose other way computes something else::
 
 `flip_branches` captures the program again with the other outcome of each read, and of several reads at once. The
 capture must have the canonical form of the others; else the block is refused, or restricted by a guard. A float that
-Python reads takes values that turn the comparisons of the code.
+Python reads takes values that change the outcome of the comparisons in the code.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def flip_branches(state: ProofState) -> None:
                 named = _find_named_numbers(state.block) if named is None else named
                 others = [1e30, -1e30, 0.0] if float in kinds else [10**6, -1, 0]
                 between = named if float in kinds else list(dict.fromkeys(map(round, named)))
-                others += _find_turning_values(state, read, captured, others, between)
+                others += _find_boundary_values(state, read, captured, others, between)
             for value in others:
                 interventions: dict[Any, Any] = {read.call_stack: repeat_outcome(captured, read.call_stack, value)}
                 if not force_outcome(state, read.source, interventions, what, captured) and read.node is None:
@@ -193,7 +193,7 @@ def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
     return ROW_COUNT in of or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
 
 
-def _find_turning_values(
+def _find_boundary_values(
     state: ProofState, read: HostRead, captured: Capture, known: list[Any], values: list[Any]
 ) -> list[Any]:
     """Find values of a read that change the program: it runs other ops, or other numbers than the value itself change.

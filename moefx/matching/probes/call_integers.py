@@ -7,7 +7,7 @@ Protects from padding, special tokens or a warm-up that the example does not hav
     if step < warmup_steps:  # True in the first steps
         ...
 
-`turning_integers` puts numbers into the arguments that change these results. `vary_call_integers` captures with each
+`boundary_values` puts numbers into the arguments that change these results. `vary_call_integers` captures with each
 number. It then forces another outcome of each result that had one outcome in all captures; the experts must not depend
 on it.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 BUFFER_SEEDS = (2, 3, 4)  # seeds of captures in which buffers have other values
-_FIRST_TURNING_SEED = 50  # first seed of captures that use the numbers of `turning_integers`
+_FIRST_BOUNDARY_SEED = 50  # first seed of captures that use the numbers of `boundary_values`
 Place = tuple[Any, str, int]  # call stack, op, and a count of the op's runs there, from 1
 
 
@@ -50,14 +50,14 @@ class Observation:
         values: two of its values, or the one that all elements have.
         of: values of its operands.
         is_same: the result equals an operand.
-        turns: how often the program ran the op at this place.
+        num_runs: how often the program ran the op at this place.
     """
 
     node: fx.Node
     values: set[float]
     of: set[float]
     is_same: bool
-    turns: int = 0
+    num_runs: int = 0
 
     @property
     def is_doubtful(self) -> bool:
@@ -88,7 +88,7 @@ def observe_integers(capture: Capture) -> dict[Place, Observation]:
         if not is_one_way or not _is_decided(ranges[0], n):
             found[(*where, counts[where])] = one
     for (*where, _), one in found.items():
-        one.turns = counts[tuple(where)]
+        one.num_runs = counts[tuple(where)]
     return found
 
 
@@ -114,7 +114,7 @@ def find_operands(n: fx.Node) -> list[fx.Node]:
 
 
 def vary_call_integers(state: ProofState) -> None:
-    """Capture with each number of `turning_integers`, then force another outcome of each result with one outcome.
+    """Capture with each number of `boundary_values`, then force another outcome of each result with one outcome.
 
     An outcome is forced in a capture that has the result: one behind a branch occurs only there.
 
@@ -124,8 +124,8 @@ def vary_call_integers(state: ProofState) -> None:
     """
     columns: list[dict[Place, Observation]] = []
     settled: set[Place] = set()
-    turns = [*(leaf.turns for leaf in state.arguments.tensors), *state.arguments.held.values()]
-    more = range(_FIRST_TURNING_SEED, _FIRST_TURNING_SEED + max(map(len, turns), default=0) + 1) if any(turns) else ()
+    extra = [*(t.extra_values for t in state.arguments.tensors), *state.arguments.extra_buffer_values.values()]
+    more = range(_FIRST_BOUNDARY_SEED, _FIRST_BOUNDARY_SEED + max(map(len, extra), default=0) + 1) if any(extra) else ()
     seeds = iter((*(BUFFER_SEEDS if has_integers(state.block) else ()), *more))
     while True:
         columns += [observe_integers(form.capture) for form in state.forms[len(columns) :]]
@@ -150,16 +150,16 @@ def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
 def _find_doubtful_places(columns: list[dict[Place, Observation]]) -> list[Place]:
     """Return the places with one outcome in all captures.
 
-    Each turn of a loop is a place of its own, unless the number of turns depends on the routing: a turn then belongs to
-    different experts in different captures.
+    Each iteration of a loop is a place of its own, unless the number of iterations depends on the routing: an iteration
+    then belongs to different experts in different captures.
     """
     met_all = [(place, one) for column in columns for place, one in column.items()]
-    turns: dict[Any, set[int]] = {}
+    num_runs: dict[Any, set[int]] = {}
     for place, one in met_all:
-        turns.setdefault(place[:2], set()).add(one.turns)
+        num_runs.setdefault(place[:2], set()).add(one.num_runs)
     found: dict[Any, list[tuple[Place, Observation]]] = {}
     for place, one in met_all:
-        key = place if len(turns[place[:2]]) == 1 else place[:2]
+        key = place if len(num_runs[place[:2]]) == 1 else place[:2]
         found.setdefault(key, []).append((place, one))
     several = [(met[0][0], functools.reduce(operator.or_, [one for _, one in met])) for met in found.values()]
     return [place for place, one in several if one.is_doubtful]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ...capture.block_arguments import ExtraValue
 from ...capture.capture_result import Capture
 from ...capture.code_locations import is_program_error
 from ...capture.concrete_routing import Routing, can_hold
@@ -24,7 +25,7 @@ from ...errors import Refused
 from ..graph_nodes import depends_on_call, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges
 from ..terms.parameter_places import ParameterSlice, Siblings, get_tensor, guess_experts
-from .turning_integers import Turn, can_run, evaluate_path, find_integer_ancestors, find_path
+from .boundary_values import can_run, evaluate_path, find_integer_ancestors, find_path
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -67,17 +68,19 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
     first = state.reference
     if not all(map(depends_on_call, first.expert_index.nodes)):
         return
-    found: set[Turn] = set()
+    found: set[ExtraValue] = set()
     for node in first.expert_index.nodes:
         ancestors = find_integer_ancestors(node)
         for leaf in (n for n in ancestors if n.op == "placeholder"):
             argument = state.arguments.tensors[leaf.meta["position"]]
-            numbers = _find_choosing_numbers(first.capture, node, leaf, missing) if argument.takes_turns else {}
+            numbers = (
+                _find_choosing_numbers(first.capture, node, leaf, missing) if argument.accepts_other_values else {}
+            )
             found |= {(leaf.meta["position"], n) for n in numbers.values() if argument.can_hold(n)}
             missing = missing - numbers.keys()
         for leaf in (n for n in ancestors if n.op == "get_attr" and not n.meta["val"].is_floating_point()):
             found |= {(leaf.meta["fqn"], e) for e in missing if can_hold(leaf.meta["val"], e)}
-    arguments = state.arguments.with_turns(found)
+    arguments = state.arguments.with_extra_values(found)
     if found and can_run(state, arguments, state.sizes[0]):
         state.capture_again(arguments)
 

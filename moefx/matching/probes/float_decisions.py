@@ -55,8 +55,8 @@ def mix_decisions(state: ProofState) -> None:
         Refused: mixed outcomes change the form.
     """
     doubtful = [d for d in _find_decisions(state) if any(len(values) == 1 for values in d.columns)]
-    of_turns = {frozenset(d.made_of): d for d in reversed(doubtful)}  # the first turn of each loop
-    for flipped, decision in reversed(of_turns.items()):
+    by_nodes = {frozenset(d.made_of): d for d in reversed(doubtful)}  # the first iteration of each loop
+    for flipped, decision in reversed(by_nodes.items()):
         _force_each(state, decision.source, flipped, decision.what, decision.met)
     comparisons = [d for d in doubtful if d.what == _COMPARISON]
     if len(comparisons) > 1:  # one may matter only together with another

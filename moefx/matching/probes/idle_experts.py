@@ -27,8 +27,8 @@ from ...capture.capture_result import Capture
 from ...capture.code_locations import suppress_program_errors
 from ...capture.concrete_routing import Routing
 from ...errors import Refused
+from .boundary_values import evaluate_path, find_integer_ancestors, find_path
 from .call_integers import find_doubtful_nodes
-from .turning_integers import evaluate_path, find_integer_ancestors, find_path
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -58,16 +58,16 @@ def leave_experts_idle(state: ProofState) -> None:
 
     Captures that do not have the form of the others are left to the probes that force an outcome.
     """
-    captured, turned = state.reference.capture, dict[Concentration, set[fx.Node]]()
+    captured, changed = state.reference.capture, dict[Concentration, set[fx.Node]]()
     open_ = set(find_doubtful_nodes(state)[:_MAX_NODES])
     for node in open_:
         for concentration in _find_concentrations(state, captured, node):
-            turned.setdefault(concentration, set()).add(node)
+            changed.setdefault(concentration, set()).add(node)
     for _ in range(_MAX_CAPTURES):
-        best = max(turned, key=lambda c: len(turned[c] & open_), default=None)
-        if best is None or not turned[best] & open_:
+        best = max(changed, key=lambda c: len(changed[c] & open_), default=None)
+        if best is None or not changed[best] & open_:
             return
-        open_ -= turned.pop(best)
+        open_ -= changed.pop(best)
         with contextlib.suppress(Refused):
             form = state.lift(Routing("diverse", 0), state.sizes[0], {best.position: best})
             state.add_evidence(state.require_same_form(form), state.sizes[0])

@@ -65,7 +65,7 @@ class _CommonBehaviour:
         self.answers: dict[tuple[RoutingKind, int], tuple[bool, bool]] = {}
 
     def has_moved(self, captured: Capture) -> bool:
-        there = _collect_numbers(captured)  # one turn of a loop may have another number
+        there = _collect_numbers(captured)  # one iteration of a loop may have another number
         return any(v != self.same[at] for at, v in there.items() if at in self.same)
 
     def differs(self, tokens: int) -> tuple[bool, bool]:
@@ -137,7 +137,7 @@ def vary_leaked_sizes(state: ProofState) -> None:
     usual, moved = _CommonBehaviour(state), False
     # the tokens of one sequence: a number equal for 5 sequences of 19 may differ for one of 40
     arguments = state.arguments
-    below = max(sizes[arguments.dims[-1]] * arguments.each for sizes in state.sizes) if arguments.dims else 1
+    below = max(sizes[arguments.dims[-1]] * arguments.tokens_per_unit for sizes in state.sizes) if arguments.dims else 1
 
     def only_below(high: int) -> SizeGuard:
         return SizeGuard(arguments.tokens, "lt", str(high), True)
@@ -212,7 +212,7 @@ def _has_leaks(state: ProofState) -> bool:
 
 def guard_constant_expressions(state: ProofState) -> None:
     """Guard each expression of sizes (`S % 2`) that is constant over the captures, but not over sizes between them."""
-    largest = state.arguments.each * max(math.prod(sizes.values()) for sizes in state.sizes)
+    largest = state.arguments.tokens_per_unit * max(math.prod(sizes.values()) for sizes in state.sizes)
     for text in sorted(set().union(*[form.capture.sizes.used for form in state.forms])):
         with contextlib.suppress(ArithmeticError, ValueError):
             seen = {evaluate_size(text, sizes) for sizes in state.sizes}
@@ -248,7 +248,7 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
     several = (
         arguments.choose_sizes(times * tokens, 1) for times in _SEQUENCES
     )  # not one sequence: S must differ from B*S
-    sizes = next((s for s in several if arguments.each * s[arguments.dims[-1]] >= tokens), None)
+    sizes = next((s for s in several if arguments.tokens_per_unit * s[arguments.dims[-1]] >= tokens), None)
     if sizes is None:
         return False
     try:

@@ -47,7 +47,7 @@ def overflow_limits(state: ProofState) -> None:
         Refused: a limited number is no plain count, so the tokens that reach the limit are unknown.
     """
     slots, seen = state.reference.slots, [find_limits(form.capture, state.unforced_lengths) for form in state.forms]
-    for turn in range(4):
+    for attempt in range(4):
         places = find_unreached(seen)
         most = [_count_most(form) for form in state.forms]
         left: set[int] = set()
@@ -74,7 +74,9 @@ def overflow_limits(state: ProofState) -> None:
         if tokens > MAX_CROWD_TOKENS or not state.size_choice.is_within(sizes):
             break
         try:  # some limits hold for all choices, some for first choices only
-            form = state.lift(Routing("contested" if slots > 1 and turn % 2 == 0 else "overloaded", 3 + turn), sizes)
+            form = state.lift(
+                Routing("contested" if slots > 1 and attempt % 2 == 0 else "overloaded", 3 + attempt), sizes
+            )
             form = state.require_agreement(form)
         except Exception as error:  # an error of the program, too, at sizes that it does not support
             if is_internal_error(error):
@@ -161,7 +163,7 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
             most = torch.iinfo(n.meta["val"].dtype).max
             if name != "_to_copy" or not _is_bounded(ranges, n.all_input_nodes[0], most + 1):
                 found[place] = most  # numbers wrap around: a capture beyond the limit does not show all sizes
-        if found.get(place, UNKNOWN) is None:  # another turn of a loop reached it
+        if found.get(place, UNKNOWN) is None:  # another iteration of a loop reached it
             continue
         if name == "slice":
             for end, reached in _find_ends(capture, n):

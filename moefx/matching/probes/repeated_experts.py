@@ -172,26 +172,26 @@ def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], 
     places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by call site of the op, then by its n-th run there
     for node, where in made:
         by: Any = node.args[0] if op_name(node) == "getitem" else node
-        place, turn = by.meta.get("position"), 0
+        place, run = by.meta.get("position"), 0
         if place is None:
             place = by.meta["source"], str(by.target), all(a.meta.get("from_integers") for a in by.all_input_nodes)
             before = [n for n in form.capture.nodes[: by.meta["index"]] if n.target == by.target]
-            turn = sum(n.meta["source"] == place[0] for n in before)
-        places.setdefault(place, {}).setdefault(turn, []).extend(where.unbind(1))
+            run = sum(n.meta["source"] == place[0] for n in before)
+        places.setdefault(place, {}).setdefault(run, []).extend(where.unbind(1))
 
-    def changing(turns: dict[int, list[torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def changing(by_run: dict[int, list[torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
         count = itertools.count()
 
         def otherwise(out: torch.Tensor) -> torch.Tensor:
             flat = out.flatten().clone()
-            for at in turns.get(next(count), ()):
+            for at in by_run.get(next(count), ()):
                 chosen.append(flat[at])
                 chosen[-1] = flat[at] = change(chosen).to(flat.dtype)
             return flat.view(out.shape)
 
         return otherwise
 
-    return {place: changing(turns) for place, turns in places.items()}
+    return {place: changing(by_run) for place, by_run in places.items()}
 
 
 def _pair_slots(slots: int) -> list[tuple[int, int | None]]:

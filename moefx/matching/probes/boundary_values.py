@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.node import map_arg
 
-from ...capture.block_arguments import Arguments
+from ...capture.block_arguments import Arguments, ExtraValue
 from ...capture.capture_result import Capture
 from ...capture.code_locations import suppress_program_errors
 from ...capture.concrete_routing import Routing, can_hold
@@ -34,41 +34,41 @@ from .call_integers import BUFFER_SEEDS, Observation, are_equal, find_operands, 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-Turn = tuple[int | str, int]  # index of a tensor argument, or name of a buffer, and a number to put into it
 _NOT_A_FLAG = 2  # put into integer masks of 0 and 1, which may be counts
 _MAX_NUMBER = 1 << 30
 _MAX_OF_TENSOR = 6
 _MAX_TRIALS = 100
 
 
-def find_turning_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
+def add_boundary_values(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
     """Return the arguments of a state with the numbers that were found, and a capture with them if one was made."""
-    arguments, tried = state.arguments, set[Turn]()
-    if not any(leaf.takes_turns for leaf in arguments.tensors) and not has_integers(state.block):
+    arguments, tried = state.arguments, set[ExtraValue]()
+    if not any(t.accepts_other_values for t in arguments.tensors) and not has_integers(state.block):
         return arguments, None
     while (captured := _try_capture(state, arguments, sizes)) is not None:
         doubtful = _observe_doubtful(state, arguments, sizes, captured)
-        found = {turn for one in doubtful if (turn := _find_turn(captured, one, arguments)) is not None} - tried
+        values = [_find_boundary_value(captured, one, arguments) for one in doubtful]
+        found = {value for value in values if value is not None} - tried
         if not found:
             break
         tried |= found
-        if can_run(state, every := arguments.with_turns(found), sizes):
+        if can_run(state, every := arguments.with_extra_values(found), sizes):
             arguments = every
             continue
-        for turn in sorted(found, key=str):
-            if can_run(state, alone := arguments.with_turns({turn}), sizes):
+        for value in sorted(found, key=str):
+            if can_run(state, alone := arguments.with_extra_values({value}), sizes):
                 arguments = alone
     return arguments, captured
 
 
-def find_counting_arguments(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
+def add_larger_flags(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
     """Return the arguments with some entries of 2 in integer masks of 0 and 1, and a capture with them.
 
     None if no argument is such a mask, or the program does not run with a 2.
     """
     tensors = enumerate(state.arguments.tensors)
-    masks = {(i, _NOT_A_FLAG) for i, t in tensors if t.takes_turns and t.is_mask and not t.is_single}
-    captured = _try_capture(state, arguments := state.arguments.with_turns(masks), sizes) if masks else None
+    masks = {(i, _NOT_A_FLAG) for i, t in tensors if t.accepts_other_values and t.is_mask and not t.is_single}
+    captured = _try_capture(state, arguments := state.arguments.with_extra_values(masks), sizes) if masks else None
     return (arguments, captured) if captured is not None else None
 
 
@@ -94,7 +94,7 @@ def _observe_doubtful(
 
 def can_run(state: ProofState, arguments: Arguments, sizes: dict[str, int]) -> bool:
     """Return whether the program runs with all numbers of these arguments: one capture per number of a single one."""
-    most = max(map(len, (*(leaf.turns for leaf in arguments.tensors), *arguments.held.values())))
+    most = max(map(len, (*(t.extra_values for t in arguments.tensors), *arguments.extra_buffer_values.values())))
     return all(_try_capture(state, arguments, sizes, seed) is not None for seed in range(most + 1))
 
 
@@ -118,21 +118,21 @@ def _is_one_truth(one: Observation) -> bool:
     return one.node.meta["val"].dtype is torch.bool and len(one.values) == 1
 
 
-def _find_turn(captured: Capture, one: Observation, arguments: Arguments) -> Turn | None:
+def _find_boundary_value(captured: Capture, one: Observation, arguments: Arguments) -> ExtraValue | None:
     """Find a number that changes an observation if every third entry of one argument or buffer has it."""
     made_of = find_integer_ancestors(one.node)
     for leaf in sorted(made_of, key=lambda n: (n.op != "placeholder", n.meta["index"])):
-        if leaf.op == "placeholder" and arguments.tensors[leaf.meta["position"]].takes_turns:
+        if leaf.op == "placeholder" and arguments.tensors[leaf.meta["position"]].accepts_other_values:
             key, leaf_takes = leaf.meta["position"], arguments.tensors[leaf.meta["position"]].can_hold
         elif leaf.op == "get_attr":
             key, leaf_takes = leaf.meta["fqn"], partial(can_hold, leaf.meta["val"])
         else:
             continue
-        given, way = leaf.meta["val"], find_path(leaf, made_of)
+        given, path = leaf.meta["val"], find_path(leaf, made_of)
         here = (torch.arange(given.numel()) % 3 == 0).view(given.shape)
-        for number in filter(leaf_takes, itertools.islice(_propose_numbers(captured, one, way), _MAX_TRIALS)):
+        for number in filter(leaf_takes, itertools.islice(_propose_numbers(captured, one, path), _MAX_TRIALS)):
             with suppress_program_errors():  # the number may be out of bounds of a table
-                if _is_turned(captured, one, way, {leaf: torch.where(here, number, given)}):
+                if _changes_outcome(captured, one, path, {leaf: torch.where(here, number, given)}):
                     return key, number
     return None
 
@@ -172,28 +172,30 @@ def evaluate_path(
     return values
 
 
-def _is_turned(captured: Capture, one: Observation, way: list[fx.Node], values: dict[fx.Node, torch.Tensor]) -> bool:
+def _changes_outcome(
+    captured: Capture, one: Observation, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]
+) -> bool:
     """Return whether these values of an argument or a buffer change the outcome of an observation."""
-    out = evaluate_path(captured, way, values)[one.node]
+    out = evaluate_path(captured, path, values)[one.node]
     if one.is_same:
         known = (values[a] if a in values else captured.concrete_value(a) for a in find_operands(one.node))
         return not any(are_equal(a, out) for a in known)
     return set(out.unique().tolist()) != one.values
 
 
-def _propose_numbers(captured: Capture, one: Observation, way: list[fx.Node]) -> Iterator[int]:
+def _propose_numbers(captured: Capture, one: Observation, path: list[fx.Node]) -> Iterator[int]:
     """Yield numbers that may change an observation.
 
     These are the numbers in the ops of the path and in their other operands, the indices of a table at which it has
     another entry, the neighbours of all these numbers, and their sums, products and differences.
     """
-    named = {v: None for n in way for v in pytree.tree_leaves((n.args, n.kwargs)) if type(v) in (int, float)}
-    for a in {a: None for n in way for a in find_operands(n) if a not in way}:
+    named = {v: None for n in path for v in pytree.tree_leaves((n.args, n.kwargs)) if type(v) in (int, float)}
+    for a in {a: None for n in path for a in find_operands(n) if a not in path}:
         known = captured.concrete_value(a).flatten()
         named |= dict.fromkeys(known.unique()[:_MAX_OF_TENSOR].tolist())
         others = (known != next(iter(one.values))).nonzero().flatten()
         named |= dict.fromkeys(others[:_MAX_OF_TENSOR].tolist())
-    narrow = {n.meta["val"].dtype for n in way if n.meta.get("val") is not None} & NARROW
+    narrow = {n.meta["val"].dtype for n in path if n.meta.get("val") is not None} & NARROW
     named |= dict.fromkeys(torch.iinfo(dtype).max + 1 for dtype in narrow)
     own = [int(v) for v in [*named, 0] if abs(v) < _MAX_NUMBER]
     near = [v + d for d in (0, 1, -1) for v in own]
