@@ -1,6 +1,6 @@
-"""Triton's kernels run in its interpreter where there is no GPU; it looks at this when it is first imported.
+"""Run Triton's kernels in its interpreter on machines without a GPU; Triton reads the setting at its first import.
 
-Where there is one, a test that does not ask for it tunes no kernel.
+On a machine with a GPU, only tests that request it tune kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a test may take, on a machine of any pace."""
+"""Time limits of tests, on a machine of any speed."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class TestErrors:
         with pytest.raises(InvalidInput):
             moefx.compile(reference, example_inputs=wrong)
 
-    def test_does_not_run(self, reference):
+    def test_a_failing_forward_raises_invalid_input(self, reference):
         with pytest.raises(CaptureError, match=r"Model does not run on the example inputs: .*Pass example_inputs"):
             moefx.compile(reference, example_inputs=(torch.zeros(5, D + 1),))
 
@@ -108,7 +108,7 @@ class TestErrors:
             *('{"tokens": 0}', '{"tokens": 1.5}', '{"memory": -1}', '{"memory": "8 GB"}', '{"zero": 4}'),
         ],
     )
-    def test_fields_that_cannot_be_meant(self, fields):
+    def test_invalid_fields_raise(self, fields):
         with pytest.raises(InvalidPlan):
             Plan.from_json(fields)
 
@@ -117,12 +117,12 @@ class TestErrors:
         assert Plan.from_json(plan.to_json()) == plan and plan.is_undecided
         assert Plan(expert_axis="auto").is_undecided and not Plan(tokens=8192, memory=2**36).is_undecided
 
-    def test_what_torch_compile_made_of_it_is_looked_into(self, compiled):
+    def test_functions_accept_results_of_torch_compile(self, compiled):
         wrapped = torch.compile(compiled)
         assert str(moefx.graph(wrapped, "moe")) == str(moefx.graph(compiled, "moe"))
         assert moefx.explain(wrapped).matched and moefx.blocks(wrapped)
 
-    def test_later_specializations_are_told(self, reference):
+    def test_explain_lists_later_specializations(self, reference):
         compiled = moefx.compile(copy.deepcopy(reference), example_inputs=EXAMPLE)
         assert moefx.explain(compiled).matched[0].also_for == ()
         compiled.eval()(torch.randn(2, 5, D))  # nothing in it depends on the mode
@@ -211,7 +211,7 @@ class TestFound:
         moefx.explain(model, example_inputs=EXAMPLE)
         assert [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)] == before
 
-    def test_an_expert_that_no_capture_meets_is_not_lost(self):
+    def test_an_expert_without_tokens_in_captures_is_kept(self):
         """One choice for a whole sequence: a few sequences choose a few experts."""
 
         class Sentences(Loop):
@@ -243,7 +243,7 @@ class TestCalls:
         same(compiled, reference, torch.randn(D, 9).t())
         same(compiled, reference, torch.randn(18, 2 * D)[::2, ::2])
 
-    def test_not_a_number(self, compiled, reference):
+    def test_nan_inputs_equal_the_original(self, compiled, reference):
         x = torch.randn(9, D)
         x[3] = math.nan
         good = [t for t in range(9) if t != 3]

@@ -107,7 +107,7 @@ def test_wrong_targets_end_with_status_2_and_one_line(user_module, capsys, comma
     assert len(error.strip().splitlines()) == 1
 
 
-def test_what_is_no_target(user_module, capsys):
+def test_invalid_targets_are_named(user_module, capsys):
     assert cli.main(["explain", "user_code"]) == 2
     assert "'user_code' is not of the form package.module:factory" in capsys.readouterr().err
     assert cli.main(["plan", "user_code", "--gpus", "2"]) == 1

@@ -137,7 +137,7 @@ def _pages() -> list:
 
 
 @pytest.mark.parametrize(("page", "needed"), _pages())
-def test_code_blocks_print_what_the_page_shows(page, needed, tmp_path, monkeypatch):
+def test_code_blocks_print_the_output_on_the_page(page, needed, tmp_path, monkeypatch):
     for package in needed:
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
@@ -153,7 +153,7 @@ def test_code_blocks_print_what_the_page_shows(page, needed, tmp_path, monkeypat
 
 
 @pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="needs gloo")
-def test_scripts_for_several_ranks_print_what_the_page_shows(tmp_path):
+def test_scripts_for_several_ranks_print_the_output_on_the_page(tmp_path):
     """All scripts of one number of ranks run in the same processes: starting them takes longer than the scripts."""
     found = [pair for page in MARKDOWN for pair in shown_below(read_blocks(page)) if pair[0].num_ranks]
     for ranks in {block.num_ranks for block, _ in found}:

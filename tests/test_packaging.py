@@ -1,4 +1,4 @@
-"""What `pip install` would install, and what importing it costs."""
+"""Files that `pip install` installs, and the cost of the import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that ask for what will not be done raise, and say how to leave it out."""
+"""Plans with fields that would have no effect raise, and name the field to leave out."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_fields_over_a_mesh(fields, fits):
         check_effects(Plan(**fields), mesh_of(dp=2, ep=2, tp=2))
 
 
-def test_what_is_asked_of_the_planner_without_a_mesh():
+def test_planner_fields_without_a_mesh_raise():
     check_effects(Plan(expert_axis="auto", checkpoint="auto", node_size=4, memory=1e9, zero=1, tokens=64), None)
     check_effects(Plan(tokens=64), None)
 
@@ -108,7 +108,7 @@ def test_what_is_asked_of_the_planner_without_a_mesh():
 LAYOUT = {"pp": 2, "tp": 2, "ep": 4, "zero": 1, "microbatches": 16, "recompute": 1}
 
 
-def test_a_layout_is_a_field():
+def test_layout_is_a_field():
     plan = Plan(layout=LAYOUT)
     assert plan.layout == tuple(LAYOUT.items()) and Plan.from_json(plan.to_json()) == plan
     for wrong in ("pp", 3, {"pp": "2"}, [("pp",)], {1: 2}):
@@ -159,7 +159,7 @@ def followed(plan: Plan, mesh: Any) -> Plan:
     ],
     ids=str,
 )
-def test_what_compile_does_not_do(layout, text):
+def test_layouts_that_compile_does_not_support_raise(layout, text):
     plan, mesh = Plan(layout=layout, expert_axis="ep"), mesh_of(pp=2, ep=4, tp=2)
     with pytest.raises(InvalidPlan, match=text):
         check_layout(plan, mesh)
@@ -172,7 +172,7 @@ def test_what_compile_does_not_do(layout, text):
             check_layout(plan.replace(layout=rest), mesh_of(pp=2, ep=2, tp=2))
 
 
-def test_entries_say_what_they_count_on():
+def test_entries_list_their_assumptions():
     ranking = moefx.plan("olmoe-1b-7b", "frontier", 16, batch=64)
     for entry in ranking:
         x, mesh = entry.layout, mesh_of(**dict(zip(*reversed(entry.mesh.values()), strict=True)))

@@ -1,4 +1,4 @@
-"""`compile` leaves the process as it was: interrupted, beside other threads, under other defaults."""
+"""`compile` leaves the process unchanged: after interrupts, with other threads, under other defaults."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class Capacity(Loop):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("default", DEFAULTS.values(), ids=DEFAULTS)
-def test_defaults_are_the_users(default):
+def test_the_users_defaults_stay(default):
     model, inputs = Capacity(), (torch.randn(3, 7, D), torch.ones(3, 7, dtype=torch.bool))
     with default():
         before = torch.get_default_device(), torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""Tests that share proofs get the proof of an equal block, and none of a block that differs."""
+"""Tests that share proofs get the proof of an equal block, and none of a different block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks measure, on the CPU: the work of each peer that is installed, and what it saves."""
+"""Benchmarks on the CPU: results of each installed peer equal the original, and saved bytes are counted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_experts_without_a_gate(name):
 
 
 @pytest.mark.parametrize("name", ["transformers", "liger-kernel", "sonic-moe"])
-def test_peers_that_need_a_gate_say_so(name):
+def test_peers_that_need_a_gate_refuse_ungated_experts(name):
     with pytest.raises(NotImplementedError, match=f"{name} is measured with SwiGLU alone"):
         PEERS[name](inputs_of(UNGATED))
 
@@ -132,7 +132,7 @@ def test_shapes_by_their_names():
 @pytest.mark.parametrize(
     "arguments, why", [(["--shapes", "olmo"], "no shape 'olmo'"), (["--peers", "moefx,nobody"], "no peer nobody")]
 )
-def test_options_that_cannot_be_meant(arguments, why, capsys):
+def test_invalid_options_raise(arguments, why, capsys):
     with pytest.raises(SystemExit) as ended:
         moe.main(arguments)
     assert ended.value.code == 2 and why in capsys.readouterr().err
@@ -167,7 +167,7 @@ def test_kernels_of_a_profile():
     assert layers.list_kernels(profile.key_averages()) == []  # the attributes are there
 
 
-def test_all_are_commands():
+def test_every_benchmark_is_a_command():
     assert {module.__name__.rpartition(".")[2] for module in (moe, layers, tune, routing, stages)} <= set(
         cli.BENCHMARKS
     )
@@ -182,7 +182,7 @@ def test_lines_follow_their_environment(tmp_path):
     assert rows == [{"ms": 1.0}, {"ms": 2.0}]
 
 
-def test_what_of_the_exchanges_is_hidden(tmp_path):
+def test_exchange_time_hidden_behind_compute(tmp_path):
     spans = [
         ("gemm", 0.0, 3.0),
         ("ncclDevKernel_SendRecv", 2.0, 4.0),

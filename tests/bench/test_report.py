@@ -51,7 +51,7 @@ def test_table(results, capsys):
     assert end.splitlines() == ["b, another: out of memory", "slowest routing, moefx: 1.25 times uniform (a zipf)"]
 
 
-def test_what_is_kept_has_no_ceiling(tmp_path):
+def test_saved_bytes_have_no_ceiling(tmp_path):
     path = tmp_path / "results.jsonl"
     rows = (row("a", peer, 1.0) | dict(saved_bytes_per_token=100.0, peak_mib=5.0) for peer in ("moefx", CEILING))
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -66,7 +66,7 @@ def test_plot(results, tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_read_is_named(tmp_path, capsys):
+def test_unreadable_results_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", "report", str(tmp_path / "nothing.jsonl")])
     assert ended.value.code == 2 and "nothing.jsonl" in capsys.readouterr().err

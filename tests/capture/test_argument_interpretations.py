@@ -1,4 +1,4 @@
-"""Which axes of the arguments are token axes, and which ones the model fixes."""
+"""Interpretations of arguments: which axes are token axes, and which ones the model fixes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ FIXED = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("make, lead", FIXED.values(), ids=FIXED)
-def test_the_model_fixes_an_axis_beside_a_free_batch(make, lead):
+def test_the_model_fixes_one_axis_and_leaves_the_batch_free(make, lead):
     torch.manual_seed(0)
     model = make()
     compiled = moefx.compile(model, example_inputs=(torch.randn(*lead, D),))
@@ -148,7 +148,7 @@ def test_a_branch_on_all_tokens_is_seen():
 
 
 class TestReadings:
-    def test_the_likeliest_comes_first(self):
+    def test_the_likeliest_interpretation_is_first(self):
         found = list(interpret_arguments((torch.zeros(2, 8, D), torch.zeros(2, 8)), {}, ModelNumbers()))
         assert [leaf.shape for leaf in found[0].tensors] == [("B", "S", D), ("B", "S")]
         assert found[1].feature == 1 and len(found) <= MAX_INTERPRETATIONS + 2

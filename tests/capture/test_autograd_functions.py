@@ -1,4 +1,4 @@
-"""Autograd functions whose `apply` was looked up before the capture: at import, or when the module was made."""
+"""Autograd functions whose `apply` was looked up before the capture, at import or in `__init__`."""
 
 from __future__ import annotations
 

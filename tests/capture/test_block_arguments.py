@@ -32,7 +32,7 @@ class TestLeaves:
         arguments = Arguments((torch.zeros(2, 7, 6), torch.zeros(2, 1, 7, 7)), {})
         assert shapes(arguments)[1] == ("B", 1, "S", "S")
 
-    def test_equal_token_axes_are_told_apart_in_order(self):
+    def test_equal_token_axes_are_named_in_order(self):
         arguments = Arguments((torch.zeros(5, 5, 6), torch.zeros(5, 5)), {})
         assert shapes(arguments) == [("B", "S", 6), ("B", "S")]
 
@@ -102,7 +102,7 @@ class TestAt:
         for seed in range(3):
             assert set(arguments.build_call({"S": 40}, seed=seed)[0][1].tolist()) == {0, 1}
 
-    def test_numbers_that_turn_a_comparison_are_among_the_examples_own(self):
+    def test_boundary_values_stay_among_the_examples_own(self):
         arguments = Arguments((torch.zeros(2, 8, 6), torch.arange(1, 17).view(2, 8), torch.tensor(5)), {})
         turned = arguments.with_extra_values([(1, 0), (1, -100), (2, 9)])
         for seed in range(3):

@@ -1,4 +1,4 @@
-"""Candidates of a model: where something is chosen, innermost module first."""
+"""Block candidates of a model: modules that select something, innermost module first."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TestChains:
         (chain,) = search_blocks(model, (X,), {}).chains
         assert len(chain) == 4 and chain[0].endswith("moe.gate")
 
-    def test_chain_stops_where_the_choice_is_made_twice(self):
+    def test_chain_stops_at_a_module_that_selects_twice(self):
         chains = search_blocks(Stack(2), (X,), {}).chains
         assert chains[0] == ["layers.0.moe.gate", "layers.0.moe", "layers.0"]
 
@@ -106,7 +106,7 @@ class TestTwins:
 
         assert search_blocks(Halved(), (X,), {}).twins == {}
 
-    def test_training_mode_tells_apart(self):
+    def test_training_mode_is_part_of_the_signature(self):
         a, b = Layer(), Layer()
         assert compute_signature(a) == compute_signature(b) and compute_signature(a) != compute_signature(b.eval())
         assert compute_signature(a) != compute_signature(Layer().double()) and compute_signature(
@@ -129,7 +129,7 @@ class TestNoChoice:
     def test_max_in_a_softmax(self):
         assert search_blocks(ManualSoftmax(), (X,), {}).chains == []
 
-    def test_max_whose_index_is_used(self):
+    def test_max_is_a_selection_if_its_index_is_used(self):
         class First(nn.Module):
             def __init__(self):
                 super().__init__()

@@ -1,4 +1,4 @@
-"""Whose fault an error is: the program's, a refusal, or a bug of moefx."""
+"""Errors are attributed to the program, to a refusal, or to a bug of moefx."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_bugs_pass(bug):
 LACKING = "class Lacking:\n    def __getattr__(self, key): raise AttributeError(key)\nfound.append(Lacking())"
 
 
-def test_the_code_that_asks_a_stand_in_for_a_missing_attribute_is_wrong():
+def test_missing_attribute_is_an_error_of_the_code_that_reads_it():
     found = []
     run_in_package(LACKING, found=found)
     with suppress_program_errors():

@@ -1,4 +1,4 @@
-"""One abstract run of a block: the graph, its effects, what Python read, and what stays untouched."""
+"""One abstract run of a block: its graph, its effects, Python's reads, and the state that it restores."""
 
 from __future__ import annotations
 
@@ -485,7 +485,7 @@ class TestValues:
             ("<ipython-input-3>", True),
         ],
     )
-    def test_is_users(self, file, users):
+    def test_is_user_file(self, file, users):
         assert is_user_file(file) is users
 
 

@@ -1,4 +1,4 @@
-"""The invented routings: distinct scores, the wanted experts first, and the three kinds unlike each other."""
+"""Drawn routings: distinct scores, preferred experts first, and three kinds that differ."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_out_of_range_preference_is_ignored():
 
 
 @pytest.mark.parametrize("n", (3, 4, 8, 60))
-def test_diverse_makes_everybody_a_first_choice_and_counts_uneven(n):
+def test_diverse_makes_every_expert_a_first_choice_with_uneven_counts(n):
     first = Routing("diverse", 0).draw_scores(3 * n + 1, n).argmax(-1)
     counts = torch.bincount(first, minlength=n)
     assert (counts > 0).all() and counts.unique().numel() > 1
@@ -64,7 +64,7 @@ def test_skewed_leaves_experts_out(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_overloaded_concentrates_tokens(seed):
+def test_overloaded_sends_most_slots_to_two_experts(seed):
     counts = torch.bincount(Routing("overloaded", seed).draw_scores(60, 6).topk(2).indices.flatten(), minlength=6)
     assert counts.topk(2).values.sum() > 0.6 * counts.sum()
 
@@ -130,12 +130,12 @@ class TestIntegers:
         value = Routing("diverse", 0).vary_integers(ids, "b")
         assert torch.equal(value, ids) and value is not ids
 
-    def test_two_that_are_the_same_do_not_stay_so(self):
+    def test_equal_flags_differ_in_later_routings(self):
         flags = torch.ones(8, dtype=torch.bool)
         a, b = ([Routing("diverse", seed).vary_integers(flags, name).tolist() for seed in range(1, 4)] for name in "ab")
         assert a != b
 
-    def test_a_map_of_each_to_itself_is_seen_in_another_order(self):
+    def test_an_identity_map_is_permuted(self):
         assert not torch.equal(Routing("diverse", 0).vary_integers(torch.arange(8), "b"), torch.arange(8))
 
     def test_later_routings_see_another_order(self):

@@ -1,5 +1,4 @@
-"""What autocast does on another device than the CPU, where captures run: compared with torch's own, on tensors that
-hold no memory."""
+"""Autocast of other devices in captures on the CPU, compared with torch's own on meta tensors."""
 
 from __future__ import annotations
 
@@ -171,7 +170,7 @@ def test_inside_vmap():
         assert found.out.meta["val"].dtype is torch.float32
 
 
-def test_what_is_not_reproduced_is_refused():
+def test_unreproduced_autocast_is_refused():
     """An einsum that is no product of matrices: the CPU's autocast leaves it alone."""
     block = Calls(lambda x, w: torch.einsum("sd,d->sd", x, w[0]))
     with (

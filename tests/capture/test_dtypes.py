@@ -1,4 +1,4 @@
-"""Mixtures of dtypes that the original cannot run are not captured, though fake tensors let some of them pass."""
+"""Mixtures of dtypes that the original cannot run are not captured, even if fake tensors accept them."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_a_mixture_of_dtypes_is_not_compiled(mixture):
 
 
 @pytest.mark.parametrize("where", ["an expert", "all"])
-def test_a_mixture_that_comes_later_raises_as_in_the_original(where):
+def test_a_later_mixture_of_dtypes_raises_as_in_the_original(where):
     model, x = Mixture(), torch.randn(32, D)
     compiled = moefx.compile(model, example_inputs=(x,))
     compiled(x)

@@ -1,4 +1,4 @@
-"""Example inputs: given, the model's own, or guessed."""
+"""Example inputs: passed, the model's own, or guessed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestGuessed:
         (ids,), kwargs = example_arguments(Model(nn.Embedding(5, 4), nn.Linear(4, 4)), None)
         assert ids.dtype == torch.int64 and ids.dim() == 2 and ids.max() < 5 and kwargs == {}
 
-    def test_hidden_states_otherwise(self):
+    def test_hidden_states_for_a_linear(self):
         (x,), _ = example_arguments(Model(nn.Linear(6, 4).bfloat16()), None)
         assert x.is_meta and x.shape[-1] == 6 and x.dtype == torch.bfloat16 and x.dim() == 3
 
@@ -80,7 +80,7 @@ class TestGuessed:
         assert example_arguments(Model(nn.LayerNorm(6)), None)[0][0].shape[-1] == 6
 
     @pytest.mark.parametrize("model", [Model(), nn.Identity()])
-    def test_nothing_to_guess_from(self, model):
+    def test_model_without_parameters_needs_inputs(self, model):
         with pytest.raises(
             InvalidInput, match=r"no parameters or no arguments to guess .*; pass example_inputs=\(\.\.\.\)"
         ):

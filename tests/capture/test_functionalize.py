@@ -1,4 +1,4 @@
-"""Functional forms of what a program does in place."""
+"""Functional forms of in-place ops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moefx.capture.functionalize import find_functional_form
 aten = torch.ops.aten
 
 
-def test_what_an_op_takes_by_default_and_its_other_form_asks_for():
+def test_defaults_of_in_place_ops_are_passed_to_functional_forms():
     x = torch.zeros(1000)
     form, args, kwargs = find_functional_form(aten.bernoulli_.float, (x,), {}, [])
     assert 300 < form(*args, **kwargs).sum() < 700

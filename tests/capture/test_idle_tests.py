@@ -1,4 +1,4 @@
-"""A program may leave experts without tokens out; it may not decide in Python by which ones they are."""
+"""A program may skip experts without tokens, but no other Python code may depend on which ones they are."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ _DECISIONS = [
 
 
 @pytest.mark.parametrize("kind", _DECISIONS)
-def test_a_decision_by_which_experts_are_idle_is_refused_at_its_line(kind):
+def test_a_decision_by_idle_experts_is_refused_at_its_line(kind):
     with pytest.raises(Refused) as refusal:
         rewritten(kind(), torch.zeros(12, 6))
     assert any(
@@ -300,7 +300,7 @@ def test_a_decision_by_which_experts_are_idle_is_refused_at_its_line(kind):
 
 
 @pytest.mark.parametrize("kind", _KEEPERS.values(), ids=_KEEPERS)
-def test_no_object_remembers_which_experts_are_idle(kind):
+def test_storing_idle_experts_in_an_object_is_refused(kind):
     with pytest.raises(Refused, match=r"by which experts have tokens|reads a number off a tensor"):
         rewritten(kind(), torch.zeros(12, 6))
 
@@ -461,7 +461,7 @@ def scale_partially(x):
     return functools.partial(torch.mul, x)(1.0)
 
 
-def test_a_check_for_nan_is_no_question_about_tokens():
+def test_a_check_for_nan_is_no_emptiness_test():
     assert rewritten(Checked(), torch.zeros(40, 6)).match.num_experts == 6
 
 

@@ -1,4 +1,4 @@
-"""Objects whose state no guard can compare may not take part in a block."""
+"""Blocks may not use objects whose state no guard can compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers of the user's are put back as they were stored, and none of their own methods runs for that."""
+"""The user's containers are restored as they were stored, without running their own methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A modelling file that a user has a copy of, as of `trust_remote_code`: what it imports is left as it was."""
+"""A user's copy of a modelling file, as with `trust_remote_code`: modules that it imports stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and buffers whose `.data` a forward replaces, or that it converts, are written to, and no op says so."""
+"""A forward that replaces or converts the `.data` of parameters and buffers writes to them without an op."""
 
 import copy
 

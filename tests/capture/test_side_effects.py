@@ -1,4 +1,4 @@
-"""What a block writes to outside of itself is put back, and told."""
+"""Side effects of a capture are undone, and reported."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Writes(Loop):
               to_tensor_in_dict, to_integers_in_dict, to_plain_tensor, to_global_tensor, to_array, to_parent],
     ids=lambda f: f.__name__,
 )  # fmt: skip
-def test_a_block_that_writes_elsewhere_is_refused_and_leaves_no_trace(write):
+def test_a_block_with_outside_writes_is_refused_without_trace(write):
     model = Writes(write)
     with pytest.raises(moefx.NoMoEBlockFound, match="writes to"):
         moefx.compile(model, example_inputs=(torch.randn(5, D),))
@@ -188,7 +188,7 @@ def test_the_module_that_owns_both_is_rewritten():
     assert [(block.name, block.fallbacks) for block in moefx.blocks(compiled)] == [("", 0)]
 
 
-def test_what_is_outside_of_the_block_may_write():
+def test_code_outside_of_the_block_may_write():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -261,7 +261,7 @@ def test_a_cache_of_keys():
     torch.testing.assert_close(caches[0].keys, caches[1].keys)
 
 
-def test_a_registry_that_is_filled_when_it_is_first_asked_is_no_record():
+def test_a_registry_that_is_filled_once_is_allowed():
     class Asks(Loop):
         def forward(self, x):
             BACKENDS.setdefault("torch", object())
@@ -294,7 +294,7 @@ def counted(module, x, log):
     return x
 
 
-def test_what_a_partial_holds_is_put_back():
+def test_state_in_a_partial_is_restored():
     class Logs(Loop):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Sizes of captures, and numbers of the model that they must not be taken for."""
+"""Sizes of captures differ from the model's own numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes remember what they were computed from and compared with."""
+"""Sizes record the expressions that they were computed from, and their comparisons."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TestArithmetic:
         assert log.guards
 
     @pytest.mark.parametrize("compute", [lambda s: int(s / 4), math.sqrt, float])
-    def test_what_becomes_a_plain_number_is_noted(self, compute):
+    def test_leaked_sizes_are_logged(self, compute):
         log = SizeLog({"S": 10})
         compute(Size(10, "S", log))
         assert log.leaks and not log.guards
@@ -126,7 +126,7 @@ class TestGuards:
         log = SizeLog({"S": 4})
         assert Size(4, "S", log) == Size(4, "S", log) and not log.guards
 
-    def test_max_and_min_note_what_they_decided(self):
+    def test_max_and_min_log_guards(self):
         log = SizeLog({"S": 40})
         capacity = int(max(4, Size(40, "S", log) // 8))
         (guard,) = log.guards
@@ -135,7 +135,7 @@ class TestGuards:
 
     @settings(max_examples=60, deadline=None)
     @given(s=st.integers(1, 200), t=st.integers(1, 200), d=st.integers(1, 9), c=st.integers(0, 30))
-    def test_holds_says_what_the_program_would_do(self, s, t, d, c):
+    def test_holds_equals_the_programs_comparison(self, s, t, d, c):
         log = SizeLog({"S": s})
         first = bool(math.ceil(Size(s, "S", log) / d) > c)
         for guard in log.guards:

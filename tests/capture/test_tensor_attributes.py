@@ -1,4 +1,4 @@
-"""Reads of a tensor that a rewrite would not repeat: its Python attributes, and gradients inside a forward."""
+"""Reads of a tensor that a rewrite would not repeat: Python attributes, and gradients inside a forward."""
 
 from __future__ import annotations
 

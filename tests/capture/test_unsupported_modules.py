@@ -1,4 +1,4 @@
-"""Modules that do not run on abstract tensors, beside blocks that do."""
+"""Models with modules that do not run on abstract tensors, and blocks that do."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Layer(nn.Module):
         return x + self.moe(x.flatten(0, 1)).view_as(x)
 
 
-def test_packed_layers_elsewhere():
+def test_packed_layers_outside_of_the_block():
     torch.manual_seed(0)
     model, x = nn.Sequential(Layer(), Layer()).double(), torch.randn(2, 7, D, dtype=torch.float64)
     state = torch.get_rng_state()
@@ -122,7 +122,7 @@ def test_a_mistake_of_its_own_is_no_fault_of_the_inputs(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_inputs_that_do_not_fit_are(device):
+def test_inputs_that_do_not_fit_are_blamed(device):
     with pytest.raises(CaptureError, match="does not run on the example inputs"):
         moefx.compile(nn.Sequential(Loop()).to(device), example_inputs=(torch.randn(9, D + 1),), strict=False)
 

@@ -62,7 +62,7 @@ def test_every_mistake_is_seen_in_any_precision(fault, dtype):
     assert "differs from the original on" in result.reason and "and" in result.reason
 
 
-def test_what_is_zero_before_the_first_step_has_other_values():
+def test_zero_parameters_get_other_values():
     """A program that leaves out biases that are zero agrees with the original until they are learned."""
     plain = block()
     zeros = [e.down.bias for e in plain.experts]
@@ -88,7 +88,7 @@ def test_a_cast_that_the_program_forgot_is_seen_in_the_blocks_own_precision():
     assert {row.case for row in result.rows if not row.ok} <= {"the given inputs, its own precision"}
 
 
-def test_only_a_skewed_router_shows_it():
+def test_a_fault_that_only_a_skewed_router_shows():
     """A program that is wrong only when an expert gets more than half of the rows."""
 
     def capped(block, x):
@@ -189,13 +189,13 @@ def _of_a_crowd(rows: Rows, tokens: int) -> BlockCheck:
     return verify_block(rows, lambda block, x: block.inner(x), (few,), crowd=((many,), {}))
 
 
-def test_a_busy_machine_checks_a_crowd_too():
+def test_a_busy_machine_checks_many_tokens_too():
     result = _of_a_crowd(Rows(seconds=0.02), 1000)
     assert result.ok
     assert "a crowd of tokens, float64" in {row.case for row in result.rows}, result.notes
 
 
-def test_a_crowd_of_too_many_ops_is_left_out():
+def test_a_check_of_many_tokens_with_too_many_ops_is_skipped():
     result = _of_a_crowd(Rows(is_loop=True), 200_000)
     assert any("too slow" in note for note in result.notes), result.notes
     assert "unrelated inputs, float64" in {row.case for row in result.rows}

@@ -1,4 +1,4 @@
-"""Runs side by side: a correct rewrite passes in every precision, every mistake is seen, nothing touched."""
+"""Runs side by side: a correct rewrite passes in every precision, every mistake is seen, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_correct_rewrite_passes(dtype, train, shape):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_correct_rewrite_passes_whatever_the_weights(seed):
+def test_a_correct_rewrite_passes_for_any_weights(seed):
     for top_k, dtype in ((1, None), (1, torch.float64), (2, torch.float64), (8, None), (3, torch.bfloat16)):
         original, compiled = pair(seed, top_k=top_k, num_experts=8)
         comparison = check(original, compiled, tokens(2, 9, seed=seed), dtype=dtype, seed=seed)
@@ -265,7 +265,7 @@ def test_an_update_of_the_input_in_place_is_compared():
     assert failed(check(InPlace(False), InPlace(True), tokens(2, 3))) == {("state", "input 0")}
 
 
-def test_no_float64_is_said_and_judged_in_the_originals_precision():
+def test_a_model_without_float64_is_judged_in_its_own_precision():
     class Fixed(Plain):
         def forward(self, x):
             if x.dtype == torch.float64:
@@ -283,7 +283,7 @@ def test_no_float64_is_said_and_judged_in_the_originals_precision():
 
 
 @pytest.mark.parametrize("source", [torch.rand, lambda n: random.random()])
-def test_a_random_draw_that_nobody_uses_is_not_dropped(source):
+def test_an_unused_random_draw_is_not_dropped(source):
     """Everything that is drawn later would differ."""
 
     class Draws(Plain):

@@ -1,4 +1,4 @@
-"""Programs with ops that have no float64 kernel are compared all the same, and it is said how."""
+"""Programs with ops that have no float64 kernel are compared in their own precision, with a note."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The float64 rule must pass what a correct program may return, and fail everything else."""
+"""The float64 rule passes all results of a correct program, and fails all others."""
 
 from __future__ import annotations
 

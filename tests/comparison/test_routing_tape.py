@@ -1,4 +1,4 @@
-"""Decisions are taken over from the reference where rounding decides, and only there."""
+"""Decisions follow the reference if rounding decides them, and only then."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_another_path_in_float64_is_refused():
         replay(path, scores(6, 8))
 
 
-def test_near_ties_are_taken_from_the_reference_and_counted():
+def test_near_ties_follow_the_reference_and_are_counted():
     x = scores(32, 8)
     x[5, 3] = x[5].topk(2).values[1] * (1 - 1e-8)  # rounds to a tie
     x[9] = torch.tensor([1.0, 1.0, 1.0, 0, 0, 0, 0, 0])
@@ -240,7 +240,7 @@ def test_masked_experts_and_other_ops_between():
     assert not mode.rows  # outside of a block nothing is reported
 
 
-def test_two_layers_whose_second_router_is_decided_by_rounding():
+def test_alignment_when_rounding_decides_the_second_router():
     """The end-to-end case: without alignment the second layer's values would have nothing in common."""
     from tests.verification.models import Plain, Rewritten
 

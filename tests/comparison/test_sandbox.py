@@ -1,4 +1,4 @@
-"""A sandbox may be run freely: nothing of the model moves."""
+"""A sandbox runs freely: the model stays unchanged."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_sandbox_copies_small_parameters_and_shares_large_ones(monkeypatch):
     assert cast.a.weight.data_ptr() == make_sandbox(model, casts, torch.float64).a.weight.data_ptr(), "made once"
 
 
-def test_execute_collects_everything_and_touches_nothing():
+def test_execute_collects_all_values_and_changes_nothing():
     model = Awkward()
     x = torch.randn(3, 4)
     run = execute(make_sandbox(model, Casts(None)), ((x,), {}), Options())

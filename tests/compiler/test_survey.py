@@ -1,4 +1,4 @@
-"""Looking through a model: what is shared between layers, and what is refused."""
+"""Surveys of a model: layers that share a proof, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_unread_numbers_share_one_program():
     assert names(Model(*(Layer(number=i) for i in range(3)))) == [["layers.0", "layers.1", "layers.2"]]
 
 
-def test_attributes_that_are_read_tell_apart():
+def test_layers_that_read_other_attributes_are_proven_separately():
     assert names(Model(Layer(1.0), Layer(2.0), Layer(1.0))) == [["layers.0", "layers.2"], ["layers.1"]]
 
 
@@ -84,7 +84,7 @@ def test_blocks_of_one_class_that_are_not_the_same(one, other):
     assert names(model) == [["layers.0", "layers.2"], ["layers.1"]]
 
 
-def test_a_parent_reads_what_every_layer_left():
+def test_a_parent_reads_attributes_that_layers_set():
     class Leaves(Layer):
         def forward(self, x):
             self.seen = x.mean()

@@ -1,4 +1,4 @@
-"""These tests are about the programs of compiled models: equal blocks are proven once."""
+"""Tests of the programs of compiled models: equal blocks are proven once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Whole models for the tests of how a compiled model works with the rest of PyTorch.
+"""Whole models for the tests of compiled models with other parts of PyTorch.
 
-Three ways in which experts are kept: a ModuleList with a loop, stacked parameters, and a model of transformers.
+Experts are stored in three ways: a ModuleList with a loop, stacked parameters, and a model of transformers.
 All are float64, so that equality with the original is a matter of the last digits.
 """
 

@@ -1,4 +1,4 @@
-"""Adapters and changes: on kept modules they work, on absorbed experts they raise a named error."""
+"""Adapters and changes: they work on kept modules, and raise a named error on absorbed experts."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_hook_on_an_expert_before_compile_is_a_reason_to_refuse():
 
 
 @pytest.mark.parametrize("module", ["", "router"])
-def test_hooks_on_what_is_kept_are_no_reason(module):
+def test_hooks_on_kept_modules_are_allowed(module):
     original = build("loop")
     fired = []
     original.moes[1].get_submodule(module).register_forward_hook(lambda *a: fired.append(1))

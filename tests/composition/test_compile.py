@@ -170,7 +170,7 @@ class Balanced(nn.Module):
         return sum(gates[..., e, None] * expert(x) for e, expert in enumerate(self.block.experts))
 
 
-def test_export_in_a_mode_in_which_it_was_not_called():
+def test_export_in_a_mode_without_an_earlier_call():
     """The other mode's program is found while torch exports, when parameters and buffers have no values."""
     torch.manual_seed(0)
     original, x = Balanced(), torch.randn(3, 20, models.D)

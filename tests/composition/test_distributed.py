@@ -1,4 +1,4 @@
-"""A compiled model under data parallelism: two processes, numbers equal to those of the original on one."""
+"""A compiled model under data parallelism: two processes give the numbers of the original on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels inside of what people put around a model on a GPU: graphs, streams, devices, modes, and large inputs."""
+"""Kernels in CUDA graphs, streams, devices and modes, and with large inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputations that route otherwise than the forward: they raise, as the original's do."""
+"""Recomputations with another routing than the forward raise, as the original's do."""
 
 import functools
 
@@ -122,7 +122,7 @@ def test_another_choice_raises(case):
 
 
 @pytest.mark.parametrize("frozen", ["router", "experts", "x"])
-def test_whatever_is_frozen(frozen):
+def test_another_choice_raises_with_frozen_parts(frozen):
     model, x = compiled(MovedBias)
     if frozen != "x":
         getattr(model, frozen).requires_grad_(False)
@@ -131,7 +131,7 @@ def test_whatever_is_frozen(frozen):
         checkpoint(model, x, use_reentrant=False).sum().backward()
 
 
-def test_in_a_layer_of_a_model_its_name_is_said():
+def test_the_error_names_the_layer():
     torch.manual_seed(0)
     layers, x = nn.Sequential(Unmoved(), MovedBias()), torch.randn(S, D, requires_grad=True)
     model = moefx.compile(layers, example_inputs=(x,))
@@ -192,7 +192,7 @@ def test_a_compiled_function_that_is_recomputed_as_it_was(cls):
 
 
 @pytest.mark.parametrize("routes_otherwise", [True, False], ids=["other tokens, the same counts", "other slots"])
-def test_which_token_goes_where_counts(routes_otherwise):
+def test_another_assignment_of_tokens_raises(routes_otherwise):
     """An expert's rows are those of its tokens, in whichever slot they chose it."""
     ids = torch.tensor([[0, 1], [1, 2], [2, 0]])
     choices = iter([ids, ids.roll(1, 0) if routes_otherwise else ids.flip(1)])

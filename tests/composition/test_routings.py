@@ -1,4 +1,4 @@
-"""Whatever the router decides: a compiled model gives the original's outputs and gradients."""
+"""A compiled model gives the original's outputs and gradients for every routing."""
 
 from __future__ import annotations
 

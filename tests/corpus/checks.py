@@ -1,4 +1,4 @@
-"""What must hold for a compiled model. Each check raises `AssertionError` with numbers, or passes.
+"""Checks of a compiled model. Each raises `AssertionError` with numbers, or passes.
 
 The models are compared in float64 where they can (float32 elsewhere). The reference is an independent copy
 made before `compile`, because compiled model and original share their parameters.

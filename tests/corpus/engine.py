@@ -1,4 +1,4 @@
-"""What the suites read of moefx beyond `compile`: refusals, fallbacks, provider counters."""
+"""moefx's internals that the suites read: refusals, fallbacks, provider counters."""
 
 from __future__ import annotations
 

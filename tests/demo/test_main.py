@@ -19,7 +19,7 @@ def outcome(tmp_path_factory):
     return main.run(config=SMALL, steps=5, repeats=1, out=out), out.read_text(encoding="utf-8")
 
 
-def test_it_verifies_and_trains_alike(outcome):
+def test_the_demo_verifies_and_trains_alike(outcome):
     result, _ = outcome
     assert result.ok
     assert result.verified
@@ -60,7 +60,7 @@ def test_explain_and_verify_from_the_command_line(capsys):
     assert "layers.1.mlp" in capsys.readouterr().out
 
 
-def test_explain_says_no_for_a_model_without_experts(capsys, tmp_path, monkeypatch):
+def test_explain_fails_for_a_model_without_experts(capsys, tmp_path, monkeypatch):
     (tmp_path / "dense_model.py").write_text("from torch import nn\nmodel = nn.Linear(4, 4)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cli.main(["explain", "dense_model:model"]) == 1

@@ -1,4 +1,4 @@
-"""The pieces of the demo that stand alone: text, model, measurements, terminal."""
+"""Parts of the demo by themselves: text, model, measurements, terminal."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_block_inputs_are_detached_leaves():
     assert not model.get_submodule("layers.1.mlp")._forward_pre_hooks
 
 
-def test_chart_marks_where_curves_differ():
+def test_chart_marks_differing_curves():
     same = terminal.chart([3.0, 2.0, 1.0], [3.0, 2.0, 1.0], width=8, height=4)
     assert "1" not in "".join(line[11:] for line in same.splitlines()[:4])
     different = terminal.chart([3.0, 2.0, 1.0], [3.0, 3.0, 3.0], width=8, height=4)

@@ -1,4 +1,4 @@
-"""What the planner decides over a mesh: the same on all ranks, and right."""
+"""Decisions of the planner over a mesh: equal on all ranks, and right."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The models of the corpus with their experts over all ranks, each on tokens of its own.
+"""The models of the corpus with their experts over all ranks, each on its own tokens.
 
-What cannot be spread yet is listed with the reason: the list is to become shorter.
+A list names the models that cannot be distributed yet, with reasons; it should become shorter.
 """
 
 from __future__ import annotations

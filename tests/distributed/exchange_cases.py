@@ -1,4 +1,4 @@
-"""The dialect's exchanges, put together by hand: outputs and gradients are those of all experts on one rank."""
+"""Hand-made graphs with the dialect's exchanges: outputs and gradients are those of all experts on one rank."""
 
 from __future__ import annotations
 

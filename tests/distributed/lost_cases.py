@@ -1,4 +1,4 @@
-"""Ranks that die, stall or have other plans."""
+"""Ranks that die, stall or have different plans."""
 
 from __future__ import annotations
 

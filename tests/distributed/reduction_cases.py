@@ -1,4 +1,4 @@
-"""Gradients that are left to reduce: what `explain` says is right, and an optimizer that steps without it is told."""
+"""Gradients that the user reduces: `explain` lists them, and an optimizer that steps without a reduction warns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequence-sharded blocks: tokens that every rank of an axis has, a part of them routed by each."""
+"""Sequence-sharded blocks: every rank of an axis holds the same tokens and routes a part of them."""
 
 from __future__ import annotations
 

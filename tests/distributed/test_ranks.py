@@ -95,7 +95,7 @@ def test_sequences(ranks):
     ranks("sequence_cases")
 
 
-def test_what_the_planner_decides(ranks):
+def test_planner_decisions(ranks):
     ranks("auto_cases")
 
 
@@ -131,18 +131,18 @@ def test_every_fault_in_every_exchange(ranks):
     ranks("verify_cases", "every_fault")
 
 
-def test_ranks_that_do_not_agree(ranks):
+def test_ranks_that_disagree_raise(ranks):
     ranks("lost_cases")
 
 
-def test_gradients_that_are_left_to_reduce(ranks):
+def test_unreduced_gradients_are_reported(ranks):
     """Last of the cases on these ranks: it forgets the proofs that they share."""
     ranks("reduction_cases")
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["dies", "stalls"])
-def test_a_rank_that_is_lost(name):
+def test_a_lost_rank_raises(name):
     launch(4, "tests.distributed.lost_cases", name)
 
 
@@ -152,7 +152,7 @@ def test_a_rank_that_is_lost(name):
     ("auto", "compile", "corpus", "gather", "hop", "lost", "pipeline")
     + ("program", "reduction", "sequence", "state", "verify", "wrapper"),
 )
-def test_what_is_sampled_of_the_cases(name):
+def test_all_sampled_cases(name):
     launch(4, f"tests.distributed.{name}_cases", environment={ALL: "1"})
 
 

@@ -1,4 +1,4 @@
-"""`moefx.verify` of models whose experts are spread, and faults that it must see."""
+"""`moefx.verify` of models with distributed experts, and faults that it must see."""
 
 from __future__ import annotations
 

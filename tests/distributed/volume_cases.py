@@ -1,4 +1,4 @@
-"""Bytes that ranks send, beside those that the planner's formulas say of the same routing."""
+"""Bytes that ranks send, compared with the planner's formulas for the same routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Wrappers and broadcasts around a spread model: experts survive, or the next call says what overwrote them."""
+"""Wrappers and broadcasts around a model with distributed experts: experts survive, or the next call names what
+overwrote them."""
 
 from __future__ import annotations
 

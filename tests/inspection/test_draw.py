@@ -60,11 +60,11 @@ def test_experts_of_a_loop_are_collapsed():
     assert boxes["gate"][0].kind == "kept"
 
 
-def test_a_few_alike_stay_apart():
+def test_few_equal_experts_are_drawn_separately():
     assert all(box.count == 1 for box in build_outline(looped(3)).boxes)
 
 
-def test_dialect_boxes_say_what_matters():
+def test_dialect_boxes_show_details():
     boxes = by_title(build_outline(block_graph(64)))
     (mlp,) = boxes["expert_mlp"]
     assert mlp.kind == "dialect"
@@ -76,7 +76,7 @@ def test_dialect_boxes_say_what_matters():
     assert "expert_mlp(x, pft" in mlp.tooltip
 
 
-def test_nothing_connected_is_drawn_too():
+def test_graphs_without_edges_are_drawn():
     g = Graph()
     g.placeholder("x")
     g.output(None)

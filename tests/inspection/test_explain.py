@@ -1,4 +1,4 @@
-"""What `explain` prints about how expert weights are read."""
+"""`explain` prints how expert weights are read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def explanation(**weights: int) -> Explanation:
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )  # fmt: skip
-def test_how_weights_are_read_is_said_and_copies_stand_out(weights, text):
+def test_explain_shows_how_weights_are_read(weights, text):
     assert f"  weights     {text}" in str(explanation(**weights)).splitlines()
     assert json.loads(explanation(**weights).to_json())["weights"] == weights
 
@@ -42,5 +42,5 @@ def test_the_calls_are_summed_up_on_top():
     assert str(found).splitlines()[1] == "  so far 1,205 of 1,208 calls of these blocks ran rewritten"
 
 
-def test_nothing_ran():
+def test_explain_before_any_call():
     assert "weights" not in str(Explanation("Model", (), (), 0.1))

@@ -26,7 +26,7 @@ def test_a_page_is_self_contained(tmp_path):
     ElementTree.fromstring(re.sub(r"(class|colspan)=(\w+)", r'\1="\2"', body))
 
 
-def test_what_each_pass_changed_is_marked():
+def test_changes_of_each_pass_are_marked():
     text = history_page.build_fragment(history())
     assert text.count('class="removed"') == 7 and text.count('class="added"') == 1
     assert text.count("<details open>") == 2

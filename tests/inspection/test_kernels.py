@@ -1,4 +1,4 @@
-"""What `explain` says of the fused GPU kernels."""
+"""`explain` names the ops that the fused GPU kernels do not support."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Experts(nn.Module):
         return out
 
 
-def test_experts_that_the_kernels_take_are_no_news():
+def test_supported_experts_have_no_note():
     found = moefx.explain(moefx.compile(Experts(F.silu), example_inputs=(torch.randn(24, 16),)))
     assert found.matched[0].bodies and not found.matched[0].no_kernels
     assert "GPU kernels" not in str(found)
 
 
-def test_what_cannot_be_derived_is_named():
+def test_ops_without_derivative_are_named():
     model = Experts(lambda x: torch.round(x) + x)
     found = moefx.explain(moefx.compile(model, example_inputs=(torch.randn(24, 16),)))
     assert "GPU kernels not the fused ones: round" in str(found)

@@ -1,5 +1,4 @@
-"""Hand-made graphs of small MoE blocks, in the dialect and in plain torch, shared by the tests of everything
-around graphs."""
+"""Hand-made graphs of small MoE blocks, in the dialect and in plain torch, for the tests of graphs."""
 
 from __future__ import annotations
 

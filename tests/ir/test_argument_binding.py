@@ -37,7 +37,7 @@ def test_binds_like_the_function_itself():
 
 
 @pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((1,), {"b": 2}), ((1, 2), {}), ((1, 2), {"a": 1, "d": 1})])
-def test_a_wrong_call_raises_what_python_raises(args, kwargs):
+def test_a_wrong_call_raises_the_error_of_python(args, kwargs):
     signature = inspect.signature(every_kind)
     try:
         every_kind(*args, **kwargs)
@@ -54,7 +54,7 @@ def test_equal_signatures_share_one_function():
     assert make_binder(inspect.signature(every_kind)) is make_binder(inspect.signature(other))
 
 
-def test_leaves_open_containers_and_tell_them_apart():
+def test_leaves_include_and_distinguish_containers():
     x, y = torch.zeros(2), torch.zeros(3)
 
     def forward(h, pair, *args, **kwargs): ...

@@ -29,7 +29,7 @@ def test_a_run_of_numbers_is_one_range(paths, text):
         ["a.0", "a"],
     ],
 )
-def test_what_is_not_a_run(paths):
+def test_find_range_returns_none_without_a_run(paths):
     assert find_range(paths) is None
 
 

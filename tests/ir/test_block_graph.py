@@ -29,7 +29,7 @@ def graph_of(build, **fields) -> BlockGraph:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_compiled_graph_computes_what_the_block_does(fused):
+def test_the_compiled_graph_equals_the_block(fused):
     torch.manual_seed(0)
     block = Block()
     x = torch.randn(3, 4, D)
@@ -72,7 +72,7 @@ def test_every_kind_of_node_and_argument():
     assert result["flag"] is True and result["none"] is None
 
 
-def test_names_of_the_graph_do_not_shadow_what_the_source_needs():
+def test_names_of_the_graph_do_not_shadow_the_sources():
     def build(g):
         g.placeholder("x").name = "aten"
         ranged = g.call_function(torch.arange, (1, 4))
@@ -195,7 +195,7 @@ def test_recording_the_load():
     assert offsets.diff().tolist() == [(ids == e).sum() for e in range(len(block.experts))]
 
 
-def test_guards_tell_which_failed():
+def test_guards_return_the_failing_one():
     guards = (Guard("self.training"), Guard("hidden_states.shape[0] > 2", "a size was compared", "m.py:3"))
     check = block_graph().compile_guards(guards)
     block = Block()

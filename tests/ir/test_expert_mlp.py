@@ -190,7 +190,7 @@ def in_order(layer: Layer, routing: Routing, x: Tensor, order: list[str]) -> Ten
     return dialect.expert_mlp(*arguments, body=layer.text, reduce=True)[0]
 
 
-def test_gradients_of_weights_come_where_they_are_put_off_to():
+def test_deferred_weight_gradients_are_computed_at_their_point():
     layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     out, order = in_order(layer, routing, x, told := []), told
@@ -204,7 +204,7 @@ def test_gradients_of_weights_come_where_they_are_put_off_to():
     torch.testing.assert_close(first[1:], list(want))
 
 
-def test_weights_that_are_put_off_and_not_asked_for():
+def test_deferred_weight_gradients_that_are_not_needed():
     layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     want = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights).sum(), [x, *layer.parameters])
@@ -221,7 +221,7 @@ def test_weights_that_are_put_off_and_not_asked_for():
     torch.testing.assert_close(got, want[0])
 
 
-def test_weights_that_are_put_off_survive_recomputation_and_aot():
+def test_deferred_weight_gradients_survive_recomputation_and_aot():
     layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
 
@@ -606,12 +606,12 @@ class TestWhatIsKeptMayBeOverwritten:
         self.leaves = [torch.randn(5, 4, dtype=torch.float64, requires_grad=True), *layer.parameters]
         return lambda keep="h": layer.fused(self.leaves[0], routing, routing.topk_weights, keep).square().sum()
 
-    def test_when_the_graph_is_freed(self, told, loss):
+    def test_saved_activations_are_freed_with_the_graph(self, told, loss):
         loss().backward()
         torch.autograd.grad(loss("all"), self.leaves)
         assert told == [True, True]
 
-    def test_not_when_it_is_retained(self, told, loss):
+    def test_activations_stay_if_the_graph_is_retained(self, told, loss):
         out = loss()
         first = torch.autograd.grad(out, self.leaves, retain_graph=True)
         second = torch.autograd.grad(out, self.leaves[:1], create_graph=True)
@@ -620,17 +620,17 @@ class TestWhatIsKeptMayBeOverwritten:
         assert told == [False, False, True]
         assert all(map(torch.equal, first, third)) and torch.equal(first[0], second[0])
 
-    def test_not_when_nothing_is_kept(self, told, loss):
+    def test_nothing_is_freed_if_nothing_is_kept(self, told, loss):
         loss("x").backward()
         assert told == [False]
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_not_when_it_is_compiled(self, told, loss, backend):
+    def test_compiled_graphs_free_nothing(self, told, loss, backend):
         torch.compile(loss, backend=backend, fullgraph=True)().backward()
         assert told == [backend == "eager"]  # where torch itself runs the backward
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
-    def test_under_checkpointing(self, told, loss, use_reentrant):
+    def test_freed_activations_under_checkpointing(self, told, loss, use_reentrant):
         wanted = torch.autograd.grad(loss(), self.leaves)
         out = checkpoint(lambda x: loss(), self.leaves[0], use_reentrant=use_reentrant)
         out.backward()
@@ -638,7 +638,7 @@ class TestWhatIsKeptMayBeOverwritten:
         for leaf, want in zip(self.leaves, wanted, strict=True):
             assert leaf.grad is not None and torch.equal(leaf.grad, want)
 
-    def test_whoever_saved_it_too_is_told(self, loss):
+    def test_freeing_a_tensor_that_another_op_saved_raises(self, loss):
         layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
         x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
         rows, hidden, *_ = run(layer, routing, x, routing.topk_weights)

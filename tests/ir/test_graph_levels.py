@@ -53,7 +53,7 @@ def test_dead_code_goes_effects_stay():
     assert len(graph.nodes) > len(block.nodes)
 
 
-def test_violations_say_where_the_user_wrote_it():
+def test_violations_show_the_users_line():
     block = block_graph()
     assert find_violations(block, LEVELS["fused"]) == find_violations(block, LEVELS["lowered"]) == []
     (found,) = find_violations(block, LEVELS["dialect"])

@@ -62,7 +62,7 @@ def test_is_one_readable_op_with_its_docstring():
     assert repr(scale) == "<moefx op test_scale: x[S,D], w[*] -> out[S,D]>"
 
 
-def test_gradients_of_lists_and_what_is_needed():
+def test_gradients_of_lists_and_needed_inputs():
     x, w = torch.randn(4, 2, requires_grad=True), [torch.randn(4, 2, requires_grad=i != 1) for i in range(3)]
     ctx_needs.clear()
     out, extra = scale(x, w, by=3.0)
@@ -116,7 +116,7 @@ def test_latest_supporting_provider_runs_and_is_counted():
     assert op_providers.counters() == {("test_scale", "only_small"): 3, ("test_scale", "reference"): 4}
 
 
-def test_forcing_what_is_not_there():
+def test_forcing_an_unknown_provider_raises():
     with pytest.raises(InvalidPlan, match="no op moefx::test_nothing"), op_providers.force("test_nothing", "x"):
         pass
     message = "no provider 'triton'; it has reference, only_small"

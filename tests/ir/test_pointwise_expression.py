@@ -182,7 +182,7 @@ def test_vjp_of_mixed_dtypes_gives_each_variable_its_own():
         torch.testing.assert_close(grads[name], expected_grads[name])
 
 
-def test_vjp_runs_where_autograd_is_off():
+def test_vjp_runs_with_autograd_off():
     env = {"a0": torch.randn(3, 2), "a1": torch.randn(3, 2)}
     expected = _autograd(("mul", ("tanh", "a0"), "a1"), env, torch.ones(3, 2))
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch._C._AutoDispatchBelowAutograd():
@@ -216,7 +216,7 @@ def test_the_error_of_an_op_without_derivative_arrives():
         vjp(("heaviside", "a0", "a0"), {"a0": torch.ones(2, 2)}, torch.ones(2, 2), ["a0"])
 
 
-def test_what_is_only_compared_has_a_gradient_of_zero():
+def test_compared_variables_have_zero_gradients():
     expr = ("bitwise_not", ("gt.Scalar", "a0", 0.0))
     _, grads = vjp(expr, {"a0": torch.ones(2, 2)}, torch.ones(2, 2), ["a0"])
     assert torch.equal(grads["a0"], torch.zeros(2, 2))

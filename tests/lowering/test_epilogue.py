@@ -336,7 +336,7 @@ def test_every_pointwise_op_of_aten_is_right_or_refused():
     ],
     ids=format_expression,
 )
-def test_factor_of_what_is_linear_and_its_derivative(out):
+def test_factor_of_a_linear_expression_and_its_derivative(out):
     y, w = torch.randn(50, dtype=torch.float64), torch.rand(50, dtype=torch.float64).requires_grad_()
     factor, factor_grad = derive_gradients(out, "g", ("w",), ones=("y", "g"))
     got, got_grad = (run(write_function("scale", ("w",), [f]), w.detach()) for f in (factor, factor_grad))
@@ -352,7 +352,7 @@ def test_factor_of_what_is_linear_and_its_derivative(out):
 # ------------------------------------------------------------------------------------------------------
 
 
-def test_value_and_derivatives_share_what_they_have_in_common():
+def test_value_and_derivatives_share_subexpressions():
     assert text_of(EXPRESSIONS["swiglu"]) == (
         "def vjp(a0, a1, w, g):\n"
         "    t0 = sigmoid(a0)\n"
@@ -479,7 +479,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("expr", "reason"), REFUSED, ids=[format_expression(expr) if expr else str(expr) for expr, _ in REFUSED]
 )
-def test_what_cannot_be_derived_is_named(expr, reason):
+def test_ops_without_derivative_are_named(expr, reason):
     with pytest.raises(Underivable, match=reason) as caught:
         derive_gradients(expr, "g", ("a0", "a1", "w"))
     assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)

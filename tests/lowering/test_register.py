@@ -25,7 +25,7 @@ def test_providers_from_the_environment():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("provider", ["grouped_mm", "triton"])
-def test_only_where_they_take_the_arguments(provider):
+def test_providers_run_only_for_supported_arguments(provider):
     """Triton's kernels run on GPUs; `compile` compares in float64, which grouped_mm has not."""
     done = run(f"expert_mlp={provider},combine=reference")
     assert "('expert_mlp', 'segments')" in done.stdout and "('combine', 'reference')" in done.stdout
@@ -40,7 +40,7 @@ def test_providers_that_do_not_exist_are_an_error(setting):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("first", ["register", "triton", "triton.expert_mlp_call", "torch"])
-def test_the_order_of_providers_does_not_depend_on_what_is_imported_first(first):
+def test_the_order_of_providers_does_not_depend_on_imports(first):
     program = f"""
 import moefx.lowering.{first}, moefx.lowering.register
 from moefx.ir.ops.op_definition import registry

@@ -1,4 +1,4 @@
-"""Terms as numbers: what a term means, written down a second time and as plainly as possible."""
+"""Evaluate terms as numbers: a second, plain definition of each term."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals name what decides, on the branch that the example takes, and their remedies work."""
+"""Refusals name the deciding value on the example's branch, and their remedies work."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def mix_rows(block, x):
 
 
 @pytest.mark.parametrize(("tokens", "other"), [(3, Block.dense), (400, lambda block, x: block.experts[0](x))])
-def test_speaks_of_the_branch_of_the_example(other, tokens):
+def test_names_the_branch_of_the_example(other, tokens):
     """The captures of the first proof have 13 to 77 tokens, and take the other branch."""
     block = Block(lambda block, x: other(block, x) if 8 < x.shape[0] < 300 else mix_rows(block, x))
     assert BETWEEN_ROWS in refusal(block, torch.randn(tokens, D))
@@ -92,7 +92,7 @@ def test_an_attribute_may_decide():
     assert moefx.explain(compiled).matched[0].calls[:2] == (1, 1)
 
 
-def test_an_attribute_that_leaves_nothing_to_choose():
+def test_an_attribute_that_turns_routing_off():
     assert "compile it as it is then" in refusal(Block(warm_up_by_attribute, is_warming_up=True), torch.randn(40, D))
 
 
@@ -146,7 +146,7 @@ class TakeOrLeave(nn.Module):
         return torch.zeros_like(x).index_add(0, t, self.experts[0](x[t]) * weights[t, k, None])
 
 
-def test_one_expert_that_tokens_take_or_leave():
+def test_a_single_expert_that_tokens_may_skip():
     assert "only one expert computes anything" in refusal(TakeOrLeave(), torch.randn(40, D))
 
 

@@ -1,4 +1,4 @@
-"""The law behind a capacity, read off a few sizes."""
+"""The formula of a capacity, fitted to a few sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = (29, 33, 17, 2, 6, 10, 20, 40, 64, 100, 128, 200, 320, 512)
     low=st.one_of(st.none(), st.integers(1, 8)),
     high=st.one_of(st.none(), st.just("tokens"), st.integers(20, 60)),
 )
-def test_found_law_gives_all_points_and_nearby_ones(p, q, up, low, high):
+def test_formula_gives_all_points_and_nearby_ones(p, q, up, low, high):
     true = ClampedLinearFormula(Fraction(p, q), up, low, high)
     found = find_clamped_linear([(t, true(t)) for t in TOKENS])
     inside = [t for t in TOKENS if true(t) not in (low, high, t)]
@@ -50,7 +50,7 @@ def test_usual_formulas(formula, text):
         assert str(law) == text and all(law(t) == formula(t) for t in range(1, 600))
 
 
-def test_no_law():
+def test_points_without_a_formula():
     assert find_clamped_linear([(t, t * t) for t in TOKENS]) is None
     assert find_clamped_linear([(10, 3), (20, 5)]) is None
 

@@ -466,7 +466,7 @@ def test_convolutions_of_one_element(axes):
     ],
     ids=["one by one", "nonzero", "channels last", "channels second"],
 )
-def test_refused_with_a_remedy_that_is_taken(block, x, why):
+def test_refused_with_a_remedy_that_is_followed(block, x, why):
     """The remedies are among the blocks above."""
     with pytest.raises(moefx.NoMoEBlockFound, match=why):
         moefx.compile(nn.Sequential(block()), example_inputs=(torch.randn(x),))

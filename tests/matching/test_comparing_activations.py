@@ -1,4 +1,4 @@
-"""Activations that compare: each is one formula, whichever way the comparisons of an example come out."""
+"""Activations with comparisons are one formula, whichever branch the example takes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Padded(Loop):
         return out
 
 
-def test_beside_a_comparison_that_chooses_rows():
+def test_an_activation_that_compares_with_padding():
     torch.manual_seed(0)
     original, compiled = compiled_of(Padded(lambda: Expert(ACTIVATIONS["leaky"])))
     x = torch.randn(ROWS, D).double()
@@ -117,7 +117,7 @@ def test_beside_a_comparison_that_chooses_rows():
     check(original, compiled)
 
 
-def test_what_a_row_as_a_whole_is_asked_is_refused():
+def test_reductions_over_a_row_that_decide_are_refused():
     with pytest.raises(moefx.NoMoEBlockFound):
         compiled_of(Loop(lambda: Expert(lambda h: h * (h > 1).any(-1, keepdim=True))))
 
@@ -130,7 +130,7 @@ def test_what_a_row_as_a_whole_is_asked_is_refused():
         "sort": lambda h: h.sort(-1).values,
     }.items(),
 )
-def test_elements_that_move_within_a_row_are_refused_by_that_name(name, act):
+def test_ops_that_move_elements_within_a_row_are_named(name, act):
     with pytest.raises(
         moefx.NoMoEBlockFound, match=f"elements of a row: {name} along the last axis.*test_comparing_activations"
     ):

@@ -1,4 +1,4 @@
-"""Masks, flags and comparisons that come out the same for the whole example: other calls bring others."""
+"""Masks and comparisons that are constant for the example and vary in later calls."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def halved_where_positive(y, x, t):
     return y * torch.where((x > 0).all(-1)[t, None], 0.5, 1.0)
 
 
-def test_what_is_asked_of_a_row_as_a_whole_must_not_change_the_experts():
+def test_reductions_over_a_row_that_change_experts_are_refused():
     with pytest.raises(moefx.NoMoEBlockFound, match="with the same outcome in all captures"):
         compiled_of(Padding(halved_where_positive), torch.randn(ROWS, D).double())
 
@@ -127,7 +127,7 @@ def test_what_is_asked_of_a_row_as_a_whole_must_not_change_the_experts():
     ],
     ids=["cast", "uint8", "shifted", "argmax", "max", "sort", "topk", "searchsorted"],
 )
-def test_integers_made_of_activations_must_not_be_taken_for_constants(number):
+def test_integers_computed_from_activations_are_not_folded(number):
     """On small numbers each of these is the same everywhere."""
     with pytest.raises(moefx.NoMoEBlockFound):
         compiled_of(Padding(lambda y, x, t: y * (1 + number(y))), torch.randn(ROWS, D).double())
@@ -138,7 +138,7 @@ def large(y):
 
 
 @pytest.mark.parametrize("is_large", [lambda z: ~torch.logical_not(z), torch.Tensor.bool], ids=["logical_not", "bool"])
-def test_truths_of_activations_are_not_taken_for_constants(is_large):
+def test_booleans_computed_from_activations_are_not_folded(is_large):
     x = torch.randn(ROWS, D).double()
     original, compiled = compiled_of(Padding(lambda y, x, t: y.masked_fill(is_large(large(y)), 0.0)), x)
     plain = Padding(lambda y, x, t: y).double()
@@ -164,7 +164,7 @@ def masks_written_twice(y, x, t):
     ],
     ids=["any", "norm", "token", "masks_written_twice"],
 )
-def test_what_no_formula_of_a_row_says_is_refused(rule):
+def test_rules_that_are_no_formula_of_a_row_are_refused(rule):
     with pytest.raises(moefx.NoMoEBlockFound):
         compiled_of(Padding(rule), torch.randn(ROWS, D).double())
 
@@ -230,7 +230,7 @@ class TwoFlags(Loop):
         return out
 
 
-def test_buffers_that_are_the_same_are_two():
+def test_equal_buffers_stay_separate():
     x = torch.randn(ROWS, D, dtype=torch.float64)
     model, compiled = compiled_of(TwoFlags(), x)
     for flags in ("counts", "alive"):

@@ -1,4 +1,4 @@
-"""Parameters and buffers that are all zeros or ones before the first step: what hangs on them shows later."""
+"""Parameters and buffers that are all zeros or ones before training must not be treated as constants."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def check(model, compiled):
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", [Held, Dense, Masked])
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
-def test_what_hangs_on_them(route, kind):
+def test_constant_parameters_are_not_folded(route, kind):
     torch.manual_seed(0)
     model = kind(route).double()
     plan = moefx.Plan(validation="symbolic")
@@ -273,10 +273,10 @@ def masked_by_the_least(b, x):
 @pytest.mark.parametrize("route", [masked_by_itself, masked_by_logits, masked_by_the_least])
 def test_a_mask_of_the_same_choice(route):
     """Other values do not tell them apart either."""
-    test_what_hangs_on_them(route, Held)
+    test_constant_parameters_are_not_folded(route, Held)
 
 
-def test_a_parameter():
+def test_a_constant_parameter_is_not_folded():
     """The first step of the optimiser moves it."""
     torch.manual_seed(0)
     model = Held(statistics_of_another_choice).double()

@@ -143,7 +143,7 @@ def test_equal_with_every_gradient(build):
     assert moefx.explain(compiled).matched[0].calls == (3, 0, 0)  # never the original
 
 
-def test_every_expert_shows_once():
+def test_every_expert_is_named_once():
     compiled = moefx.compile(Loop(Normalised).double(), example_inputs=(torch.randn(5, D).double(),))
     printed = " ".join(str(moefx.graph(compiled, "")).split())
     assert "div[0..3] = experts[0..3].up.weight / expand[0..3]" in printed
@@ -174,6 +174,6 @@ class Positions(Loop):
 @pytest.mark.parametrize(
     ("build", "reason"), [(lambda: Loop(Dropped), "bernoulli"), (Positions, "uses table.* for one token")]
 )
-def test_what_is_no_weight_is_refused(build, reason):
+def test_other_functions_of_parameters_are_refused(build, reason):
     with pytest.raises(moefx.NoMoEBlockFound, match=reason):
         moefx.compile(build().double(), example_inputs=(torch.randn(5, D).double(),))

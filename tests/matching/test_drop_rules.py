@@ -1,4 +1,4 @@
-"""Capacity: a rule where one says which slots count, else the program's own mask."""
+"""Capacities: a drop rule if one describes the kept slots, else the program's own mask."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def same(block: nn.Module, *tokens: int) -> Match:
 @pytest.mark.parametrize(
     ("block", "order"), [(Queue, "position_token"), (FirstChoices, "position_slot"), (Largest, "weight")]
 )
-def test_the_rule_is_found_and_kept_to(block, order):
+def test_the_rule_is_found_and_applied(block, order):
     match = same(block(), 1, 2, 7, 50, 333)
     assert match.drop_rule is not None and match.drop_rule.order == order and match.keep_masks is None
     assert all(match.drop_rule.capacity({"S": n}) == max(2, int(1.1 * K * n / E)) for n in range(1, 3000))
@@ -92,7 +92,7 @@ def test_the_rule_is_found_and_kept_to(block, order):
     ],
     ids=["ceil", "clamped", "rounded_up", "even", "round", "capped", "plus_one", "times_two", "divided"],
 )
-def test_rooms(room):
+def test_capacities(room):
     capacity = rewritten(Queue(room)).match.drop_rule.capacity
     assert [capacity({"S": n}) for n in range(1, 600)] == [room(n) for n in range(1, 600)]
 
@@ -141,7 +141,7 @@ class Sampled(Dozen):
     ],
     ids=["ceil", "float", "plus_one", "floor", "threshold"],
 )
-def test_rooms_that_are_told_apart_at_few_sizes(block, room):
+def test_capacities_that_differ_at_few_sizes(block, room):
     """`ceil(q)` and `int(q) + 1` are one number wherever q is not whole."""
     model = block(room)
     result = rewritten(model)
@@ -182,7 +182,7 @@ def test_a_capacity_of_a_product_of_sizes():
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
-def test_a_capacity_in_two_pieces_is_lifted_for_the_sizes_that_are_met():
+def test_a_piecewise_capacity_is_specialized_per_piece():
     """One piece for the example's side; the other one when a call is there, once."""
     model = nn.Sequential(Queue(lambda n: (int(0.9 * n / E) + 7) // 8 * 8 if n > 20 else 3)).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(33, D, dtype=torch.float64),))
@@ -220,7 +220,7 @@ class SecondIsOptional(Masked):
 
 
 @pytest.mark.parametrize("block", [Masked, SecondIsOptional])
-def test_a_mask_of_the_programs_own(block):
+def test_the_programs_own_mask_is_used(block):
     block = block()
     nn.init.zeros_(block.gate.weight)  # all weights are 1/E: below the threshold
     match = same(block, 1, 7, 50)
@@ -245,7 +245,7 @@ def test_tokens_without_an_expert_may_pass_through():
     assert match.evidence[0].unrouted_value is not None and match.drop_rule is not None
 
 
-def test_padding_goes_to_nobody():
+def test_padding_goes_to_no_expert():
     class Padding(Loop):
         def forward(self, x):
             w, ids = self.route(x)
@@ -288,11 +288,11 @@ def test_every_expert_may_keep_its_likeliest_tokens():
     [lambda n: 64, lambda n: max(int(1.25 * K * n / E), 40), lambda n: -(-n * K // E // 64) * 64],
     ids=["constant", "floor", "multiple"],
 )
-def test_a_capacity_that_few_tokens_do_not_fill(room):
+def test_a_capacity_above_the_first_captures_is_found(room):
     same(Queue(room), 1, 33, 64, 100, 400)
 
 
-def test_room_for_every_token_is_no_limit():
+def test_capacity_for_every_token_is_no_limit():
     """An expert gets a token once: behind as many places as tokens there is nothing."""
     block = Queue(lambda n: n)
     block.gate.weight.data.zero_()  # all tokens to the same experts
@@ -325,7 +325,7 @@ class Generous(nn.Module):
         return torch.einsum("teh,ehd,te->td", h, self.down, (w[..., None] * here).sum(1))
 
 
-def test_weights_that_only_some_captures_tell_apart():
+def test_weights_that_differ_in_some_captures_only():
     torch.manual_seed(0)
     match = same(Generous(), 1, 2, 7, 50, 333)
     assert match.drop_rule is not None and match.drop_rule.order == "position_slot"
@@ -454,7 +454,7 @@ class Third(nn.Module):
 
 
 @pytest.mark.exhaustive
-def test_a_slot_that_nearly_always_is_dropped():
+def test_a_slot_that_is_nearly_always_dropped():
     """A few tokens show it; it is never left out."""
     rewritten = 0
     for n in (5, 7):
@@ -491,7 +491,7 @@ class Threshold(Loop):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("strict", [(2,), (1, 3), tuple(range(E - 1))])
-def test_a_threshold_of_some_experts_is_none_of_all(strict):
+def test_a_threshold_of_some_experts_is_refused(strict):
     with pytest.raises(Refused, match="skipped"):
         rewritten(Threshold(strict))
 

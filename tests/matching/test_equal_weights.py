@@ -1,4 +1,4 @@
-"""Choices with equal weights where an expert's last place goes: equal tokens, padding of zeros, a softmax of ones."""
+"""Slots with equal weights at an expert's capacity: equal tokens, padding of zeros, a softmax of ones."""
 
 from __future__ import annotations
 
@@ -89,20 +89,20 @@ def same_with_ties(block: nn.Module) -> nn.Module:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("k", [2, 1])
 @pytest.mark.parametrize("mask", [down_to_a_value, down_to_the_least, above_a_value, by_kthvalue, by_rank])
-def test_a_mask_by_value_keeps_or_drops_all_that_are_equal(mask, k):
+def test_a_threshold_keeps_or_drops_all_equal_weights(mask, k):
     same_with_ties(Weighed(mask, k))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_number_of_places_parts_those_that_are_equal(k):
+def test_a_capacity_separates_equal_weights(k):
     compiled = same_with_ties(PerExpert(largest, k))
     assert 'drop="weight"' in str(moefx.graph(compiled, ""))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [1, 2])
-def test_rows_taken_down_to_a_value_are_no_number_of_places(k):
+def test_a_threshold_per_expert_is_no_capacity(k):
     with pytest.raises(Refused, match="equal weights are kept or dropped together") as refusal:
         rewritten(PerExpert(down_to_the_last_place, k))
     assert "argsort(descending=True, stable=True)[:places]" in refusal.value.remedy  # as `largest` does
@@ -144,5 +144,5 @@ class ByThreshold(Loop):
     ],
     ids=["topk", "above", "kthvalue", "max", "rank"],
 )
-def test_experts_of_a_token_down_to_a_value(on):
+def test_experts_of_a_token_above_a_threshold(on):
     same_with_ties(ByThreshold(on))

@@ -1,4 +1,4 @@
-"""Experts without a matrix among others that have one: identities, constants, zeros, and mixtures of these."""
+"""Experts without a matrix among others with one: identities, constants, zeros, and mixtures of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examples on the special side of a comparison of sizes: taken with a guard, or refused with sizes that work."""
+"""Examples at special sizes: compiled with a guard, or refused with sizes that work."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ CHANGES = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CHANGES)
-def test_looks_at_few_and_many_on_the_side_of_the_example(name):
+def test_captures_few_and_many_tokens_on_the_examples_side(name):
     torch.manual_seed(0)
     model = Batched(CHANGES[name]).double()
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=sequences((4, 6)))
@@ -196,7 +196,7 @@ class Odd(Loop):
     ],
     ids=["single token", "second token", "64 tokens"],
 )
-def test_refuses_what_only_sizes_on_the_side_of_the_example_show(takes, fn, size):
+def test_refuses_differences_at_sizes_on_the_examples_side(takes, fn, size):
     torch.manual_seed(0)
     with pytest.raises(moefx.NoMoEBlockFound, match=r"different functions under|one function under one|for 64 tokens"):
         moefx.compile(Odd(takes, fn).double(), example_inputs=sequences(size))
@@ -211,7 +211,7 @@ class Multiples(Odd):
         return super().forward(x)
 
 
-def test_says_what_is_wrong_at_the_sizes_that_a_program_takes():
+def test_explains_failures_at_sizes_that_a_program_accepts():
     torch.manual_seed(0)
     model = Multiples(lambda x: x.shape[0] * x.shape[1] % 8 == 0, single).double()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"different functions under|one function under one"):
@@ -223,7 +223,7 @@ def of_two(block, x, t, k, w, ids, e):
     return y / 2 if int((ids == e).sum()) == 2 else y
 
 
-def test_refuses_what_is_done_with_exactly_two_tokens():
+def test_refuses_a_special_case_of_two_tokens():
     torch.manual_seed(0)
     model = Multiples(lambda x: x.shape[0] * x.shape[1] >= 16, of_two).double()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"different functions under|one function under one"):
@@ -245,7 +245,7 @@ class ByCondition(Block):
         return out
 
 
-def test_takes_a_condition_of_one_sequence():
+def test_accepts_a_condition_of_one_sequence():
     torch.manual_seed(0)
     model = ByCondition().double()
     (x, c), others = (sequences((1, 9))[0], rows(1)[0]), [(sequences((b, 7))[0], rows(b)[0]) for b in (1, 3)]
@@ -301,7 +301,7 @@ def test_skips_idle_experts_among_few(name, num_experts, k):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["start == end", "count == 0"])
-def test_asks_for_rows_as_the_refusal_says(name):
+def test_follows_the_remedy_for_rows(name):
     """If every token chooses all experts none is ever idle."""
     torch.manual_seed(0)
     with pytest.raises(moefx.NoMoEBlockFound, match=r"a (count|number).*read from a tensor.*rows.shape\[0\] == 0"):

@@ -1,4 +1,4 @@
-"""Ways to write a block that people use: each is rewritten, and never runs the original."""
+"""Idioms of MoE blocks: each is rewritten, and never runs the original."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ class SharedRouter(nn.Module):
         return x
 
 
-def test_a_choice_among_the_arguments():
+def test_a_selection_among_the_arguments():
     model = SharedRouter().double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(40, D, dtype=torch.float64),))
     assert [block.name for block in moefx.blocks(compiled)] == ["layers.0", "layers.1"]
@@ -324,7 +324,7 @@ def test_a_choice_among_the_arguments():
     assert all(block.fallbacks == 0 for block in moefx.blocks(compiled))
 
 
-def test_a_split_is_a_question_of_the_size():
+def test_a_split_is_guarded_by_the_size():
     model = nn.Sequential(Chunks()).double()
     for tokens in (12, 40):
         compiled = moefx.compile(model, example_inputs=(torch.randn(tokens, D, dtype=torch.float64),), strict=False)
@@ -347,7 +347,7 @@ class WritesACopy(Loop):
 
 
 @pytest.mark.parametrize("kind", [AddsToItsInput, WritesACopy])
-def test_what_is_returned_is_the_input_where_it_was(kind):
+def test_returned_inputs_stay_inputs(kind):
     model = nn.Sequential(kind()).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
     for run in (model, compiled):
@@ -391,7 +391,7 @@ class GivenTask(Loop):
         return self.mixed(x, *(self.gate(x) + self.bias(task)).softmax(-1).topk(2))
 
 
-def test_a_row_by_an_integer_that_is_given():
+def test_a_row_by_an_integer_input():
     """There is no row for any other number."""
     torch.manual_seed(0)
     model = GivenTask().double()

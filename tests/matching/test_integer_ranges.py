@@ -1,4 +1,4 @@
-"""What integers can be under any routing."""
+"""Ranges of integers under every routing."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_lookups_bound_their_indices(fn, decided):
     assert IntegerRanges(taken.nodes, of_call=True).is_decided(taken.out) == decided
 
 
-def test_ranges_do_not_depend_on_the_order_of_questions():
+def test_ranges_do_not_depend_on_the_order_of_queries():
     block = Looked(lambda s, i: ((i == E).any(), s.gather(1, i), (i == E).any()))
     nodes = capture_block(block, (torch.empty(5, 3, device="meta"),), {}, Routing()).nodes
 
@@ -134,7 +134,7 @@ def test_ranges_do_not_depend_on_the_order_of_questions():
     assert hulls(nodes)[ids] == [(0, 0), (E - 1, E - 1)]  # by a lookup behind it
 
 
-def test_a_question_reads_the_capture_up_to_its_node():
+def test_a_query_reads_the_capture_up_to_its_node():
     block = Fn(lambda s: [s.topk(2).indices == e for e in range(E)])
     taken = capture_block(block, (torch.empty(5, 3, device="meta"),), {}, Routing())
     ranges = IntegerRanges(taken.nodes)

@@ -1,4 +1,4 @@
-"""Comparisons of an expert's tokens in Python that only more tokens than a capture has turn."""
+"""Python comparisons of a load that change only above the captured token counts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ REFUSED = {
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("is_length", [False, True])
 @pytest.mark.parametrize("keeps", REFUSED.values(), ids=REFUSED)
-def test_a_larger_count_turns_it(keeps, is_length):
+def test_a_larger_count_changes_the_outcome(keeps, is_length):
     with pytest.raises(Refused, match=r"of an expert read from|a count of tokens read") as raised:
         rewritten(Limited(keeps, is_length))
     assert raised.value.source.startswith("test_large_counts.py:")
@@ -76,7 +76,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("keeps", TAKEN.values(), ids=TAKEN)
-def test_no_count_turns_it(keeps):
+def test_no_count_changes_the_outcome(keeps):
     block, x = Limited(keeps).double(), torch.randn(40, D, dtype=torch.float64)
     rewrite = rewritten(block, x)
     assert not rewrite.match.guards and rewrite.match.keep_masks is None

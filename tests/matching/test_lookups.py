@@ -49,7 +49,7 @@ class TakenExperts(Loop):
 
 
 @pytest.mark.parametrize("kind", [TakenWeights, TakenExperts])
-def test_a_block_that_takes(kind):
+def test_a_block_that_uses_torch_take(kind):
     torch.manual_seed(0)
     model, x = kind().double(), torch.randn(20, D, dtype=torch.float64)
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x,))

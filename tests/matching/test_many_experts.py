@@ -1,4 +1,4 @@
-"""Loops over many experts: one that deviates must show, and the proof must not grow faster than the loop."""
+"""Loops over many experts: a deviating one must be seen, and the proof must not grow faster than the loop."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def agrees(block: nn.Module, result) -> bool:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", [Scaled, Borrowed, NotForOneRow])
-def test_one_of_many_is_called_otherwise(kind, count):
+def test_a_different_call_of_one_expert_is_seen(kind, count):
     torch.manual_seed(0)
     block = kind(Mlp, num_experts=count).double()
     try:
@@ -74,7 +74,7 @@ def test_one_of_many_is_called_otherwise(kind, count):
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("change", [other_activation, no_bias, shared_weight])
-def test_one_of_many_is_built_otherwise(change, count):
+def test_a_different_expert_among_many_is_seen(change, count):
     torch.manual_seed(0)
     block = Loop(Mlp, num_experts=count)
     change(block)
@@ -89,7 +89,7 @@ def test_one_of_many_is_built_otherwise(change, count):
     assert agrees(block, result)
 
 
-def test_a_value_that_each_turn_computes_again_is_looked_at_once(monkeypatch):
+def test_a_value_that_each_iteration_recomputes_is_visited_once(monkeypatch):
     """`weights[t, k, None]` inserts the axis in each turn; the readings of it must not be as many as the experts."""
     most = 0
     rows = ValueLookup.rows
@@ -119,7 +119,7 @@ def test_rows_of_a_shape_that_no_expert_computes_with_are_not_followed(monkeypat
 
 
 @pytest.mark.exhaustive
-def test_experts_that_work_only_where_the_odd_one_is_idle_are_in_the_match():
+def test_all_experts_of_captures_without_the_odd_one_are_matched():
     """The graph is read off captures in which both kinds of experts work, the parameters off all captures."""
     torch.manual_seed(0)
     block = Loop(Mlp, num_experts=128)

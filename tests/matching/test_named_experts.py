@@ -1,5 +1,4 @@
-"""Experts under names of their own, in no list: modules or parameters, of which each token's type, a mask or
-a score takes one."""
+"""Experts under their own names, in no list: a token's type, a mask or a score selects a module or parameter."""
 
 from __future__ import annotations
 
@@ -137,7 +136,7 @@ class InAList(nn.Module):
         return write(x, (self.experts[1], types == 1), (self.experts[0], types != 1))
 
 
-def test_types_beyond_those_of_the_example():
+def test_types_that_the_example_lacks():
     torch.manual_seed(0)
     model = InAList().double()
     compiled = moefx.compile(model, example_inputs=(rows(9), types(9)))

@@ -1,4 +1,4 @@
-"""What experts do to their rows and results, op by op: right where it is rewritten, and it mostly is."""
+"""Ops on rows and results of experts: equal if rewritten, and most are."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_embeddings_with_gradients_of_their_own(option):
         moefx.compile(Embedded(**option), plan=moefx.Plan(validation="symbolic"), example_inputs=(torch.randn(T, D),))
 
 
-def test_a_tensor_of_somebody_else():
+def test_a_tensor_of_an_outer_scope():
     """It may be another one at the next call."""
     other = torch.tensor(2.0)
     with pytest.raises(moefx.errors.NoMoEBlockFound, match="neither a parameter nor a buffer"):

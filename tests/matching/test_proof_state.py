@@ -1,4 +1,4 @@
-"""The state of a proof: captures that agree, guards, and what a change leaves as it was."""
+"""The state of a proof: captures of one form, guards, and changes that fail."""
 
 from __future__ import annotations
 

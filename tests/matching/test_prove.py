@@ -1,4 +1,4 @@
-"""Proofs: one form under all routings, or a refusal that says why."""
+"""Proofs: one form under all routings, or a refusal with a reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TestForms:
 
     @pytest.mark.sampled(2)
     @pytest.mark.parametrize("k", [1, 3, E])
-    def test_slots(self, k):
+    def test_the_match_has_k_slots(self, k):
         assert rewritten(Loop(k=k)).match.slots == k
 
     def test_batched_input(self):
@@ -64,7 +64,7 @@ class TestRefused:
 
         assert sorted(g.ids for g in rewritten(Odd()).match.groups) == [[0, 1, 2], [3]]
 
-    def test_never_chosen_of_a_stack(self):
+    def test_unused_experts_of_a_stack_are_matched(self):
         class Half(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -190,7 +190,7 @@ class TestDeep:
         with pytest.raises(KeyError):
             run_in_worker(lambda: {}["x"])
 
-    def test_one_that_ends_leaves_room_for_the_other(self):
+    def test_the_recursion_limit_holds_until_the_last_thread_ends(self):
         started, ended, limit = threading.Event(), threading.Event(), sys.getrecursionlimit()
 
         def first():

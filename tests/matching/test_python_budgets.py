@@ -1,4 +1,4 @@
-"""Loops over tokens in which Python keeps count of what experts were given."""
+"""Loops over tokens that count an expert's tokens in Python."""
 
 from __future__ import annotations
 

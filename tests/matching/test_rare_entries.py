@@ -1,4 +1,4 @@
-"""Tables and formulas that differ from a constant, or from the expert index, for rare choices only."""
+"""Tables and formulas that differ from a constant, or from the expert index, for rare selections only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrences beside the experts or in the router stay as they are, whatever the number of steps."""
+"""Recurrences in the router or outside of the experts stay as they are, for any number of steps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
-def test_kept_whole(case):
+def test_recurrences_stay_whole(case):
     torch.manual_seed(0)
     model = CASES[case]().double()
     compiled = moefx.compile(model, example_inputs=(sequences(3, 5),))

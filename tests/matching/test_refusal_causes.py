@@ -1,4 +1,4 @@
-"""Refusals name what in the program they come from, and their remedies work."""
+"""Refusals name their cause in the program, and their remedies work."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Channels(nn.Module):
         return out.unflatten(0, (-1, 4)).transpose(1, 2)
 
 
-def test_rows_of_channels_are_taken():
+def test_rows_of_channels_are_accepted():
     moefx.compile(Channels(), example_inputs=(torch.randn(9, 12, 4),))
 
 
@@ -231,6 +231,6 @@ def test_a_second_choice_is_another_expert(choose):
 
 
 @pytest.mark.parametrize("choose", [mask_too_little, mask_second_alone, mask_others_too])
-def test_a_second_choice_that_may_be_the_same(choose):
+def test_a_second_selection_that_may_equal_the_first(choose):
     with pytest.raises(moefx.NoMoEBlockFound):
         moefx.compile(Block(lambda b, x: written_once(b, x, *choose(b, x))), example_inputs=(torch.randn(40, D),))

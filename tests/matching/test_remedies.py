@@ -1,4 +1,4 @@
-"""Remedies of refusals, followed word for word: what is refused is rewritten then."""
+"""Remedies of refusals, followed word for word: the block is rewritten then."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ PAIRS = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("why", PAIRS)
-def test_followed(why):
+def test_following_the_remedy_rewrites_the_block(why):
     torch.manual_seed(0)
     refused, remedied = PAIRS[why]
     x = torch.randn(12, D, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""One choice, or one condition, for all tokens of a sequence."""
+"""One selection, or one condition, for all tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -139,14 +139,14 @@ def test_one_choice_for_a_sequence(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_sequences_do_to_each_other(name):
+def test_dependence_between_sequences_is_refused(name):
     change = REFUSED[name] or (lambda y, m: y)
     asks = (lambda m: True) if REFUSED[name] else (lambda m: m.sum() > 1)
     with pytest.raises(NoMoEBlockFound):
         check(lambda b, x, c: by_mask(b, x, *reversed(b.scores(x).max(-1)), change, asks))
 
 
-def test_a_choice_given_for_a_sequence():
+def test_a_selection_input_per_sequence():
     torch.manual_seed(0)
 
     class Timed(Block):

@@ -1,4 +1,5 @@
-"""Several choices over the same experts are refused in one block, for that reason; as modules of their own they run."""
+"""Several selections over the same experts are refused in one block, with that reason; in their own modules they
+run."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ TOGETHER = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("together", TOGETHER)
-def test_refused_with_a_remedy_that_is_taken(together):
+def test_refused_with_a_remedy_that_is_followed(together):
     torch.manual_seed(0)
     x = torch.randn(9, D, dtype=torch.float64)
     why = r"the same experts are applied [23] times, each time by a choice of its own.*module of its own"

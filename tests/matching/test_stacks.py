@@ -1,4 +1,4 @@
-"""Experts that are one tensor: choices that are a threshold, and products that are cut into all experts' parts."""
+"""Experts in one tensor: selections by a threshold, and products that are split into all experts' parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Integers that stay between calls, steps and counts, and are asked about: later calls find others than the first."""
+"""Tests of integers that a block stores between calls, such as steps and counts: later calls have other values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ USES = {
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("how", ["buffer", "parameter", "attribute"])
 @pytest.mark.parametrize("name", USES)
-def test_what_is_asked_of_them(name, how):
+def test_tests_of_stored_integers_hold_for_other_values(name, how):
     torch.manual_seed(0)
     model = Held(USES[name], how).double()
     x = torch.randn(20, D, dtype=torch.float64)
@@ -82,7 +82,7 @@ class WithMask(Held):
         return self.mixed(x, w, ids)
 
 
-def test_beside_a_mask_that_is_given():
+def test_stored_integers_with_a_mask_input():
     torch.manual_seed(0)
     model, x = WithMask(None, "buffer").double(), torch.randn(20, D, dtype=torch.float64)
     mask = torch.ones(20, dtype=torch.bool)
@@ -95,7 +95,7 @@ def test_beside_a_mask_that_is_given():
             torch.testing.assert_close(compiled(x, given), model(x, given))
 
 
-def test_they_are_left_as_they_were():
+def test_compile_restores_stored_integers():
     model = Held(USES["a warm-up"], "attribute")
     before = {name: (value, value.clone()) for name, value in vars(model).items() if isinstance(value, torch.Tensor)}
     moefx.compile(model, example_inputs=(torch.randn(20, D),))

@@ -136,7 +136,7 @@ KINDS = [
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_in(kind):
+def test_blocks_of_token_ids_are_rewritten(kind):
     torch.manual_seed(0)
     model = kind().double()
     compiled = moefx.compile(model, example_inputs=(torch.randint(0, V, (2, 9)),))

@@ -1,4 +1,4 @@
-"""Blocks that leave something behind which a graph cannot: refused as soon as they are known to route."""
+"""Blocks with effects that a graph cannot repeat are refused as soon as they are known to route."""
 
 import torch
 from torch import nn

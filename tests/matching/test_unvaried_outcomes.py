@@ -1,4 +1,4 @@
-"""What came out one way in all that was tried, though at another call it may not: right then, or refused."""
+"""Tests with one outcome in every capture: the rewrite must hold for the other outcome, or the block is refused."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ def crowded_branch(m, e, y):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("choose", [few, many, flagged, overflowing, idle, thresholds])
-def test_a_comparison_that_is_met_elsewhere(choose):
+def test_a_comparison_that_has_another_outcome_later(choose):
     held = {"flag": False, "high": 0.4, "low": 1e-3}
     check(lambda: Base(held, choose=choose), lambda m: m.flag.fill_(True))
 
 
 @pytest.mark.parametrize("expert", [crowded, crowded_branch])
-def test_a_comparison_that_a_crowd_meets(expert):
+def test_a_comparison_that_many_tokens_change(expert):
     check(lambda: Base(expert=expert), sizes=(40,), crowd=True)
 
 
@@ -201,7 +201,7 @@ class Alive(Loop):
 
 
 @pytest.mark.exhaustive
-def test_a_loop_over_those_that_are_alive():
+def test_a_loop_over_active_tokens():
     check(Alive, lambda m: m.alive.fill_(1))
 
 
@@ -225,7 +225,7 @@ class Biased(Loop):
 
 
 @pytest.mark.parametrize("register", ["register_buffer", "register_parameter"])
-def test_what_is_none_may_come_to_be(register):
+def test_attribute_that_was_none_may_get_a_tensor(register):
     def change(m):
         bias = torch.linspace(-2, 2, E, dtype=torch.float64)
         m.bias = bias if register == "register_buffer" else nn.Parameter(bias)
@@ -251,7 +251,7 @@ def data(m, e, y):
 
 
 @pytest.mark.parametrize("how", [dict(choose=scaled_in_place), dict(choose=of_a_view), dict(expert=data)])
-def test_what_autograd_does_not_see_is_refused(how):
+def test_writes_without_autograd_are_refused(how):
     with pytest.raises(NoMoEBlockFound, match="written where autograd does not see it"):
         moefx.compile(Base(**how), example_inputs=(torch.randn(20, D),))
 

@@ -1,4 +1,4 @@
-"""One API for every model of the test corpus: `Case`, its registry, and the host that most blocks sit in.
+"""One API for every model of the test corpus: `Case`, its registry, and the host module of most blocks.
 
 Verdicts: "match" must be rewritten and equal; "refuse" must be refused with a reason and keep working;
 "either" is rewritten exactly or refused, never approximated.

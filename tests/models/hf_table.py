@@ -1,4 +1,4 @@
-"""The table behind `hf.py`: name -> classes, what the block looks like, overrides of `BASE`, verdict.
+"""The table behind `hf.py`: name -> classes, configuration of the block, overrides of `BASE`, verdict.
 
 Keys: `cls` model class, `cfg` config class, `dir` module directory, `block` class names of the MoE block,
 `kind` of inputs, `over`/`set`/`v4_over`/`v4_rope` configuration, `bad` the versions of

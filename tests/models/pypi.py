@@ -1,4 +1,4 @@
-"""MoE layers of ordinary PyPI packages: imported from the packages, where these are installed."""
+"""MoE layers of ordinary PyPI packages, imported from the packages if they are installed."""
 
 from __future__ import annotations
 

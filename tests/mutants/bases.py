@@ -1,12 +1,12 @@
-"""The blocks that are mutated: one class per idiom, with hooks (`# @name`) where a mutation inserts its line.
+"""The bases of mutants: one class per idiom, with hooks (`# @name`) at which a mutation inserts its line.
 
-What a mutation may use at each hook:
+Names that a mutation may use at each hook:
 
     @logits    t [N, D], logits [N, E]
     @routed    ... and p [N, E], w [N, K], idx [N, K]
     @rows      ... and e (an int), n (token numbers), rows = t[n], v [rows, 1] (their weights), per expert
     @hidden    rows, e, h [rows, H]; inside of one expert
-    @out       what @rows has, and y [rows, D], not weighted yet
+    @out       those of @rows, and y [rows, D], not weighted yet
     @weighted  the same, y weighted
     @combined  t, w, idx, out [N, D]
 

@@ -1,4 +1,4 @@
-"""Builds a mutant: the source of a base class with a line inserted at a hook, or replaced, as a new class."""
+"""Build a mutant: a base class with a line inserted at a hook, or replaced, as a new class."""
 
 from __future__ import annotations
 

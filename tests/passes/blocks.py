@@ -1,4 +1,4 @@
-"""Small mixtures of experts, written plainly, that tests of the passes share."""
+"""Small, plain mixtures of experts that tests of the passes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capacities that the plan gives to experts."""
+"""Capacities that the plan sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Kept(Loop):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("drop", ["weight", "position_token", "position_slot"])
 @pytest.mark.parametrize("factor", [0.5, 1.25])
-def test_what_is_over_it_is_dropped(drop, factor):
+def test_slots_over_the_capacity_are_dropped(drop, factor):
     torch.manual_seed(0)
     block = Kept(Gated).double()
     plan = moefx.Plan(capacity_factor=factor, drop=drop)
@@ -87,7 +87,7 @@ class Unweighted(Loop):
 @pytest.mark.parametrize(
     "block, text", [(Dropping, "drops choices by a rule of its own"), (Unweighted, "no routing w")]
 )
-def test_what_cannot_be(block, text):
+def test_capacity_factor_that_cannot_apply_raises(block, text):
     with pytest.raises(InvalidPlan, match=text):
         moefx.compile(block(), plan=moefx.Plan(capacity_factor=1.0), example_inputs=(torch.zeros(9, D),))
 

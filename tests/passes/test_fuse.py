@@ -1,4 +1,4 @@
-"""Fusing: the body that is read off, and why an expert was not fused."""
+"""Fusing: the fused body, or the reason why an expert is not fused."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ class TestReduce:
         combine.update_arg(1, w)
         self.keeps_the_rows(block, graph)
 
-    def test_rows_that_are_read_elsewhere(self):
+    def test_rows_with_other_readers(self):
         block, graph = self.plain()
         (combine,) = graph.find(ops.combine.default)
         with graph.graph.inserting_before(combine.next):

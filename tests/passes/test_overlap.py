@@ -1,4 +1,4 @@
-"""What is independent of rows on their way runs before they are waited for."""
+"""Nodes that are independent of rows in transit run before the wait."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_independent_nodes_move_before_the_wait_in_their_order():
     assert moved == ["shared", "aten.neg.default", "moefx.wait_sums.default", "aten.mul.Tensor", "aten.add.Tensor"]
 
 
-def test_nothing_moves_over_what_has_an_effect():
+def test_nothing_moves_over_an_effect():
     before = block(in_place=True)
     assert names(overlap(before, None)) == names(before)
 
 
-def test_waits_come_in_the_order_of_their_starts():
+def test_waits_are_in_the_order_of_their_starts():
     """Of two chunks: the experts on the first one run while the second is on its way."""
     graph = fx.Graph()
     x, plan = graph.placeholder("x"), graph.placeholder("plan")
@@ -67,7 +67,7 @@ def test_waits_come_in_the_order_of_their_starts():
     moved.graph.lint()
 
 
-def test_gradients_of_weights_are_put_off_to_the_first_hop():
+def test_weight_gradients_are_deferred_to_the_first_hop():
     """Over nodes and in them: while the gradients go back over the nodes, which takes longest."""
     graph = fx.Graph()
     x, plan = graph.placeholder("x"), graph.placeholder("plan")
@@ -89,7 +89,7 @@ def test_gradients_of_weights_are_put_off_to_the_first_hop():
     assert experts.args[9] is later and later.args == ([*experts.args[5]], [*experts.args[7]])
 
 
-def test_what_is_behind_an_effect_that_waits_stays_there():
+def test_nodes_behind_an_effect_that_waits_stay_there():
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     rows = graph.call_function(ops.wait_sums.default, (x,) * 7, {"group": ""}, name="rows")

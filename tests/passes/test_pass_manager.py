@@ -151,7 +151,7 @@ def test_fakes_are_propagated_into_new_nodes():
     assert "f32[10,8]" in str(history.graph)
 
 
-def test_parameters_of_the_block_take_part():
+def test_passes_may_use_parameters_of_the_block():
     def project(block, plan):
         block = block.copy()
         relu = block.find("aten::relu")[0]

@@ -65,7 +65,7 @@ class Residual(nn.Module):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("base", [lambda: nn.Linear(D, D), Mlp, Residual, lambda: nn.LayerNorm(D)])
-def test_experts_are_added_to_what_another_module_made(base):
+def test_experts_are_added_to_another_modules_output(base):
     class Added(Loop):
         def __init__(self):
             super().__init__()
@@ -139,6 +139,6 @@ class LoadIfUneven(Loop):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_experts", "k"), [(3, 1), (4, 1)])
-def test_results_that_are_not_always_there_are_refused(num_experts, k):
+def test_results_that_some_calls_lack_are_refused(num_experts, k):
     with pytest.raises(Refused, match=r"the block returns a tensor depends on the routing"):
         rewritten(LoadIfUneven(Mlp, k, num_experts), torch.zeros(12, D))

@@ -1,4 +1,4 @@
-"""These tests are about what the planner makes of models: equal blocks are proven once."""
+"""Tests of the planner's results for models: equal blocks are proven once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner takes for `compile`: of what a mesh can be, the fastest that fits."""
+"""The planner's decision for `compile`: the fastest layout of a mesh that fits."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def told(asked: Plan = AUTO, model=MODEL, memory: float = 139e9, tokens: int = 4
     st.sampled_from([dict(ep=8), dict(dp=2, ep=4), dict(ep=4, tp=2), dict(dp=4, tp=2)]),
     st.floats(2e9, 100e9), st.sampled_from([512, 4096, 16384]), st.sampled_from([None, 0, 3]),
 )  # fmt: skip
-def test_the_fastest_that_fits_is_taken(sizes, memory, tokens, zero):
+def test_the_fastest_layout_that_fits_is_chosen(sizes, memory, tokens, zero):
     mesh = mesh_of(**sizes)
     found = decide({0: told(AUTO.replace(zero=zero), memory=memory, tokens=tokens)}, 0, mesh)
     first, *others = found.tried
@@ -127,7 +127,7 @@ def test_the_fastest_that_fits_is_taken(sizes, memory, tokens, zero):
     assert not found.plan.is_undecided and found.plan.tokens == tokens
 
 
-def test_no_more_is_spread_than_must_be():
+def test_experts_are_distributed_no_further_than_needed():
     """ZeRO's stage is the user's: the lowest with which something fits is counted on."""
     mesh, zeros = mesh_of(dp=4, ep=2), []
     for memory in (100e9, 60e9, 30e9, 20e9):
@@ -151,7 +151,7 @@ def test_ranks_decide_by_all_of_them():
         decide(facts | {3: "CaptureError: no"}, 0, mesh)
 
 
-def test_stages_take_the_same_axes_and_keep_what_fits_each():
+def test_stages_share_axes_and_choose_their_own_policy():
     """1F1B: the first of two stages has two micro-batches in flight."""
     mesh = mesh_of(pp=2, ep=4, tp=2)
     asked = AUTO.replace(zero=0)
@@ -209,7 +209,7 @@ def test_one_device(device):
         moefx.compile(model, plan=asked.replace(memory=1.0, tokens=1), example_inputs=example)
 
 
-def test_later_specializations_keep_what_was_decided():
+def test_later_specializations_keep_the_decision():
     model, x = Loop(Gated), torch.randn(64, D)
     h, _ = moefx.explain(model, plan=AUTO, example_inputs=(x,)).planned.tried
     plan = AUTO.replace(memory=h.entry.memory["M_gpu"] - 1)
@@ -245,7 +245,7 @@ def test_the_platform_of_the_environment(monkeypatch, tmp_path):
     moefx.compile(model, plan=Plan(validation="symbolic"), example_inputs=IDS)  # nobody asks
 
 
-def test_models_that_the_planner_cannot_make_out():
+def test_models_that_the_planner_does_not_know():
     """A model that compiles without the planner compiles with it."""
     wide = Loop(Gated)
     wide.experts.append(Gated())
@@ -274,7 +274,7 @@ def test_explained(monkeypatch):
     assert moefx.explain(moefx.compile(model, plan=Plan(validation="symbolic"), example_inputs=IDS)).planned is None
 
 
-def test_the_page_shows_what_is_printed():
+def test_the_page_shows_the_printed_decision():
     """OLMoE on eight H100s, four of 4096 tokens each."""
     here = LocalPlatform(find_platform("dgx-h100"), "named by MOEFX_PLATFORM")
     asked = Plan(expert_axis="auto", checkpoint="auto")

@@ -1,4 +1,4 @@
-"""`bench platform`: what follows from measurements, and that it measures, here and between ranks."""
+"""`bench platform`: rates fitted to measurements, and measurements on this machine and between ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def findings() -> PlatformResults:
     return PlatformResults("by hand", device, 1e-10, exchanges)
 
 
-def test_rates_come_back():
+def test_fit_recovers_the_rates():
     made = findings().platform("mine", H200)
     assert made.peak == H200.peak and made.device == "a machine" and made.capacity == 80 * 2**30
     assert made.matmul_efficiency * made.peak == pytest.approx(500e12)
@@ -84,7 +84,7 @@ def test_without_a_base():
     assert [(n.name, n.ranks) for n in alone.networks] == [("node", 1)]
 
 
-def test_exchanges_alone_take_the_device_of_a_base():
+def test_exchanges_alone_use_the_device_of_a_base():
     made = dataclasses.replace(findings(), device=None).platform("mine", H200)
     assert (made.device, made.expert_rates()) == (H200.device, H200.expert_rates())
     assert made.networks[0].bandwidth == pytest.approx(100e9)
@@ -125,7 +125,7 @@ def test_links_and_gemms_without_a_part():
 
 @settings(max_examples=30, deadline=None)
 @given(st.floats(50e12, 980e12), st.floats(0.5e12, 20e12), st.floats(1e-6, 1e-4))
-def test_gemms_said_again(peak, bandwidth, launch):
+def test_fit_reproduces_gemm_times(peak, bandwidth, launch):
     times = gemms(peak, bandwidth, launch)
     made = dataclasses.replace(H200, **fit_dense_rates(times, H200.peak))
     assert max(map(abs, gemm_errors(times, made))) < 1e-3  # as times that the formula made must be
@@ -194,12 +194,12 @@ def test_between_ranks(tmp_path):
         (["--only", "everything"], "invalid choice"),
     ],
 )
-def test_options_that_cannot_be(options, message, capsys):
+def test_invalid_options_raise(options, message, capsys):
     with pytest.raises(SystemExit):
         platform.main(options)
     assert message in capsys.readouterr().err
 
 
-def test_no_such_base():
+def test_unknown_base_raises():
     with pytest.raises(moefx.errors.UnknownPlatform, match="no platform 'h20'"):
         platform.main(["--base", "h20"])

@@ -1,4 +1,4 @@
-"""Parts of memory and time: nothing is left out, and nothing counted twice."""
+"""Parts of memory and time are complete, and counted once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_numbers_add_up(model, platform, powers, experts, kept, zero, flags, way
     assert all(value >= 0 for value in time_parts(find_model(model), machine, layout).values())
 
 
-def test_those_of_a_ranking():
+def test_parts_of_a_ranking():
     ranking = plan("olmoe-1b-7b", "a100-40gb", 16, batch=64)
     for entry in ranking.entries[::7]:
         bytes_of = memory_parts(ranking.model, ranking.platform, entry.layout)
@@ -79,7 +79,7 @@ def test_those_of_a_ranking():
         assert seconds_of["T_bubble"] == entry.step["T_bubble"]
 
 
-def test_shared_experts_that_are_not_there():
+def test_missing_shared_experts_have_no_part():
     """Neither their rows nor their launches."""
     platform, layout = dataclasses.replace(find_platform("h200"), dense_launch=1.0), Layout()
     for name, launches in (("olmoe-1b-7b", 1), ("deepseek-v3", 4)):
@@ -87,7 +87,7 @@ def test_shared_experts_that_are_not_there():
         assert found["T_rest"] == pytest.approx(launches, rel=0.01)
 
 
-def test_what_is_opened():
+def test_sums_are_expanded():
     """Sums, through factors; no products, no sums of another unit, no terms of two results."""
     n, a, b, X, Y, Z = quantities("n a b X Y Z")
     made = Sheet(

@@ -126,6 +126,6 @@ def test_names():
         (dict(hidden_size=0), "hidden_size is 0, expected a whole number above 0"),
     ],
 )
-def test_sizes_that_cannot_be(change, message):
+def test_impossible_sizes_raise(change, message):
     with pytest.raises(UnknownArchitecture, match=message):
         find_model("mixtral-8x7b").replace(**change)

@@ -94,7 +94,7 @@ class TestPlacement:
 
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 4), st.sampled_from([1024, 4096]))
-def test_all_gather_is_of_the_tokens(ranks, sequences, tokens):
+def test_all_gather_sends_the_tokens(ranks, sequences, tokens):
     """X-MoE C.2: O(BSH) on each device, whatever the number of ranks."""
     found = VOLUMES(b=sequences, s=tokens, d=2048, G=ranks, TP=1, DP=1, R=1, P_dense=0, P_experts=0, n_attn=1)
     whole = 2 * sequences * tokens * 2048

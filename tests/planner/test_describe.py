@@ -100,7 +100,7 @@ PIECES = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("piece", PIECES)
-def test_pieces_of_models_have_what_they_have(piece):
+def test_parts_of_models_are_counted(piece):
     """Norms of a decoder are not taken from what is not there."""
     make, example, expected = PIECES[piece]
     model = make()
@@ -131,7 +131,7 @@ ATTENTIONS = {
 
 
 @pytest.mark.parametrize("attend", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_attention_is_seen_where_nothing_names_its_heads(attend):
+def test_attention_without_named_heads_is_counted(attend):
     found = describe(Layer(attend), (torch.zeros(9, D),))
     assert found.attention.num_heads == 1 and "nothing names its heads: counted as 1" in found.note
 
@@ -195,7 +195,7 @@ def test_an_embedding_of_tokens_is_no_expert():
         moefx.compile(Dense(), example_inputs=ids)
 
 
-def test_blocks_that_are_not_alike():
+def test_blocks_of_different_sizes():
     wide = Loop(Gated)
     wide.experts.append(Gated())
     wide.gate = nn.Linear(D, E + 1, bias=False)

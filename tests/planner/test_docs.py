@@ -14,7 +14,7 @@ from moefx.planner.ranking import plan
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 
 
-def test_it_runs(capsys):
+def test_the_page_runs(capsys):
     space: dict[str, object] = {"__name__": "page"}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S):
         exec(block, space)

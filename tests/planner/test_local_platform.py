@@ -65,7 +65,7 @@ def test_nodes_of_any_size(monkeypatch, node):
     assert [n.ranks for n in networks] == [node, *(r for r in (32, 256) if r > node), 0]
 
 
-def test_others_have_their_memory_and_say_so(monkeypatch):
+def test_unknown_devices_have_their_memory_and_a_note(monkeypatch):
     gpu(monkeypatch, "NVIDIA B300", 288e9)
     here = find_local_platform("cuda", 8)
     assert not here.is_known and here.platform.capacity == 288e9

@@ -1,4 +1,4 @@
-"""Memory of a GPU: what is measured, what must be monotone, what must add up."""
+"""Memory of a GPU: measured values, monotony, and sums."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def memory(model, layout: Layout, stage: int = 0) -> dict[str, float]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["h", "x", "all"])
 @pytest.mark.parametrize(("kind", "matrices"), [(Gated, 3), (Mlp, 2)])
-def test_what_is_kept_is_what_compile_keeps(kind, matrices, policy):
+def test_saved_bytes_equal_those_of_compile(kind, matrices, policy):
     """Bytes a token, exactly."""
     block = Loop(kind).to(torch.bfloat16)
     example = (torch.randn(9, D, dtype=torch.bfloat16),)
@@ -58,7 +58,7 @@ def test_the_larger_layer_runs_again(is_dense):
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row.get("peer") == "moefx"], ids=lambda r: f"{r['shape']}-{r['routing']}"
 )
-def test_what_is_kept_is_what_was_measured(row):
+def test_saved_bytes_equal_the_measured_ones(row):
     """On the GPU, ten shapes, to the byte: tokens, hidden rows, ERI arrays."""
     shape = parse_shape(row["shape"])
     model = find_model("mixtral-8x7b").replace(
@@ -133,7 +133,7 @@ def test_micro_batches_in_flight(schedule, chunks, stages):
         (dict(zero=4), "zero is 4, expected 0, 1, 2 or 3"),
     ],
 )
-def test_layouts_that_cannot_be(fields, message):
+def test_impossible_layouts_raise(fields, message):
     with pytest.raises(InvalidPlan, match=message):
         Layout(**fields)
 

@@ -1,4 +1,4 @@
-"""Where nothing fits: reasons by kind, and how many GPUs it would take."""
+"""Rankings without a fitting layout: reasons by kind, and the number of GPUs that it would take."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_smallest_number_of_gpus():
     )
 
 
-def test_where_none_is_enough_the_term_is_named():
+def test_the_limiting_term_is_named_if_no_number_fits():
     ranking = plan("mixtral-8x22b", "a100-40gb", 32, tokens=2**20)
     with within(5):
         found = find_min_gpus(ranking)
@@ -41,7 +41,7 @@ def test_where_none_is_enough_the_term_is_named():
     assert "most of it activations (M_activations)" in str(found)
 
 
-def test_it_says_whether_there_are_more():
+def test_the_search_reports_untried_numbers():
     """Six doublings that have room for the states are looked at, more would take long."""
     ranking = plan("mixtral-8x22b", "a100-40gb", 32, tokens=2**20)
     found = find_min_gpus(ranking)
@@ -55,7 +55,7 @@ def test_it_says_whether_there_are_more():
         plan("mixtral-8x22b", few, 64, tokens=2**20)[0]
 
 
-def test_nothing_is_searched_where_something_fits_or_there_are_no_more():
+def test_nothing_is_searched_if_a_layout_fits_or_no_gpus_are_left():
     assert find_min_gpus(plan("olmoe-1b-7b", "h200", 8)) is None
     node = dataclasses.replace(PLATFORMS["a100-40gb"], networks=(Network("node", 8, 300e9),))
     assert find_min_gpus(plan("deepseek-v3", node, 8)) is None
@@ -64,7 +64,7 @@ def test_nothing_is_searched_where_something_fits_or_there_are_no_more():
         plan("deepseek-v3", node, 16)
 
 
-def test_the_first_of_none_says_why_and_what_to_do():
+def test_an_empty_ranking_raises_with_reason_and_remedy():
     ranking = plan("deepseek-v3", "a100-40gb", 8)
     assert list(ranking) == [] and not len(ranking)
     with pytest.raises(NothingFits, match=r"no layout of deepseek-v3 fits 8 x NVIDIA A100.*\(40 GiB each\)") as caught:
@@ -85,7 +85,7 @@ def test_the_command_shows_reasons_instead_of_formulas(capsys, tmp_path, monkeyp
     assert "rejected" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
-def test_sizes_are_named_where_there_is_no_table():
+def test_sizes_are_named_without_a_table():
     assert "\nPP stages, TP ranks of the dense matrices, DP" in str(plan("deepseek-v3", "a100-40gb", 8))
 
 

@@ -1,4 +1,4 @@
-"""transformers configs: models of any size, and what is said where sizes do not go together."""
+"""transformers configs: models of any size, and errors for sizes that contradict each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The papers' numbers from their formulas; where a paper disagrees with itself, the name of the test says so."""
+"""The papers' numbers from their formulas; names of tests state where a paper contradicts itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TestPiper:
         first, last = (piper(EP=8, PP=8, M=16, i=i) for i in (0, 7))
         assert first["M_1f1b"] - last["M_1f1b"] == pytest.approx(first["Delta_M"])
 
-    def test_the_first_stage_holds_pp_times_what_the_last_does(self):
+    def test_the_first_stage_holds_pp_times_the_last(self):
         """The text below equation 5 says PP - 1 times; by equation 4 it is PP times, PP - 1 times more."""
         states = 32 / 8 * (64 * 5120**2 + 48 * 16 / 8 * 5120 * 20480)
         first, last = (piper(EP=8, PP=8, M=16, i=i)["M_1f1b"] - states for i in (0, 7))
@@ -125,7 +125,7 @@ class TestMoEBlaze:
     @pytest.mark.parametrize(
         ("matrices", "rows"), [(3, {128: 1766, 512: 6918, 2048: 27528}), (2, {128: 1238, 512: 4854, 2048: 19320})]
     )
-    def test_table_2_grows_as_what_is_kept(self, matrices, rows):
+    def test_table_2_grows_as_the_saved_bytes(self, matrices, rows):
         """X, the outputs, K rows of F for each tensor, ERI arrays. F is not given: the next test says 2d."""
         model = find_model("x-moe-small").replace(
             hidden_size=256, num_experts=128, top_k=4, expert_size=512, matrices=matrices
@@ -142,7 +142,7 @@ class TestMoEBlaze:
         assert with_gate - without == pytest.approx(2 * 4 * 512, rel=0.01)
 
 
-def test_memory_is_piper_s_where_nothing_else_is_said():
+def test_memory_equals_pipers_formula():
     """States: 16 bytes for each of Piper's parameters, and the router's, which it leaves out."""
     model = find_model("x-moe-small").replace(matrices=3, norms=0)
     layout = Layout(zero=0)

@@ -1,4 +1,4 @@
-"""Colours of parts on the pages of several plans, and labels that nothing cuts."""
+"""Colours of parts on the pages of several plans, and labels that fit."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_names():
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"networks": [], "colour": 1}', '{"networks": [{"size": 2}]}'])
-def test_files_of_something_else(text, tmp_path):
+def test_other_files_raise(text, tmp_path):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(UnknownPlatform, match=r"other\.json is no platform file: .*Its fields are name, device"):
@@ -80,7 +80,7 @@ def test_levels_of_frontier(group, stride, sizes, names):
         (dict(device=None), "device is None, expected a text"),
     ],
 )
-def test_platforms_that_cannot_be(change, message):
+def test_impossible_platforms_raise(change, message):
     with pytest.raises(UnknownPlatform, match=message):
         dataclasses.replace(find_platform("h200"), **change)
 

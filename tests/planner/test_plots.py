@@ -1,4 +1,4 @@
-"""Pictures: what they show is what they were given, with units, and nothing is cut off or global."""
+"""Plots show their data with units, nothing is cut off, and no global state changes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_many_parts_are_few_colours():
     assert "M_14" in legend and "M_0" not in legend
 
 
-def test_cells_say_what_regions_do(narrow):
+def test_cells_show_their_regions(narrow):
     found = [build_region(narrow), build_region(narrow, ("TP", "EP"))]
     figure = plots.plot_regions(found)
     for axes, region in zip(figure.axes, found, strict=False):
@@ -136,7 +136,7 @@ def test_points_are_steps(narrow):
         assert axes.get_xlabel() == "GPUs" and axes.get_ylabel() == "time of a step (s)"
 
 
-def test_where_nothing_fits():
+def test_plots_without_a_fitting_layout():
     ranking = plan("deepseek-v3", "a100-40gb", 8)
     points = search_scaling(ranking, False)
     assert plots.render_data_uri(plots.plot_scaling, points, points) and plots.render_data_uri(

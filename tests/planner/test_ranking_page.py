@@ -1,4 +1,4 @@
-"""The page: everything is on it, in one file, escaped, with pictures or without."""
+"""The page: complete, in one file, escaped, with or without pictures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cells_of(text):
     return re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", text)
 
 
-def test_it_is_one_file(large):
+def test_the_page_is_one_file(large):
     _, text, _ = large
     assert is_well_formed(text)
     rest = re.sub(r'src="data:image/svg\+xml;base64,[A-Za-z0-9+/=]+"', "", text)
@@ -58,7 +58,7 @@ def test_it_is_one_file(large):
     assert text.count("<img ") == (5 if has_plots() else 0)
 
 
-def test_all_is_on_it(large):
+def test_every_result_is_on_the_page(large):
     ranking, text, _ = large
     assert "deepseek-v3 on 1024 x AMD MI250X, one GCD" in text and "1024 sequences of 4096 tokens a step" in text
     assert f"{len(ranking)} layouts fit 64 GiB" in text
@@ -75,7 +75,7 @@ def test_all_is_on_it(large):
     assert escape(ranking.model.note) in text and escape(ranking[0].plan().to_json()) in text
 
 
-def test_numbers_of_pictures_are_on_it(small):
+def test_numbers_of_pictures_are_on_the_page(small):
     cells = cells_of(render(small))
     assert amount(small[0].memory["M_optimizer"], "B") in cells
     assert amount(small[0].step["T_optimizer"], "s") in cells
@@ -87,7 +87,7 @@ def test_numbers_of_pictures_are_on_it(small):
             assert f"{point.batch * 512 / point.best.seconds:,.0f}" in cells
 
 
-def test_long_work_says_where_it_is(large):
+def test_long_work_reports_progress(large):
     _, _, told = large
     assert len(told) > 10 and "strong scaling: 1024 sequences on 2048 GPUs" in told
 
@@ -101,7 +101,7 @@ def test_efficiency_is_that_of_the_first_that_fits(without_matplotlib):
     assert f"does not fit: {amount(strong[0].lacking, 'B')} too much" in text
 
 
-def test_layouts_of_a_picture_are_told_apart(large):
+def test_labels_distinguish_layouts(large):
     """Those whose sizes are alike differ in how rows travel, in micro-batches, ..."""
     _, text, _ = large
     heads = re.findall(r"<th[^>]*>(\d+: PP[^<]*)</th>", text)
@@ -122,7 +122,7 @@ def test_names_are_escaped(small):
     assert file_name(ranking) == "plan-script-alert-x-script-y-frac-script-alert-x-script-y-frac-4.html"
 
 
-def test_without_matplotlib_all_else_is_there(small, without_matplotlib, tmp_path):
+def test_the_page_without_matplotlib_lacks_pictures_only(small, without_matplotlib, tmp_path):
     assert not has_plots()
     small.html(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -140,7 +140,7 @@ def test_pictures_change_nothing_else(small, monkeypatch):
     assert cells_of(with_them) == cells_of(without)
 
 
-def test_where_nothing_is_even_tried():
+def test_the_page_without_a_candidate():
     """A prime number of ranks: more than stages, more than a node, and no part of the batch."""
     text = render(plan("olmoe-1b-7b", "h200", 1009, batch=3))
     assert "0 layouts fit" in text and "does not divide the batch" in text and is_well_formed(text)
@@ -252,7 +252,7 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys, without_matplotlib):
     assert "cannot be written: No such file or directory; --page names another place" in printed.err
 
 
-def test_a_page_where_nothing_fits(tmp_path, monkeypatch, capsys):
+def test_the_page_without_a_fitting_layout(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8"]) == 1
     text = (tmp_path / "plan-deepseek-v3-a100-40gb-8.html").read_text(encoding="utf-8")
@@ -260,6 +260,6 @@ def test_a_page_where_nothing_fits(tmp_path, monkeypatch, capsys):
     assert "M_gpu = " not in text
 
 
-def test_of_a_ranking_of_one_s_own(tmp_path):
+def test_page_of_a_users_ranking(tmp_path):
     moefx.plan("olmoe-1b-7b", "mi300x", 1, batch=1, tokens=128).html(str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").stat().st_size > 10_000

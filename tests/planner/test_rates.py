@@ -36,7 +36,7 @@ def test_ten_shapes_within_15_percent():
     assert sum(map(abs, found.values())) / len(found) < 0.05
 
 
-def test_what_the_rates_are_from():
+def test_shapes_that_the_rates_are_fitted_to():
     """GEMMs of 64 to 16384 rows; experts, forward and steps."""
     platform = FOUND.platform("here", H200)
     assert len(FOUND.device.gemms) == 40 and len(GRID) == 28
@@ -44,7 +44,7 @@ def test_what_the_rates_are_from():
     assert max(map(abs, expert_errors(GRID, platform).values())) < 0.12
 
 
-def test_the_docs_quote_what_is_left():
+def test_the_docs_quote_the_errors():
     """Of GEMMs too, which are further off than experts."""
     page = " ".join((RESULTS.parents[1] / "docs" / "planner.md").read_text(encoding="utf-8").split())
     gemms, experts = gemm_errors(FOUND.device.gemms, H200), list(expert_errors(GRID, H200).values())
@@ -66,7 +66,7 @@ def test_the_shipped_platform_is_this_one():
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=0.005), name
 
 
-def test_rates_come_back():
+def test_fit_recovers_the_rates():
     """Times that the formulas made."""
     platform = find_platform("mi300x")
     made = []

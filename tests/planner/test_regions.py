@@ -1,4 +1,4 @@
-"""Regions and scaling: each cell and each point is what the search itself says."""
+"""Regions and scaling: each cell and each point equals the result of a search."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_both_kinds_of_cells_are_there(narrow):
     assert any(cell.best for cell in cells) and any(cell.lacking for cell in cells)
 
 
-def test_what_crosses_the_fast_domain_is_on_no_axis():
+def test_axes_stay_in_the_fast_domain():
     ranking = plan("deepseek-v3", "frontier", 512)
     assert max(build_region(ranking).columns) == 32
     assert max(build_region(plan("deepseek-v3", "frontier", 512, fast_domain=0)).columns) == 256
@@ -56,14 +56,14 @@ def test_what_crosses_the_fast_domain_is_on_no_axis():
 
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_the_border_is_where_both_save_alike(name, tokens):
+def test_both_save_equally_on_the_border(name, tokens):
     """X-MoE eq. 1 and 2; sides of figure 17's own models are in test_papers."""
     model = find_model(name)
     found = X_MOE(k=model.top_k, H_FFN=model.expert_size, H=model.hidden_size, S=tokens, c=1, G=4)
     assert (model.top_k / model.expert_size > ssmb_border(tokens)) == (found["A_saving"] > found["M_mincost"])
 
 
-def test_the_trade_off_is_the_paper_s_where_it_has_one():
+def test_the_trade_off_equals_the_papers():
     """Two matrices, an expert a rank, one layer and micro-batch."""
     model = find_model("x-moe-large").replace(num_layers=1, num_moe_layers=1)
     layout = Layout(tp=4, dp=64, ep=256, ssmb=True)
@@ -84,7 +84,7 @@ def test_the_trade_off_of_a_stage():
 @pytest.mark.parametrize("kept", ["h", "x", "deepspeed-moe"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("pp", [1, 4])
-def test_what_ssmb_saves_is_shown_with_its_formula(pp, recompute, kept):
+def test_savings_of_ssmb_are_shown_with_their_formula(pp, recompute, kept):
     model, platform = find_model("deepseek-v3"), PLATFORMS["frontier"]
     with_it, without = (
         Layout(pp=pp, tp=4, dp=16, ep=16, ssmb=ssmb, kept=kept, recompute=recompute, microbatches=8)

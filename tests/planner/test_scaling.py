@@ -1,4 +1,4 @@
-"""What is said of more GPUs that take less than their part: the cause is the true one."""
+"""Scaling reports name the true cause of lost efficiency."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_the_cause_of_more_than_ideal(ranking, weak):
     assert f"experts ({experts[0]:.3g} instead of {experts[1]:.3g})" in said
 
 
-def test_what_does_not_divide_fewer(ranking):
+def test_the_cause_is_a_size_that_does_not_divide(ranking):
     strong = search_scaling(ranking, is_weak=False)
     assert "would leave 4 of 32 GPUs to share experts among, which EP = 8 does not divide" in explain_above_ideal(
         ranking, strong
     )
 
 
-def test_nothing_is_said_where_nothing_is_above(ranking, weak):
+def test_no_cause_without_loss(ranking, weak):
     alike = [dataclasses.replace(weak[0], num_ranks=n, batch=8 * n) for n in (32, 64)]
     slower = ScalingPoint(64, 512, weak[-1].best)
     assert explain_above_ideal(ranking, alike) == explain_above_ideal(ranking, []) == ""

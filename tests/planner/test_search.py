@@ -35,7 +35,7 @@ def test_a_trillion_parameters_on_1024_gpus_in_seconds():
     assert len(ranking) > 100 and 0.1 < ranking[0].mfu < 0.6
 
 
-def test_what_fits_holds_to_the_constraints(small):
+def test_fitting_layouts_satisfy_the_constraints(small):
     model, platform = small.model, small.platform
     assert len(small)
     for entry in small:
@@ -47,7 +47,7 @@ def test_what_fits_holds_to_the_constraints(small):
     assert seconds == sorted(seconds)
 
 
-def test_nothing_is_forgotten(small):
+def test_every_layout_is_tried_or_rejected(small):
     """Every division of the ranks is in the ranking, or rejected by name."""
     fits = {(e.layout.pp, e.layout.tp, e.layout.ep) for e in small}
     rejected = {what for r in small.rejected for what in r.what.split(", ")}
@@ -69,7 +69,7 @@ def test_the_fast_domain_is_kept():
     assert any(e.layout.ep > 32 for e in plan("deepseek-v3", "frontier", 512, fast_domain=0))
 
 
-def test_memory_is_that_of_the_way():
+def test_memory_is_that_of_the_dispatch():
     """Where each of 256 ranks has one expert, flat is as fast as any, and its rows arrive once for each choice."""
     ranking = plan("deepseek-v3", "frontier", 512, fast_domain=0)
     flat = [e for e in ranking if e.layout.ep == 256 and e.layout.way == "flat"]
@@ -79,7 +79,7 @@ def test_memory_is_that_of_the_way():
         assert entry.memory["n_dup"] == ranking.model.top_k
 
 
-def test_what_does_not_fit_says_by_how_much():
+def test_rejected_layouts_show_the_missing_memory():
     ranking = plan("deepseek-v3", "a100-40gb", 8)
     assert not len(ranking)
     (line,) = [r for r in ranking.rejected if r.what == "PP=1 TP=1 EP=8"]
@@ -100,7 +100,7 @@ def every_policy(**ranks):
         yield Layout(**ranks, zero=zero, kept=kept, recompute=recompute, microbatches=1024 // ranks["dp"])
 
 
-def test_what_was_asked_is_kept(small):
+def test_a_ranking_holds_its_request(small):
     assert (small.num_ranks, small.asked) == (16, SearchRequest(64, 4096, 8, 0, ("1f1b",)))
     assert plan("olmoe-1b-7b", "frontier", 8, batch=8, tokens=128).asked.fast_domain == 32
 
@@ -187,7 +187,7 @@ def test_slower_links_are_slower(which):
     assert seconds(dataclasses.replace(PLATFORM, networks=tuple(networks)))["T_step"] > seconds()["T_step"]
 
 
-def test_what_runs_again_takes_longer():
+def test_recomputation_takes_longer():
     found = [seconds(**change)["T_step"] for change in ({}, dict(kept="x"), dict(recompute=True))]
     assert found == sorted(found) and len(set(found)) == 3
 
@@ -211,14 +211,14 @@ def test_bubbles():
     assert h2 < few["T_bubble"] < found["T_bubble"]
 
 
-def test_mfu_is_what_the_model_asks_for():
+def test_mfu_counts_the_flop_of_the_model():
     found = seconds()
     flop = flop_per_token(MODEL, 4096) * 8 * 8 * 4096
     assert found["MFU"] == pytest.approx(flop / (found["T_step"] * 32 * PLATFORM.peak))
     assert 6 * 3.0e9 < flop_per_token(MODEL, 1) < 6 * 3.35e9
 
 
-def test_the_command(capsys, tmp_path, monkeypatch):
+def test_the_command_prints_a_ranking(capsys, tmp_path, monkeypatch):
     """Pages are in test_page."""
     monkeypatch.chdir(tmp_path)
     asked = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--batch", "64", "--no-page"]
@@ -262,7 +262,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_what_cannot_be_meant(arguments, error, message):
+def test_invalid_arguments_raise(arguments, error, message):
     with pytest.raises(error, match=message):
         moefx.plan(*arguments)
 
@@ -337,7 +337,7 @@ def test_hops_over_three_levels_are_planned():
         (dict(batch=10**9), "batch is 1000000000, expected at most 10000000"),
     ],
 )
-def test_options_that_cannot_be_meant(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(InvalidPlan, match=message):
         plan("olmoe-1b-7b", "h200", 8, **options)
     with pytest.raises(InvalidPlan, match="at most"):
@@ -346,7 +346,7 @@ def test_options_that_cannot_be_meant(options, message):
         plan("olmoe-1b-7b", 5, 8)
 
 
-def test_entries_that_are_not_there(small):
+def test_missing_entries_raise(small):
     for asked in (small.explain, small.simulate, small.__getitem__):
         with pytest.raises(IndexError, match=r"no entry 100000: \d+ layouts fit"):
             asked(100000)

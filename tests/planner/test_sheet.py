@@ -38,7 +38,7 @@ def test_shown():
     ]
 
 
-def test_what_is_missing():
+def test_missing_arguments_raise():
     with pytest.raises(TypeError, match="b"):
         SHEET(a=1)
 

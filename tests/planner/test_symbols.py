@@ -1,4 +1,4 @@
-"""Every symbol of a shown formula is a result with a formula of its own, or has its meaning, unit and value below."""
+"""Every symbol of a shown formula is a result with its own formula, or has its meaning, unit and value below."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ranking(large):
     return large[0]
 
 
-def test_all_have_a_meaning_and_none_is_left_over():
+def test_every_symbol_has_a_meaning_and_none_is_unused():
     """A new symbol without a meaning fails here, not where a user asks for it."""
     given = {name for each in SHEETS for name in each.inputs}
     assert all(find_meaning(name)[0] in UNITS and len(find_meaning(name)[1]) > 5 for name in given)
@@ -42,7 +42,7 @@ def test_all_have_a_meaning_and_none_is_left_over():
 
 
 @pytest.mark.parametrize("each", SHEETS, ids=range(len(SHEETS)))
-def test_results_say_what_they_are(each):
+def test_results_have_a_meaning(each):
     """A section of a paper alone says nothing to who does not have it."""
     for formula in each:
         assert re.match(r"(?!Piper|X-MoE|MoEBlaze)\w", formula.meaning), formula

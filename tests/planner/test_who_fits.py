@@ -1,4 +1,4 @@
-"""Who runs out of memory in the papers' figures, from the sizes of their models and what each system keeps."""
+"""Systems that run out of memory in the papers' figures, from their models' sizes and their saved tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewritten blocks made by hand, for the tests of the runtime."""
+"""Hand-made rewritten blocks, for the tests of the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module of helpers that other modules' forwards call, with a setting of its own."""
+"""A module of helpers that other modules' forwards call, with its own setting."""
 
 SCALE = 1.0
 

@@ -1,4 +1,4 @@
-"""Plain attributes and globals that a forward reads: when they change, the rewrite does too."""
+"""Plain attributes and globals that a forward reads: if they change, the block is compiled again."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def calls(compiled):
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_attribute_is_compiled_anew(change, x):
+def test_a_changed_attribute_recompiles(change, x):
     model, compiled = pair(x)
     before = model(x)
     torch.testing.assert_close(compiled(x), before, rtol=0, atol=1e-13)
@@ -109,7 +109,7 @@ def test_a_changed_attribute_is_compiled_anew(change, x):
     assert calls(compiled) == (3, 0, 1)  # three rewritten calls, one that met a changed attribute
 
 
-def test_what_is_not_read_may_change(x):
+def test_unread_attributes_may_change(x):
     model, compiled = pair(x)
     compiled.config.name, compiled.seen = "other", 5
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
@@ -125,7 +125,7 @@ def test_back_to_the_old_value_finds_the_old_program(x):
 
 
 @pytest.mark.parametrize("name, value", [("GAIN", 5.0), ("SETTINGS", {"temperature": 0.2})])
-def test_a_changed_global_is_compiled_anew(monkeypatch, name, value, x):
+def test_a_changed_global_recompiles(monkeypatch, name, value, x):
     model, compiled = pair(x)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     before = model(x)
@@ -146,7 +146,7 @@ def test_a_global_of_an_attribute_s_name_is_not_read(monkeypatch, x):
     assert calls(compiled) == (1, 0, 0)
 
 
-def test_what_is_another_in_each_call_is_told_a_few_times(monkeypatch, x, caplog):
+def test_attribute_that_always_changes_warns_a_bounded_number_of_times(monkeypatch, x, caplog):
     monkeypatch.setattr(module, "MAX_SPECIALIZATIONS", 2)
     model, compiled = pair(x)
     for step in range(6):
@@ -156,7 +156,7 @@ def test_what_is_another_in_each_call_is_told_a_few_times(monkeypatch, x, caplog
     assert 0 < len(said) <= 2
 
 
-def test_a_changed_global_object_is_compiled_anew(monkeypatch, x):
+def test_a_changed_global_object_recompiles(monkeypatch, x):
     model, compiled = pair(x)
     monkeypatch.setattr(NAMESPACE, "other", 2)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
@@ -278,7 +278,7 @@ HELD = {
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("change", HELD.values(), ids=HELD)
-def test_what_containers_hold_is_watched(change, x):
+def test_elements_of_containers_are_watched(change, x):
     model, compiled = pair(x, Holding)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     assert calls(compiled) == (1, 0, 0)
@@ -329,7 +329,7 @@ class Calibrated(Block):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Helped, Calibrated])
-def test_a_changed_setting_of_another_module_is_compiled_anew(kind, monkeypatch, x):
+def test_a_changed_setting_of_another_module_recompiles(kind, monkeypatch, x):
     model, compiled = pair(x, kind)
     monkeypatch.setattr(scales, "SCALE", -2.0)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
@@ -379,7 +379,7 @@ def test_a_loaded_model_remembers(x):
     torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=1e-13)
 
 
-def test_layers_that_differ_in_an_attribute_are_proven_apart(x):
+def test_layers_that_differ_in_an_attribute_are_proven_separately(x):
     class Layers(nn.Module):
         def __init__(self):
             super().__init__()
@@ -580,7 +580,7 @@ class ByWeight(Block):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["router.scores", "router"])
-def test_routers_of_another_kind_are_looked_at_again(part, x):
+def test_routers_of_another_kind_are_checked_again(part, x):
     model, compiled = pair(x, ByWeight)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     other = nn.Tanh() if part == "router.scores" else nn.Linear(D, E).double()
@@ -614,7 +614,7 @@ class Configured(Block):
         return super().forward(x) * self.config.names["width"] * len(self.config.parts) + self.config.inner.bias
 
 
-def test_the_look_at_them_is_prepared_once(x):
+def test_their_check_is_prepared_once(x):
     """What is compared one by one takes a hundred times as long."""
     model, compiled = pair(x, Configured)
     read = compiled.forward._entries[0].attributes

@@ -1,4 +1,4 @@
-"""A program that switches autocast on or off for a part of itself."""
+"""Programs that switch autocast on or off for a part."""
 
 from __future__ import annotations
 

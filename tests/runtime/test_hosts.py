@@ -1,4 +1,4 @@
-"""Host lists in which groups stay within switch groups and racks."""
+"""Orders of hosts that keep groups within switch groups and racks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_host_once_and_no_group_more_could_be_inside(places, group):
         assert order.inside[0] == sum(n // group for n in Counter(hosts.values()).values())
 
 
-def test_what_cannot_be():
+def test_uneven_hosts_raise():
     with pytest.raises(InvalidPlan, match="3 hosts are not whole groups of 2"):
         order_hosts({"a": "x", "b": "x", "c": "y"}, group=2)
     with pytest.raises(InvalidPlan, match="1 to 2 levels"):

@@ -1,4 +1,4 @@
-"""A block that is lifted in the middle of a user's call: nothing of it shows."""
+"""Blocks that are specialized during a user's call: the user sees no trace of it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Fussy(Loop):
         return super().forward(x) * (1.0 if self.training else self.scale(x.shape[0]))
 
 
-def test_what_cannot_be_lifted_runs_as_it_is(x):
+def test_refused_blocks_run_the_original(x):
     model, compiled = pair(x, Fussy())
     for m in (model, compiled):
         m.eval()
@@ -110,7 +110,7 @@ def test_what_cannot_be_lifted_runs_as_it_is(x):
     assert "unhashable" in str(moefx.explain(compiled))
 
 
-def test_why_calls_run_the_original_is_said_once(x, caplog):
+def test_the_reason_for_the_original_is_logged_once(x, caplog):
     torch.manual_seed(0)
     model = Loop(lambda: nn.Sequential(Mlp(), nn.Dropout(0.5))).eval()
     _, compiled = pair(x, model)
@@ -190,7 +190,7 @@ def test_features_as_long_as_the_sequence():
     assert counts(compiled) == (3, 0)
 
 
-def test_a_bias_that_is_gone(x):
+def test_a_deleted_bias(x):
     _, compiled = pair(x, Loop(Mlp))
     compiled.experts[2].up.bias = None
     with pytest.raises(moefx.MoefxError, match=r"experts\.2\.up\.bias was removed"):
@@ -236,7 +236,7 @@ class ChangesItsRouter(Loop):
         (ChangesItsRouter, "changes gate.weight"),
     ],
 )
-def test_what_a_graph_does_not_do_is_refused(kind, why, x):
+def test_effects_that_no_graph_repeats_are_refused(kind, why, x):
     model = kind().double()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(moefx.NoMoEBlockFound, match=why):
@@ -335,7 +335,7 @@ ACTIVATIONS = {
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("pair_of", ACTIVATIONS.values(), ids=ACTIVATIONS)
-def test_functions_among_the_arguments_are_told_apart(pair_of, x):
+def test_functions_among_the_arguments_are_distinguished(pair_of, x):
     model = Activated().double()
     plan = moefx.Plan(validation="symbolic")
     compiled = moefx.compile(model, example_inputs=(x.detach(), pair_of[0]), plan=plan)
@@ -355,7 +355,7 @@ def test_a_call_of_one_token_has_its_own_arguments(x):
         assert counts(compiled) == (n + 1, 0)
 
 
-def test_dynamo_asks_the_blocks_for_nothing(x):
+def test_lookups_of_dynamo_are_no_reads_of_the_block(x):
     """What it looks for itself in modules is no attribute that they read."""
     model = nn.ModuleList(Optional() for _ in range(2)).double()
 
@@ -428,7 +428,7 @@ def test_a_lift_that_excludes_the_sizes_of_its_call_is_refused_once(lifts):
     check(model, compiled, x)
 
 
-def test_what_does_not_ask_for_the_mode_is_for_both(x, lifts):
+def test_block_that_ignores_its_mode_has_one_program(x, lifts):
     model, compiled = pair(x, Layers(Loop))
     for mode in (False, True):
         model.train(mode), compiled.train(mode)
@@ -449,7 +449,7 @@ class WithDropout(Loop):
 
 
 @pytest.mark.parametrize("kind", [Moody, WithDropout])
-def test_what_does_is_lifted_once_for_all_that_are_alike(x, lifts, kind):
+def test_equal_blocks_share_the_program_of_the_other_mode(x, lifts, kind):
     model, compiled = pair(x, Layers(kind))
     model.eval(), compiled.eval()
     for size in (9, 4):
@@ -461,7 +461,7 @@ def test_what_does_is_lifted_once_for_all_that_are_alike(x, lifts, kind):
     ]
 
 
-def test_a_block_that_is_not_alike_any_more_is_lifted_for_itself(x, lifts):
+def test_a_block_that_no_longer_equals_others_is_lifted_alone(x, lifts):
     class Scaled(Moody):
         factor = 1.0
 
@@ -480,7 +480,7 @@ def test_a_block_that_is_not_alike_any_more_is_lifted_for_itself(x, lifts):
     assert lifts == ["blocks.0", "blocks.0", "blocks.1"]
 
 
-def test_a_copy_takes_over_what_was_made_too(x, lifts):
+def test_a_copy_shares_later_programs(x, lifts):
     model, compiled = pair(x, Layers(Moody))
     twin = copy.deepcopy(compiled)
     for m in (model, compiled, twin):
@@ -556,7 +556,7 @@ class Reorders(Loop):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [AsksAnother, AsksOneOfItsKind, LooksItUp, Dynamic, SwapsItsExperts, Reorders])
-def test_other_ways_to_ask_for_the_mode(x, kind):
+def test_other_ways_to_read_the_mode(x, kind):
     model, compiled = pair(x, Layers(kind, 1))
     for mode in (True, False, True):
         model.train(mode), compiled.train(mode)
@@ -576,7 +576,7 @@ class InOtherOrder(Moody):
         return w, ids if self.training else self.order[ids]
 
 
-def test_blocks_that_differ_in_what_only_the_other_mode_reads(x):
+def test_blocks_that_differ_in_the_other_mode_only(x):
     layers = Layers(Loop, 0)
     layers.blocks.extend([InOtherOrder(torch.arange(E)), InOtherOrder(torch.arange(E).flip(0))])
     model, compiled = pair(x, layers)

@@ -1,4 +1,4 @@
-"""Which way is picked: exact where rows are counted, by what dominates elsewhere."""
+"""The chosen dispatch: exact counts of rows on known links, else the dominating cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def picked(*per_byte: float, sizes: tuple[int, ...] = (4, 8), latency: float = 0
         ({"flat": 119.6, "dedup": 54.9, "rbd": 68.3, "halo": 49.5}, "dedup"),
     ],
 )
-def test_what_was_fastest_when_measured(seconds, way):
+def test_choose_fastest_agrees_with_measurements(seconds, way):
     assert choose_fastest(seconds) == way
 
 
@@ -63,7 +63,7 @@ def test_handling_is_counted_at_each_hop():
     assert choose_fastest(predict_seconds(links, (2, 2), 4, 4, 1.0, tokens=1)) == "flat"
 
 
-def test_each_way_is_picked_where_it_should_be():
+def test_each_dispatch_is_chosen_on_its_links():
     assert picked(1e-10, 1e-10, top_k=1) == "flat"  # nothing is sent twice
     assert picked(1e-10, 1e-10) == "dedup"  # a node's own links are not faster
     assert picked(1e-9, 1e-12) == "rbd"  # what happens in the node costs nothing
@@ -71,7 +71,7 @@ def test_each_way_is_picked_where_it_should_be():
     assert picked(1e-9, 1e-12, latency=1.0) in ("flat", "dedup")  # one collective is all one can wait for
 
 
-def test_each_way_is_picked_over_racks():
+def test_each_dispatch_is_chosen_over_racks():
     assert picked(1e-10, 1e-10, 1e-10, sizes=(2, 4, 8), top_k=1) == "flat"
     assert picked(1e-10, 1e-10, 1e-10, sizes=(2, 4, 8)) == "dedup"
     assert picked(1e-9, 1e-10, 1e-12, sizes=(2, 4, 8)) == "rbd"  # links between racks are what counts

@@ -83,7 +83,7 @@ def test_a_call_that_was_not_recorded_runs_the_original():
     assert (forward.counts.original, forward.counts.rewritten) == (5, 1)
 
 
-def test_modes_are_part_of_the_key_only_where_they_were_read():
+def test_modes_are_part_of_the_key_only_if_read():
     block, x = Block(), torch.randn(S, D)
     forward = install_forward(block, [program_of(block, x, training=True)])
     block(x)

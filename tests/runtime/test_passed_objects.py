@@ -1,4 +1,4 @@
-"""Decoder layers with router and experts in their own forward, which hand a key-value cache to their attention."""
+"""Decoder layers with router and experts in their own forward, which pass a key-value cache to their attention."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ class ReturnsAll(Layer):
         return self.mix(x + y), {"weights": weights, "cache": cache}, absent, tokens
 
 
-def test_returns_what_the_attention_returns():
+def test_returns_the_results_of_the_attention():
     torch.manual_seed(0)
     model = ReturnsAll(WithWeights())
     compiled, caches, x = moefx.compile(model, example_inputs=(hidden(), Cache())), (Cache(), Cache()), hidden()
@@ -344,7 +344,7 @@ class WritesTwice(Layer):
         return self.mix(x)
 
 
-def test_keeps_calls_whose_results_nobody_uses():
+def test_keeps_calls_with_unused_results():
     torch.manual_seed(0)
     model = WritesTwice(Writer())
     compiled, caches, x = moefx.compile(model, example_inputs=(hidden(), Cache())), (Cache(), Cache()), hidden()
@@ -368,7 +368,7 @@ class UsesFirst(Layer):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name, value", [("dtype", torch.float64), ("weights", torch.ones(1))])
-def test_raises_if_the_attention_returns_something_else(name, value):
+def test_raises_if_the_attention_returns_another_type(name, value):
     torch.manual_seed(0)
     model = UsesFirst(Changing())
     compiled, cache = moefx.compile(model, example_inputs=(hidden(), Cache())), Cache()
@@ -396,7 +396,7 @@ class UsesList(Layer):
         return self.mix(x + results[0]), results[2] if isinstance(results, list) else None
 
 
-def test_hands_results_on_beside_hooks():
+def test_hands_results_on_with_hooks():
     torch.manual_seed(0)
     model = UsesList(ReturnsList())
     model.attn.register_forward_pre_hook(lambda module, args: (args[0] + 1, *args[1:]))
@@ -592,7 +592,7 @@ def test_raises_if_a_result_is_not_contiguous():
         (lambda m, y, w, c: reads_hidden(y), r"the block reads the attribute aux of a tensor"),
     ],
 )
-def test_refuses_questions(question, reason, validation):
+def test_refuses_tests_of_the_cache(question, reason, validation):
     with pytest.raises(moefx.NoMoEBlockFound, match=f"(?s){reason}"):
         plan = moefx.Plan(validation=validation)
         moefx.compile(Asks(question), example_inputs=(hidden(), Cache()), plan=plan)
@@ -728,7 +728,7 @@ def _reads(read, write, **kwargs):
         (GivesExperts, r"writes to an argument"),
     ],
 )
-def test_refuses_what_only_the_cache_knows(make, reason):
+def test_refuses_reads_of_the_caches_state(make, reason):
     with pytest.raises(moefx.NoMoEBlockFound, match=f"(?s){reason}"):
         moefx.compile(make(), example_inputs=(hidden(), Cache()))
 

@@ -1,4 +1,4 @@
-"""Blocks that return dataclasses of the user's."""
+"""Blocks that return the user's dataclasses."""
 
 from __future__ import annotations
 

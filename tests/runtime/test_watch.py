@@ -9,13 +9,13 @@ from moefx.runtime.watch import AbsorbedModules, absorbed_names
 from ..ir.graphs import Block, block_graph
 
 
-def test_everything_but_the_kept_submodules_is_absorbed():
+def test_all_but_the_kept_submodules_are_absorbed():
     names = absorbed_names(Block(), block_graph())
     assert "experts" in names and "experts.3.act" in names
     assert not any(name.startswith("router") for name in names)
 
 
-def test_what_contains_a_kept_submodule_is_kept():
+def test_parents_of_kept_submodules_are_kept():
     block = Block()
     block.experts.append(nn.Linear(1, 1))
     graph = block_graph().copy()

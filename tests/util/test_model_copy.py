@@ -45,7 +45,7 @@ def test_shared_modules_stay_shared(model):
     assert duplicate.layers[2] is duplicate.layers[0]
 
 
-def test_whatever_refers_to_the_model_refers_to_the_copy(model):
+def test_references_to_the_model_become_references_to_the_copy(model):
     inner = model.layers[0]
     seen = []
 
@@ -152,7 +152,7 @@ def test_modules_with_a_copying_method_of_their_own(model):
     assert top.copied and copies[holder["peculiar"]] is top
 
 
-def test_what_cannot_be_copied_is_named(model):
+def test_objects_that_cannot_be_copied_are_named(model):
     model.layers[1].stream = (i for i in range(3))
     with pytest.raises(MoefxError, match=r"layers\.1\.stream \(generator\) cannot be copied: .*remove the attribute"):
         copy_model(model)

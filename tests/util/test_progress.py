@@ -1,4 +1,4 @@
-"""Lines on standard error while a call takes long."""
+"""Progress lines on standard error during long calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import moefx
 from moefx.util import progress
 
 
-def test_a_long_call_says_what_it_does(capsys, monkeypatch):
+def test_a_long_call_reports_progress(capsys, monkeypatch):
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.01)
     with progress.report_progress("moefx.compile"):
         progress.announce("proving layers.0")
@@ -23,7 +23,7 @@ def test_a_long_call_says_what_it_does(capsys, monkeypatch):
     assert len(lines) <= 6  # the time doubles
 
 
-def test_a_short_call_says_nothing_and_leaves_no_thread(capsys):
+def test_a_short_call_prints_nothing_and_leaves_no_thread(capsys):
     before = threading.active_count()
     with pytest.raises(ValueError), progress.report_progress("moefx.compile"):
         raise ValueError

@@ -1,4 +1,4 @@
-"""These tests are about comparisons of compiled models: equal blocks are proven once."""
+"""Tests of comparisons of compiled models: equal blocks are proven once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A plain mixture of experts, and its equivalent that was rewritten by hand: what `verify` is tried on
-without a compiler. Every switch of `Rewritten` is a mistake that a compiler could make."""
+"""A plain mixture of experts, and an equal one that was rewritten by hand, to test `verify` without a compiler. Every
+switch of `Rewritten` is a mistake that a compiler could make."""
 
 from __future__ import annotations
 

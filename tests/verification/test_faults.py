@@ -1,5 +1,4 @@
-"""Injected faults in really compiled models: every wrong kernel of every provider and every wrong graph is
-flagged."""
+"""Faults injected into compiled models: every wrong kernel of every provider and every wrong graph is flagged."""
 
 from __future__ import annotations
 

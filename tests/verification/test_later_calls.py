@@ -166,7 +166,7 @@ def test_sizes_that_the_model_fixes_stay():
     assert report.ok and len(set(counts)) > 3 and all(n % 18 == 0 for n in counts), str(report)
 
 
-def test_what_the_original_does_not_take_is_said():
+def test_sizes_that_the_original_rejects_are_reported():
     torch.manual_seed(0)
     original = OneSize()
     compiled = moefx.compile(original, example_inputs=(IDS,))
@@ -176,7 +176,7 @@ def test_what_the_original_does_not_take_is_said():
     assert "other token counts" in why and "rows apart" in why and "made for one size" in why
 
 
-def test_modes_that_do_not_exist():
+def test_unknown_modes_raise():
     original, compiled = models(True)
     for mode in ("evaluation", "eval+train", "no_grad+inference_mode"):
         with pytest.raises(InvalidInput, match="expected train, eval, no_grad, inference_mode"):

@@ -48,7 +48,7 @@ def test_an_equal_model_passes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_another_precision_that_nobody_compiled_for_is_a_fallback_and_said_so(dtype):
+def test_another_precision_than_compiled_is_a_reported_fallback(dtype):
     original, compiled = compiled_pair()
     report = verify(compiled, original, (IDS,), dtype=dtype)
     assert kinds(report) == {("layers.0", "path"), ("layers.1", "path")}
@@ -151,7 +151,7 @@ def test_a_block_that_did_not_run_was_not_verified():
     assert kinds(verify(compiled, original, (IDS,))) == {("layers.1", "path")}
 
 
-def test_other_weights_modes_and_names_are_said():
+def test_other_weights_modes_and_names_are_reported():
     original, compiled = compiled_pair()
     with torch.no_grad():
         compiled.head.weight = torch.nn.Parameter(compiled.head.weight * 2)

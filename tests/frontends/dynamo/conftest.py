@@ -1,4 +1,4 @@
-"""Each test begins with nothing compiled, nothing proven, nothing said."""
+"""Clear compiled graphs, proofs and logged messages before each test."""
 
 from __future__ import annotations
 

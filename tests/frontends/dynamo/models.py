@@ -1,4 +1,4 @@
-"""Functions and modules with mixtures that a tracer takes whole, one for each idiom."""
+"""Functions and modules with a mixture that a tracer captures in one graph, one for each idiom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="moefx")`: every idiom that Dynamo takes whole, forward and backward."""
+"""`torch.compile(model, backend="moefx")`: every idiom that Dynamo captures in one graph, forward and backward."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_autocast_around_some_calls():
         assert block.spec.autocast is (torch.bfloat16 if enabled else None) and not block.fallbacks
 
 
-def test_random_numbers_that_nothing_is_put_into():
+def test_random_numbers_without_an_input():
     """What is made of them is the region's, too: it is drawn once."""
 
     class Noisy(bases.WeightGather):
@@ -183,7 +183,7 @@ def test_inductor_compiles_the_rest():
     assert len(moefx.blocks(call)) == 2
 
 
-def test_a_second_compile_takes_the_proof():
+def test_a_second_compile_reuses_the_proof():
     before = proof_cache.num_proofs_tried
     for _ in range(2):
         torch._dynamo.reset()
@@ -241,7 +241,7 @@ def test_the_numeric_check_runs():
     assert "agrees in" in str(moefx.explain(call))
 
 
-def test_nothing_is_said_once(caplog):
+def test_absence_of_regions_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "moefx.frontends.dynamo.backend"):
         for width in (4, 5):
             torch._dynamo.reset()
@@ -267,7 +267,7 @@ class ExpertChoice(nn.Module):
         return torch.zeros_like(t).index_add(0, idx.flatten(), y.flatten(0, 1)).view_as(x)
 
 
-def test_a_refusal_says_why_and_where(caplog):
+def test_a_refusal_has_reason_and_line(caplog):
     mine = ExpertChoice()
     call, x = compiled(mine), torch.randn(2, 9, D)
     torch.testing.assert_close(call(x), mine(x))
@@ -305,7 +305,7 @@ def test_a_loop_that_depends_on_data_is_named(caplog):
     assert "does not compile forward (test_backend.py:" in text and "aten.nonzero.default" in text
 
 
-def test_explained_where_nothing_was_rewritten():
+def test_explain_of_a_graph_without_regions():
     """What `moefx.compile` would find is no answer to what became of the graphs."""
     call = compiled(Loop())
     assert "not called yet" in str(moefx.explain(call))
@@ -360,14 +360,14 @@ def test_rewritten_blocks_are_left_alone(caplog):
         ),
     ],
 )
-def test_options_that_there_are_not(options, what):
+def test_unknown_options_raise(options, what):
     """Said in moefx's words, inside of what torch makes of it at the first call."""
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=what) as error:
         compiled(nn.Linear(3, 3), **options)(torch.randn(2, 3))
     assert isinstance(error.value.inner_exception, InvalidPlan)
 
 
-def test_a_mode_that_there_is_not():
+def test_unknown_mode_raises():
     call = torch.compile(nn.Linear(3, 3), backend=backend.backend, mode="fastest")
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="mode='fastest': ") as error:
         call(torch.randn(2, 3))
@@ -515,7 +515,7 @@ def test_layers_of_one_function_in_checkpoints():
 
 
 @pytest.mark.exhaustive
-def test_a_backward_that_was_compiled_for_one_use_is_not_taken_for_two():
+def test_a_compiled_backward_for_one_use_is_not_reused_for_two():
     """Inductor finds it on disk, where it may overwrite what was saved."""
     torch.manual_seed(0)
     mine = nn.Sequential(Flat(), Flat()).double()

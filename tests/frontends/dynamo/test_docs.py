@@ -19,7 +19,7 @@ if "moefx" not in torch._dynamo.list_backends():
 """
 
 
-def test_it_runs(tmp_path):
+def test_the_page_runs(tmp_path):
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     script = tmp_path / "page.py"
     script.write_text(REGISTER + block)

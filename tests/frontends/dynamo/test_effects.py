@@ -1,4 +1,4 @@
-"""What a graph does besides computing its results: transforms of torch.func, what modules keep, calls for effects."""
+"""Effects of a graph: transforms of torch.func, state of modules, calls without results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_transforms(name, rest):
     assert want.abs().max() > 0
 
 
-def test_what_is_refused_inside_of_a_transform(caplog):
+def test_forward_mode_derivatives_are_refused(caplog):
     m = Dense()
     torch.compile(lambda x: jvp(m, (x,), (x,))[1], backend=backend, options={"backend": "eager"})(torch.randn(9, D))
     assert "is inside torch.func.jvp, which is not supported in graphs" in caplog.text
@@ -92,7 +92,7 @@ class NoLeaves(fx.Tracer):
 
 
 @pytest.mark.parametrize("make", [Keeps, KeepsByFunction])
-def test_what_keeps_something_stays(make):
+def test_stateful_modules_are_called(make):
     for how in ("dynamo", "fx"):
         torch.manual_seed(0)
         m, x = make(), torch.randn(9, D)
@@ -118,7 +118,7 @@ class Counts(Keeps):
         self.seen += 1.0
 
 
-def test_what_a_graph_has_no_use_for_is_not_missed():
+def test_unused_results_are_not_needed():
     m, x = Counts(), torch.randn(9, D)
     exported = moefx.rewrite_graph(torch.export.export(m, (x,)).module(), (x,))
     moefx.verify(exported, m, (x,)).raise_if_failed()

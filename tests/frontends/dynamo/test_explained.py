@@ -1,4 +1,4 @@
-"""What `explain`, `graph` and `history` say of a model, as Dynamo compiles it for more sizes, and anew."""
+"""`explain`, `graph` and `history` of a model that Dynamo compiles for several sizes, and after a reset."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Looped(torch.nn.Module):
         return out
 
 
-def test_what_is_said_where_nothing_is_found():
+def test_explain_gives_the_reason_for_no_regions():
     """Which of the reasons it is."""
 
     def of(module, *inputs):
@@ -157,7 +157,7 @@ def test_a_graph_that_was_left_as_it_was():
     assert "depends on data" in str(moefx.explain(graph))
 
 
-def test_statistics_beside_a_mixture_are_none():
+def test_statistics_outside_of_a_region_are_not_its_own():
     x = tokens(2, 9)
     graph = torch.export.export(Watched().double(), (x,)).module()
     explained = moefx.explain(moefx.rewrite_graph(graph, (x,)))

@@ -1,4 +1,4 @@
-"""Numbers of tokens that a graph is given beside the rows: a float mask, a temperature, weights of tokens."""
+"""Float inputs per token: masks, temperatures, weights."""
 
 from __future__ import annotations
 

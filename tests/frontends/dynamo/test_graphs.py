@@ -224,7 +224,7 @@ class Drifting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("where", ["before", "between", "behind"])
-def test_what_is_written_outside_of_a_region(where):
+def test_buffer_writes_outside_of_a_region_keep_their_order(where):
     """A region that reads a buffer stays between the writes to it that it was between."""
     mine = Drifting(where)
     reference = copy.deepcopy(mine)
@@ -241,7 +241,7 @@ def test_without_a_region_it_is_the_graph_itself():
     assert moefx.rewrite_graph(gm, (torch.randn(3, 4),)) is gm
 
 
-def test_what_is_no_graph():
+def test_rewrite_graph_rejects_other_arguments():
     with pytest.raises(InvalidInput, match="GraphModule"):
         moefx.rewrite_graph(torch.nn.Linear(3, 3), (torch.randn(2, 3),))
     gm = fx.symbolic_trace(torch.nn.Linear(3, 3))
@@ -250,7 +250,7 @@ def test_what_is_no_graph():
 
 
 @pytest.mark.parametrize("given", [torch.randn(2, 4), "x", None])
-def test_inputs_that_the_graph_does_not_take(given, caplog):
+def test_inputs_that_do_not_fit_raise(given, caplog):
     gm = fx.symbolic_trace(torch.nn.Linear(3, 3))
     with pytest.raises(InvalidInput, match=r"the graph does not run on these example_inputs: (Runtime|Type)Error: "):
         moefx.rewrite_graph(gm, (given,))

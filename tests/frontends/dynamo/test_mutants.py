@@ -1,4 +1,4 @@
-"""Mutants of the idioms that Dynamo takes whole, through the backend: rewritten equal, or left alone."""
+"""Mutants of the idioms that Dynamo captures in one graph, through the backend: rewritten equal, or left alone."""
 
 from __future__ import annotations
 

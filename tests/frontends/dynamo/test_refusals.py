@@ -1,4 +1,4 @@
-"""What is said of regions that are left as they are."""
+"""Messages for regions that are not rewritten."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_function_with_a_backward_of_its_own_is_named():
     assert refusal.source.startswith("test_refusals.py:")
 
 
-def test_experts_that_are_given():
+def test_experts_among_the_inputs_are_refused():
     """Comparisons inside of the experts are no choice."""
     (refusal,) = refused(Given(), torch.randn(3, 9, D), torch.randint(0, E, (3, 9)))
     assert refusal.reason.startswith("the graph does not select experts here, and receives ids: ")
@@ -133,7 +133,7 @@ class Layers(nn.Module):
         return x
 
 
-def test_a_reason_is_said_once(caplog):
+def test_a_reason_is_logged_once(caplog):
     module, args = Layers(), (torch.randn(3, 9, D), torch.randint(0, E, (3, 9)))
     call = torch.compile(module, backend=backend, options={"backend": "eager", "validation": "symbolic"})
     call(*args)
@@ -145,7 +145,7 @@ def test_a_reason_is_said_once(caplog):
 
 
 @pytest.mark.parametrize(("kind", "by"), [(HiddenChecked, "isfinite"), (HiddenReturned, "square")])
-def test_what_experts_compute_is_used_outside(kind, by):
+def test_use_of_expert_results_outside_is_refused(kind, by):
     (refusal,) = refused(kind(), torch.randn(20, D))
     assert f"h, which the experts compute, is used outside the mixture, by {by}" in refusal.reason
     assert (
@@ -153,7 +153,7 @@ def test_what_experts_compute_is_used_outside(kind, by):
     )
 
 
-def test_checks_of_what_stays_stay():
+def test_checks_of_weights_still_raise():
     module, x = WeightsChecked(), torch.randn(20, D)
     call = torch.compile(module, backend=backend, options={"backend": "aot_eager", "validation": "symbolic"})
     torch.testing.assert_close(call(x), module(x))

@@ -1,4 +1,4 @@
-"""Sizes and numbers of graphs: which are of tokens, and what comes from outside of a region."""
+"""Sizes and numbers of graphs: numbers of tokens, and inputs of a region."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_roots_of_sizes_do_not_compile_again():
     assert len(ours) == len(plain) and moefx.blocks(call)
 
 
-def test_a_number_that_is_given(caplog):
+def test_a_number_among_the_inputs(caplog):
     """Nothing says what it is at other sizes."""
     check(Limited(), [(tokens(2, n).abs(), n // 3) for n in (10, 17)], dynamic=True)
     assert "it depends on L[" in caplog.text
@@ -243,7 +243,7 @@ def test_no_tokens(shape):
     assert moefx.blocks(call)
 
 
-def test_what_the_first_call_is_given_says_little_of_others():
+def test_first_call_with_one_integer_value_generalizes():
     none = torch.full((3, 9, 2), -1)
     check(Moved(), [(tokens(3, 9), none), (tokens(3, 9), torch.randint(-1, E, (3, 9, 2)))])
 
@@ -267,7 +267,7 @@ def test_as_many_rows_as_experts(shape, dynamic):
     assert moefx.blocks(check(Enabled(), calls, dynamic=dynamic))
 
 
-def test_what_would_show_the_sizes(caplog):
+def test_log_suggests_sizes_that_differ(caplog):
     """Dynamo has one symbol for sizes that are equal in the first call. (None where opt_einsum, which torch takes if it
     is installed, has looked at them as numbers.)"""
     with torch.backends.opt_einsum.flags(enabled=False):
@@ -284,6 +284,6 @@ def test_integers_that_follow_from_an_input(dynamic):
     assert moefx.blocks(check(Forced(lambda ids: ids.view(-1).long()), calls, dynamic=dynamic))
 
 
-def test_integers_of_which_nothing_is_known(caplog):
+def test_integers_without_known_bounds_are_refused(caplog):
     call = check(Forced(lambda ids: ids.view(-1).cumsum(0)), [(tokens(3, 9), torch.randint(-1, 50, (3, 9)))])
     assert not moefx.blocks(call) and "it receives integers that the graph computes" in caplog.text

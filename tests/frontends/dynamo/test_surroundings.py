@@ -1,5 +1,5 @@
-"""What stands around a mixture in its graph keeps its order and its effect: random numbers, writes in place, modes, and
-what is differentiated. All is the original's, whether or not the mixture is rewritten."""
+"""Nodes around a region keep their order and effects: random numbers, writes in place, modes, gradients. Results are
+the original's, whether or not the region is rewritten."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def run(call, model, x):
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("what", [*DRAWS, *WRITES, *BEFORE, *MODES], ids=lambda f: f.__name__)
-def test_it_is_the_originals(what):
+def test_results_equal_the_originals(what):
     original, mine = Mixture(what), Mixture(what)
     call = torch.compile(mine, backend=backend, options={"backend": "eager", "validation": "symbolic"})
     for seed in range(2):
@@ -288,7 +288,7 @@ STRIDES = {
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("how", STRIDES)
 @pytest.mark.parametrize("way", ["eager", "aot_eager", "export", "module"])
-def test_strides_are_the_originals(how, way):
+def test_strides_equal_the_originals(how, way):
     if (way, how) == ("module", "asked"):
         pytest.skip("numbers made of strides are refused")
     model = Mixture(lambda m, x: sequence_first(m, x, STRIDES[how]))
@@ -340,7 +340,7 @@ def test_sizes_that_follow_from_data(how, then):
     assert len(moefx.blocks(call)) == (1 if how in ("behind", "beside") else 0)
 
 
-def test_what_writes_in_exported_graphs():
+def test_writes_in_exported_graphs():
     """A region that has no gradients is a graph of its own there, which is given what it writes to."""
 
     def forward(m, x):
@@ -410,7 +410,7 @@ def patched_linear(m):
 
 
 @pytest.mark.parametrize("patch", [patched_act, patched_linear, None])
-def test_modules_that_do_not_do_what_their_class_says(patch):
+def test_modules_with_a_patched_forward(patch):
     m, x = Called(), torch.randn(9, D, dtype=torch.float64)
     hook = None
     if patch is None:
@@ -456,7 +456,7 @@ def doubled(t):
     return t.sum()
 
 
-def test_what_may_do_anything_to_a_weight():
+def test_unknown_effects_on_a_weight():
     """What is computed from it before is not computed again afterwards."""
 
     def forward(m, x):

@@ -76,7 +76,7 @@ def test_modules_with_hooks_are_not_looked_into():
     assert moefx.rewrite_graph(gm, (torch.randn(9, D),)) is gm
 
 
-def test_modules_that_are_called_no_more_take_no_hooks():
+def test_absorbed_modules_reject_hooks():
     m, x = Net(), torch.randn(9, D)
     out = moefx.rewrite_graph(fx.symbolic_trace(m), (x,))
     for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
@@ -101,7 +101,7 @@ def test_modules_that_do_nothing():
     assert moefx.blocks(out)
 
 
-def test_what_acts_otherwise_in_training_is_named(caplog):
+def test_modules_that_depend_on_the_mode_are_named(caplog):
     class Dropped(Mixture):
         def __init__(self):
             super().__init__()
@@ -165,7 +165,7 @@ CASES = [
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "example", "others"), CASES)
-def test_sizes_that_are_asked_for(kind, example, others):
+def test_graphs_that_read_sizes(kind, example, others):
     """The graph is for all sizes: so is what is made of it."""
     m = kind().double()
     out = moefx.rewrite_graph(fx.symbolic_trace(m), (torch.randn(*example, D, dtype=torch.float64),))
@@ -177,7 +177,7 @@ def test_sizes_that_are_asked_for(kind, example, others):
     assert block.fallbacks == 0
 
 
-def test_sizes_that_a_function_asks_for():
+def test_functions_that_read_sizes():
     """Its weights are inputs: theirs stay."""
 
     def mixture(x, gate, up, down):
@@ -228,7 +228,7 @@ def test_arguments_with_defaults():
     assert moefx.blocks(out)
 
 
-def test_numbers_that_are_given():
+def test_numbers_among_the_inputs():
     """Each call may have another one."""
 
     class Tempered(Mixture):
@@ -318,7 +318,7 @@ def test_writes_through_views(way, tracer):
     torch.testing.assert_close(out(x), m(x))
 
 
-def test_a_graph_is_told_where_graphs_go():
+def test_explain_of_a_graph_names_rewrite_graph():
     """Which of `torch.export` refuse other sizes themselves."""
     x = torch.randn(9, D)
     explanation = moefx.explain(torch.export.export(Mixture(), (x,)).module(), example_inputs=(x,))

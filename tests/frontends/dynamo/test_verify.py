@@ -1,4 +1,4 @@
-"""`moefx.verify` of what `torch.compile(model, backend="moefx")` returned."""
+"""`moefx.verify` of the result of `torch.compile(model, backend="moefx")`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compiled(module):
     return torch.compile(module, backend=backend, options=OPTIONS)
 
 
-def test_of_the_model_itself():
+def test_verify_of_the_model_itself():
     """The weights are the same; the whole model and each region are compared, and nothing is touched."""
     mine = model("dense_masked")
     before = copy.deepcopy(mine.state_dict())
@@ -80,7 +80,7 @@ def test_compiled_in_place(of_a_layer):
     assert report.ok and any(row.kind == "path" for row in report.rows)
 
 
-def test_of_a_model_that_has_no_region():
+def test_verify_of_a_model_without_regions():
     layer = torch.nn.Linear(D, D).double()
     report = moefx.verify(compiled(layer), layer, (X,))
     assert not report.ok and "nothing of moefx ran" in str(report)
@@ -94,6 +94,6 @@ def test_of_a_model_that_has_no_region():
         (lambda m: (torch.compile(lambda x: m(x), backend=backend), m), "got a function, which has no parameters"),
     ],
 )
-def test_what_cannot_be_compared(pair, what):
+def test_invalid_pairs_raise(pair, what):
     with pytest.raises(InvalidInput, match=what):
         moefx.verify(*pair(model("stack_gather", num_layers=1)), (X,))

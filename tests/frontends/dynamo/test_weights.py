@@ -1,4 +1,4 @@
-"""Weights that are something else to autograd than what their owner holds."""
+"""Weights that autograd treats differently than their owner's parameters."""
 
 from __future__ import annotations
 

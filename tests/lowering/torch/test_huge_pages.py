@@ -9,7 +9,7 @@ from moefx.lowering.torch import huge_pages
 from moefx.lowering.torch.huge_pages import new_buffer
 
 
-def test_like_its_model():
+def test_new_buffer_has_dtype_and_device_of_its_model():
     like = torch.zeros(3, dtype=torch.float64)
     assert new_buffer(like, (2, 5)).dtype is torch.float64
     assert new_buffer(like, (2, 5), torch.bfloat16).dtype is torch.bfloat16
@@ -18,7 +18,7 @@ def test_like_its_model():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="madvise")
-def test_only_large_buffers_ask_and_only_for_their_own_pages(monkeypatch):
+def test_only_large_buffers_request_huge_pages(monkeypatch):
     asked = []
     monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda *args: asked.append(args))
     new_buffer(torch.zeros(1), (2**20 - 1,))
@@ -31,7 +31,7 @@ def test_only_large_buffers_ask_and_only_for_their_own_pages(monkeypatch):
     new_buffer(torch.zeros(1), (2**21,)).fill_(1)  # the system takes it
 
 
-def test_elsewhere_nothing_is_asked(monkeypatch):
+def test_other_systems_request_nothing(monkeypatch):
     huge_pages._madvise.cache_clear()
     monkeypatch.setattr(sys, "platform", "win32")
     assert huge_pages._madvise() is None

@@ -234,7 +234,7 @@ def test_few_items_or_one_thread_run_here(three_threads):
     assert set(names) == {threading.current_thread().name}
 
 
-def test_call_takes_arguments_apart():
+def test_call_unpacks_arguments():
     layer, routing = LAYERS["interleaved_clamped"](3, 4, 2), random_routing(5, 2, 3)
     token_ids, _, offsets, inverse, weights = routing.build()
     arguments = (torch.randn(5, 4).double(), token_ids, offsets, inverse, weights)

@@ -47,7 +47,7 @@ def test_transposed_views_too():
     ],
     ids=["separate", "descending", "one strays", "tied", "other strides"],
 )
-def test_anything_else_is_not(w):
+def test_other_layouts_are_no_view(w):
     assert strided_view(w) is None
 
 
@@ -98,7 +98,7 @@ def test_stack(w, path, dtype):
     ],
     ids=["double", "deepcopy", "assign", "to_empty"],
 )
-def test_what_breaks_the_view_is_noticed_and_stays_right(change):
+def test_changes_that_break_the_view_are_noticed(change):
     module = nn.ParameterList(views())
     assert strided_view(list(module)) is not None
     changed = change(module)

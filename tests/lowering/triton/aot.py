@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs that are not there, as the host code would launch them; prints a JSON line for each.
+"""Compile the kernels for GPUs that this machine lacks, and print a JSON line for each.
 
     python -m tests.lowering.triton.aot --targets sm90,gfx942 --dtypes bfloat16 [--cases halves | --everything]
 

@@ -1,4 +1,4 @@
-"""The tests here run the kernels: on a GPU where there is one, else in Triton's interpreter on the CPU."""
+"""Run the kernels of these tests on a GPU if there is one, else in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 

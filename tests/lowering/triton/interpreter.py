@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended: what it gets wrong would make right kernels fail and wrong ones pass.
+"""Repair Triton's interpreter: its errors would make right kernels fail and wrong ones pass.
 
 - `tl.dot` of bfloat16 multiplies bit patterns as integers; of float16 it rounds each partial sum.
 - Casts from float32 to bfloat16 cut off instead of rounding to nearest even.

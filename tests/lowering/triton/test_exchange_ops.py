@@ -1,4 +1,4 @@
-"""Rows that are packed, unpacked and added up: bit by bit as the references do."""
+"""Rows are packed, unpacked and added up bit by bit as in the references."""
 
 from __future__ import annotations
 

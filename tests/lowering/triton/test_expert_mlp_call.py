@@ -123,7 +123,7 @@ def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, ma
     "name, keep, make",
     covering({"sliced": "sliced", "separate": "separate"}, {k: k for k in ("h", "x", "all")}, LINEAR, of=1),
 )
-def test_gradients_of_weights_that_are_put_off_are_the_same(device, monkeypatch, make, keep, name):
+def test_deferred_weight_gradients_are_equal(device, monkeypatch, make, keep, name):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
     layer, routing = on(device, make(3, 32, 24), torch.bfloat16), random_routing(19, 2, 3)
     x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
@@ -191,7 +191,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("gate, up, paths", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_separate_parameters_wherever_they_lie(device, monkeypatch, gate, up, paths):
+def test_separate_parameters_at_any_addresses(device, monkeypatch, gate, up, paths):
     monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
     layer = on(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
     x, grad, routing = torch.randn(20, 32), torch.randn(20, 32), random_routing(20, 2, 4, torch.float32)
@@ -257,7 +257,7 @@ def test_experts_of_several_dtypes(device, monkeypatch):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", ["torch.backends.fp32_precision", "torch.backends.cuda.matmul.fp32_precision"])
-def test_precision_said_in_torch_s_newer_way(setting):
+def test_precision_set_by_the_newer_api_of_torch(setting):
     """Which makes torch refuse to be asked in the older one."""
     program = f"""
 import torch

@@ -87,7 +87,7 @@ def test_other_parameters_are_another_call(device, monkeypatch, plays):
     assert len(tapes) == 1 + 2 * 2 and len(plays) == 1  # routing is the same
 
 
-def test_what_is_changed_in_place_is_seen(device, monkeypatch, plays):
+def test_changes_in_place_are_seen(device, monkeypatch, plays):
     layer, tapes = on(device, LINEAR["interleaved_clamped"](3, 32, 40), torch.float32), {}
     before = results(layer, device, 0, tapes, monkeypatch)
     with torch.no_grad():
@@ -110,7 +110,7 @@ VIEWS = {"turned": lambda w: w.view(3, 2).mT, "part": lambda w: w[:, 1:], "flat"
 
 @pytest.mark.parametrize("of", [*VIEWS.values(), lambda w: w], ids=[*VIEWS, "itself"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_constants_of_one_storage_are_told_apart(monkeypatch, plays, of, is_first):
+def test_constants_of_one_storage_are_distinguished(monkeypatch, plays, of, is_first):
     """Parameters that begin at one address, say: what is made of one is made of that one when it is played."""
     monkeypatch.setattr(launch_replay, "_tapes", {})
     w = torch.arange(6.0).view(2, 3)
@@ -126,7 +126,7 @@ def test_constants_of_one_storage_are_told_apart(monkeypatch, plays, of, is_firs
     assert plays
 
 
-def test_a_view_of_what_was_made_is_no_result_of_a_tape(monkeypatch, plays):
+def test_a_view_of_a_new_tensor_is_not_replayed(monkeypatch, plays):
     monkeypatch.setattr(launch_replay, "_tapes", {})
     x = torch.arange(6.0).view(2, 3)
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_memory_is_freed_when_the_host_code_frees_it(device, monkeypatch):
     assert [step.__name__ for step, *_ in recorded.steps] == ["_allocate", "_free", "_allocate"]
 
 
-def test_weights_are_counted_alike_when_played(device, monkeypatch, plays):
+def test_a_replay_counts_weights_equally(device, monkeypatch, plays):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
     layer, tapes, counted = on(device, LINEAR["weight_before"](3, 32, 40), torch.float32), {}, []
     layer.down[0] = layer.down[0].detach().mT.contiguous().mT.requires_grad_()  # one with other strides: a copy

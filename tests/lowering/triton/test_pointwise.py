@@ -216,7 +216,7 @@ def test_numbers_no_float32_is_a_normal_one_of(device):
 # ------------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_depend_on_w_does_not_load_it():
+def test_functions_without_w_do_not_load_it():
     assert not pointwise_of(SWIGLU).uses_weight
     assert pointwise_of(("mul.Tensor", SWIGLU, "w")).uses_weight
     assert pointwise_of(SWIGLU).scale is None
@@ -303,14 +303,14 @@ UNTAKEN = {
 
 
 @pytest.mark.parametrize("name", UNTAKEN)
-def test_bodies_that_are_not_taken_say_why(name):
+def test_unsupported_bodies_give_a_reason(name):
     body, reason = UNTAKEN[name]
     with pytest.raises(Underivable, match=reason):
         build_pointwise(body.to_json())
     assert explain_unsupported(body.to_json()) is not None
 
 
-def test_widths_that_are_not_taken():
+def test_unsupported_widths():
     """A product of another width is broadcast by the others; pairs of columns need two of each."""
     two = ExpertBody((Gemm(1, True),) * 2, ((0, *WHOLE), (1, *WHOLE)), SWIGLU, Gemm(1, True)).to_json()
     assert explain_unsupported(two, (16, 16)) is None

@@ -1,5 +1,4 @@
-"""The kernels compiled for every target, whatever machine this is (see `aot`): do they compile and fit, and do they
-use what multiplies matrices?"""
+"""The kernels compile for every target on any machine (see `aot`), fit, and use the matrix units."""
 
 from __future__ import annotations
 
@@ -94,7 +93,7 @@ def test_kernels_with_biases():
 
 @pytest.mark.exhaustive
 def test_default_configurations():
-    """Of one target of each kind; all are in `test_everything`."""
+    """Of one target of each kind; all are in `test_all_kernels_compile`."""
     targets = ("sm90", "sm100", "gfx942")
     lines = compiled("--dtypes", "bfloat16", "--targets", ",".join(targets))
     lines += compiled("--dtypes", "tf32", "--targets", "sm90")
@@ -107,7 +106,7 @@ def test_default_configurations():
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", SHARED)
-def test_everything(target, dtype):
+def test_all_kernels_compile(target, dtype):
     lines = compiled("--targets", target, "--dtypes", dtype, "--everything")
     check(lines)
     if target == "sm90" and dtype in ("bfloat16", "float16"):  # which has a better one, or does it in two steps

@@ -53,7 +53,7 @@ def test_the_nearest_tuned_shape_and_why(hopper):
     assert line == f"down bfloat16 [700 -> 2048], 1000 rows an expert: {chosen.text}; {why}"
 
 
-def test_defaults_where_nothing_is_tuned(hopper, monkeypatch):
+def test_untuned_targets_get_defaults(hopper, monkeypatch):
     chosen, why, _ = tuning.find_nearest_config("up", CPU, torch.float32, SHAPE)
     assert not chosen.roles and why.startswith("the default: nothing is tuned for sm90")
     monkeypatch.setattr(tuning, "_entries", functools.cache(lambda device: {}))
@@ -76,7 +76,7 @@ def test_float16_is_cut_as_bfloat16(hopper, monkeypatch):
     )
 
 
-def test_a_triton_whose_gluon_is_not_known_gets_the_others(hopper, monkeypatch):
+def test_unknown_gluon_versions_get_other_kernels(hopper, monkeypatch):
     kernels = [kernel for kernel in KERNELS if tuning.find_nearest_config(kernel, CPU, torch.float16, SHAPE)[0].roles]
     assert len(kernels) > 3
     monkeypatch.setattr(tile_configs, "HAS_ROLES", False)
@@ -86,7 +86,7 @@ def test_a_triton_whose_gluon_is_not_known_gets_the_others(hopper, monkeypatch):
         assert not any(cut.roles for cut in tile_configs.list_candidates(kernel, CPU, torch.float16))
 
 
-def test_text_names_what_is_not_the_default():
+def test_text_names_settings_that_differ_from_the_default():
     plain = Config(128, 256, 64, warps=8, stages=4)
     assert plain.text == "128x256x64 warps=8 stages=4"
     assert dataclasses.replace(plain, group=4, roles=True).text == "128x256x64 warps=8 stages=4 group=4 roles"
@@ -182,22 +182,22 @@ class TestTuning:
         assert found == [gpu.fast] * 3
         assert len(gpu.tried) == len(candidates) * (1 + autotune._ROUNDS)
 
-    def test_the_user_is_told_once(self, gpu, caplog):
+    def test_tuning_is_logged_once(self, gpu, caplog):
         for columns in (768, 6144):
             gpu.config((columns, *FAR[1:]))
         assert caplog.messages == [
             "timing GPU kernels for shapes that are not in the tuning table, for up to 600 s (MOEFX_AUTOTUNE)"
         ]
 
-    def test_not_where_the_table_has_it(self, gpu):
+    def test_shapes_in_the_table_are_not_timed(self, gpu):
         gpu.config(SHAPE)
         assert not gpu.tried
 
-    def test_not_where_it_is_not_worth_it(self, gpu):
+    def test_small_shapes_are_not_timed(self, gpu):
         gpu.config((16, 16, 2), experts=2)
         assert not gpu.tried
 
-    def test_not_while_a_graph_is_captured(self, gpu, monkeypatch):
+    def test_nothing_is_timed_while_a_graph_is_captured(self, gpu, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert gpu.config() == tuning.find_nearest_config("up", CPU, torch.bfloat16, FAR)[0] and not gpu.tried
 
@@ -227,13 +227,13 @@ class TestTuning:
         gpu.config(kernel="grad_up")
         assert not gpu.tried
 
-    def test_what_does_not_fit_is_left_out(self, gpu):
+    def test_candidates_that_do_not_fit_are_skipped(self, gpu):
         candidates = tile_configs.list_candidates("up", CPU, torch.bfloat16)
         gpu.too_large, gpu.fast = candidates[:-1], candidates[0]
         assert gpu.config() == candidates[-1]
         assert len(autotune.read_cached_lines(tuning.gpu_name(CPU))) == 1
 
-    def test_where_nothing_fits(self, gpu):
+    def test_default_if_no_candidate_fits(self, gpu):
         gpu.too_large = tile_configs.list_candidates("up", CPU, torch.bfloat16)
         assert gpu.config() == tuning.find_nearest_config("up", CPU, torch.bfloat16, FAR)[0]
         assert triton.list_configurations()[0].endswith("none fit when tuned here")
@@ -279,7 +279,7 @@ class TestTuning:
         monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
         assert gpu.config() == gpu.config() and autotune.cache_directory() is None
 
-    def test_what_the_driver_says_does_not_fit(self, gpu, monkeypatch):
+    def test_candidates_that_the_driver_rejects_are_skipped(self, gpu, monkeypatch):
         candidates = tile_configs.list_candidates("up", CPU, torch.bfloat16)
 
         def trial(cut):

@@ -1,4 +1,4 @@
-"""The kernels whose warps have roles, on the GPUs they are for."""
+"""Warp-specialized kernels, on the GPUs that have them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_rows_behind_the_last_one_are_never_read(monkeypatch):
         assert torch.equal(clean, poisoned)
 
 
-def test_what_they_do_not_take_goes_to_the_others(monkeypatch, launched):
+def test_unsupported_tensors_use_the_other_kernels(monkeypatch, launched):
     monkeypatch.setattr(run_module, "config", lambda kernel, *_: CONFIGS[kernel])
     check(
         LINEAR["swiglu_list"],

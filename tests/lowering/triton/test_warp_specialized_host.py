@@ -1,4 +1,4 @@
-"""For which tensors the kernels with roles are launched, on CPU tensors and without running anything."""
+"""Tensors that the warp-specialized kernels support, on the CPU and without a launch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_widths_that_are_multiples_of_8(monkeypatch, interleaved, transposed, ke
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("keep", ["h", "x"])
-def test_a_width_of_which_only_the_double_is_one(monkeypatch, interleaved, transposed, keep, configs):
+def test_a_width_that_only_fits_doubled(monkeypatch, interleaved, transposed, keep, configs):
     """The two parts in one row fit, each by itself does not."""
     names = launched(monkeypatch, 132, interleaved, transposed, keep, configs)
     assert not names & {"hopper_up_kernel", "hopper_act_backward_kernel"}
@@ -68,7 +68,7 @@ def test_rows_that_are_not_aligned(monkeypatch):
     assert "hopper_up_kernel" not in names and "hopper_act_backward_kernel" in names
 
 
-def test_what_fits():
+def test_tensors_that_fit():
     assert not warp_specialized._fit(torch.empty(8, 8)) and warp_specialized._fit(
         torch.empty(8, 8, dtype=torch.float16)
     )

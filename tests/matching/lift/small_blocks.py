@@ -1,4 +1,4 @@
-"""A block of three experts with one matrix each, and what the lift makes of its captures."""
+"""A block of three experts with one matrix each, and the results of lifting its captures."""
 
 from __future__ import annotations
 

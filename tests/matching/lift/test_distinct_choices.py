@@ -1,4 +1,4 @@
-"""Which choices of a token are different experts whatever its scores are: never said of two that can be one."""
+"""Slots that always hold different experts, and slots that may hold the same one."""
 
 from __future__ import annotations
 
@@ -98,19 +98,19 @@ MAYBE_ONE = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", DIFFERENT.values(), ids=DIFFERENT)
-def test_different_by_the_way_they_are_made(number):
+def test_slots_with_provably_different_experts(number):
     """What has one place for each expert then needs no look at experts chosen twice."""
     check(experts(number), scatter)
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("number", MAYBE_ONE.values(), ids=MAYBE_ONE)
-def test_maybe_one(number):
+def test_slots_that_may_hold_the_same_expert(number):
     with pytest.raises(Refused):
         rewritten(Choosing(experts(number), scatter))
 
 
-def test_drawn_without_putting_back():
+def test_draws_without_replacement():
     drawn = experts(lambda p: p.multinomial(2))
     assert rewritten(Choosing(drawn, scatter)).match.num_experts == E
 

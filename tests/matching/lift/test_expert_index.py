@@ -53,7 +53,7 @@ def test_a_mask_of_experts():
     assert index.axes == ("t", "m") and op_name(index.node) == "gt"
 
 
-def test_experts_that_no_integer_names():
+def test_experts_without_an_index_are_refused():
     class ByLine(Small):
         """Expert of a token: its position, which no tensor of integers per token holds."""
 

@@ -1,4 +1,4 @@
-"""The experts' parameters are those that only some tokens meet, with their siblings."""
+"""The experts' parameters are those that only some tokens use, with their siblings."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moefx.matching.lift.expert_parameters import (
 from .small_blocks import EXPERTS, D, E, Small, reach
 
 
-def test_parameters_that_only_some_tokens_meet():
+def test_parameters_that_only_some_tokens_use_are_the_experts():
     assert next(propose_expert_parameters(reach(Small())))[0] == EXPERTS
 
 
-def test_a_parameter_that_all_tokens_meet_is_no_experts():
+def test_a_parameter_that_all_tokens_use_is_no_experts():
     class Projected(Small):
         def __init__(self):
             super().__init__()
@@ -31,7 +31,7 @@ def test_a_parameter_that_all_tokens_meet_is_no_experts():
     assert next(propose_expert_parameters(reach(Projected())))[0] == EXPERTS
 
 
-def test_siblings_that_no_token_met():
+def test_unused_siblings_are_added():
     assert add_siblings(reach(Small()), {"experts.0.weight", "experts.2.weight"}) == EXPERTS
     assert add_siblings(reach(Small()), {"router.weight"}) == {"router.weight"}
 

@@ -28,7 +28,7 @@ def form(*groups, slots=2):
     return CanonicalForm(None, NODE, (3,), slots, INDEX, ids, [*groups], [], None, kept, set())  # type: ignore[arg-type]
 
 
-def test_groups_come_in_the_order_of_the_reference():
+def test_groups_are_in_the_order_of_the_reference():
     other = form(group("tanh", 3), group("relu", 0))
     aligned = require_same_form(form(group("relu", 0, 1), group("tanh", 2, 3)), other)
     assert [g.body.op for g in aligned.groups] == ["relu", "tanh"] and [g.ids for g in aligned.groups] == [[0], [3]]

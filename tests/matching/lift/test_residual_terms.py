@@ -1,4 +1,4 @@
-"""Summands without expert parameters: shared by all tokens, alone in a row, or of an expert that does nothing."""
+"""Summands without expert parameters: shared by all tokens, alone in a row, or of an expert without work."""
 
 from __future__ import annotations
 

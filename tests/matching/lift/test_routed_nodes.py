@@ -1,4 +1,4 @@
-"""The routed region: which parameters reach a row, and where the rows of all experts are summed."""
+"""The routed region: parameters that each row uses, and the node that sums the rows of all experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moefx.matching.lift.routed_nodes import (
 from .small_blocks import EXPERTS, TOKENS, D, E, Small, capture, find_nodes, reach
 
 
-def test_each_row_meets_the_experts_of_its_token():
+def test_each_row_uses_the_experts_of_its_token():
     found = reach(Small())
     (topk,) = find_nodes(found.capture, "topk")
     ids = next(u for u in topk.users if u.args[1] == 1).meta["val"].tolist()
@@ -24,7 +24,7 @@ def test_each_row_meets_the_experts_of_its_token():
     assert met == [{f"experts.{e}.weight" for e in row} for row in ids]
 
 
-def test_a_routing_weight_is_no_reason_to_meet_the_router():
+def test_a_routing_weight_does_not_add_the_router():
     found = reach(Small())
     assert found.choice_parameters == {"router.weight"}
     (router, *_) = find_nodes(found.capture, "linear")
@@ -51,7 +51,7 @@ def test_inputs_of_the_cut_are_no_rows_of_a_loop_over_experts():
     assert not set(inputs) & routed and all(len(n.meta["val"]) == TOKENS for n in inputs)
 
 
-def test_a_submodule_keeps_what_it_does_not_return():
+def test_a_submodule_keeps_values_that_it_does_not_return():
     class Router(nn.Linear):
         def forward(self, x):
             return super().forward(x).softmax(-1)
@@ -69,7 +69,7 @@ def test_integer_choices():
     assert has_integer_choices(reach(Small())) and not has_integer_choices(reach(nn.Linear(4, 4)))
 
 
-def test_a_choice_per_token_is_none_per_sequence():
+def test_a_selection_per_token_is_not_per_sequence():
     assert not has_sequence_choices(capture(Small()))
 
 

@@ -1,4 +1,5 @@
-"""What turns only at more tokens than are tried: at which number is known of plain counts alone."""
+"""Tests on integer inputs that change only beyond the captured token counts: guarded if they compare a plain count,
+else refused."""
 
 from __future__ import annotations
 
@@ -67,14 +68,14 @@ TURNS = {
 }
 
 
-@pytest.mark.exhaustive  # `test_a_count_that_begins_again` is alike
+@pytest.mark.exhaustive  # `test_counts_that_overflow_a_byte` is similar
 @pytest.mark.parametrize("turn", TURNS)
 def test_functions_of_ranks(turn):
     keep = TURNS[turn]
     check(lambda w, i, p, c: (w * keep(p, c, i), i), [(tokens(18),), (tokens(2500),)])
 
 
-def test_a_count_that_begins_again():
+def test_counts_that_overflow_a_byte():
     """256 tokens of one expert are none as a byte."""
     check(lambda w, i, p, c: (w * (c.sum(0).to(torch.uint8) > 0)[i], i), [(tokens(18),), (tokens(1).expand(256, D),)])
 
@@ -87,7 +88,7 @@ def test_a_count_that_begins_again():
         lambda w, i, p, c, o: (w, torch.maximum(i, o.clamp(min=0))),
     ],
 )
-def test_given_experts_of_which_the_example_has_none(keeps):
+def test_expert_ids_that_the_example_lacks(keeps):
     none, some = torch.full((18, 1), -1), torch.randint(-1, E, (18, 1))
     check(keeps, [(tokens(18), none), (tokens(18), some)])
 
@@ -110,7 +111,7 @@ ASKED = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("given", [5, [1]], ids=str)
 @pytest.mark.parametrize("name", ASKED)
-def test_a_given_integer_that_python_asks(name, given):
+def test_python_tests_of_integer_inputs(name, given):
     given = torch.tensor(given)
     check(ASKED[name], [(tokens(18), n) for n in (given, torch.zeros_like(given), torch.full_like(given, 99))])
 
@@ -152,7 +153,7 @@ FLAGS, ORDER = torch.tensor([True, False, True, True]), torch.tensor([2, 0, 3, 1
         ("weights", ORDER, torch.tensor([1, 2, 3, 0])),
     ],
 )
-def test_given_without_tokens(use, given, later):
+def test_expert_ids_without_tokens(use, given, later):
     """It is another one in later calls; a mask may leave nobody."""
     torch.manual_seed(0)
     model = Given(use).double()
@@ -220,7 +221,7 @@ class ByScore(Weights):
     ],
     ids=["masked", "infinite", "where", "zeros", "relu", "after", "mean", "above", "below", "far below", "likely"],
 )
-def test_scores_that_leave_nobody(masked, validation):
+def test_scores_that_select_no_expert(masked, validation):
     torch.manual_seed(0)
     model = ByScore(masked).double()
     x = torch.cat([tokens(40), tokens(1).expand(3, D)])

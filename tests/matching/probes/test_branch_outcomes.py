@@ -1,4 +1,4 @@
-"""Branches on what follows from the routing: how many tokens an expert got, which experts were chosen."""
+"""Branches that depend on the routing: the number of tokens of an expert, or the selected experts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ TRAPS = {
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("special", TRAPS.values(), ids=TRAPS)
-def test_how_many_tokens_an_expert_got_must_not_matter(special):
+def test_branches_on_the_tokens_of_an_expert_are_refused(special):
     """Refused, or guarded so that the sizes at which it does matter run the original."""
     model = case(special)().double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(2, 40, D).double(),), strict=False)
@@ -172,7 +172,7 @@ class HalvedForEveryIdleExpert(Loop):
 
 
 @pytest.mark.parametrize("kind", [IfThreeWasChosen, HalvedForEveryIdleExpert])
-def test_whether_an_expert_was_chosen_must_not_matter_elsewhere(kind):
+def test_branches_on_a_selected_expert_are_refused(kind):
     with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on the routing|under another"):
         moefx.compile(kind().double(), example_inputs=(torch.randn(2, 40, D).double(),))
 

@@ -1,4 +1,4 @@
-"""Integers given beside the hidden states, ids of tokens say: later calls bring others than the example."""
+"""Integer inputs, such as token ids: later calls have other values than the example."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ ELSEWHERE = {
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("experts", ["dense", "looped"])
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_elsewhere(name, experts):
+def test_integers_that_choose_weights_rows_or_drops(name, experts):
     torch.manual_seed(0)
     where, use, later = ELSEWHERE[name]
     check(Chosen(where, use, experts), PLAIN, [later])

@@ -1,4 +1,4 @@
-"""Numbers that equal the chosen experts: which ops leave these as they are, whatever the routing."""
+"""Numbers that equal the expert index: ops that keep it under every routing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPS = {
 
 
 @pytest.mark.parametrize(("op", "expected"), OPS.values(), ids=OPS)
-def test_changes_nothing(op, expected):
+def test_ops_that_keep_the_expert_index(op, expected):
     block = Block(lambda b, x: op(b.gate(x).topk(2).indices))
     taken = capture_block(block, (torch.zeros(5, D, device="meta"),), {}, Routing())
     assert _changes_nothing(taken.out, IntegerRanges.with_more_tokens(taken)) is expected

@@ -1,4 +1,4 @@
-"""What only many tokens show: counts, ranks and sizes above what a proof looks at."""
+"""Counts, ranks and sizes above those of the captures."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def crowd(tokens: int) -> torch.Tensor:
 
 @pytest.mark.sampled(len(CHANGES))
 @pytest.mark.parametrize("name", list(CHANGES))
-def test_a_crowd(name):
+def test_many_tokens_per_expert_are_right_or_refused(name):
     """Where no numeric check can see it: without weights."""
     torch.manual_seed(0)
     model = nn.Sequential(Weighted(CHANGES[name])).double()
@@ -111,7 +111,7 @@ LEVELS = {
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", list(LEVELS))
-def test_what_levels_off_is_right_or_refused(name):
+def test_saturating_functions_of_counts_are_equal_or_refused(name):
     model = nn.Sequential(Weighted(LEVELS[name])).double()
     example = (torch.randn(9, D, dtype=torch.float64),)
     compiled = moefx.compile(copy.deepcopy(model).to("meta"), example_inputs=example, strict=False)
@@ -122,7 +122,7 @@ def test_what_levels_off_is_right_or_refused(name):
         torch.testing.assert_close(compiled(x), model(x), msg=f"{tokens} tokens")
 
 
-def test_the_numeric_check_sees_a_crowd(monkeypatch):
+def test_the_numeric_check_sees_large_counts(monkeypatch):
     """The net under the proof: with nothing to tell it of large counts, the rewrite is still refused."""
     monkeypatch.setattr(moefx.compiler.model_proof, "numeric_check", numeric_check)
     others = tuple(probe for probe in prove.INTERVENTIONS if probe.run is not spread_numbers)
@@ -151,7 +151,7 @@ class PerSequence(Weighted):
 
 
 @pytest.mark.exhaustive
-def test_a_floor_that_small_sizes_do_not_leave():
+def test_a_lower_bound_that_small_sizes_stay_at():
     model = nn.Sequential(PerSequence(None)).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(2, 7, D, dtype=torch.float64),))
     for shape in ((1, 1), (2, 7), (4, 10), (3, 60), (1, 300)):
@@ -186,7 +186,7 @@ class PerToken(Loop):
 
 
 @pytest.mark.exhaustive  # `test_python_budgets` has a guard on what only many tokens show
-def test_a_loop_over_tokens_holds_where_it_was_looked_at():
+def test_loop_over_tokens_is_guarded_by_captured_sizes():
     torch.manual_seed(0)
     model = PerToken().double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(5, D, dtype=torch.float64),))
@@ -196,7 +196,7 @@ def test_a_loop_over_tokens_holds_where_it_was_looked_at():
         assert moefx.blocks(compiled)[0].fallbacks == fallbacks
 
 
-def test_ids_are_no_ranks():
+def test_expert_ids_are_not_ranks():
     """Sorted ids of experts are compared with a sentinel: no capacity, nothing to hold below."""
 
     class Sentinel(Loop):
@@ -255,7 +255,7 @@ KEEPS = {
 @pytest.mark.exhaustive  # `test_the_smaller_of_the_tokens_and_a_number_is_a_capacity` is one of these
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
-def test_what_is_over_a_limit_that_few_tokens_do_not_reach(keep, axes):
+def test_limit_beyond_the_captures_drops_slots(keep, axes):
     torch.manual_seed(0)
     block = Limited(keep).double()
 
@@ -353,7 +353,7 @@ FLAGS_OF_RANKS = {
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("flags", FLAGS_OF_RANKS.values(), ids=FLAGS_OF_RANKS)
-def test_a_function_of_ranks_that_few_tokens_take_for_a_constant(flags):
+def test_functions_of_ranks_that_are_constant_for_few_tokens(flags):
     _is_right_or_refused(Flagged(flags))
 
 
@@ -369,9 +369,9 @@ def test_flags_of_counts():
     _is_right_or_refused(Full(None))
 
 
-@pytest.mark.exhaustive  # `test_the_reason_says_where_and_the_remedy_works` is one of these
+@pytest.mark.exhaustive  # `test_the_reason_names_the_line_and_the_remedy_works` is one of these
 @pytest.mark.parametrize("flags", FLAGS_OF_RANKS.values(), ids=FLAGS_OF_RANKS)
-def test_a_function_of_places_that_few_tokens_take_for_a_constant(flags):
+def test_functions_of_positions_that_are_constant_for_few_tokens(flags):
     _is_right_or_refused(Limited(lambda x, t, w: flags(torch.arange(len(t))).bool()))
 
 
@@ -384,18 +384,18 @@ OF_PLACES = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("keep", OF_PLACES.values(), ids=OF_PLACES)
-def test_places_that_few_tokens_do_not_tell_apart(keep):
+def test_masks_of_positions_that_are_constant_for_few_tokens(keep):
     _is_right_or_refused(Limited(keep))
 
 
-def test_the_reason_says_where_and_the_remedy_works():
+def test_the_reason_names_the_line_and_the_remedy_works():
     """The test after this one has what the remedy says."""
     model = nn.Sequential(Limited(lambda x, t, w: (torch.arange(len(t)) / 150).long() == 0))
     with pytest.raises(moefx.NoMoEBlockFound, match=r"same for few tokens(.|\n)*multiply the routing weights"):
         moefx.compile(model, example_inputs=(torch.randn(24, D),))
 
 
-def test_a_mask_of_the_program_is_used_where_it_may_matter():
+def test_a_mask_of_the_program_is_used_if_it_may_matter():
     model = nn.Sequential(Flagged(FLAGS_OF_RANKS["a cast of a cast"])).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(24, D, dtype=torch.float64),))
     for tokens in (12, 60, 480):
@@ -531,6 +531,6 @@ class OrAsItIs(Loop):
         self.experts[1] = nn.Identity()
 
 
-def test_one_expert_that_tokens_take_or_leave():
+def test_a_single_expert_that_tokens_may_skip_is_refused():
     with pytest.raises(moefx.NoMoEBlockFound, match="only one expert computes anything"):
         moefx.compile(OrAsItIs(), example_inputs=(torch.randn(9, D),))

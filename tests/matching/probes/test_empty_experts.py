@@ -1,4 +1,4 @@
-"""Branches that skip experts without tokens, where experts are so few that each has some in every capture."""
+"""Branches that skip experts without tokens, if each of the few experts has some in every capture."""
 
 import copy
 
@@ -64,7 +64,7 @@ PAIRS = [(mask, "any") for mask in MASKS] + [("gates above 0", question) for que
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("mask", "question"), PAIRS)
-def test_whether_empty_experts_chose_an_expert_is_no_branch(mask, question):
+def test_skipping_idle_experts_is_no_branch(mask, question):
     torch.manual_seed(0)
     model = Asking(MASKS[mask], QUESTIONS[question]).double()
     compiled = moefx.compile(model, example_inputs=(draw(16),))
@@ -84,7 +84,7 @@ OTHERS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("question", [question for question in OTHERS if question != "8 bits"])
-def test_other_questions_are_branches(question):
+def test_other_tests_are_branches(question):
     torch.manual_seed(0)
     model = Asking(MASKS["gates above 0"], OTHERS[question]).double()
     found = moefx.explain(model, example_inputs=(draw(16),))
@@ -94,7 +94,7 @@ def test_other_questions_are_branches(question):
 
 
 @pytest.mark.exhaustive
-def test_a_count_in_8_bits_is_asked_below_256():
+def test_an_8_bit_count_is_guarded_below_256():
     torch.manual_seed(0)
     model = Asking(MASKS["gates above 0"], OTHERS["8 bits"]).double()
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(draw(16),))
@@ -149,7 +149,7 @@ class CountedBehind(Asking):
         return out.view_as(x), nn.functional.one_hot(chosen.view(-1), E).sum(0)
 
 
-def test_what_is_computed_behind_the_sum_does_not_choose():
+def test_computations_behind_the_sum_do_not_select():
     torch.manual_seed(0)
     model = CountedBehind(None, None).double()
     compiled = moefx.compile(model, example_inputs=(draw(16).view(2, 8, D),))
@@ -172,7 +172,7 @@ class Passing(Asking):
         return out
 
 
-def test_where_no_token_passes_all_gradients_are_zeros():
+def test_gradients_are_zeros_if_no_token_passes():
     torch.manual_seed(0)
     model = Passing(None, None).double()
     compiled = moefx.compile(model, example_inputs=(draw(10),))

@@ -1,4 +1,4 @@
-"""Experts with no or one token beside others with more, by ways that leave no read to force."""
+"""Experts with zero or one token next to experts with more, in code without a read that a probe can force."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_few_tokens_in_batches_are_right_or_refused(run, lead):
 
 
 @pytest.mark.parametrize(("run", "num_experts", "top_k"), [(any_tokens, 2, 1), (any_tokens, 3, 2), (no_weight, 4, 2)])
-def test_what_depends_on_no_count_is_rewritten(run, num_experts, top_k):
+def test_blocks_that_depend_on_no_count_are_rewritten(run, num_experts, top_k):
     model = Skips(num_experts, top_k, run).double()
     compiled = moefx.compile(model, example_inputs=(_inputs(9, None),), plan=moefx.Plan(validation="symbolic"))
     assert len(moefx.blocks(compiled)) == 1

@@ -1,4 +1,4 @@
-"""Routing from integers of a call, and loops that ask whether an expert has tokens."""
+"""Routing from integers of a call, and loops that test whether an expert has tokens."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ def check(model, example, calls):
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", KINDS)
-def test_questions_about_idle_experts(name):
+def test_tests_for_idle_experts(name):
     torch.manual_seed(0)
     spread, one = torch.randint(0, V, (3, 7)), torch.full((2, 5), V - 2)
     check(KINDS[name]().double(), draw(torch.randint(0, V, (2, 9))), [draw(spread), draw(one)])
 
 
-def test_numbers_that_the_example_has_not():
+def test_integers_that_the_example_lacks():
     torch.manual_seed(0)
     calls = [draw(torch.randint(0, V, (3, 7))), draw(torch.full((2, 5), 3))]
     check(KINDS["any"]().double(), draw(E * torch.randint(0, V // E, (2, 9))), calls)
@@ -147,7 +147,7 @@ LIMITS = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LIMITS)
-def test_limits_are_no_such_questions(name):
+def test_limits_are_no_emptiness_tests(name):
     torch.manual_seed(0)
     model, example = LIMITS[name]().double(), draw(torch.randint(0, V, (2, 9)))
     few = draw(torch.tensor([[0, 1, 1, 2, 2, 2, 3, 3, 3, 3]]))

@@ -1,4 +1,4 @@
-"""What is asked of sizes alone: whether they are even, a square, a multiple of something."""
+"""Conditions on sizes: parity, squares, multiples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("scale", SEEN)
-def test_what_is_seen_is_a_guard(scale):
+def test_compared_size_becomes_a_guard(scale):
     """Captures of rows without a batch are all of odd sizes, none a multiple of 128."""
     block = Scaled(SEEN[scale]).double()
     compiled = moefx.compile(copy.deepcopy(block), example_inputs=(torch.randn(17, D, dtype=torch.float64),))
@@ -74,7 +74,7 @@ def test_a_proof_makes_no_functools_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("scale", UNSEEN)
-def test_what_is_not_seen_is_refused(scale):
+def test_leaked_size_that_decides_is_refused(scale):
     block = Scaled(UNSEEN[scale]).double()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"tokens something else is done than for .* plain numbers"):
         moefx.compile(block, example_inputs=(torch.randn(17, D, dtype=torch.float64),))
@@ -101,7 +101,7 @@ class ScaledInside(Scaled):
 @pytest.mark.parametrize("example", [13, 40])
 @pytest.mark.parametrize("block", [Scaled, ScaledInside])
 @pytest.mark.parametrize("scale", SELDOM)
-def test_what_is_the_same_at_the_sizes_of_the_proof(scale, block, example):
+def test_sizes_that_agree_in_all_captures_are_equal_or_refused(scale, block, example):
     block = block(SELDOM[scale]).double()
     with contextlib.suppress(moefx.NoMoEBlockFound):  # it may say that it does not know
         compiled = moefx.compile(
@@ -133,7 +133,7 @@ DIVIDED = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("scale", DIVIDED)
-def test_a_comparison_that_cannot_be_made_at_all_sizes(scale):
+def test_a_comparison_that_fails_at_some_sizes(scale):
     """The program does not divide by 0 where there are few tokens: it asks first."""
     block = Scaled(DIVIDED[scale]).double()
     x = torch.randn(40, D, dtype=torch.float64)
@@ -178,7 +178,7 @@ class PiecewiseCapacity(Scaled):
         return torch.einsum("sh,shd->sd", h, self.down[ids[:, 0]]) * (w * kept[:, None])
 
 
-def test_a_capacity_that_another_formula_gives_for_more_tokens():
+def test_a_capacity_with_another_formula_for_more_tokens():
     block = PiecewiseCapacity(None).double()
     example = (torch.randn(17, D, dtype=torch.float64),)
     compiled = moefx.compile(copy.deepcopy(block), example_inputs=example, plan=moefx.Plan(validation="symbolic"))

@@ -1,4 +1,4 @@
-"""Comparisons of the experts' loads in Python: each counts for every expert, for few tokens and for many."""
+"""Comparisons of the experts' loads in Python hold for every expert, and for few and many tokens."""
 
 from __future__ import annotations
 

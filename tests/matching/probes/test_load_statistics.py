@@ -160,7 +160,7 @@ def test_captures_show_the_same_patterns_of_loads_on_both_sides_of_a_guard(least
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])
-def test_crowds_leave_experts_idle(n):
+def test_crowded_routings_leave_experts_idle(n):
     def loads(kind):
         return torch.bincount(Routing(kind, 1).draw_scores(300, n).topk(2).indices.flatten(), minlength=n)
 

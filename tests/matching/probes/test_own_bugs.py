@@ -1,4 +1,4 @@
-"""A bug of moefx in a capture of a probe: raised, never taken for an error of the program."""
+"""A bug of moefx in a capture of a probe is raised, not treated as an error of the program."""
 
 from __future__ import annotations
 

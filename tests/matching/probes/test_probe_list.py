@@ -1,4 +1,4 @@
-"""The list of probes: names, reasons to run again, and headers that say what each protects from."""
+"""The list of probes: names, reasons to run again, and headers that name the programs that each refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from moefx.matching.probes.probe_list import PROBES
 
 
-def test_a_probe_that_runs_again_says_why():
+def test_a_repeated_probe_has_a_reason():
     seen = set()
     for probe in PROBES:
         assert bool(probe.again) == (probe.name in seen), probe.name

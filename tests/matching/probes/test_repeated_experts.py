@@ -1,4 +1,4 @@
-"""Choices of one token that are the same expert: added up as the original does, or left as it is."""
+"""Slots of one token with the same expert are added up as in the original, or the block is refused."""
 
 from __future__ import annotations
 
@@ -142,19 +142,19 @@ def check(choose, combine, *ids):
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("choose", [c for c in CHOOSE if c not in ("product", "partner")])
 @pytest.mark.parametrize("combine", [one_hot, loop])
-def test_choices_that_add_up(choose, combine):
+def test_equal_slots_that_add_up(choose, combine):
     check(CHOOSE[choose], combine)
 
 
 @pytest.mark.parametrize("combine", [scatter, two_sums])
-def test_a_second_choice_of_what_the_first_is_masked_in(combine):
+def test_a_second_selection_that_masks_the_first(combine):
     check(CHOOSE["argmax of -inf"], combine)
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("choose", [c for c in CHOOSE if c != "argmax of -inf"])
 @pytest.mark.parametrize("combine", [scatter, either, two_sums])
-def test_choices_that_do_not(choose, combine):
+def test_equal_slots_that_do_not_add_up(choose, combine):
     why = (
         ""
         if choose == "product"
@@ -190,13 +190,13 @@ def last_if_new(m, x, p, w, i):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("times", [3])
 @pytest.mark.parametrize("combine", [one_hot, loop, last_if_new])
-def test_more_than_two_that_add_up(times, combine):
+def test_more_than_two_equal_slots_that_add_up(times, combine):
     check(again_and_again(times), combine)
 
 
 @pytest.mark.parametrize("times", [3])
 @pytest.mark.parametrize("combine", [last_two_scattered, scatter])
-def test_more_than_two_that_do_not(times, combine):
+def test_more_than_two_equal_slots_that_do_not_add_up(times, combine):
     with pytest.raises(Refused, match="a token may select the same expert twice"):
         rewritten(Choosing(again_and_again(times), combine))
 
@@ -207,11 +207,11 @@ def compared(m, x, p, w, i):
 
 
 @pytest.mark.parametrize("combine", [compared, loop])
-def test_given_experts(combine):
+def test_expert_ids_of_the_call_that_add_up(combine):
     check(None, combine, some_ids())
 
 
-def test_given_experts_that_do_not_add_up():
+def test_expert_ids_of_the_call_that_do_not_add_up():
     with pytest.raises(Refused, match="a token may select the same expert twice"):
         rewritten(Choosing(None, scatter), torch.zeros(40, D), some_ids())
 
@@ -249,7 +249,7 @@ def test_numbers_from_the_end():
         rewritten(Choosing(CHOOSE["table"], gathered))
 
 
-def test_what_is_worth_nothing_shows_nothing():
+def test_zero_weights_do_not_prove_that_slots_add_up():
     """The least likely expert has no weight where a buffer masks it: two such choices add up, whatever is done."""
 
     def choose(m, p):

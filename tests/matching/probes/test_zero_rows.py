@@ -54,7 +54,7 @@ def no_entry(rows, w):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("writes", ["add", "put"])
 @pytest.mark.parametrize("score", [torch.relu, torch.sigmoid, lambda s: s.softmax(-1)], ids=["relu", "sigmoid", "soft"])
-def test_experts_whose_results_are_multiplied_by_zero_are_rewritten(writes, score):
+def test_skipping_zero_weights_is_rewritten(writes, score):
     assert rewritten(Skipping(sum_of_weights, writes=writes, score=score)).match.num_experts == E
 
 
@@ -71,6 +71,6 @@ def test_experts_whose_results_are_multiplied_by_zero_are_rewritten(writes, scor
     ],
     ids=["rows", "entries", "one_more", "exp", "signs", "gradient"],
 )
-def test_experts_that_give_something_for_zeros_are_refused(skips, more):
+def test_skipping_experts_with_nonzero_output_for_zeros_is_refused(skips, more):
     with pytest.raises(Refused, match="sum of an expert's rows or weights is zero"):
         rewritten(Skipping(skips, **more))

@@ -1,4 +1,4 @@
-"""Equal contractions are one term, however they are spelled."""
+"""Equal contractions are one term in every spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an ATen op means as a term, through captured graphs: the same numbers as torch."""
+"""Terms of ATen ops in captured graphs evaluate to torch's numbers."""
 
 from __future__ import annotations
 

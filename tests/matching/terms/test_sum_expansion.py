@@ -1,4 +1,4 @@
-"""Sums over an axis that the routing determines are written out, others stay whole."""
+"""Sums over an axis that the routing determines are expanded, others stay whole."""
 
 from __future__ import annotations
 

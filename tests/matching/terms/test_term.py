@@ -1,4 +1,4 @@
-"""Terms: whatever is built, picked and resolved means what torch computes."""
+"""Built, selected and resolved terms evaluate to torch's numbers."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), shape=SHAPES, steps=st.integers(1, 5))
-def test_compositions_mean_what_torch_computes(data, shape, steps):
+def test_compositions_equal_torch(data, shape, steps):
     builder = Builder(data)
     pair = builder.leaf(*shape)
     for _ in range(steps):
@@ -311,7 +311,7 @@ class TestNormalForm:
         assert T.pw("sub", T.const(0, (3,)), a) is not a
         assert T.pw("add", a, T.const(0, (2, 3))).shape == (2, 3)
 
-    def test_where_takes_its_branch(self):
+    def test_where_folds_to_its_branch(self):
         T = Terms()
         a, b = T.make("param", ("a",), (3,)), T.make("param", ("b",), (3,))
         assert T.pw("where", T.const(1), a, b) is a and T.pw("where", T.const(0), a, b) is b
@@ -355,7 +355,7 @@ class TestNormalForm:
         assert T.pw("cast", T.const(2), dtype="float32") is T.const(2)
         assert T.pw("cast", a, dtype="float32") is not T.pw("cast", a, dtype="bfloat16")
 
-    def test_rows_that_are_overwritten_at_once_are_told_apart(self):
+    def test_rows_that_are_overwritten_at_once_are_distinguished(self):
         """From the last one alone: gradients reach the others, too."""
         T = Terms()
         base, new = T.make("param", ("b",), (3, 2)), T.make("param", ("n",), (2, 2))

@@ -1,4 +1,4 @@
-"""The strangers. Importing the modules fills the registry."""
+"""The unseen models. Importing the modules fills the registry."""
 
 from . import (  # noqa: F401
     capacity,

@@ -1,4 +1,4 @@
-"""Experts with a limited queue: every drop rule that is around, and what happens to the dropped tokens."""
+"""Experts with a limited capacity: common drop rules, and results for dropped tokens."""
 
 from __future__ import annotations
 

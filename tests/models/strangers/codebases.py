@@ -1,4 +1,4 @@
-"""Blocks in the manner of well-known code bases, from memory of how they go about it."""
+"""Blocks in the style of well-known code bases, written from memory."""
 
 from __future__ import annotations
 

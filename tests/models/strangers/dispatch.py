@@ -1,4 +1,4 @@
-"""Ways to bring rows to experts and back that the visible corpus does not show."""
+"""Ways to bring rows to experts and back that the visible corpus lacks."""
 
 from __future__ import annotations
 

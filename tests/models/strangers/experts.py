@@ -1,4 +1,4 @@
-"""Unusual experts: other shapes, activations, parts that are shared, experts that do nothing."""
+"""Unusual experts: other shapes and activations, shared parts, identities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unusual surroundings: input layouts, masks, what is returned, in-place effects, larger modules."""
+"""Unusual interfaces: input layouts, masks, return values, in-place effects, larger modules."""
 
 from __future__ import annotations
 

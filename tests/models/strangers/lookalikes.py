@@ -1,4 +1,4 @@
-"""Modules that look like token choice and are not: refused, or rewritten exactly where a part is one."""
+"""Modules that look like token choice and are not: refused, or rewritten exactly if a part is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays the user's own beside the experts: sizes, constants, and what is refused there, through `compile`."""
+"""The user's own code around the experts: sizes, constants, and refusals, through `compile`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Constants(Loop):
         return super().forward(x) * tilt + torch.tensor(3.0, dtype=x.dtype)
 
 
-def test_numbers_that_follow_from_the_size():
+def test_numbers_computed_from_the_size():
     same(Averaged(), *((n, D) for n in (5, 1, 12, 31)))
 
 
@@ -117,7 +117,7 @@ class TestRefused:
 
         self.refusal(Counted(), "a number depends on the routing")
 
-    def test_a_list_whose_length_depends_on_the_routing(self):
+    def test_list_length_that_depends_on_the_routing_is_refused(self):
         self.refusal(Lists(), "code outside of the experts depends on the routing")
 
 
@@ -171,7 +171,7 @@ class Updated(Loop):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [Counting, Entropy, Updated])
-def test_what_is_made_of_sizes_and_counts(block):
+def test_values_computed_from_sizes_and_counts(block):
     class Both(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Numbers that Python reads off buffers and parameters are read again at every call."""
+"""Numbers that Python reads from buffers and parameters are read again at every call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Inverted(Loop):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Tempered, Inverted])
-def test_scores_are_scaled_by_what_the_tensor_holds_now(kind, dtype):
+def test_scores_are_scaled_by_the_current_value(kind, dtype):
     torch.manual_seed(0)
     original, other = kind().to(dtype), kind().to(dtype)
     other.load_state_dict(original.state_dict())

@@ -1,4 +1,4 @@
-"""Exchanges over shared links: as the formulas where traffic is even, fair where it is not."""
+"""Exchanges over shared links: as the formulas for even traffic, fair for uneven traffic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL = pytest.mark.parametrize("platform", [*PLATFORMS.values(), TREE], ids=lambd
 
 @ALL
 @pytest.mark.parametrize(("group", "stride"), [(2, 1), (4, 2), (8, 1), (8, 8), (16, 1), (16, 4), (64, 1), (128, 2)])
-def test_even_traffic_takes_what_the_formula_says(platform, group, stride):
+def test_even_traffic_takes_the_time_of_the_formula(platform, group, stride):
     """A byte from each rank to each."""
     sizes, networks = platform.levels(group, stride)
     _, beta = combine_links(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
@@ -33,7 +33,7 @@ def test_even_traffic_takes_what_the_formula_says(platform, group, stride):
         assert links.fair_share_seconds(even) == pytest.approx((group - 1) * beta)
 
 
-def test_what_leaves_a_node_shares_one_nic():
+def test_rows_that_leave_a_node_share_one_nic():
     """The formula takes the bytes of each level by themselves. Those to the farthest pass the NIC too: with a network
     above that is almost as fast it is too fast, by what they add."""
     near = dataclasses.replace(TREE, networks=(*TREE.networks[:2], Network("all", 0, 3.9e9)))
@@ -53,7 +53,7 @@ def test_a_group_that_does_not_fill_its_nodes():
     )  # of eight ranks all but eight
 
 
-def test_units_share_what_leads_away_from_them():
+def test_units_share_their_outgoing_links():
     """A rank may use what its neighbours leave of a switch's links, not of another's NIC."""
     one = torch.zeros(64, 64)
     one[0, 60] = 4e9
@@ -103,7 +103,7 @@ def test_a_ring_of_one_rank_a_node_is_the_formula(platform):
     assert estimate_ring(platform, [3]) == 0.0
 
 
-def test_a_ring_has_what_its_ranks_have_of_a_switch():
+def test_a_ring_gets_the_share_of_its_ranks():
     """Four ranks a switch, one a node: the ring leaves it once, by what the four have of its links: 4 x 1 GB/s."""
     assert estimate_ring(TREE, range(0, 64, 4)) == pytest.approx(1 / 4e9)
     assert 1 / TREE.network_of(16, 4).bandwidth == 1 / 1e9  # the formula

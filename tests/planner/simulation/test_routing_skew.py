@@ -1,4 +1,4 @@
-"""Drawn rows: as many as the formulas expect, none lost, each way."""
+"""Drawn rows: as many as the formulas expect, and none is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_popular_experts_are_chosen_by_their_weight():
     assert ((counts / tokens - wanted).abs() <= 5 * (wanted * (1 - wanted) / tokens).sqrt()).all()
 
 
-def test_the_second_choice_is_of_what_is_left():
+def test_the_second_choice_excludes_the_first():
     """Weights 4, 2, 1: the pair (0, 1) comes as 0 then 1 or 1 then 0."""
     tokens = 100_000
     first, second = draw_choices(torch.tensor([4, 2, 1]), tokens, 2, torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""The pipeline as events: as long as the formulas say, and with as much in flight."""
+"""The pipeline as events: its length and its micro-batches in flight equal the formulas."""
 
 from __future__ import annotations
 

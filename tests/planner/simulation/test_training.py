@@ -1,4 +1,4 @@
-"""A step as events against its formulas: the same where these leave nothing out; where they do, by how much."""
+"""A step as events against its formulas: equal if they leave nothing out, else within stated bounds."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_nearly_all_choices_on_one_expert():
     assert found.imbalance == pytest.approx(8 * share, abs=8 * bound)
 
 
-def test_tensor_ranks_with_the_same_tokens_choose_alike():
+def test_tensor_ranks_with_equal_tokens_select_equally():
     """Without SSMB four ranks send the same rows: what the busiest has above the mean is twice as much (sqrt(4))."""
     apart, alike_ = (simulate(QWEN, Layout(tp=tp, dp=8 // tp, ep=8, tokens=256), DGX).imbalance - 1 for tp in (1, 4))
     assert 1.5 < alike_ / apart < 2.5
@@ -258,7 +258,7 @@ def test_a_network_of_three_levels():
         assert found.components["exchanges"] == pytest.approx(found.formulas["exchanges"], rel=0.1), way
 
 
-def test_of_a_ranking():
+def test_simulation_of_a_ranking():
     ranking = plan("olmoe-1b-7b", "a100-40gb", 16, batch=64)
     found = ranking.simulate(1, skew=0.5, seed=3)
     entry = ranking[1]
@@ -281,6 +281,6 @@ def test_of_a_ranking():
         (Layout(pp=4, schedule="interleaved", chunks=2), dict(), "a multiple of 4 micro-batches on 4 stages, not 1"),
     ],
 )
-def test_what_cannot_be_meant(layout, more, message):
+def test_impossible_simulations_raise(layout, more, message):
     with pytest.raises(InvalidPlan, match=message):
         simulate(OLMOE, layout, DGX, **more)
