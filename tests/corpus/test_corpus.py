@@ -46,8 +46,8 @@ def test_plain(name):
 
 
 @pytest.mark.sampled(20)
-@pytest.mark.parametrize("name", cases("strangers", FULLGRAPH))
-def test_stranger(name, request):
+@pytest.mark.parametrize("name", cases("unseen", FULLGRAPH))
+def test_unseen(name, request):
     if name in GAPS:
         request.applymarker(pytest.mark.xfail(reason=GAPS[name], strict=True))
     passes(name, fullgraph=name in FULLGRAPH)

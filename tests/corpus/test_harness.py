@@ -98,7 +98,7 @@ def test_unrewritten_block_is_a_failure(compiler):
     assert harness.run_case("i1_one_hot_index_add").stage == "blocks"
 
 
-@pytest.mark.parametrize("suite", ["plain", "strangers"])
+@pytest.mark.parametrize("suite", ["plain", "unseen"])
 def test_every_case_runs_and_can_be_skewed(suite):
     for name in models.names(suite):
         case = models.build(name)

@@ -76,5 +76,5 @@ def case_that_cannot_be_spread() -> None:
 
 
 def every_model() -> None:
-    for suite in ("plain", "strangers", "hf"):
+    for suite in ("plain", "unseen", "hf"):
         check(models.names(suite))

@@ -14,7 +14,7 @@ import moefx
 from moefx.errors import Refused
 from moefx.matching.match_result import Match
 
-from ..models.strangers import capacity
+from ..models.unseen import capacity
 from ..passes.blocks import D, E, H, K, Loop, Mlp, rewritten
 
 

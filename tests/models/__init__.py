@@ -14,7 +14,7 @@ SUITES = {
     "plain": ("plain", "PLAIN"),
     "hf": ("hf", "HF"),
     "pypi": ("pypi", "PYPI"),
-    "strangers": ("strangers", "STRANGERS"),
+    "unseen": ("unseen", "UNSEEN"),
 }
 
 

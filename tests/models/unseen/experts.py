@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ..case import D, E, H, K
 from ..parts import Gated, Mlp, stacked
-from .suite import STRANGERS
+from .suite import UNSEEN
 
 
 def route(gate, t, k=K):
@@ -38,10 +38,10 @@ class Loop(nn.Module):
         return out.view_as(x)
 
 
-STRANGERS.case("s_expert_pre_norm", "I1", "match", "LayerNorm of its own in front of every expert")(
+UNSEEN.case("s_expert_pre_norm", "I1", "match", "LayerNorm of its own in front of every expert")(
     lambda: Loop(lambda: nn.Sequential(nn.LayerNorm(D), nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)))
 )
-STRANGERS.case("s_expert_three_layers", "I1", "match", "experts of three linear layers")(
+UNSEEN.case("s_expert_three_layers", "I1", "match", "experts of three linear layers")(
     lambda: Loop(
         lambda: nn.Sequential(
             nn.Linear(D, H),
@@ -52,26 +52,26 @@ STRANGERS.case("s_expert_three_layers", "I1", "match", "experts of three linear 
         )
     )
 )
-STRANGERS.case("s_expert_single_linear", "I1", "match", "an expert is one linear layer")(
+UNSEEN.case("s_expert_single_linear", "I1", "match", "an expert is one linear layer")(
     lambda: Loop(lambda: nn.Linear(D, D), k=3)
 )
-STRANGERS.case("s_expert_prelu", "I1", "match", "an activation with a parameter of its own in every expert")(
+UNSEEN.case("s_expert_prelu", "I1", "match", "an activation with a parameter of its own in every expert")(
     lambda: Loop(lambda: nn.Sequential(nn.Linear(D, H), nn.PReLU(H), nn.Linear(H, D)))
 )
-STRANGERS.case("s_expert_mish", "I1", "match", "an activation that is itself composed: x * tanh(softplus(x))")(
+UNSEEN.case("s_expert_mish", "I1", "match", "an activation that is itself composed: x * tanh(softplus(x))")(
     lambda: Loop(lambda: Mlp(act=lambda h: h * F.softplus(h).tanh()))
 )
-STRANGERS.case("s_expert_reglu", "I1", "match", "ReLU-gated experts")(lambda: Loop(lambda: Gated(act=F.relu)))
-STRANGERS.case("s_expert_geglu_tanh", "I1", "match", "GELU(tanh)-gated experts")(
+UNSEEN.case("s_expert_reglu", "I1", "match", "ReLU-gated experts")(lambda: Loop(lambda: Gated(act=F.relu)))
+UNSEEN.case("s_expert_geglu_tanh", "I1", "match", "GELU(tanh)-gated experts")(
     lambda: Loop(lambda: Gated(act=lambda g: F.gelu(g, approximate="tanh")))
 )
-STRANGERS.case("s_expert_bilinear", "I1", "match", "gated without a non-linearity")(
+UNSEEN.case("s_expert_bilinear", "I1", "match", "gated without a non-linearity")(
     lambda: Loop(lambda: Gated(act=lambda g: g))
 )
-STRANGERS.case(
-    "s_expert_softmax_hidden", "I1", "match", "softmax over the hidden units: not pointwise, still row by row"
-)(lambda: Loop(lambda: Mlp(act=lambda h: h.softmax(-1))))
-STRANGERS.case("s_expert_glu", "I1", "match", "F.glu: the second half is the gate, through a sigmoid")(
+UNSEEN.case("s_expert_softmax_hidden", "I1", "match", "softmax over the hidden units: not pointwise, still row by row")(
+    lambda: Loop(lambda: Mlp(act=lambda h: h.softmax(-1)))
+)
+UNSEEN.case("s_expert_glu", "I1", "match", "F.glu: the second half is the gate, through a sigmoid")(
     lambda: Loop(lambda: nn.Sequential(nn.Linear(D, 2 * H), nn.GLU(dim=-1), nn.Linear(H, D)))
 )
 
@@ -87,7 +87,7 @@ class Skip(nn.Module):
         return self.ln(x + self.inner(x))
 
 
-STRANGERS.case("s_expert_residual_inside", "I1", "match", "norm(x + f(x)) in every expert")(lambda: Loop(Skip))
+UNSEEN.case("s_expert_residual_inside", "I1", "match", "norm(x + f(x)) in every expert")(lambda: Loop(Skip))
 
 
 class Conv(nn.Module):
@@ -103,7 +103,7 @@ class Conv(nn.Module):
         return self.c2(F.relu(self.c1(x.t().unsqueeze(0)))).squeeze(0).t()
 
 
-STRANGERS.case("s_expert_conv1x1", "I1", "match", "experts as nn.Conv1d with kernel size 1")(lambda: Loop(Conv))
+UNSEEN.case("s_expert_conv1x1", "I1", "match", "experts as nn.Conv1d with kernel size 1")(lambda: Loop(Conv))
 
 
 class ClampedLoop(Loop):
@@ -113,12 +113,12 @@ class ClampedLoop(Loop):
         return self.experts[e](rows.clamp(-2, 2).abs())
 
 
-STRANGERS.case(
+UNSEEN.case(
     "s_clamped_rows", "I1", "match", "the rows are clamped in the loop over the experts", num_experts=4, live=2
 )(lambda: ClampedLoop(Gated, count=4))
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_moe_plus_plus", "I2", "match", "MoE++: FFN experts, one that copies, one that is a constant, one that is zero"
 )
 class MoEPlusPlus(nn.Module):
@@ -162,7 +162,7 @@ class BiasApartLoop(Loop):
         return y + bias.expand_as(y)
 
 
-STRANGERS.case("s_expert_returns_bias", "I1", "match", "an expert returns (output, bias)")(
+UNSEEN.case("s_expert_returns_bias", "I1", "match", "an expert returns (output, bias)")(
     lambda: BiasApartLoop(BiasApart)
 )
 
@@ -176,7 +176,7 @@ class DropoutExpert(nn.Module):
         return self.net(x)
 
 
-STRANGERS.case(
+UNSEEN.case(
     "s_expert_dropout_eval",
     "I1",
     "match",
@@ -185,7 +185,7 @@ STRANGERS.case(
 )(lambda: Loop(DropoutExpert))
 
 
-@STRANGERS.case("s_lora_experts", "I5", "match", "a shared base layer plus low-rank experts (mixture of LoRAs)")
+@UNSEEN.case("s_lora_experts", "I5", "match", "a shared base layer plus low-rank experts (mixture of LoRAs)")
 class LoraExperts(nn.Module):
     def __init__(self, rank=4):
         super().__init__()
@@ -203,7 +203,7 @@ class LoraExperts(nn.Module):
         return (self.base(t) + delta * self.scaling).view_as(x)
 
 
-@STRANGERS.case("s_lora_on_frozen_experts", "I1", "match", "every expert is a frozen weight plus its own LoRA pair")
+@UNSEEN.case("s_lora_on_frozen_experts", "I1", "match", "every expert is a frozen weight plus its own LoRA pair")
 class LoraOnFrozen(nn.Module):
     def __init__(self):
         super().__init__()
@@ -221,7 +221,7 @@ class LoraOnFrozen(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_zero_copy_constant",
     "I1",
     "match",
@@ -249,7 +249,7 @@ class ZeroCopyConstant(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_identity_experts_dense",
     "I2",
     "match",
@@ -274,9 +274,7 @@ class IdentityExperts(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
-    "s_shared_as_expert_zero", "I8", "match", "the shared expert is number E in the same list, slot K for all"
-)
+@UNSEEN.case("s_shared_as_expert_zero", "I8", "match", "the shared expert is number E in the same list, slot K for all")
 class SharedAsExpert(nn.Module):
     def __init__(self):
         super().__init__()
@@ -295,7 +293,7 @@ class SharedAsExpert(nn.Module):
         return (y.view(-1, K + 1, D) * w.unsqueeze(-1)).sum(1).view_as(x)
 
 
-@STRANGERS.case("s_shared_first_layer", "I1b", "match", "one up-projection for all, a down-projection per expert")
+@UNSEEN.case("s_shared_first_layer", "I1b", "match", "one up-projection for all, a down-projection per expert")
 class SharedFirstLayer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -312,7 +310,7 @@ class SharedFirstLayer(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case("s_per_expert_scale", "I1", "match", "a scalar and a vector scale per expert, indexed by the expert id")
+@UNSEEN.case("s_per_expert_scale", "I1", "match", "a scalar and a vector scale per expert, indexed by the expert id")
 class PerExpertScale(nn.Module):
     def __init__(self):
         super().__init__()
@@ -332,7 +330,7 @@ class PerExpertScale(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case("s_learned_swish_beta", "I9a", "match", "stacked experts, a learned swish slope per expert and unit")
+@UNSEEN.case("s_learned_swish_beta", "I9a", "match", "stacked experts, a learned swish slope per expert and unit")
 class LearnedSwish(nn.Module):
     def __init__(self):
         super().__init__()
@@ -351,7 +349,7 @@ class LearnedSwish(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case("s_parameter_list", "I1", "match", "weights of each expert in nn.ParameterList, torch.addmm")
+@UNSEEN.case("s_parameter_list", "I1", "match", "weights of each expert in nn.ParameterList, torch.addmm")
 class ParameterLists(nn.Module):
     def __init__(self):
         super().__init__()
@@ -370,9 +368,7 @@ class ParameterLists(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
-    "s_weights_in_embedding", "I5e", "either", "whole matrices of each expert stored as a row of an embedding"
-)
+@UNSEEN.case("s_weights_in_embedding", "I5e", "either", "whole matrices of each expert stored as a row of an embedding")
 class WeightsInEmbedding(nn.Module):
     def __init__(self):
         super().__init__()
@@ -386,7 +382,7 @@ class WeightsInEmbedding(nn.Module):
         return torch.einsum("nkh,nkhd,nk->nd", h, self.w_out(idx).view(-1, K, H, D), w).view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_conditioned_experts",
     "I1",
     "match",
@@ -411,7 +407,7 @@ class Conditioned(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_clamped_silu_scores_inside",
     "I9a",
     "match",
@@ -435,9 +431,7 @@ class WeightOnHidden(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
-    "s_fine_grained_top16", "I9a", "match", "32 small experts, 16 of them per token", num_experts=32, live=20
-)
+@UNSEEN.case("s_fine_grained_top16", "I9a", "match", "32 small experts, 16 of them per token", num_experts=32, live=20)
 class FineGrained(nn.Module):
     def __init__(self):
         super().__init__()
@@ -455,7 +449,7 @@ class FineGrained(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_all_experts_chosen",
     "I1",
     "either",
@@ -467,7 +461,7 @@ class AllChosen(Loop):
         super().__init__(Gated, k=4, count=4)
 
 
-@STRANGERS.case("s_head_output", "I1", "match", "experts map to another width (classifier heads)", bare=True)
+@UNSEEN.case("s_head_output", "I1", "match", "experts map to another width (classifier heads)", bare=True)
 class OtherWidth(nn.Module):
     def __init__(self):
         super().__init__()
@@ -484,7 +478,7 @@ class OtherWidth(nn.Module):
         return out.view(*x.shape[:-1], 10)
 
 
-@STRANGERS.case("s_two_kinds_of_experts", "I1", "either", "four wide experts and four narrow ones in two lists")
+@UNSEEN.case("s_two_kinds_of_experts", "I1", "either", "four wide experts and four narrow ones in two lists")
 class TwoKinds(nn.Module):
     def __init__(self):
         super().__init__()

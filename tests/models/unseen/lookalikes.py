@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from ..case import D, E, H, K
 from ..parts import Gated, Mlp, stacked
-from .suite import STRANGERS
+from .suite import UNSEEN
 
 
-@STRANGERS.case("n_attention_heads", "-", "refuse", "attention with a list of heads: no choice", no_candidate=True)
+@UNSEEN.case("n_attention_heads", "-", "refuse", "attention with a list of heads: no choice", no_candidate=True)
 class AttentionHeads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -23,7 +23,7 @@ class AttentionHeads(nn.Module):
         return self.out(torch.cat([F.scaled_dot_product_attention(q, k, v) for q, k, v in qkv], -1))
 
 
-@STRANGERS.case("n_multi_gate", "I3", "refuse", "MMoE: a dense softmax over the experts for each of two tasks")
+@UNSEEN.case("n_multi_gate", "I3", "refuse", "MMoE: a dense softmax over the experts for each of two tasks")
 class MultiGate(nn.Module):
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class MultiGate(nn.Module):
         return sum(tower(v) for tower, v in zip(self.towers, views))
 
 
-@STRANGERS.case("n_sinkhorn_base", "I10", "refuse", "BASE: a balanced assignment of all tokens to experts", bare=False)
+@UNSEEN.case("n_sinkhorn_base", "I10", "refuse", "BASE: a balanced assignment of all tokens to experts", bare=False)
 class BaseLayer(nn.Module):
     """Every expert takes its best free tokens until all are taken: the experts choose."""
 
@@ -59,7 +59,7 @@ class BaseLayer(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case("n_product_keys", "I5e", "refuse", "product-key memory: values from a table by two sub-keys")
+@UNSEEN.case("n_product_keys", "I5e", "refuse", "product-key memory: values from a table by two sub-keys")
 class ProductKeys(nn.Module):
     def __init__(self, n=8):
         super().__init__()
@@ -143,10 +143,10 @@ for name, expert, why in (
     ("n_column_norm_experts", ColumnNormed, "hidden units normalised over the rows of the expert"),
     ("n_neighbour_rows", SortedRows, "every row is added to the next row of the same expert"),
 ):
-    STRANGERS.case(name, "I1", "refuse", why)(lambda expert=expert: LoopOf(expert))
+    UNSEEN.case(name, "I1", "refuse", why)(lambda expert=expert: LoopOf(expert))
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "n_mixture_of_depths",
     "I10",
     "refuse",
@@ -170,9 +170,7 @@ class MixtureOfDepths(nn.Module):
         return y.view_as(x)
 
 
-@STRANGERS.case(
-    "n_merged_weights", "I10", "refuse", "SMEAR: the weights of the experts are averaged, then applied once"
-)
+@UNSEEN.case("n_merged_weights", "I10", "refuse", "SMEAR: the weights of the experts are averaged, then applied once")
 class MergedWeights(nn.Module):
     def __init__(self):
         super().__init__()
@@ -185,7 +183,7 @@ class MergedWeights(nn.Module):
         return F.gelu(x @ w1) @ w2
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "n_merged_top_k_weights",
     "I5",
     "refuse",
@@ -205,7 +203,7 @@ class MergedTopK(nn.Module):
         return torch.einsum("nh,nhd->nd", F.gelu(torch.einsum("nd,ndh->nh", t, w1)), w2).view_as(x)
 
 
-@STRANGERS.case("n_chain_of_experts", "I1", "either", "the second expert reads the first one's output")
+@UNSEEN.case("n_chain_of_experts", "I1", "either", "the second expert reads the first one's output")
 class ChainOfExperts(LoopOf):
     def __init__(self):
         super().__init__(Mlp)
@@ -222,7 +220,7 @@ class ChainOfExperts(LoopOf):
         return t.view_as(x)
 
 
-@STRANGERS.case("n_product_of_experts", "I1", "either", "the chosen experts' outputs are multiplied, not added")
+@UNSEEN.case("n_product_of_experts", "I1", "either", "the chosen experts' outputs are multiplied, not added")
 class ProductOfExperts(LoopOf):
     def __init__(self):
         super().__init__(Mlp)
@@ -237,7 +235,7 @@ class ProductOfExperts(LoopOf):
         return out.view_as(x)
 
 
-@STRANGERS.case("n_maximum_of_experts", "I3c", "either", "element-wise maximum over the chosen experts' outputs")
+@UNSEEN.case("n_maximum_of_experts", "I3c", "either", "element-wise maximum over the chosen experts' outputs")
 class MaximumOfExperts(LoopOf):
     def __init__(self):
         super().__init__(Mlp)
@@ -250,9 +248,7 @@ class MaximumOfExperts(LoopOf):
         return picked.max(1).values.view_as(x)
 
 
-@STRANGERS.case(
-    "n_global_output_norm", "I1", "either", "batch norm over all tokens between the experts and the weights"
-)
+@UNSEEN.case("n_global_output_norm", "I1", "either", "batch norm over all tokens between the experts and the weights")
 class GlobalOutputNorm(LoopOf):
     def __init__(self):
         super().__init__(Mlp)
@@ -269,7 +265,7 @@ class GlobalOutputNorm(LoopOf):
         return (out * w[:, None]).view_as(x)
 
 
-@STRANGERS.case("n_load_dependent_choice", "I9", "refuse", "rows of a loaded expert are dropped at random",
+@UNSEEN.case("n_load_dependent_choice", "I9", "refuse", "rows of a loaded expert are dropped at random",
                 rng=True)  # fmt: skip
 class LoadDependent(LoopOf):
     def __init__(self):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ..case import D, E, H, K
 from ..parts import Gated, Mlp, stacked
-from .suite import STRANGERS
+from .suite import UNSEEN
 
 
 class GroupLimitedGate(nn.Module):
@@ -36,7 +36,7 @@ class GroupLimitedGate(nn.Module):
         return weights.type_as(x), indices
 
 
-@STRANGERS.case("s_deepseek_counts", "I9", "match", "bincount().tolist(), skip at zero, y[idx] +=, shared MLP")
+@UNSEEN.case("s_deepseek_counts", "I9", "match", "bincount().tolist(), skip at zero, y[idx] +=, shared MLP")
 class DeepSeekCounts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ class AddAuxiliaryLoss(torch.autograd.Function):
         return grad_output, torch.ones((), dtype=ctx.dtype)
 
 
-@STRANGERS.case("s_deepseek_scatter_reduce", "I6", "match", "scatter_reduce_ into a cache; aux loss in the backward")
+@UNSEEN.case("s_deepseek_scatter_reduce", "I6", "match", "scatter_reduce_ into a cache; aux loss in the backward")
 class DeepSeekScatterReduce(nn.Module):
     def __init__(self, alpha=0.01):
         super().__init__()
@@ -109,7 +109,7 @@ class DeepSeekScatterReduce(nn.Module):
         return expert_cache
 
 
-@STRANGERS.case("s_deepseek_moe_infer", "I6", "match", "cnts.scatter_, sorted tokens, new_x[idxs] = outs, mul_ and sum")
+@UNSEEN.case("s_deepseek_moe_infer", "I6", "match", "cnts.scatter_, sorted tokens, new_x[idxs] = outs, mul_ and sum")
 class DeepSeekInfer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ def _skew_columns(block):
     return 1
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_shazeer_dispatcher",
     "I6b",
     "match",
@@ -192,9 +192,7 @@ class ShazeerDispatcher(nn.Module):
         return y.view(shape), loss
 
 
-@STRANGERS.case(
-    "s_megatron_permute", "I6b", "match", "routing map [S, E], masked_select of token indices, scatter_add_"
-)
+@UNSEEN.case("s_megatron_permute", "I6b", "match", "routing map [S, E], masked_select of token indices, scatter_add_")
 class MegatronPermute(nn.Module):
     def __init__(self):
         super().__init__()
@@ -225,9 +223,7 @@ class MegatronPermute(nn.Module):
         return restored.view(hidden.shape)
 
 
-@STRANGERS.case(
-    "s_titan_scores_before", "I6b", "match", "histc, reorder, scores before the experts in fp32, scatter_add"
-)
+@UNSEEN.case("s_titan_scores_before", "I6b", "match", "histc, reorder, scores before the experts in fp32, scatter_add")
 class TitanScoresBefore(nn.Module):
     """Rows gathered with expanded indices, multiplied by their score, padded with zero rows at the end."""
 
@@ -264,7 +260,7 @@ class TitanScoresBefore(nn.Module):
         return torch.zeros_like(x).scatter_add(dim=0, index=index, src=out).reshape(bs, slen, dim)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_scatter_moe",
     "I6",
     "match",
@@ -297,7 +293,7 @@ class ScatterMoe(nn.Module):
         return torch.bmm(gates.unsqueeze(1), scattered.view(-1, 4, D)).squeeze(1).view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_block_diagonal",
     "I6",
     "match",
@@ -328,7 +324,7 @@ class BlockDiagonal(nn.Module):
         return t.new_zeros(t.shape).index_add(0, indices // K, y).view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_longest_queue_bmm",
     "I6",
     "match",
@@ -355,9 +351,7 @@ class LongestQueue(nn.Module):
         return torch.einsum("nk,nkd->nd", p, y).view_as(x)
 
 
-@STRANGERS.case(
-    "s_pr_moe", "I3", "match", "DeepSpeed PR-MoE: a dense MLP beside the experts, mixed by a learned softmax"
-)
+@UNSEEN.case("s_pr_moe", "I3", "match", "DeepSpeed PR-MoE: a dense MLP beside the experts, mixed by a learned softmax")
 class ResidualMoe(nn.Module):
     def __init__(self):
         super().__init__()
@@ -381,7 +375,7 @@ class ResidualMoe(nn.Module):
         return (moe * coef[..., 0:1] + self.mlp(t) * coef[..., 1:]).view_as(x)
 
 
-@STRANGERS.case("s_minimal_tutorial", "I9", "match", "for k: for e: mask; boolean rows, in-place addition")
+@UNSEEN.case("s_minimal_tutorial", "I9", "match", "for k: for e: mask; boolean rows, in-place addition")
 class SlotThenExpert(nn.Module):
     def __init__(self):
         super().__init__()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..case import D, E, H, K
 from ..parts import Gated, Mlp, stacked
-from .suite import STRANGERS
+from .suite import UNSEEN
 
 
 class TopK(nn.Module):
@@ -41,7 +41,7 @@ class Routed(nn.Module):
         return self.mix(t, *self.router(t)).view_as(x)
 
 
-@STRANGERS.case("s_masked_select", "I1c", "match", "masked_select on expanded masks, masked_scatter back")
+@UNSEEN.case("s_masked_select", "I1c", "match", "masked_select on expanded masks, masked_scatter back")
 class MaskedSelect(Routed):
     def mix(self, t, w, idx):
         out = torch.zeros_like(t)
@@ -54,7 +54,7 @@ class MaskedSelect(Routed):
         return out
 
 
-@STRANGERS.case("s_index_put_accumulate", "I6", "match", "sort, unique_consecutive, split, index_put_(accumulate=True)")
+@UNSEEN.case("s_index_put_accumulate", "I6", "match", "sort, unique_consecutive, split, index_put_(accumulate=True)")
 class IndexPut(Routed):
     def mix(self, t, w, idx):
         ids, order = idx.flatten().sort(stable=True)
@@ -66,7 +66,7 @@ class IndexPut(Routed):
         return out
 
 
-@STRANGERS.case("s_dict_of_lists", "I7", "match", "python dict expert -> list of (token, slot); stack of rows")
+@UNSEEN.case("s_dict_of_lists", "I7", "match", "python dict expert -> list of (token, slot); stack of rows")
 class DictOfLists(Routed):
     def mix(self, t, w, idx):
         queues = defaultdict(list)
@@ -81,7 +81,7 @@ class DictOfLists(Routed):
         return torch.stack(sums)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_searchsorted_offsets",
     "I6",
     "match",
@@ -98,9 +98,7 @@ class SearchSorted(Routed):
         return (w.unsqueeze(1) @ y).squeeze(1)
 
 
-@STRANGERS.case(
-    "s_tensor_split", "I6", "match", "tensor_split at the cumulated counts, combination through scatter_add"
-)
+@UNSEEN.case("s_tensor_split", "I6", "match", "tensor_split at the cumulated counts, combination through scatter_add")
 class TensorSplit(Routed):
     def mix(self, t, w, idx):
         ids, order = torch.sort(idx.view(-1))
@@ -113,7 +111,7 @@ class TensorSplit(Routed):
         return torch.zeros_like(t).scatter_add(0, token[:, None].expand_as(y), y)
 
 
-@STRANGERS.case("s_while_segments", "I6", "match", "a while loop walks over the sorted ids")
+@UNSEEN.case("s_while_segments", "I6", "match", "a while loop walks over the sorted ids")
 class WhileSegments(Routed):
     def mix(self, t, w, idx):
         order = idx.reshape(-1).argsort(stable=True)
@@ -155,7 +153,7 @@ class GatherRows(torch.autograd.Function):
         return grad.index_select(0, index), None, None
 
 
-@STRANGERS.case("s_fastmoe_functions", "I6", "match", "FastMoE: custom autograd functions scatter and gather the rows")
+@UNSEEN.case("s_fastmoe_functions", "I6", "match", "FastMoE: custom autograd functions scatter and gather the rows")
 class FastMoeFunctions(Routed):
     def mix(self, t, w, idx):
         _, pos = torch.sort(idx.view(-1), stable=True)
@@ -171,7 +169,7 @@ class FastMoeFunctions(Routed):
         return torch.bmm(w.view(-1, 1, K), y.view(-1, K, D)).reshape(-1, D)
 
 
-@STRANGERS.case("s_vmap_stacked_state", "I3", "match", "functional_call vmapped over the stacked state of all experts")
+@UNSEEN.case("s_vmap_stacked_state", "I3", "match", "functional_call vmapped over the stacked state of all experts")
 class VmapExperts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -189,7 +187,7 @@ class VmapExperts(nn.Module):
         return (w.unsqueeze(-1) * picked).sum(1).view_as(x)
 
 
-@STRANGERS.case("s_vmap_tokens", "I5", "match", "vmap over tokens of a function that indexes the stacked weights")
+@UNSEEN.case("s_vmap_tokens", "I5", "match", "vmap over tokens of a function that indexes the stacked weights")
 class VmapTokens(nn.Module):
     def __init__(self):
         super().__init__()
@@ -208,7 +206,7 @@ class VmapTokens(nn.Module):
         return torch.vmap(one)(t, w, self.w_in[idx], self.w_out[idx]).view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_index_select_bmm",
     "I5",
     "match",
@@ -231,7 +229,7 @@ class IndexSelectBmm(nn.Module):
         return (y.view(-1, 3, D) * w[..., None]).sum(-2).view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_matmul_broadcast",
     "I5",
     "match",
@@ -253,7 +251,7 @@ class MatmulBroadcast(nn.Module):
         return torch.sum(y * w.unsqueeze(-1), dim=1).unflatten(0, x.shape[:2])
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_one_wide_hidden",
     "I3",
     "match",
@@ -274,7 +272,7 @@ class OneWideHidden(nn.Module):
         return self.wide_out(h.flatten(-2))
 
 
-@STRANGERS.case("s_dense_einsum", "I3", "match", "einsum with an expert axis over stacked weights, gates by scatter")
+@UNSEEN.case("s_dense_einsum", "I3", "match", "einsum with an expert axis over stacked weights, gates by scatter")
 class DenseEinsum(nn.Module):
     def __init__(self):
         super().__init__()
@@ -289,7 +287,7 @@ class DenseEinsum(nn.Module):
         return torch.einsum("bseh,ehd,bse->bsd", h, self.w2, gates)
 
 
-@STRANGERS.case("s_grouped_conv", "I3", "match", "all experts in one grouped 1x1 convolution over the sequence")
+@UNSEEN.case("s_grouped_conv", "I3", "match", "all experts in one grouped 1x1 convolution over the sequence")
 class GroupedConv(nn.Module):
     def __init__(self):
         super().__init__()
@@ -303,7 +301,7 @@ class GroupedConv(nn.Module):
         return (y.gather(2, idx.unsqueeze(-1).expand(-1, -1, -1, D)) * w.unsqueeze(-1)).sum(2)
 
 
-@STRANGERS.case("s_checkpointed_experts", "I1b", "match", "every expert call inside torch.utils.checkpoint")
+@UNSEEN.case("s_checkpointed_experts", "I1b", "match", "every expert call inside torch.utils.checkpoint")
 class Checkpointed(Routed):
     def mix(self, t, w, idx):
         out = torch.zeros_like(t)
@@ -314,7 +312,7 @@ class Checkpointed(Routed):
         return out
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_getattr_experts",
     "I1",
     "match",
@@ -339,7 +337,7 @@ class GetattrExperts(nn.Module):
         return result.view_as(x)
 
 
-@STRANGERS.case("s_sparse_matrix_combine", "I6", "either", "a sparse COO matrix times the rows as dispatch and combine")
+@UNSEEN.case("s_sparse_matrix_combine", "I6", "either", "a sparse COO matrix times the rows as dispatch and combine")
 class SparseMatrix(Routed):
     def mix(self, t, w, idx):
         flat = idx.flatten()
@@ -351,9 +349,7 @@ class SparseMatrix(Routed):
         return torch.sparse.mm(combine, y)
 
 
-@STRANGERS.case(
-    "s_embedding_bag_combine", "I6", "either", "embedding_bag with per-sample weights sums each token's rows"
-)
+@UNSEEN.case("s_embedding_bag_combine", "I6", "either", "embedding_bag with per-sample weights sums each token's rows")
 class EmbeddingBagCombine(Routed):
     def mix(self, t, w, idx):
         flat = idx.flatten()
@@ -363,7 +359,7 @@ class EmbeddingBagCombine(Routed):
         return F.embedding_bag(order.argsort().view(-1, K), y, per_sample_weights=w, mode="sum")
 
 
-@STRANGERS.case("s_one_slot_at_a_time", "I9b", "match", "k rounds of top-1: argmax, mask out, run, add")
+@UNSEEN.case("s_one_slot_at_a_time", "I9b", "match", "k rounds of top-1: argmax, mask out, run, add")
 class OneSlotAtATime(nn.Module):
     """Shazeer-style rounds: the next round sees the logits with the chosen expert masked out."""
 

@@ -102,7 +102,7 @@ def test_explain_gives_the_reason_for_no_regions():
     assert of(dense, x[:3], x[:2]).startswith("Dynamo made 2 graphs of it")
     assert of(torch.nn.Linear(D, 3)).startswith("it has no graph: it was not called yet, or")
     looped = torch.nn.Sequential(torch.nn.Linear(D, D), Looped())
-    assert "Dynamo does not compile forward (test_explained.py:" in of(looped, x)
+    assert "Dynamo does not compile forward (test_explain.py:" in of(looped, x)
     assert "Dynamo made 2 graphs of it" in of(dense)
 
 

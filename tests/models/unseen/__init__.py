@@ -9,6 +9,6 @@ from . import (  # noqa: F401
     lookalikes,
     routers,
 )
-from .suite import STRANGERS
+from .suite import UNSEEN
 
-__all__ = ["STRANGERS"]
+__all__ = ["UNSEEN"]

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from ..case import D, E, H, K
 from ..parts import Gated, Mlp, stacked
-from .suite import STRANGERS
+from .suite import UNSEEN
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_gshard_top2",
     "I4",
     "match",
@@ -60,7 +60,7 @@ class GShardTop2(nn.Module):
         return combined.reshape(input.shape), l_aux
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_switch_mesh",
     "I4",
     "match",
@@ -92,7 +92,7 @@ class SwitchMesh(nn.Module):
         return torch.einsum("nec,ecd->nd", combine, out).view_as(x)
 
 
-@STRANGERS.case("s_tutel_locations", "I4", "match", "flat buffer [E * C, D], row number = expert * capacity + location")
+@UNSEEN.case("s_tutel_locations", "I4", "match", "flat buffer [E * C, D], row number = expert * capacity + location")
 class TutelLocations(nn.Module):
     """Token-major queue: location in the order of (token, slot)."""
 
@@ -121,9 +121,7 @@ class TutelLocations(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
-    "s_capacity_by_probability", "I4", "match", "Megatron drop policy probs: each expert keeps its best rows"
-)
+@UNSEEN.case("s_capacity_by_probability", "I4", "match", "Megatron drop policy probs: each expert keeps its best rows")
 class DropByProbability(nn.Module):
     def __init__(self, capacity_factor=1.0):
         super().__init__()
@@ -150,7 +148,7 @@ class DropByProbability(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_capacity_slices",
     "I9",
     "match",
@@ -177,7 +175,7 @@ class SliceDrop(nn.Module):
         return out.reshape(b, s, d)
 
 
-@STRANGERS.case("s_capacity_last_wins", "I9", "either", "the queue keeps the last C arrivals instead of the first")
+@UNSEEN.case("s_capacity_last_wins", "I9", "either", "the queue keeps the last C arrivals instead of the first")
 class LastWins(SliceDrop):
     def forward(self, x):
         b, s, d = x.shape
@@ -192,7 +190,7 @@ class LastWins(SliceDrop):
         return out.reshape(b, s, d)
 
 
-@STRANGERS.case("s_batch_priority", "I4", "match", "V-MoE: tokens with the larger top weight queue first")
+@UNSEEN.case("s_batch_priority", "I4", "match", "V-MoE: tokens with the larger top weight queue first")
 class BatchPriority(nn.Module):
     """Position in the queue is counted in the order of each token's largest weight, first choices first."""
 
@@ -218,7 +216,7 @@ class BatchPriority(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case("s_capacity_per_sequence", "I4", "either", "each sequence of the batch has queues of its own")
+@UNSEEN.case("s_capacity_per_sequence", "I4", "either", "each sequence of the batch has queues of its own")
 class PerSequenceQueues(nn.Module):
     def __init__(self):
         super().__init__()
@@ -239,7 +237,7 @@ class PerSequenceQueues(nn.Module):
         return torch.einsum("bnec,ebcd,bn->bnd", mask, y, p)
 
 
-@STRANGERS.case("s_drop_passes_through", "I9", "match", "a token without a place goes through unchanged")
+@UNSEEN.case("s_drop_passes_through", "I9", "match", "a token without a place goes through unchanged")
 class PassThrough(nn.Module):
     def __init__(self):
         super().__init__()
@@ -257,9 +255,7 @@ class PassThrough(nn.Module):
         return final.view_as(x)
 
 
-@STRANGERS.case(
-    "s_capacity_never_reached", "I4", "match", "capacity = number of tokens: dispatch tensors without a drop"
-)
+@UNSEEN.case("s_capacity_never_reached", "I4", "match", "capacity = number of tokens: dispatch tensors without a drop")
 class RoomForAll(nn.Module):
     def __init__(self):
         super().__init__()
@@ -280,7 +276,7 @@ class RoomForAll(nn.Module):
         return torch.einsum("enc,ecd->nd", combine, y).view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_openmoe_matmul",
     "I4",
     "match",
@@ -322,7 +318,7 @@ class OpenMoeMatmul(nn.Module):
         return torch.matmul(cb_weight.view(n, -1), out).view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_overflow_to_next",
     "I4",
     "either",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..case import D, E, K
 from ..parts import Gated, Mlp
-from .suite import STRANGERS
+from .suite import UNSEEN
 
 
 class Experts(nn.Module):
@@ -34,7 +34,7 @@ class Experts(nn.Module):
         return self.mix(t, w, idx).view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_cosine_router",
     "I1",
     "match",
@@ -54,7 +54,7 @@ class CosineRouter(Experts):
         return w, idx
 
 
-@STRANGERS.case("s_cosine_similarity", "I1", "match", "torch's own cosine, whose parts hide from autograd")
+@UNSEEN.case("s_cosine_similarity", "I1", "match", "torch's own cosine, whose parts hide from autograd")
 class CosineOfTorch(Experts):
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ def _skew_last_linear(block):
     return 2
 
 
-@STRANGERS.case("s_mlp_router", "I1", "match", "a two-layer router with tanh", skew=_skew_last_linear)
+@UNSEEN.case("s_mlp_router", "I1", "match", "a two-layer router with tanh", skew=_skew_last_linear)
 class MlpRouter(Experts):
     def __init__(self):
         super().__init__(Mlp)
@@ -83,7 +83,7 @@ class MlpRouter(Experts):
         return w.softmax(-1), idx
 
 
-@STRANGERS.case("s_negative_weights_l1", "I1", "match", "raw logits of the largest magnitude as weights, L1-normalised")
+@UNSEEN.case("s_negative_weights_l1", "I1", "match", "raw logits of the largest magnitude as weights, L1-normalised")
 class L1Weights(Experts):
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ class L1Weights(Experts):
         return F.normalize(w, p=1, dim=-1), idx
 
 
-@STRANGERS.case("s_unnormalised_tanh", "I1", "match", "tanh of the chosen logits, not normalised at all")
+@UNSEEN.case("s_unnormalised_tanh", "I1", "match", "tanh of the chosen logits, not normalised at all")
 class TanhWeights(Experts):
     def __init__(self):
         super().__init__(Mlp)
@@ -107,7 +107,7 @@ class TanhWeights(Experts):
         return torch.tanh(self.gate(t)).take_along_dim(idx, -1), idx
 
 
-@STRANGERS.case("s_router_on_other_norm", "I1", "match", "router reads RMS-normed tokens, experts read the raw ones")
+@UNSEEN.case("s_router_on_other_norm", "I1", "match", "router reads RMS-normed tokens, experts read the raw ones")
 class RouterNorm(Experts):
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ class RouterNorm(Experts):
         return w, idx
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_router_input_argument",
     "I1",
     "match",
@@ -146,7 +146,7 @@ def _skew_table(block):
     return 1
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_hash_table",
     "I1",
     "match",
@@ -168,7 +168,7 @@ class HashTable(Experts):
         return out.view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_hash_arithmetic",
     "I1",
     "match",
@@ -183,7 +183,7 @@ class HashArithmetic(Experts):
         return torch.full(idx.shape, 0.5, dtype=t.dtype), idx
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_two_level_gating",
     "I1",
     "match",
@@ -204,7 +204,7 @@ class TwoLevel(Experts):
         return pg * pe, g * (E // self.groups) + e
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_loss_free_balancing",
     "I1",
     "match",
@@ -227,7 +227,7 @@ class LossFreeBalancing(Experts):
         return w / w.sum(-1, keepdim=True), idx
 
 
-@STRANGERS.case("s_multinomial", "I1", "match", "experts drawn from the router's distribution", rng=True)
+@UNSEEN.case("s_multinomial", "I1", "match", "experts drawn from the router's distribution", rng=True)
 class Multinomial(Experts):
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ class Multinomial(Experts):
         return p.gather(1, idx), idx
 
 
-@STRANGERS.case("s_gumbel_noise", "I1", "match", "Gumbel noise on the logits for the choice, clean weights", rng=True)
+@UNSEEN.case("s_gumbel_noise", "I1", "match", "Gumbel noise on the logits for the choice, clean weights", rng=True)
 class Gumbel(Experts):
     def __init__(self):
         super().__init__(Mlp)
@@ -254,7 +254,7 @@ class Gumbel(Experts):
         return logits.gather(-1, idx).softmax(-1), idx
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_straight_through_one",
     "I1",
     "match",
@@ -270,7 +270,7 @@ class StraightThroughOne(Experts):
         return p / p.detach(), idx
 
 
-@STRANGERS.case("s_float32_router", "I1", "match", "router in float32 whatever the tokens are, autocast switched off")
+@UNSEEN.case("s_float32_router", "I1", "match", "router in float32 whatever the tokens are, autocast switched off")
 class Float32Router(Experts):
     def __init__(self):
         super().__init__()
@@ -283,7 +283,7 @@ class Float32Router(Experts):
         return (w / w.sum(-1, keepdim=True)).to(t.dtype), idx
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_kth_value_threshold",
     "I2",
     "match",
@@ -301,7 +301,7 @@ class KthValue(Experts):
         return sum(gates[..., e : e + 1] * f(x) for e, f in enumerate(self.experts))
 
 
-@STRANGERS.case("s_top_p", "I1", "either", "as many experts as it takes to reach 60 % of the probability")
+@UNSEEN.case("s_top_p", "I1", "either", "as many experts as it takes to reach 60 % of the probability")
 class TopP(Experts):
     def __init__(self):
         super().__init__()
@@ -314,7 +314,7 @@ class TopP(Experts):
         return p * keep, idx.masked_fill(~keep, E)
 
 
-@STRANGERS.case("s_relu_router", "I1c", "either", "ReMoE: ReLU gates, every positive one counts, any number per token")
+@UNSEEN.case("s_relu_router", "I1c", "either", "ReMoE: ReLU gates, every positive one counts, any number per token")
 class ReluRouter(Experts):
     def __init__(self):
         super().__init__()
@@ -329,7 +329,7 @@ class ReluRouter(Experts):
         return out.view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_gumbel_straight_through",
     "I3",
     "either",
@@ -349,7 +349,7 @@ class GumbelStraightThrough(Experts):
         return (gates.unsqueeze(-1) * every).sum(-2)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_threshold_second",
     "I1",
     "either",
@@ -367,9 +367,7 @@ class ThresholdSecond(Experts):
         return w / w.sum(-1, keepdim=True), torch.stack([idx[:, 0], torch.where(second, idx[:, 1], E)], -1)
 
 
-@STRANGERS.case(
-    "s_sqrt_softplus", "I1", "match", "square root of softplus scores, z-loss and entropy returned in a dict"
-)
+@UNSEEN.case("s_sqrt_softplus", "I1", "match", "square root of softplus scores, z-loss and entropy returned in a dict")
 class SqrtSoftplus(Experts):
     def __init__(self):
         super().__init__()
@@ -406,7 +404,7 @@ class DataclassRouter(nn.Module):
         return RoutingOutput(w, idx, E * (load * p.mean(0)).sum())
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_router_returns_dataclass",
     "I1",
     "match",
@@ -429,12 +427,12 @@ def _skew_router_weight(block):
     return 1
 
 
-STRANGERS.specs["s_router_returns_dataclass"] = dataclasses.replace(
-    STRANGERS.specs["s_router_returns_dataclass"], skew=_skew_router_weight
+UNSEEN.specs["s_router_returns_dataclass"] = dataclasses.replace(
+    UNSEEN.specs["s_router_returns_dataclass"], skew=_skew_router_weight
 )
 
 
-@STRANGERS.case("s_sentence_level", "I1", "either", "one choice per sequence, from the mean of its tokens")
+@UNSEEN.case("s_sentence_level", "I1", "either", "one choice per sequence, from the mean of its tokens")
 class SentenceLevel(Experts):
     def __init__(self):
         super().__init__(Mlp)
@@ -446,7 +444,7 @@ class SentenceLevel(Experts):
         return self.mix(x.reshape(-1, D), w, idx).view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_task_router",
     "I1",
     "either",
@@ -469,4 +467,4 @@ def _skew_tasks(block):
     return 1
 
 
-STRANGERS.specs["s_task_router"] = dataclasses.replace(STRANGERS.specs["s_task_router"], skew=_skew_tasks)
+UNSEEN.specs["s_task_router"] = dataclasses.replace(UNSEEN.specs["s_task_router"], skew=_skew_tasks)

@@ -2,4 +2,4 @@
 
 from ..case import Suite
 
-STRANGERS = Suite("strangers")
+UNSEEN = Suite("unseen")

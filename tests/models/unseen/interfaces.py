@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..case import D, E, H, K
 from ..parts import Gated, Mlp, stacked
-from .suite import STRANGERS
+from .suite import UNSEEN
 
 
 def route(gate, t, k=K):
@@ -38,7 +38,7 @@ class Mixture(nn.Module):
         return self.mix(x.reshape(-1, x.shape[-1])).view_as(x)
 
 
-@STRANGERS.case("s_sequence_first", "I1", "match", "[S, B, D] inputs, transposed on the way in and out", layout="sbd")
+@UNSEEN.case("s_sequence_first", "I1", "match", "[S, B, D] inputs, transposed on the way in and out", layout="sbd")
 class SequenceFirst(Mixture):
     def forward(self, hidden_states):
         s, b, d = hidden_states.shape
@@ -46,7 +46,7 @@ class SequenceFirst(Mixture):
         return self.mix(x).view(b, s, d).transpose(0, 1)
 
 
-@STRANGERS.case("s_two_dim_only", "I1", "match", "takes [tokens, D] only", layout="flat")
+@UNSEEN.case("s_two_dim_only", "I1", "match", "takes [tokens, D] only", layout="flat")
 class TwoDimOnly(Mixture):
     def forward(self, x):
         assert x.dim() == 2, "flatten first"
@@ -57,7 +57,7 @@ def _image(b, s, g, dtype):
     return (torch.randn(b, D, s, 3, generator=g).to(dtype),)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_channels_first_image",
     "I1",
     "match",
@@ -72,7 +72,7 @@ class ChannelsFirst(Mixture):
         return img + self.mix(t).reshape(b, h, w, c).permute(0, 3, 1, 2)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_multi_head_moe",
     "I1",
     "match",
@@ -103,7 +103,7 @@ def _padding(b, s, g, dtype):
     return (mask,)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_padding_to_nobody",
     "I1",
     "match",
@@ -127,7 +127,7 @@ class PaddingToNobody(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_padding_zero_weight",
     "I1",
     "match",
@@ -153,7 +153,7 @@ class PaddingZeroWeight(nn.Module):
         return out.view_as(x), (aux * aux).sum()
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_padding_compressed",
     "I1",
     "either",
@@ -175,7 +175,7 @@ class MoeOutput:
     aux_loss: torch.Tensor
 
 
-@STRANGERS.case("s_dataclass_output", "I1", "match", "returns a dataclass with logits, ids and the auxiliary loss")
+@UNSEEN.case("s_dataclass_output", "I1", "match", "returns a dataclass with logits, ids and the auxiliary loss")
 class DataclassOutput(nn.Module):
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ class DataclassOutput(nn.Module):
         return MoeOutput(out.view_as(x), logits, idx, E * (frequency / len(t) * p.mean(0)).sum())
 
 
-@STRANGERS.case("s_loss_in_attribute", "I1", "match", "the auxiliary loss and the last load are left in attributes")
+@UNSEEN.case("s_loss_in_attribute", "I1", "match", "the auxiliary loss and the last load are left in attributes")
 class LossInAttribute(nn.Module):
     """The next layer (here: the host's wrapper) reads `inner.aux_loss` after the call."""
 
@@ -218,10 +218,10 @@ class AttributeMixture(Mixture):
         return self.mix(t).view_as(x)
 
 
-STRANGERS.specs["s_loss_in_attribute"] = dataclasses.replace(STRANGERS.specs["s_loss_in_attribute"], blocks=("inner",))
+UNSEEN.specs["s_loss_in_attribute"] = dataclasses.replace(UNSEEN.specs["s_loss_in_attribute"], blocks=("inner",))
 
 
-@STRANGERS.case("s_residual_in_place", "I1", "match", "adds the experts' results into its own input and returns that")
+@UNSEEN.case("s_residual_in_place", "I1", "match", "adds the experts' results into its own input and returns that")
 class ResidualInPlace(Mixture):
     def forward(self, x):
         y = self.mix(x.clone().view(-1, D)).view_as(x)
@@ -229,7 +229,7 @@ class ResidualInPlace(Mixture):
         return x
 
 
-@STRANGERS.case("s_residual_clone", "I1", "match", "output starts as a clone of the tokens; rows are added to it")
+@UNSEEN.case("s_residual_clone", "I1", "match", "output starts as a clone of the tokens; rows are added to it")
 class ResidualClone(nn.Module):
     def __init__(self):
         super().__init__()
@@ -246,7 +246,7 @@ class ResidualClone(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_decoder_layer_inline",
     "I1",
     "match",
@@ -272,9 +272,7 @@ class DecoderLayerInline(nn.Module):
         return x + y.view_as(x)
 
 
-@STRANGERS.case(
-    "s_shared_by_two_layers", "I1", "match", "one block object called twice in a forward", blocks=("block",)
-)
+@UNSEEN.case("s_shared_by_two_layers", "I1", "match", "one block object called twice in a forward", blocks=("block",))
 class CalledTwice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -284,7 +282,7 @@ class CalledTwice(nn.Module):
         return self.block(F.layer_norm(x + self.block(x), (D,)))
 
 
-@STRANGERS.case(
+@UNSEEN.case(
     "s_router_apart",
     "I9a",
     "match",
@@ -315,7 +313,7 @@ class RouterApart(nn.Module):
         return self.ffn(t, idx, weights=w).view_as(x)
 
 
-@STRANGERS.case("s_keyword_flags", "I1", "match", "python flags decide what is returned; the default is used")
+@UNSEEN.case("s_keyword_flags", "I1", "match", "python flags decide what is returned; the default is used")
 class KeywordFlags(Mixture):
     def forward(self, x, *, return_load: bool = False, scale: float = 0.5):
         y = self.mix(x.reshape(-1, D)).view_as(x) * scale
@@ -324,7 +322,7 @@ class KeywordFlags(Mixture):
         return y
 
 
-@STRANGERS.case("s_nested_mixture", "I1", "either", "the experts are mixtures themselves", num_experts=4, live=2)
+@UNSEEN.case("s_nested_mixture", "I1", "either", "the experts are mixtures themselves", num_experts=4, live=2)
 class Nested(nn.Module):
     def __init__(self):
         super().__init__()
@@ -341,13 +339,13 @@ class Nested(nn.Module):
         return out.view_as(x)
 
 
-@STRANGERS.case("s_chunked_tokens", "I1", "either", "the tokens go through the loop in chunks of 16 to save memory")
+@UNSEEN.case("s_chunked_tokens", "I1", "either", "the tokens go through the loop in chunks of 16 to save memory")
 class ChunkedTokens(Mixture):
     def forward(self, x):
         return torch.cat([self.mix(c) for c in x.reshape(-1, D).split(16)]).view_as(x)
 
 
-@STRANGERS.case("s_value_experts", "I1", "match", "SwitchHead: attention whose value projection is a mixture")
+@UNSEEN.case("s_value_experts", "I1", "match", "SwitchHead: attention whose value projection is a mixture")
 class ValueExperts(nn.Module):
     def __init__(self):
         super().__init__()
