@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..capture.node_origins import collect_ancestors
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_body import ExpertBody, Gemm
 from ..ir.expression_check import is_pointwise
@@ -198,6 +199,8 @@ class _Fusion:
         """Return the expression of a column [B,1] over the routing weight alone, or None if it is no such column."""
         if node.target is not aten.unsqueeze.default or node.args[1] not in (1, -1):
             return None
+        if self.weights.isdisjoint(collect_ancestors(node)):
+            raise _NotFusible(f"{_label(node.args[0])} is not pointwise")
 
         def found(value: Any) -> Any:
             if not isinstance(value, fx.Node):
@@ -317,6 +320,8 @@ def _head(n: fx.Node) -> str:
 
 
 def _label(n: fx.Node) -> str:
+    if n.target is operator.getitem:  # a result of `max`
+        return _label(n.args[0])
     packet = getattr(n.target, "overloadpacket", None)
     return packet.__name__ if packet is not None else getattr(n.target, "__name__", str(n.target))
 

@@ -143,6 +143,14 @@ class TestUnfused:
 
         assert "is not pointwise" in unfused(Loop(Normed))
 
+    def test_reduced_hidden_units(self):
+        class Reduced(Mlp):
+            def forward(self, x):
+                h = self.up(x)
+                return self.down(h * h.max(-1).values[:, None])
+
+        assert unfused(Loop(Reduced)) == "max is not pointwise"
+
     def test_softmax_after(self):
         class After(Mlp):
             def forward(self, x):
