@@ -137,7 +137,7 @@ def _wrap_conversion(tracer: Tracer, original: Callable) -> Callable:
         for part in module.modules() if recurse else [module]:
             for tensors in (part._parameters, part._buffers):
                 for key, t in tensors.items():
-                    if t is not None and tracer.refuses_conversion(t, moved := fn(t.detach())):
+                    if t is not None and tracer.check_conversion(t, moved := fn(t.detach())):
                         tensors[key] = moved
         return module
 

@@ -233,7 +233,7 @@ class TorchFunctions(TorchFunctionMode):
         Refuse it if it changes the dtype or shape of `t`, or if `value` is a parameter or buffer itself.
         """
         tracer = self.tracer
-        if tracer.refuses_conversion(t, value):
+        if tracer.check_conversion(t, value):
             _SET_DATA(t, value)
             return
         with suspend_modes(), torch.DisableTorchFunction():

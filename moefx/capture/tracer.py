@@ -314,15 +314,14 @@ class Tracer(ReadLogger):
             source = self.record(aten.expand.default, (source, list(target.shape)), {})
         return self.node_of(source)
 
-    def refuses_conversion(self, old: torch.Tensor, new: torch.Tensor) -> bool:
-        """Refuse to replace a parameter or buffer by one of another dtype or shape. Returns whether it does."""
+    def check_conversion(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+        """Refuse to replace a parameter or buffer by one of another dtype or shape. Returns whether they differ."""
         with suspend_modes(), torch.DisableTorchFunction():
             if (old.dtype, old.shape) == (new.dtype, new.shape):
                 return False
             before, after = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (old, new))
         self.refuse(
-            f"a call converts a parameter or buffer for good, from {before} to {after}: the next call computes "
-            "otherwise",
+            f"the forward converts a parameter or buffer in place, from {before} to {after}, so the next call differs",
             "convert it before you compile (module.to(dtype)); or call the model once, if it then stays as it is",
         )
         return True

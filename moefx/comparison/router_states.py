@@ -28,7 +28,7 @@ def router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
     generator = torch.Generator().manual_seed(seed)
 
     def change_hidden_states(change: Any) -> Inputs:
-        """Change the change_hidden_states states: everything shaped like the largest floating-point argument."""
+        """Apply `change` to the hidden states: every tensor with the shape of the largest floating-point argument."""
         return map_tensors(inputs, lambda _, t: change(t.detach()).to(t) if t.shape == shape else t.detach().clone())
 
     def make_noise(t: Tensor) -> Tensor:

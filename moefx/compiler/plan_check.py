@@ -80,8 +80,8 @@ def check_layout(plan: Plan, mesh: Any) -> None:
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     if mesh is not None and counts.get("ep") == 1:
         raise InvalidPlan(
-            "the planner's layout has the experts on every rank (EP = 1), and a mesh spreads them: leave the mesh out, "
-            f"or spread them otherwise than planned: {_advise_without(counts, 'ep')}"
+            "the planner's layout keeps all experts on every rank (EP = 1), but a mesh distributes them: leave out the "
+            f"mesh, or deviate from the plan: {_advise_without(counts, 'ep')}"
         )
     if mesh is None and (stages := counts.get(_STAGES, 1)) > 1:
         raise InvalidPlan(

@@ -260,8 +260,8 @@ def _refuse_dense(name: str, modules: dict[str, nn.Module], found: BlockCandidat
         name,
         "all its branches contribute to every token (dense gates, soft slots), so nothing can be skipped",
         source=str(nodes[0].meta["source"]) if nodes else "",
-        remedy="select experts per token, for example with topk; if the model does so later, after a warm-up say, "
-        "compile it as it is then",
+        remedy="select experts per token, for example with topk; if the model does so only after a warm-up, compile it "
+        "in that state",
     )
 
 

@@ -209,7 +209,7 @@ def choose_ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[Exc
     """Choose the way in which rows travel. Returns it with the reason."""
     dispatch, why = plan.dispatch, "as planned"
     if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
-        why = f"{dispatch!r} as planned, of one node; say Plan(node_size=...) if there are more"
+        why = f"{dispatch!r} as planned, over one node; set Plan(node_size=...) if there are several"
     if dispatch == "auto":
         parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # one of them sends a token
         dispatch, why = _choose_fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else DEFAULT_TOKENS)

@@ -58,10 +58,10 @@ def _explain_no_mask(match: Match, find_ties: Callable[[], str | None]) -> Refus
     """Return the refusal that names the likeliest reason why slots are dropped without a mask."""
     if spread := _find_spread(match):
         return Refused(
-            "which slots count depends on a value that is the same for few tokens, and no mask with one entry per "
-            f"token and slot tells which do: {spread.text}",
+            "a value that is constant for few tokens decides which slots are dropped, and the program has no mask "
+            f"[tokens, slots] of the kept ones: {spread.text}",
             source=str(spread),
-            remedy="compute it for all choices at once, before the experts, and multiply the routing weights by it",
+            remedy="compute the mask for all slots at once, before the experts, and multiply the routing weights by it",
         )
     skips = [form.forced_read for form in match.evidence if not form.kept_slots.all()]
     if (source := skips[0]) is not None and None not in skips:
@@ -75,26 +75,24 @@ def _explain_no_mask(match: Match, find_ties: Callable[[], str | None]) -> Refus
     ties = find_ties()
     if ties == "reordered":
         return Refused(
-            "an expert keeps its largest weights, and among equal weights not the first tokens, although it sorts "
-            "stably",
+            "among equal weights, an expert does not keep the first tokens, although its sort is stable",
             source=str(match.evidence[0].cut.meta["source"]),
             remedy="sort the weights in the order of the tokens, as in "
-            "weights.argsort(descending=True, stable=True)[:places]",
+            "weights.argsort(descending=True, stable=True)[:capacity]",
         )
     if ties == "together":
         return Refused(
-            "an expert keeps its weights down to a threshold, so that equal weights are kept or dropped together; a "
-            "capacity is a number of places",
+            "an expert keeps all weights above a threshold, so equal weights are kept or dropped together; moefx "
+            "supports capacities that are numbers of rows",
             source=str(match.evidence[0].cut.meta["source"]),
-            remedy="keep a number of them by indices, as in weights.argsort(descending=True, stable=True)[:places], or "
-            "multiply the routing weights of all choices, before the experts, by the mask that says which are kept",
+            remedy="select a number of rows, as in weights.argsort(descending=True, stable=True)[:capacity], or "
+            "multiply the routing weights, before the experts, by a mask [tokens, slots] of the kept slots",
         )
     return Refused(
-        "some chosen experts are skipped (dropped), no known rule explains which, and no mask in the program tells "
-        "which",
+        "some slots are dropped by no known rule, and the program has no mask [tokens, slots] of the kept ones",
         source=str(match.evidence[0].cut.meta["source"]),
-        remedy="compute the dropped slots as a mask over all choices instead of in Python, as in "
-        "kept = ranks < places, and multiply the routing weights by it",
+        remedy="compute a mask over all slots instead of dropping them in Python, as in kept = ranks < capacity, and "
+        "multiply the routing weights by it",
         cause=Cause.UNEXPLAINED_DROPS,
     )
 

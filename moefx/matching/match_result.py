@@ -55,7 +55,7 @@ class DropRule:
             "position_slot": "first choices first, then earlier tokens",
             "weight": "larger weights first",
         }
-        return f"{self.capacity} places per expert, {first[self.order]}"
+        return f"capacity of {self.capacity} rows per expert, {first[self.order]}"
 
 
 @dataclasses.dataclass

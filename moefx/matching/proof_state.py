@@ -310,7 +310,10 @@ class ProofState:
             return
         relifted = [self.lift_again(one, form, form) for one in self._forms]
         if not all(are_same_places(find_places(one), find_places(form)) for one in relifted):
-            raise Refused("which weight a choice has depends on the routing", source=str(form.cut.meta["source"]))
+            raise Refused(
+                "the node that supplies a slot's routing weight depends on the routing",
+                source=str(form.cut.meta["source"]),
+            )
         self._forms = relifted
 
     # ---------------------------------------------------------------- change

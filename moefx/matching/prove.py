@@ -141,7 +141,7 @@ def refuse_single_expert(state: ProofState) -> None:
         return
     if any(_has_other_choice(form) for form in state.forms):
         raise Refused(ONE_EXPERT, source=str(state.reference.cut.meta["source"]))
-    raise Refused("there is one expert only, for all tokens: nothing is chosen")
+    raise Refused("there is only one expert, and every token uses it: nothing is selected")
 
 
 def _has_other_choice(form: CanonicalForm) -> bool:

@@ -7,8 +7,8 @@ from ..capture.outside_state import ARGUMENT
 from ..errors import Refused
 
 NO_CACHE = (
-    "pass example_inputs with which the model makes no cache (use_cache=False), or leave it to a submodule that is "
-    "given it, such as the attention, or make the mixture of experts a module of its own that takes hidden states only"
+    "pass example_inputs that create no cache (use_cache=False), pass the cache on to a submodule such as the "
+    "attention, or move the MoE block into a module that takes hidden states only"
 )
 
 

@@ -249,7 +249,7 @@ class _Fusion:
                 rows = next((a for a in weights if weights[a] is None), None)
                 scale = next((w for w in weights.values() if w is not None), None)
                 if rows is None or scale is None:
-                    raise _NotFusible("the experts' input is scaled by something else than the routing weight")
+                    raise _NotFusible("the experts' input is scaled by a value other than the routing weight")
             found.append((rows, scale))
         if any(each != found[0] for each in found):
             raise _NotFusible("the up-projections have different inputs")

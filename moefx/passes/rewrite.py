@@ -25,6 +25,7 @@ from ..errors import Refused
 from ..ir.passed_objects import check_structure
 from ..matching.graph_nodes import is_random, is_skipped
 from ..matching.lift.canonical_form import NodeRef
+from ..matching.lift.lift_refusals import refuse_random
 from ..matching.match_result import Match
 from ..matching.terms.parameter_places import get_tensor
 from ..matching.unsupported_effects import refuse_effects
@@ -210,11 +211,7 @@ class Rewriter:
         for form in self.match.evidence:
             for n in form.replaced_nodes:
                 if is_random(n):
-                    raise Refused(
-                        "the experts draw random numbers (dropout in training?)",
-                        culprits=(str(n.target),),
-                        source=str(n.meta["source"]),
-                    )
+                    raise refuse_random(n)
         return [AlignedNodes(column) for column in zip(*draws, strict=True)]
 
     def _find_skipped_calls(self) -> list[AlignedNodes]:

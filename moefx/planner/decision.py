@@ -119,7 +119,7 @@ class Decision:
             planned = " as planned" if facts.asked.memory else ""
             lines.append(f"  memory    {amount(here.platform.capacity, 'B')} a rank{planned}")
             lines.append(f"  platform  {here.platform.name}, {here.why}")
-        for head, each in zip(("taken", "instead", *[""] * len(self.tried)), self.tried[:_SHOWN], strict=False):
+        for head, each in zip(("chosen", "others", *[""] * len(self.tried)), self.tried[:_SHOWN], strict=False):
             times = f"{each.seconds / self.tried[0].seconds:.2f} times as long"
             shown = amount(each.seconds, "s") if here.is_known else times
             short = f", {amount(each.lacking, 'B')} too much" if each.lacking > 0 else ""

@@ -90,7 +90,7 @@ def case_twice_and_explained() -> None:
         "planned     checkpoint='h', expert_axis=('ep', 'tp'), sequence_axis='tp'",
         "tokens    64 tokens a rank, as in the example inputs, the same along 'tp'",
         "platform  unknown, no figures for 'cpu': those of dgx-h100 compare layouts",
-        "taken     experts over ep x tp (4), SSMB over tp, keep 'h': ",
+        "chosen    experts over ep x tp (4), SSMB over tp, keep 'h': ",
         "experts over ep (2), keep 'h': ",
         "mesh axis 'ep_tp'",
     ):

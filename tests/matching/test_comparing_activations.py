@@ -132,6 +132,6 @@ def test_reductions_over_a_row_that_decide_are_refused():
 )
 def test_ops_that_move_elements_within_a_row_are_named(name, act):
     with pytest.raises(
-        moefx.NoMoEBlockFound, match=f"elements of a row: {name} along the last axis.*test_comparing_activations"
+        moefx.NoMoEBlockFound, match=f"elements within a row: {name} along the last axis.*test_comparing_activations"
     ):
         compiled_of(Loop(lambda: Expert(act)))

@@ -225,7 +225,7 @@ class Twice(Held):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("behind", LIMITS)
 def test_a_mask_of_another_choice(behind):
-    with pytest.raises(moefx.errors.NoMoEBlockFound, match="some chosen experts are skipped"):
+    with pytest.raises(moefx.errors.NoMoEBlockFound, match="some slots are dropped by no known rule"):
         _compile_symbolically(Twice(behind, chosen).double())
 
 

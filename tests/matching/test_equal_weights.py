@@ -105,7 +105,7 @@ def test_a_capacity_separates_equal_weights(k):
 def test_a_threshold_per_expert_is_no_capacity(k):
     with pytest.raises(Refused, match="equal weights are kept or dropped together") as refusal:
         rewritten(PerExpert(down_to_the_last_place, k))
-    assert "argsort(descending=True, stable=True)[:places]" in refusal.value.remedy  # as `largest` does
+    assert "argsort(descending=True, stable=True)[:capacity]" in refusal.value.remedy  # as `largest` does
 
 
 def largest_and_last(w):
@@ -115,7 +115,7 @@ def largest_and_last(w):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_last_of_equal_choices_are_not_the_first(k):
-    with pytest.raises(Refused, match="among equal weights not the first tokens"):
+    with pytest.raises(Refused, match="does not keep the first tokens"):
         rewritten(PerExpert(largest_and_last, k))
 
 

@@ -316,7 +316,7 @@ def test_follows_the_remedy_for_rows(name):
 def test_refuses_to_skip_a_single_token(skips):
     """Idle experts are skipped too, which must not settle it."""
     torch.manual_seed(0)
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"read from a tensor changes what is computed: "):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on .* that Python reads from a tensor: "):
         moefx.compile(Counting(skips, 4, 2).double(), example_inputs=rows(16))
 
 

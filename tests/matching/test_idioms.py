@@ -501,9 +501,9 @@ class Counts(Loop):
         (Counts, "sets its attribute calls"),
         (
             lambda: Loop(lambda: nn.Sequential(Quantised(), nn.ReLU(), Quantised())),
-            r"made of integers, .* \[experts.0.",
+            r"computed from integers .* \[experts.0.",
         ),
-        (lambda: Loop(pruned), r"set attributes that stay behind, .* \[experts.0.up.weight, "),
+        (lambda: Loop(pruned), r"set attributes in their forward, .* \[experts.0.up.weight, "),
     ],
 )
 def test_refused(kind, why):

@@ -101,7 +101,7 @@ class OwnLoop(RoutedByStates):
 
 def test_a_loop_over_steps():
     x = sequences(3, 5)
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"the routing or the sizes.*put it into a submodule"):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"the routing or on sizes.*put it into a submodule"):
         moefx.compile(OwnLoop(Steps()).double(), example_inputs=(x,))
     model = RoutedByStates(Steps()).double()
     compiled = moefx.compile(model, example_inputs=(x,))

@@ -151,7 +151,7 @@ PAIRS = {
         lambda: Block(lambda block, x: block.out(block.moe(x)), out=nn.Linear(D, D)),
     ),
     r"weights \* \(counts <= limit\)\[ids\]": (lambda: Block(only_uncrowded), lambda: Block(weigh_by_a_limit)),
-    r"written several times at once.*out.index_add_": (
+    r"several values to the same row.*out.index_add_": (
         lambda: Block(write_rows_at_once),
         lambda: Block(add_rows_up),
     ),

@@ -77,7 +77,7 @@ TOGETHER = {
 def test_refused_with_a_remedy_that_is_followed(together):
     torch.manual_seed(0)
     x = torch.randn(9, D, dtype=torch.float64)
-    why = r"the same experts are applied [23] times, each time by a choice of its own.*module of its own"
+    why = r"the same experts are applied [23] times, with [23] separate selections.*module of its own"
     with pytest.raises(moefx.NoMoEBlockFound, match=why):
         moefx.compile(InOne(TOGETHER[together]).double(), example_inputs=(x,))
     model = Apart(TOGETHER[together]).double()

@@ -142,9 +142,9 @@ class Unifier:
         for t in terms:
             if t.op != first.op or t.shape != first.shape or len(t.args) != len(first.args):
                 raise Refused(
-                    "experts do not compute the same function",
+                    f"experts do not compute the same function: {_describe(first)} in one, {_describe(t)} in another",
                     culprits=tuple(str(p) for p in {*self.owners.find_key(first), *self.owners.find_key(t)})[:4],
-                    remedy=f"one has {_describe(first)}, and another has {_describe(t)}",
+                    remedy="give all experts the same forward",
                 )
         if first.op in ("node", "put", "index", "array"):
             raise self._explain_foreign(first)
@@ -189,7 +189,7 @@ class Unifier:
         if quantised := [a for n in routed for a in n.all_input_nodes if is_matrix_of_integers(a)]:
             names = dict.fromkeys(str(root.meta["fqn"]) for a in quantised for root in a.all_input_nodes)
             return Refused(
-                "the experts' weights are made of integers, as quantised ones are: they look like lookup tables",
+                "the experts' weights are computed from integers (quantised?), which a capture treats as lookup tables",
                 culprits=tuple(names)[:3],
                 source=str(quantised[0].meta["source"]),
                 remedy="keep the weights of experts as floats",
@@ -221,8 +221,8 @@ class Unifier:
             which = ", ".join(str(i) for _, i in t.args[1])
             found = f"element [{which}] of {found}"
         return Refused(
-            f"an output row depends on something else than its own input row: on {found}",
+            f"an output row depends on more than its own input row: {found}",
             source=source,
-            remedy="each expert must treat the rows it gets one by one",
+            remedy="compute each output row of an expert from one input row",
             cause=Cause.FOREIGN_ROW,
         )

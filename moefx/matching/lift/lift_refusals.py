@@ -20,7 +20,7 @@ from .expert_index import is_all_or_none, uses_all_experts
 from .expert_owners import ExpertOwners, OwnerKey
 from .routed_nodes import ParameterReach
 
-ONE_EXPERT = "only one expert computes anything, and tokens take or leave it: none is selected among several"
+ONE_EXPERT = "there is a single expert, which tokens either use or skip: no selection among several experts"
 _JOINS = {"cat", "stack"}  # may join the results of experts
 _EXPERT_SELECTION_OPS = {"argmax", "argsort", "max", "sort", "topk"}
 _MASKED_OPS = {"masked_fill", "masked_scatter", "nonzero", "where"}
@@ -40,10 +40,10 @@ def explain_no_cut(capture: Capture, routed: set[fx.Node], experts: set[str]) ->
     written = [e for e in capture.effects if e.kind == "attribute" and e.node in routed]
     if written:
         return Refused(
-            "the experts set attributes that stay behind, as hooks do that prune or normalise a weight",
+            "the experts set attributes in their forward, as pruning and weight-norm hooks do",
             culprits=tuple(str(e.target) for e in written[:3]),
             source=str(written[0].node.meta["source"]),
-            remedy="torch.nn.utils.parametrize does it without; prune.remove makes it final",
+            remedy="use torch.nn.utils.parametrize instead; for pruning, call prune.remove",
         )
     users = (u for n in capture.nodes if n.op == "get_attr" and n.meta["fqn"] in experts for u in n.users)
     first = next(users, None)
@@ -52,7 +52,7 @@ def explain_no_cut(capture: Capture, routed: set[fx.Node], experts: set[str]) ->
         culprits=tuple(sorted(experts)[:3]),
         source=str(first.meta["source"]) if first is not None else "",
         remedy="the routed sum must be one tensor before it is used further; if several gates share the experts, "
-        "make each gate a module with its sum, which holds the same list of experts",
+        "put each gate and its sum into a module of its own, and share the list of experts",
         cause=Cause.NOT_TOGETHER,
     )
 
@@ -63,7 +63,7 @@ def explain_layout(capture: Capture) -> Refused | None:
         val = n.meta.get("val")
         if isinstance(val, torch.Tensor) and val.layout is not torch.strided:
             return Refused(
-                f"a {val.layout} tensor is computed with, and only strided ones are followed",
+                f"the block computes with a {val.layout} tensor; moefx supports strided tensors only",
                 culprits=(op_name(n),),
                 source=str(n.meta["source"]),
                 remedy="gather and add rows with index, index_add or a dense product instead",
@@ -75,20 +75,26 @@ def explain_random(routed: set[fx.Node], cut: fx.Node) -> Refused | None:
     """Explain that the experts draw random numbers before the cut, if they do. This makes every cut fail."""
     for n in routed:
         if n.meta["index"] < cut.meta["index"] and is_random(n):
-            return Refused(
-                "the experts draw random numbers (dropout in training?): which row gets which depends on the "
-                "order of the experts",
-                culprits=(op_name(n),),
-                source=str(n.meta["source"]),
-                remedy="set the dropout inside of the experts to 0; in eval mode they are rewritten as they are",
-            )
+            return refuse_random(n)
     return None
+
+
+def refuse_random(node: fx.Node) -> Refused:
+    """Build the refusal of experts that draw random numbers."""
+    return Refused(
+        "the experts draw random numbers (dropout in training?): which row gets which numbers depends on the order of "
+        "the experts",
+        culprits=(op_name(node),),
+        source=str(node.meta["source"]),
+        remedy="set the experts' dropout to 0, or compile in eval mode",
+    )
 
 
 def explain_overwrite(cut: fx.Node) -> Refused:
     """Explain that one write puts several rows at one place."""
     return Refused(
-        "one row is written several times at once: torch does not say which one stays, and gradients reach all",
+        "one op writes several values to the same row: torch leaves open which one remains, and gradients flow to all "
+        "of them",
         source=str(cut.meta["source"]),
         remedy="add them up: out.index_add_(0, rows, y), or out.index_put_((rows,), y, accumulate=True)",
     )
@@ -160,11 +166,11 @@ class UnexplainedIndex:
         for parts in runs.values():
             if len(parts) > 1 and sum(len(n.meta["val"]) for n in parts) == tokens == self._capture.sizes.tokens:
                 return Refused(
-                    f"the tokens are cut into {len(parts)} parts, and experts are chosen for each on its own",
+                    f"the tokens are split into {len(parts)} chunks with a separate selection each",
                     culprits=tuple(dict.fromkeys(op_name(made) for n in parts for made in find_float_decisions(n))),
                     source=str(parts[0].meta["source"]),
-                    remedy="choose for all tokens at once, or make a module of the code that handles one part; "
-                    "torch.compile(model, backend='moefx') takes each part for itself",
+                    remedy="select for all tokens at once, or move the code of one chunk into a module; "
+                    "torch.compile(model, backend='moefx') rewrites each chunk separately",
                 )
         return None
 
@@ -179,9 +185,9 @@ class UnexplainedIndex:
         if times < 2:
             return None
         return Refused(
-            f"the same experts are applied {times} times, each time by a choice of its own",
+            f"the same experts are applied {times} times, with {times} separate selections",
             source=self._source,
-            remedy="make each choice with its sum a module of its own, which holds the same list of experts",
+            remedy="put each selection and its sum into a module of its own, and share the list of experts",
         )
 
     def _explain_element_move(self) -> Refused | None:
@@ -200,7 +206,7 @@ class UnexplainedIndex:
                 continue
             name = op_name(n.args[0] if op_name(n) == "getitem" else n)  # type: ignore[arg-type]
             return Refused(
-                f"the experts move or pick single elements of a row: {name} along the last axis is not followed there",
+                f"the experts move single elements within a row: {name} along the last axis is not supported",
                 culprits=(name,),
                 source=str(n.meta["source"]),
                 cause=Cause.SINGLE_ELEMENTS,
@@ -217,10 +223,10 @@ class UnexplainedIndex:
         if len(sizes) < 2 or min(sizes) < 2:
             return None
         return Refused(
-            f"each choice of a token is used {min(sizes)} times: mixtures of different experts share it",
+            f"{min(sizes)} mixtures of different experts share one selection",
             source=self._source,
-            remedy="make each mixture a module of its own with its choice, or join the experts that share a choice, "
-            "with the hidden units side by side",
+            remedy="give each mixture its own module and selection, or concatenate the hidden units of the experts "
+            "that share one",
         )
 
     def _explain_separate_masks(self) -> Refused | None:

@@ -313,7 +313,7 @@ def _is_shown(state: ProofState, read: HostRead) -> bool:
     """Return whether a capture of few tokens shows the branch of an expert without tokens.
 
     Raises:
-        Refused: the program does something else than to skip the expert.
+        Refused: the program does more than skip the expert.
     """
     try:
         return empty_experts.show_idle_expert(state, read)

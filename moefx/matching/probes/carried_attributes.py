@@ -57,7 +57,7 @@ def carry_attributes_over(state: ProofState) -> None:
 def _refuse_carried(left: dict[str, Any]) -> Refused:
     node = next((n for n in pytree.tree_leaves(left) if isinstance(n, fx.Node)), None)
     return Refused(
-        "what a call leaves in an attribute changes the next call",
+        "the block reads an attribute that its previous call has set",
         culprits=tuple(left),
         source=str(node.meta["source"]) if node is not None else "",
         remedy="compute it in every call; to use one choice in several blocks, return it and pass it on as an argument",

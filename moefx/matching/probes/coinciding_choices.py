@@ -46,8 +46,8 @@ from .forced_outcome import find_capture, force_outcome
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_SECOND_CHOICE = "a second choice, which was the same as the first one everywhere,"
-_EQUAL_NUMBER = "a number that equals the chosen expert in all captures"
+_SECOND_CHOICE = "a second selection that equalled the first one in all captures"
+_EQUAL_NUMBER = "a number that equalled the expert index in all captures"
 _MAX_TRIALS = 12  # seeds of values that may make the choices differ
 _MAX_NUMBERS = 1 << 12  # that an operand can be, to try them all
 _MOVES = {*ELEMENT_MOVES, *RESHAPED_COPIES, "getitem"}

@@ -163,7 +163,7 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
         Whether the outcome need not be forced.
 
     Raises:
-        Refused: the program does something else than to skip the expert.
+        Refused: the program does more than skip the expert.
     """
     question = _read_question(read)
     if question is None and not is_token_test(read):

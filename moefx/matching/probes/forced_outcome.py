@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 DECIDE_OUTSIDE = (
-    "decide it by an attribute that is set outside of forward, as in if self.is_warming_up, and compile the model as "
-    "it is after that; other calls run the original"
+    "test an attribute that is set outside of forward, such as `if self.is_warming_up`, and compile the model in its "
+    "final state; calls in another state run the original"
 )
-ASK_ROWS = "to skip an expert without tokens, ask for its rows: if rows.shape[0] == 0"
-READ = "a value read from a tensor"
-COUNT = "a count of tokens read from a tensor"
+ASK_ROWS = "to skip an expert without tokens, test its number of rows: if rows.shape[0] == 0"
+READ = "a value that Python reads from a tensor"
+COUNT = "a token count that Python reads from a tensor"
 BUFFER = "the buffer"
-LIMIT = "the number of tokens of an expert read from a tensor"
-ZERO = "whether a sum of an expert's rows or weights is zero"
+LIMIT = "the load of an expert that Python reads from a tensor"
+ZERO = "a test whether an expert's rows or weights sum to zero"
 _REPEATS = 3  # force a read this many times as often as the capture had it
 
 
@@ -99,13 +99,13 @@ def refuse_change(source: Source, what: str) -> Refused:
     remedies = {
         COUNT: ASK_ROWS,
         ZERO: ASK_ROWS,
-        LIMIT: "give each of its tokens the same, however many they are; drop tokens by a mask over all choices, as "
-        "in weights * (counts <= limit)[ids]",
+        LIMIT: "compute the same for each token, however many tokens the expert has; to drop tokens, multiply the "
+        "routing weights by a mask over all slots: weights * (counts <= limit)[ids]",
     }
     return Refused(
-        f"{what} changes what is computed: {source.text}",
+        f"the formula depends on {what}: {source.text}",
         source=str(source),
         remedy=DECIDE_OUTSIDE
         if what.startswith(BUFFER)
-        else remedies.get(what, "moefx needs one formula for all tokens"),
+        else remedies.get(what, "compute the same formula for all tokens, whatever this value is"),
     )

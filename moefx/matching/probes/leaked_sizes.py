@@ -192,8 +192,9 @@ def try_round_sizes(state: ProofState) -> None:
         if any(at and not (low or high) for at, low, high in zip(here, before, after, strict=True)):
             leaks = sorted(set().union(*[form.capture.sizes.leaks for form in state.forms]))
             raise Refused(
-                f"for {n} tokens something else is done than for {beside[0]} or {beside[1]}: it follows from sizes "
-                f"that became plain numbers ({', '.join(leaks[:3])})"
+                f"the block computes something different for {n} tokens than for {beside[0]} or {beside[1]}, by sizes "
+                f"that became plain Python numbers ({', '.join(leaks[:3])})",
+                remedy="compare the size itself, as in `if x.shape[0] % 64 == 0`",
             )
 
 

@@ -37,8 +37,8 @@ def refuse_plain_integers(state: ProofState) -> None:
             if seen.setdefault((calls, len(values)), values) != values:
                 source = calls[0] if calls else None
                 raise Refused(
-                    "Python reads a number off a tensor that is not computed from the routing, and the number differs "
-                    f"between calls: {source.text if source else ''}",
+                    "Python reads a number that no op computes from the routing, and its value differs between "
+                    f"captures: {source.text if source else ''}",
                     source=str(source or ""),
                     remedy="compute it in Python from the shape of an argument, or decide with torch operations on the "
                     "routing",

@@ -65,9 +65,9 @@ def overflow_limits(state: ProofState) -> None:
         if lowest == UNKNOWN:
             place = next(place for place, found in places.items() if UNKNOWN in found)
             raise Refused(
-                "a number made of counts or positions is compared with another, with the same outcome in all captures: "
-                "it is no count itself, so the number of tokens that changes the outcome is unknown",
-                source=str(place[0]), culprits=(place[1],),
+                "a number computed from counts or positions is compared, and the comparison had one outcome in all "
+                "captures; it is not a plain count, so moefx cannot tell which number of tokens changes the outcome",
+                source=str(place[0]), culprits=(place[1],), remedy="compare the count itself",
             )  # fmt: skip
         tokens = state.arguments.choose_tokens_near(int(lowest / 0.85) + 10)
         sizes = state.size_choice.choose_sequence(tokens)

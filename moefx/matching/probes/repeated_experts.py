@@ -65,7 +65,7 @@ def repeat_experts(state: ProofState) -> None:
     if any(map(_is_looked_up, (node for node, _ in made))):
         nobody = Refused(
             "the program looks up an expert by a number that may be below 0, which counts from the end",
-            culprits=culprits, source=source, remedy="let the numbers that topk gives choose",
+            culprits=culprits, source=source, remedy="index the experts with the result of topk directly",
         )  # fmt: skip
         form = _lift_with_choices(state, sizes, _build_flips(first, made, _choose_nobody), nobody)
         if form is not None and any(e < 0 for group in form.groups for e in group.ids):

@@ -42,7 +42,6 @@ def op_kind(n: fx.Node) -> str:
 def routing_dependence(here: fx.Node, there: fx.Node) -> Refused:
     """Build the refusal of a step that differs between captures."""
     return Refused(
-        "code outside of the experts depends on the routing or the sizes: "
-        f"{op_label(here)} here, {op_label(there)} there",
+        f"code outside the experts depends on the routing or on sizes: {op_label(here)} here, {op_label(there)} there",
         source=str(there.meta["source"]),
     )

@@ -304,7 +304,7 @@ class ResidualGraph:
         if isinstance(first, (list, tuple)):
             if any(len(v) != len(first) for v in values):
                 raise Refused(
-                    "code outside of the experts depends on the routing or the sizes (a list of another length)",
+                    "code outside the experts depends on the routing or on sizes: a list changes its length",
                     source=where,
                     remedy=LOOP_OVER_STEPS,
                 )

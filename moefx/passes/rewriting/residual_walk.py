@@ -130,7 +130,8 @@ class ResidualWalk:
         flats = [[a for a in flat if isinstance(a, fx.Node)] for flat in leaves]
         if len({len(f) for f in flats}) != 1:
             raise Refused(
-                "code outside of the experts depends on the routing or the sizes (a different number of arguments)",
+                "code outside the experts depends on the routing or on sizes: an op gets a different number of "
+                "arguments",
                 source=where,
                 remedy=LOOP_OVER_STEPS,
             )

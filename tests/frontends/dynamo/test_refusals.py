@@ -190,7 +190,7 @@ def test_each_part_is_a_region():
         found.names == tuple(b.name for b in moefx.blocks(call)) == (found.name, f"{found.name}_2", f"{found.name}_3")
     )
     (refusal,) = moefx.explain(module, example_inputs=(x,)).refused
-    assert refusal.reason.startswith("the tokens are cut into 3 parts, and experts are chosen for each on its own")
+    assert refusal.reason.startswith("the tokens are split into 3 chunks with a separate selection each")
     assert refusal.culprits == ("topk",) and "backend='moefx'" in refusal.remedy
 
 
@@ -213,5 +213,5 @@ def test_a_choice_that_is_used_twice(ways):
     for tokens in (9, 7, 1):
         call(torch.randn(tokens, D))
     (refusal,) = moefx.explain(call).refused  # not again for being of one token
-    assert refusal.reason.startswith("each choice of a token is used 2 times")
-    assert "hidden units side by side" in refusal.remedy
+    assert refusal.reason.startswith("2 mixtures of different experts share one selection")
+    assert "concatenate the hidden units" in refusal.remedy

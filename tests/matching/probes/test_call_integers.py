@@ -304,7 +304,7 @@ def test_experts_of_a_token():
 
 
 REFUSED = {
-    "a branch": (masked_where_some_are, PLAIN, "code outside of the experts depends on"),
+    "a branch": (masked_where_some_are, PLAIN, "code outside the experts depends on"),
     "two inputs, never on one line": (  # of numbers that nothing names
         lambda b, w, g, h: torch.where(pad(g * 7919 + h * 104729 == 999999937), 0.5 * w, w),
         (ids(20, 40), ids(50, 90)),

@@ -76,7 +76,7 @@ def test_a_proof_makes_no_functools_cache(monkeypatch):
 @pytest.mark.parametrize("scale", UNSEEN)
 def test_leaked_size_that_decides_is_refused(scale):
     block = Scaled(UNSEEN[scale]).double()
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"tokens something else is done than for .* plain numbers"):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"computes something different for .* plain Python numbers"):
         moefx.compile(block, example_inputs=(torch.randn(17, D, dtype=torch.float64),))
 
 

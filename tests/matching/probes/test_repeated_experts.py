@@ -155,11 +155,7 @@ def test_a_second_selection_that_masks_the_first(combine):
 @pytest.mark.parametrize("choose", [c for c in CHOOSE if c != "argmax of -inf"])
 @pytest.mark.parametrize("combine", [scatter, either, two_sums])
 def test_equal_slots_that_do_not_add_up(choose, combine):
-    why = (
-        ""
-        if choose == "product"
-        else "a token may select the same expert twice|code outside of the experts|row depends"
-    )
+    why = "" if choose == "product" else "a token may select the same expert twice|code outside the experts|row depends"
     with pytest.raises(Refused, match=why):  # a factor of 0 hides all experts but one: no capture shows the form
         rewritten(Choosing(CHOOSE[choose], combine))
 

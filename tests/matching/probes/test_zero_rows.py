@@ -72,5 +72,5 @@ def test_skipping_zero_weights_is_rewritten(writes, score):
     ids=["rows", "entries", "one_more", "exp", "signs", "gradient"],
 )
 def test_skipping_experts_with_nonzero_output_for_zeros_is_refused(skips, more):
-    with pytest.raises(Refused, match="sum of an expert's rows or weights is zero"):
+    with pytest.raises(Refused, match="an expert's rows or weights sum to zero"):
         rewritten(Skipping(skips, **more))

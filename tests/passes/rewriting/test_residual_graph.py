@@ -118,7 +118,7 @@ class TestRefused:
         self.refusal(Counted(), "a number depends on the routing")
 
     def test_list_length_that_depends_on_the_routing_is_refused(self):
-        self.refusal(Lists(), "code outside of the experts depends on the routing")
+        self.refusal(Lists(), "code outside the experts depends on the routing")
 
 
 class TestSources:
