@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..compiler.pipeline import BlockRewrite
 from ..errors import Refused
 from ..matching.lift.canonical_form import has_matrix_products
-from ..matching.terms.parameter_places import ParameterSlice
+from ..matching.terms.parameter_slices import ParameterSlice
 from ..passes.exchange.routed_region import RoutedRegion
 from ..runtime.sharding import ExpertParameters
 
@@ -25,7 +25,7 @@ def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
     stacked: dict[str, int] = {}
     separate: list[list[str]] = [[] for _ in group.ids]
     for table in group.tables:
-        names = [place.fqn for place in table]
+        names = [part.fqn for part in table]
         if len(set(names)) == 1:
             stacked[names[0]] = _expert_length(table)
         elif len(set(names)) == len(names):
@@ -45,20 +45,20 @@ def _expert_length(table: Sequence[ParameterSlice]) -> int:
     Raises:
         Refused: the experts are stored otherwise.
     """
-    parts = [_first_axis_range(place) for place in table]
-    each = parts[0][1] - parts[0][0] if parts[0] else 0
-    for e, (place, part) in enumerate(zip(table, parts, strict=True)):
-        if part != (e * each, (e + 1) * each):
+    row_ranges = [_first_axis_range(part) for part in table]
+    each = row_ranges[0][1] - row_ranges[0][0] if row_ranges[0] else 0
+    for e, (part, rows) in enumerate(zip(table, row_ranges, strict=True)):
+        if rows != (e * each, (e + 1) * each):
             raise Refused(
-                f"the experts' parameter {place.fqn} does not store expert after expert along its first axis",
-                culprits=(place.fqn,),
+                f"the experts' parameter {part.fqn} does not store expert after expert along its first axis",
+                culprits=(part.fqn,),
                 remedy="store it as [experts, ...]",
             )
     return each
 
 
-def _first_axis_range(place: ParameterSlice) -> tuple[int, int] | None:
-    op, *rest = place.steps[0] if place.steps else ("",)
+def _first_axis_range(part: ParameterSlice) -> tuple[int, int] | None:
+    op, *rest = part.steps[0] if part.steps else ("",)
     if op == "at" and rest[1][0][0] == 0:
         return rest[1][0][1], rest[1][0][1] + 1
     if op == "slice" and (rest[1], rest[4]) == (0, 1):

@@ -293,8 +293,8 @@ class IntegerRanges:
         shape = mask.meta["val"].shape
         hi = [n - 1 for n in shape]
         if found is not None and found[1].shape == tuple(shape):
-            places = ((found[0] != 0) | (found[1] != 0)).nonzero()
-            hi = places.amax(0).tolist() if len(places) else [0] * len(shape)
+            indices = ((found[0] != 0) | (found[1] != 0)).nonzero()
+            hi = indices.amax(0).tolist() if len(indices) else [0] * len(shape)
         hi = [UNBOUNDED if self._is_token_axis(mask, d) else last for d, last in enumerate(hi)]
         return torch.zeros((1, len(hi)), dtype=torch.int64), torch.tensor([hi], dtype=torch.int64)
 

@@ -27,7 +27,7 @@ from ..inspection.proof_trace import ProbeRun
 from .capacity_formulas import Formula, find_formula
 from .guarded_sizes import find_sequence, find_sizes
 from .lift.canonical_form import Body, CanonicalForm, NodeRef, max_capture_tokens
-from .terms.parameter_places import ParameterSlice
+from .terms.parameter_slices import ParameterSlice
 
 # numbers of tokens: small ones, multiples to which capacities are rounded, and large ones that tell slopes apart
 _SAMPLED_TOKENS = (2, 3, 6, 7, 10, 13, 20, 33, 40, 64, 65, 100, 127, 128, 200, 320, 333, 512, 1031, 4096, 4099)

@@ -33,11 +33,11 @@ from .lift.repeated_choices import RepeatedChoiceRefused
 from .lift.routed_nodes import find_padding_lines, has_rows_of_padding
 from .size_choice import SizeChoice
 from .terms.node_semantics import find_conditions
-from .terms.parameter_places import find_siblings
+from .terms.parameter_slices import find_siblings
 
 _MIN_TOKENS = 29  # of the first capture
 _MAX_GROWTH = 20  # nodes of a capture with forced outcomes, in captures without
-NodePlaces = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of the values of each group of experts
+ValueLines = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of the values of each group of experts
 
 
 class ProofState:
@@ -178,9 +178,9 @@ class ProofState:
         try:
             return self._capture(routing, sizes, interventions, most)
         except IndexError:
-            if (places := self._arguments.with_fixed_integers()) is None:
+            if (fixed := self._arguments.with_fixed_integers()) is None:
                 raise
-            self._arguments = places
+            self._arguments = fixed
             return self._capture(routing, sizes, interventions, most)
 
     def _capture(
@@ -306,10 +306,10 @@ class ProofState:
         Raises:
             Refused: some capture cannot be lifted from these nodes.
         """
-        if are_same_places(find_places(form), find_places(self._forms[0])):
+        if have_same_lines(find_value_lines(form), find_value_lines(self._forms[0])):
             return
         relifted = [self.lift_again(one, form, form) for one in self._forms]
-        if not all(are_same_places(find_places(one), find_places(form)) for one in relifted):
+        if not all(have_same_lines(find_value_lines(one), find_value_lines(form)) for one in relifted):
             raise Refused(
                 "the node that supplies a slot's routing weight depends on the routing",
                 source=str(form.cut.meta["source"]),
@@ -412,15 +412,15 @@ class ProofState:
         self._forms = [self.lift(*of) for of in zip(routings, self._sizes, strict=True)]
 
 
-def find_places(form: CanonicalForm) -> NodePlaces:
+def find_value_lines(form: CanonicalForm) -> ValueLines:
     """Return the lines that compute the expert index, and the values of each group of experts that the capture met."""
     chosen = tuple(map(line, form.expert_index.nodes))
     return chosen, *(tuple(line(n) for ref in g.values for n in ref.nodes) if g.ids else None for g in form.groups)
 
 
-def are_same_places(places: NodePlaces, others: NodePlaces) -> bool:
-    """Compare the places of two captures, for the groups of experts that both met."""
-    return all(p == q for p, q in zip(places, others, strict=True) if p is not None and q is not None)
+def have_same_lines(lines: ValueLines, others: ValueLines) -> bool:
+    """Compare the lines of two captures, for the groups of experts that both have."""
+    return all(p == q for p, q in zip(lines, others, strict=True) if p is not None and q is not None)
 
 
-__all__ = ["LiftOptions", "NodePlaces", "ProofState", "are_same_places", "find_places"]
+__all__ = ["LiftOptions", "ProofState", "ValueLines", "find_value_lines", "have_same_lines"]

@@ -22,8 +22,8 @@ from .probes.boundary_values import add_boundary_values, add_larger_flags
 from .probes.plain_integers import refuse_plain_integers
 from .probes.probe import Probe
 from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
-from .proof_state import ProofState, are_same_places, find_places
-from .terms.parameter_places import ParameterSlice
+from .proof_state import ProofState, find_value_lines, have_same_lines
+from .terms.parameter_slices import ParameterSlice
 from .unsupported_effects import refuse_effects
 
 _MAX_EXTRA = 8  # captures to complete the evidence
@@ -206,22 +206,22 @@ def align_sources(state: ProofState) -> None:
     If a mask or limit drops nothing in a capture, a value is found before and after the mask; otherwise only after it.
     If captures have the value at different nodes, such as the branches of a `where`, read it after both.
     """
-    places = [find_places(form) for form in state.forms]
-    firsts = sorted({of: i for i, of in reversed([*enumerate(places)])}.values())
+    lines = [find_value_lines(form) for form in state.forms]
+    firsts = sorted({of: i for i, of in reversed([*enumerate(lines)])}.values())
     ways = [(i, False) for i in firsts]
     for at, is_last in [*ways, (0, True)] if len(firsts) > 1 else ways:
         source = state.forms[at]
-        if not is_last and all(are_same_places(of, places[at]) for of in places):
+        if not is_last and all(have_same_lines(of, lines[at]) for of in lines):
             continue
         relifted: dict[int, CanonicalForm] = {}
         with contextlib.suppress(Refused):
-            for i in sorted(range(len(places)), key=lambda i: i not in firsts):  # likeliest failures first
+            for i in sorted(range(len(lines)), key=lambda i: i not in firsts):  # likeliest failures first
                 relifted[i] = state.lift_again(state.forms[i], source, state.reference, is_last)
-                expected = find_places(relifted[firsts[0]]) if is_last else places[at]
-                if not are_same_places(find_places(relifted[i]), expected):
+                expected = find_value_lines(relifted[firsts[0]]) if is_last else lines[at]
+                if not have_same_lines(find_value_lines(relifted[i]), expected):
                     break
             else:
-                state.replace_forms([relifted[i] for i in range(len(places))])
+                state.replace_forms([relifted[i] for i in range(len(lines))])
                 return
 
 
@@ -279,11 +279,11 @@ def merge_groups(state: ProofState) -> list[ExpertGroup]:
         for j in range(len(first.tables)):
             merged: dict[int, ParameterSlice] = {}
             for form in state.forms:
-                for e, place in form.groups[g].tables[j].items():
-                    if merged.setdefault(e, place) != place:
+                for e, part in form.groups[g].tables[j].items():
+                    if merged.setdefault(e, part) != part:
                         raise Refused(
-                            f"expert {e} uses {place} under one routing and {merged[e]} under another",
-                            culprits=(place.fqn,),
+                            f"expert {e} uses {part} under one routing and {merged[e]} under another",
+                            culprits=(part.fqn,),
                         )
             tables.append([merged[e] for e in ids])
         merged_groups.append(ExpertGroup(ids, first.body, tables, []))

@@ -27,7 +27,7 @@ from ..matching.graph_nodes import is_random, is_skipped
 from ..matching.lift.canonical_form import NodeRef
 from ..matching.lift.lift_refusals import refuse_random
 from ..matching.match_result import Match
-from ..matching.terms.parameter_places import get_tensor
+from ..matching.terms.parameter_slices import get_tensor
 from ..matching.unsupported_effects import refuse_effects
 from .rewriting.aligned_nodes import AlignedNodes
 from .rewriting.residual_graph import ResidualGraph

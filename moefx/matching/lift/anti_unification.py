@@ -15,7 +15,7 @@ from torch import fx
 
 from ...errors import Cause, Refused
 from ..graph_nodes import is_matrix_of_integers, is_random
-from ..terms.parameter_places import ParameterSlice, is_parameter_slice, is_state_slice, strip_moves
+from ..terms.parameter_slices import ParameterSlice, is_parameter_slice, is_state_slice, strip_moves
 from ..terms.term import Term, constant_value, format_term
 from .canonical_form import Body, Group, NodeRef
 from .expert_owners import ExpertOwners
@@ -169,15 +169,13 @@ class Unifier:
         self.experts.update(strip_moves(t).args[0] for t in terms)
         table: dict[int, ParameterSlice] = {}
         for (_, _, e), t in zip(where, terms, strict=True):
-            place = ParameterSlice.from_term(t)
-            if table.setdefault(e, place) != place:
-                raise Refused(
-                    f"expert {e} uses {place} for one token and {table[e]} for another", culprits=(place.fqn,)
-                )
+            part = ParameterSlice.from_term(t)
+            if table.setdefault(e, part) != part:
+                raise Refused(f"expert {e} uses {part} for one token and {table[e]} for another", culprits=(part.fqn,))
             if t.shape != shape:
                 raise Refused(
                     "experts have parameters of different shapes",
-                    culprits=(str(place), str(next(iter(table.values())))),
+                    culprits=(str(part), str(next(iter(table.values())))),
                 )
         if table not in self.tables:
             self.tables.append(table)

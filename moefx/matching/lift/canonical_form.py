@@ -20,7 +20,7 @@ from torch import fx
 from ...capture.capture_result import Capture
 from ...capture.code_locations import Source
 from ...capture.size_guards import SizeGuard
-from ..terms.parameter_places import ParameterSlice
+from ..terms.parameter_slices import ParameterSlice
 
 
 @dataclasses.dataclass(frozen=True)

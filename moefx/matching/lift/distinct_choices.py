@@ -441,8 +441,8 @@ def _scatter_positions(index: _Derivation | None, axis: int, shape: torch.Size) 
     axis %= len(shape)
     if any(n != m for i, (n, m) in enumerate(zip(index.choice.shape, shape, strict=True)) if i != axis):
         return None
-    places = torch.arange(shape[axis]).view(-1, *[1] * (len(shape) - axis - 1))
-    return _Derivation(index.choice.expand(shape), (index.values % shape[axis]) == places)
+    indices = torch.arange(shape[axis]).view(-1, *[1] * (len(shape) - axis - 1))
+    return _Derivation(index.choice.expand(shape), (index.values % shape[axis]) == indices)
 
 
 def _find_row_index(node: fx.Node) -> fx.Node | None:

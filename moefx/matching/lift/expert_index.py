@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...inspection.proof_trace import IndexAttempt
 from ..graph_nodes import describe_node
-from ..terms.parameter_places import ParameterSlice
+from ..terms.parameter_slices import ParameterSlice
 from ..terms.term import Term
 from .canonical_form import CanonicalForm, NodeRef, count_sequences
 from .expert_owners import ExpertOwners, OwnerKey
@@ -163,8 +163,8 @@ class _IndexSearch:
         """Return the template's expert numbers by key, or None if it lacks some expert."""
         owners: dict[ParameterSlice, set[int]] = defaultdict(set)
         for table in (table for group in template.groups for table in group.tables):
-            for e, place in table.items():
-                owners[place].add(e)
+            for e, part in table.items():
+                owners[part].add(e)
         numbers: dict[OwnerKey, int] = {}
         for key in {k for row in self.keys for k in row}:
             mine = [owners[p] for p in key if p in owners]

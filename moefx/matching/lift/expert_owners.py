@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from ..terms.parameter_places import ParameterSlice, guess_experts, strip_moves
+from ..terms.parameter_slices import ParameterSlice, guess_experts, strip_moves
 from ..terms.term import Term, is_const
 from .routed_nodes import ParameterReach
 
@@ -76,13 +76,13 @@ class ExpertOwners:
     def find_key(self, t: Term) -> OwnerKey:
         """Return the expert parameter slices that reach a term."""
         mine = {self._read_slice(x) for x in self.reach.leaves(t) if strip_moves(x).args[0] in self.experts}
-        return tuple(place for _, place in sorted(mine, key=lambda found: found[0]))
+        return tuple(part for _, part in sorted(mine, key=lambda found: found[0]))
 
     def _read_slice(self, leaf: Term) -> tuple[str, ParameterSlice]:
         """Return a slice with its text, by which slices are sorted."""
         if leaf not in self._slices:
-            place = ParameterSlice.from_term(leaf)
-            self._slices[leaf] = str(place), place
+            part = ParameterSlice.from_term(leaf)
+            self._slices[leaf] = str(part), part
         return self._slices[leaf]
 
     def guess_numbers(self, key: OwnerKey, several: bool = False) -> list[int]:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.node_origins import collect_ancestors, find_float_decisions
 from ..graph_nodes import follows_from_state
-from ..terms.parameter_places import ParameterSlice, guess_experts, strip_moves
+from ..terms.parameter_slices import ParameterSlice, guess_experts, strip_moves
 from ..terms.term import Term
 from .routed_nodes import MAX_ROWS, ParameterReach
 
@@ -163,10 +163,10 @@ def find_families_met_by_all(reach: ParameterReach) -> set[str]:
             continue
         met = frozenset.intersection(*[reach.leaves(r) for r in reach.rows(out)])
         kinds: dict[tuple, set[ParameterSlice]] = defaultdict(set)
-        for place in map(ParameterSlice.from_term, met):
-            if guess_experts(place, reach.children):
-                kinds[re.sub(r"\d+", "#", place.fqn), place.steps and place.steps[0][0]].add(place)
-        found = {p.fqn for places in kinds.values() if len(places) > 1 for p in places}
+        for part in map(ParameterSlice.from_term, met):
+            if guess_experts(part, reach.children):
+                kinds[re.sub(r"\d+", "#", part.fqn), part.steps and part.steps[0][0]].add(part)
+        found = {p.fqn for parts in kinds.values() if len(parts) > 1 for p in parts}
         if found:
             return add_siblings(reach, found)
     return set()

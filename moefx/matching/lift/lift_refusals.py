@@ -91,7 +91,7 @@ def refuse_random(node: fx.Node) -> Refused:
 
 
 def explain_overwrite(cut: fx.Node) -> Refused:
-    """Explain that one write puts several rows at one place."""
+    """Explain that one write puts several rows at one index."""
     return Refused(
         "one op writes several values to the same row: torch leaves open which one remains, and gradients flow to all "
         "of them",

@@ -30,7 +30,7 @@ from ...errors import Cause, Refused
 from ...inspection.proof_trace import CutAttempt, ProofTrace
 from ...ir.expression_check import is_pointwise
 from ..graph_nodes import Line, describe_node, line
-from ..terms.parameter_places import strip_moves
+from ..terms.parameter_slices import strip_moves
 from ..terms.term import OVERWRITTEN, Term, TooLarge, is_const, is_pw
 from .anti_unification import Skeletons, Unifier
 from .canonical_form import CanonicalForm, Group, count_sequences, has_matrix_products
@@ -375,7 +375,7 @@ class Lifter:
 
 
 def _has_overwrite(rows: list[list[Term]]) -> bool:
-    """Return whether some row depends on a write that puts several values at one place."""
+    """Return whether some row depends on a write that puts several values at one index."""
     stack, seen = [p for row in rows for p in row], set[Term]()
     while stack:
         t = stack.pop()

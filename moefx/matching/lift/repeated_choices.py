@@ -17,7 +17,7 @@ import torch
 from ...capture.capture_result import Capture
 from ...errors import Cause, Refused
 from ..terms.normal_form import Terms
-from ..terms.parameter_places import ParameterSlice, is_state_slice
+from ..terms.parameter_slices import ParameterSlice, is_state_slice
 from ..terms.term import Term, constant_value, is_const
 from .canonical_form import Body, CanonicalForm, Group, NodeRef
 from .value_lookup import ValueLookup

@@ -27,7 +27,7 @@ from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from ..graph_nodes import Line, follows_from_integers, is_routed, line, op_name
 from ..terms.node_semantics import Semantics
-from ..terms.parameter_places import (
+from ..terms.parameter_slices import (
     find_siblings,
     is_parameter_slice,
     number_nested_modules,
@@ -62,7 +62,7 @@ class ParameterReach:
     ):  # fmt: skip
         self.block, self.capture = block, capture
         tables = [table for group in template.groups for table in group.tables] if template is not None else []
-        self.split_axes = {place.fqn: place.axes for table in tables for place in table.values()}
+        self.split_axes = {part.fqn: part.axes for table in tables for part in table.values()}
         self.semantics = Semantics(capture.nodes, capture.concrete_value, symbolic, opaque_lines)
         self.terms = self.semantics.terms
         self.children, self.nested = find_siblings(block), number_nested_modules(block)

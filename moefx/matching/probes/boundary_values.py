@@ -83,7 +83,7 @@ def _observe_doubtful(
     def is_open(one: Observation) -> bool:
         return one.is_doubtful or _is_one_truth(one)
 
-    found = {place: one for place, one in observe_integers(captured).items() if is_open(one)}
+    found = {run: one for run, one in observe_integers(captured).items() if is_open(one)}
     if any(map(is_state, itertools.chain.from_iterable(find_integer_ancestors(one.node) for one in found.values()))):
         for seed in BUFFER_SEEDS:
             more = _try_capture(state, arguments, sizes, seed)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 BUFFER_SEEDS = (2, 3, 4)  # seeds of captures in which buffers have other values
 _FIRST_BOUNDARY_SEED = 50  # first seed of captures that use the numbers of `boundary_values`
-Place = tuple[Any, str, int]  # call stack, op, and a count of the op's runs there, from 1
+OpRun = tuple[Any, str, int]  # call stack, op, and a count of the op's runs there, from 1
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class Observation:
         values: two of its values, or the one that all elements have.
         of: values of its operands.
         is_same: the result equals an operand.
-        num_runs: how often the program ran the op at this place.
+        num_runs: how often the program ran the op with this call stack.
     """
 
     node: fx.Node
@@ -68,9 +68,9 @@ class Observation:
         return Observation(self.node, self.values | other.values, self.of | other.of, is_same)
 
 
-def observe_integers(capture: Capture) -> dict[Place, Observation]:
-    """Return the results of the operations on integers of a call, by their places in the program."""
-    found: dict[Place, Observation] = {}
+def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
+    """Return the results of the operations on integers of a call, by runs of the ops."""
+    found: dict[OpRun, Observation] = {}
     counts = Counter[Any]()
     ranges: list[IntegerRanges] = []
     for n in filter(_depends_on_call_integers, capture.nodes):
@@ -122,47 +122,47 @@ def vary_call_integers(state: ProofState) -> None:
         Refused: the experts seem to depend on the result. The forced capture need not show how: it may have changed
             one of several equal masks alone, which no ids would do.
     """
-    columns: list[dict[Place, Observation]] = []
-    settled: set[Place] = set()
+    columns: list[dict[OpRun, Observation]] = []
+    settled: set[OpRun] = set()
     extra = [*(t.extra_values for t in state.arguments.tensors), *state.arguments.extra_buffer_values.values()]
     more = range(_FIRST_BOUNDARY_SEED, _FIRST_BOUNDARY_SEED + max(map(len, extra), default=0) + 1) if any(extra) else ()
     seeds = iter((*(BUFFER_SEEDS if has_integers(state.block) else ()), *more))
     while True:
         columns += [observe_integers(form.capture) for form in state.forms[len(columns) :]]
-        place = next((p for p in _find_doubtful_places(columns) if p not in settled), None)
-        if place is None:
+        run = next((p for p in _find_doubtful_runs(columns) if p not in settled), None)
+        if run is None:
             return
         if (seed := next(seeds, None)) is not None:
             form = state.lift(Routing("diverse", seed), state.sizes[0])
             state.add_evidence(state.require_same_form(form), state.sizes[0])
             continue
-        settled.add(place)
-        met = next(i for i, column in enumerate(columns) if place in column)
-        _force_other_value(state, columns[met][place].node, met)
+        settled.add(run)
+        met = next(i for i, column in enumerate(columns) if run in column)
+        _force_other_value(state, columns[met][run].node, met)
 
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
     """Return the nodes of the first capture that had one outcome in all captures."""
     columns = [observe_integers(form.capture) for form in state.forms]
-    return [columns[0][place].node for place in _find_doubtful_places(columns) if place in columns[0]]
+    return [columns[0][run].node for run in _find_doubtful_runs(columns) if run in columns[0]]
 
 
-def _find_doubtful_places(columns: list[dict[Place, Observation]]) -> list[Place]:
-    """Return the places with one outcome in all captures.
+def _find_doubtful_runs(columns: list[dict[OpRun, Observation]]) -> list[OpRun]:
+    """Return the runs with one outcome in all captures.
 
-    Each iteration of a loop is a place of its own, unless the number of iterations depends on the routing: an iteration
+    Each iteration of a loop is a run of its own, unless the number of iterations depends on the routing: an iteration
     then belongs to different experts in different captures.
     """
-    met_all = [(place, one) for column in columns for place, one in column.items()]
+    met_all = [(run, one) for column in columns for run, one in column.items()]
     num_runs: dict[Any, set[int]] = {}
-    for place, one in met_all:
-        num_runs.setdefault(place[:2], set()).add(one.num_runs)
-    found: dict[Any, list[tuple[Place, Observation]]] = {}
-    for place, one in met_all:
-        key = place if len(num_runs[place[:2]]) == 1 else place[:2]
-        found.setdefault(key, []).append((place, one))
+    for run, one in met_all:
+        num_runs.setdefault(run[:2], set()).add(one.num_runs)
+    found: dict[Any, list[tuple[OpRun, Observation]]] = {}
+    for run, one in met_all:
+        key = run if len(num_runs[run[:2]]) == 1 else run[:2]
+        found.setdefault(key, []).append((run, one))
     several = [(met[0][0], functools.reduce(operator.or_, [one for _, one in met])) for met in found.values()]
-    return [place for place, one in several if one.is_doubtful]
+    return [run for run, one in several if one.is_doubtful]
 
 
 def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:

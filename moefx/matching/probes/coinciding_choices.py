@@ -29,7 +29,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ...capture.capture_result import FORCE_MIXED, Capture
-from ...capture.code_locations import Source, is_internal_error
+from ...capture.code_locations import is_internal_error
 from ...capture.concrete_routing import Routing
 from ...capture.concrete_values import recompute_values
 from ...capture.node_origins import collect_ancestors, find_float_decisions
@@ -40,7 +40,7 @@ from ..integer_ranges import IntegerRanges
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
 from ..op_classes import ELEMENT_MOVES, RESHAPED_COPIES
-from .float_decisions import choose_captures, locate_decision
+from .float_decisions import DecisionSite, choose_captures, locate_decision
 from .forced_outcome import find_capture, force_outcome
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ _EQUAL_NUMBER = "a number that equalled the expert index in all captures"
 _MAX_TRIALS = 12  # seeds of values that may make the choices differ
 _MAX_NUMBERS = 1 << 12  # that an operand can be, to try them all
 _MOVES = {*ELEMENT_MOVES, *RESHAPED_COPIES, "getitem"}
-_Place = tuple[Source, str, bool]
 
 
 def separate_choices(state: ProofState) -> None:
@@ -60,32 +59,32 @@ def separate_choices(state: ProofState) -> None:
     Raises:
         Refused: the other outcome changes the form.
     """
-    alike: dict[_Place, list[CanonicalForm]] = {}
-    apart: set[_Place] = set()
+    alike: dict[DecisionSite, list[CanonicalForm]] = {}
+    apart: set[DecisionSite] = set()
     for form in state.forms:
         for n in _find_other_choices(form):
-            for place in map(locate_decision, find_float_decisions(n)):
-                if place in form.capture.tracer.interventions or not _are_alike(n.meta["val"], form.ids, form):
-                    apart.add(place)
-                alike.setdefault(place, []).append(form)
-    for place, several in alike.items():
-        if place not in apart and _can_differ(several[0], place):
+            for site in map(locate_decision, find_float_decisions(n)):
+                if site in form.capture.tracer.interventions or not _are_alike(n.meta["val"], form.ids, form):
+                    apart.add(site)
+                alike.setdefault(site, []).append(form)
+    for site, several in alike.items():
+        if site not in apart and _can_differ(several[0], site):
             for captured in choose_captures(several):
-                _separate(state, place, FORCE_MIXED, _SECOND_CHOICE, captured)
-    for place, first in _find_equal_numbers(state).items():
-        _separate(state, place, _swap_tokens(len(first.ids)), _EQUAL_NUMBER, first.capture)
+                _separate(state, site, FORCE_MIXED, _SECOND_CHOICE, captured)
+    for site, first in _find_equal_numbers(state).items():
+        _separate(state, site, _swap_tokens(len(first.ids)), _EQUAL_NUMBER, first.capture)
 
 
-def _find_equal_numbers(state: ProofState) -> dict[_Place, CanonicalForm]:
+def _find_equal_numbers(state: ProofState) -> dict[DecisionSite, CanonicalForm]:
     """Find computed numbers that equal the expert index, or one slot of it, in all captures.
 
     Numbers that are moved, or that no routing makes different, are left out.
 
     Returns:
-        The first form that has the number, by place.
+        The first form that has the number, by the key of the op in `Interventions`.
     """
-    equal: dict[_Place, CanonicalForm] = {}
-    apart: set[_Place] = set()
+    equal: dict[DecisionSite, CanonicalForm] = {}
+    apart: set[DecisionSite] = set()
     for form in state.forms:
         index = form.expert_index.nodes
         ranges = IntegerRanges.with_more_tokens(form.capture)
@@ -97,12 +96,12 @@ def _find_equal_numbers(state: ProofState) -> dict[_Place, CanonicalForm]:
                 continue
             if op_name(n) in _MOVES or find_float_decisions(n) or _changes_nothing(n, ranges):
                 continue
-            place = locate_decision(n)
-            if place in form.capture.tracer.interventions or not _equals_slots(val, form.ids):
-                apart.add(place)
+            site = locate_decision(n)
+            if site in form.capture.tracer.interventions or not _equals_slots(val, form.ids):
+                apart.add(site)
             elif len(form.ids.unique(dim=0)) > 1:
-                equal.setdefault(place, form)
-    return {place: first for place, first in equal.items() if place not in apart}
+                equal.setdefault(site, form)
+    return {site: first for site, first in equal.items() if site not in apart}
 
 
 def _equals_slots(val: torch.Tensor, ids: torch.Tensor) -> bool:
@@ -174,10 +173,10 @@ def _are_alike(val: torch.Tensor, ids: torch.Tensor, form: CanonicalForm) -> boo
     return bool(same.any(1).all()) or bool(same.any(2).all())
 
 
-def _can_differ(form: CanonicalForm, place: _Place) -> bool:
+def _can_differ(form: CanonicalForm, site: DecisionSite) -> bool:
     """Return whether other values of parameters and buffers make the two choices differ."""
     refs = form.expert_index.columns or (form.expert_index,)
-    others = [n for n in _find_other_choices(form) if place in map(locate_decision, find_float_decisions(n))]
+    others = [n for n in _find_other_choices(form) if site in map(locate_decision, find_float_decisions(n))]
     nodes = sorted(collect_ancestors(*form.expert_index.nodes, *others), key=lambda n: n.meta["index"])
     for seed in range(_MAX_TRIALS):
         try:
@@ -194,7 +193,7 @@ def _can_differ(form: CanonicalForm, place: _Place) -> bool:
     return False
 
 
-def _separate(state: ProofState, place: _Place, force: Any, what: str, captured: Capture) -> None:
+def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, captured: Capture) -> None:
     """Force another outcome of a choice. If that changes the form, read all captures from nodes that tell both apart.
 
     Args:
@@ -206,9 +205,9 @@ def _separate(state: ProofState, place: _Place, force: Any, what: str, captured:
     """
     tracer, sizes = captured.tracer, state.sizes[find_capture(state, captured)]
     try:
-        force_outcome(state, place[0], {place: force}, what, captured, is_safe=False)
+        force_outcome(state, site[0], {site: force}, what, captured, is_safe=False)
     except Refused as why:
-        interventions: dict[Any, Any] = {**tracer.interventions, place: force}
+        interventions: dict[Any, Any] = {**tracer.interventions, site: force}
         try:
             parted = state.lift_as(state.capture(tracer.routing.restart(), sizes, interventions), None)
             state.read_all_as(parted)

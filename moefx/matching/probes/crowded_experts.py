@@ -58,7 +58,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     """Find functions of counts, ranks and positions with one result though their operands, or their tables, vary.
 
     The result is one number (`counts // 300`, `relu(counts - 300)`, `table[arange(T) // 300]`), one boolean
-    (`isin(ranks, few)`) or one place (`stack([ranks, limits]).argmax(0)`). Comparisons with a known limit are left out:
+    (`isin(ranks, few)`) or one index (`stack([ranks, limits]).argmax(0)`). Comparisons with a known limit are left out:
     see `overflow_limits`.
 
     Returns:
@@ -68,8 +68,8 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     of: dict[tuple[Source, str, Any], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
     for form in state.forms:
-        for place, limit in find_limits(form.capture, state.unforced_lengths).items():
-            limited.setdefault(place, set()).add(limit)
+        for site, limit in find_limits(form.capture, state.unforced_lengths).items():
+            limited.setdefault(site, set()).add(limit)
     for form in state.forms:
         ranges = IntegerRanges.with_more_tokens(form.capture)
         sizes = find_token_sizes(form.capture)
@@ -77,16 +77,16 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
             by = n.args[0] if op_name(n) == "getitem" else n
             if n.op != "call_function" or not isinstance(by, fx.Node):
                 continue
-            place = (by.meta["source"], str(by.target))
+            site = (by.meta["source"], str(by.target))
             is_statistic = is_load_statistic(form.capture, n)
             # `overflow_limits` looks beyond a fixed limit, and not beyond one that grows with the tokens
-            is_limit = place in limited and not (is_statistic and len(limited[place]) > 1)
+            is_limit = site in limited and not (is_statistic and len(limited[site]) > 1)
             is_count_function = not is_limit and (is_statistic or _has_unbounded_operands(ranges, n, by))
             if not (_is_function_of_elements(n) or _tests_positions(n, sizes) or is_count_function):
                 continue
             if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
                 continue
-            key = (*place, n.args[1] if by is not n else None)
+            key = (*site, n.args[1] if by is not n else None)
             seen = made.setdefault(key, set())
             if len(seen) > 1:
                 continue
@@ -99,12 +99,12 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     return {key: _describe_outcome(next(iter(seen))) for key, seen in same.items()}
 
 
-def _is_constant(state: ProofState, place: tuple[Source, str]) -> bool:
+def _is_constant(state: ProofState, site: tuple[Source, str]) -> bool:
     """Return whether an op has one value in all captures, even those in which it does not depend on crowds."""
     seen: set[Any] = set()
     for form in state.forms:
         for n in filter(follows_from_integers, form.capture.nodes):
-            if n.op == "call_function" and (n.meta["source"], str(n.target)) == place:
+            if n.op == "call_function" and (n.meta["source"], str(n.target)) == site:
                 seen |= _find_outcomes(form.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
     return len(seen) <= 1
 
@@ -118,19 +118,19 @@ def _describe_outcome(seen: Any) -> str:
 
 
 def _find_outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
-    """Return two of a node's values, or the only one. For places (`argsort`), return up to two of its rows."""
+    """Return two of a node's values, or the only one. For indices (`argsort`), return up to two of its rows."""
     found = find_extremes(capture, n)
     if n.meta["val"].dtype is torch.bool:
         return set(map(bool, found))
-    axis = _find_place_axis(n, by)
+    axis = _find_index_axis(n, by)
     if axis is None or len(found) < 2:
         return found
     rows = capture.concrete_value(n).movedim(axis, -1).flatten(0, -2).unique(dim=0)
     return set(map(tuple, rows[:2].tolist()))
 
 
-def _find_place_axis(n: fx.Node, by: fx.Node) -> int | None:
-    """Return the axis along which an op finds several places in each row; None for other ops."""
+def _find_index_axis(n: fx.Node, by: fx.Node) -> int | None:
+    """Return the axis along which an op returns several indices in each row; None for other ops."""
     if n.meta["val"].dim() < 2 or (n.args[1:2] != (1,) if by is not n else op_name(n) != "argsort"):
         return None
     if by is n:

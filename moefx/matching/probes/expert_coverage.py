@@ -24,7 +24,7 @@ from ...capture.concrete_routing import Routing, can_hold
 from ...errors import Refused
 from ..graph_nodes import depends_on_call, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges
-from ..terms.parameter_places import ParameterSlice, Siblings, get_tensor, guess_experts
+from ..terms.parameter_slices import ParameterSlice, Siblings, get_tensor, guess_experts
 from .boundary_values import can_run, evaluate_path, find_integer_ancestors, find_path
 
 if TYPE_CHECKING:
@@ -135,27 +135,27 @@ def _count_experts(state: ProofState) -> int:
 
 def _count_stacked(state: ProofState, table: dict[int, ParameterSlice], tables: list[dict[int, ParameterSlice]]) -> int:
     """Return how many experts a stacked tensor has parts for, divided among its tables; 0 if not numbered by expert."""
-    if any(guess_experts(place, state.siblings)[:1] != [e] for e, place in table.items()):
+    if any(guess_experts(part, state.siblings)[:1] != [e] for e, part in table.items()):
         return 0
     tensor, length = _find_stack(state, next(iter(table.values())))
     own_slices = set(table.values())
     others = [set(t.values()) for t in tables if _find_stack(state, next(iter(t.values()))) == (tensor, length)]
-    disjoint = [places for places in others if not places & own_slices]
+    disjoint = [parts for parts in others if not parts & own_slices]
     return length // (1 + len(disjoint))
 
 
-def _find_stack(state: ProofState, place: ParameterSlice) -> tuple[Any, int]:
+def _find_stack(state: ProofState, part: ParameterSlice) -> tuple[Any, int]:
     """Return the stacked tensor (FQN and steps to it) that contains a slice, and its number of parts."""
-    shape = get_tensor(state.block, place.fqn).shape
-    for i, (op, *rest) in enumerate(place.steps):
+    shape = get_tensor(state.block, part.fqn).shape
+    for i, (op, *rest) in enumerate(part.steps):
         if op == "at":
-            return (place.fqn, place.steps[:i]), shape[rest[1][0][0]]
+            return (part.fqn, part.steps[:i]), shape[rest[1][0][0]]
         if op == "slice":
             _, dim, start, stop, _ = rest
-            return (place.fqn, place.steps[:i]), shape[dim] // (stop - start)
+            return (part.fqn, part.steps[:i]), shape[dim] // (stop - start)
         if op in ("reshape", "permute", "expand"):
             shape = rest[0]
-    return place.fqn, 0
+    return part.fqn, 0
 
 
 def _count_siblings(state: ProofState, table: dict[int, ParameterSlice]) -> int:
@@ -163,7 +163,7 @@ def _count_siblings(state: ProofState, table: dict[int, ParameterSlice]) -> int:
 
     A shared expert in their list does not count.
     """
-    names = {e: place.fqn.split(".") for e, place in table.items()}
+    names = {e: part.fqn.split(".") for e, part in table.items()}
     for depth, _ in enumerate(min(names.values(), key=len)):
         before = next(iter(names.values()))[:depth]
         siblings = state.siblings.get(".".join(before), Siblings())

@@ -33,6 +33,7 @@ _COMPARISON = "a comparison with the same outcome in all captures"
 _TOGETHER = "one of several comparisons with the same outcome in all captures"
 _INTEGER = "an integer made of floats with the same outcome in all captures"
 _ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # op: index of the argument that is the dimension
+DecisionSite = tuple[Source, str, bool]  # see `Interventions`
 _FEW_TOKENS = 5  # captures up to this size may not show the form
 
 
@@ -42,7 +43,7 @@ class _Decision:
 
     source: Source
     what: str
-    made_of: set[tuple[Source, str, bool]] = dataclasses.field(default_factory=set)  # places to force
+    made_of: set[DecisionSite] = dataclasses.field(default_factory=set)  # to force
     met: list[CanonicalForm] = dataclasses.field(default_factory=list)
     columns: list[set[int]] = dataclasses.field(default_factory=list)  # outcomes of each group of elements
 
@@ -65,7 +66,7 @@ def mix_decisions(state: ProofState) -> None:
 
 
 def _find_decisions(state: ProofState) -> list[_Decision]:
-    """Return the decisions that no capture forced, one per place."""
+    """Return the decisions that no capture forced, one per op and call stack."""
     found: dict[tuple[Any, str, str], _Decision] = {}
     for form in state.forms:
         for n in form.capture.nodes:
@@ -76,9 +77,9 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
             is_boolean = n.meta["val"].dtype is torch.bool
             decided = n if is_boolean else made_of[0]
             compared = str([_name_operand(a) for a in decided.args] if is_boolean else [])
-            place = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
+            site = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
             what = _COMPARISON if is_boolean else _INTEGER
-            decision = found.setdefault(place, _Decision(decided.meta["source"], what))
+            decision = found.setdefault(site, _Decision(decided.meta["source"], what))
             decision.made_of |= mine
             decision.met.append(form)
             columns = [
@@ -92,7 +93,7 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
 
 
 def _force_each(
-    state: ProofState, source: Source, flipped: frozenset[tuple[Source, str, bool]], what: str, met: list[CanonicalForm]
+    state: ProofState, source: Source, flipped: frozenset[DecisionSite], what: str, met: list[CanonicalForm]
 ) -> None:
     """Force mixed outcomes in one capture of each kind of routing, once."""
     for captured in choose_captures(met):
@@ -116,8 +117,8 @@ def choose_captures(met: list[CanonicalForm]) -> list[Capture]:
     return list({id(one.capture): one.capture for one in (met[0], *largest.values())}.values())
 
 
-def locate_decision(n: fx.Node) -> tuple[Source, str, bool]:
-    """Return the place of a node as `Interventions` name it."""
+def locate_decision(n: fx.Node) -> DecisionSite:
+    """Return the key of a node in `Interventions`."""
     return n.meta["source"], str(n.target), all(a.meta.get("from_integers") for a in n.all_input_nodes)
 
 

@@ -3,7 +3,7 @@
 Protects from code that depends on a size unseen::
 
     n = int(len(x) / 2)  # a plain number
-    places = max(4, n // 50)  # 4 in all captures
+    capacity = max(4, n // 50)  # 4 in all captures
     if math.gcd(len(x), 64) == 64 or str(len(x)).endswith("00"):
         weights = weights / 2
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MAX_CROWD_TOKENS = 600  # limit of captures that overflow a capacity, or confirm a number's change
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # the dtype holds all integers up to this one
 UNKNOWN = 0  # limit of a number that is no plain count: the tokens that reach it are unknown
-Place = tuple[Source, str]
+OpSite = tuple[Source, str]
 
 
 def overflow_limits(state: ProofState) -> None:
@@ -48,12 +48,12 @@ def overflow_limits(state: ProofState) -> None:
     """
     slots, seen = state.reference.slots, [find_limits(form.capture, state.unforced_lengths) for form in state.forms]
     for attempt in range(4):
-        places = find_unreached(seen)
+        sites = find_unreached(seen)
         most = [_count_most(form) for form in state.forms]
         left: set[int] = set()
-        for place, found in places.items():
+        for site, found in sites.items():
             # a capacity that grows with the tokens and has room for all of them is never exceeded
-            pairs = [(s.get(place), n) for s, n in zip(seen, most, strict=True)]
+            pairs = [(s.get(site), n) for s, n in zip(seen, most, strict=True)]
             if len(found) == 1:
                 left |= found
             elif short := {limit for limit, n in pairs if limit and limit < n}:
@@ -63,11 +63,11 @@ def overflow_limits(state: ProofState) -> None:
             return
         lowest = min(left)
         if lowest == UNKNOWN:
-            place = next(place for place, found in places.items() if UNKNOWN in found)
+            site = next(site for site, found in sites.items() if UNKNOWN in found)
             raise Refused(
                 "a number computed from counts or positions is compared, and the comparison had one outcome in all "
                 "captures; it is not a plain count, so moefx cannot tell which number of tokens changes the outcome",
-                source=str(place[0]), culprits=(place[1],), remedy="compare the count itself",
+                source=str(site[0]), culprits=(site[1],), remedy="compare the count itself",
             )  # fmt: skip
         tokens = state.arguments.choose_tokens_near(int(lowest / 0.85) + 10)
         sizes = state.size_choice.choose_sequence(tokens)
@@ -87,14 +87,14 @@ def overflow_limits(state: ProofState) -> None:
     state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
 
 
-def _overflow_every_expert(state: ProofState, seen: list[dict[Place, int | None]]) -> None:
+def _overflow_every_expert(state: ProofState, seen: list[dict[OpSite, int | None]]) -> None:
     """Add a capture in which each expert exceeds the limits, unless it needs too many tokens. A limit may hold for one
     expert only (`(rank >= 16) & (chosen == 3)`).
 
     Raises:
         Refused: the form differs, or there is none.
     """
-    reached = [found for found in _group_by_place(seen).values() if None in found]
+    reached = [found for found in _group_by_site(seen).values() if None in found]
     limits = {limit for found in reached for limit in found if limit}
     candidates = (choose_even_sizes(state, limit + 1) for limit in sorted(limits, reverse=True))
     if (sizes := next(filter(None, candidates), None)) is None:
@@ -126,8 +126,8 @@ def _count_most(form: CanonicalForm) -> int:
     return tokens if comes_from_topk and not form.expert_index.columns else form.slots * tokens
 
 
-def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[Place, int | None]:
-    """Return, by place in the program, the number that no count or rank of a capture reached, though another routing
+def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[OpSite, int | None]:
+    """Return, by op and source line, the number that no count or rank of a capture reached, though another routing
     may; None where one did. Computed once per capture.
 
     Args:
@@ -136,11 +136,11 @@ def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()
     return capture.compute_once(("limits", frozenset(lengths)), lambda: _find_limits(capture, lengths))
 
 
-def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Place, int | None]:
-    found: dict[Place, int | None] = {}
+def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[OpSite, int | None]:
+    found: dict[OpSite, int | None] = {}
 
-    def note(place: Place, limit: int, is_reached: bool) -> None:
-        found[place] = None if is_reached or found.get(place, limit) is None else limit
+    def note(site: OpSite, limit: int, is_reached: bool) -> None:
+        found[site] = None if is_reached or found.get(site, limit) is None else limit
 
     for read in capture.reads:
         op, limit = read.comparison or ("", None)
@@ -157,17 +157,17 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
         is_compared = name in TWO_SIDED and follows_from_integers(n)
         if not (is_narrow or is_compared or name == "slice"):
             continue
-        place = (n.meta["source"], str(n.target))
+        site = (n.meta["source"], str(n.target))
         if is_narrow:
             ranges = ranges or IntegerRanges.with_more_tokens(capture)
             most = torch.iinfo(n.meta["val"].dtype).max
             if name != "_to_copy" or not _is_bounded(ranges, n.all_input_nodes[0], most + 1):
-                found[place] = most  # numbers wrap around: a capture beyond the limit does not show all sizes
-        if found.get(place, UNKNOWN) is None:  # another iteration of a loop reached it
+                found[site] = most  # numbers wrap around: a capture beyond the limit does not show all sizes
+        if found.get(site, UNKNOWN) is None:  # another iteration of a loop reached it
             continue
         if name == "slice":
             for end, reached in _find_ends(capture, n):
-                note(place, end, reached)
+                note(site, end, reached)
         elif is_compared:
             for rows, limit, reached, has_both in _find_compared(capture, n, name):
                 ranges = ranges or IntegerRanges.with_more_tokens(capture)
@@ -179,19 +179,19 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[Pla
                     continue
                 else:
                     reached = reached or (is_routed(rows) and _is_highest(capture, ranges, rows, limit))
-                note(place, limit, reached)
+                note(site, limit, reached)
     return found
 
 
-def find_unreached(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[int]]:
-    """Return the limits of the places at which no capture reached one."""
-    return {place: seen for place, seen in _group_by_place(columns).items() if None not in seen}  # type: ignore[misc]
+def find_unreached(columns: Sequence[dict[OpSite, int | None]]) -> dict[OpSite, set[int]]:
+    """Return the limits that no capture reached, by op and source line."""
+    return {site: seen for site, seen in _group_by_site(columns).items() if None not in seen}  # type: ignore[misc]
 
 
-def _group_by_place(columns: Sequence[dict[Place, int | None]]) -> dict[Place, set[int | None]]:
-    """Return what several captures found at each place, see `find_limits`."""
-    places = dict.fromkeys(place for column in columns for place in column)
-    return {place: {column[place] for column in columns if place in column} for place in places}
+def _group_by_site(columns: Sequence[dict[OpSite, int | None]]) -> dict[OpSite, set[int | None]]:
+    """Return what several captures found at each op, see `find_limits`."""
+    sites = dict.fromkeys(site for column in columns for site in column)
+    return {site: {column[site] for column in columns if site in column} for site in sites}
 
 
 def _find_ends(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:

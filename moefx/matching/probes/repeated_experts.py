@@ -129,11 +129,11 @@ def _find_makers(form: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, 
                 break
             node = earlier
         val = node.meta["val"]
-        places = torch.arange(val.numel()).view(val.shape)
+        indices = torch.arange(val.numel()).view(val.shape)
         for n in reversed(moves):
             if op_name(n) != "_to_copy":
-                places = n.target(places, *n.args[1:], **n.kwargs)  # type: ignore[operator]
-        found.append((node, view_as_slots(places, form.tokens, ref.axes)))
+                indices = n.target(indices, *n.args[1:], **n.kwargs)  # type: ignore[operator]
+        found.append((node, view_as_slots(indices, form.tokens, ref.axes)))
     return sorted(found, key=lambda made: made[0].meta["index"])
 
 
@@ -169,15 +169,15 @@ def _is_looked_up(node: fx.Node) -> bool:
 def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:
     """Build interventions that apply `change` to the choices where their ops compute them."""
     chosen: list[torch.Tensor] = []
-    places: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by call site of the op, then by its n-th run there
+    slots_at: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by call site of the op, then by its n-th run there
     for node, where in made:
         by: Any = node.args[0] if op_name(node) == "getitem" else node
-        place, run = by.meta.get("position"), 0
-        if place is None:
-            place = by.meta["source"], str(by.target), all(a.meta.get("from_integers") for a in by.all_input_nodes)
+        site, run = by.meta.get("position"), 0
+        if site is None:
+            site = by.meta["source"], str(by.target), all(a.meta.get("from_integers") for a in by.all_input_nodes)
             before = [n for n in form.capture.nodes[: by.meta["index"]] if n.target == by.target]
-            run = sum(n.meta["source"] == place[0] for n in before)
-        places.setdefault(place, {}).setdefault(run, []).extend(where.unbind(1))
+            run = sum(n.meta["source"] == site[0] for n in before)
+        slots_at.setdefault(site, {}).setdefault(run, []).extend(where.unbind(1))
 
     def changing(by_run: dict[int, list[torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
         count = itertools.count()
@@ -191,7 +191,7 @@ def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], 
 
         return otherwise
 
-    return {place: changing(by_run) for place, by_run in places.items()}
+    return {site: changing(by_run) for site, by_run in slots_at.items()}
 
 
 def _pair_slots(slots: int) -> list[tuple[int, int | None]]:

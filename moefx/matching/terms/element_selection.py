@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .index_arithmetic import reshape_group, unravel, without_row
-from .parameter_places import is_state_slice
+from .parameter_slices import is_state_slice
 from .sum_expansion import cost, shift_axes
 from .term import MASKED, OVERWRITTEN, Term, Write, constant_value, is_const
 

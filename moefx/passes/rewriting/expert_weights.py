@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ...matching.terms.parameter_places import ParameterSlice, get_tensor
+from ...matching.terms.parameter_slices import ParameterSlice, get_tensor
 from .op_emission import OpEmitter
 
 aten = torch.ops.aten
@@ -17,8 +17,8 @@ class ExpertWeights:
     def __init__(self, emit: OpEmitter, block: nn.Module):
         self.emit, self.block = emit, block
 
-    def emit_one(self, place: ParameterSlice) -> fx.Node:
-        return self._apply_steps(self._emit_parameter(place.fqn), place.steps, 0)
+    def emit_one(self, part: ParameterSlice) -> fx.Node:
+        return self._apply_steps(self._emit_parameter(part.fqn), part.steps, 0)
 
     def _emit_parameter(self, fqn: str) -> fx.Node:
         parameter = get_tensor(self.block, fqn)
@@ -28,7 +28,7 @@ class ExpertWeights:
         return node
 
     def _apply_steps(self, node: fx.Node, steps: tuple[tuple, ...], off: int) -> fx.Node:
-        """Apply the view steps of a place to one parameter (`off=0`) or to a stack of parameters (`off=1`)."""
+        """Apply the view steps of a slice to one parameter (`off=0`) or to a stack of parameters (`off=1`)."""
         for op, *rest in steps:
             shape: Any = rest[0] if rest else ()
             if op in ("at", "squeeze"):
@@ -49,20 +49,20 @@ class ExpertWeights:
                 node = self.emit.call(aten.detach.default, (node,))
         return node
 
-    def are_stacked(self, places: list[ParameterSlice]) -> bool:
+    def are_stacked(self, parts: list[ParameterSlice]) -> bool:
         """Whether one tensor holds the parameters of all experts."""
-        return len({p.fqn for p in places}) == 1
+        return len({p.fqn for p in parts}) == 1
 
-    def emit_all(self, places: list[ParameterSlice]) -> fx.Node | list[fx.Node]:
+    def emit_all(self, parts: list[ParameterSlice]) -> fx.Node | list[fx.Node]:
         """Emit the parameters of all experts of a group: a stacked tensor if the user has one, else E nodes."""
-        stack = self._emit_stack(places)
-        return stack if stack is not None else [self.emit_one(p) for p in places]
+        stack = self._emit_stack(parts)
+        return stack if stack is not None else [self.emit_one(p) for p in parts]
 
-    def _emit_stack(self, places: list[ParameterSlice]) -> fx.Node | None:
-        first = places[0]
-        if any(p.fqn != first.fqn or len(p.steps) != len(first.steps) for p in places):
+    def _emit_stack(self, parts: list[ParameterSlice]) -> fx.Node | None:
+        first = parts[0]
+        if any(p.fqn != first.fqn or len(p.steps) != len(first.steps) for p in parts):
             return None
-        varying = [k for k in range(len(first.steps)) if any(p.steps[k] != first.steps[k] for p in places)]
+        varying = [k for k in range(len(first.steps)) if any(p.steps[k] != first.steps[k] for p in parts)]
         if len(varying) != 1:
             return None
         k = varying[0]
@@ -70,9 +70,9 @@ class ExpertWeights:
         before = self._apply_steps(self._emit_parameter(first.fqn), first.steps[:k], 0)
         if op == "at":
             axis = rest[1][0][0]
-            numbers = [p.steps[k][2][0] for p in places]
-            others = {p.steps[k][2][1:] for p in places}
-            if [a for a, _ in numbers] != [axis] * len(places) or len(others) != 1:
+            numbers = [p.steps[k][2][0] for p in parts]
+            others = {p.steps[k][2][1:] for p in parts}
+            if [a for a, _ in numbers] != [axis] * len(parts) or len(others) != 1:
                 return None
             order = [i for _, i in numbers]
             node = before if axis == 0 else self.emit.call(aten.movedim.int, (before, axis, 0))
@@ -91,8 +91,8 @@ class ExpertWeights:
                 node = self.emit.call(aten.select.int, (node, a + (1 if a < axis else 0), i))
         elif op == "slice":
             _, dim, start, stop, step = rest
-            starts = [p.steps[k][3] for p in places]
-            if step != 1 or any(p.steps[k][4] - p.steps[k][3] != stop - start for p in places):
+            starts = [p.steps[k][3] for p in parts]
+            if step != 1 or any(p.steps[k][4] - p.steps[k][3] != stop - start for p in parts):
                 return None
             parts = self._emit_strided_slices(before, dim, starts, stop - start)
             if parts is None:

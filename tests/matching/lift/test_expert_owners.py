@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moefx.matching.lift.expert_owners import ExpertOwners
-from moefx.matching.terms.parameter_places import ParameterSlice
+from moefx.matching.terms.parameter_slices import ParameterSlice
 
 from .small_blocks import EXPERTS, D, Small, reach
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from moefx.matching.terms.normal_form import Terms
-from moefx.matching.terms.parameter_places import (
+from moefx.matching.terms.parameter_slices import (
     ParameterSlice,
     find_siblings,
     guess_experts,
