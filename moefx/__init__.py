@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .frontends.dynamo.backend import rewrite_graph
     from .planner.platforms import Platform
     from .planner.ranking import plan
-    from .runtime.hosts import order_hosts
+    from .runtime.host_order import order_hosts
 
 __all__ = [
     "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Plan", "Platform",
@@ -34,7 +34,7 @@ _OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_di
 _PLANNER = {"Platform": ".planner.platforms", "plan": ".planner.ranking"}
 _MODULES = _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribution.block_distribution")
 _MODULES |= dict.fromkeys(("Block", "blocks", "graph", "history"), ".compiled_blocks")
-_MODULES |= {"order_hosts": ".runtime.hosts", "rewrite_graph": ".frontends.dynamo.backend"}
+_MODULES |= {"order_hosts": ".runtime.host_order", "rewrite_graph": ".frontends.dynamo.backend"}
 
 
 def __dir__() -> list[str]:

@@ -30,7 +30,7 @@ from .inspection.explain import Explanation, merge_refusals
 from .ir.argument_binding import ExampleInputs, flatten_arguments
 from .ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
 from .passes.pass_manager import pass_name
-from .runtime.module import BlockForward, install_forward, signature_binder
+from .runtime.block_forward import BlockForward, install_forward, signature_binder
 from .runtime.program import Program
 from .util.model_copy import copy_model
 from .util.progress import report_progress

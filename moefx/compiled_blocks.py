@@ -19,7 +19,7 @@ from .inspection.explain import BlockReport
 from .inspection.history import History
 from .ir.argument_binding import Specialization
 from .ir.block_graph import BlockGraph
-from .runtime.module import BlockForward, rewritten_blocks
+from .runtime.block_forward import BlockForward, rewritten_blocks
 
 if TYPE_CHECKING:
     from .planner.decision import Decision

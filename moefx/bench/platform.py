@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..planner.platforms import PLATFORMS, find_platform
-from ..runtime.links import measure_handling
+from ..runtime.link_costs import measure_handling
 from ..runtime.topology import resolve_node_size
 from . import link_times
 from .device_times import Machine

@@ -33,7 +33,7 @@ from .sandbox import (
 from .work_count import WorkCount
 
 if TYPE_CHECKING:
-    from .shares import Shares
+    from .rank_shares import Shares
 
 MAX_NOISE_RUNS = 8
 HOPELESS = 8.0  # an error of this many bounds cannot be rounding: stop sampling the noise

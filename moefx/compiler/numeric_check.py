@@ -17,7 +17,7 @@ from ..comparison.block_check import verify_block
 from ..errors import summarize_error
 from ..ir.argument_binding import find_device, flatten_arguments
 from ..matching.guarded_sizes import find_sequence
-from ..runtime.module import signature_binder
+from ..runtime.block_forward import signature_binder
 from .pipeline import BlockRewrite
 
 

@@ -35,7 +35,7 @@ from ..passes.checkpoint import checkpoint
 from ..passes.fuse import fuse
 from ..passes.pass_manager import PassManager, pass_name
 from ..passes.rewrite import Placeholders, RewriteResult
-from ..runtime.module import signature_binder
+from ..runtime.block_forward import signature_binder
 from .proof_attempts import prove_and_rewrite
 
 PASSES = (fuse, checkpoint)

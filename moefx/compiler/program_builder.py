@@ -20,9 +20,9 @@ from ..ir.argument_binding import (
 )
 from ..ir.guards.attribute_reads import BLOCK_MODE, AttributeLocation, find_globals, read_value
 from ..ir.guards.stored_values import StoredFieldNames, StoredForward, can_snapshot, is_configuration, snapshot
-from ..runtime.module import signature_binder
+from ..runtime.block_forward import signature_binder
+from ..runtime.change_detection import absorbed_names
 from ..runtime.program import Program
-from ..runtime.watch import absorbed_names
 from .pipeline import BlockRewrite
 
 

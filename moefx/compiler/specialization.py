@@ -33,9 +33,9 @@ from ..ir.guards.attribute_reads import (
 )
 from ..ir.guards.stored_values import StoredForward, is_same
 from ..ir.passed_objects import replace_objects
-from ..runtime.module import BlockForward, signature_binder, signature_of
+from ..runtime.block_forward import BlockForward, signature_binder, signature_of
+from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
-from ..runtime.watch import ReadAttributes
 from .numeric_check import numeric_check
 from .pipeline import BlockRewrite, apply_capacity, keep_captured_graph, rewrite_block, rewrite_with_objects
 from .program_builder import build_program, move_kind

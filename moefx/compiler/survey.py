@@ -35,8 +35,8 @@ from ..ir.guards.attribute_reads import (
 )
 from ..ir.guards.stored_values import is_same
 from ..matching.unsupported_effects import NO_CACHE
-from ..runtime.module import rewritten_blocks
-from ..runtime.watch import absorbed_names, find_hook_kind
+from ..runtime.block_forward import rewritten_blocks
+from ..runtime.change_detection import absorbed_names, find_hook_kind
 from ..util.model_copy import copy_model
 from ..util.progress import announce
 from ..util.user_code import forward_line, user_line

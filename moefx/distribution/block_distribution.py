@@ -25,10 +25,10 @@ from ..passes.exchange.routed_region import RoutedRegion
 from ..passes.overlap import overlap
 from ..passes.pass_manager import PassManager
 from ..passes.ssmb import ssmb
-from ..runtime import clipping, state
-from ..runtime.links import DEFAULT_TOKENS, choose_fastest, predict_seconds
-from ..runtime.module import rewritten_blocks
-from ..runtime.saving import save_routing as save_routing
+from ..runtime import gradient_clipping, state_dicts
+from ..runtime.block_forward import rewritten_blocks
+from ..runtime.link_costs import DEFAULT_TOKENS, choose_fastest, predict_seconds
+from ..runtime.saved_routing import save_routing as save_routing
 from ..runtime.sharding import (
     ExpertParameters,
     copy_with_all_experts,
@@ -38,7 +38,7 @@ from ..runtime.sharding import (
     select_mesh_axis,
     shard_experts,
 )
-from ..runtime.state import OnLoad, OnSave, joined
+from ..runtime.state_dicts import OnLoad, OnSave, joined
 from ..runtime.topology import ExpertAxis
 from ..util.user_code import forward_line
 from .expert_storage import find_expert_parameters
@@ -321,7 +321,7 @@ def full_state_dict(model: nn.Module, *, cpu: bool = False, rank: int | None = N
         A dict with the names, order and shapes of the original's `state_dict`, and whole tensors for DTensors.
     """
     found = {name: (s.parameters, s.placement, s.ways) for name, s in spread_blocks(model).items()}
-    return state.full_state_dict(model, found, cpu=cpu, rank=rank)
+    return state_dicts.full_state_dict(model, found, cpu=cpu, rank=rank)
 
 
 def clip_grad_norm_(
@@ -340,7 +340,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: `error_if_nonfinite`, and the norm is not finite.
     """
-    return clipping.clip_grad_norm_(model, own_experts(model), max_norm, norm_type, error_if_nonfinite)
+    return gradient_clipping.clip_grad_norm_(model, own_experts(model), max_norm, norm_type, error_if_nonfinite)
 
 
 def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[str]:

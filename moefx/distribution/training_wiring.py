@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch import nn
 
 from .._plan import Plan
-from ..runtime.overwriting import OverwritingWatch, SettleOnLoad
+from ..runtime.data_parallel_wrappers import DDP_IGNORED, DEEPSPEED_HOOK, IgnoredByDDP, RefuseDeepSpeed
+from ..runtime.overwrite_detection import OverwritingWatch, SettleOnLoad
 from ..runtime.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build_reductions, format_reductions
 from ..runtime.sharding import resolve_expert_axes
-from ..runtime.state import joined
+from ..runtime.state_dicts import joined
 from ..runtime.topology import ExpertAxis
-from ..runtime.wrappers import DDP_IGNORED, DEEPSPEED_HOOK, IgnoredByDDP, RefuseDeepSpeed
 from .block_distribution import Spread, expert_parameter_names
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from .._plan import Plan
 from ..compiler.survey_result import Survey
 from ..errors import InvalidPlan, UnknownArchitecture
-from ..runtime.links import DEFAULT_TOKENS
+from ..runtime.link_costs import DEFAULT_TOKENS
 from ..runtime.sharding import is_replica_axis
 from ..runtime.topology import resolve_node_size
 from ..util.unit_text import amount

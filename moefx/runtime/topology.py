@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import InvalidPlan
 from ..ir.expert_placement import ExchangeRoutes, SharedTokens, TopologyLevel
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
-from .links import Link, Links, measure_handling, measure_link
+from .link_costs import Link, Links, measure_handling, measure_link
 
 _LOWEST_LEVELS = ("inter", "intra")  # names of the two lowest levels; levels above are numbered
 

@@ -13,7 +13,7 @@ from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward
 from ..inspection.history import Snapshot
 from ..ir.argument_binding import flatten_arguments, make_binder, specialize_call
 from ..ir.block_graph import BlockGraph
-from ..runtime.module import BlockForward
+from ..runtime.block_forward import BlockForward
 from ..runtime.program import Program
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..comparison.shares import Shares
+from ..comparison.rank_shares import Shares
 
 
 def find_shares(compiled: nn.Module) -> Shares | None:

@@ -19,15 +19,15 @@ from ..comparison.routing_tape import RoutingRow
 from ..comparison.sandbox import Inputs
 from ..errors import InvalidInput, VerificationFailed
 from ..ir.argument_binding import ExampleInputs
-from ..runtime.module import rewritten_blocks
+from ..runtime.block_forward import rewritten_blocks
 from .compiled_parts import CompiledPart, find_compiled_parts
 from .expert_shares import find_shares
+from .model_verifier import ModelVerifier, copy_with_original_regions, is_graph, is_region
 from .modes import parse_modes
-from .table import format_report
-from .verifying import ModelVerifier, copy_with_original_regions, is_graph, is_region
+from .report_table import format_report
 
 if TYPE_CHECKING:
-    from .traced import BackendRecipe
+    from .backend_verifier import BackendRecipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def verify(
         shares.check_agreement(", ".join(f"{what}: {value}" for what, value in asked.items()))
         shares.check_tokens(sets)
     if recipes and not rewritten_blocks(compiled):
-        from .traced import verify_traced  # imports the backend
+        from .backend_verifier import verify_traced  # imports the backend
 
         traced = verify_traced(
             compiled, recipes, reference, sets, dtype=dtype, grads=grads, seeds=seeds, loss=loss, routings=routings,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from moefx.runtime.module import rewritten_blocks
+from moefx.runtime.block_forward import rewritten_blocks
 from tests.models.case import Case
 
 

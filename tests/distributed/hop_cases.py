@@ -14,7 +14,7 @@ import moefx
 import moefx.runtime.topology
 from moefx.errors import InvalidPlan
 from moefx.ir.expert_placement import TopologyLevel
-from moefx.runtime.links import Link
+from moefx.runtime.link_costs import Link
 
 from ..passes.blocks import D
 from .launch import sampled

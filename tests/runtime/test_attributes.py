@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
-from moefx.runtime import module
+from moefx.runtime import block_forward
 
 from ..proof_memory import checking_once, proving_once
 from . import scales
@@ -147,7 +147,7 @@ def test_a_global_of_an_attribute_s_name_is_not_read(monkeypatch, x):
 
 
 def test_attribute_that_always_changes_warns_a_bounded_number_of_times(monkeypatch, x, caplog):
-    monkeypatch.setattr(module, "MAX_SPECIALIZATIONS", 2)
+    monkeypatch.setattr(block_forward, "MAX_SPECIALIZATIONS", 2)
     model, compiled = pair(x)
     for step in range(6):
         monkeypatch.setitem(globals(), "GAIN", 1.0 + step / 7)

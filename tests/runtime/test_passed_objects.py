@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moefx
-from moefx.runtime.module import rewritten_blocks
+from moefx.runtime.block_forward import rewritten_blocks
 
 DIM = 16
 pytestmark = pytest.mark.filterwarnings("error:moefx rewrote these blocks without a numeric check")

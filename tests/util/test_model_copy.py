@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from moefx.errors import MoefxError
-from moefx.runtime.module import rewritten_forward
+from moefx.runtime.block_forward import rewritten_forward
 from moefx.util.model_copy import copy_model
 from tests.runtime.rewriting import Model, rewrite
 

@@ -15,9 +15,9 @@ from moefx.inspection.history import History, Snapshot
 from moefx.ir.argument_binding import flatten_arguments, make_binder, specialize_call
 from moefx.ir.block_graph import BlockGraph
 from moefx.ir.ops.op_definition import registry
-from moefx.runtime.module import install_forward
+from moefx.runtime.block_forward import install_forward
+from moefx.runtime.change_detection import absorbed_names
 from moefx.runtime.program import Program
-from moefx.runtime.watch import absorbed_names
 from moefx.util.model_copy import copy_model
 
 from ..ir.graphs import Block, D, E, block_graph

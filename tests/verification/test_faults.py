@@ -19,7 +19,7 @@ from moefx.inspection.history import History
 from moefx.ir import op_providers
 from moefx.ir.ops.dialect import build_pft
 from moefx.ir.ops.op_definition import registry
-from moefx.runtime.module import install_forward, rewritten_forward
+from moefx.runtime.block_forward import install_forward, rewritten_forward
 from moefx.runtime.program import Program
 from moefx.verification.verify_report import verify
 

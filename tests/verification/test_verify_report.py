@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefx.errors import InvalidInput, VerificationFailed
-from moefx.runtime.module import rewritten_forward
+from moefx.runtime.block_forward import rewritten_forward
 from moefx.verification.verify_report import VerifyReport, verify
 
 from .compiled import Model, broken, compiled_pair
@@ -188,7 +188,7 @@ def test_a_lazy_specialization_is_captured_unseen():
     """Capture runs ops of its own: the modes of `verify` must not take them for the model's."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-    from moefx.runtime.module import install_forward
+    from moefx.runtime.block_forward import install_forward
 
     original, compiled = compiled_pair()
     seen = []

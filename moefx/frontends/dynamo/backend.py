@@ -17,9 +17,9 @@ from ...compiled_blocks import RECORD, UNCHANGED, Record
 from ...compiler.survey_result import Refusal
 from ...errors import Refused
 from ...inspection.explain import BlockReport, merge_refusals
-from ...runtime.module import BlockForward, rewritten_blocks
+from ...runtime.block_forward import BlockForward, rewritten_blocks
+from ...verification.backend_verifier import BackendRecipe, keeping_saved_tensors
 from ...verification.compiled_parts import find_compiled_parts
-from ...verification.traced import BackendRecipe, keeping_saved_tensors
 from ..fx import trace_artifacts
 from ..fx.graph_rewrite import GraphRegions, build_refusal, check_inputs, check_plan, rewrite_regions
 from ..fx.normalize import normalize, restore_calls

@@ -16,7 +16,7 @@ from ...compiled_blocks import Record
 from ...compiler.survey_result import Refusal
 from ...errors import Cause
 from ...inspection.explain import BlockReport
-from ...runtime.module import BlockForward, rewritten_blocks
+from ...runtime.block_forward import BlockForward, rewritten_blocks
 from ..fx.graph_rewrite import GraphRegions
 from ..fx.node_queries import user_sources
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ...runtime.watch import find_hook_kind
+from ...runtime.change_detection import find_hook_kind
 from .abstract_values import traced_value
 from .memory_aliases import StorageAliases
 from .node_queries import find_argument, target_name

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...errors import Refused
 from ...ir.argument_binding import Path, Specialization, describe_leaf
-from ...runtime.module import install_forward
+from ...runtime.block_forward import install_forward
 from ...runtime.program import Program
 from .generalize import GeneralizedRegion
 from .graph_analysis import GraphAnalysis

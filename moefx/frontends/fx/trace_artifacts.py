@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import fx
 
-from ...runtime.module import rewritten_blocks
+from ...runtime.block_forward import rewritten_blocks
 
 _log = logging.getLogger(__name__)
 Text = Callable[[], str]  # computed only if it is read

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from moefx.errors import AbsorbedModuleChanged
-from moefx.runtime.watch import AbsorbedModules, absorbed_names
+from moefx.runtime.change_detection import AbsorbedModules, absorbed_names
 
 from ..ir.graphs import Block, block_graph
 

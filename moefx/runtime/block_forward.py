@@ -24,10 +24,10 @@ from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritt
 from ..ir.argument_binding import Leaves, Path, Specialization, flatten_arguments, make_binder, specialize_call
 from ..ir.guards.recomputed_choice import running
 from ..util.compile_lock import compile_lock, holds_compile_lock
-from .entry import Entry
+from .change_detection import AbsorbedModules
+from .installed_program import Entry
 from .program import Program
 from .surrounding_modes import is_transformed, suspend_observers
-from .watch import AbsorbedModules
 
 # Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
 MAX_SPECIALIZATIONS = 16

@@ -28,10 +28,10 @@ from ..comparison.sandbox import Inputs, Options, map_tensors
 from ..compiler.survey_result import Refusal
 from ..frontends.fx.graph_rewrite import rewrite_regions
 from ..inspection.explain import merge_refusals
-from ..runtime.module import BlockForward, rewritten_blocks
+from ..runtime.block_forward import BlockForward, rewritten_blocks
 from .compiled_parts import CompiledCopies, CompiledPart, allow_recompiles
+from .model_verifier import LATER_CALLS, ModelVerifier, add_calls, build_path_rows, copy_with_original_regions
 from .modes import Mode
-from .verifying import LATER_CALLS, ModelVerifier, add_calls, build_path_rows, copy_with_original_regions
 
 
 class BackendRecipe(NamedTuple):

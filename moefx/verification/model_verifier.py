@@ -15,19 +15,19 @@ from torch import fx, nn
 
 from ..comparison.compare import CallChain, Comparison, Subject
 from ..comparison.policy import Row
+from ..comparison.rank_shares import Shares, to_local
 from ..comparison.router_states import GIVEN, router_states
 from ..comparison.routing_tape import RoutingRow, Scope
 from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward, call_module
-from ..comparison.shares import Shares, to_local
 from ..errors import InvalidInput, summarize_error
-from ..runtime.module import BlockForward, CallCounts, rewritten_blocks
+from ..runtime.block_forward import BlockForward, CallCounts, rewritten_blocks
 from .bisect import find_first_bad_snapshot, find_program
+from .block_scopes import watch_compiled, watch_original
 from .compiled_parts import CompiledCopies, CompiledPart
 from .expert_shares import find_shares
 from .later_calls import MANY_TOKENS, MAX_SECONDS, CallPlanner, LaterCall
 from .modes import Mode
-from .table import NOTHING_REWRITTEN, OTHER_VALUES
-from .watching import watch_compiled, watch_original
+from .report_table import NOTHING_REWRITTEN, OTHER_VALUES
 
 LATER_CALLS = "calls after the given one: the given call already differs"
 

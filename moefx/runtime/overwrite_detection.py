@@ -27,8 +27,14 @@ from ..errors import ExpertsOverwritten
 from ..ir.expert_placement import Placement
 from ..ir.ops.parameter_samples import NUM_WORDS, local_sample, register, select
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
+from .data_parallel_wrappers import (
+    broadcasting_ddp,
+    describe_overwriting,
+    is_deepspeed,
+    outermost_wrapper,
+    refuse_deepspeed,
+)
 from .sharding import ExpertParameters, owner_and_tensor
-from .wrappers import broadcasting_ddp, describe_overwriting, is_deepspeed, outermost_wrapper, refuse_deepspeed
 
 _WORDS_PER_EXPERT = NUM_WORDS // 4  # int64 words of the first and of the last expert, before and now
 _CONFIRMED_VALUES = 64  # values of each parameter that the second comparison reads

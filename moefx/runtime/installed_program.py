@@ -10,8 +10,8 @@ from torch import nn
 from ..ir.argument_binding import Leaves
 from ..ir.guards.attribute_reads import AttributeLocation, find_owner, read_value
 from ..ir.guards.stored_values import StoredForward, belongs_to_block, snapshot
+from .change_detection import AbsorbedModules, ReadAttributes
 from .program import Program
-from .watch import AbsorbedModules, ReadAttributes
 
 
 class Entry:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch.distributed")
 
 from moefx.errors import InvalidPlan
-from moefx.runtime.links import Link, Links, choose_fastest, expected_parts, predict_seconds
+from moefx.runtime.link_costs import Link, Links, choose_fastest, expected_parts, predict_seconds
 from moefx.runtime.topology import Topology, resolve_node_size
 
 

@@ -14,7 +14,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moefx.errors import AbsorbedModuleChanged, MoefxError, Refused
 from moefx.ir.argument_binding import Guard
-from moefx.runtime.module import MAX_SPECIALIZATIONS, BlockForward, install_forward, rewritten_blocks, rewritten_forward
+from moefx.runtime.block_forward import (
+    MAX_SPECIALIZATIONS,
+    BlockForward,
+    install_forward,
+    rewritten_blocks,
+    rewritten_forward,
+)
 
 from ..ir.graphs import Block, D
 from .rewriting import Model, program_of, rewrite

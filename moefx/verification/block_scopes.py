@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comparison.routing_tape import Scope
 from ..comparison.sandbox import Inputs, copy_detached
-from ..runtime.module import BlockForward, rewritten_blocks
+from ..runtime.block_forward import BlockForward, rewritten_blocks
 
 
 def watch_original(box: nn.Module, names: Sequence[str], scope: Scope, calls: dict[str, Inputs] | None = None) -> None:
