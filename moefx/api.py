@@ -29,7 +29,7 @@ from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, merge_refusals
 from .ir.argument_binding import ExampleInputs, flatten_arguments
 from .ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
-from .passes.pass_manager import pass_name
+from .passes.pass_manager import get_pass_name
 from .runtime.block_forward import BlockForward, install_forward, signature_binder
 from .runtime.program import Program
 from .util.model_copy import copy_model
@@ -297,7 +297,7 @@ def check_passes(plan: Plan) -> Plan:
     Raises:
         InvalidPlan: the plan disables an unknown pass.
     """
-    names = [*map(pass_name, PASSES), "overlap"]  # `collectives` cannot be disabled
+    names = [*map(get_pass_name, PASSES), "overlap"]  # `collectives` cannot be disabled
     for name in plan.disable:
         if name not in names:
             raise InvalidPlan(f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(names)}")

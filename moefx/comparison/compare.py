@@ -15,7 +15,7 @@ from ..errors import InvalidInput, summarize_error
 from .casts import NoCopies
 from .decisions import largest_magnitude
 from .policy import Pair, Row, Tolerance, judge, judge_all, tolerance
-from .routing_tape import Align, CannotReplay, Record, Replay, RoutingRow, Scope, Tape
+from .routing_tape import AlignMode, CannotReplay, RecordingMode, ReplayMode, RoutingRow, Scope, Tape
 from .sandbox import (
     SECOND_BACKWARD,
     Call,
@@ -120,7 +120,7 @@ class CallChain:
         self.subject, self.scope, self.dtype = subject, Scope(), subject.working.dtype
         self.calls: list[_Call] = []
         self._boxes: dict[str, tuple[nn.Module, int]] = {}  # sandboxes with their numbers of calls
-        self._align: Align | None = None
+        self._align: AlignMode | None = None
 
     @property
     def call(self) -> _Call:
@@ -213,8 +213,8 @@ class CallChain:
     def _run_original(self, notes: list[str]) -> Run:
         """Run the original in its own precision, without the second backward if it supports none."""
 
-        def record(call: _Call) -> Record:
-            return Record(call.tape, self.scope, promote=self.subject.promote, work=call.work)
+        def record(call: _Call) -> RecordingMode:
+            return RecordingMode(call.tape, self.scope, promote=self.subject.promote, work=call.work)
 
         try:
             return self._run_sandbox("original", record)
@@ -234,12 +234,12 @@ class CallChain:
     def _run_compiled(self) -> Run | Row:
         """Run the compiled program under the original's routing. Returns a failed row if it raises."""
 
-        def align(call: _Call) -> Align | None:
+        def align(call: _Call) -> AlignMode | None:
             self._align = None
             if self.subject.is_opaque:
                 return None
             promote = self.subject.promote
-            self._align = Align(call.tape, self.scope, call.tol, call.case, promote=promote, work=call.work)
+            self._align = AlignMode(call.tape, self.scope, call.tol, call.case, promote=promote, work=call.work)
             return self._align
 
         error, compiled, shares = None, None, self.subject.shares
@@ -262,7 +262,7 @@ class CallChain:
         try:
             with _disable_autocast():  # autocast would round the truth
                 run = self._run_sandbox(
-                    "truth", lambda call: Replay(call.tape, self.scope, promote=True), self.subject.exact
+                    "truth", lambda call: ReplayMode(call.tape, self.scope, promote=True), self.subject.exact
                 )
         except Exception as error:  # the user's code: no float64 kernel, a fixed dtype, out of memory, ...
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -285,7 +285,10 @@ class CallChain:
         self._boxes.pop("noise", None)
         try:
             return self._run_sandbox(
-                "noise", lambda call: Replay(call.tape, self.scope, promote=self.subject.promote), moved, moved.perturb
+                "noise",
+                lambda call: ReplayMode(call.tape, self.scope, promote=self.subject.promote),
+                moved,
+                moved.perturb,
             )
         except CannotReplay:
             return None

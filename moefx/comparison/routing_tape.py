@@ -6,10 +6,10 @@ routing**. A `Tape` records each decision that the original takes on floating-po
 input and an integer or boolean result, such as topk, sort, argmax, a comparison with a threshold, nonzero, or a cast to
 int. This works for any router. The tape also records random draws, which differ between float32 and float64.
 
-* `Replay` runs the same code on other floats (float64, or perturbed weights) and imposes all decisions and draws.
-* `Align` runs the compiled program, whose routers are the user's own. It imposes the reference's selection for a token
-  only if the scores of both selections are equal to within rounding, by the same rule as for values. A wrong selection
-  stays wrong and shows in the values. `RoutingRow`s count the imposed tokens.
+* `ReplayMode` runs the same code on other floats (float64, or perturbed weights) and imposes all decisions and draws.
+* `AlignMode` runs the compiled program, whose routers are the user's own. It imposes the reference's selection for a
+  token only if the scores of both selections are equal to within rounding, by the same rule as for values. A wrong
+  selection stays wrong and shows in the values. `RoutingRow`s count the imposed tokens.
 
 Entries are found by block, op and shapes, in order. So ops that only one of the programs has do not disturb the others.
 """
@@ -160,7 +160,7 @@ class _Mode(TorchDispatchMode):
         return found[index] if index < len(found) else None
 
 
-class Record(_Mode):
+class RecordingMode(_Mode):
     """Runs the original and records its decisions and random draws."""
 
     def run(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ class Record(_Mode):
         return out
 
 
-class Replay(_Mode):
+class ReplayMode(_Mode):
     """Runs the original on other floats, with the recorded decisions and draws.
 
     With `promote` (the truth), also measures the rounding error of the recorded scores.
@@ -223,7 +223,7 @@ class Replay(_Mode):
         return drawn.to(dtype, copy=True)
 
 
-class Align(_Mode):
+class AlignMode(_Mode):
     """Runs the compiled program, see the module. Afterwards `rows` holds one row per router decision."""
 
     def __init__(

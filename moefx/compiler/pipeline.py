@@ -33,7 +33,7 @@ from ..matching.match_result import Match
 from ..passes.capacity_limit import limit
 from ..passes.checkpoint import checkpoint
 from ..passes.fuse import fuse
-from ..passes.pass_manager import PassManager, pass_name
+from ..passes.pass_manager import PassManager, get_pass_name
 from ..passes.rewrite import Placeholders, RewriteResult
 from ..runtime.block_forward import signature_binder
 from .proof_attempts import prove_and_rewrite
@@ -151,10 +151,10 @@ def rewrite_with_objects(
 def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     """Run the checkpoint pass and the later ones again, with the policy that the planner has decided."""
     ran = [snapshot.pass_name for snapshot in result.history]
-    if pass_name(checkpoint) not in ran:  # `plan.disable`
+    if get_pass_name(checkpoint) not in ran:  # `plan.disable`
         return result
     history = dataclasses.replace(
-        result.history, snapshots=result.history.snapshots[: ran.index(pass_name(checkpoint))]
+        result.history, snapshots=result.history.snapshots[: ran.index(get_pass_name(checkpoint))]
     )
     again = PASSES[PASSES.index(checkpoint) :]
     return dataclasses.replace(result, history=PassManager(block).extend(history, again, plan, level="dialect"))

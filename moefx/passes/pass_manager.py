@@ -87,7 +87,7 @@ class PassManager:
             PassError: a pass changed its input, or its result is not legal.
         """
         todo = _enabled(passes, plan)
-        _check(graph, made_by if isinstance(made_by, str) else pass_name(made_by), LEVELS[level])
+        _check(graph, made_by if isinstance(made_by, str) else get_pass_name(made_by), LEVELS[level])
         first = _snapshot(graph, None, made_by, 1, 1 + len(todo), ms)
         return self.extend(History(graph.name, (first,)), todo, plan, level=level)
 
@@ -101,7 +101,7 @@ class PassManager:
             start = time.perf_counter()
             graph = function(graph, plan)
             ms = (time.perf_counter() - start) * 1e3
-            name = pass_name(function)
+            name = get_pass_name(function)
             if _fingerprint(before) != fingerprint:
                 raise PassError(f"pass {name} changed its input graph; it must work on graph.copy()")
             current = getattr(_unwrap(function), "level", current)
@@ -136,16 +136,16 @@ class PassManager:
 
 
 def _enabled(passes: Sequence[Pass], plan: Plan) -> list[Pass]:
-    return [p for p in passes if pass_name(p) not in plan.disable]
+    return [p for p in passes if get_pass_name(p) not in plan.disable]
 
 
-def pass_name(function: Callable[..., Any]) -> str:
+def get_pass_name(function: Callable[..., Any]) -> str:
     """Return the name of a pass in headers, histories and `Plan.disable`."""
     function = _unwrap(function)
     return getattr(function, "pass_name", None) or getattr(function, "__name__", type(function).__name__)
 
 
-def rule(function: Callable[..., Any]) -> str:
+def find_pass_location(function: Callable[..., Any]) -> str:
     """Return the file and line of a pass, relative to the package: `"passes/fuse.py:88"`."""
     function = _unwrap(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
@@ -206,7 +206,9 @@ def _snapshot(
     ms: float,
 ) -> Snapshot:
     now, then = _list_counted_nodes(graph), _list_counted_nodes(before) if before else set()
-    name, where = (function, "") if isinstance(function, str) else (pass_name(function), rule(function))
+    name, where = (
+        (function, "") if isinstance(function, str) else (get_pass_name(function), find_pass_location(function))
+    )
     snapshot = Snapshot(index, total, name, ms, len(now - then), len(then - now), where, graph)
     return snapshot.with_total(total)
 

@@ -25,7 +25,7 @@ from ..ir.argument_binding import Leaves, Path, Specialization, flatten_argument
 from ..ir.guards.recomputed_choice import running
 from ..util.compile_lock import compile_lock, holds_compile_lock
 from .change_detection import AbsorbedModules
-from .installed_program import Entry
+from .installed_program import InstalledProgram
 from .program import Program
 from .surrounding_modes import is_transformed, suspend_observers
 
@@ -83,7 +83,7 @@ class BlockForward:
         self.counts = CallCounts()
         self.refusals: dict[tuple[Specialization, tuple[str, ...]], str] = {}  # by call and blocking conditions
         self.original = _find_own_forward(block)
-        self._entries: list[Entry] = []
+        self._entries: list[InstalledProgram] = []
         self.objects: tuple[Path, ...] = ()  # arguments that programs pass on unchanged
         self._warned: set[str] = set()
         self._forced = ""
@@ -171,7 +171,7 @@ class BlockForward:
             return self.original(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
 
-    def _run(self, entry: Entry, leaves: Leaves) -> Any:
+    def _run(self, entry: InstalledProgram, leaves: Leaves) -> Any:
         if not torch.compiler.is_compiling() and self.watch is not None:
             self.watch.begin_call()
         if self._forced:
@@ -182,7 +182,9 @@ class BlockForward:
             return result
         return program.fn(self.block, *values)
 
-    def _find_eager_entry(self, call: Specialization, leaves: Leaves, args: Any, kwargs: Any) -> Entry | None:
+    def _find_eager_entry(
+        self, call: Specialization, leaves: Leaves, args: Any, kwargs: Any
+    ) -> InstalledProgram | None:
         """Find the program for an eager call, or compile one."""
         if is_transformed():
             self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms run the original"
@@ -193,7 +195,7 @@ class BlockForward:
             self.counts.rewritten += 1
         return entry
 
-    def _find_traced_entry(self, call: Specialization, leaves: Leaves) -> Entry | None:
+    def _find_traced_entry(self, call: Specialization, leaves: Leaves) -> InstalledProgram | None:
         """Find the program for a call that Dynamo traces. Dynamo turns its checks into guards."""
         if not self._prepare_trace(*call):
             return None
@@ -202,7 +204,7 @@ class BlockForward:
                 return entry if entry.program.unchanged(self.block) else None
         return None
 
-    def _find_admitting_entry(self, call: Specialization, leaves: Leaves) -> Entry | None:
+    def _find_admitting_entry(self, call: Specialization, leaves: Leaves) -> InstalledProgram | None:
         """Find an existing program for an eager call. Record the last reason against one in `counts`."""
         failed = False
         for entry in self._entries:
@@ -227,7 +229,7 @@ class BlockForward:
         args: tuple[Any, ...] | None,
         kwargs: Mapping[str, Any] | None,
         known: int = 0,
-    ) -> Entry | None:
+    ) -> InstalledProgram | None:
         """Compile a program for this call, at most once per specialization.
 
         Args:
@@ -297,7 +299,7 @@ class BlockForward:
         self._entries.sort(key=lambda entry: entry not in holding)
         return bool(holding)
 
-    def _valid_entries(self, call: Specialization) -> list[Entry]:
+    def _valid_entries(self, call: Specialization) -> list[InstalledProgram]:
         """The entries for this specialization whose attributes are unchanged."""
         admitted = [e for e in self._entries if e.program.key.admits(call)]
         for entry in admitted:
@@ -316,7 +318,7 @@ class BlockForward:
         if self._recording:
             program.prepare_load()
         self.objects = tuple(dict.fromkeys((*self.objects, *program.objects)))
-        self._entries.append(Entry(program, AbsorbedModules(self.block, program.absorbed)))
+        self._entries.append(InstalledProgram(program, AbsorbedModules(self.block, program.absorbed)))
 
     @contextlib.contextmanager
     def running(self, what: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""`Entry`: a program of one block, and checks that the block has not changed since."""
+"""`InstalledProgram`: a program of one block, and checks that the block has not changed since."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .change_detection import AbsorbedModules, ReadAttributes
 from .program import Program
 
 
-class Entry:
+class InstalledProgram:
     """A program of one block, with the checks of that block's modules and attributes."""
 
     def __init__(self, program: Program, absorbed: AbsorbedModules):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefx.comparison.policy import tolerance
-from moefx.comparison.routing_tape import Align, CannotReplay, Record, Replay, Scope, Tape
+from moefx.comparison.routing_tape import AlignMode, CannotReplay, RecordingMode, ReplayMode, Scope, Tape
 
 TOL = tolerance(torch.float32, 16)
 
@@ -20,9 +20,9 @@ def scores(*shape: int, seed: int = 0) -> torch.Tensor:
 def replay(function, x, promote=True):
     """(result on x, result of the replay in float64, the tape)."""
     tape, scope = Tape(), Scope()
-    with Record(tape, scope):
+    with RecordingMode(tape, scope):
         first = function(x)
-    with Replay(tape, scope, promote=promote):
+    with ReplayMode(tape, scope, promote=promote):
         return first, function(x.double() if promote else x), tape
 
 
@@ -30,9 +30,9 @@ def align(function, x, moved):
     """Result of `function(moved)` where the reference was `function(x)`, and the routing row."""
     tape, scope = Tape(), Scope()
     with scope.enter("layers.1.mlp"):
-        with Record(tape, scope):
+        with RecordingMode(tape, scope):
             first = function(x)
-        mode = Align(tape, scope, TOL, "a case")
+        mode = AlignMode(tape, scope, TOL, "a case")
         with mode:
             out = function(moved)
     return first, out, mode.rows
@@ -60,11 +60,11 @@ SELECT = {
 def test_a_selection_is_imposed_and_its_values_are_those_of_the_new_floats(op):
     tape, scope = Tape(), Scope()
     x = scores(6, 8)
-    with Record(tape, scope):
+    with RecordingMode(tape, scope):
         ids, values = SELECT[op](x)
     other = x.flip(0).double() * 3  # chooses differently everywhere
     own_ids, _ = SELECT[op](other)
-    with Replay(tape, scope, promote=True):
+    with ReplayMode(tape, scope, promote=True):
         new_ids, new_values = SELECT[op](other)
     assert not torch.equal(own_ids, ids)
     assert torch.equal(new_ids, ids) and new_values.dtype == torch.float64
@@ -75,10 +75,10 @@ def test_a_selection_is_imposed_and_its_values_are_those_of_the_new_floats(op):
 
 def test_gradients_flow_through_an_imposed_selection():
     tape, scope = Tape(), Scope()
-    with Record(tape, scope):
+    with RecordingMode(tape, scope):
         ids = scores(6, 8).topk(3, -1).indices
     x = scores(6, 8, seed=1).requires_grad_()
-    with Replay(tape, scope, promote=False):
+    with ReplayMode(tape, scope, promote=False):
         x.topk(3, -1).values.sum().backward()
     assert torch.equal(x.grad, torch.zeros(6, 8).scatter(-1, ids, 1.0))
 
@@ -97,9 +97,9 @@ DECIDE = {
 @pytest.mark.parametrize("op", DECIDE)
 def test_every_op_from_floats_to_integers_is_a_decision(op):
     tape, scope = Tape(), Scope()
-    with Record(tape, scope):
+    with RecordingMode(tape, scope):
         first = DECIDE[op](scores(6, 8))
-    with Replay(tape, scope, promote=True):
+    with ReplayMode(tape, scope, promote=True):
         again = DECIDE[op](scores(6, 8, seed=3).double())
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -157,12 +157,12 @@ def test_a_draw_inside_a_kernel_is_refused():
 
     tape, scope = Tape(), Scope()
     q = scores(1, 1, 6, 8)
-    with Record(tape, scope):
+    with RecordingMode(tape, scope):
         F.scaled_dot_product_attention(q, q, q)
     assert not tape.cannot_replay
     tape.cannot_replay = "draws"
     with pytest.raises(CannotReplay, match="draws"):
-        Replay(tape, scope, promote=True)
+        ReplayMode(tape, scope, promote=True)
 
 
 def test_another_path_in_float64_is_refused():
@@ -201,12 +201,12 @@ def test_a_tie_that_is_broken_differently_is_a_difference():
     x = torch.zeros(4, 8)
     tape, scope = Tape(), Scope()
     with scope.enter("mlp"):
-        with Record(tape, scope):
+        with RecordingMode(tape, scope):
             x.topk(2, -1)
         (decision,) = next(iter(tape.decisions.values()))
         own = decision.results[0].clone()
         decision.results = (own.flip(-1) + 1,)  # other experts of the tie
-        mode = Align(tape, scope, TOL)
+        mode = AlignMode(tape, scope, TOL)
         with mode:
             assert torch.equal(x.topk(2, -1).indices, own)
     assert mode.rows[0].beyond == 4 and mode.rows[0].imposed == 0
@@ -232,9 +232,9 @@ def test_masked_experts_and_other_ops_between():
     assert torch.equal(first, out) and row.identical == 1
     # Ops that only one of the programs has do not shift the alignment.
     tape, scope = Tape(), Scope()
-    with Record(tape, scope):
+    with RecordingMode(tape, scope):
         x.argsort(-1), x.topk(3, -1), x.topk(2, -1)
-    mode = Align(tape, scope, TOL)
+    mode = AlignMode(tape, scope, TOL)
     with mode:
         x.max(-1), x.topk(2, -1)
     assert not mode.rows  # outside of a block nothing is reported

@@ -11,7 +11,7 @@ import moefx
 from moefx import Plan, api
 from moefx.compiler import pipeline
 from moefx.ir.block_graph import BlockGraph
-from moefx.passes.pass_manager import PassError, PassManager, graph_pass, pass_name, rule
+from moefx.passes.pass_manager import PassError, PassManager, find_pass_location, get_pass_name, graph_pass
 
 from ..ir.graphs import Block, D, S, block_graph, ops
 from .blocks import Loop, Mlp
@@ -81,14 +81,14 @@ def test_passes_behind_others_are_numbered_with_them():
 def test_rules_of_the_package_are_relative_to_it():
     from moefx.ir.graph_levels import eliminate_dead_code
 
-    assert re.fullmatch(r"ir/graph_levels\.py:\d+", rule(eliminate_dead_code))
-    assert rule(functools.partial(eliminate_dead_code)) == rule(eliminate_dead_code)
-    assert rule(len) == ""
+    assert re.fullmatch(r"ir/graph_levels\.py:\d+", find_pass_location(eliminate_dead_code))
+    assert find_pass_location(functools.partial(eliminate_dead_code)) == find_pass_location(eliminate_dead_code)
+    assert find_pass_location(len) == ""
 
     @graph_pass(level="fused", name="other")
     def named(block, plan): ...
 
-    assert pass_name(named) == pass_name(functools.partial(named)) == "other"
+    assert get_pass_name(named) == get_pass_name(functools.partial(named)) == "other"
 
 
 def test_disabled_passes_are_left_out():

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from .abstract_values import guess_weights, has_traced_values, propagate_values, traced_value
 from .memory_aliases import StorageAliases, storage_ids
-from .node_effects import Effect, changes_state, find_effect, reads_autograd_graph
+from .node_effects import NodeEffects, changes_state, find_effect, reads_autograd_graph
 from .node_queries import (
     ENTER_AUTOCAST,
     LAYOUT_OPS,
@@ -153,7 +153,7 @@ class GraphAnalysis:
             is_op = n.target is operator.getitem or isinstance(
                 n.target, torch._ops.OpOverload
             )  # torch drops these, too
-            is_pure = is_op and self.effects[n] == Effect()
+            is_pure = is_op and self.effects[n] == NodeEffects()
             if is_pure and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
                 dead.add(n)
         self.nodes = [n for n in self.nodes if n not in dead]
@@ -209,7 +209,7 @@ class GraphAnalysis:
         def value(of: fx.Node) -> Any:
             if of in self.weights:
                 return self.weights[of]
-            if self.effects[of] != Effect():
+            if self.effects[of] != NodeEffects():
                 raise ValueError(of)
             if of not in found:
                 args, kwargs = map_arg((of.args, of.kwargs), value)

@@ -29,7 +29,7 @@ _RANDOM_FUNCTIONS = {
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
-class Effect(NamedTuple):
+class NodeEffects(NamedTuple):
     """The side effects of a node.
 
     Attributes:
@@ -43,18 +43,18 @@ class Effect(NamedTuple):
     unknown: bool = False
 
 
-def find_effect(gm: nn.Module, n: fx.Node) -> Effect:
+def find_effect(gm: nn.Module, n: fx.Node) -> NodeEffects:
     """Find the side effects of a node."""
     if n.op == "call_module":
         return _module_effect(gm.get_submodule(str(n.target)))
     if n.op not in ("call_function", "call_method"):
-        return Effect()
+        return NodeEffects()
     if isinstance(n.target, torch._ops.HigherOrderOperator):
         return _bodies_effect(gm, n)
     if not is_library_call(n):
-        return Effect(unknown=True)
+        return NodeEffects(unknown=True)
     arguments = _bind_arguments(n)
-    return Effect(tuple(dict.fromkeys(_written_arguments(n, arguments))), _draws(n, arguments))
+    return NodeEffects(tuple(dict.fromkeys(_written_arguments(n, arguments))), _draws(n, arguments))
 
 
 def is_library_call(n: fx.Node) -> bool:
@@ -84,39 +84,39 @@ def reads_autograd_graph(n: fx.Node) -> bool:
 
 
 # ---------------------------------------------------------------------- modules and graphs
-def _module_effect(module: nn.Module) -> Effect:
+def _module_effect(module: nn.Module) -> NodeEffects:
     """The effects of a module call."""
     if isinstance(module, fx.GraphModule):
         effect = _graph_effect(module)
-        return Effect((), effect.draws, effect.unknown or bool(effect.writes))
+        return NodeEffects((), effect.draws, effect.unknown or bool(effect.writes))
     if not all(is_plain_module(m) for m in module.modules()):
-        return Effect(unknown=True)
+        return NodeEffects(unknown=True)
     keeps = any((m.training and m._buffers) or getattr(m, "max_norm", None) for m in module.modules())
     drops = any(isinstance(m, (nn.modules.dropout._DropoutNd, nn.RReLU)) or getattr(m, "dropout", 0)
                 for m in module.modules() if m.training)  # fmt: skip
-    return Effect(draws=bool(drops), unknown=bool(keeps))
+    return NodeEffects(draws=bool(drops), unknown=bool(keeps))
 
 
-def _bodies_effect(gm: nn.Module, n: fx.Node) -> Effect:
+def _bodies_effect(gm: nn.Module, n: fx.Node) -> NodeEffects:
     """The effects of a node that calls graphs with its last arguments, such as a checkpoint."""
     attributes = [(i, getattr(gm, str(a.target), None)) for i, a in enumerate(n.args)
             if isinstance(a, fx.Node) and a.op == "get_attr"]  # fmt: skip
     bodies = [(i, body) for i, body in attributes if isinstance(body, fx.GraphModule)]
     if not bodies:
-        return Effect(unknown=True)
+        return NodeEffects(unknown=True)
     writes: list[fx.Node] = []
     effects = [_graph_effect(body) for _, body in bodies]
     for (i, body), effect in zip(bodies, effects, strict=True):
         if effect.writes:
             inputs, arguments = [m for m in body.graph.nodes if m.op == "placeholder"], n.args[i + 1 :]
             if len(inputs) != len(arguments) or not all(isinstance(a, fx.Node) for a in arguments) or len(bodies) > 1:
-                return Effect(unknown=True)
+                return NodeEffects(unknown=True)
             writes += [arguments[inputs.index(w)] for w in effect.writes]  # type: ignore[misc]
     runs_again = bool(writes) and "checkpoint" in target_name(n)  # in the backward pass
-    return Effect(tuple(writes), any(e.draws for e in effects), runs_again or any(e.unknown for e in effects))
+    return NodeEffects(tuple(writes), any(e.draws for e in effects), runs_again or any(e.unknown for e in effects))
 
 
-def _graph_effect(gm: fx.GraphModule) -> Effect:
+def _graph_effect(gm: fx.GraphModule) -> NodeEffects:
     """The effects of a graph on its inputs; unknown if it writes to tensors that are neither inputs nor its own."""
     effects = {n: find_effect(gm, n) for n in gm.graph.nodes}
     value = {n: traced_value(n) for n in gm.graph.nodes}
@@ -129,7 +129,7 @@ def _graph_effect(gm: fx.GraphModule) -> Effect:
         mine = memory[target]
         writes += [n for n in inputs if mine & memory[n]]
         unknown |= not mine or any(mine & memory[n] for n in gm.graph.nodes if n.op == "get_attr")
-    return Effect(tuple(dict.fromkeys(writes)), any(e.draws for e in effects.values()), unknown)
+    return NodeEffects(tuple(dict.fromkeys(writes)), any(e.draws for e in effects.values()), unknown)
 
 
 # ---------------------------------------------------------------------- functions

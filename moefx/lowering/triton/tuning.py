@@ -21,7 +21,7 @@ from .tile_configs import Config
 TABLE = Path(os.environ.get("MOEFX_TUNING") or Path(__file__).with_name("tuning.jsonl"))
 _NEAR = 1.0  # largest `_distance` of a usable entry: one of three sizes off by a factor of 2
 
-Entry = tuple[tuple[int, ...], Config, str]  # shape, configuration, origin
+TunedConfig = tuple[tuple[int, ...], Config, str]  # shape, configuration, origin
 _HERE = "here for"
 _log = logging.getLogger(__name__)
 _used: dict[tuple[str, str], tuple[Config, str]] = {}
@@ -112,9 +112,9 @@ def gpu_name(device: torch.device) -> str:
 
 
 @functools.cache
-def _entries(device: torch.device) -> dict[tuple[str, str, str], list[Entry]]:
+def _entries(device: torch.device) -> dict[tuple[str, str, str], list[TunedConfig]]:
     """(target, dtype, kernel) -> tuned entries, from the table and from this machine's cache."""
-    entries: dict[tuple[str, str, str], list[Entry]] = {}
+    entries: dict[tuple[str, str, str], list[TunedConfig]] = {}
     try:
         lines = TABLE.read_text(errors="replace").splitlines()
     except OSError as error:
