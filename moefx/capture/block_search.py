@@ -237,11 +237,11 @@ class _SearchRun:
         finally:
             self._running.pop()
         for inner in seen.inner:
-            inner.note_overwritten(tracer)
+            inner.log_overwritten(tracer)
         return out
 
     def _finish(self, tracer: Tracer, seen: SurveyedCall, out: Any, changes: CallChanges) -> None:
-        """Note the results of a call. If it got objects, add it to the inner calls of the running modules."""
+        """Log the results of a call. If it got objects, add it to the inner calls of the running modules."""
         seen.outputs = _find_nodes(tracer, out)
         given = list(iterate_objects(seen.args, seen.kwargs))
         # compare now, as the capture restores its writes
@@ -251,8 +251,8 @@ class _SearchRun:
                 name = seen.name.removeprefix(f"{outer.name}." if outer.name else "")
                 outer.inner.append(InnerCall(tracer, name, seen.args, seen.kwargs, out, changes))
 
-    def note_op(self, func: Any, args: tuple, position: int) -> None:
-        """Note an op that selects, and the module that runs it."""
+    def log_op(self, func: Any, args: tuple, position: int) -> None:
+        """Log an op that selects, and the module that runs it."""
         if not self._running or func.overloadpacket.__name__ not in SELECTION_OPS:
             return
         if isinstance(args[0], FakeTensor) and args[0].dim():

@@ -95,7 +95,7 @@ def _wrap_apply(tracer: Tracer, original: Any, unrecorded: Any) -> Any:
         if cls is CheckpointFunction:  # run without checkpointing
             function, _, *inner = args
             return function(*inner)
-        tracer.notice_autocast()
+        tracer.update_autocast()
         run = original.__get__(None, cls)
         return tracer.record_whole(run, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
 

@@ -16,6 +16,6 @@ class CaptureObserver(Protocol):
         """Return what runs in place of `original`, which is `nn.Module.__call__`."""
         ...
 
-    def note_op(self, func: Any, args: tuple, position: int) -> None:
-        """Note an op before it runs. Args: position: the index that its first node will have."""
+    def log_op(self, func: Any, args: tuple, position: int) -> None:
+        """Log an op before it runs. Args: position: the index that its first node will have."""
         ...

@@ -302,7 +302,7 @@ class Recorder(TorchDispatchMode):
         dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
         width: Any = list(args)[1] if packet is aten.split else None
         if type(width) is int and (size := self.sizes.expressions.get(base.shape[dim])):
-            self.sizes.note_comparison(f"-(-{size}//{width})", "eq", str(len(out)), True)  # the number of parts
+            self.sizes.log_comparison(f"-(-{size}//{width})", "eq", str(len(out)), True)  # the number of parts
         for i, t in enumerate(out):
             if unbind:
                 view: tuple[Any, tuple] = (aten.select.int, (dim, i))

@@ -16,10 +16,10 @@ from torch import fx
 from .capture_result import HostRead, LimitedOutcome
 from .code_locations import Source, find_user_opcode, find_user_stack, is_user_asking_number, is_user_asking_tensor
 from .concrete_routing import Routing
-from .idle_tests import ASKS, KEYS, LOADS, IdleQuestions
+from .idle_tests import BOOLEAN, KEYS, LOADS, EmptinessTests
 from .node_origins import find_leaf_kinds, follows_from_floats, is_nan_check
 from .op_runner import OpRunner
-from .routed_numbers import ROW_COUNT, RoutedFloat, RoutedInt, asks_if_empty
+from .routed_numbers import ROW_COUNT, RoutedFloat, RoutedInt, is_row_emptiness_test
 from .symbolic_sizes import peek_value
 from .tensor_trees import has_values, is_float
 
@@ -35,7 +35,7 @@ class ReadLogger(OpRunner):
     Attributes:
         reads: booleans and floats that Python read, or comparisons of routed numbers.
         plain_reads: integers that neither routing nor state determines, by the call stack that read them.
-        questions: where the program asks which experts have tokens (see `idle_tests`).
+        emptiness_tests: where the program tests which experts have tokens (see `idle_tests`).
         has_routed_argument: whether the current op was called with a number of the routing.
     """
 
@@ -44,31 +44,31 @@ class ReadLogger(OpRunner):
         self.interventions = interventions or {}
         self.reads: list[HostRead] = []
         self.plain_reads: dict[tuple[Source, ...], list[Any]] = {}
-        self.questions = IdleQuestions()
+        self.emptiness_tests = EmptinessTests()
         self.has_routed_argument = False
         self._num_forced: Counter[tuple[Source, ...]] = Counter()  # reads with a limited forced outcome
 
     # ---------------------------------------------------------------- `RoutedNumberLog`
-    def note_comparison(self, number: Any, op: str, other: Any, value: bool) -> bool:
+    def log_comparison(self, number: Any, op: str, other: Any, value: bool) -> bool:
         if is_user_asking_number():
-            self.note_question(ASKS if asks_if_empty(number, op, other) else LOADS)
+            self.log_emptiness_test(BOOLEAN if is_row_emptiness_test(number, op, other) else LOADS)
         if isinstance(other, (RoutedInt, RoutedFloat)) and op in ("eq", "ne") and find_user_opcode() != "COMPARE_OP":
             return value  # a dict compares its keys: no branch
-        if asks_if_empty(number, op, other):
+        if is_row_emptiness_test(number, op, other):
             return value  # without rows nothing is computed; other captures have experts without rows
         if number.expr is ROW_COUNT and number.value == 0:  # both outcomes compute nothing
             return self._force(find_user_stack(), value, (op, other))
         node = number.expr if isinstance(number.expr, fx.Node) else None
         return self.log_read(value, node, (op, other), number.origins)
 
-    def note_leak(self, expr: Any) -> None:
+    def log_leak(self, expr: Any) -> None:
         self.sizes.routed = True
 
-    def note_key(self) -> None:
+    def log_key(self) -> None:
         if is_user_asking_number():
-            self.note_question(KEYS)
+            self.log_emptiness_test(KEYS)
 
-    def note_use(self, size: Any) -> None:
+    def log_use(self, size: Any) -> None:
         self.has_routed_argument = True
         self.sizes.given |= {size.value}
 
@@ -102,9 +102,9 @@ class ReadLogger(OpRunner):
         value = (original if original is not None and has_values(original) else self.concrete(t)).item()
         is_logged = t.dtype is torch.bool or is_float(t) or self._is_state(node)
         if t.dtype is torch.bool and follows_from_floats(node) and is_user_asking_tensor() and not is_nan_check(node):
-            self.note_question(ASKS)
+            self.log_emptiness_test(BOOLEAN)
         if not is_logged and not follows_from_floats(node):
-            self.note_plain(node, value)
+            self.log_plain_read(node, value)
         return self.log_read(value, node) if is_logged else value
 
     def read_requires_grad(self, t: torch.Tensor) -> bool:
@@ -116,29 +116,31 @@ class ReadLogger(OpRunner):
         leaves = find_leaf_kinds(node)
         return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not follows_from_floats(node))
 
-    def note_plain(self, node: fx.Node, value: Any) -> None:
-        """Note integers that neither routing nor state determines: see `matching.probes.plain_integers`."""
+    def log_plain_read(self, node: fx.Node, value: Any) -> None:
+        """Log integers that neither routing nor state determines: see `matching.probes.plain_integers`."""
         is_computed = node.op == "call_function" or node.meta.get("kind") == "constant"
         if is_computed and find_leaf_kinds(node) == {False}:
             self.plain_reads.setdefault(find_user_stack(), []).append(value)
 
-    # ---------------------------------------------------------------- questions for experts with tokens
-    def note_question(self, kind: str) -> None:
-        """Note that the program asks here which experts have tokens: see `idle_tests`."""
-        self.questions.note(kind)
+    # ---------------------------------------------------------------- emptiness_tests for experts with tokens
+    def log_emptiness_test(self, kind: str) -> None:
+        """Log that the program tests here which experts have tokens: see `idle_tests`."""
+        self.emptiness_tests.log(kind)
 
-    def note_error(self, depends_on_rows: bool) -> None:
-        """Note that an op raised an error, which the program may catch.
+    def log_error(self, depends_on_rows: bool) -> None:
+        """Log that an op raised an error, which the program may catch.
 
         Args:
             depends_on_rows: whether the number of rows may be the reason.
         """
         if is_user_asking_tensor():
             call_stack = find_user_stack()
-            self.questions.errors[call_stack] = depends_on_rows or self.questions.errors.get(call_stack, False)
+            self.emptiness_tests.errors[call_stack] = depends_on_rows or self.emptiness_tests.errors.get(
+                call_stack, False
+            )
 
-    def note_routed_rows(self, start: int) -> None:
-        """Note that the nodes since index `start` have as many rows as the routing determines."""
+    def log_routed_rows(self, start: int) -> None:
+        """Log that the nodes since index `start` have as many rows as the routing determines."""
         for node in self.nodes[start:]:
             node.meta["ragged"] = True
             if isinstance(val := node.meta.get("val"), torch.Tensor) and val.dim():

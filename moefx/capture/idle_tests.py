@@ -1,7 +1,7 @@
 """Refuse programs that decide in Python by which experts have no tokens, beyond skipping these experts.
 
-The tracer notes where the program tests whether an expert has rows, and where lists have a length from the routing.
-`refuse_remembered` follows these outcomes through the user's functions (see `outcome_flow`). Python may count them and
+The tracer logs where the program tests whether an expert has rows, and where lists have a length from the routing.
+`check_emptiness_tests` follows these outcomes through the user's functions (see `idle_flow`). Python may count them and
 decide by the count, and captures under other routings may all miss the other decision.
 """
 
@@ -19,26 +19,26 @@ from torch import nn
 from ..errors import Refused
 from ..util.user_code import is_user_file
 from .code_locations import Source, find_user_opcode, iterate_user_frames
-from .outcome_expressions import CONTAINERS
-from .outcome_flow import Flow, parameters
-from .outcome_names import name_of
-from .outcome_values import BOX, FREE, LOAD, OPTION, TEST, UNKNOWN, Value
+from .idle_expressions import CONTAINERS
+from .idle_flow import Flow, parameters
+from .idle_names import name_of
+from .idle_values import BOX, FREE, LOAD, OPTION, TEST, UNKNOWN, Value
 
-# Kinds of questions. ASKS: a boolean tells whether an expert has tokens. TRUTH: the truth of a number or tensor tells
-# it. ROWS: a list or a loop is as long as an expert's rows. KEYS: a routed number is the key of a container, or the
-# number of iterations of a loop. LOADS: Python compares an expert's load, and captures show both outcomes.
-ASKS, TRUTH, ROWS, KEYS, LOADS = "asks", "truth", "rows", "keys", "loads"
+# Kinds of emptiness tests. BOOLEAN: a boolean tells whether an expert has tokens. TRUTH: the truth of a number or
+# tensor tells it. ROWS: a list or a loop is as long as an expert's rows. KEYS: a routed number is the key of a
+# container, or the number of iterations of a loop. LOADS: Python compares a load, and captures show both outcomes.
+BOOLEAN, TRUTH, ROWS, KEYS, LOADS = "boolean", "truth", "rows", "keys", "loads"
 _MAX_ROUNDS = 12
 _MAX_SNAPSHOTS = 3  # of the names at one location
 _JUMPS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT")
 _Calls = tuple[Source, ...]
 
 
-class IdleQuestions:
-    """The questions for experts with tokens in one or several captures.
+class EmptinessTests:
+    """The tests whether experts have tokens, in one or several captures.
 
     Attributes:
-        sites: the call stacks, innermost location first, each with the kind of question. An ordered set.
+        sites: the call stacks, innermost location first, each with the kind of test. An ordered set.
         names: the local and global variables of functions at these locations.
         errors: the call stacks in which torch raised an error that the program caught, and whether the number of rows
             of an argument follows from the routing.
@@ -49,19 +49,19 @@ class IdleQuestions:
         self.errors: dict[_Calls, bool] = {}
         self.names: dict[Source, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
 
-    def note(self, kind: str) -> None:
-        """Note that the user's code asks a question now."""
+    def log(self, kind: str) -> None:
+        """Log that the code of the user makes a test now."""
         frames = [*iterate_user_frames()]
         if not frames:
             return
-        if kind == ASKS and find_user_opcode().startswith(_JUMPS):
+        if kind == BOOLEAN and find_user_opcode().startswith(_JUMPS):
             kind = TRUTH
         self.sites[tuple(source for source, _ in frames), kind] = None
         for source, frame in frames:
             if len(known := self.names.setdefault(source, [])) < _MAX_SNAPSHOTS:
                 known.append((frame.f_locals.copy(), frame.f_globals))
 
-    def add(self, other: IdleQuestions) -> None:
+    def add(self, other: EmptinessTests) -> None:
         self.sites |= other.sites
         self.errors |= {calls: rows for calls, rows in other.errors.items() if calls not in self.errors or rows}
         for source, several in other.names.items():
@@ -103,7 +103,7 @@ class _Code:
         """Return the expressions that a frame evaluated, with their values.
 
         Some versions of Python report only the statement of a test, and Python 3.10 only its line. Then return all
-        expressions there that may ask for tokens.
+        expressions there that may be tests.
         """
         if source.where is not None:
             return _list_events(self.at.get(source.where), kind)
@@ -111,7 +111,7 @@ class _Code:
         return {
             k: v
             for n in nodes
-            if isinstance(n, _ASKING) or kind not in (ASKS, LOADS)
+            if isinstance(n, _TEST_NODES) or kind not in (BOOLEAN, LOADS)
             for k, v in _list_events(n, kind).items()
         }
 
@@ -124,7 +124,7 @@ class _Code:
         return node.iter if isinstance(node, (ast.For, ast.AsyncFor)) else node if isinstance(node, ast.expr) else None
 
 
-_ASKING = (ast.Compare, ast.Call)
+_TEST_NODES = (ast.Compare, ast.Call)
 _KEYED_CALLS = {
     "set", "frozenset", "dict", "Counter", "fromkeys", "range", "groupby", "OrderedDict", "repeat", "islice",
 }  # fmt: skip
@@ -150,7 +150,7 @@ def _list_events(node: ast.AST | None, kind: str) -> dict[ast.expr, Value]:
         return {node: box} if is_kept else {node: Value(KEYS)} if is_filled else {}  # type: ignore[dict-item]
     if (
         isinstance(node, ast.Subscript)
-        or (kind in (ASKS, LOADS) and called in _LOOKUPS)
+        or (kind in (BOOLEAN, LOADS) and called in _LOOKUPS)
         or not isinstance(node, ast.expr)
     ):
         return {}
@@ -193,33 +193,33 @@ def _code(file: str) -> _Code | None:
 
 
 class _Analysis:
-    """The analysis of all functions of a program that ask which experts have tokens.
+    """The analysis of all functions of a program that test which experts have tokens.
 
     Attributes:
-        events: for each function, the values of expressions that ask.
+        events: for each function, the values of emptiness tests.
         escapes: expressions by which the program decides more than to skip an expert, with their file.
     """
 
-    def __init__(self, questions: IdleQuestions):
-        self.questions = questions
+    def __init__(self, emptiness_tests: EmptinessTests):
+        self.emptiness_tests = emptiness_tests
         self.events: dict[ast.AST, dict[ast.AST, Value]] = {}
         self.files: dict[ast.AST, str] = {}
         self.escapes: dict[ast.AST, str] = {}
         self.running: list[ast.AST] = []
 
     def run(self) -> None:
-        for calls, kind in self.questions.sites:
+        for calls, kind in self.emptiness_tests.sites:
             code = self._code(calls[0])
             for node, value in code.events(calls[0], kind).items():
                 known = self.events.setdefault(self._owner(code, node, calls[0]), {})
                 before = known.get(node)
-                # a comparison of a load may ask for any rows, too: `start < n`, for a start of 0
+                # a comparison of a load may also test for any rows: `start < n`, for a start of 0
                 if before is None or (kind not in (TRUTH, KEYS) and before.kind != LOAD):
                     known[node] = value
         for _ in range(_MAX_ROUNDS):
             before = {owner: dict(events) for owner, events in self.events.items()}
             returned = {owner: self._flow(owner, {}) for owner in before}
-            for calls, kind in self.questions.sites:
+            for calls, kind in self.emptiness_tests.sites:
                 self._propagate(calls, kind, returned)
             if self.escapes or before == self.events:
                 return
@@ -239,10 +239,10 @@ class _Analysis:
 
     def _propagate(self, calls: _Calls, kind: str, returned: Mapping[ast.AST, Value]) -> None:
         """Give the callers of a function its returned value, if it depends on an outcome."""
-        question = next(iter(self._code(calls[0]).events(calls[0], kind)), None)
-        if question is None:
+        test = next(iter(self._code(calls[0]).events(calls[0], kind)), None)
+        if test is None:
             return
-        inner = self._owner(self._code(calls[0]), question, calls[0])
+        inner = self._owner(self._code(calls[0]), test, calls[0])
         for source in calls[1:]:
             code = self._code(source)
             node = code.expression(source)
@@ -281,7 +281,7 @@ class _Analysis:
             names = {name: [cell.cell_contents] for name, cell in closure if cell != types.CellType()}
             if owner is not None:
                 names[code.co_varnames[0]] = [owner]
-        for source, several in self.questions.names.items():
+        for source, several in self.emptiness_tests.names.items():
             if source.file == self.files.get(function) and _is_inside_function(source, function):
                 for own, outer in several:
                     for name, held in own.items():
@@ -342,23 +342,23 @@ def _is_call_of(call: ast.AST | None, function: ast.AST) -> bool:
     return _called_name(call) == getattr(function, "name", "")
 
 
-def refuse_remembered(questions: IdleQuestions) -> None:
+def check_emptiness_tests(emptiness_tests: EmptinessTests) -> None:
     """Check that the program only skips experts by these outcomes.
 
     Raises:
         Refused: it decides more by them, which other captures may miss.
     """
-    for calls in (calls for calls, depends_on_rows in questions.errors.items() if depends_on_rows and calls):
+    for calls in (calls for calls, depends_on_rows in emptiness_tests.errors.items() if depends_on_rows and calls):
         raise Refused(
             f"torch raises an error for some numbers of tokens, which the program catches: {calls[0].text}",
             source=str(calls[0]),
             remedy="test the number of rows instead, or treat all numbers alike",
         )
-    analysis = _Analysis(questions)
+    analysis = _Analysis(emptiness_tests)
     analysis.run()
     for node, file in analysis.escapes.items():
         if file == "returns":
-            calls = next(iter(questions.sites))[0]
+            calls = next(iter(emptiness_tests.sites))[0]
             raise Refused(
                 "the block returns in Python which experts have tokens, or how many of them",
                 source=str(calls[0]),
@@ -372,4 +372,4 @@ def refuse_remembered(questions: IdleQuestions) -> None:
         )
 
 
-__all__ = ["ASKS", "ROWS", "IdleQuestions", "refuse_remembered"]
+__all__ = ["BOOLEAN", "ROWS", "EmptinessTests", "check_emptiness_tests"]

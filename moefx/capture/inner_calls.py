@@ -127,7 +127,7 @@ class InnerCall:
         self._tensors = [*collect_given_tensors((*args, *kwargs.values())), *collect_tensors(out)]
         self._versions = _count_versions(tracer, self._tensors)
 
-    def note_overwritten(self, tracer: Recorder) -> None:
+    def log_overwritten(self, tracer: Recorder) -> None:
         """Update `is_overwritten`."""
         self.is_overwritten |= _count_versions(tracer, self._tensors) != self._versions
 

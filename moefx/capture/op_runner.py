@@ -53,7 +53,7 @@ class OpRunner(Recorder):
         self.whole_op_depth = 0
 
     def refuse(self, reason: str, remedy: str) -> None:
-        """Note that the current line of the program does something that a block must not do."""
+        """Log that the current line of the program does something that a block must not do."""
         self.refusals.append(Refused(reason, source=str(find_user_source()), remedy=remedy))
 
     def concrete(self, t: torch.Tensor) -> torch.Tensor:

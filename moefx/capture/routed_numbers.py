@@ -19,34 +19,34 @@ _LINEAR = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos)
 ROW_COUNT = object()  # the origin of a number of rows
 
 
-def is_empty_test(op: str, other: Any) -> bool:
+def is_emptiness_test(op: str, other: Any) -> bool:
     """Whether a comparison of a number of rows with a plain number tells only whether there are any rows."""
     empty = ("eq", 0), ("ne", 0), ("gt", 0), ("le", 0), ("ge", 1), ("lt", 1)
     return type(other) in (int, float) and (op, other) in empty
 
 
-def asks_if_empty(number: Number, op: str, other: Any) -> bool:
+def is_row_emptiness_test(number: Number, op: str, other: Any) -> bool:
     """Whether a comparison tells only whether a tensor has any rows."""
-    return number.expr is ROW_COUNT and is_empty_test(op, other)
+    return number.expr is ROW_COUNT and is_emptiness_test(op, other)
 
 
 class RoutedNumberLog(Protocol):
     """Receives the uses of routed numbers by the program."""
 
-    def note_comparison(self, number: Number, op: str, other: Any, value: bool) -> bool:
-        """Note a comparison with the outcome `value`, and return the outcome that the program gets."""
+    def log_comparison(self, number: Number, op: str, other: Any, value: bool) -> bool:
+        """Log a comparison with the outcome `value`, and return the outcome that the program gets."""
         ...
 
-    def note_leak(self, expr: Any) -> None:
-        """Note that it became a plain number, whose comparisons go unseen."""
+    def log_leak(self, expr: Any) -> None:
+        """Log that it became a plain number, whose comparisons go unseen."""
         ...
 
-    def note_key(self) -> None:
-        """Note that Python used it as a key or an index, or for the number of iterations of a loop."""
+    def log_key(self) -> None:
+        """Log that Python used it as a key or an index, or for the number of iterations of a loop."""
         ...
 
-    def note_use(self, size: Number) -> None:
-        """Note that an op was called with it."""
+    def log_use(self, size: Number) -> None:
+        """Log that an op was called with it."""
         ...
 
 
@@ -69,7 +69,7 @@ class _RoutedNumber(Number):
         return found
 
     def __hash__(self) -> int:
-        self.log.note_key()
+        self.log.log_key()
         return super().__hash__()
 
     def _collect_origins(self) -> frozenset[Any]:
@@ -81,16 +81,16 @@ class RoutedInt(_RoutedNumber, torch.SymInt):
 
     def __index__(self) -> int:
         """Python indexes by it. Ops get the plain number another way."""
-        self.log.note_leak(self.expr)
-        self.log.note_key()
+        self.log.log_leak(self.expr)
+        self.log.log_key()
         return self.value
 
     def bit_length(self) -> Any:
-        self.log.note_leak(self.expr)
+        self.log.log_leak(self.expr)
         return self._derive(self.value.bit_length())
 
     def bit_count(self) -> Any:
-        self.log.note_leak(self.expr)
+        self.log.log_leak(self.expr)
         return self._derive(self.value.bit_count())
 
 
@@ -110,14 +110,14 @@ def wrap_routed(value: Any, node: Any, log: RoutedNumberLog) -> Any:
 def _make_arithmetic(fn: Callable, swapped: bool) -> Callable:
     def method(self: _RoutedNumber, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            self.log.note_use(self)
+            self.log.log_use(self)
             return fn(other, self.value) if swapped else fn(self.value, other)
         value = other.value if isinstance(other, Number) else other
         if type(value) not in (int, float, bool):
             return fn(value, self.value) if swapped else fn(self.value, value)  # a list times this number
         result = fn(value, self.value) if swapped else fn(self.value, value)
         if fn not in _LINEAR:  # few tokens may all give one number: `n // 300`
-            self.log.note_leak(self.expr)
+            self.log.log_leak(self.expr)
         is_multiple = fn is operator.mul and type(value) is int and value > 0
         if self.expr is ROW_COUNT and is_multiple:  # 0 only if the tensor has no rows
             return RoutedInt(result, ROW_COUNT, self.log)
@@ -129,12 +129,12 @@ def _make_arithmetic(fn: Callable, swapped: bool) -> Callable:
 def _make_comparison(name: str, fn: Callable) -> Callable:
     def method(self: _RoutedNumber, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            self.log.note_use(self)
+            self.log.log_use(self)
             return fn(self.value, other)
         value = other.value if isinstance(other, Number) else other
         if type(value) not in (int, float, bool):
             return NotImplemented
-        return self.log.note_comparison(self, name, other, fn(self.value, value))
+        return self.log.log_comparison(self, name, other, fn(self.value, value))
 
     return method
 
@@ -146,4 +146,12 @@ for _name, _fn in COMPARE.items():
     setattr(_RoutedNumber, f"__{_name}__", _make_comparison(_name, _fn))
 
 
-__all__ = ["ROW_COUNT", "RoutedFloat", "RoutedInt", "RoutedNumberLog", "asks_if_empty", "is_empty_test", "wrap_routed"]
+__all__ = [
+    "ROW_COUNT",
+    "RoutedFloat",
+    "RoutedInt",
+    "RoutedNumberLog",
+    "is_emptiness_test",
+    "is_row_emptiness_test",
+    "wrap_routed",
+]

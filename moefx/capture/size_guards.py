@@ -116,7 +116,7 @@ class SizeLog:
                 text = "*".join((*chosen, *([str(times)] if times > 1 else [])))
                 self.expressions.setdefault(times * math.prod(self.dims[d] for d in chosen), text)
 
-    def note_comparison(self, left: str, op: str, right: str, value: bool) -> None:
+    def log_comparison(self, left: str, op: str, right: str, value: bool) -> None:
         guard = SizeGuard(left, op, right, value)
         if guard not in self.seen:
             self.seen.add(guard)
@@ -155,10 +155,10 @@ class SizeLog:
             products, lambda m: self.expressions.get(evaluate_size(m[0], self.dims), m[0]), text
         )  # S*S has none
 
-    def note_leak(self, expr: str) -> None:
+    def log_leak(self, expr: str) -> None:
         self.leaks.add(expr)
 
-    def note_use(self, size: Any) -> None:
+    def log_use(self, size: Any) -> None:
         self.used.add(size.expr)
         self.given |= {size.value}
 

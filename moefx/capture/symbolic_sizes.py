@@ -54,17 +54,17 @@ class Number:
             )  # fmt: skip
         if name in ("value", "expr", "log") or name.startswith("__"):
             raise AttributeError(name)
-        self.log.note_leak(self.expr)
+        self.log.log_leak(self.expr)
         return getattr(self.value, name)
 
     def __repr__(self) -> str:
-        self.log.note_leak(self.expr)
+        self.log.log_leak(self.expr)
         return repr(self.value)
 
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        self.log.note_leak(self.expr)
+        self.log.log_leak(self.expr)
         return format(self.value, spec)
 
     def __bool__(self) -> bool:
@@ -81,15 +81,15 @@ class Number:
 
     # These return plain numbers, whose comparisons go unseen.
     def __int__(self) -> int:
-        self.log.note_leak(self.expr)
+        self.log.log_leak(self.expr)
         return int(self.value)
 
     def __float__(self) -> float:
-        self.log.note_leak(self.expr)
+        self.log.log_leak(self.expr)
         return float(self.value)
 
     def __hash__(self) -> int:
-        self.log.note_leak(self.expr)
+        self.log.log_leak(self.expr)
         return hash(self.value)
 
     def __round__(self, digits: int | None = None) -> Any:
@@ -135,7 +135,7 @@ class Size(Number, torch.SymInt):
 
     def __index__(self) -> int:
         """Python indexes by it. Ops get the plain number another way."""
-        self.log.note_leak(self.expr)
+        self.log.log_leak(self.expr)
         return self.value
 
 
@@ -167,7 +167,7 @@ def unwrap_numbers(x: Any) -> Any:
     if kind is tuple or kind is list:
         return kind([unwrap_numbers(v) for v in x])
     if isinstance(x, Number):
-        x.log.note_use(x)
+        x.log.log_use(x)
         return x.value
     if type(x) is torch.Size:
         return torch.Size([unwrap_numbers(v) for v in x])
@@ -187,7 +187,7 @@ def _make_number(value: Any, expr: str, log: SizeLog) -> Any:
 def _make_arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
     def method(self: Any, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            self.log.note_use(self)
+            self.log.log_use(self)
             return fn(other, self.value) if swapped else fn(self.value, other)
         a, b = (other, self) if swapped else (self, other)
         left, right = _find_expression(a), _find_expression(b)
@@ -205,14 +205,14 @@ def _make_unary(text: str, fn: Callable) -> Callable:
 def _make_comparison(name: str, fn: Callable) -> Callable:
     def method(self: Any, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            self.log.note_use(self)
+            self.log.log_use(self)
             return fn(self.value, other)
         right = _find_expression(other)
         if right is None:
             return NotImplemented
         value = fn(self.value, peek_value(other))
         if right != self.expr:
-            self.log.note_comparison(self.expr, name, right, value)
+            self.log.log_comparison(self.expr, name, right, value)
         return value
 
     return method

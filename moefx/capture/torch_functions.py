@@ -66,12 +66,12 @@ class TorchFunctions(TorchFunctionMode):
         try:
             if func in _LISTS and _is_along_rows(func, args, options):
                 if self._has_routed_rows(args[0]):
-                    tracer.note_question(ROWS)
+                    tracer.log_emptiness_test(ROWS)
                 elif isinstance(size := self._shape(args[0])[0], Size):
-                    tracer.sizes.note_leak(size.expr)
+                    tracer.sizes.log_leak(size.expr)
             return self._call(func, args, options, has_routed_argument, given)
         except Exception:
-            tracer.note_error(any(map(self._has_routed_rows, collect_tensors((args, options)))))
+            tracer.log_error(any(map(self._has_routed_rows, collect_tensors((args, options)))))
             raise
         finally:
             tracer.op_numbers = before
@@ -92,7 +92,7 @@ class TorchFunctions(TorchFunctionMode):
         tracer, start = self.tracer, len(self.tracer.nodes)
         if tracer.whole_op_depth:
             return func(*args, **options)
-        tracer.notice_autocast()
+        tracer.update_autocast()
         if func in _VIEWS:
             self._check_view(*given)
         elif func in _UNFLATTEN and len(given) == 3 and isinstance(given[1], int):
@@ -113,7 +113,7 @@ class TorchFunctions(TorchFunctionMode):
                 for dim, stop in _find_full_slices(*args):
                     out = tracer.record(aten.slice.Tensor, (out, dim, 0, stop), {})
         if has_routed_argument:
-            tracer.note_routed_rows(start)
+            tracer.log_routed_rows(start)
         return out
 
     def _answer_query(self, func: Any, args: tuple, options: dict[str, Any]) -> Any:
@@ -256,7 +256,7 @@ class TorchFunctions(TorchFunctionMode):
             node = self.tracer.node_of(t)
             if follows_from_floats(node):
                 return wrap_routed(value, node, self.tracer)
-            self.tracer.note_plain(node, value)
+            self.tracer.log_plain_read(node, value)
             return value
 
 

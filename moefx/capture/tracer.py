@@ -91,7 +91,7 @@ class Tracer(ReadLogger):
     def record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an op, append its nodes to the graph, and return the visible result."""
         if self.observer is not None:
-            self.observer.note_op(func, args, len(self.nodes))
+            self.observer.log_op(func, args, len(self.nodes))
         func, args, kwargs = self._normalize(func, args, kwargs)
         if func in (aten.clone.default, aten.alias.default):
             return self._reuse_node(func, args, kwargs)
@@ -354,8 +354,8 @@ class Tracer(ReadLogger):
                 )
 
     # ---------------------------------------------------------------- autocast
-    def notice_autocast(self) -> None:
-        """Note the dtype of autocast at a call of the program."""
+    def update_autocast(self) -> None:
+        """Update the dtype of autocast at a call of the program."""
         self.autocast = device_autocast.get_autocast_dtype()
         if device_autocast.is_changed_by_block():
             self.modes_read.add("autocast")

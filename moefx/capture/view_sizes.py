@@ -52,7 +52,7 @@ class ViewSizes:
             left, right, is_met = f"({tokens.expr}*{width})%({step.expr})", "0", tokens.value * width % step.value == 0
         if self._fits_all_sizes(own, known, is_whole):
             return
-        self.sizes.note_comparison(left, "eq", right, is_met)
+        self.sizes.log_comparison(left, "eq", right, is_met)
         if not is_met:
             source = find_user_source()
             what = f"a multiple of {step}" if type(step) is int and not is_whole else "one that fits"

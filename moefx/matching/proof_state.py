@@ -20,7 +20,7 @@ from ..capture.code_locations import Source
 from ..capture.concolic import capture_block
 from ..capture.concrete_routing import Routing
 from ..capture.host_reads import Interventions
-from ..capture.idle_tests import IdleQuestions
+from ..capture.idle_tests import EmptinessTests
 from ..capture.size_guards import SizeGuard, SizeLog
 from ..errors import Refused
 from ..inspection.proof_trace import ProbeRun
@@ -50,7 +50,7 @@ class ProofState:
     Attributes:
         siblings: numbers of sibling modules (see `find_siblings`).
         size_choice: chooses the sizes of captures.
-        questions: the tests for experts without tokens in all captures.
+        emptiness_tests: the tests for experts without tokens in all captures.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ProofState:
         self.block, self.hint, self.within, self.options = block, hint, within, options or LiftOptions()
         self.siblings = find_siblings(block)
         self.size_choice = SizeChoice(self, first_tokens=max(_MIN_TOKENS, hint // 4))
-        self.questions = IdleQuestions()
+        self.emptiness_tests = EmptinessTests()
         self._arguments = arguments
         self._first: Capture | None = None
         self._forms: list[CanonicalForm] = []
@@ -202,7 +202,7 @@ class ProofState:
         if captured.tracer.refusals:
             raise captured.tracer.refusals[0]
         self._compares_floats = self._compares_floats or bool(find_conditions(captured.nodes))
-        self.questions.add(captured.tracer.questions)
+        self.emptiness_tests.add(captured.tracer.emptiness_tests)
         return captured
 
     # ------------------------------------------------------------------ lift

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable
 
 from ..capture.concrete_routing import Routing, RoutingKind
-from ..capture.idle_tests import refuse_remembered
+from ..capture.idle_tests import check_emptiness_tests
 from ..errors import Refused
 from .drop_rules import refuse_unexplained
 from .lift.canonical_form import CanonicalForm
@@ -42,7 +42,7 @@ def prove(state: ProofState) -> Match:
     agree(state)
     refuse_early(state)
     run_probes(state, INTERVENTIONS)
-    refuse_remembered(state.questions)
+    check_emptiness_tests(state.emptiness_tests)
     refuse_plain_integers(state)
     run_probes(state, CONFIRMATIONS)
     align_sources(state)

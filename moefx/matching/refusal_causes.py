@@ -10,7 +10,7 @@ from torch import fx
 
 from ..capture.capture_result import Capture
 from ..capture.code_locations import suppress_program_errors
-from ..capture.routed_numbers import is_empty_test
+from ..capture.routed_numbers import is_emptiness_test
 from ..errors import Cause, MoefxError, Refused
 from .graph_nodes import find_comparison, is_routed, op_name
 from .op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
@@ -61,7 +61,7 @@ def explain_limit(capture: Capture) -> Refused | None:
     """Return a refusal that names the comparison of a token count that decides whether an expert runs, or None."""
     for read in capture.reads:
         op, number = find_comparison(read)
-        if op in ORDERED and type(number) in (int, float) and not is_empty_test(op, number):
+        if op in ORDERED and type(number) in (int, float) and not is_emptiness_test(op, number):
             return Refused(
                 f"the number of tokens that chose an expert decides whether it runs: {read.source.text}",
                 source=str(read.source),

@@ -26,7 +26,7 @@ from torch import fx, nn
 from ...capture.capture_result import Capture, HostRead
 from ...capture.code_locations import Source, is_internal_error
 from ...capture.node_origins import find_float_decisions
-from ...capture.routed_numbers import ROW_COUNT, is_empty_test
+from ...capture.routed_numbers import ROW_COUNT, is_emptiness_test
 from ...capture.size_guards import COMPARE
 from ...errors import MoefxError, Refused
 from ...ir.guards.attribute_reads import find_attributes
@@ -160,7 +160,7 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
         met: dict[tuple[Source, ...], HostRead | None] = {}
         for read in form.capture.reads:
             op, number = read.comparison or ("", math.nan)
-            if type(number) not in (int, float) or is_empty_test(op, number) or not is_unbounded(ranges, read):
+            if type(number) not in (int, float) or is_emptiness_test(op, number) or not is_unbounded(ranges, read):
                 continue
             if op in ("eq", "ne"):
                 met[read.call_stack] = read if read.value is (op == "eq") else met.get(read.call_stack)

@@ -21,7 +21,7 @@ from torch import fx
 from ...capture.capture_result import HostRead
 from ...capture.code_locations import is_program_error
 from ...capture.concrete_routing import Routing
-from ...capture.routed_numbers import RoutedInt, is_empty_test
+from ...capture.routed_numbers import RoutedInt, is_emptiness_test
 from ...capture.size_guards import COMPARE
 from ...errors import MoefxError
 from ..graph_nodes import fold_ancestors, follows_from_integers, is_routed, op_name
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 _MAX_CAPTURES = 8
 _STEPS = FLAT_MOVES | NEGATIONS | MASK_REDUCTIONS | COMPARE.keys()
-_COUNTS_TO_ASK = (0, 1, 2, 3, 4, 7, 8, 64, 10**6)  # counts of true entries to try
+_COUNTS_TO_TRY = (0, 1, 2, 3, 4, 7, 8, 64, 10**6)  # counts of true entries to try
 
 
-class _Question(NamedTuple):
+class _EmptinessTest(NamedTuple):
     """A test whether any entry of a mask is true.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Question(NamedTuple):
     if_some: bool
 
 
-def _read_question(read: HostRead) -> _Question | None:
+def _read_emptiness_test(read: HostRead) -> _EmptinessTest | None:
     """Return the test that Python reads; None if it is no test whether any entry of a mask is true."""
     steps: list[fx.Node] = []
     node = read.node
@@ -60,10 +60,10 @@ def _read_question(read: HostRead) -> _Question | None:
             return None
         steps.append(node)
         node = node.all_input_nodes[0]
-    none, *some = [_answer_for_count([*reversed(steps)], read.comparison, count) for count in _COUNTS_TO_ASK]
-    if none is None or any(answer is not (not none) for answer in some):
+    none, *some = [_find_outcome_for_count([*reversed(steps)], read.comparison, count) for count in _COUNTS_TO_TRY]
+    if none is None or any(outcome is not (not none) for outcome in some):
         return None
-    return _Question(node, not none)
+    return _EmptinessTest(node, not none)
 
 
 def _is_mask(node: fx.Node) -> bool:
@@ -71,7 +71,7 @@ def _is_mask(node: fx.Node) -> bool:
     return isinstance(val, torch.Tensor) and val.dtype == torch.bool and val.dim() > 0
 
 
-def _answer_for_count(steps: list[fx.Node], asked: tuple[str, Any] | None, count: int) -> bool | None:
+def _find_outcome_for_count(steps: list[fx.Node], comparison: tuple[str, Any] | None, count: int) -> bool | None:
     """Return the outcome of a test on a mask with `count` true entries; None if it depends on more than the count."""
     value: int | bool | None = None  # None while the steps act on the entries, before a reduction
     for n in steps:
@@ -89,7 +89,7 @@ def _answer_for_count(steps: list[fx.Node], asked: tuple[str, Any] | None, count
                 return None
     if value is None:
         return None
-    return bool(value) if asked is None else _compare(asked[0], value, asked[1])
+    return bool(value) if comparison is None else _compare(comparison[0], value, comparison[1])
 
 
 def _compare(name: str, value: int | bool, number: Any) -> bool | None:
@@ -110,11 +110,11 @@ def is_token_test(read: HostRead) -> bool:
     if read.node is not None and _is_narrow(read.node):
         return False
     if read.comparison is not None:
-        return isinstance(read.comparison[1], RoutedInt) or is_empty_test(*read.comparison)
+        return isinstance(read.comparison[1], RoutedInt) or is_emptiness_test(*read.comparison)
     if read.node is None or op_name(read.node) not in COMPARE or not follows_from_integers(read.node):
         return False
     count, other = read.node.args[:2]
-    return is_routed(count) and (is_routed(other) or is_empty_test(op_name(read.node), other))
+    return is_routed(count) and (is_routed(other) or is_emptiness_test(op_name(read.node), other))
 
 
 def _is_narrow(node: fx.Node) -> bool:
@@ -133,7 +133,7 @@ def is_chosen_test(node: fx.Node) -> bool:
     More tokens do not change the result for an expert that has some.
     """
     name = op_name(node)
-    return name in COMPARE and is_empty_test(name, node.args[1]) and _is_count(node.args[0])
+    return name in COMPARE and is_emptiness_test(name, node.args[1]) and _is_count(node.args[0])
 
 
 def _is_count(node: Any) -> bool:
@@ -165,8 +165,8 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
     Raises:
         Refused: the program does more than skip the expert.
     """
-    question = _read_question(read)
-    if question is None and not is_token_test(read):
+    test = _read_emptiness_test(read)
+    if test is None and not is_token_test(read):
         return False
     why: MoefxError | None = None
     for seed in range(_MAX_CAPTURES):
@@ -178,12 +178,12 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
             continue
         state.add_evidence(form, state.size_choice.choose_sequence(2 + seed % 2))
         return True
-    if question is None:
+    if test is None:
         return False
     if why is not None:
         raise why
     # the program only tests experts that were chosen (`for e in ids.unique()`)
-    return read.value == question.if_some and _marks_one_expert(question.mask)
+    return read.value == test.if_some and _marks_one_expert(test.mask)
 
 
 def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalForm | None:

@@ -79,7 +79,7 @@ def concentrate_tokens(state: ProofState) -> None:
     Raises:
         Refused: the form differs.
     """
-    if not state.questions.sites:
+    if not state.emptiness_tests.sites:
         return
     most = max(range(len(state.sizes)), key=lambda i: math.prod(state.sizes[i].values()))
     for seed in (0, state.num_experts - 1):
@@ -99,7 +99,7 @@ def _find_concentrations(state: ProofState, captured: Capture, node: fx.Node) ->
         as_it_was = captured.concrete_value(node).tolist()
         others = [n for n, outcome in outcomes.items() if outcome is not None and outcome != as_it_was]
         same = [n for n, outcome in outcomes.items() if outcome == as_it_was]
-        if others and (not same or run.asks_for_none(others[0], same[0])):
+        if others and (not same or run.tests_emptiness(others[0], same[0])):
             yield from (Concentration(leaf.meta["position"], n) for n in others)
 
 
@@ -116,7 +116,7 @@ class _Run(NamedTuple):
             return evaluate_path(self.captured, self.path, {self.leaf: value})[self.node].tolist()
         return None
 
-    def asks_for_none(self, idle: int, busy: int) -> bool:
+    def tests_emptiness(self, idle: int, busy: int) -> bool:
         """Whether, as entries become `busy` one by one, only the first or the last of them changes the outcome."""
         value = torch.full_like(self.leaf.meta["val"], idle)
         outcomes = []

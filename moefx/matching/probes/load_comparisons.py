@@ -22,7 +22,7 @@ from torch import fx
 from ...capture.capture_result import Capture, HostRead
 from ...capture.code_locations import Source, is_program_error, suppress_program_errors
 from ...capture.concrete_routing import Routing
-from ...capture.routed_numbers import RoutedFloat, RoutedInt, is_empty_test
+from ...capture.routed_numbers import RoutedFloat, RoutedInt, is_emptiness_test
 from ...capture.size_guards import SizeGuard
 from ...errors import MoefxError, Refused
 from ..graph_nodes import is_routed, op_name
@@ -121,8 +121,8 @@ def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
             op, other = (compared := _read_comparison(read)) or ("", None)
             if compared is None or read.call_stack in found or op not in TWO_SIDED:
                 continue
-            is_emptiness_test = is_empty_test(op, other) and not read.origins  # not `n - 9 > 0`
-            if not is_emptiness_test and _compares_load(form.capture, read):
+            tests_emptiness = is_emptiness_test(op, other) and not read.origins  # not `n - 9 > 0`
+            if not tests_emptiness and _compares_load(form.capture, read):
                 found[read.call_stack] = _Comparison(read, op, other)
     return found
 

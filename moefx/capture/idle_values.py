@@ -1,4 +1,4 @@
-"""Abstract values of `outcome_flow`: whether a name depends on which experts have no tokens, and how."""
+"""Abstract values of `idle_flow`: whether a name depends on which experts have no tokens, and how."""
 
 from __future__ import annotations
 

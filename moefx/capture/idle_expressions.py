@@ -1,4 +1,4 @@
-"""Evaluate the expressions of a function on abstract values: see `outcome_flow`, which runs its statements."""
+"""Evaluate the expressions of a function on abstract values: see `idle_flow`, which runs its statements."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .outcome_names import Names, name_of, root_name
-from .outcome_values import (
+from .idle_names import Names, name_of, root_name
+from .idle_values import (
     BOX,
     BOXES,
     BY_LOAD,
@@ -34,7 +34,7 @@ from .outcome_values import (
     Value,
     find_type,
 )
-from .routed_numbers import is_empty_test
+from .routed_numbers import is_emptiness_test
 
 CONTAINERS = {
     "list", "tuple", "sorted", "set", "frozenset", "enumerate", "zip", "reversed", "iter", "dict", "deque", "map",
@@ -62,9 +62,9 @@ class Expressions(Names):
     def test(self, node: ast.AST, env: Env) -> int:
         """Return whether an outcome decides a test. A test of a value computed from outcomes escapes."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return max(self.test(node.operand, env), self.asks(node))
+            return max(self.test(node.operand, env), self.find_own_test(node))
         if isinstance(node, ast.BoolOp):
-            return max([self.test(v, env) for v in node.values] + [self.asks(node)])
+            return max([self.test(v, env) for v in node.values] + [self.find_own_test(node)])
         container = _find_len_argument(node)
         if container is not None and node not in self.events and self.value(container, env).kind == BOX:
             return BY_OUTCOME  # the truth of a length is that of its container
@@ -73,10 +73,10 @@ class Expressions(Names):
             self.escape(node)
         if value.kind in (TEST, PLAIN, BOX, OPTION):
             return BY_OUTCOME
-        return max(BY_LOAD if value.kind == LOAD else FREE, self.asks(node))
+        return max(BY_LOAD if value.kind == LOAD else FREE, self.find_own_test(node))
 
-    def asks(self, node: ast.AST) -> int:
-        """Return whether an expression itself asks for tokens."""
+    def find_own_test(self, node: ast.AST) -> int:
+        """Return whether an expression itself is an emptiness test."""
         event = self.events.get(node)
         return FREE if event is None else BY_LOAD if event.kind == LOAD else BY_OUTCOME
 
@@ -94,7 +94,7 @@ class Expressions(Names):
         return event if not (isinstance(node, ast.Call) and event.kind == TEST) else self.evaluate_call(node, event)
 
     def evaluate_call(self, node: ast.Call, event: Value) -> Value:
-        """Evaluate a call that itself asks for tokens, such as `any(masks)`."""
+        """Evaluate a call that is an emptiness test itself, such as `any(masks)`."""
         name = name_of(node.func)
         if event.kind == BOX:
             return event
@@ -157,20 +157,20 @@ class Expressions(Names):
         kinds = {v.kind for v in values}
         if PLAIN in kinds:
             return Value(PLAIN, CONSTANT)
-        asked = max(map(self.asks, node.values))
-        if TEST in kinds or asked == BY_OUTCOME:
+        own_test = max(map(self.find_own_test, node.values))
+        if TEST in kinds or own_test == BY_OUTCOME:
             return Value(TEST, CONSTANT)
-        if kinds == {LOAD} or asked:
+        if kinds == {LOAD} or own_test:
             return Value(LOAD, CONSTANT)
         return functools.reduce(lambda a, b: a.join(b, FREE, ""), values)
 
     def _unaryop_(self, node: ast.UnaryOp, env: Env) -> Value:
         if isinstance(node.op, ast.Not):
             value = self.value(node.operand, env)
-            asked = self.asks(node.operand)
-            is_asked = value.kind in (TEST, BOX, OPTION) or asked == BY_OUTCOME
-            kind = LOAD if value.kind == LOAD or asked else ""
-            return Value(PLAIN if value.kind == PLAIN else TEST if is_asked else kind, CONSTANT)
+            own_test = self.find_own_test(node.operand)
+            is_test = value.kind in (TEST, BOX, OPTION) or own_test == BY_OUTCOME
+            kind = LOAD if value.kind == LOAD or own_test else ""
+            return Value(PLAIN if value.kind == PLAIN else TEST if is_test else kind, CONSTANT)
         value = self.value(node.operand, env)
         return value._replace(kind=PLAIN) if value.kind not in ("", LOAD) else value
 
@@ -212,7 +212,7 @@ class Expressions(Names):
         if len(others) == 1 and op in ("In", "NotIn") and not left.kind and others[0].kind in (BOX, BOXES):
             return Value(TEST, CONSTANT)
         container, number = _find_len_argument(node.left), node.comparators[0]
-        is_emptiness = isinstance(number, ast.Constant) and is_empty_test(_COMPARISONS.get(op, ""), number.value)
+        is_emptiness = isinstance(number, ast.Constant) and is_emptiness_test(_COMPARISONS.get(op, ""), number.value)
         if is_emptiness and len(others) == 1 and container is not None and self.value(container, env).kind == BOX:
             return Value(TEST, CONSTANT)
         if len(others) == 1 and sorted((left.kind, others[0].kind)) == ["", TEST]:

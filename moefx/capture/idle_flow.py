@@ -1,12 +1,15 @@
-"""Follow the outcome of "has this expert tokens?" through a user's function, with an abstract interpreter.
+"""Follow emptiness tests through a user's function with an abstract interpreter.
 
-A block may skip an expert without tokens. It must not remember in Python which experts it skipped, because captures do
-not see decisions by that. The interpreter runs the statements of the syntax tree on `Value`s, which tell whether a name
-depends on an outcome. Under a test of an outcome, the program may store tensors and fill lists. A plain number stored
-there depends on the outcome after the branch. Lists that depend on it may be iterated over and passed to torch.
+A program may skip an expert that has no tokens. It must not compute anything else from which experts are empty:
+captures may all miss that branch. The interpreter runs the syntax tree on `Value`s that record whether a name depends
+on the outcome of an emptiness test.
 
-Captures show both outcomes of each comparison of an expert's load (see `matching.probes.load_comparisons`). A value
-computed from one may be used in the iteration of its expert (`LOAD`); in the next one it counts as an outcome.
+Inside a branch on such an outcome, the program may store tensors and append to lists. It may iterate over these lists
+and pass them to torch. A plain number that it assigns there depends on the outcome afterwards, and using that number is
+refused.
+
+Comparisons of a load are an exception, because captures show both outcomes (see `matching.probes.load_comparisons`).
+Their results may be used within the same loop iteration (`LOAD`); in the next iteration they count as outcomes.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .outcome_expressions import Expressions, belongs_to_torch
-from .outcome_names import root_name
-from .outcome_values import (
+from .idle_expressions import Expressions, belongs_to_torch
+from .idle_names import root_name
+from .idle_values import (
     BOX,
     BY_LOAD,
     BY_OUTCOME,
@@ -206,8 +209,8 @@ class Flow(Expressions):
             function = self.object_of(call.func) if isinstance(call, ast.Call) else None
             is_known = belongs_to_torch(function) or function is contextlib.nullcontext or root_name(
                 getattr(call, "func", call)) == "torch"  # fmt: skip
-            asks = any(node in self.events for one in s.body for node in ast.walk(one))
-            if value.kind or ((self.tested or asks) and not is_known):
+            has_tests = any(node in self.events for one in s.body for node in ast.walk(one))
+            if value.kind or ((self.tested or has_tests) and not is_known):
                 self.escape(item.context_expr)
             if item.optional_vars is not None:
                 self.store(item.optional_vars, Value(), env, item.context_expr)

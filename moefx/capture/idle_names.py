@@ -1,4 +1,4 @@
-"""Store abstract values under names, and look them up: see `outcome_flow`."""
+"""Store abstract values under names, and look them up: see `idle_flow`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .outcome_values import (
+from .idle_values import (
     BOX,
     BOXES,
     CONSTANT,
@@ -34,7 +34,7 @@ class Names:
     """The names of one function and their values.
 
     Args:
-        events: the values of expressions that ask for tokens.
+        events: the values of emptiness tests.
         names: objects that the local names had while the function ran.
         outer_names: the globals of its module.
         call: analyses another function, given the function, the values of its arguments, whether an outcome decides
