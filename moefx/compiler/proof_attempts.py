@@ -108,10 +108,10 @@ def prove_and_rewrite(
         Refused: all attempts failed. Errors of the program pass through if no attempt was refused.
     """
     attempts = list_attempts(args, kwargs, ModelNumbers.of(block), "stand-ins for objects, " * bool(names.objects))
-    hint, failure, attempt = _guess_num_experts(block), None, next(attempts)
+    max_experts, failure, attempt = _guess_num_experts(block), None, next(attempts)
     while failure is None:
         start = time.perf_counter()
-        result = run_attempt(block, attempt, hint, names)
+        result = run_attempt(block, attempt, max_experts, names)
         reason = _summarize(result.error) if isinstance(result, Failure) else ""
         log.append(AttemptRun(attempt.name, (time.perf_counter() - start) * 1e3, reason))
         if not isinstance(result, Failure):
@@ -196,14 +196,14 @@ def _name_side(side: tuple[SizeGuard, ...]) -> str:
 
 # ------------------------------------------------------------------ one attempt
 def run_attempt(
-    block: nn.Module, attempt: Attempt, hint: int, names: Placeholders
+    block: nn.Module, attempt: Attempt, max_experts: int, names: Placeholders
 ) -> tuple[Match, RewriteResult] | Failure:
     """Capture and match, explain dropped slots, and rewrite into the dialect.
 
     Args:
-        hint: an upper bound on the number of experts.
+        max_experts: an upper bound on the number of experts.
     """
-    state = ProofState(block, attempt.arguments, hint, attempt.side, attempt.options)
+    state = ProofState(block, attempt.arguments, max_experts, attempt.side, attempt.options)
     try:
         try:
             match = prove(state)

@@ -7,7 +7,7 @@ rewritten block keeps that computation, and drops the same slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,12 +26,14 @@ from .terms.node_semantics import Semantics
 from .terms.normal_form import Terms
 from .terms.term import Term, is_const
 
+TieBreak = Literal["exact", "unstable", "all_or_none"]  # how an expert treats equal weights, see `drop_rules`
 
-def find_masks(match: Match, find_ties: Callable[[], str | None]) -> list[NodeRef] | None:
+
+def find_masks(match: Match, find_tie_break: Callable[[], TieBreak | None]) -> list[NodeRef] | None:
     """Find the program's mask of the slots that count.
 
     Args:
-        find_ties: tells how an expert treats slots with equal weights (see `drop_rules`).
+        find_tie_break: tells how an expert treats slots with equal weights (see `drop_rules`).
 
     Returns:
         A node for each capture; None if the dropped slots have zero weights or rows, so that no mask is needed.
@@ -43,7 +45,7 @@ def find_masks(match: Match, find_ties: Callable[[], str | None]) -> list[NodeRe
     for ref in _sort_by_directness(found[0], match.evidence[0]):
         refs = [ref]
         for other in found[1:]:
-            twin = next((r for r in other if r.form == ref.form and _are_same_op(r.node, ref.node)), None)
+            twin = next((r for r in other if r.signature == ref.signature and _are_same_op(r.node, ref.node)), None)
             if twin is None:
                 break
             refs.append(twin)
@@ -51,10 +53,10 @@ def find_masks(match: Match, find_ties: Callable[[], str | None]) -> list[NodeRe
             return refs
     if all(_is_explained_by_zeros(match, i) for i in range(len(match.evidence))):
         return None
-    raise _explain_no_mask(match, find_ties)
+    raise _explain_no_mask(match, find_tie_break)
 
 
-def _explain_no_mask(match: Match, find_ties: Callable[[], str | None]) -> Refused:
+def _explain_no_mask(match: Match, find_tie_break: Callable[[], TieBreak | None]) -> Refused:
     """Return the refusal that names the likeliest reason why slots are dropped without a mask."""
     if spread := _find_spread(match):
         return Refused(
@@ -72,15 +74,15 @@ def _explain_no_mask(match: Match, find_ties: Callable[[], str | None]) -> Refus
         )
     if (skipped := _explain_left_out(match.evidence)) is not None:
         return skipped
-    ties = find_ties()
-    if ties == "reordered":
+    tie_break = find_tie_break()
+    if tie_break == "unstable":
         return Refused(
             "among equal weights, an expert does not keep the first tokens, although its sort is stable",
             source=str(match.evidence[0].cut.meta["source"]),
             remedy="sort the weights in the order of the tokens, as in "
             "weights.argsort(descending=True, stable=True)[:capacity]",
         )
-    if ties == "together":
+    if tie_break == "all_or_none":
         return Refused(
             "an expert keeps all weights above a threshold, so equal weights are kept or dropped together; moefx "
             "supports capacities that are numbers of rows",
@@ -236,4 +238,4 @@ def _are_same_op(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     return is_line and (op_name(a) not in COMPARISONS or collect_numbers([a]) == collect_numbers([b]))
 
 
-__all__ = ["find_masks"]
+__all__ = ["TieBreak", "find_masks"]

@@ -18,7 +18,7 @@ from ..capture.code_locations import suppress_program_errors
 from ..capture.concrete_routing import Routing
 from ..errors import MoefxError, Refused
 from .capacity_formulas import Formula, find_formula
-from .drop_masks import find_masks
+from .drop_masks import TieBreak, find_masks
 from .graph_nodes import collect_numbers
 from .lift.canonical_form import CanonicalForm, walk_body
 from .match_result import DropRule, Match
@@ -38,16 +38,16 @@ def explain_drops(match: Match) -> None:
     owned = {e for group in match.groups for e in group.ids}
     if all(torch.equal(torch.isin(form.ids, torch.tensor([*owned])), form.kept_slots) for form in match.evidence):
         return
-    find_ties = functools.cache(lambda: _find_ties(match, owned))  # needs another capture
+    find_tie_break = functools.cache(lambda: _find_tie_break(match, owned))  # needs another capture
     match.drop_rule = _find_rule(match, owned)
     if match.drop_rule is None:
-        match.keep_masks = find_masks(match, find_ties)
-    elif match.drop_rule.order == "weight" and find_ties() != "parted":
+        match.keep_masks = find_masks(match, find_tie_break)
+    elif match.drop_rule.order == "weight" and find_tie_break() != "exact":
         rule, match.drop_rule = match.drop_rule, None
         try:
-            match.keep_masks = find_masks(match, find_ties)
+            match.keep_masks = find_masks(match, find_tie_break)
         except Refused:
-            if find_ties() is not None:
+            if find_tie_break() is not None:
                 raise
             match.drop_rule = rule
 
@@ -86,12 +86,12 @@ def _find_rule(match: Match, owned: set[int]) -> DropRule | None:
     return found[0] if len(found) == 1 or (found and match.slots == 1) else None
 
 
-def _find_ties(match: Match, owned: set[int]) -> str | None:
+def _find_tie_break(match: Match, owned: set[int]) -> TieBreak | None:
     """Find out how an expert treats slots with equal weights, by a capture with ties.
 
     Returns:
-        "parted" if it keeps as many as its capacity, as `topk(n).indices` does; "reordered" if these are not the
-        first ones although it sorts stably; "together" if it keeps all or none of them, as
+        "exact" if it keeps as many as its capacity, as `topk(n).indices` does; "unstable" if these are not the
+        first ones although it sorts stably; "all_or_none" if it keeps all or none of them, as
         `weights >= topk(n).values[-1]` does; None if the order of weights does not explain the drops, or no capture
         has a tie at the capacity.
     """
@@ -114,15 +114,15 @@ def _find_ties(match: Match, owned: set[int]) -> str | None:
         if ranks is None or not _has_ties_at(tied, ranks, fewest, most):
             continue
         if not _are_within(_bound_capacity(tied, ranks), fewest, most):
-            return "together"
+            return "all_or_none"
         first = _rank_slots(tied, "weight", owned)
         is_stable = any(
             n.kwargs.get("stable") is True and n.all_input_nodes[0].meta["val"].is_floating_point()
             for n in tied.capture.nodes
         )
         if is_stable and first is not None and not _are_within(_bound_capacity(tied, first), fewest, most):
-            return "reordered"
-        return "parted"
+            return "unstable"
+        return "exact"
     return None
 
 

@@ -89,7 +89,7 @@ class Match:
         lift_at: makes another capture and lifts it.
         drop_rule: the capacity by which slots are dropped, if there is one (see `drop_rules`).
         keep_masks: otherwise, for each capture, the program's mask of the slots that count, if slots are dropped.
-        within: comparisons of sizes that decide between two forms, with the example's results.
+        size_restrictions: comparisons of sizes that decide between two forms, with the example's results.
         without_tokens: the form also holds for calls without tokens, if all that the block returns is empty then.
             Ranks without tokens must take part in the exchanges of the others.
         size_samples: cache of `sample_sizes`.
@@ -107,7 +107,7 @@ class Match:
     lift_at: Callable[..., CanonicalForm]
     drop_rule: DropRule | None = None
     keep_masks: list[NodeRef] | None = None
-    within: tuple[SizeGuard, ...] = ()
+    size_restrictions: tuple[SizeGuard, ...] = ()
     without_tokens: bool = False
     probe_runs: tuple[ProbeRun, ...] = ()  # of the proof
     size_samples: dict[RoutingKind, list[tuple[dict[str, int], Capture]]] = dataclasses.field(default_factory=dict)
@@ -122,7 +122,7 @@ class Match:
             samples = self.size_samples[kind] = []
             max_nodes = 4 * max(len(form.capture.nodes) for form in self.evidence)
             most = max_capture_tokens(self.evidence, times=2)
-            guards = [*self.within, *self.guards]
+            guards = [*self.size_restrictions, *self.guards]
             counts = itertools.takewhile(
                 lambda tokens: tokens <= most, sorted({*_SAMPLED_TOKENS, *self._delicate_sizes})
             )

@@ -27,10 +27,10 @@ from ..inspection.proof_trace import ProbeRun
 from .graph_nodes import line
 from .lift.canonical_form import CanonicalForm, merge_experts
 from .lift.distinct_choices import has_distinct_slots
-from .lift.form_agreement import require_same_form
 from .lift.lifter import Lifter, LiftOptions
 from .lift.repeated_choices import RepeatedChoiceRefused
 from .lift.routed_nodes import find_padding_lines, has_rows_of_padding
+from .lift.same_form import require_same_form
 from .size_choice import SizeChoice
 from .terms.node_semantics import find_conditions
 from .terms.parameter_slices import find_siblings
@@ -44,8 +44,8 @@ class ProofState:
     """The evidence of one proof.
 
     Args:
-        hint: an upper bound on the number of experts, which decides the number of tokens of captures.
-        within: guards that restrict the proof to some sizes; at others the program may do something else.
+        max_experts: an upper bound on the number of experts, which decides the number of tokens of captures.
+        size_restrictions: guards that restrict the proof to some sizes; at others the program may do something else.
 
     Attributes:
         siblings: numbers of sibling modules (see `find_siblings`).
@@ -57,13 +57,14 @@ class ProofState:
         self,
         block: nn.Module,
         arguments: Arguments,
-        hint: int = 8,
-        within: tuple[SizeGuard, ...] = (),
+        max_experts: int = 8,
+        size_restrictions: tuple[SizeGuard, ...] = (),
         options: LiftOptions | None = None,
     ):
-        self.block, self.hint, self.within, self.options = block, hint, within, options or LiftOptions()
+        self.block, self.max_experts, self.size_restrictions = block, max_experts, size_restrictions
+        self.options = options or LiftOptions()
         self.siblings = find_siblings(block)
-        self.size_choice = SizeChoice(self, first_tokens=max(_MIN_TOKENS, hint // 4))
+        self.size_choice = SizeChoice(self, first_tokens=max(_MIN_TOKENS, max_experts // 4))
         self.emptiness_tests = EmptinessTests()
         self._arguments = arguments
         self._first: Capture | None = None
@@ -72,7 +73,7 @@ class ProofState:
         self._guards: list[SizeGuard] = []
         self._expert_parameters: set[str] | None = None
         self._num_experts = 0
-        self._by_slots = False
+        self._weights_per_slot = False
         self._compares_floats = False
         self._comparisons: dict[SizeGuard, list[dict[str, int]]] = {}  # with the sizes of the captures
         self._settled: set[Hashable] = set()
@@ -214,19 +215,23 @@ class ProofState:
 
     def lift_captured(self, captured: Capture) -> CanonicalForm:
         """Lift a capture with the options and expert parameters of the other captures."""
-        return self.lift_as(captured, merge_experts(self._forms) if self._forms else None)
+        return self.lift_with_template(captured, merge_experts(self._forms) if self._forms else None)
 
-    def lift_as(self, captured: Capture, template: CanonicalForm | None, is_last: bool = False) -> CanonicalForm:
+    def lift_with_template(
+        self, captured: Capture, template: CanonicalForm | None, align_to_last: bool = False
+    ) -> CanonicalForm:
         """Lift a capture.
 
         Args:
             template: the form of another capture, whose nodes are tried first.
-            is_last: read values off the last nodes that fit.
+            align_to_last: read values off the last nodes that fit.
 
         Raises:
             Refused: the capture has no canonical form.
         """
-        options = dataclasses.replace(self.options, weights_per_slot=self._by_slots, align_to_last=is_last)
+        options = dataclasses.replace(
+            self.options, weights_per_slot=self._weights_per_slot, align_to_last=align_to_last
+        )
         lifter = Lifter(self.block, captured, template, options)
         form = lifter.lift(self._expert_parameters)
         self._expert_parameters = self._expert_parameters or lifter.experts
@@ -240,31 +245,31 @@ class ProofState:
         """
         form, refusal = None, None
         try:
-            form = self.lift_as(captured, None)
+            form = self.lift_with_template(captured, None)
         except RepeatedChoiceRefused as why:
             refusal = why
         experts = {e for g in form.groups for e in g.ids} if form is not None else set[int]()
         if form is not None and has_distinct_slots(form, experts, follows_masks=False):
             return form
-        self._by_slots = True
+        self._weights_per_slot = True
         try:
-            return self.lift_as(captured, None)
+            return self.lift_with_template(captured, None)
         except Refused:
-            self._by_slots = False
+            self._weights_per_slot = False
         if form is None:
             assert refusal is not None
             raise refusal
         return form
 
     def lift_again(
-        self, old: CanonicalForm, template: CanonicalForm, reference: CanonicalForm, is_last: bool = False
+        self, old: CanonicalForm, template: CanonicalForm, reference: CanonicalForm, align_to_last: bool = False
     ) -> CanonicalForm:
         """Lift a capture once more, from the nodes of another form, or from the last ones that fit.
 
         Raises:
             Refused: the new form differs from `reference`.
         """
-        new = require_same_form(reference, self.lift_as(old.capture, template, is_last))
+        new = require_same_form(reference, self.lift_with_template(old.capture, template, align_to_last))
         return dataclasses.replace(new, optional_guard=old.optional_guard)
 
     # ------------------------------------------------------------- agreement
@@ -272,7 +277,7 @@ class ProofState:
         """Return a form with its groups in the order of all captures. Raise `Refused` unless it agrees with theirs."""
         return require_same_form(self._forms[0], form)
 
-    def require_agreement(self, form: CanonicalForm) -> CanonicalForm:
+    def reconcile_form(self, form: CanonicalForm) -> CanonicalForm:
         """Return a form with its groups in the order of all captures.
 
         If only the new capture drops slots, weights may have to be read from other nodes, which are zero for a dropped
@@ -289,18 +294,18 @@ class ProofState:
             self._forms = [self.lift_again(one, form, form) for one in self._forms]
             return form
 
-    def align_evidence(self, index: int) -> None:
+    def reconcile_evidence(self, index: int) -> None:
         """Require a capture of the evidence to agree with the first one, and store it with its groups in that order.
 
         Raises:
             Refused: the forms differ.
         """
         form = self._forms[index]
-        aligned = self.require_agreement(form)
+        aligned = self.reconcile_form(form)
         if self._forms[index] is form:  # else all captures were lifted again
             self._forms[index] = aligned
 
-    def read_all_as(self, form: CanonicalForm) -> None:
+    def relift_all_from(self, form: CanonicalForm) -> None:
         """Lift all captures from the nodes of another form.
 
         Raises:

@@ -39,13 +39,13 @@ def prove(state: ProofState) -> Match:
     capture_first_routings(state)
     run_probes(state, COVERAGE)
     refuse_single_expert(state)
-    agree(state)
-    refuse_early(state)
+    align_with_richest(state)
+    check_first_captures(state)
     run_probes(state, INTERVENTIONS)
     check_emptiness_tests(state.emptiness_tests)
     refuse_plain_integers(state)
     run_probes(state, CONFIRMATIONS)
-    align_sources(state)
+    read_values_from_same_nodes(state)
     merge_groups(state)  # raises before more captures are made
     full = complete_evidence(state)
     return build_match(state, [state.forms[i] for i in full], [state.sizes[i] for i in full])
@@ -83,7 +83,7 @@ def capture_first_routings(state: ProofState) -> None:
             form = state.lift_first(first)
         except Refused:
             sizes = state.arguments.choose_sequences()
-            if not has_sequence_choices(first) or not state.size_choice.is_within(sizes):
+            if not has_sequence_choices(first) or not state.size_choice.satisfies_restrictions(sizes):
                 raise
             form = state.lift_first(state.capture(Routing(kind, variant), sizes))
         state.add_evidence(form, sizes)
@@ -100,7 +100,7 @@ def _try_larger_flags(state: ProofState, sizes: dict[str, int]) -> None:
         return
     arguments, captured = counted
     try:
-        form = state.lift_as(captured, None)
+        form = state.lift_with_template(captured, None)
     except Refused:  # the integers are masks only
         return
     with contextlib.suppress(Refused):
@@ -149,7 +149,7 @@ def _has_other_choice(form: CanonicalForm) -> bool:
     return len(form.ids.unique()) > 1 or len(form.ids) < form.capture.sizes.tokens
 
 
-def agree(state: ProofState) -> None:
+def align_with_richest(state: ProofState) -> None:
     """Require all captures to have the form of the richest one, and put that one first.
 
     The richest capture has the most slots, then groups of experts, then shared summands.
@@ -164,7 +164,7 @@ def agree(state: ProofState) -> None:
     # poorer captures dropped all second choices, or no token or all tokens chose an identity expert
     state.replace_forms(
         [
-            state.lift_as(form.capture, best)
+            state.lift_with_template(form.capture, best)
             if form.slots < best.slots or len(form.shared) != len(best.shared)
             else form
             for form in state.forms
@@ -172,10 +172,10 @@ def agree(state: ProofState) -> None:
     )
     state.set_reference(richest)
     for i in range(1, len(state.forms)):
-        state.align_evidence(i)
+        state.reconcile_evidence(i)
 
 
-def refuse_early(state: ProofState) -> None:
+def check_first_captures(state: ProofState) -> None:
     """Refuse a block early for reasons that the first captures already show.
 
     Raises:
@@ -193,14 +193,14 @@ def refuse_early(state: ProofState) -> None:
     except Refused as refusal:
         if not has_distinct_slots(state.reference, state.seen_experts):  # `repeated_experts` gives a better reason
             return
-        try:  # `align_sources` may read weights off other nodes, those behind a mask
+        try:  # `read_values_from_same_nodes` may read weights off other nodes, those behind a mask
             relifted = [state.lift_again(one, state.reference, state.reference, True) for one in forms]
             refuse_unexplained(build_match(state, relifted, sizes))
         except Refused:
             raise refusal from None
 
 
-def align_sources(state: ProofState) -> None:
+def read_values_from_same_nodes(state: ProofState) -> None:
     """Read the values of all captures from the same nodes.
 
     If a mask or limit drops nothing in a capture, a value is found before and after the mask; otherwise only after it.
@@ -209,15 +209,15 @@ def align_sources(state: ProofState) -> None:
     lines = [find_value_lines(form) for form in state.forms]
     firsts = sorted({of: i for i, of in reversed([*enumerate(lines)])}.values())
     ways = [(i, False) for i in firsts]
-    for at, is_last in [*ways, (0, True)] if len(firsts) > 1 else ways:
+    for at, align_to_last in [*ways, (0, True)] if len(firsts) > 1 else ways:
         source = state.forms[at]
-        if not is_last and all(have_same_lines(of, lines[at]) for of in lines):
+        if not align_to_last and all(have_same_lines(of, lines[at]) for of in lines):
             continue
         relifted: dict[int, CanonicalForm] = {}
         with contextlib.suppress(Refused):
             for i in sorted(range(len(lines)), key=lambda i: i not in firsts):  # likeliest failures first
-                relifted[i] = state.lift_again(state.forms[i], source, state.reference, is_last)
-                expected = find_value_lines(relifted[firsts[0]]) if is_last else lines[at]
+                relifted[i] = state.lift_again(state.forms[i], source, state.reference, align_to_last)
+                expected = find_value_lines(relifted[firsts[0]]) if align_to_last else lines[at]
                 if not have_same_lines(find_value_lines(relifted[i]), expected):
                     break
             else:
@@ -240,9 +240,9 @@ def complete_evidence(state: ProofState) -> list[int]:
             full = [i for i in full if state.forms[i].unrouted_value]
         if len(full) >= 3 and _do_sizes_vary(state, full):
             return full
-        sizes = state.size_choice.choose(max(21, state.hint // 4), seed)
+        sizes = state.size_choice.choose(max(21, state.max_experts // 4), seed)
         state.add_evidence(state.lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes), sizes)
-        state.align_evidence(-1)
+        state.reconcile_evidence(-1)
     raise Refused("no routing was found under which all kinds of experts are used")
 
 
@@ -306,11 +306,11 @@ def build_match(state: ProofState, forms: list[CanonicalForm], sizes: list[dict[
         sizes,
         groups,
         state.num_experts,
-        [g for g in dict.fromkeys((*state.within, *state.guards)) if g not in compared],
+        [g for g in dict.fromkeys((*state.size_restrictions, *state.guards)) if g not in compared],
         set().union(*[form.capture.modes_read for form in forms]),
         state.capture,
         state.lift,
-        within=state.within,
+        size_restrictions=state.size_restrictions,
         probe_runs=state.probe_runs,
     )
 

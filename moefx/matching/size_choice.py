@@ -38,21 +38,21 @@ class SizeChoice:
         Raises:
             Refused: no sizes fulfil the guards of the proof.
         """
-        arguments, within = self._state.arguments, self._state.within
+        arguments, restrictions = self._state.arguments, self._state.size_restrictions
         sizes = arguments.choose_sizes(tokens, variant)
         known = {math.prod(one.values()) for one in self._state.sizes}
-        if not within or (self.is_within(sizes) and math.prod(sizes.values()) not in known):
+        if not restrictions or (self.satisfies_restrictions(sizes) and math.prod(sizes.values()) not in known):
             return sizes
         is_first = variant < _FIRST_VARIANTS
         # the first three differ, if they are chosen for the same number of tokens
-        if found := find_sizes(arguments, within, self.first_tokens if is_first else tokens):
+        if found := find_sizes(arguments, restrictions, self.first_tokens if is_first else tokens):
             sizes = found[variant % (_FIRST_VARIANTS if is_first else len(found))]
             if is_first and math.prod(sizes.values()) in known:  # 7 * 11 and 11 * 7: numbers computed from 77 are equal
                 return next((one for one in found if math.prod(one.values()) not in known), sizes)
             return sizes
         for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
             sizes = arguments.choose_sizes(n, variant)
-            if self.is_within(sizes):
+            if self.satisfies_restrictions(sizes):
                 return sizes
         raise Refused(
             "no other sizes were found at which all comparisons of sizes have the outcomes of the example",
@@ -63,27 +63,31 @@ class SizeChoice:
         """Choose one sequence of `tokens` tokens.
 
         If the guards of the proof exclude single sequences, or the captures' comparisons exclude all lengths of them,
-        choose as few sequences as possible with `tokens` tokens or a few more. Check the result with `is_within`: it
-        may be a single sequence that the guards exclude.
+        choose as few sequences as possible with `tokens` tokens or a few more. Check the result with
+        `satisfies_restrictions`: it may be a single sequence that the guards exclude.
         """
         key = tokens, len(self._state.forms)
         if key not in self._sequences:
             one = [*map(self._state.arguments.choose_sequence, _SEQUENCE_LENGTHS)]
             guards = [g for g in self._consistent_guards() if not any(g.holds(sizes) for sizes in one)]
-            self._sequences[key] = find_sequence(self._state.arguments, (*self._state.within, *guards), tokens)
+            self._sequences[key] = find_sequence(
+                self._state.arguments, (*self._state.size_restrictions, *guards), tokens
+            )
         return self._sequences[key]
 
     def choose_as_captured(self, tokens: int) -> dict[str, int]:
         """Choose sizes with `tokens` tokens, or a few more, at which each comparison has the captures' outcome."""
-        return find_sequence(self._state.arguments, (*self._state.within, *self._consistent_guards()), tokens)
+        return find_sequence(
+            self._state.arguments, (*self._state.size_restrictions, *self._consistent_guards()), tokens
+        )
 
     def is_as_captured(self, sizes: dict[str, int]) -> bool:
         """Return whether each comparison with one outcome in all captures has the same outcome at these sizes."""
         return all(g.holds(sizes) for g in self._consistent_guards())
 
-    def is_within(self, sizes: dict[str, int]) -> bool:
+    def satisfies_restrictions(self, sizes: dict[str, int]) -> bool:
         """Return whether the guards of the proof hold at these sizes."""
-        return all(g.holds(sizes) for g in self._state.within)
+        return all(g.holds(sizes) for g in self._state.size_restrictions)
 
     def _consistent_guards(self) -> list[SizeGuard]:
         """Return the comparisons that had one outcome in all captures."""

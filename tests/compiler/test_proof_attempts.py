@@ -133,7 +133,7 @@ def test_a_refused_block_has_the_cause(cause):
 def test_no_sizes():
     block, x = Loop(Mlp), torch.zeros(5, D)
     arguments = next(iter(interpret_arguments((x,), {}, ModelNumbers.of(block))))
-    state = ProofState(block, arguments, within=(SizeGuard(next(iter(arguments.sizes)), "lt", "1", True),))
+    state = ProofState(block, arguments, size_restrictions=(SizeGuard(next(iter(arguments.sizes)), "lt", "1", True),))
     with pytest.raises(Refused) as raised:
         state.size_choice.choose(64, 0)
     assert raised.value.cause is Cause.NO_SIZES
@@ -170,7 +170,7 @@ def prove(monkeypatch, outcomes, *tensors):
     """Run the loop with a prover that has these outcomes, in order. Returns its result or error, and the attempts."""
     ran = []
 
-    def run_attempt(block, attempt, hint, names):
+    def run_attempt(block, attempt, max_experts, names):
         ran.append(attempt)
         return outcomes[len(ran) - 1]
 

@@ -22,7 +22,9 @@ GUARD = SizeGuard("S", "gt", "1", True)
 
 def new_state(block=None) -> ProofState:
     block = block or Small()
-    return ProofState(block, next(iter(interpret_arguments((torch.zeros(5, D),), {}, ModelNumbers.of(block)))), hint=E)
+    return ProofState(
+        block, next(iter(interpret_arguments((torch.zeros(5, D),), {}, ModelNumbers.of(block)))), max_experts=E
+    )
 
 
 def lift(state: ProofState, seed: int = 0, tokens: int = 12):
@@ -67,7 +69,7 @@ def test_agreement_returns_the_groups_in_the_order_of_the_reference():
     state.add_evidence(lift(state), {"S": 12})
     other = lift(state, seed=1)
     turned = dataclasses.replace(other, groups=other.groups[::-1])
-    agreed = state.require_agreement(turned)
+    agreed = state.reconcile_form(turned)
     assert [g.ids for g in agreed.groups] == [g.ids for g in state.reference.groups] == [[0, 1], [2]]
     assert [g.ids for g in turned.groups] == [[2], [0, 1]]  # it is not changed
 
@@ -77,7 +79,7 @@ def test_evidence_is_aligned_in_place():
     first, second = lift(state), lift(state, seed=1)
     for form in (first, dataclasses.replace(second, groups=second.groups[::-1])):
         state.add_evidence(form, {"S": 12})
-    state.align_evidence(1)
+    state.reconcile_evidence(1)
     assert [g.body for g in state.forms[1].groups] == [g.body for g in state.reference.groups]
 
 
@@ -86,7 +88,7 @@ def test_a_form_with_other_slots_is_refused_and_changes_nothing():
     state.add_evidence(lift(state), {"S": 12})
     before = state.forms
     with pytest.raises(Refused, match="the number of slots per token"):
-        state.require_agreement(lift(new_state(Small(k=1))))
+        state.reconcile_form(lift(new_state(Small(k=1))))
     assert state.forms == before
 
 
@@ -112,7 +114,7 @@ def test_all_captures_are_read_behind_a_mask_that_one_shows():
     assert not dropping.kept_slots.all() and not have_same_lines(
         find_value_lines(dropping), find_value_lines(state.reference)
     )
-    state.read_all_as(dropping)
+    state.relift_all_from(dropping)
     assert have_same_lines(find_value_lines(dropping), find_value_lines(state.reference))
 
 

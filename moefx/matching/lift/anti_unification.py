@@ -1,7 +1,7 @@
 """Anti-unification: find one function F that has the summands of all tokens and slots as instances.
 
-`Skeletons` sorts summands by form. `Unifier` walks the summands of one form in parallel: equal parts go into the body
-as they are, parts that differ become leaves (a value per token and slot, or a parameter slice per expert).
+`Skeletons` sorts summands by skeleton. `Unifier` walks the summands of one skeleton in parallel: equal parts go into
+the body as they are, parts that differ become leaves (a value per token and slot, or a parameter slice per expert).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Positions = list[tuple[int, int, int]]  # token, slot and expert of each summand
 
 
 class Skeletons:
-    """Hashes the form of terms: the ops, without the rows, weights and parameters they apply to.
+    """Hashes the skeletons of terms: the ops, without the rows, weights and parameters they apply to.
 
     Args:
         rows: gives the rows of a shape of nodes outside the routed region.
@@ -35,20 +35,20 @@ class Skeletons:
         self.rows = rows
         self._found: dict[Term, int] = {}
 
-    def hash_form(self, t: Term) -> int:
+    def hash_skeleton(self, t: Term) -> int:
         found = self._found.get(t)
         if found is None:
             if t in self.rows(t.shape):
-                form: Any = ("row", t.shape)
+                skeleton: Any = ("row", t.shape)
             elif is_state_slice(t) and (is_parameter_slice(t) or math.prod(t.shape) > 1):
-                form = ("parameter", t.shape)
+                skeleton = ("parameter", t.shape)
             elif math.prod(t.shape) == 1 and t.op != "const":
-                form = ("scalar",)
+                skeleton = ("scalar",)
             elif t.op in ("node", "at"):
-                form = (t.op, t.shape)
+                skeleton = (t.op, t.shape)
             else:
-                form = (t.op, t.shape, *[self.hash_form(a) if isinstance(a, Term) else a for a in t.args])
-            found = self._found[t] = hash(form)
+                skeleton = (t.op, t.shape, *[self.hash_skeleton(a) if isinstance(a, Term) else a for a in t.args])
+            found = self._found[t] = hash(skeleton)
         return found
 
 

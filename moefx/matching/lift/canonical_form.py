@@ -42,9 +42,9 @@ class NodeRef:
     inverted: bool = False
 
     @property
-    def form(self) -> tuple:
+    def signature(self) -> tuple:
         """The part of the reference that two captures must agree on."""
-        return self.axes, tuple(c.form for c in self.columns), self.inverted
+        return self.axes, tuple(c.signature for c in self.columns), self.inverted
 
     @property
     def position(self) -> tuple:

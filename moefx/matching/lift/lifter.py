@@ -259,7 +259,7 @@ class Lifter:
         for t, parts in enumerate(by_slot):
             for k, part in parts:
                 kept[t, k] = True
-                instances[skeletons.hash_form(part)].append((t, k, part))
+                instances[skeletons.hash_skeleton(part)].append((t, k, part))
         kept[list(repeated)] = True  # until the sums are checked below
         lookup.dropped = [(t, k, selected[t][k]) for t, k in (~kept).nonzero().tolist()]
         lookup.counted = [(t, k, selected[t][k]) for t, k in kept.nonzero().tolist() if t not in repeated]

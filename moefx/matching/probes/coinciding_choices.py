@@ -209,8 +209,8 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
     except Refused as why:
         interventions: dict[Any, Any] = {**tracer.interventions, site: force}
         try:
-            parted = state.lift_as(state.capture(tracer.routing.restart(), sizes, interventions), None)
-            state.read_all_as(parted)
+            parted = state.lift_with_template(state.capture(tracer.routing.restart(), sizes, interventions), None)
+            state.relift_all_from(parted)
             parted = state.require_same_form(parted)
         except Refused:
             raise why from None

@@ -190,7 +190,7 @@ def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalF
     """Lift a capture of two or three tokens; None if it has the same outcome, or the program does not run."""
     sizes = state.size_choice.choose_sequence(2 + seed % 2)
     routing = Routing(("overloaded", "diverse")[seed // 2 % 2], 40 + seed)
-    if not state.size_choice.is_within(sizes):
+    if not state.size_choice.satisfies_restrictions(sizes):
         return None
     try:
         captured = state.capture(routing, sizes)

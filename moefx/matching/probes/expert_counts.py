@@ -79,7 +79,7 @@ def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
     if experts <= slots:
         return []
     sizes = state.size_choice.choose_as_captured(state.arguments.choose_tokens_near(7, avoid=(slots,)))
-    return [sizes] if state.size_choice.is_within(sizes) else []
+    return [sizes] if state.size_choice.satisfies_restrictions(sizes) else []
 
 
 def _capture_count(

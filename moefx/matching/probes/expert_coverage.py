@@ -52,7 +52,7 @@ def show_all_experts(state: ProofState) -> None:
                 f"the first is expert {missing[0]}"
             )
         extra += 1
-        sizes = state.size_choice.choose(max(17, min(len(missing), 4 * state.hint)), extra)
+        sizes = state.size_choice.choose(max(17, min(len(missing), 4 * state.max_experts)), extra)
         before = set(missing)
         prefer = tuple(missing) * max(1, 16 // len(missing))
         state.add_evidence(state.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes), sizes)

@@ -230,7 +230,7 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
             raise
         return None
     try:
-        form = state.require_agreement(state.lift_captured(captured))
+        form = state.reconcile_form(state.lift_captured(captured))
     except NothingRouted:
         return None
     except Refused as why:
@@ -306,7 +306,7 @@ def _load_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     if (sizes := choose_even_sizes(state, limit)) is None:
         return False
     with suppress_program_errors(MoefxError):
-        form = state.require_agreement(state.lift(Routing("even"), sizes))
+        form = state.reconcile_form(state.lift(Routing("even"), sizes))
         outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}
         if outcomes == {comparison.outcome_if_large}:
             state.add_evidence(form, sizes)

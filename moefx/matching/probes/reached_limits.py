@@ -71,13 +71,13 @@ def overflow_limits(state: ProofState) -> None:
             )  # fmt: skip
         tokens = state.arguments.choose_tokens_near(int(lowest / 0.85) + 10)
         sizes = state.size_choice.choose_sequence(tokens)
-        if tokens > MAX_CROWD_TOKENS or not state.size_choice.is_within(sizes):
+        if tokens > MAX_CROWD_TOKENS or not state.size_choice.satisfies_restrictions(sizes):
             break
         try:  # some limits hold for all choices, some for first choices only
             form = state.lift(
                 Routing("contested" if slots > 1 and attempt % 2 == 0 else "overloaded", 3 + attempt), sizes
             )
-            form = state.require_agreement(form)
+            form = state.reconcile_form(form)
         except Exception as error:  # an error of the program, too, at sizes that it does not support
             if is_internal_error(error):
                 raise
@@ -105,7 +105,7 @@ def _overflow_every_expert(state: ProofState, seen: list[dict[OpSite, int | None
         if not is_program_error(error):
             raise
         return
-    state.add_evidence(state.require_agreement(form), sizes)
+    state.add_evidence(state.reconcile_form(form), sizes)
 
 
 def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:
@@ -114,7 +114,7 @@ def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:
     slots, experts = state.reference.slots, state.num_experts
     tokens = state.arguments.choose_tokens_near(experts * -(-(limit + 1) // slots) + experts)
     sizes = state.size_choice.choose_sequence(tokens)
-    return sizes if tokens <= MAX_CROWD_TOKENS and state.size_choice.is_within(sizes) else None
+    return sizes if tokens <= MAX_CROWD_TOKENS and state.size_choice.satisfies_restrictions(sizes) else None
 
 
 def _count_most(form: CanonicalForm) -> int:

@@ -27,8 +27,8 @@ from ...errors import MoefxError, Refused
 from ..graph_nodes import op_name
 from ..lift.canonical_form import CanonicalForm
 from ..lift.distinct_choices import MOVES, has_distinct_slots, view_as_slots
-from ..lift.form_agreement import require_same_form
 from ..lift.repeated_choices import RepeatedChoiceRefused
+from ..lift.same_form import require_same_form
 from ..op_classes import LOOKUPS
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _lift_with_choices(
         return None
     try:
         form = state.require_same_form(state.lift_captured(captured))
-        state.read_all_as(form)
+        state.relift_all_from(form)
     except Refused as why:
         raise refusal from why
     return form

@@ -34,7 +34,7 @@ def show_all_slots(state: ProofState) -> None:
     if all(bool(form.kept_slots.all()) for form in state.forms):
         return
     sizes = state.size_choice.choose_sequence(state.arguments.choose_tokens_near(5))
-    form = _try_lift(state, Routing("diverse", 6), sizes) if state.size_choice.is_within(sizes) else None
+    form = _try_lift(state, Routing("diverse", 6), sizes) if state.size_choice.satisfies_restrictions(sizes) else None
     if isinstance(form, CanonicalForm) and form.slots > state.reference.slots:
         state.add_evidence(form, sizes)
 
@@ -47,19 +47,19 @@ def vary_token_counts(state: ProofState) -> None:
     """
     arguments = state.arguments
     one, more_than_one = arguments.choose_sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
-    many = [arguments.choose_sizes(3 * state.size_choice.first_tokens, 2)] if state.hint <= 64 else []
+    many = [arguments.choose_sizes(3 * state.size_choice.first_tokens, 2)] if state.max_experts <= 64 else []
     near = arguments.choose_tokens_near(3, avoid=(state.reference.slots,))
     several = [state.size_choice.choose_sequence(near), arguments.choose_sequence(near)]
     before = len(state.forms)
-    for sizes in filter(state.size_choice.is_within, several if several[0] != several[1] else several[:1]):
+    for sizes in filter(state.size_choice.satisfies_restrictions, several if several[0] != several[1] else several[:1]):
         _vary_few_tokens(state, sizes)
     if (
         len(state.forms) == before
-        and state.size_choice.is_within(sizes := state.size_choice.choose_as_captured(near))
+        and state.size_choice.satisfies_restrictions(sizes := state.size_choice.choose_as_captured(near))
         and sizes not in several
     ):
         _vary_few_tokens(state, sizes)  # on the captures' side of each comparison of sizes
-    for sizes in filter(state.size_choice.is_within, [one, *many]):
+    for sizes in filter(state.size_choice.satisfies_restrictions, [one, *many]):
         # comparisons that had both outcomes before do not exclude these sizes
         asked = [g for g in state.seen_guards() if all(g.holds(s) for s in state.sizes)]
         apart = more_than_one if sizes == one else next((g for g in asked if not g.holds(sizes)), None)

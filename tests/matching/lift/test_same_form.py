@@ -11,7 +11,7 @@ from torch import fx
 
 from moefx.errors import Refused
 from moefx.matching.lift.canonical_form import Body, CanonicalForm, Group, NodeRef
-from moefx.matching.lift.form_agreement import require_same_form
+from moefx.matching.lift.same_form import require_same_form
 
 NODE = fx.Graph().placeholder("x")
 NODE.meta.update(source="block.py:1", index=0)

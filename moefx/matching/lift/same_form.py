@@ -21,15 +21,15 @@ def require_same_form(a: CanonicalForm, b: CanonicalForm) -> CanonicalForm:
         raise Refused(
             f"the number of slots per token depends on routing or size: {a.slots} and {b.slots}", source=source
         )
-    if a.expert_index.form != b.expert_index.form or len(a.shared) != len(b.shared):
+    if a.expert_index.signature != b.expert_index.signature or len(a.shared) != len(b.shared):
         raise Refused(
             "the node that selects the experts, or a summand of all tokens, depends on the routing", source=source
         )
-    if a.unrouted_value and b.unrouted_value and a.unrouted_value.form != b.unrouted_value.form:
+    if a.unrouted_value and b.unrouted_value and a.unrouted_value.signature != b.unrouted_value.signature:
         raise Refused("the output of tokens without an expert depends on the routing", source=source)
-    by_form = {(g.body, tuple(v.form for v in g.values)): g for g in b.groups}
-    ordered = [by_form.pop((g.body, tuple(v.form for v in g.values)), None) for g in a.groups]
-    if by_form:
+    by_signature = {(g.body, tuple(v.signature for v in g.values)): g for g in b.groups}
+    ordered = [by_signature.pop((g.body, tuple(v.signature for v in g.values)), None) for g in a.groups]
+    if by_signature:
         raise Refused("experts compute different functions under different routings", source=source)
     groups = [
         h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[])
