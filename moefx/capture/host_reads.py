@@ -117,7 +117,7 @@ class ReadLogger(OpRunner):
         return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not follows_from_floats(node))
 
     def log_plain_read(self, node: fx.Node, value: Any) -> None:
-        """Log integers that neither routing nor state determines: see `matching.probes.plain_integers`."""
+        """Log integers that neither routing nor state determines: see `matching.probes.python_integers`."""
         is_computed = node.op == "call_function" or node.meta.get("kind") == "constant"
         if is_computed and find_leaf_kinds(node) == {False}:
             self.plain_reads.setdefault(find_user_stack(), []).append(value)

@@ -19,9 +19,9 @@ from .lift.lifter import ONE_EXPERT, NothingRouted
 from .lift.routed_nodes import has_sequence_choices
 from .match_result import ExpertGroup, Match
 from .probes.boundary_values import add_boundary_values, add_larger_flags
-from .probes.plain_integers import refuse_plain_integers
 from .probes.probe import Probe
 from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
+from .probes.python_integers import refuse_python_integers
 from .proof_state import ProofState, find_value_lines, have_same_lines
 from .terms.parameter_slices import ParameterSlice
 from .unsupported_effects import refuse_effects
@@ -43,7 +43,7 @@ def prove(state: ProofState) -> Match:
     check_first_captures(state)
     run_probes(state, INTERVENTIONS)
     check_emptiness_tests(state.emptiness_tests)
-    refuse_plain_integers(state)
+    refuse_python_integers(state)
     run_probes(state, CONFIRMATIONS)
     read_values_from_same_nodes(state)
     merge_groups(state)  # raises before more captures are made

@@ -1,4 +1,4 @@
-"""Find integer inputs that change the outcome of the program's tests on them. A part of `call_integers`.
+"""Find integer inputs that change the outcome of the program's tests on them. A part of `integer_inputs`.
 
 Protects from tests of ids whose outcome the example never has::
 
@@ -29,7 +29,7 @@ from ...capture.side_effects import has_integers
 from ...errors import MoefxError
 from ..graph_nodes import depends_on_call, find_lookups, is_state
 from ..integer_ranges import NARROW
-from .call_integers import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
+from .integer_inputs import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState

@@ -33,7 +33,7 @@ from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import collect_numbers, is_random, is_routed, is_state, line, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges
-from . import empty_experts, zero_rows
+from . import idle_branches, zero_sum_tests
 from .forced_outcome import BUFFER, COUNT, LIMIT, READ, ZERO, find_capture, force_outcome, refuse_change, repeat_outcome
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ def flip_branches(state: ProofState) -> None:
             state.settle(read.call_stack)
             if len(seen) == 1 and not _is_about_rows(read) and _is_shown(state, read):
                 continue
-            what = COUNT if len(seen) == 1 and empty_experts.is_token_test(read) else READ
+            what = COUNT if len(seen) == 1 and idle_branches.is_token_test(read) else READ
             if what == READ and _is_limit_test(state, read):
                 what = LIMIT
             if what == READ and (buffers := find_buffers(read)):
                 what = f"{BUFFER} {', '.join(buffers)}"
-            if zero_rows.is_zero_test(read):
+            if zero_sum_tests.is_zero_test(read):
                 what = ZERO
             kinds = {type(v) for v in seen}
             others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
@@ -138,10 +138,10 @@ def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     found: dict[tuple[Source, ...], set[bool | None]] = {}
     for form in state.forms:
-        for read in filter(zero_rows.is_zero_test, form.capture.reads):
+        for read in filter(zero_sum_tests.is_zero_test, form.capture.reads):
             outcomes.setdefault(read.call_stack, set()).add(read.value)
             if _has_rows(read):
-                found.setdefault(read.call_stack, set()).add(zero_rows.adds_nothing(read))
+                found.setdefault(read.call_stack, set()).add(zero_sum_tests.adds_nothing(read))
     return {calls for calls, seen in found.items() if False not in seen and True in seen and len(outcomes[calls]) == 2}
 
 
@@ -278,7 +278,7 @@ def _is_about_rows(read: HostRead) -> bool:
     """
     if read.node is None or read.comparison is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
-    if zero_rows.is_zero_test(read):
+    if zero_sum_tests.is_zero_test(read):
         return True
     weighed = [n for n in find_float_decisions(read.node) if n.meta["ragged"]]
     if all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed):
@@ -316,6 +316,6 @@ def _is_shown(state: ProofState, read: HostRead) -> bool:
         Refused: the program does more than skip the expert.
     """
     try:
-        return empty_experts.show_idle_expert(state, read)
+        return idle_branches.show_idle_expert(state, read)
     except Refused as why:
         raise refuse_change(read.source, READ) from why

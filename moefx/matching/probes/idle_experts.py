@@ -28,7 +28,7 @@ from ...capture.code_locations import suppress_program_errors
 from ...capture.concrete_routing import Routing
 from ...errors import Refused
 from .boundary_values import evaluate_path, find_integer_ancestors, find_path
-from .call_integers import find_doubtful_nodes
+from .integer_inputs import find_doubtful_nodes
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState

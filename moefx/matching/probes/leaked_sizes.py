@@ -30,7 +30,7 @@ from ...errors import CaptureError, Refused
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import collect_numbers
 from ..lift.canonical_form import max_capture_tokens
-from .reached_limits import MAX_CROWD_TOKENS
+from .unreached_limits import MAX_CROWD_TOKENS
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState

@@ -31,7 +31,7 @@ from ..lift.lifter import NothingRouted
 from ..op_classes import ORDERED, TWO_SIDED
 from .branch_outcomes import is_unbounded
 from .forced_outcome import LIMIT, force_outcome, refuse_change, repeat_outcome
-from .reached_limits import MAX_CROWD_TOKENS, choose_even_sizes, is_made_of_rows
+from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes, is_made_of_rows
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState

@@ -1,11 +1,11 @@
-"""Find functions of the experts' loads, such as the number of idle experts. A part of `crowded_experts`.
+"""Find functions of the experts' loads, such as the number of idle experts. A part of `count_functions`.
 
 Protects from a statistic with one value under the few patterns of loads that captures show::
 
     loads = torch.bincount(chosen.flatten(), minlength=num_experts)
     weights = weights * torch.where((loads == 0).sum() == 2, 0.5, 1.0)
 
-`spread_numbers` forces other values of these functions.
+`vary_count_functions` forces other values of these functions.
 """
 
 from __future__ import annotations

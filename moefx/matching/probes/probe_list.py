@@ -6,24 +6,24 @@ Cheap probes come first, so that a refusal is early. A probe that depends on oth
 from __future__ import annotations
 
 from .branch_outcomes import flip_branches
-from .call_integers import vary_call_integers
-from .carried_attributes import carry_attributes_over
-from .coinciding_choices import separate_choices
-from .crowded_experts import spread_numbers
+from .count_functions import vary_count_functions
+from .equal_selections import separate_selections
 from .expert_counts import vary_expert_counts
 from .expert_coverage import show_all_experts
 from .float_decisions import mix_decisions
 from .idle_experts import concentrate_tokens, leave_experts_idle
+from .integer_inputs import vary_integer_inputs
 from .leaked_sizes import guard_constant_expressions, try_round_sizes, vary_leaked_sizes
 from .load_comparisons import vary_loads
 from .probe import Probe
-from .reached_limits import overflow_limits
 from .repeated_experts import repeat_experts
-from .token_numbers import show_all_slots, vary_token_counts
+from .state_between_calls import vary_state_between_calls
+from .token_counts import show_all_slots, vary_token_counts
+from .unreached_limits import overflow_limits
 
 _FLIP = Probe(flip_branches, "a branch of Python that took one way in all captures")
 _MIX = Probe(mix_decisions, "a comparison of floats with one outcome, which looks like a constant")
-_SPREAD = Probe(spread_numbers, "a function of counts or positions with one value while tokens are few")
+_SPREAD = Probe(vary_count_functions, "a function of counts or positions with one value while tokens are few")
 _OVERFLOW = Probe(overflow_limits, "a capacity that no capture reached, so that nothing seems to be dropped")
 
 # Before captures are compared: each slot and each expert is in some capture.
@@ -36,11 +36,11 @@ INTERVENTIONS = (
     Probe(leave_experts_idle, "a refusal of programs that only ask which experts the ids of a call leave idle"),
     _FLIP,
     _MIX,
-    Probe(separate_choices, "a second choice that equals the first one in all captures"),
-    Probe(vary_call_integers, "ids, lengths or buffers that look like constants"),
+    Probe(separate_selections, "a second choice that equals the first one in all captures"),
+    Probe(vary_integer_inputs, "ids, lengths or buffers that look like constants"),
     _SPREAD,
     _OVERFLOW,
-    Probe(carry_attributes_over, "an attribute that a call leaves behind and the next call reads"),
+    Probe(vary_state_between_calls, "an attribute that a call leaves behind and the next call reads"),
     Probe(repeat_experts, "a token that selects one expert in two slots, whose weights do not add up"),
     Probe(vary_token_counts, "another form for one token, for a few, or for many"),
     Probe(vary_expert_counts, "another form for an expert with no token, with one or with two"),

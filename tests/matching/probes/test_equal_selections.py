@@ -8,7 +8,7 @@ import torch
 from moefx.capture.concolic import capture_block
 from moefx.capture.concrete_routing import Routing
 from moefx.matching.integer_ranges import IntegerRanges
-from moefx.matching.probes.coinciding_choices import _changes_nothing
+from moefx.matching.probes.equal_selections import _changes_nothing
 
 from ...passes.blocks import Block, D, E
 

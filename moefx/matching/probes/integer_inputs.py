@@ -7,7 +7,7 @@ Protects from padding, special tokens or a warm-up that the example does not hav
     if step < warmup_steps:  # True in the first steps
         ...
 
-`boundary_values` puts numbers into the arguments that change these results. `vary_call_integers` captures with each
+`boundary_values` puts numbers into the arguments that change these results. `vary_integer_inputs` captures with each
 number. It then forces another outcome of each result that had one outcome in all captures; the experts must not depend
 on it.
 """
@@ -113,7 +113,7 @@ def find_operands(n: fx.Node) -> list[fx.Node]:
     return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
 
 
-def vary_call_integers(state: ProofState) -> None:
+def vary_integer_inputs(state: ProofState) -> None:
     """Capture with each number of `boundary_values`, then force another outcome of each result with one outcome.
 
     An outcome is forced in a capture that has the result: one behind a branch occurs only there.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 
-def carry_attributes_over(state: ProofState) -> None:
+def vary_state_between_calls(state: ProofState) -> None:
     """Change the attributes that a call leaves behind, and require the form of the next call to be the same.
 
     Raises:

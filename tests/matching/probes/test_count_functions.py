@@ -15,7 +15,7 @@ import moefx
 import moefx.compiler.model_proof
 from moefx.compiler.numeric_check import numeric_check
 from moefx.matching import prove
-from moefx.matching.probes.crowded_experts import spread_numbers
+from moefx.matching.probes.count_functions import vary_count_functions
 
 from ...passes.blocks import D, E, K, Loop, Mlp
 
@@ -125,7 +125,7 @@ def test_saturating_functions_of_counts_are_equal_or_refused(name):
 def test_the_numeric_check_sees_large_counts(monkeypatch):
     """The net under the proof: with nothing to tell it of large counts, the rewrite is still refused."""
     monkeypatch.setattr(moefx.compiler.model_proof, "numeric_check", numeric_check)
-    others = tuple(probe for probe in prove.INTERVENTIONS if probe.run is not spread_numbers)
+    others = tuple(probe for probe in prove.INTERVENTIONS if probe.run is not vary_count_functions)
     monkeypatch.setattr(prove, "INTERVENTIONS", others)
     with pytest.raises(moefx.NoMoEBlockFound, match="a crowd of tokens"):
         moefx.compile(

@@ -1,4 +1,4 @@
-"""Separate two choices that were equal in all captures.
+"""Separate two selections that were equal in all captures.
 
 Protects from a second choice that only looks like the first one::
 
@@ -46,14 +46,14 @@ from .forced_outcome import find_capture, force_outcome
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
-_SECOND_CHOICE = "a second selection that equalled the first one in all captures"
+_SECOND_SELECTION = "a second selection that equalled the first one in all captures"
 _EQUAL_NUMBER = "a number that equalled the expert index in all captures"
 _MAX_TRIALS = 12  # seeds of values that may make the choices differ
 _MAX_NUMBERS = 1 << 12  # that an operand can be, to try them all
 _MOVES = {*ELEMENT_MOVES, *RESHAPED_COPIES, "getitem"}
 
 
-def separate_choices(state: ProofState) -> None:
+def separate_selections(state: ProofState) -> None:
     """Force another outcome of choices that contribute to the routed sum and equal the expert index.
 
     Raises:
@@ -70,7 +70,7 @@ def separate_choices(state: ProofState) -> None:
     for site, several in alike.items():
         if site not in apart and _can_differ(several[0], site):
             for captured in choose_captures(several):
-                _separate(state, site, FORCE_MIXED, _SECOND_CHOICE, captured)
+                _separate(state, site, FORCE_MIXED, _SECOND_SELECTION, captured)
     for site, first in _find_equal_numbers(state).items():
         _separate(state, site, _swap_tokens(len(first.ids)), _EQUAL_NUMBER, first.capture)
 

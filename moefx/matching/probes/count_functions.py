@@ -1,4 +1,4 @@
-"""Spread numbers made of counts or positions that have one value while tokens are few.
+"""Vary functions of counts or positions that are constant for few tokens.
 
 Protects from functions that change with many tokens::
 
@@ -8,7 +8,7 @@ Protects from functions that change with many tokens::
     weights = weights * (position < 650)[:, None]
 
 The results look like constants. The probe captures again with different numbers in their place, and requires the form
-of the other captures. Comparisons with a known limit belong to `reached_limits`.
+of the other captures. Comparisons with a known limit belong to `unreached_limits`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ..graph_nodes import (
 )
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..op_classes import COUNT_CLAMPS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
-from .empty_experts import is_chosen_test
 from .forced_outcome import force_outcome
+from .idle_branches import is_chosen_test
 from .load_statistics import is_load_statistic
-from .reached_limits import find_limits
+from .unreached_limits import find_limits
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _LOOKUPS = LOOKUPS | SEARCHES
 
 
-def spread_numbers(state: ProofState) -> None:
+def vary_count_functions(state: ProofState) -> None:
     """Force different values of numbers that look like constants while tokens are few.
 
     Raises:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..proof_state import ProofState
 
 
-def refuse_plain_integers(state: ProofState) -> None:
+def refuse_python_integers(state: ProofState) -> None:
     """Compare the values that Python reads at one call site, in all captures with equally many reads there.
 
     Raises:
