@@ -1,6 +1,6 @@
 """The expert index: the integer tensor of the program that holds the selected experts of each token.
 
-`find_expert_index` compares integer nodes with the experts whose parameters reach each summand, and also returns the
+`find_expert_index` compares integer nodes with the experts whose parameters each summand uses, and also returns the
 slot of each summand.
 """
 
@@ -93,7 +93,7 @@ class _IndexSearch:
 
     def __init__(self, owners: ExpertOwners, tokens: tuple[int, ...], summands: list[list[Term]], nodes: list[fx.Node]):
         self.tokens, self.nodes = tokens, nodes
-        self.sequences = count_sequences(owners.reach.capture, tokens)
+        self.sequences = count_sequences(owners.uses.capture, tokens)
         self.num_tokens = math.prod(tokens)
         self.keys = [[owners.find_key(p) for p in parts] for parts in summands]
         self.widest = max(map(len, self.keys))

@@ -1,6 +1,6 @@
-"""The owners of a summand: the experts whose parameters reach its term.
+"""The owners of a summand: the experts whose parameters its term uses.
 
-A key is the set of expert parameter slices that reach a term. An expert's number is its position in a stack, a flat
+A key is the set of expert parameter slices that a term uses. An expert's number is its position in a stack, a flat
 matrix or a list of modules.
 """
 
@@ -11,7 +11,7 @@ from collections import Counter
 
 from ..terms.parameter_slices import ParameterSlice, guess_experts, strip_moves
 from ..terms.term import Term, is_const
-from .routed_nodes import ParameterReach
+from .routed_nodes import ParameterUses
 
 OwnerKey = tuple[ParameterSlice, ...]  # sorted
 
@@ -25,8 +25,8 @@ class ExpertOwners:
             (see `number_nested_modules` and `number_by_tokens`).
     """
 
-    def __init__(self, reach: ParameterReach, experts: set[str], numbers: dict[str, int] | None = None):
-        self.reach, self.experts, self.numbers = reach, experts, numbers or {}
+    def __init__(self, uses: ParameterUses, experts: set[str], numbers: dict[str, int] | None = None):
+        self.uses, self.experts, self.numbers = uses, experts, numbers or {}
         self._numbers: dict[ParameterSlice, list[int]] = {}
         self._owners: dict[Term, frozenset[int]] = {}
         self._slices: dict[Term, tuple[str, ParameterSlice]] = {}
@@ -38,7 +38,7 @@ class ExpertOwners:
         distributed over sums of several experts.
         """
         if t.op == "reshape" and math.prod(t.shape) == 1:  # the experts have one output
-            return [self.reach.terms.reshape(p, t.shape) for p in self.split_summands(t.args[0])]
+            return [self.uses.terms.reshape(p, t.shape) for p in self.split_summands(t.args[0])]
         if t.op == "pw":
             name, kwargs, *items = t.args
             if name in ("add", "sub") and all(i.shape == t.shape for i in items):
@@ -52,7 +52,7 @@ class ExpertOwners:
                 if len(wide) == 1 and not (name == "div" and wide[0] == 1):
                     inner = self.split_summands(items[wide[0]])
                     return [
-                        self.reach.terms.pw(
+                        self.uses.terms.pw(
                             name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs)
                         )
                         for p in inner
@@ -63,19 +63,19 @@ class ExpertOwners:
         """Return both operands of a sum or difference, with signs; else the term itself, or nothing for zero."""
         if t.op == "pw" and t.args[0] in ("add", "sub") and all(i.shape == t.shape for i in t.args[2:]):
             a, b = t.args[2:]
-            return [a, b if t.args[0] == "add" else self.reach.terms.pw("mul", b, self.reach.terms.const(-1))]
+            return [a, b if t.args[0] == "add" else self.uses.terms.pw("mul", b, self.uses.terms.const(-1))]
         return [] if is_const(t, 0) else [t]
 
     def experts_of(self, t: Term) -> frozenset[int]:
-        """Return the numbers of the experts whose parameters reach a term."""
+        """Return the numbers of the experts whose parameters a term uses."""
         found = self._owners.get(t)
         if found is None:
             found = self._owners[t] = frozenset(self.guess_numbers(self.find_key(t), several=True))
         return found
 
     def find_key(self, t: Term) -> OwnerKey:
-        """Return the expert parameter slices that reach a term."""
-        mine = {self._read_slice(x) for x in self.reach.leaves(t) if strip_moves(x).args[0] in self.experts}
+        """Return the expert parameter slices that a term uses."""
+        mine = {self._read_slice(x) for x in self.uses.leaves(t) if strip_moves(x).args[0] in self.experts}
         return tuple(part for _, part in sorted(mine, key=lambda found: found[0]))
 
     def _read_slice(self, leaf: Term) -> tuple[str, ParameterSlice]:
@@ -104,5 +104,5 @@ class ExpertOwners:
             parts = part.fqn.split(".")
             names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
             own = [self.numbers[name] for name in names if name in self.numbers]
-            self._numbers[part] = own or guess_experts(part, self.reach.children)
+            self._numbers[part] = own or guess_experts(part, self.uses.children)
         return self._numbers[part]

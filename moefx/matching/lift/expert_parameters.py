@@ -1,6 +1,6 @@
 """Find the experts' parameters, and number the experts.
 
-Expert parameters are those that only some tokens meet, with the parameters of sibling modules.
+Expert parameters are those that only some tokens use, with the parameters of sibling modules.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from ...capture.node_origins import collect_ancestors, find_float_decisions
 from ..graph_nodes import follows_from_state
 from ..terms.parameter_slices import ParameterSlice, guess_experts, strip_moves
 from ..terms.term import Term
-from .routed_nodes import MAX_ROWS, ParameterReach
+from .routed_nodes import MAX_ROWS, ParameterUses
 
 _MAX_INNER_NODES = 60
 
 
-def propose_expert_parameters(reach: ParameterReach) -> Iterator[list[set[str]]]:
+def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
     """Propose sets of FQNs that may be the experts' parameters, the likeliest first.
 
-    A proposal holds the parameters that only some tokens meet, with their siblings. They are seen at the outputs, or
+    A proposal holds the parameters that only some tokens use, with their siblings. They are seen at the outputs, or
     at the last node before an op that mixes tokens. Later proposals are seen further back and share no parameter with
-    earlier ones: channels of an image meet parts of a norm's weight, which must not hide the experts.
+    earlier ones: channels of an image use parts of a norm's weight, which must not hide the experts.
     """
-    live = reach.live_nodes()
-    inner = [
-        n for n in reversed(reach.capture.nodes) if n in live and n not in reach.outputs and n.op == "call_function"
-    ]
+    live = uses.live_nodes()
+    inner = [n for n in reversed(uses.capture.nodes) if n in live and n not in uses.outputs and n.op == "call_function"]
     tried, before = 0, set()
-    for out in [*reach.outputs, *inner]:
+    for out in [*uses.outputs, *inner]:
         val = out.meta.get("val")
         if (
             not isinstance(val, FakeTensor)
@@ -44,32 +42,32 @@ def propose_expert_parameters(reach: ParameterReach) -> Iterator[list[set[str]]]
             or follows_from_state(out)  # its rows are not tokens
         ):
             continue
-        tried += out not in reach.outputs
+        tried += out not in uses.outputs
         if tried > _MAX_INNER_NODES:
             break
-        per_row = reach.parameters_by_row(out)
-        if not per_row:
+        used_by_row = uses.parameters_by_row(out)
+        if not used_by_row:
             continue
-        common = frozenset.intersection(*per_row)
-        more = [met for met in per_row if met != common]  # without padding rows, more parameters are common
+        common = frozenset.intersection(*used_by_row)
+        more = [used for used in used_by_row if used != common]  # without padding rows, more parameters are common
         if more and (of_all := frozenset.intersection(*more)) != frozenset().union(*more):
             common = of_all
-        varying = frozenset().union(*per_row) - common
+        varying = frozenset().union(*used_by_row) - common
         if varying:
             found = {strip_moves(t).args[0] for t in varying}
-            experts = add_siblings(reach, found)
+            experts = add_siblings(uses, found)
             if not experts & before:
                 before |= experts
                 every = experts & ({strip_moves(t).args[0] for t in common} - found)  # shared experts of the list
-                rest = experts - _find_tables(reach, varying)
-                yield _distinct([rest, experts, experts - every, rest - _find_choice_parameters(reach, experts)])
+                rest = experts - _find_tables(uses, varying)
+                yield _distinct([rest, experts, experts - every, rest - _find_choice_parameters(uses, experts)])
 
 
 def _distinct(sets: list[set[str]]) -> list[set[str]]:
     return [s for i, s in enumerate(sets) if s and s not in sets[:i]]
 
 
-def _find_tables(reach: ParameterReach, varying: frozenset[Term]) -> set[str]:
+def _find_tables(uses: ParameterUses, varying: frozenset[Term]) -> set[str]:
     """Find the FQNs of tables, from which tokens look up single vectors, such as embeddings.
 
     A parameter with one vector per expert is not a table: it is as long as a stack of matrices or a list of modules.
@@ -82,7 +80,7 @@ def _find_tables(reach: ParameterReach, varying: frozenset[Term]) -> set[str]:
             lengths[fqn].add(length)
         elif length > 1:
             experts.add(length)
-        experts |= {len(reach.children.get(fqn[:i], ())) for i, c in enumerate(fqn) if c == "."}
+        experts |= {len(uses.children.get(fqn[:i], ())) for i, c in enumerate(fqn) if c == "."}
     return {fqn for fqn, found in lengths.items() if not found & experts}
 
 
@@ -98,17 +96,17 @@ def _count_parts(t: Term) -> int:
     return count
 
 
-def _find_choice_parameters(reach: ParameterReach, parameters: set[str]) -> set[str]:
+def _find_choice_parameters(uses: ParameterUses, parameters: set[str]) -> set[str]:
     """Find the parameters on which integers depend: those of an earlier layer, a router or an embedding."""
-    decided = [n for n in reach.capture.nodes if n.op == "call_function" and find_float_decisions(n)]
+    decided = [n for n in uses.capture.nodes if n.op == "call_function" and find_float_decisions(n)]
     return {
         str(n.meta["fqn"]) for n in collect_ancestors(*decided) if n.op == "get_attr" and n.meta["fqn"] in parameters
     }
 
 
-def add_siblings(reach: ParameterReach, experts: set[str]) -> set[str]:
-    """Add the parameters of sibling modules, which no token met in this capture."""
-    names = {n for n, _ in reach.block.named_parameters(remove_duplicate=False)}
+def add_siblings(uses: ParameterUses, experts: set[str]) -> set[str]:
+    """Add the parameters of sibling modules, which no token used in this capture."""
+    names = {n for n, _ in uses.block.named_parameters(remove_duplicate=False)}
     out = set(experts)
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)  # parts by the names before and after them
     for fqn in experts:
@@ -116,31 +114,31 @@ def add_siblings(reach: ParameterReach, experts: set[str]) -> set[str]:
         for depth, part in enumerate(parts):
             alike[".".join(parts[:depth]), ".".join(parts[depth + 1 :])].append(part)
     for (before, behind), parts in alike.items():
-        siblings = reach.children.get(before)
+        siblings = uses.children.get(before)
         if siblings is not None and len(parts) > 1 and any(part in siblings.numbers for part in parts):
             out |= {".".join(filter(None, (before, other, behind))) for other in siblings}
     return out & names
 
 
 def number_by_tokens(
-    reach: ParameterReach, cut: fx.Node, experts: set[str], known: dict[str, int]
+    uses: ParameterUses, cut: fx.Node, experts: set[str], known: dict[str, int]
 ) -> dict[str, int] | None:
-    """Number experts that no list holds: parameters that the same tokens meet belong to one expert.
+    """Number experts that no list holds: parameters that the same tokens use belong to one expert.
 
     Args:
-        cut: the node whose rows meet the parameters.
+        cut: the node whose rows use the parameters.
         experts: FQNs of the parameters.
         known: numbers by FQN from another capture.
 
     Returns:
-        Numbers by FQN, or None if the same tokens meet all parameters and no numbers are known.
+        Numbers by FQN, or None if the same tokens use all parameters and no numbers are known.
     """
     tokens: dict[str, set[int]] = defaultdict(set)
-    for token, met in enumerate(reach.parameters_by_row(cut, experts)):
-        for fqn in {strip_moves(t).args[0] for t in met} & experts:
+    for token, used in enumerate(uses.parameters_by_row(cut, experts)):
+        for fqn in {strip_moves(t).args[0] for t in used} & experts:
             tokens[fqn].add(token)
     kinds: dict[frozenset[int], list[str]] = defaultdict(list)
-    for fqn in [name for name, _ in reach.block.named_parameters(remove_duplicate=False) if name in tokens]:
+    for fqn in [name for name, _ in uses.block.named_parameters(remove_duplicate=False) if name in tokens]:
         kinds[frozenset(tokens[fqn])].append(fqn)
     numbers, highest = dict(known), max(known.values(), default=-1)
     for names in kinds.values():
@@ -152,21 +150,21 @@ def number_by_tokens(
     return numbers if len(kinds) > 1 or known else None
 
 
-def find_families_met_by_all(reach: ParameterReach) -> set[str]:
-    """Find the FQNs of numbered parameters that every token meets.
+def find_experts_used_by_all_tokens(uses: ParameterUses) -> set[str]:
+    """Find the FQNs of numbered parameters that every token uses.
 
     They may be experts that every token selects (K = E): no parameter varies then.
     """
-    for out in reach.outputs:
+    for out in uses.outputs:
         val = out.meta.get("val")
         if not isinstance(val, FakeTensor) or val.dim() < 2 or math.prod(val.shape[:-1]) > MAX_ROWS:
             continue
-        met = frozenset.intersection(*[reach.leaves(r) for r in reach.rows(out)])
+        used = frozenset.intersection(*[uses.leaves(r) for r in uses.rows(out)])
         kinds: dict[tuple, set[ParameterSlice]] = defaultdict(set)
-        for part in map(ParameterSlice.from_term, met):
-            if guess_experts(part, reach.children):
+        for part in map(ParameterSlice.from_term, used):
+            if guess_experts(part, uses.children):
                 kinds[re.sub(r"\d+", "#", part.fqn), part.steps and part.steps[0][0]].add(part)
         found = {p.fqn for parts in kinds.values() if len(parts) > 1 for p in parts}
         if found:
-            return add_siblings(reach, found)
+            return add_siblings(uses, found)
     return set()

@@ -18,7 +18,7 @@ from ..terms.sum_expansion import routed_axes
 from ..terms.term import Term
 from .expert_index import is_all_or_none, uses_all_experts
 from .expert_owners import ExpertOwners, OwnerKey
-from .routed_nodes import ParameterReach
+from .routed_nodes import ParameterUses
 
 ONE_EXPERT = "there is a single expert, which tokens either use or skip: no selection among several experts"
 _JOINS = {"cat", "stack"}  # may join the results of experts
@@ -109,7 +109,7 @@ class UnexplainedIndex:
         summands: the summands with expert parameters, by token.
     """
 
-    reach: ParameterReach
+    uses: ParameterUses
     owners: ExpertOwners
     routed: set[fx.Node]
     cut: fx.Node
@@ -139,7 +139,7 @@ class UnexplainedIndex:
 
     @property
     def _capture(self) -> Capture:
-        return self.reach.capture
+        return self.uses.capture
 
     def _explain_one_expert(self) -> Refused | None:
         return Refused(ONE_EXPERT, source=self._source) if is_all_or_none(self.owners, self.summands) else None
@@ -196,8 +196,8 @@ class UnexplainedIndex:
         def varies_within_rows(n: fx.Node) -> bool:
             if not isinstance(n.meta.get("val"), FakeTensor) or not n.meta["val"].dim():
                 return False
-            term = self.reach.semantics.term(n)
-            return len(term.shape) - 1 in routed_axes(self.reach.terms, term)
+            term = self.uses.semantics.term(n)
+            return len(term.shape) - 1 in routed_axes(self.uses.terms, term)
 
         # if single elements move, some expert parameters are not recognised, and `routed` lacks their users
         for n in (n for n in self._capture.nodes if n in self.routed or n.meta.get("ragged")):

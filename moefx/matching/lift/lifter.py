@@ -4,7 +4,7 @@
 
 No idiom has a template here. The lifter works on terms, the expressions of single rows:
 
-1. find the parameters that only some tokens meet (the experts'), and a cut: a node that sums all routed rows;
+1. find the parameters that only some tokens use (the experts'), and a cut: a node that sums all routed rows;
 2. split each row of the cut into summands, and these into the experts' and the rest;
 3. find an integer tensor that holds the selected experts, and the slot of each summand;
 4. anti-unify the summands of all tokens and slots. They may differ in an input row, a routing weight or an expert
@@ -36,7 +36,7 @@ from .anti_unification import Skeletons, Unifier
 from .canonical_form import CanonicalForm, Group, count_sequences, has_matrix_products
 from .expert_index import ExpertIndex, find_expert_index, find_near_misses
 from .expert_owners import ExpertOwners
-from .expert_parameters import find_families_met_by_all, number_by_tokens, propose_expert_parameters
+from .expert_parameters import find_experts_used_by_all_tokens, number_by_tokens, propose_expert_parameters
 from .lift_refusals import (
     ONE_EXPERT,
     NothingRouted,
@@ -49,7 +49,7 @@ from .lift_refusals import (
 from .repeated_choices import ChoiceSums, RepeatedChoiceRefused, find_repeated
 from .residual_terms import assign_identity_slots, find_shared, find_unrouted_value
 from .routed_nodes import (
-    ParameterReach,
+    ParameterUses,
     collect_ancestors,
     find_call_internals,
     find_cut_inputs,
@@ -97,8 +97,8 @@ class Lifter:
 
     def __init__(self, block: nn.Module, capture: Capture, template: CanonicalForm | None, options: LiftOptions):
         self.capture, self.template, self.options = capture, template, options
-        self._new_reach = lambda: ParameterReach(block, capture, options.symbolic, template, options.opaque_lines)
-        self.reach = self._new_reach()
+        self._new_uses = lambda: ParameterUses(block, capture, options.symbolic, template, options.opaque_lines)
+        self.uses = self._new_uses()
         self.experts: set[str] = set()
         self.attempts: list[CutAttempt] = []  # the nodes that were tried as the routed sum
 
@@ -122,7 +122,7 @@ class Lifter:
             if experts is not None:
                 return self._lift_experts(experts)
             first: Refused | None = None
-            for sets in itertools.islice(propose_expert_parameters(self.reach), _MAX_PARAMETER_SETS):
+            for sets in itertools.islice(propose_expert_parameters(self.uses), _MAX_PARAMETER_SETS):
                 refusals: dict[int, Refused] = {}  # by the number of parameters
                 for parameters in sets:
                     try:
@@ -130,8 +130,8 @@ class Lifter:
                     except Refused as refusal:
                         refusals.setdefault(len(parameters), refusal)
                 first = first or refusals[max(refusals)]  # the largest set is the complete one
-                self.reach = self._new_reach()  # forget the sums that were written out for these parameters
-            if has_integer_choices(self.reach) and (alike := find_families_met_by_all(self.reach)):
+                self.uses = self._new_uses()  # forget the sums that were written out for these parameters
+            if has_integer_choices(self.uses) and (alike := find_experts_used_by_all_tokens(self.uses)):
                 with contextlib.suppress(Refused):
                     return self._lift_experts(alike)
             raise (
@@ -147,7 +147,7 @@ class Lifter:
     def _lift_experts(self, experts: set[str]) -> CanonicalForm:
         """Lift at the first cut that works, for these expert parameters."""
         self.experts = set(experts)
-        self.routed, common = find_cuts(self.reach, self.experts)
+        self.routed, common = find_cuts(self.uses, self.experts)
         self.inside = find_call_internals(self.capture, self.routed)
         cuts = self._rank_cuts(common)
         if not cuts:
@@ -158,7 +158,7 @@ class Lifter:
         for numbering, cut in itertools.product(self._list_numberings(), cuts[:_MAX_CUTS]):
             if (numbers := numbering(cut)) is None:
                 continue
-            self.owners = ExpertOwners(self.reach, self.experts, numbers)
+            self.owners = ExpertOwners(self.uses, self.experts, numbers)
             attempt = CutAttempt(*describe_node(cut))
             try:
                 return self._lift_at(cut, attempt)
@@ -176,10 +176,10 @@ class Lifter:
                 if math.prod(cut.meta["val"].shape[:-1]) < self.capture.sizes.tokens:
                     of_part = of_part or refusal
                     continue
-                if self.reach.terms.overwrites and _has_overwrite([self.reach.rows(cut)]):
+                if self.uses.terms.overwrites and _has_overwrite([self.uses.rows(cut)]):
                     refusal = explain_overwrite(cut)
                 first = first or refusal
-                by_tokens = by_tokens or (refusal if numbers not in ({}, self.reach.nested) else None)
+                by_tokens = by_tokens or (refusal if numbers not in ({}, self.uses.nested) else None)
         by_tokens = by_tokens if not self._are_listed() else None
         refused = explain_random(self.routed, cuts[0]) or by_tokens or first or of_part
         assert refused is not None, "no cut was tried"
@@ -187,7 +187,7 @@ class Lifter:
 
     def _are_listed(self) -> bool:
         """Return whether some experts are in a list or dictionary of modules."""
-        lists = [name for name, m in self.reach.block.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
+        lists = [name for name, m in self.uses.block.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
         return any(fqn.startswith(f"{name}." if name else "") for fqn in self.experts for name in lists)
 
     def _rank_cuts(self, common: list[fx.Node]) -> list[fx.Node]:
@@ -220,14 +220,14 @@ class Lifter:
         """List the ways to number experts, each a function from a cut to numbers by FQN.
 
         Number them by their position in one list (no numbers needed); else through all lists of a list; else, if no
-        list holds them, by the tokens that meet their parameters.
+        list holds them, by the tokens that use their parameters.
         """
-        reach, template = self.reach, self.template
-        if template is not None and not (template.expert_numbers and template.expert_numbers != reach.nested):
+        uses, template = self.uses, self.template
+        if template is not None and not (template.expert_numbers and template.expert_numbers != uses.nested):
             return [lambda _: template.expert_numbers]
         known = template.expert_numbers if template is not None else {}
-        by_tokens = [lambda cut: number_by_tokens(reach, cut, self.experts, known)]
-        return by_tokens if known else [lambda _: {}, *([lambda _: reach.nested] if reach.nested else []), *by_tokens]
+        by_tokens = [lambda cut: number_by_tokens(uses, cut, self.experts, known)]
+        return by_tokens if known else [lambda _: {}, *([lambda _: uses.nested] if uses.nested else []), *by_tokens]
 
     # ------------------------------------------------------------------ one cut
     def _lift_at(self, cut: fx.Node, attempt: CutAttempt) -> CanonicalForm:
@@ -289,15 +289,15 @@ class Lifter:
     def _split_rows(self, cut: fx.Node) -> tuple[list[list[Term]], list[list[Term]]]:
         """Split each row of the cut into the summands with expert parameters, and the rest."""
         routed, rest = [], []
-        self.reach.parameters_by_row(cut, self.experts)  # writes out the sums over experts
-        for t, row in enumerate(self.reach.rows(cut)):
+        self.uses.parameters_by_row(cut, self.experts)  # writes out the sums over experts
+        for t, row in enumerate(self.uses.rows(cut)):
             parts = self.owners.split_summands(row)
             if any(is_const(p, "nan") for p in parts):  # type: ignore[arg-type]
                 raise Refused(f"output row {t} is never written", source=str(cut.meta["source"]))
-            mine = {p for p in parts if any(strip_moves(x).args[0] in self.experts for x in self.reach.leaves(p))}
+            mine = {p for p in parts if any(strip_moves(x).args[0] in self.experts for x in self.uses.leaves(p))}
             routed.append([p for p in parts if p in mine])
             rest.append([p for p in parts if p not in mine])
-        if self.reach.terms.overwrites and _has_overwrite(routed):
+        if self.uses.terms.overwrites and _has_overwrite(routed):
             raise explain_overwrite(cut)
         if not any(routed):
             raise NothingRouted(self.capture, cut)
@@ -316,15 +316,15 @@ class Lifter:
         index = find_expert_index(self.owners, tokens, routed, nodes, self.inside, self.template)
         if index is None:
             attempt.indices = find_near_misses(self.owners, tokens, routed, nodes, self.inside)
-            raise UnexplainedIndex(self.reach, self.owners, self.routed, cut, routed).explain()
+            raise UnexplainedIndex(self.uses, self.owners, self.routed, cut, routed).explain()
         return index
 
     def _new_lookup(self, cut: fx.Node, tokens: tuple[int, ...], index: ExpertIndex) -> ValueLookup:
-        nodes = find_cut_inputs(self.reach, cut, self.routed, self.template)
+        nodes = find_cut_inputs(self.uses, cut, self.routed, self.template)
         known = [e for group in (self.template.groups if self.template is not None else ()) for e in group.ids]
         highest = max([*known, *(int(index.ids[t, k]) for t, row in enumerate(index.slots) for k in row)])
         return ValueLookup(
-            self.reach.semantics, nodes, tokens, index.ids.shape[1], highest + 1, self.inside, self.template,
+            self.uses.semantics, nodes, tokens, index.ids.shape[1], highest + 1, self.inside, self.template,
             self.options.weights_per_slot, self.options.align_to_last, count_sequences(self.capture, tokens),
         )  # fmt: skip
 
@@ -368,7 +368,7 @@ class Lifter:
             if attempt:
                 lookup.doubtful = [slot for row in slots.values() for slot in row]
                 groups = self._unify_groups(cut, lookup, instances, ids)
-            sums = ChoiceSums(self.capture, self.reach.terms, lookup, groups, routed, self.template)
+            sums = ChoiceSums(self.capture, self.uses.terms, lookup, groups, routed, self.template)
             if all(sums.is_sum_of_choices(slots[t], parts) for t, parts in received.items()):
                 return groups, sums
         raise RepeatedChoiceRefused(str(cut.meta["source"]))

@@ -1,7 +1,7 @@
 """The routed region of a capture: from the experts' parameters to the cut.
 
-A row *meets* a parameter if the parameter's elements reach the row's term. Expert parameters are those that only some
-tokens meet. A cut is a node through which all their results flow.
+A row *uses* a parameter if the parameter's elements are in the row's term. Expert parameters are those that only some
+tokens use. A cut is a node through which all their results flow.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .canonical_form import CanonicalForm
 MAX_ROWS = 1 << 14
 
 
-class ParameterReach:
-    """The parameters that reach each row of each node of one capture.
+class ParameterUses:
+    """The parameters that each row of each node uses of one capture.
 
     Args:
         symbolic: see `Semantics`.
@@ -53,7 +53,7 @@ class ParameterReach:
         children: the numbered parts of every module of the block.
         nested: numbers of the modules in lists of lists.
         outputs: nodes that the call returns, or stores in state.
-        split_axes: the axes along which rows meet parts of a parameter, by FQN.
+        split_axes: the axes along which rows use parts of a parameter, by FQN.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class ParameterReach:
         ]
 
     def leaves(self, t: Term) -> frozenset[Term]:
-        """Return the parameter slices that reach a term as vectors.
+        """Return the parameter slices that a term uses as vectors.
 
-        A scalar is a routing weight: parameters that reach the term only through it do not count.
+        A scalar is a routing weight: parameters that the term uses only through it do not count.
         """
         found = self._leaves.get(t)
         if found is None:
@@ -111,14 +111,14 @@ class ParameterReach:
         return {n.meta["fqn"] for n in collect_ancestors(*choices) if n.op == "get_attr"}
 
     def parameters_by_row(self, node: fx.Node, experts: Collection[str] | None = None) -> list[frozenset[Term]]:
-        """Return the parameter slices that reach each row of a node.
+        """Return the parameter slices that each row of a node uses.
 
         If a mask keeps all experts of a row, the sum over the experts is one product, which is written out like the
         other rows.
 
         Args:
             experts: FQNs of the experts' parameters, if they are known. Other products stay whole: channels of an
-                image meet parts of a norm's weight, pixels the whole weight.
+                image use parts of a norm's weight, pixels the whole weight.
         """
         found = [self.leaves(r) for r in self.rows(node)]
         stacked = _find_stacked(found, self.split_axes)
@@ -141,7 +141,7 @@ def find_padding_lines(block: nn.Module, capture: Capture, width: int) -> frozen
     Args:
         width: last dim of the hidden states.
     """
-    reach, behind, found = ParameterReach(block, capture), set[fx.Node](), set[Line]()
+    uses, behind, found = ParameterUses(block, capture), set[fx.Node](), set[Line]()
     for n in capture.nodes:
         val = n.meta.get("val")
         if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point() or follows_from_integers(n):
@@ -150,7 +150,7 @@ def find_padding_lines(block: nn.Module, capture: Capture, width: int) -> frozen
             behind.add(n)
         elif val.shape[-1] == width and 0 < math.prod(val.shape[:-1]) <= MAX_ROWS:
             with contextlib.suppress(Refused, TooLarge):
-                if {is_const(row) for row in reach.rows(n)} == {True, False}:
+                if {is_const(row) for row in uses.rows(n)} == {True, False}:
                     behind.add(n)
                     found.add(line(n))
     return frozenset(found)
@@ -172,16 +172,18 @@ def has_rows_of_padding(capture: Capture, width: int) -> bool:
     return False
 
 
-def _find_stacked(per_row: list[frozenset[Term]], split_axes: dict[str, frozenset[int]]) -> dict[Term, frozenset[int]]:
-    """Find the parameters that some rows meet as a whole and others in parts, with the axes that are split.
+def _find_stacked(
+    used_by_row: list[frozenset[Term]], split_axes: dict[str, frozenset[int]]
+) -> dict[Term, frozenset[int]]:
+    """Find the parameters that some rows use as a whole and others in parts, with the axes that are split.
 
     Args:
         split_axes: known split axes by FQN, which this extends.
     """
     whole: set[Term] = set()
-    both: set[Term] = set()  # met in both ways by one row: an expert's part, and a statistic of all experts
-    for met in per_row:
-        axes = {t: _find_split_axes(t) for t in met}
+    both: set[Term] = set()  # used in both ways by one row: an expert's part, and a statistic of all experts
+    for used in used_by_row:
+        axes = {t: _find_split_axes(t) for t in used}
         parts, all_of = ({strip_moves(t) for t, at in axes.items() if bool(at) is has} for has in (True, False))
         both |= parts & all_of
         whole |= all_of
@@ -200,9 +202,9 @@ def _find_split_axes(t: Term) -> frozenset[int]:
     return found
 
 
-def has_integer_choices(reach: ParameterReach) -> bool:
+def has_integer_choices(uses: ParameterUses) -> bool:
     """Return whether the capture computes integers with several entries per token from floats."""
-    shapes = (n.meta["val"].shape for n in reach.outputs if isinstance(n.meta.get("val"), FakeTensor))
+    shapes = (n.meta["val"].shape for n in uses.outputs if isinstance(n.meta.get("val"), FakeTensor))
     tokens = math.prod(next(shapes, ())[:-1])
     return any(
         isinstance(val := n.meta.get("val"), torch.Tensor)
@@ -210,7 +212,7 @@ def has_integer_choices(reach: ParameterReach) -> bool:
         and val.dtype != torch.bool
         and val.numel() > tokens > 1
         and is_routed(n)
-        for n in reach.capture.nodes
+        for n in uses.capture.nodes
     )
 
 
@@ -232,25 +234,25 @@ def has_sequence_choices(capture: Capture) -> bool:
     )
 
 
-def find_cuts(reach: ParameterReach, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
+def find_cuts(uses: ParameterUses, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
     """Find the routed nodes and the cuts.
 
     Returns:
         The nodes that are computed from expert parameters, and those among them that every routed path runs through.
     """
-    live = reach.live_nodes()
+    live = uses.live_nodes()
     routed: set[fx.Node] = set()
-    for n in reach.capture.nodes:
+    for n in uses.capture.nodes:
         if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in routed for a in n.all_input_nodes):
             routed.add(n)
-    order = [n for n in reach.capture.nodes if n in routed and n in live]
-    found, last, final = [], -1, set(reach.outputs)
+    order = [n for n in uses.capture.nodes if n in routed and n in live]
+    found, last, final = [], -1, set(uses.outputs)
     for n in order:
         here = n.meta["index"]
         if last <= here and n.op != "get_attr":
             found.append(n)
         ends = [u.meta["index"] for u in n.users if u in live and u in routed]
-        last = max([last, *ends] + ([len(reach.capture.nodes)] if n in final else []))
+        last = max([last, *ends] + ([len(uses.capture.nodes)] if n in final else []))
     return routed, found
 
 
@@ -271,7 +273,7 @@ def find_call_internals(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
 
 
 def find_cut_inputs(
-    reach: ParameterReach, cut: fx.Node, routed: set[fx.Node], template: CanonicalForm | None
+    uses: ParameterUses, cut: fx.Node, routed: set[fx.Node], template: CanonicalForm | None
 ) -> list[fx.Node]:
     """Find the float nodes that feed the cut and do not depend on expert parameters.
 
@@ -288,7 +290,7 @@ def find_cut_inputs(
     writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [
         n
-        for n in reach.capture.nodes
+        for n in uses.capture.nodes
         if n in seen
         and n not in routed
         and isinstance(n.meta.get("val"), FakeTensor)

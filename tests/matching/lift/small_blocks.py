@@ -11,7 +11,7 @@ from moefx.capture.concrete_routing import Routing
 from moefx.matching.graph_nodes import op_name
 from moefx.matching.lift.canonical_form import CanonicalForm
 from moefx.matching.lift.lifter import Lifter, LiftOptions
-from moefx.matching.lift.routed_nodes import ParameterReach
+from moefx.matching.lift.routed_nodes import ParameterUses
 
 D, E, K, TOKENS = 4, 3, 2, 6
 EXPERTS = {f"experts.{e}.weight" for e in range(E)}
@@ -41,8 +41,8 @@ def capture(block: nn.Module, *more: torch.Tensor, tokens: int = TOKENS) -> Capt
     return capture_block(block, (torch.zeros(tokens, D, device="meta"), *more), {}, Routing("diverse", 0))
 
 
-def reach(block: nn.Module, *more: torch.Tensor, tokens: int = TOKENS) -> ParameterReach:
-    return ParameterReach(block, capture(block, *more, tokens=tokens))
+def uses(block: nn.Module, *more: torch.Tensor, tokens: int = TOKENS) -> ParameterUses:
+    return ParameterUses(block, capture(block, *more, tokens=tokens))
 
 
 def lift(block: nn.Module, *more: torch.Tensor, tokens: int = TOKENS) -> CanonicalForm:

@@ -9,9 +9,9 @@ import pytest
 from moefx.matching.lift.expert_owners import ExpertOwners
 from moefx.matching.terms.parameter_slices import ParameterSlice
 
-from .small_blocks import EXPERTS, D, Small, reach
+from .small_blocks import EXPERTS, D, Small, uses
 
-REACH = reach(Small())
+REACH = uses(Small())
 OWNERS = ExpertOwners(REACH, EXPERTS)
 T = REACH.terms
 ROW, SCALE = T.make("node", ("x",), (D,)), T.make("node", ("w",), ())

@@ -7,16 +7,16 @@ from torch import nn
 
 from moefx.matching.lift.expert_parameters import (
     add_siblings,
-    find_families_met_by_all,
+    find_experts_used_by_all_tokens,
     number_by_tokens,
     propose_expert_parameters,
 )
 
-from .small_blocks import EXPERTS, D, E, Small, reach
+from .small_blocks import EXPERTS, D, E, Small, uses
 
 
 def test_parameters_that_only_some_tokens_use_are_the_experts():
-    assert next(propose_expert_parameters(reach(Small())))[0] == EXPERTS
+    assert next(propose_expert_parameters(uses(Small())))[0] == EXPERTS
 
 
 def test_a_parameter_that_all_tokens_use_is_no_experts():
@@ -28,12 +28,12 @@ def test_a_parameter_that_all_tokens_use_is_no_experts():
         def forward(self, x):
             return self.project(super().forward(x))
 
-    assert next(propose_expert_parameters(reach(Projected())))[0] == EXPERTS
+    assert next(propose_expert_parameters(uses(Projected())))[0] == EXPERTS
 
 
 def test_unused_siblings_are_added():
-    assert add_siblings(reach(Small()), {"experts.0.weight", "experts.2.weight"}) == EXPERTS
-    assert add_siblings(reach(Small()), {"router.weight"}) == {"router.weight"}
+    assert add_siblings(uses(Small()), {"experts.0.weight", "experts.2.weight"}) == EXPERTS
+    assert add_siblings(uses(Small()), {"router.weight"}) == {"router.weight"}
 
 
 class Named(Small):
@@ -50,7 +50,7 @@ class Named(Small):
 
 
 def test_experts_that_no_list_holds_are_numbered_by_their_tokens():
-    found, names = reach(Named()), {"left.weight", "right.weight"}
+    found, names = uses(Named()), {"left.weight", "right.weight"}
     numbers = number_by_tokens(found, found.capture.out, names, {})
     assert numbers == {"left.weight": 0, "right.weight": 1}
     assert number_by_tokens(found, found.capture.out, names, {"right.weight": 0}) == {
@@ -60,10 +60,10 @@ def test_experts_that_no_list_holds_are_numbered_by_their_tokens():
 
 
 def test_one_set_of_tokens_gives_no_numbers():
-    found = reach(nn.Linear(D, D))
+    found = uses(nn.Linear(D, D))
     assert number_by_tokens(found, found.capture.out, {"weight"}, {}) is None
 
 
 def test_experts_that_every_token_selects():
-    assert find_families_met_by_all(reach(Small(k=E))) == EXPERTS
-    assert find_families_met_by_all(reach(Small(k=1))) == set()
+    assert find_experts_used_by_all_tokens(uses(Small(k=E))) == EXPERTS
+    assert find_experts_used_by_all_tokens(uses(Small(k=1))) == set()

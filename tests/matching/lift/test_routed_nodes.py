@@ -13,11 +13,11 @@ from moefx.matching.lift.routed_nodes import (
     has_sequence_choices,
 )
 
-from .small_blocks import EXPERTS, TOKENS, D, E, Small, capture, find_nodes, reach
+from .small_blocks import EXPERTS, TOKENS, D, E, Small, capture, find_nodes, uses
 
 
 def test_each_row_uses_the_experts_of_its_token():
-    found = reach(Small())
+    found = uses(Small())
     (topk,) = find_nodes(found.capture, "topk")
     ids = next(u for u in topk.users if u.args[1] == 1).meta["val"].tolist()
     met = [{str(leaf.args[0]) for leaf in leaves} for leaves in found.parameters_by_row(found.capture.out)]
@@ -25,7 +25,7 @@ def test_each_row_uses_the_experts_of_its_token():
 
 
 def test_a_routing_weight_does_not_add_the_router():
-    found = reach(Small())
+    found = uses(Small())
     assert found.choice_parameters == {"router.weight"}
     (router, *_) = find_nodes(found.capture, "linear")
     assert all(found.leaves(row) for row in found.rows(router))  # the logits are vectors, and meet it
@@ -37,7 +37,7 @@ def test_the_cut_is_behind_all_experts():
         def forward(self, x):
             return super().forward(x).tanh()
 
-    found = reach(Activated())
+    found = uses(Activated())
     routed, cuts = find_cuts(found, EXPERTS)
     _, *products = find_nodes(found.capture, "linear")
     assert routed.issuperset(products) and not set(cuts) & set(products)
@@ -45,7 +45,7 @@ def test_the_cut_is_behind_all_experts():
 
 
 def test_inputs_of_the_cut_are_no_rows_of_a_loop_over_experts():
-    found = reach(Small())
+    found = uses(Small())
     routed, _ = find_cuts(found, EXPERTS)
     inputs = find_cut_inputs(found, found.capture.out, routed, None)
     assert not set(inputs) & routed and all(len(n.meta["val"]) == TOKENS for n in inputs)
@@ -58,7 +58,7 @@ def test_a_submodule_keeps_values_that_it_does_not_return():
 
     block = Small()
     block.router = Router(D, E, bias=False)
-    found = reach(block)
+    found = uses(block)
     inside = find_call_internals(found.capture, find_cuts(found, EXPERTS)[0])
     router, *products = find_nodes(found.capture, "linear")
     assert router in inside and find_nodes(found.capture, "_softmax")[0] not in inside
@@ -66,7 +66,7 @@ def test_a_submodule_keeps_values_that_it_does_not_return():
 
 
 def test_integer_choices():
-    assert has_integer_choices(reach(Small())) and not has_integer_choices(reach(nn.Linear(4, 4)))
+    assert has_integer_choices(uses(Small())) and not has_integer_choices(uses(nn.Linear(4, 4)))
 
 
 def test_a_selection_per_token_is_not_per_sequence():
@@ -79,5 +79,5 @@ def test_nodes_that_no_output_needs_are_not_live():
             torch.exp(x)
             return super().forward(x)
 
-    found = reach(Unused())
+    found = uses(Unused())
     assert not found.live_nodes() & set(find_nodes(found.capture, "exp"))
