@@ -34,33 +34,33 @@ class Formula:
 
 
 def find_formula(
-    points: Sequence[tuple[Mapping[str, int], int]], expressions: Iterable[str] = (), laws: bool = True
+    points: Sequence[tuple[Mapping[str, int], int]], expressions: Iterable[str] = (), try_linear: bool = True
 ) -> Formula | None:
     """Find a formula that gives these values at these sizes, or None.
 
     Args:
         points: sizes with the value there.
         expressions: expressions that the program evaluates.
-        laws: whether to try a `ClampedLinearFormula` if no expression fits.
+        try_linear: whether to try a `ClampedLinearFormula` if no expression fits.
     """
     if not points or len({v for _, v in points}) < 2:
         return None
     points = [(dict(dims), v) for dims, v in dict.fromkeys((tuple(dims.items()), v) for dims, v in points)]
     tokens = "*".join(points[0][0])
     texts = sorted(expressions, key=lambda e: (len(e), e))
-    for changed in (_unchanged, _rounded, _to_multiples, functools.partial(_with_arithmetic, points=points)):
+    for vary in (_keep, _round, _round_to_multiples, functools.partial(_add_arithmetic, points=points)):
         for text in texts:  # recorded expressions first, then variants of them
-            for more in changed(text):
-                found = _clamped(more, tokens, points)
+            for candidate in vary(text):
+                found = _clamp_to_fit(candidate, tokens, points)
                 if found is not None:
                     return found
-    if not laws:
+    if not try_linear:
         return None
-    law = find_clamped_linear([(math.prod(dims.values()), v) for dims, v in points])
-    return Formula(law.over(tokens)) if law is not None else None
+    linear = find_clamped_linear([(math.prod(dims.values()), v) for dims, v in points])
+    return Formula(linear.format_over(tokens)) if linear is not None else None
 
 
-_MAX_PLUS = 64
+_MAX_OFFSET = 64
 _MULTIPLES = (2, 4, 8, 16, 32, 64, 128, 256)  # such as tile sizes
 _CLAMPS = (
     "{0}",
@@ -73,47 +73,47 @@ _CLAMPS = (
 )
 
 
-def _unchanged(text: str) -> Iterator[str]:
+def _keep(text: str) -> Iterator[str]:
     yield text
 
 
-def _rounded(text: str) -> Iterator[str]:
+def _round(text: str) -> Iterator[str]:
     yield from (f"int({text})", f"ceil({text})", f"round({text})")
 
 
-def _to_multiples(text: str) -> Iterator[str]:
+def _round_to_multiples(text: str) -> Iterator[str]:
     for whole in (f"int({text})", f"ceil({text})"):
         for m in _MULTIPLES:
             yield from (f"-(-{whole}//{m})*{m}", f"{whole}//{m}*{m}")
 
 
-def _with_arithmetic(text: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Iterator[str]:
+def _add_arithmetic(text: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Iterator[str]:
     """Yield arithmetic on a rounded number that no symbolic size records: `int(..) + 1`, `2 * int(..)`,
     `int(..) // E + 1`."""
-    for whole in _rounded(text):
-        pairs = [(w, v) for dims, v in points if (w := _value(whole, dims))]
+    for whole in _round(text):
+        pairs = [(w, v) for dims, v in points if (w := _try_evaluate(whole, dims))]
         if not pairs:
             continue
-        scaled, most = [whole], max(pairs)
-        if (times := most[1] // most[0]) > 1:
-            scaled.append(f"{whole}*{times}")
-        if most[1] and (over := most[0] // most[1]) > 1:
-            scaled += [f"{whole}//{over + more}" for more in (0, 1)]
-        for changed in scaled:
-            shifts = Counter(v - w for dims, v in points if (w := _value(changed, dims)) is not None)
-            plus, often = shifts.most_common(1)[0]
-            if 2 * often >= len(points) and (plus or changed is not whole) and abs(plus) <= _MAX_PLUS:
-                yield f"({changed}+{plus})"
+        variants, largest_pair = [whole], max(pairs)
+        if (times := largest_pair[1] // largest_pair[0]) > 1:
+            variants.append(f"{whole}*{times}")
+        if largest_pair[1] and (quotient := largest_pair[0] // largest_pair[1]) > 1:
+            variants += [f"{whole}//{quotient + more}" for more in (0, 1)]
+        for variant in variants:
+            offsets = Counter(v - w for dims, v in points if (w := _try_evaluate(variant, dims)) is not None)
+            offset, num_hits = offsets.most_common(1)[0]
+            if 2 * num_hits >= len(points) and (offset or variant is not whole) and abs(offset) <= _MAX_OFFSET:
+                yield f"({variant}+{offset})"
 
 
-def _value(text: str, dims: Mapping[str, int]) -> int | None:
+def _try_evaluate(text: str, dims: Mapping[str, int]) -> int | None:
     try:
         return evaluate_size(text, dims)
     except (ArithmeticError, ValueError):
         return None
 
 
-def _clamped(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Formula | None:
+def _clamp_to_fit(text: str, tokens: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Formula | None:
     """Return `text`, clamped if necessary, if it gives all values. At least a third of them must not be clamped."""
     try:
         values = [evaluate_size(text, dims) for dims, _ in points]
@@ -147,7 +147,7 @@ class ClampedLinearFormula:
             value = min(value, tokens if self.high == "tokens" else int(self.high))
         return value if self.low is None else max(value, self.low)
 
-    def over(self, tokens: str) -> str:
+    def format_over(self, tokens: str) -> str:
         """Return the formula as an expression over `tokens`."""
         p, q = self.slope.numerator, self.slope.denominator
         text = tokens if p == 1 else f"{p}*{tokens}"

@@ -234,7 +234,7 @@ class Match:
             same_comparisons = by_expression.get(_without_number(guard), [])
             if len(same_comparisons) == 1 and same_comparisons[0].right.isdigit():
                 points.append((sizes, int(same_comparisons[0].right)))
-        formula = find_formula(points, self.expressions, laws=False) if len({n for _, n in points}) > 2 else None
+        formula = find_formula(points, self.expressions, try_linear=False) if len({n for _, n in points}) > 2 else None
         is_exact = formula is not None and any(n == formula(dims) and str(n) == guard.right for dims, n in points)
         return dataclasses.replace(guard, right=formula.text) if formula and is_exact else guard
 

@@ -1,4 +1,4 @@
-"""The formula of a capacity, fitted to a few sizes."""
+"""Find the formula of a capacity from its values at a few sizes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_formula_gives_all_points_and_nearby_ones(p, q, up, low, high):
     ],
 )
 def test_usual_formulas(formula, text):
-    law = find_clamped_linear([(t, formula(t)) for t in TOKENS])
+    linear = find_clamped_linear([(t, formula(t)) for t in TOKENS])
     if text is None:  # a floor and a ceiling at once: right where it was looked at
-        assert law is None or all(law(t) == formula(t) for t in TOKENS)
+        assert linear is None or all(linear(t) == formula(t) for t in TOKENS)
     else:
-        assert str(law) == text and all(law(t) == formula(t) for t in range(1, 600))
+        assert str(linear) == text and all(linear(t) == formula(t) for t in range(1, 600))
 
 
 def test_points_without_a_formula():
@@ -56,14 +56,14 @@ def test_points_without_a_formula():
 
 
 @pytest.mark.parametrize(
-    ("law", "text"),
+    ("linear", "text"),
     [
         (ClampedLinearFormula(Fraction(1, 4), True, 4, "tokens"), "max(4, min(ceil(1/4*S), S))"),
         (ClampedLinearFormula(Fraction(3, 2), False, None, 64), "min(floor(3/2*S), 64)"),
     ],
 )
-def test_text(law, text):
-    assert str(law) == text
+def test_text(linear, text):
+    assert str(linear) == text
 
 
 def test_low_wins_over_high():
@@ -75,7 +75,7 @@ def test_low_wins_over_high():
 def test_multiples_of_a_tile(tile, up):
     """`(int(0.9 * T / 4) + 7) // 8 * 8`: what follows `int` goes unseen."""
     values = [(s, (int(0.9 * s / 4) + (tile - 1 if up else 0)) // tile * tile) for s in TOKENS]
-    formula = find_formula([({"S": s}, v) for s, v in values], ["((0.9*S)/4)"], laws=False)
+    formula = find_formula([({"S": s}, v) for s, v in values], ["((0.9*S)/4)"], try_linear=False)
     assert formula is not None
     for s in (1, 5, 777, 4096):
         assert formula({"S": s}) == (int(0.9 * s / 4) + (tile - 1 if up else 0)) // tile * tile
