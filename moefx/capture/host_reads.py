@@ -114,12 +114,13 @@ class ReadLogger(OpRunner):
     def _is_state(self, node: fx.Node) -> bool:
         """Whether a value is computed only from buffers, attributes and single integers, such as a step counter."""
         leaves = find_leaf_kinds(node)
-        return leaves == {True} or (True in leaves and node.meta["val"].dim() == 0 and not follows_from_floats(node))
+        is_number = node.meta["val"].dim() == 0
+        return leaves == {"state"} or ("state" in leaves and is_number and not follows_from_floats(node))
 
     def log_plain_read(self, node: fx.Node, value: Any) -> None:
         """Log integers that neither routing nor state determines: see `matching.probes.python_integers`."""
         is_computed = node.op == "call_function" or node.meta.get("kind") == "constant"
-        if is_computed and find_leaf_kinds(node) == {False}:
+        if is_computed and find_leaf_kinds(node) == {"other"}:
             self.plain_reads.setdefault(find_user_stack(), []).append(value)
 
     # ---------------------------------------------------------------- emptiness_tests for experts with tokens

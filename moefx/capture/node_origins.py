@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,6 +20,7 @@ from .op_sets import ELEMENT_SELECTIONS, FLOAT_COMPARISONS, NAN_CHECKS, SHAPE_ON
 from .tensor_trees import is_float
 
 aten = torch.ops.aten
+LeafKind = Literal["state", "other"]
 
 
 def is_abstract(node: fx.Node) -> bool:
@@ -117,15 +118,17 @@ def _hash_call(target: Any, args: Any, kwargs: Any) -> int:
 
 
 # ---------------------------------------------------------------- inputs and state
-def find_leaf_kinds(node: fx.Node) -> frozenset[bool]:
+def find_leaf_kinds(node: fx.Node) -> frozenset[LeafKind]:
     """Return which kinds of leaves a value is computed from.
 
-    True stands for buffers, attributes and single integers among the arguments; False for all other leaves.
+    State is buffers, attributes and single integers among the arguments.
     """
 
-    def combine(n: fx.Node, leaves: list[frozenset[bool]]) -> frozenset[bool]:
+    def combine(n: fx.Node, leaves: list[frozenset[LeafKind]]) -> frozenset[LeafKind]:
+        if leaves:
+            return frozenset().union(*leaves)
         is_state = n.op == "get_attr" and n.meta.get("kind") in ("buffer", "attribute")
-        return frozenset().union(*leaves) if leaves else frozenset([is_state or _is_single_integer(n)])
+        return frozenset(["state" if is_state or _is_single_integer(n) else "other"])
 
     return fold_ancestors(node, "leaves", combine)
 
