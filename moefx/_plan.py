@@ -33,9 +33,9 @@ class Plan:
         expert_axis: the mesh axis over which the experts are spread, or several that become one, `("dp", "tp")`. None:
             `"ep"` if the mesh has such an axis, else its only axis. `"auto"`: the fastest layout that fits the
             memory by the planner's formulas, `sequence_axis` included; it has no effect without a mesh.
-        placement: the order of ranks that the mesh is checked for. `"ep_first"`: the ranks of an expert group are
-            neighbours, so that exchanges stay near; `"dp_first"`: the ranks of a data-parallel group are (X-MoE
-            appendix C.1). None: either.
+        placement: the order of ranks that the mesh must have. `"ep_first"`: the ranks of an expert group are
+            neighbours, so exchanges stay local; `"dp_first"`: the ranks of a data-parallel group are neighbours (X-MoE
+            appendix C.1). None accepts both.
         node_size: ranks of a node, numbered node by node. None: LOCAL_WORLD_SIZE, which torchrun sets, else all ranks.
         topology_levels: ranks of units above a node, such as `(32, 512)` for switch groups of 32 and racks of 512
             ranks. `"rbd"` and `"halo"` take one more hop for each.
@@ -45,18 +45,18 @@ class Plan:
             them, and the sums are gathered (X-MoE section 4.3, SSMB). Its ranks are among those of `expert_axis`.
         sequence_gradients: the gradient of the block's output that each rank of `sequence_axis` receives:
             `"replicated"`, the whole gradient; `"partial"`, one of its summands.
-        gradients: `"manual"`: you reduce gradients between backward and the optimizer's step (`explain` says how). A
-            reduction by hand leaves no trace: without this field, the first step on gradients that neither
-            `fully_shard` nor DistributedDataParallel reduces warns.
+        gradients: `"manual"` says that you reduce gradients yourself, between the backward and the optimizer's step;
+            `explain` prints the reductions. moefx cannot detect them: without this field, it warns at the first step
+            on gradients that neither `fully_shard` nor DistributedDataParallel reduces.
 
     Attributes: Exchange of rows
-        dispatch: how rows travel to their experts. `"flat"`: one row for each choice; `"dedup"`: one for each rank
+        dispatch: how rows travel to their experts. `"flat"`: one row for each slot; `"dedup"`: one for each rank
             that has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section
             4.2); `"halo"`: as `"rbd"`, but rows that stay in the node do not wait for rows of other nodes (Piper
             section V); `"gather"`: an all-gather brings the tokens of all ranks to every rank, and a reduce-scatter
             returns their sums: the host reads nothing, and CUDA graphs can hold the exchange; `"auto"`: the fastest way
             by the bandwidths within and between nodes, which `compile` measures.
-        pilots: False: `"halo"` sends a row for each choice, as in Piper, instead of one for each node and rank.
+        pilots: False: `"halo"` sends a row for each slot, as in Piper, instead of one for each node and rank.
         chunks: the number of parts in which tokens travel. Experts compute on one part while others are on their way.
             It pays if exchanges take long and experts have many rows.
         max_tokens: with `dispatch="gather"`, the most tokens of a rank in a call. Every call gathers as many, and a
@@ -66,11 +66,11 @@ class Plan:
             the mesh's process groups (see `torch.distributed.init_process_group`).
 
     Attributes: Capacity
-        capacity_factor: a capacity for a model that has none: each expert takes at most ceil(capacity_factor * choices
-            / experts) of one rank's choices. This changes the results: `verify` shows it as soon as a choice is
-            dropped. None: the model's own rule.
-        drop: the choices that an expert takes under `capacity_factor`: those with the largest routing weights
-            (`"weight"`), those of the first tokens (`"position_token"`), or all first choices before the second ones
+        capacity_factor: a capacity for a model that has none: each expert keeps at most ceil(capacity_factor * slots /
+            experts) of one rank's slots. This changes the results: `verify` shows it as soon as a slot is dropped.
+            None: the model's own rule.
+        drop: which slots an expert keeps under `capacity_factor`: those with the largest routing weights (`"weight"`),
+            those of the first tokens (`"position_token"`), or all first slots before the second ones
             (`"position_slot"`).
 
     Attributes: Planner

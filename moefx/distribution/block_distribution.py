@@ -240,7 +240,7 @@ def _choose_fastest(axis: ExpertAxis, result: BlockRewrite, tokens: int) -> tupl
 
 
 def _row_bytes(result: BlockRewrite) -> float:
-    """Bytes of a token in an exchange: its values, and a weight and a slot for each choice."""
+    """Bytes of a token in an exchange: its values, and a weight and an expert for each slot."""
     gathers = RoutedRegion.of(result.graph).gathers
     values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
     widths = [int(v.shape[-1]) * v.element_size() for v in values[:1] if v is not None]

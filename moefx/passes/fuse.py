@@ -74,6 +74,8 @@ def _fuse_biases(graph: fx.Graph) -> None:
 
 
 class _Fusion:
+    """Fuses the experts before one `combine`: collects their steps into an `ExpertBody` and replaces them."""
+
     def __init__(self, graph: fx.Graph, combine: fx.Node):
         self.graph, self.combine = graph, combine
         self.token_ids, self.offsets, self.inverse = combine.args[2:5]

@@ -1,11 +1,13 @@
 """Schedule independent nodes between the start of an exchange and its wait.
 
-Such nodes are shared experts, the experts on another chunk of tokens and, in the backward, gradients of the experts'
-matrices. Each start comes as soon as its inputs exist. Each wait comes when no other node can run; the exchange that
-started first is waited for first. Autograd runs in reverse: the exchange of gradients starts at the forward's wait, and
-the backward waits for it at the forward's start. It meets each `weights_later` in between.
+Such nodes are shared experts, experts of another chunk of tokens and, in the backward, the gradients of the experts'
+matrices. Each start is scheduled as soon as its inputs exist, and each wait only when nothing else can run. Waits
+follow the order of the starts.
 
-Nodes that no start needs come right before the last waits, those for the experts' results. Their backward then
+Autograd runs the graph in reverse. The backward of a wait starts the exchange of gradients, and the backward of the
+start waits for it. `weights_later` marks the point in between at which the matrices' gradients are computed.
+
+Nodes that no start needs are placed right before the last waits, those for the experts' results. Their backward then
 overlaps with the first exchange of gradients, and the matrices' gradients overlap with the last one.
 """
 

@@ -56,7 +56,7 @@ def graph_pass(*, level: str, name: str = "") -> Callable[[P], P]:
 
 
 class PassManager:
-    """Runs passes.
+    """Runs passes, checks each result against its level, and records it in the history.
 
     Args:
         block: the user's block; its parameters give the values of `get_attr` nodes when fakes are propagated.

@@ -82,6 +82,8 @@ def rewrite(match: Match, names: Placeholders) -> RewriteResult:
 
 
 class Rewriter:
+    """Builds the graph of a match: the residual, the routed sum in its place, and the side effects."""
+
     def __init__(self, match: Match, names: Placeholders):
         self.match, self.form = match, match.evidence[0]
         self.residual = ResidualGraph(match, lambda: RoutedSum(match, self.residual).emit_sum())

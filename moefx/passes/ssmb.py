@@ -37,6 +37,8 @@ def ssmb(block: BlockGraph, plan: Any, *, sequence: SharedTokens) -> BlockGraph:
 
 
 class _Sharding:
+    """Inserts `shard_tokens` at the inputs of a routed region, and `unshard_tokens` at its sums."""
+
     def __init__(self, routed: RoutedRegion, sequence: SharedTokens):
         self.routed, self.sequence = routed, sequence
         self.kwargs = {"rank": sequence.rank, "size": sequence.size, "group": sequence.group}

@@ -54,7 +54,7 @@ def build_exchange_sheet(levels: int) -> Sheet:
         took = f"an exchange, one direction: {what}; the slowest level"
         formula(f"T_{way}", alpha0 + through + rows * t * w * gamma, "s", took)
 
-    at_once("flat", k, w1, "one row for each choice")
+    at_once("flat", k, w1, "one row for each slot")
     of_ranks = formula("D", distinct(E, k, ranks), "1", "ranks that a token's experts are on; X-MoE figure 4")
     at_once("dedup", of_ranks, w, "one row for each rank")
     if levels > 1:

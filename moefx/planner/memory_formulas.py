@@ -57,7 +57,7 @@ BLOCK = Sheet(
         Formula("A_mask", w_mask * c * k * (b * s / G) ** 2, "B", "masks [S, E, C], C = c*k*S/E; X-MoE section 3.1"),
         Formula(
             "n_dup", n_flat * k + (1 - n_flat) * distinct(E, k, EP), "1",
-            "how often a token arrives: for each choice, or once at each rank that has some of its experts",
+            "how often a token arrives: for each slot, or once at each rank that has some of its experts",
         ),
         Formula(
             "A_dispatch", 2 * b * s * d * (n_rows * c * k + (1 - n_rows) * n_dup) / G, "B",

@@ -350,7 +350,7 @@ def is_graph(compiled: nn.Module, reference: nn.Module) -> bool:
 
 
 def _watch_nothing(box: nn.Module, which: str, scope: Scope) -> None:
-    """Watch nothing."""
+    pass
 
 
 def _format_mode(module: nn.Module) -> str:

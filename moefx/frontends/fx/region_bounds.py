@@ -59,7 +59,7 @@ class RegionBounds:
 
 
 class RegionSearch:
-    """Searches the bounds of regions in a graph."""
+    """Finds regions that may be an MoE block: for a selection, pairs of an entry above and an exit below."""
 
     def __init__(self, analysis: GraphAnalysis):
         self.analysis = analysis

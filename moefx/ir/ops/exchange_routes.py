@@ -269,9 +269,10 @@ def count_fields(levels: Sequence[int], near: Sequence[int]) -> int:
 class _CountsLayout:
     """The results of `count_rows` that ranks exchange, and the splits that follow from them.
 
-    Before the hop at level j, a rank at coordinates c holds rows from all ranks with its coordinates from j on. These
-    rows are for the unit at its coordinates up to j-1, and go to the units inside. So each other rank sends it: the
-    rows for its unit at the first level, and at the other levels the rows for its unit and each sibling unit.
+    Before the hop at level j, a rank holds rows from all ranks whose coordinates equal its own from level j on. All of
+    these rows go to units inside its own unit of level j-1. So every rank sends it two kinds of counts: its rows for
+    the receiver's unit at the first level, and, for each lower level, its rows for the receiver's unit and that unit's
+    siblings.
 
     Attributes:
         node: first and last + 1 of the positions of this node.

@@ -53,7 +53,7 @@ class Skeletons:
 
 
 def _describe(t: Term) -> str:
-    """Describe a term in a message."""
+    """Return a short name of a term, with its shape."""
     match t.op:
         case "pw" | "row":
             name = f"{t.args[0].removesuffix('.default')}(...)"

@@ -1,10 +1,11 @@
 """Prove that the slots of a token hold different experts for all scores.
 
-The K choices of one `topk` are different positions in one order. A program may compute ids from positions: an offset
-for each group of experts, or a fixed expert beside them. Such computations run once for each possible position. Two
-slots are distinct if no two positions give the same expert.
+One `topk` returns K different positions. A program may compute expert ids from these positions, for example by adding
+an offset per group. This module evaluates such a computation at every possible position. Two slots are distinct if no
+positions that they can have together give both the same expert.
 
-A *choice* is an entry of a selection's result, numbered from 1. Choices of one *row* are different positions.
+A *choice* is one entry that a selection returns; choices are numbered from 1. Choices in the same *row* hold different
+positions: one selection returns them, or a later selection masks the earlier ones.
 """
 
 # fx types an argument as anything that a program can hold: the code knows better.

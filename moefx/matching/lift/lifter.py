@@ -85,7 +85,7 @@ class LiftOptions:
 
 
 class Lifter:
-    """Lifts one capture.
+    """Finds the experts, the cut and the expert index of one capture, and unifies its summands.
 
     Args:
         block: the captured module.
@@ -191,10 +191,11 @@ class Lifter:
         return any(fqn.startswith(f"{name}." if name else "") for fqn in self.experts for name in lists)
 
     def _rank_cuts(self, common: list[fx.Node]) -> list[fx.Node]:
-        """Sort the nodes that may be the routed sum: fewest rows first, then earliest.
+        """Sort the candidates for the routed sum, the likeliest first.
 
-        Of a line in a loop the last run comes first: if the last experts have no tokens, theirs may add nothing. The
-        line of the template counts before the rows: if most slots are dropped, a cut may have fewer rows than tokens.
+        Candidates on the template's line come first, then those with the fewest rows, then the earliest. If most slots
+        are dropped, a cut may have fewer rows than tokens, so the template's line counts more than the rows. If the
+        last experts of a loop have no tokens, several runs of its line are candidates: the last run comes first.
         """
         found = []
         for position, n in enumerate(common):

@@ -275,11 +275,11 @@ def find_call_internals(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
 def find_cut_inputs(
     uses: ParameterUses, cut: fx.Node, routed: set[fx.Node], template: CanonicalForm | None
 ) -> list[fx.Node]:
-    """Find the float nodes that feed the cut and do not depend on expert parameters.
+    """Find the float nodes that the cut depends on and that do not depend on expert parameters.
 
-    Excluded are the rows that a loop over the experts gathers, in this capture or in the template: with all tokens
-    they look like the hidden states, and with one token like a number. Excluded are also the partial results of a
-    loop that writes rows.
+    Leaves out two kinds. Rows that a loop over experts gathers: with all tokens they equal the hidden states, and with
+    one token they look like a scalar. Partial sums: nodes on the line of a cut that writes rows. A line counts as a
+    loop if such rows have several runs or varying numbers per token, in this capture or between it and the template.
     """
     seen = collect_ancestors(cut)
     rows = [_count_rows_by_line(seen, cut)]

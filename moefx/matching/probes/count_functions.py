@@ -45,7 +45,7 @@ _LOOKUPS = LOOKUPS | SEARCHES
 
 
 def vary_count_functions(state: ProofState) -> None:
-    """Force different values of numbers that look like constants while tokens are few.
+    """Force different values of numbers that are constant for few tokens.
 
     Raises:
         Refused: other values change the form.
@@ -55,14 +55,14 @@ def vary_count_functions(state: ProofState) -> None:
 
 
 def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
-    """Find functions of counts, ranks and positions with one result though their operands, or their tables, vary.
+    """Find ops on counts, ranks or positions whose result is constant although their operands, or table, vary.
 
-    The result is one number (`counts // 300`, `relu(counts - 300)`, `table[arange(T) // 300]`), one boolean
-    (`isin(ranks, few)`) or one index (`stack([ranks, limits]).argmax(0)`). Comparisons with a known limit are left out:
-    see `overflow_limits`.
+    The result may be a number (`counts // 300`, `relu(counts - 300)`, `table[arange(T) // 300]`), a boolean
+    (`isin(ranks, few)`) or a position (`stack([ranks, limits]).argmax(0)`). Comparisons with a fixed limit are left to
+    `overflow_limits`.
 
     Returns:
-        A description of the result, for the refusal, by line and op.
+        A description of the constant, for the refusal, by source line and op.
     """
     made: dict[tuple[Source, str, Any], set[Any]] = {}
     of: dict[tuple[Source, str, Any], set[float]] = {}

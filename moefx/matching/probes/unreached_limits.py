@@ -127,11 +127,15 @@ def _count_most(form: CanonicalForm) -> int:
 
 
 def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[OpSite, int | None]:
-    """Return, by op and source line, the number that no count or rank of a capture reached, though another routing
-    may; None where one did. Computed once per capture.
+    """Find the limits that counts and ranks of a capture are compared with, by source line and op.
+
+    Computed once per capture.
 
     Args:
-        lengths: calls in which Python compares how many rows an expert has; these count, too.
+        lengths: call stacks of Python comparisons with an expert's number of rows, which count as limits, too.
+
+    Returns:
+        The limit; None if a count or rank reached it; `UNKNOWN` if the compared number is no plain count.
     """
     return capture.compute_once(("limits", frozenset(lengths)), lambda: _find_limits(capture, lengths))
 

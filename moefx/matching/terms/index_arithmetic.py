@@ -61,5 +61,5 @@ def reshape_group(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tupl
 
 
 def without_row(indices: torch.Tensor, q: int) -> torch.Tensor:
-    """Remove row `q`."""
+    """Return the index tensor without the coordinates of axis `q`."""
     return torch.cat([indices[:q], indices[q + 1 :]])

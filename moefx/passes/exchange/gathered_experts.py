@@ -1,6 +1,6 @@
 """Expert parallelism by even collectives: every rank gathers the tokens of all ranks, and returns their sums.
 
-    place  = place_choices(topk_ids)                     rank and slot of each choice
+    place  = place_choices(topk_ids)                     rank and place of each slot
     length = agree_length(place)                         the hosts agree; left out with Plan(max_tokens=...)
     sent   = gather_tokens([x], [topk_weights], place)   starts an all-gather
     rows, places, weights = wait_gathered(sent)

@@ -38,7 +38,7 @@ class BodyValue:
 
 
 class ExpertBodyEmitter:
-    """Emits a body.
+    """Emits the body of a group of experts as ops on routed rows.
 
     Args:
         pft: the results of `build_pft`.

@@ -14,6 +14,8 @@ aten = torch.ops.aten
 
 
 class ExpertWeights:
+    """Emits the used parts of parameters: of one parameter, or of all experts of a group."""
+
     def __init__(self, emit: OpEmitter, block: nn.Module):
         self.emit, self.block = emit, block
 

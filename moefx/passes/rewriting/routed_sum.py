@@ -39,6 +39,8 @@ def _memory_order(cut: AlignedNodes) -> tuple[int, ...] | None:
 
 
 class RoutedSum:
+    """Emits the ops that replace the cut: the PFT, each group of experts, and the sum of their results."""
+
     def __init__(self, match: Match, residual: ResidualGraph):
         self.match, self.form, self.residual = match, match.evidence[0], residual
         self.emit = OpEmitter(residual)

@@ -36,7 +36,7 @@ ArgumentPath = tuple  # (aligned, "args" or "kwargs", index, ...): the path to a
 
 
 class SizeExpressions:
-    """Emits sizes.
+    """Turns numbers that differ between captures into graph nodes over input sizes.
 
     Args:
         inputs: placeholders by position. aligned, made: the nodes emitted so far, whose shapes may hold a size.

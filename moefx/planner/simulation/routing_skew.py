@@ -68,7 +68,7 @@ def count_traffic(choices: Tensor, sources: Tensor, num_experts: int, sizes: Seq
         choices: [K, T], as returned by `draw_choices`.
         sources: [T], the position of each token's rank.
         sizes: units within a unit of the level above, coarse to fine; their product is W.
-        way: "flat": a row for each choice. "dedup": a row for each rank. "rbd": a pilot for each unit, forwarded by the
+        way: "flat": a row for each slot. "dedup": a row for each rank. "rbd": a pilot for each unit, forwarded by the
             rank at the sender's position there (X-MoE section 4.2). "halo": as "rbd", with the rows that stay in the
             node in an exchange beside (Piper section V).
     """
@@ -96,7 +96,7 @@ def _count_hop(
 
     Args:
         which: [K, T], choices that take part; None: all.
-        again: count a row for each choice, not for each unit.
+        again: count a row for each slot, not for each unit.
     """
     counts = torch.zeros(ranks * ranks, dtype=torch.int64)
     last = torch.full_like(sources, -1)
