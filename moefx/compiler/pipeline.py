@@ -30,15 +30,15 @@ from ..ir.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, set_name
 from ..matching.match_result import Match
-from ..passes.capacity_limit import limit
-from ..passes.checkpoint import checkpoint
+from ..passes.capacity_limit import limit_capacity
+from ..passes.checkpoint import set_checkpoint_policy
 from ..passes.fuse import fuse
 from ..passes.pass_manager import PassManager, get_pass_name
 from ..passes.rewrite import Placeholders, RewriteResult
 from ..runtime.block_forward import signature_binder
 from .proof_attempts import prove_and_rewrite
 
-PASSES = (fuse, checkpoint)
+PASSES = (fuse, set_checkpoint_policy)
 T = TypeVar("T")
 
 
@@ -151,12 +151,12 @@ def rewrite_with_objects(
 def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     """Run the checkpoint pass and the later ones again, with the policy that the planner has decided."""
     ran = [snapshot.pass_name for snapshot in result.history]
-    if get_pass_name(checkpoint) not in ran:  # `plan.disable`
+    if get_pass_name(set_checkpoint_policy) not in ran:  # `plan.disable`
         return result
     history = dataclasses.replace(
-        result.history, snapshots=result.history.snapshots[: ran.index(get_pass_name(checkpoint))]
+        result.history, snapshots=result.history.snapshots[: ran.index(get_pass_name(set_checkpoint_policy))]
     )
-    again = PASSES[PASSES.index(checkpoint) :]
+    again = PASSES[PASSES.index(set_checkpoint_policy) :]
     return dataclasses.replace(result, history=PassManager(block).extend(history, again, plan, level="dialect"))
 
 
@@ -168,7 +168,7 @@ def apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockR
     """
     if plan.capacity_factor is None:
         return result
-    history = PassManager(block).extend(result.history, (limit,), plan, level="fused")
+    history = PassManager(block).extend(result.history, (limit_capacity,), plan, level="fused")
     return dataclasses.replace(result, history=history)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import moefx
 from moefx.inspection.history import History
-from moefx.passes.checkpoint import checkpoint
+from moefx.passes.checkpoint import set_checkpoint_policy
 from moefx.passes.pass_manager import PassManager
 from moefx.util.unit_text import format_bytes
 
@@ -173,7 +173,7 @@ def measure_policies(block: nn.Module, history: History, x: Tensor) -> dict[str,
         node.meta.pop("val", None)  # how many tensors it returns depends on the policy
     for policy in ("all", "h", "x"):
         plan = moefx.Plan(checkpoint=policy)
-        program = PassManager(block).run(fused, (checkpoint,), plan, level="fused").graph.compile()
+        program = PassManager(block).run(fused, (set_checkpoint_policy,), plan, level="fused").graph.compile()
         found[f'checkpoint="{policy}"'] = saved_bytes(lambda program=program: program(block, x), exclude)
     return found
 

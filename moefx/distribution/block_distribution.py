@@ -20,11 +20,11 @@ from ..compiler.survey_result import MatchedBlock, Refusal, Survey
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
 from ..ir.expert_placement import ExchangeRoutes, Placement, SharedTokens
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
-from ..passes.collectives import collectives
+from ..passes.collectives import insert_collectives
 from ..passes.exchange.routed_region import RoutedRegion
-from ..passes.overlap import overlap
+from ..passes.overlap import overlap_exchanges
 from ..passes.pass_manager import PassManager
-from ..passes.ssmb import ssmb
+from ..passes.ssmb import shard_sequence
 from ..runtime import gradient_clipping, state_dicts
 from ..runtime.block_forward import rewritten_blocks
 from ..runtime.link_costs import DEFAULT_TOKENS, choose_fastest, predict_seconds
@@ -77,10 +77,10 @@ class Spread:
 
     def add_collectives(self, block: nn.Module, result: BlockRewrite) -> BlockRewrite:
         """Extend the history of a rewritten block by the graph with collectives. The proof stays as it is."""
-        steps: list[Any] = [functools.partial(ssmb, sequence=self.sequence)] if self.sequence else []
+        steps: list[Any] = [functools.partial(shard_sequence, sequence=self.sequence)] if self.sequence else []
         steps.append(
             functools.partial(
-                collectives,
+                insert_collectives,
                 placement=self.placement,
                 ways=self.ways,
                 stacked=self.parameters.stacked,
@@ -88,7 +88,7 @@ class Spread:
                 samples=self.number,
             )
         )
-        steps.append(overlap)
+        steps.append(overlap_exchanges)
         history = PassManager(block).extend(result.history, steps, self.plan, level="fused")
         match = dataclasses.replace(result.match, without_tokens=True)
         return dataclasses.replace(result, match=match, history=history)

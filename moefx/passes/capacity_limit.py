@@ -24,8 +24,8 @@ aten = torch.ops.aten
 ops = torch.ops.moefx
 
 
-@graph_pass(level="fused")
-def limit(block: BlockGraph, plan: Any) -> BlockGraph:
+@graph_pass(level="fused", name="limit")
+def limit_capacity(block: BlockGraph, plan: Any) -> BlockGraph:
     """Limit each expert to ceil(capacity_factor * slots / experts) rows; `plan.drop` is the drop rule."""
     block = block.copy()
     for pft in block.find(ops.build_pft.default):

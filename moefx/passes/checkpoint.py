@@ -13,8 +13,8 @@ from ..ir.block_graph import BlockGraph
 from .pass_manager import graph_pass
 
 
-@graph_pass(level="fused")
-def checkpoint(block: BlockGraph, plan: Any) -> BlockGraph:
+@graph_pass(level="fused", name="checkpoint")
+def set_checkpoint_policy(block: BlockGraph, plan: Any) -> BlockGraph:
     """Set the policy of every `expert_mlp`. `"auto"` is `"h"` until the planner has decided."""
     keep = "h" if plan.checkpoint == "auto" else plan.checkpoint
     block = block.copy()

@@ -52,8 +52,8 @@ ops = torch.ops.moefx
 _ = dialect
 
 
-@graph_pass(level="distributed")
-def collectives(
+@graph_pass(level="distributed", name="collectives")
+def insert_collectives(
     block: BlockGraph,
     plan: Any,
     *,
@@ -229,4 +229,4 @@ def _width(value: Any) -> int | None:
     return value.shape[-1] if getattr(value, "ndim", 0) > 1 and isinstance(value.shape[-1], int) else None
 
 
-__all__ = ["collectives"]
+__all__ = ["insert_collectives"]

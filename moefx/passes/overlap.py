@@ -40,8 +40,8 @@ _WAITS = (
 )
 
 
-@graph_pass(level="distributed")
-def overlap(block: BlockGraph, plan: Any) -> BlockGraph:
+@graph_pass(level="distributed", name="overlap")
+def overlap_exchanges(block: BlockGraph, plan: Any) -> BlockGraph:
     """Delay each wait and the matrices' gradients as far as possible. Other nodes keep their order."""
     block = block.copy()
     for experts in block.find(ops.expert_mlp.default):

@@ -27,8 +27,8 @@ aten = torch.ops.aten
 ops = torch.ops.moefx
 
 
-@graph_pass(level="distributed")
-def ssmb(block: BlockGraph, plan: Any, *, sequence: SharedTokens) -> BlockGraph:
+@graph_pass(level="distributed", name="ssmb")
+def shard_sequence(block: BlockGraph, plan: Any, *, sequence: SharedTokens) -> BlockGraph:
     """Shard the tokens at the entry of the routed region, and gather its sums."""
     block = block.copy()
     routed = RoutedRegion.of(block)

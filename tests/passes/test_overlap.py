@@ -10,7 +10,7 @@ from torch import fx
 from moefx.ir.argument_binding import Binding
 from moefx.ir.block_graph import BlockGraph
 from moefx.ir.ops import dialect
-from moefx.passes.overlap import overlap
+from moefx.passes.overlap import overlap_exchanges
 
 ops, aten = torch.ops.moefx, torch.ops.aten
 _ = dialect
@@ -32,13 +32,13 @@ def names(block: BlockGraph) -> list[str]:
 
 
 def test_independent_nodes_move_before_the_wait_in_their_order():
-    moved = names(overlap(block(in_place=False), None))
+    moved = names(overlap_exchanges(block(in_place=False), None))
     assert moved == ["shared", "aten.neg.default", "moefx.wait_sums.default", "aten.mul.Tensor", "aten.add.Tensor"]
 
 
 def test_nothing_moves_over_an_effect():
     before = block(in_place=True)
-    assert names(overlap(before, None)) == names(before)
+    assert names(overlap_exchanges(before, None)) == names(before)
 
 
 def test_waits_are_in_the_order_of_their_starts():
@@ -58,7 +58,7 @@ def test_waits_are_in_the_order_of_their_starts():
     shared = graph.create_node("call_module", "shared", (x,), name="shared")
     out = graph.call_function(aten.add.Tensor, tuple(sums), name="out")
     graph.output(graph.call_function(aten.add.Tensor, (out, shared), name="both"))
-    moved = overlap(BlockGraph("", graph, Binding(()), None), None)
+    moved = overlap_exchanges(BlockGraph("", graph, Binding(()), None), None)
     wanted = (
         "sent_a w_a sent_b w_b later later_1 wait_a rows_a y_a back_a wait_b rows_b y_b back_b shared "
         "sums_a sums_b out both"
@@ -80,7 +80,7 @@ def test_weight_gradients_are_deferred_to_the_first_hop():
     w = graph.create_node("get_attr", "w", name="w")
     y = graph.call_function(ops.expert_mlp.default, (rows, *[plan] * 4, [w], [], [w], []), name="y")
     graph.output(graph.call_function(ops.all_to_all_back.default, (y,), name="back"))
-    moved = overlap(BlockGraph("", graph, Binding(()), None), None)
+    moved = overlap_exchanges(BlockGraph("", graph, Binding(()), None), None)
     hops = "sent_inter a_inter b_inter w later wait_inter rows_inter sent_intra a_intra b_intra wait_intra rows_intra"
     found = [n.name for n in moved.graph.nodes if n.op not in ("placeholder", "output")]
     assert found == [*hops.split(), "y", "back"]
@@ -96,5 +96,5 @@ def test_nodes_behind_an_effect_that_waits_stay_there():
     graph.call_function(aten.add_.Tensor, (y, rows), name="changed")
     graph.call_function(aten.neg.default, (y,), name="read")
     graph.output(y)
-    moved = overlap(BlockGraph("", graph, Binding(()), None), None)
+    moved = overlap_exchanges(BlockGraph("", graph, Binding(()), None), None)
     assert [n.name for n in moved.graph.nodes if n.op.startswith("call")] == ["rows", "changed", "read"]
