@@ -86,26 +86,26 @@ def compile(
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
     with report_progress("moefx.compile"):
         proven = agree_on_proof(model, example_inputs, plan, mesh)
-    plan, found = proven.plan, proven.found
+    plan, survey = proven.plan, proven.survey
     if proven.decision and proven.decision.warning:
         warnings.warn(f"moefx: {proven.decision.warning}", stacklevel=2)
-    if not found.matched:
+    if not survey.matched:
         if strict:
-            raise NoMoEBlockFound(_describe_refusals(model, found))
-        UNCHANGED[model] = Record((), tuple(found.refused), found.seconds)
+            raise NoMoEBlockFound(_describe_refusals(model, survey))
+        UNCHANGED[model] = Record((), tuple(survey.refused), survey.seconds)
         return model
-    for warning in _list_warnings(found, strict):
+    for warning in _list_warnings(survey, strict):
         warnings.warn(warning, stacklevel=2)
     try:
-        compiled, copies = (found.twin, found.copies) if found.copies else copy_model(model)
+        compiled, copies = (survey.twin, survey.copies) if survey.copies else copy_model(model)
     except MoefxError as error:
         if strict or mesh is not None:
             raise
-        UNCHANGED[model] = Record((), (*found.refused, Refusal("", str(error))), found.seconds)
+        UNCHANGED[model] = Record((), (*survey.refused, Refusal("", str(error))), survey.seconds)
         return model
     _lay_out_experts(model, proven)
     reports = []
-    for matched in found.matched:
+    for matched in survey.matched:
         program = _install_program(model, copies, matched, plan, proven.axis)
         first = model.get_submodule(matched.names[0])
         if strict and (guard := _find_failed_guard(program, matched, first)):
@@ -120,21 +120,21 @@ def compile(
         from .distribution.training_wiring import describe_reductions, prepare_training
 
         prepare_training(compiled, proven.axis, plan)
-        gradients = describe_reductions(compiled, found.spread_by_name, proven.axis, plan)
-    vars(compiled)[RECORD] = Record(tuple(reports), tuple(found.refused), found.seconds, proven.decision, gradients)
+        gradients = describe_reductions(compiled, survey.spread_by_name, proven.axis, plan)
+    vars(compiled)[RECORD] = Record(tuple(reports), tuple(survey.refused), survey.seconds, proven.decision, gradients)
     return compiled
 
 
-def _list_warnings(found: Survey, strict: bool) -> list[str]:
+def _list_warnings(survey: Survey, strict: bool) -> list[str]:
     """The warnings about blocks that were refused, or rewritten without a numeric check."""
     texts = []
-    likely = [r for r in found.refused if r.likely]
+    likely = [r for r in survey.refused if r.likely]
     if strict and likely:
         texts.append("moefx left these blocks as they were:\n  " + "\n  ".join(map(str, merge_refusals(likely))))
-    if found.unchecked:
+    if survey.unchecked:
         texts.append(
             "moefx rewrote these blocks without a numeric check, on the strength of the symbolic proof alone; "
-            "moefx.verify(compiled, model, inputs) compares the whole model:\n  " + "\n  ".join(found.unchecked)
+            "moefx.verify(compiled, model, inputs) compares the whole model:\n  " + "\n  ".join(survey.unchecked)
         )
     return texts
 
@@ -149,9 +149,9 @@ def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> None:
         return
     from .distribution.block_distribution import Spread, check_owners
 
-    for m in proven.found.matched:
+    for m in proven.survey.matched:
         m.spread = Spread.over(proven.axis, m.result, proven.plan)
-    spread = proven.found.spread_by_name
+    spread = proven.survey.spread_by_name
     check_owners(model, spread, list(spread), proven.axis.mesh)
 
 
@@ -218,25 +218,25 @@ def explain(
         return _explain_record(type(model).__name__, record, find_forwards(given), trace, verbose)
     with report_progress("moefx.explain"):
         proven = agree_on_proof(model, example_inputs, _check_plan(plan, mesh), mesh)
-    plan, found = proven.plan, proven.found
+    plan, survey = proven.plan, proven.survey
     gradients = ()
-    for m in found.matched:
+    for m in survey.matched:
         m.result = apply_capacity(model.get_submodule(m.names[0]), m.result, plan)
     if proven.axis is not None:
         from .distribution.block_distribution import preview_spread
         from .distribution.training_wiring import describe_reductions
 
-        preview_spread(model, proven.axis, found, plan)
-        gradients = describe_reductions(model, found.spread_by_name, proven.axis, plan)
+        preview_spread(model, proven.axis, survey, plan)
+        gradients = describe_reductions(model, survey.spread_by_name, proven.axis, plan)
     reports = []
-    for m in found.matched:
+    for m in survey.matched:
         block = model.get_submodule(m.names[0])
         reports.append(build_report(m, _build_program(m, block), block))
     return Explanation(
         type(model).__name__,
         tuple(reports),
-        tuple(found.refused),
-        found.seconds,
+        tuple(survey.refused),
+        survey.seconds,
         planned=proven.decision,
         gradients=gradients,
         trace=trace,
@@ -304,15 +304,15 @@ def check_passes(plan: Plan) -> Plan:
     return plan
 
 
-def _describe_refusals(model: nn.Module, found: Survey) -> str:
+def _describe_refusals(model: nn.Module, survey: Survey) -> str:
     """The message of `NoMoEBlockFound`."""
     head = f"no MoE block was found in {type(model).__name__}"
-    if not found.refused:
+    if not survey.refused:
         return (
             f"{head}: no submodules of one kind, and no slices of a stacked parameter, could each be for some "
             "tokens only"
         )
-    return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, merge_refusals(found.refused)))
+    return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, merge_refusals(survey.refused)))
 
 
 def _build_program(matched: MatchedBlock, block: nn.Module) -> Program:

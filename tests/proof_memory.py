@@ -20,7 +20,7 @@ import moefx.compiler.model_proof
 import moefx.compiler.survey
 from moefx.capture.block_search import BlockCandidates, SurveyedCall
 from moefx.capture.module_structure import compute_signature
-from moefx.compiler.numeric_check import NumericCheck, numeric_check
+from moefx.compiler.numeric_check import NumericCheck, check_numerically
 from moefx.compiler.pipeline import BlockRewrite
 from moefx.ir.guards.attribute_reads import AttributeLocation, find_globals, find_tied_tensors, read_value
 from moefx.ir.guards.code_closure import FUNCTION_TYPES
@@ -43,19 +43,19 @@ _CHECKS: list[tuple[weakref.ref[BlockRewrite], NumericCheck]] = []
 
 
 def rewrite_once(
-    module: nn.Module, call: SurveyedCall, found: BlockCandidates, plan: moefx.Plan, read: set[AttributeLocation]
+    module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: moefx.Plan, read: set[AttributeLocation]
 ) -> BlockRewrite:
-    """Stand in for `survey._rewrite_as_called`. Two blocks are equal if `survey` would give two modules of a model the
-    same program; also their classes' methods, globals and the type of each argument have to be the same."""
+    """Stand in for `survey._rewrite_as_called`. Two blocks are equal if `survey_model` would give two modules of a
+    model the same program; also their classes' methods, globals and the type of each argument have to be the same."""
     before = frozenset(read)
-    key, names = _key_of(module, call, found, plan), find_globals(module)
+    key, names = _key_of(module, call, candidates, plan), find_globals(module)
     proof = next((p for p in _PROOFS.get(key, ()) if _holds_for(p, module, names)), None)
     read.clear()  # what was read to compare
     read |= before
     if proof is not None:
         read |= proof.read
         return proof.result
-    result = _rewrite_as_called(module, call, found, plan, read)
+    result = _rewrite_as_called(module, call, candidates, plan, read)
     if key is not None:
         held = {where: StoredFieldNames(v) if is_configuration(v) else snapshot(v) for where, v in names.items()}
         _PROOFS[key].append(_Proof(module, set(read), held, result))
@@ -68,11 +68,11 @@ def forget() -> None:
 
 
 def check_once(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
-    """Stand in for `proof.numeric_check`: a reused proof has been checked."""
+    """Stand in for `model_proof.check_numerically`: a reused proof has been checked."""
     for proof, check in _CHECKS:
         if proof() is result:
             return check
-    check = numeric_check(block, result, name, seconds)
+    check = check_numerically(block, result, name, seconds)
     if check.ok and check.was_possible:
         _CHECKS.append((weakref.ref(result), check))
     return check
@@ -85,7 +85,7 @@ def proving_once() -> mock._patch:
 
 def checking_once() -> mock._patch:
     """Return a context in which the numbers of a reused proof are not compared again, whatever the weights are."""
-    return mock.patch.multiple(moefx.compiler.model_proof, numeric_check=check_once)
+    return mock.patch.multiple(moefx.compiler.model_proof, check_numerically=check_once)
 
 
 def _holds_for(proof: _Proof, module: nn.Module, names: dict[AttributeLocation, Any]) -> bool:
@@ -93,10 +93,10 @@ def _holds_for(proof: _Proof, module: nn.Module, names: dict[AttributeLocation, 
     return is_same(names, proof.globals) and all(is_same(own, other) for own, other in attributes)
 
 
-def _key_of(module: nn.Module, call: SurveyedCall, found: BlockCandidates, plan: moefx.Plan) -> tuple | None:
+def _key_of(module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: moefx.Plan) -> tuple | None:
     """What else than attributes and globals a proof depends on; None if that is not only what can be compared."""
     arguments, structure = pytree.tree_flatten((call.args, call.kwargs))
-    if found.objects or not all(map(_is_comparable, arguments)):
+    if candidates.objects or not all(map(_is_comparable, arguments)):
         return None
     classes = dict.fromkeys(cls for m in module.modules() for cls in type(m).__mro__)
     own = [cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]

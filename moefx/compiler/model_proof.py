@@ -15,17 +15,17 @@ from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
 from ..util.progress import announce
 from ..util.user_code import forward_line
-from .numeric_check import find_nonfinite, numeric_check
-from .survey import survey
+from .numeric_check import check_numerically, find_nonfinite
+from .survey import survey_model
 from .survey_result import Refusal, Survey
 
 
-def survey_and_verify(model: nn.Module, example_inputs: Any, plan: Plan, found: Survey | None = None) -> Survey:
+def survey_and_verify(model: nn.Module, example_inputs: Any, plan: Plan, survey: Survey | None = None) -> Survey:
     """Prove the blocks of a model and check each rewrite numerically. Autocast is off: calls under autocast are proven
     when they occur.
 
     Args:
-        found: the survey, if it exists already.
+        survey: the survey, if it exists already.
 
     Returns:
         The survey without the rewrites that the check refuses.
@@ -33,19 +33,19 @@ def survey_and_verify(model: nn.Module, example_inputs: Any, plan: Plan, found: 
 
     def prove() -> Survey:
         with use_device_autocast(find_device(model).type, None):
-            surveyed = found or survey(model, example_inputs, plan)
-            _check_numerically(surveyed, plan)
+            surveyed = survey or survey_model(model, example_inputs, plan)
+            _check_blocks(surveyed, plan)
             return surveyed
 
     with compile_lock(), neutral_device():
         return run_in_worker(prove)
 
 
-def _check_numerically(found: Survey, plan: Plan) -> None:
+def _check_blocks(survey: Survey, plan: Plan) -> None:
     """Run the numeric check of each rewrite on a few tokens, and refuse rewrites that differ."""
-    modules = dict(found.twin.named_modules())
+    modules = dict(survey.twin.named_modules())
     seconds_left = plan.validation_seconds
-    for matched in list(found.matched):
+    for matched in list(survey.matched):
         block = modules[matched.names[0]]
         if plan.validation == "symbolic":
             matched.verdict = "off (plan.validation)"
@@ -58,20 +58,20 @@ def _check_numerically(found: Survey, plan: Plan) -> None:
             continue
         announce(f"running {matched.names[0] or type(block).__name__} on a few tokens")
         start = time.perf_counter()
-        check = numeric_check(block, matched.result, matched.names[0], max(seconds_left, 1.0))
+        check = check_numerically(block, matched.result, matched.names[0], max(seconds_left, 1.0))
         cannot_tell = None if check.ok else find_nonfinite(block)
-        if cannot_tell and (
-            finite := _first_finite(matched.names, modules)
-        ):  # an equal block with finite weights decides
-            check, cannot_tell = numeric_check(modules[finite], matched.result, finite, max(seconds_left, 1.0)), None
+        # An equal block with finite weights decides.
+        if cannot_tell and (finite := _first_finite(matched.names, modules)):
+            cannot_tell = None
+            check = check_numerically(modules[finite], matched.result, finite, max(seconds_left, 1.0))
         matched.verdict = check.text
         seconds_left -= time.perf_counter() - start
         if not check.was_possible:
-            found.unchecked.append(f"{quote_name(matched.names[0])}: {check.text}")
+            survey.unchecked.append(f"{quote_name(matched.names[0])}: {check.text}")
         if not check.ok:
-            found.matched.remove(matched)
+            survey.matched.remove(matched)
             reason, remedy = cannot_tell or (check.text, "please report this model")
-            found.refused += [
+            survey.refused += [
                 Refusal(name, reason, source=forward_line(modules[name]), remedy=remedy) for name in matched.names
             ]
 

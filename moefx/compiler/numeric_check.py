@@ -36,7 +36,7 @@ class NumericCheck:
     was_possible: bool = True
 
 
-def numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
+def check_numerically(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
     """Compare a rewrite with the original on a few tokens. `block` runs as the original."""
     return run_in_worker(lambda: _numeric_check(block, result, name, seconds))
 
@@ -131,4 +131,4 @@ def _placeholder_binder(block: nn.Module, result: BlockRewrite) -> Any:
     return pick
 
 
-__all__ = ["NumericCheck", "find_nonfinite", "numeric_check"]
+__all__ = ["NumericCheck", "check_numerically", "find_nonfinite"]

@@ -79,7 +79,7 @@ def rewrite_block(
         CaptureError: the block does not run on abstract tensors.
     """
     log, skipped = [] if log is None else log, skipped or {}
-    paths, objects = argument_paths(block, args, kwargs), object_paths(block, args, kwargs)
+    paths, objects = find_argument_paths(block, args, kwargs), find_object_paths(block, args, kwargs)
     for path, stand_in in objects:
         set_name(stand_in, format_path(path))
     if objects:
@@ -179,7 +179,7 @@ def keep_captured_graph(result: BlockRewrite) -> BlockRewrite:
     return dataclasses.replace(result, history=dataclasses.replace(result.history, captured=captured))
 
 
-def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:
+def find_argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:
     """Find the path of each tensor argument of a call in the block's own signature."""
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     named = signature_binder(block)(*args, **kwargs)
@@ -190,7 +190,7 @@ def argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> lis
     return [by_id[id(t)].pop(0) if len(by_id[id(t)]) > 1 else by_id[id(t)][0] for t in tensors]
 
 
-def object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[Path, PassedObject]]:
+def find_object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[Path, PassedObject]]:
     """Find the path of each stand-in for an object among the arguments of a call.
 
     Raises:
@@ -214,7 +214,7 @@ __all__ = [
     "PASSES",
     "BlockRewrite",
     "apply_capacity",
-    "argument_paths",
+    "find_argument_paths",
     "keep_captured_graph",
     "reapply_checkpoint",
     "rewrite_block",

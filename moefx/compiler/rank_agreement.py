@@ -19,7 +19,7 @@ from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
 from .model_proof import quote_name, survey_and_verify
 from .pipeline import reapply_checkpoint
-from .survey import survey
+from .survey import survey_model
 from .survey_result import Survey
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ class AgreedProof:
 
     Attributes:
         plan: the plan, with the planner's decision in it.
-        found: the survey.
+        survey: the survey.
         axis: the mesh axis of the experts, None without a mesh.
         decision: the planner's decision, None if the plan leaves nothing to it.
     """
 
     plan: Plan
-    found: Survey
+    survey: Survey
     axis: ExpertAxis | None = None
     decision: Decision | None = None
 
@@ -52,26 +52,26 @@ def agree_on_proof(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any 
         InvalidPlan: the mesh has no such axis, its ranks do not agree, or its pipeline has no stages.
         UnknownPlatform: see `planner.local_platform`.
     """
-    found, decision, axis = None, None, None
+    survey, decision, axis = None, None, None
     if mesh is not None:
         from ..distribution.pipeline_stages import check_stages
 
         check_stages(model, mesh)
     if plan.is_undecided:
-        found, decision = _survey_and_decide(model, example_inputs, plan, mesh)
+        survey, decision = _survey_and_decide(model, example_inputs, plan, mesh)
         plan = decision.plan
     if mesh is None:
-        return AgreedProof(plan, survey_and_verify(model, example_inputs, plan, found), None, decision)
+        return AgreedProof(plan, survey_and_verify(model, example_inputs, plan, survey), None, decision)
     from ..distribution.block_distribution import check_agreement, planned_axis
 
     axis = planned_axis(mesh, plan)
     try:
-        found = survey_and_verify(model, example_inputs, plan, found)
+        survey = survey_and_verify(model, example_inputs, plan, survey)
     except Exception as error:
         check_agreement(axis, plan, f"none, {type(error).__name__}: {error}")
         raise
-    check_agreement(axis, plan, _summarize(found))
-    return AgreedProof(plan, found, axis, decision)
+    check_agreement(axis, plan, _summarize(survey))
+    return AgreedProof(plan, survey, axis, decision)
 
 
 def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any) -> tuple[Survey, Decision]:
@@ -82,8 +82,8 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
         from ..distribution.block_distribution import gather_by_rank
     try:
         with compile_lock(), neutral_device(), use_device_autocast(find_device(model).type, None):
-            found = run_in_worker(lambda: survey(model, example_inputs, plan))
-        facts = collect_facts(model, found, plan, find_mesh_platform(mesh, plan), example_inputs, mesh)
+            survey = run_in_worker(lambda: survey_model(model, example_inputs, plan))
+        facts = collect_facts(model, survey, plan, find_mesh_platform(mesh, plan), example_inputs, mesh)
     except Exception as error:
         if mesh is not None:
             gather_by_rank(mesh, f"{type(error).__name__}: {error}")
@@ -94,15 +94,15 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
         world = torch.distributed
         is_whole = mesh.size() == world.get_world_size()
         decision = decide(gather_by_rank(mesh, facts), world.get_rank(), mesh, is_whole=is_whole)
-    for matched in found.matched:
+    for matched in survey.matched:
         matched.result = reapply_checkpoint(model.get_submodule(matched.names[0]), matched.result, decision.plan)
-    return found, decision
+    return survey, decision
 
 
-def _summarize(found: Survey) -> str:
+def _summarize(survey: Survey) -> str:
     """List the rewrites in one line. Ranks that do not agree on them would wait for each other."""
     lines = []
-    for matched in found.matched:
+    for matched in survey.matched:
         match, names = matched.result.match, ", ".join(map(quote_name, matched.names))
         lines.append(f"{names} ({match.num_experts} experts, {match.slots} a token)")
     return "; ".join(lines) or "none"

@@ -36,7 +36,7 @@ from ..ir.passed_objects import replace_objects
 from ..runtime.block_forward import BlockForward, signature_binder, signature_of
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
-from .numeric_check import numeric_check
+from .numeric_check import check_numerically
 from .pipeline import BlockRewrite, apply_capacity, keep_captured_graph, rewrite_block, rewrite_with_objects
 from .program_builder import build_program, move_kind
 
@@ -130,7 +130,7 @@ class LazySpecializer:
                 if real:
                     _check_admits(block, program, *abstract)
                 if real and self.plan.validation == "auto" and self.spread is None:
-                    check = numeric_check(block, proven, forward.name, self.plan.validation_seconds)
+                    check = check_numerically(block, proven, forward.name, self.plan.validation_seconds)
                     if not check.ok:
                         raise Refused(check.text)
         finally:
@@ -146,7 +146,7 @@ class LazySpecializer:
         if not any(True for _ in iterate_objects(args, kwargs)):
             return lambda every: None
         try:
-            found = search_blocks(block, *_copy_objects(args, kwargs))
+            candidates = search_blocks(block, *_copy_objects(args, kwargs))
         except Refused as refused:
             why = refused
         except Exception as error:
@@ -154,7 +154,7 @@ class LazySpecializer:
                 raise
             why = Refused(f"it does not run on abstract tensors ({summarize_error(error)})")
         else:
-            return lambda every: found.skip_calls(found.calls[""], every)
+            return lambda every: candidates.skip_calls(candidates.calls[""], every)
 
         def refuse(every: bool) -> SkipPlan | None:
             raise why

@@ -46,7 +46,7 @@ from .survey_result import MatchedBlock, Refusal, Survey
 _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
 
 
-def survey(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
+def survey_model(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
     """Find, prove and rewrite the MoE blocks of a model. The model itself does not change. Call it in a worker (see
     `run_in_worker`).
 
@@ -65,13 +65,13 @@ def survey(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
     twin, copies = _try_copy(model)
     with _run_originals(twin), torch.compiler.set_stance("force_eager"):  # torch may have compiled some modules
         try:
-            found = _run_examples(twin, example_inputs)
+            candidates = _run_examples(twin, example_inputs)
         except Refused as why:
             refusal = Refusal("", why.reason, why.source, remedy=why.remedy, cause=why.cause)
             return Survey([], [refusal], time.perf_counter() - start, False, twin, copies)
-        matched, refused = _try_chains(twin, found, plan)
+        matched, refused = _try_chains(twin, candidates, plan)
     matched, others = _drop_observed_blocks(model, matched)
-    return Survey(matched, [*refused, *others], time.perf_counter() - start, found.has_attention, twin, copies)
+    return Survey(matched, [*refused, *others], time.perf_counter() - start, candidates.has_attention, twin, copies)
 
 
 def _try_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
@@ -152,39 +152,39 @@ def _run_originals(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _try_chains(model: nn.Module, found: BlockCandidates, plan: Plan) -> tuple[list[MatchedBlock], list[Refusal]]:
+def _try_chains(model: nn.Module, candidates: BlockCandidates, plan: Plan) -> tuple[list[MatchedBlock], list[Refusal]]:
     """Prove the candidates of each chain: those with expert-like parameters and the smaller ones first, at most two
     per chain. Modules that receive an expert index come last, because a block should contain its router.
     """
     modules = dict(model.named_modules())
     chains_of: dict[str, list[int]] = {}
-    for i, chain in enumerate(found.chains):
+    for i, chain in enumerate(candidates.chains):
         for name in chain:
             chains_of.setdefault(name, []).append(i)
     matched: list[MatchedBlock] = []
     rewritten: set[str] = set()
-    refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(found.chains))}
-    for name in sorted(chains_of, key=lambda n: _priority(n, modules, found)):
-        open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2 or _receives_expert_index(name, found)]
+    refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(candidates.chains))}
+    for name in sorted(chains_of, key=lambda n: _priority(n, modules, candidates)):
+        open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2 or _receives_expert_index(name, candidates)]
         if not open_chains or _overlaps(name, rewritten):
             continue
         try:
-            proven = _prove_equal_modules(name, modules, found, plan)
+            proven = _prove_equal_modules(name, modules, candidates, plan)
         except Refused as why:
             refusal = Refusal(name, why.reason, why.source, why.culprits, why.remedy, trace=why.trace, cause=why.cause)
             if why.cause is Cause.NOT_ROUTED:
-                if name not in found.branches:
+                if name not in candidates.branches:
                     continue
-                refusal = _refuse_dense(name, modules, found)
+                refusal = _refuse_dense(name, modules, candidates)
             for i in open_chains:
                 refusals[i].append(refusal)
         else:
             matched += proven
             rewritten |= {n for m in proven for n in m.names}
-    for i, chain in enumerate(found.chains):
+    for i, chain in enumerate(candidates.chains):
         if not refusals[i] and not any(_overlaps(name, rewritten) for name in chain):
-            refusals[i].append(_refuse_unused_choice(chain, modules, found))
-    refused = {r[0].name: r[0] for r in refusals.values() if r and not _is_token_embedding(r[0], modules, found)}
+            refusals[i].append(_refuse_unused_choice(chain, modules, candidates))
+    refused = {r[0].name: r[0] for r in refusals.values() if r and not _is_token_embedding(r[0], modules, candidates)}
     return matched, [r for r in refused.values() if not _overlaps(r.name, rewritten)]
 
 
@@ -230,16 +230,16 @@ def _is_fully_sharded(model: nn.Module) -> bool:
     return any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in model.modules())
 
 
-def _priority(name: str, modules: dict[str, nn.Module], found: BlockCandidates) -> tuple:
+def _priority(name: str, modules: dict[str, nn.Module], candidates: BlockCandidates) -> tuple:
     """Sort key of candidates: expert-like parameters first, then own routers, then few parameters."""
     inside = f"{name}." if name else ""
-    expert_like = name in found.structural or any(s.startswith(inside) for s in found.structural)
-    return not expert_like, _receives_expert_index(name, found), sum(p.numel() for p in modules[name].parameters())
+    expert_like = name in candidates.structural or any(s.startswith(inside) for s in candidates.structural)
+    return not expert_like, _receives_expert_index(name, candidates), sum(p.numel() for p in modules[name].parameters())
 
 
-def _receives_expert_index(name: str, found: BlockCandidates) -> bool:
+def _receives_expert_index(name: str, candidates: BlockCandidates) -> bool:
     """Whether a module is called with integers that the model computed from scores, not with token ids."""
-    for node in found.calls[name].inputs if name in found.calls else []:
+    for node in candidates.calls[name].inputs if name in candidates.calls else []:
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor) and not val.is_floating_point() and val.dtype != torch.bool:
             stack, seen = [node], set()
@@ -253,9 +253,9 @@ def _receives_expert_index(name: str, found: BlockCandidates) -> bool:
     return False
 
 
-def _refuse_dense(name: str, modules: dict[str, nn.Module], found: BlockCandidates) -> Refusal:
+def _refuse_dense(name: str, modules: dict[str, nn.Module], candidates: BlockCandidates) -> Refusal:
     """The refusal of a block whose experts all contribute to each token."""
-    nodes = found.calls[name].outputs
+    nodes = candidates.calls[name].outputs
     return Refusal(
         name,
         "all its branches contribute to every token (dense gates, soft slots), so nothing can be skipped",
@@ -265,31 +265,31 @@ def _refuse_dense(name: str, modules: dict[str, nn.Module], found: BlockCandidat
     )
 
 
-def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], found: BlockCandidates) -> Refusal:
+def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], candidates: BlockCandidates) -> Refusal:
     """The refusal of a chain that selects something per token, while no parameter depends on the selection."""
     name = chain[min(1, len(chain) - 1)]
-    nodes = found.calls[chain[0]].outputs
+    nodes = candidates.calls[chain[0]].outputs
     return Refusal(
         name,
         "something is selected here, but no parameter was found that contributes to the outputs of some tokens only",
         source=str(nodes[0].meta["source"]) if nodes else "",
         remedy="if these are experts, they must compute each row by itself, in ops that torch differentiates: no batch "
         "norm in training, no attention among the rows, no autograd.Function",
-        likely=not _priority(name, modules, found)[0],
+        likely=not _priority(name, modules, candidates)[0],
     )
 
 
-def _is_token_embedding(refusal: Refusal, modules: dict[str, nn.Module], found: BlockCandidates) -> bool:
+def _is_token_embedding(refusal: Refusal, modules: dict[str, nn.Module], candidates: BlockCandidates) -> bool:
     """Whether the supposed experts are the embedding of token ids, which every language model has."""
     parts = [f"{refusal.name}.{culprit}".lstrip(".").rpartition(".")[0] for culprit in refusal.culprits]
-    is_likely = refusal.name in found.structural  # it has other expert-like parameters
+    is_likely = refusal.name in candidates.structural  # it has other expert-like parameters
     return (
         bool(parts)
         and not is_likely
         and all(
             isinstance(modules.get(part), nn.Embedding)
-            and part in found.calls
-            and not _receives_expert_index(part, found)
+            and part in candidates.calls
+            and not _receives_expert_index(part, candidates)
             for part in parts
         )
     )
@@ -301,21 +301,21 @@ def _overlaps(name: str, names: set[str]) -> bool:
 
 
 def _prove_equal_modules(
-    name: str, modules: dict[str, nn.Module], found: BlockCandidates, plan: Plan
+    name: str, modules: dict[str, nn.Module], candidates: BlockCandidates, plan: Plan
 ) -> list[MatchedBlock]:
     """Prove one module, and reuse its program for all modules that differ only in their weights."""
     proven: list[MatchedBlock] = []
     signature = compute_signature(modules[name])
-    candidates = [n for n, m in modules.items() if compute_signature(m) == signature]
+    of_same_kind = [n for n, m in modules.items() if compute_signature(m) == signature]
     watched, follows = find_attributes(modules[name]), has_custom_train(modules[""])
-    unproven = [name, *[n for n in candidates if n != name]]
+    unproven = [name, *[n for n in of_same_kind if n != name]]
     while unproven:
         first = unproven[0]
-        call = found.calls.get(first) or dataclasses.replace(found.calls[name], name=first)
+        call = candidates.calls.get(first) or dataclasses.replace(candidates.calls[name], name=first)
         announce(f"proving {first or type(modules[first]).__name__}")
         start = time.perf_counter()
         with record_reads(modules[first], watched) as read:
-            result = _rewrite_as_called(modules[first], call, found, plan, read)
+            result = _rewrite_as_called(modules[first], call, candidates, plan, read)
         if follows:
             read.add(BLOCK_MODE)
         equal = [first] + [
@@ -329,7 +329,7 @@ def _prove_equal_modules(
 
 
 def _rewrite_as_called(
-    module: nn.Module, call: SurveyedCall, found: BlockCandidates, plan: Plan, read: set[AttributeLocation]
+    module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: Plan, read: set[AttributeLocation]
 ) -> BlockRewrite:
     """Rewrite a module for its recorded call, with stand-ins for objects if it passes any.
 
@@ -343,7 +343,7 @@ def _rewrite_as_called(
             functools.partial(rewrite_block, module, call.name, plan=plan, log=log),
             call.args,
             call.kwargs,
-            functools.partial(found.skip_calls, call),
+            functools.partial(candidates.skip_calls, call),
             read,
             functools.partial(_refusing_errors, module, call),
         )

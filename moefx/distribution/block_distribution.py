@@ -158,12 +158,12 @@ def _check_placement(axis: DeviceMesh, plan: Plan) -> None:
     )
 
 
-def check_agreement(axis: ExpertAxis, plan: Plan, found: str) -> None:
+def check_agreement(axis: ExpertAxis, plan: Plan, summary: str) -> None:
     """Check that all ranks of the axis will run the same exchanges: one round of a few bytes. Collective, also for a
     rank that failed.
 
     Args:
-        found: the blocks that will be rewritten, or the error of this rank.
+        summary: the blocks that will be rewritten, or the error of this rank.
 
     Raises:
         InvalidPlan: the ranks have different plans, or found different blocks.
@@ -172,7 +172,7 @@ def check_agreement(axis: ExpertAxis, plan: Plan, found: str) -> None:
         **{f"Plan({field}=...)": repr(value) for field, value in dataclasses.asdict(plan).items()},
         "the versions of moefx and torch": f"{__version__}, {torch.__version__}",
         "the nodes of ranks": _describe_nodes(axis),
-        "the rewritten blocks": found,
+        "the rewritten blocks": summary,
     }
     gathered: list[Any] = [None] * axis.size
     dist.all_gather_object(gathered, own_facts, group=get_group(axis.group))
@@ -247,26 +247,26 @@ def _row_bytes(result: BlockRewrite) -> float:
     return sum(widths) + 6.0 * result.match.slots
 
 
-def preview_spread(model: nn.Module, axis: ExpertAxis, found: Survey, plan: Plan) -> None:
+def preview_spread(model: nn.Module, axis: ExpertAxis, survey: Survey, plan: Plan) -> None:
     """Lay out the blocks of a survey without changing the model, with the graphs that they would run. A block that
     cannot be spread becomes a refused one. Collective, as `Spread.over` is."""
 
     def refuse(matched: MatchedBlock, why: MoefxError) -> None:
-        found.matched.remove(matched)
+        survey.matched.remove(matched)
         refusal = why if isinstance(why, Refused) else Refused(str(why))
         source = refusal.source or forward_line(model.get_submodule(matched.names[0]))
-        found.refused += [
+        survey.refused += [
             Refusal(name, refusal.reason, source, refusal.culprits, refusal.remedy, cause=refusal.cause)
             for name in matched.names
         ]
 
-    for matched in list(found.matched):
+    for matched in list(survey.matched):
         try:
             matched.spread = Spread.over(axis, matched.result, plan)
         except (Refused, InvalidPlan) as why:
             refuse(matched, why)
-    spread = found.spread_by_name
-    for matched in list(found.matched):
+    spread = survey.spread_by_name
+    for matched in list(survey.matched):
         try:
             check_owners(model, spread, matched.names, axis.mesh)
             block = model.get_submodule(matched.names[0])

@@ -50,12 +50,12 @@ def describe_reductions(model: nn.Module, spread: dict[str, Spread], axis: Exper
 
 def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
     """Tell DistributedDataParallel which parameters differ between ranks, and watch the first step of an optimizer."""
-    found, manual = plan_reductions(axis, plan), plan.gradients == "manual"
-    left = found["experts"]
+    reductions, manual = plan_reductions(axis, plan), plan.gradients == "manual"
+    left = reductions["experts"]
     advice = (
         "" if manual or left.divisor == 1 else
         "DistributedDataParallel leaves the gradients of this model's experts, which differ by rank, to you: "
         f"{left}. Plan(gradients='manual') says that you do it"
     )  # fmt: skip
     vars(compiled)[DDP_IGNORED] = IgnoredByDDP(compiled, getattr(compiled, DDP_IGNORED, ()), advice)
-    vars(compiled)[GRADIENT_WATCH] = GradientWatch(compiled, expert_parameter_names(compiled), found, manual)
+    vars(compiled)[GRADIENT_WATCH] = GradientWatch(compiled, expert_parameter_names(compiled), reductions, manual)

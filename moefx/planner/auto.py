@@ -39,21 +39,21 @@ def find_mesh_platform(mesh: Any, plan: Plan) -> LocalPlatform:
 
 
 def collect_facts(
-    model: nn.Module, found: Survey, asked: Plan, local: LocalPlatform, example_inputs: Any = None, mesh: Any = None
+    model: nn.Module, survey: Survey, asked: Plan, local: LocalPlatform, example_inputs: Any = None, mesh: Any = None
 ) -> Facts:
     """Collect the facts that this rank contributes to the decision.
 
     Args:
-        found: the blocks that will be rewritten.
+        survey: the blocks that will be rewritten.
         example_inputs: the user's example inputs of the model.
     """
     architecture: Architecture | str | None = None
     total, length, source = DEFAULT_TOKENS, DEFAULT_TOKENS, "for want of example inputs"
     try:
-        if found.matched:
-            architecture = describe_survey(model, found)
+        if survey.matched:
+            architecture = describe_survey(model, survey)
             if example_inputs is not None:
-                total = _count_call_tokens(found, architecture.hidden_size)
+                total = _count_call_tokens(survey, architecture.hidden_size)
                 length, source = _sequence_length(example_inputs, total), "as in the example inputs"
     except UnknownArchitecture as error:
         architecture = str(error)
@@ -226,9 +226,9 @@ def _shortage_warning(least: Candidate, facts: Facts) -> str:
     )
 
 
-def _count_call_tokens(found: Survey, width: int) -> int:
+def _count_call_tokens(survey: Survey, width: int) -> int:
     """Number of tokens in the first block's call, for the example inputs."""
-    call = found.matched[0].call
+    call = survey.matched[0].call
     leaves = [t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
     return max(
         next((t.numel() // width for t in leaves if t.is_floating_point() and width in t.shape), DEFAULT_TOKENS), 1

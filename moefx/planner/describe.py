@@ -42,11 +42,11 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
     return describe_survey(model, found)
 
 
-def describe_survey(model: nn.Module, found: Survey) -> Architecture:
+def describe_survey(model: nn.Module, survey: Survey) -> Architecture:
     """`describe` for a model whose blocks are already surveyed."""
-    graphs = {name: matched.result.graph for matched in found.matched for name in matched.names}
+    graphs = {name: matched.result.graph for matched in survey.matched for name in matched.names}
     if not graphs:
-        name, seen = type(model).__name__, "".join(f"\n  {refusal}" for refusal in found.refused)
+        name, seen = type(model).__name__, "".join(f"\n  {refusal}" for refusal in survey.refused)
         raise UnknownArchitecture(
             f"the planner takes models with routed experts, and no block of {name} is rewritten{seen}"
             if seen
@@ -68,7 +68,7 @@ def describe_survey(model: nn.Module, found: Survey) -> Architecture:
     rest, biases = of_block - of_experts, of_experts - num_experts * matrices * d * width
     has_biases = biases == num_experts * ((matrices - 1) * width + d)
     shared = max(rest - d * num_experts, 0) // (matrices * d)
-    attention, note = _read_attention(model, layers[path], d, found.attends)
+    attention, note = _read_attention(model, layers[path], d, survey.attends)
     dense = [
         _count_parameters(layer) - (of_layer - of_block) for where, layer in layers.items() if where not in with_blocks
     ]

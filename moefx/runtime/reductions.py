@@ -83,14 +83,16 @@ def _find_ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[int]
     return frozenset(mesh.mesh[at].flatten().tolist())
 
 
-def format_reductions(found: Mapping[str, Reduction], counts: Mapping[str, int], outside: int) -> list[str]:
+def format_reductions(reductions: Mapping[str, Reduction], counts: Mapping[str, int], outside: int) -> list[str]:
     """One line per group of parameters.
 
     Args:
         counts: number of parameters in each group.
         outside: number of the job's ranks that are not in the mesh.
     """
-    lines = [f"{group:<12}{counts[group]} parameter(s): {found[group]}" for group in found if counts.get(group)]
+    lines = [
+        f"{group:<12}{counts[group]} parameter(s): {reductions[group]}" for group in reductions if counts.get(group)
+    ]
     beyond = f"{outside} rank(s) are not in the mesh: if they hold replicas, reduce over them too"
     return [*lines, *([f"{'outside':<12}{beyond}"] if lines and outside else [])]
 
@@ -100,12 +102,12 @@ class GradientWatch:
 
     Args:
         experts: names of the experts' parameters.
-        found: the reductions of each group of parameters.
+        reductions: the reductions of each group of parameters.
         manual: the user reduces gradients by hand, which cannot be detected: do not warn.
     """
 
-    def __init__(self, model: nn.Module, experts: Iterable[str], found: Mapping[str, Reduction], manual: bool):
-        self.model, self.experts, self.found, self.manual = model, frozenset(experts), dict(found), manual
+    def __init__(self, model: nn.Module, experts: Iterable[str], reductions: Mapping[str, Reduction], manual: bool):
+        self.model, self.experts, self.reductions, self.manual = model, frozenset(experts), dict(reductions), manual
         self.seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.has_warned = self.is_up_to_date = False
         self.reduced: list[tuple[set[int], frozenset[int]]] = []
@@ -130,7 +132,7 @@ class GradientWatch:
         unreduced: dict[str, list[str]] = {}
         for name, parameter in parameters.items():
             group = "experts" if name in self.experts else "others"
-            needed = self.found[group].ranks
+            needed = self.reductions[group].ranks
             is_sharded = isinstance(parameter, DTensor) and needed <= set(_mesh_ranks(parameter))
             if len(needed) > 1 and not is_sharded and not self._is_in_ddp(parameter, needed):
                 unreduced.setdefault(group, []).append(name)
@@ -148,7 +150,7 @@ class GradientWatch:
         owners = {"experts": "its experts", "others": "the rest"}
         missing = "; ".join(
             f"{len(names)} parameter(s) of {owners[group]} ({', '.join(names[:2])}"
-            f"{', ...' if len(names) > 2 else ''}): {self.found[group]}"
+            f"{', ...' if len(names) > 2 else ''}): {self.reductions[group]}"
             for group, names in unreduced.items()
         )
         return (
@@ -160,7 +162,7 @@ class GradientWatch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientWatch:
         model = memo.get(id(self.model), self.model)
-        memo[id(self)] = duplicate = GradientWatch(model, self.experts, self.found, self.manual)
+        memo[id(self)] = duplicate = GradientWatch(model, self.experts, self.reductions, self.manual)
         return duplicate
 
 

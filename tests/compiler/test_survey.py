@@ -10,7 +10,7 @@ from torch import nn
 
 import moefx
 from moefx import Plan
-from moefx.compiler.survey import survey
+from moefx.compiler.survey import survey_model
 from moefx.compiler.survey_result import Refusal
 
 from ..passes.blocks import D, Loop, Mlp
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 def names(model: nn.Module) -> list[list[str]]:
-    found = survey(model, (torch.zeros(5, D),), Plan())
+    found = survey_model(model, (torch.zeros(5, D),), Plan())
     assert not found.refused
     return [m.names for m in found.matched]
 
@@ -112,7 +112,7 @@ def test_all_branches_contribute():
         def forward(self, x):
             return sum(e(x) for e in self.experts)
 
-    found = survey(Model(Dense()), (torch.zeros(5, D),), Plan())
+    found = survey_model(Model(Dense()), (torch.zeros(5, D),), Plan())
     assert not found.matched
     (refusal,) = found.refused
     assert refusal.name == "layers.0" and "contribute to every token" in refusal.reason
@@ -120,14 +120,14 @@ def test_all_branches_contribute():
 
 
 def test_a_plain_model_has_nothing():
-    found = survey(Model(Mlp()), (torch.zeros(5, D),), Plan())
+    found = survey_model(Model(Mlp()), (torch.zeros(5, D),), Plan())
     assert not found.matched and not found.refused
 
 
 def test_progress_names_modules(monkeypatch):
     announced = []
     monkeypatch.setattr("moefx.compiler.survey.announce", announced.append)
-    survey(Model(Layer()), (torch.zeros(5, D),), Plan())
+    survey_model(Model(Layer()), (torch.zeros(5, D),), Plan())
     assert announced == ["running Model on abstract tensors", "proving layers.0"]
 
 

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 import moefx
-from moefx.compiler.survey import survey
+from moefx.compiler.survey import survey_model
 from moefx.compiler.survey_result import Survey
 from tests import models
 from tests.models.case import Case
@@ -195,10 +195,10 @@ def _surveyed_once() -> Iterator[None]:
 
     def once(*args) -> Survey:
         if not found:
-            found.append(survey(*args))
+            found.append(survey_model(*args))
         return found[0]
 
-    with mock.patch("moefx.compiler.model_proof.survey", once):
+    with mock.patch("moefx.compiler.model_proof.survey_model", once):
         yield
 
 

@@ -162,7 +162,7 @@ def _serve(modules: Connection, output: Path, environment: dict[str, str]) -> No
     faulthandler.enable(2)  # a crash shows its stacks, in the error of the test
     from ..proof_memory import check_once, rewrite_once
 
-    moefx.compiler.survey._rewrite_as_called, moefx.compiler.model_proof.numeric_check = rewrite_once, check_once
+    moefx.compiler.survey._rewrite_as_called, moefx.compiler.model_proof.check_numerically = rewrite_once, check_once
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _meeting_place(output.parent, rank, world)

@@ -56,17 +56,17 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     values = check_inputs(gm, example_inputs)
     try:
         ready = normalize(gm, values)
-        out, found = rewrite_regions(ready, values, plan)
+        out, regions = rewrite_regions(ready, values, plan)
     except Refused as why:
         _log_once(logging.WARNING, f"moefx left a graph as it was: {why.reason}")
         UNCHANGED[gm] = Record((), (build_refusal(why, "", ""),), 0.0)
         return gm
-    _log_findings(gm, found, "it is returned as it is")
+    _log_findings(gm, regions, "it is returned as it is")
     if out is ready:
-        UNCHANGED[gm] = _build_record(gm, found)
+        UNCHANGED[gm] = _build_record(gm, regions)
         return gm
     out = restore_calls(out, gm) if ready is not gm else out
-    vars(out)[RECORD] = _build_record(gm, found)
+    vars(out)[RECORD] = _build_record(gm, regions)
     return out
 
 
@@ -88,12 +88,12 @@ def backend(
         InvalidPlan: an unknown option, or an invalid plan.
     """
     chosen = parse_options(options, mode)
-    out, found = rewrite_regions(gm, list(example_inputs), chosen.plan)
-    _log_findings(gm, found, "it is compiled as it is")
+    out, regions = rewrite_regions(gm, list(example_inputs), chosen.plan)
+    _log_findings(gm, regions, "it is compiled as it is")
     for skipped in _find_skipped_functions():
         _log_once(logging.WARNING, f"moefx: {skipped}. If these are experts: {registry.COMPILE_FIRST}")
-    record = _build_record(gm, found)
-    registry.register_graph(out, found, record)
+    record = _build_record(gm, regions)
+    registry.register_graph(out, regions, record)
     if out is not gm:
         vars(out)[RECORD] = record
         trace_artifacts.log_artifacts(out, lambda: str(explain(out)))
@@ -108,11 +108,11 @@ backend.reset = registry.forget  # pyright: ignore[reportFunctionMemberAccess]
 
 
 # ---------------------------------------------------------------------- log and record
-def _log_findings(gm: fx.GraphModule, found: GraphRegions, action: str) -> None:
+def _log_findings(gm: fx.GraphModule, regions: GraphRegions, action: str) -> None:
     """Log the refusals of a graph, and its graph break if one separates a selection from its results. Each text is
     logged once.
     """
-    every = found.with_inner()
+    every = regions.with_inner()
     refused = [r for f in every for r in f.refused]
     before = [r for one in registry.COMPILED_GRAPHS for r in one.record.refused]
     matched = [m for one in registry.COMPILED_GRAPHS for m in one.record.matched]
@@ -120,18 +120,18 @@ def _log_findings(gm: fx.GraphModule, found: GraphRegions, action: str) -> None:
     for level, logged in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
         for refusal in merge_refusals(logged):
             _log_once(level, f"moefx left a region of a graph as it was: {refusal}")
-    if found.open and (reason := _find_graph_break(gm)) is not None:
+    if regions.open and (reason := _find_graph_break(gm)) is not None:
         frames = getattr(reason, "user_stack", None) or []
         where = f" at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
         what = (str(getattr(reason, "reason", "")).splitlines() or [""])[0]
-        for line in found.open:
+        for line in regions.open:
             _log_once(
                 logging.WARNING,
                 f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their "
                 f"results come together. {registry.COMPILE_FIRST}",
             )
     if not any(f.matched or f.refused for f in every):
-        nodes = len(found.analysis.nodes)
+        nodes = len(regions.analysis.nodes)
         _log_once(logging.INFO, "moefx found no MoE region in a graph; " + action, f" ({nodes} nodes)")
 
 
@@ -165,20 +165,20 @@ def _log_once(level: int, text: str, detail: str = "") -> None:
         _log.log(level, "%s%s", text, detail)
 
 
-def _build_record(gm: fx.GraphModule, found: GraphRegions) -> Record:
+def _build_record(gm: fx.GraphModule, regions: GraphRegions) -> Record:
     """Build the record of a graph, which `explain` reads."""
     reports: dict[int, BlockReport] = {}  # by proof
-    for f in found.with_inner():
+    for f in regions.with_inner():
         for region, proof in f.matched:
             holds_for = str(region.specialization(f.analysis, proof.program))
             known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
             reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
-    every = found.with_inner()
+    every = regions.with_inner()
     refused = [r for f in every for r in f.refused]
     if _find_graph_break(gm) is not None:
-        refused += [Refusal("", _GRAPH_BREAK, line, (), registry.COMPILE_FIRST) for line in found.open]
+        refused += [Refusal("", _GRAPH_BREAK, line, (), registry.COMPILE_FIRST) for line in regions.open]
     elif not reports:  # beside a mixture such a selection is statistics
-        refused += [Refusal("", _RETURNED_CHOICE, line) for line in found.open]
+        refused += [Refusal("", _RETURNED_CHOICE, line) for line in regions.open]
     return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in every))
 
 

@@ -60,13 +60,13 @@ COMPILED_GRAPHS: list[CompiledGraph] = []
 GRAPHS_WITHOUT_MOE: list[CompiledGraph] = []  # nothing in them looks like experts
 
 
-def register_graph(out: fx.GraphModule, found: GraphRegions, record: Record) -> None:
+def register_graph(out: fx.GraphModule, regions: GraphRegions, record: Record) -> None:
     """Record a compiled graph with its findings. Old graphs are dropped beyond `_MAX_GRAPHS`."""
     forwards = {forward.name: forward for forward in rewritten_blocks(out).values()}
-    every = found.with_inner()
+    every = regions.with_inner()
     weights = [f.analysis.weights[n] for f in every for region, _ in f.matched for n in region.weights]
     weights = weights or [t for f in every for t in f.analysis.weights.values()]
-    outermost: set[Source] = {user_sources(n, 0)[-1] for n in found.analysis.nodes if n.stack_trace}
+    outermost: set[Source] = {user_sources(n, 0)[-1] for n in regions.analysis.nodes if n.stack_trace}
     entered = {(source.file, source.line) for source in outermost}
     mine = COMPILED_GRAPHS if record.matched or record.refused else GRAPHS_WITHOUT_MOE
     mine.append(CompiledGraph(record, forwards, [weakref.ref(t) for t in weights], entered))

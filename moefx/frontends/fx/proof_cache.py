@@ -18,7 +18,7 @@ from ...capture.device_autocast import use_device_autocast
 from ...capture.size_guards import SizeGuard
 from ...capture.worker_thread import run_in_worker
 from ...compiler.block_report import build_report
-from ...compiler.numeric_check import numeric_check
+from ...compiler.numeric_check import check_numerically
 from ...compiler.pipeline import BlockRewrite, apply_capacity, keep_captured_graph, rewrite_block
 from ...compiler.program_builder import build_program
 from ...compiler.survey_result import MatchedBlock
@@ -197,7 +197,7 @@ def _check_numerically(analysis: GraphAnalysis, region: ExtractedRegion, result:
     tensors = [analysis.weights[n] for n in region.weights]
     if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
         return "skipped, the weights are on the meta device or abstract"
-    check = numeric_check(
+    check = check_numerically(
         region.build_module(analysis, real=True), result, region.name, max(plan.validation_seconds, 1.0)
     )
     if not check.ok:
