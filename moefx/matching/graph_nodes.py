@@ -1,6 +1,6 @@
 """Queries on the nodes of a capture: the op, the line, the axis of a selection, and the inputs of an integer."""
 
-# fx types an argument as anything that a program can hold: the code knows better.
+# torch.fx types the arguments of a node as a wide union, and this code knows the op and so the type.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false

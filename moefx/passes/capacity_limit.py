@@ -3,7 +3,7 @@
 Results then differ from the original's.
 """
 
-# fx types an argument as anything that a program can hold: the code knows better.
+# torch.fx types the arguments of a node as a wide union, and this code knows the op and so the type.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations

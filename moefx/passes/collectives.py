@@ -20,7 +20,7 @@ wait for rows from other nodes (Piper section V, HALO: phase I is the exchange i
 between nodes, phase III the exchange in the node of received rows).
 """
 
-# fx types an argument as anything that a program can hold: the code knows better.
+# torch.fx types the arguments of a node as a wide union, and this code knows the op and so the type.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportUnhashable=false, reportReturnType=false

@@ -5,7 +5,7 @@ activations is involved. Any expression over the down-projection and the weight 
 form stay padding-free but unfused, and `explain` shows the reason.
 """
 
-# fx types an argument as anything that a program can hold: the code knows better.
+# torch.fx types the arguments of a node as a wide union, and this code knows the op and so the type.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false

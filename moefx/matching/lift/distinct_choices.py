@@ -8,7 +8,7 @@ A *choice* is one entry that a selection returns; choices are numbered from 1. C
 positions: one selection returns them, or a later selection masks the earlier ones.
 """
 
-# fx types an argument as anything that a program can hold: the code knows better.
+# torch.fx types the arguments of a node as a wide union, and this code knows the op and so the type.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
 # pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false

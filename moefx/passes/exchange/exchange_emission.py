@@ -3,11 +3,6 @@
 `Exchange` emits the plans, the rows that travel to their experts, and the sums that return.
 """
 
-# fx types an argument as anything that a program can hold: the code knows better.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportUnhashable=false, reportReturnType=false
-
 from __future__ import annotations
 
 import dataclasses

@@ -13,10 +13,6 @@
 See `ir.ops.token_gather`. The host reads nothing that the routing decides.
 """
 
-# fx types an argument as anything that a program can hold: the code knows better.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportIndexIssue=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import torch

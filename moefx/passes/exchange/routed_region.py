@@ -1,9 +1,5 @@
 """The routed region of a block's graph: from `build_pft` over the experts to the sums by token."""
 
-# fx types an argument as anything that a program can hold: the code knows better.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportUnhashable=false, reportIndexIssue=false, reportCallIssue=false, reportReturnType=false
-
 from __future__ import annotations
 
 import operator

@@ -1,11 +1,5 @@
 """Rules for ops that move elements by shapes alone."""
 
-# fx types an argument as anything that a program can hold: the code knows better.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
-# pyright: reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import math
