@@ -62,7 +62,7 @@ class ReadLogger(OpRunner):
         return self.log_read(value, node, (op, other), number.origins)
 
     def log_leak(self, expr: Any) -> None:
-        self.sizes.routed = True
+        self.sizes.leaked_routing = True
 
     def log_key(self) -> None:
         if is_user_asking_number():
@@ -123,7 +123,7 @@ class ReadLogger(OpRunner):
         if is_computed and find_leaf_kinds(node) == {"other"}:
             self.plain_reads.setdefault(find_user_stack(), []).append(value)
 
-    # ---------------------------------------------------------------- emptiness_tests for experts with tokens
+    # ---------------------------------------------------------------- emptiness tests
     def log_emptiness_test(self, kind: str) -> None:
         """Log that the program tests here which experts have tokens: see `idle_tests`."""
         self.emptiness_tests.log(kind)

@@ -95,7 +95,7 @@ class SizeLog:
         leaks: expressions that became plain numbers (`int(n / 2)`, `math.sqrt(n)`), whose comparisons go unseen.
         used: expressions of the sizes that ops were called with.
         given: sizes and routed numbers among the arguments of the current op.
-        routed: whether a routed number became a plain one.
+        leaked_routing: whether a routed number became a plain one.
         expressions: the expression of each symbolic size, by its value; single dims win over products.
     """
 
@@ -109,7 +109,7 @@ class SizeLog:
         self.leaks: set[str] = set()
         self.used: set[str] = set()
         self.given: frozenset[int | float] = frozenset()
-        self.routed = False
+        self.leaked_routing = False
         self.expressions: dict[int, str] = {}
         for count, times in itertools.product(range(1, len(self.dims) + 1), _list_products(fixed)):
             for chosen in itertools.combinations(self.dims, count):

@@ -152,7 +152,12 @@ def find_comparison(read: HostRead) -> tuple[str, Any]:
 
     Either Python compares a number that it reads, or an op compares and Python reads the boolean.
     """
-    if read.comparison is None and read.node is not None and op_name(read.node) in TWO_SIDED and is_routed(read.node):
+    if (
+        read.comparison is None
+        and read.node is not None
+        and op_name(read.node) in TWO_SIDED
+        and depends_on_routing(read.node)
+    ):
         return op_name(read.node), read.node.args[1]
     return read.comparison or ("", None)
 
@@ -178,7 +183,7 @@ def follows_from_state(node: fx.Node) -> bool:
     return fold_ancestors(node, "from_state", is_computed)
 
 
-def is_routed(node: Any) -> bool:
+def depends_on_routing(node: Any) -> bool:
     """Return whether an integer depends on floats or arguments, so that another routing may change it."""
 
     def is_first(n: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from ..capture.capture_result import Capture
 from ..capture.code_locations import suppress_program_errors
 from ..capture.routed_numbers import is_emptiness_test
 from ..errors import Cause, MoefxError, Refused
-from .graph_nodes import find_comparison, is_routed, op_name
+from .graph_nodes import depends_on_routing, find_comparison, op_name
 from .op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
 from .probes.branch_outcomes import find_buffers
 from .probes.forced_outcome import DECIDE_OUTSIDE
@@ -143,7 +143,7 @@ def _is_per_sample(tokens: int, positions: int, node: fx.Node) -> bool:
     if not isinstance(val, torch.Tensor) or val.is_floating_point() or val.dtype == torch.bool:
         return False
     has_sample_axis = val.dim() in (1, 2) and val.shape[0] * positions == tokens
-    return has_sample_axis and is_routed(node) and tuple(val.shape[1:]) != (positions,)
+    return has_sample_axis and depends_on_routing(node) and tuple(val.shape[1:]) != (positions,)
 
 
 __all__ = ["explain_branch", "explain_limit", "explain_refusal"]

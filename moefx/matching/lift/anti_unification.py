@@ -72,11 +72,11 @@ class Unifier:
     Args:
         owners: the experts' parameters; parameters that differ by expert are added to them.
         lookup: finds the nodes that supply values.
-        routed: nodes that are computed from the experts' parameters.
+        expert_nodes: nodes that are computed from the experts' parameters.
     """
 
-    def __init__(self, owners: ExpertOwners, lookup: ValueLookup, routed: set[fx.Node]):
-        self.owners, self.lookup, self.routed = owners, lookup, routed
+    def __init__(self, owners: ExpertOwners, lookup: ValueLookup, expert_nodes: set[fx.Node]):
+        self.owners, self.lookup, self.expert_nodes = owners, lookup, expert_nodes
         self.experts = owners.experts
         self.tables: list[dict[int, ParameterSlice]] = []
         self.values: list[NodeRef] = []
@@ -183,8 +183,8 @@ class Unifier:
 
     def _explain_foreign(self, t: Term) -> Refused:
         """Explain a part of a summand that does not follow from the token's own row."""
-        routed = sorted(self.routed, key=lambda n: n.meta["index"])
-        if quantised := [a for n in routed for a in n.all_input_nodes if is_matrix_of_integers(a)]:
+        expert_nodes = sorted(self.expert_nodes, key=lambda n: n.meta["index"])
+        if quantised := [a for n in expert_nodes for a in n.all_input_nodes if is_matrix_of_integers(a)]:
             names = dict.fromkeys(str(root.meta["fqn"]) for a in quantised for root in a.all_input_nodes)
             return Refused(
                 "the experts' weights are computed from integers (quantised?), which a capture treats as lookup tables",
@@ -201,7 +201,7 @@ class Unifier:
             maker = node.args[0] if node.target is operator.getitem else node
             name = getattr(maker.target, "__name__", str(maker.target))
             source = "" if node.op == "placeholder" else str(node.meta["source"])
-            if node in self.routed or is_random(node):
+            if node in self.expert_nodes or is_random(node):
                 return Refused(
                     f"the experts' computation goes through {name}, which is not row by row",
                     culprits=(name,),

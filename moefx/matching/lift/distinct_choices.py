@@ -119,7 +119,7 @@ class _Derivations:
         self._follows_masks = follows_masks
         self._tokens = find_token_sizes(capture)
         self._fixed: dict[Any, Any] | None = None
-        if capture.sizes.leaks or capture.sizes.routed:
+        if capture.sizes.leaks or capture.sizes.leaked_routing:
             here, *there = (collect_numbers(c.nodes) for c in (capture, *others))
             self._fixed = {at: n for at, n in here.items() if all(n == other.get(at) for other in there)}
         self._known: dict[fx.Node, list[_Derivation] | None] = {}

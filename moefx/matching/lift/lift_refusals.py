@@ -35,9 +35,9 @@ class NothingRouted(Refused):
         super().__init__("no expert's result reaches this sum", source=str(cut.meta["source"]), remedy=remedy)
 
 
-def explain_no_cut(capture: Capture, routed: set[fx.Node], experts: set[str]) -> Refused:
+def explain_no_cut(capture: Capture, expert_nodes: set[fx.Node], experts: set[str]) -> Refused:
     """Explain why no node sums all routed rows. `experts` are the FQNs of the experts' parameters."""
-    written = [e for e in capture.effects if e.kind == "attribute" and e.node in routed]
+    written = [e for e in capture.effects if e.kind == "attribute" and e.node in expert_nodes]
     if written:
         return Refused(
             "the experts set attributes in their forward, as pruning and weight-norm hooks do",
@@ -71,9 +71,9 @@ def explain_layout(capture: Capture) -> Refused | None:
     return None
 
 
-def explain_random(routed: set[fx.Node], cut: fx.Node) -> Refused | None:
+def explain_random(expert_nodes: set[fx.Node], cut: fx.Node) -> Refused | None:
     """Explain that the experts draw random numbers before the cut, if they do. This makes every cut fail."""
-    for n in routed:
+    for n in expert_nodes:
         if n.meta["index"] < cut.meta["index"] and is_random(n):
             return refuse_random(n)
     return None
@@ -105,13 +105,13 @@ class UnexplainedIndex:
     """A cut for which no integer node holds the selected experts.
 
     Attributes:
-        routed: nodes that are computed from the experts' parameters.
+        expert_nodes: nodes that are computed from the experts' parameters.
         summands: the summands with expert parameters, by token.
     """
 
     uses: ParameterUses
     owners: ExpertOwners
-    routed: set[fx.Node]
+    expert_nodes: set[fx.Node]
     cut: fx.Node
     summands: list[list[Term]]
 
@@ -159,7 +159,7 @@ class UnexplainedIndex:
         runs: dict[Line, list[fx.Node]] = defaultdict(list)
         for n in self._capture.nodes:
             val = n.meta.get("val")
-            if not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor) or n in self.routed:
+            if not isinstance(val, torch.Tensor) or isinstance(val, FakeTensor) or n in self.expert_nodes:
                 continue
             if val.dtype is torch.int64 and val.dim() and find_float_decisions(n):
                 runs[line(n)].append(n)
@@ -199,8 +199,8 @@ class UnexplainedIndex:
             term = self.uses.semantics.term(n)
             return len(term.shape) - 1 in routed_axes(self.uses.terms, term)
 
-        # if single elements move, some expert parameters are not recognised, and `routed` lacks their users
-        for n in (n for n in self._capture.nodes if n in self.routed or n.meta.get("ragged")):
+        # if single elements move, some expert parameters are not recognised, and `expert_nodes` lacks their users
+        for n in (n for n in self._capture.nodes if n in self.expert_nodes or n.meta.get("ragged")):
             inputs = n.all_input_nodes
             if not inputs or op_name(n) in _JOINS or not varies_within_rows(n) or any(map(varies_within_rows, inputs)):
                 continue
@@ -235,7 +235,7 @@ class UnexplainedIndex:
         by_line: dict[Line | None, list[fx.Node]] = defaultdict(list)
         for n in self._capture.nodes:
             val = n.meta.get("val")
-            if n in self.routed or not isinstance(val, torch.Tensor) or val.dtype is not torch.bool:
+            if n in self.expert_nodes or not isinstance(val, torch.Tensor) or val.dtype is not torch.bool:
                 continue
             if tuple(val.shape) not in (tokens, (math.prod(tokens),)):
                 continue

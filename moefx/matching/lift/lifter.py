@@ -147,11 +147,11 @@ class Lifter:
     def _lift_experts(self, experts: set[str]) -> CanonicalForm:
         """Lift at the first cut that works, for these expert parameters."""
         self.experts = set(experts)
-        self.routed, common = find_cuts(self.uses, self.experts)
-        self.inside = find_call_internals(self.capture, self.routed)
+        self.expert_nodes, common = find_cuts(self.uses, self.experts)
+        self.inside = find_call_internals(self.capture, self.expert_nodes)
         cuts = self._rank_cuts(common)
         if not cuts:
-            raise explain_no_cut(self.capture, self.routed, self.experts)
+            raise explain_no_cut(self.capture, self.expert_nodes, self.experts)
         first: Refused | None = None
         of_part: Refused | None = None  # of a cut with fewer rows than tokens, such as one inside an expert
         by_tokens: Refused | None = None
@@ -181,7 +181,7 @@ class Lifter:
                 first = first or refusal
                 by_tokens = by_tokens or (refusal if numbers not in ({}, self.uses.nested) else None)
         by_tokens = by_tokens if not self._are_listed() else None
-        refused = explain_random(self.routed, cuts[0]) or by_tokens or first or of_part
+        refused = explain_random(self.expert_nodes, cuts[0]) or by_tokens or first or of_part
         assert refused is not None, "no cut was tried"
         raise refused
 
@@ -234,14 +234,14 @@ class Lifter:
     def _lift_at(self, cut: fx.Node, attempt: CutAttempt) -> CanonicalForm:
         """Lift with this node as the routed sum, and record the progress in `attempt`."""
         tokens = tuple(cut.meta["val"].shape[:-1])
-        routed, rest = self._split_rows(cut)
+        expert_summands, residual = self._split_rows(cut)
         attempt.reached += 1
-        index = self._find_index(cut, tokens, routed, attempt)
+        index = self._find_index(cut, tokens, expert_summands, attempt)
         attempt.reached += 1
         ids, selected = index.ids, index.ids.tolist()
         lookup = self._new_lookup(cut, tokens, index)
-        common, rest = find_shared(rest, lookup, self.owners, self.template)
-        unrouted, rest = find_unrouted_value(rest, routed, lookup)
+        common, residual = find_shared(residual, lookup, self.owners, self.template)
+        unrouted, residual = find_unrouted_value(residual, expert_summands, lookup)
         repeated = find_repeated(ids, index.slots, self.template)
         by_slot = [
             [
@@ -249,9 +249,9 @@ class Lifter:
                 for k, part in zip(index.slots[t], parts, strict=True)
                 if selected[t][k] not in repeated.get(t, ())
             ]
-            for t, parts in enumerate(routed)
+            for t, parts in enumerate(expert_summands)
         ]
-        for t, parts in enumerate(rest):
+        for t, parts in enumerate(residual):
             if t not in repeated:
                 assign_identity_slots(t, parts, selected[t], by_slot[t], lookup)
         kept = torch.zeros(ids.shape, dtype=torch.bool)
@@ -267,8 +267,8 @@ class Lifter:
         attempt.reached += 1
         groups = self._unify_groups(cut, lookup, instances, selected)
         if repeated:
-            received = {t: [*routed[t], *rest[t]] for t in sorted(repeated)}
-            groups, sums = self._check_repeated(cut, lookup, instances, selected, routed, received, groups)
+            received = {t: [*expert_summands[t], *residual[t]] for t in sorted(repeated)}
+            groups, sums = self._check_repeated(cut, lookup, instances, selected, expert_summands, received, groups)
             for t in received:
                 kept[t] = torch.tensor([sums.has_effect((t, k, e)) for k, e in enumerate(selected[t])])
         return CanonicalForm(
@@ -282,46 +282,46 @@ class Lifter:
             shared=common,
             unrouted_value=unrouted,
             kept_slots=kept,
-            replaced_nodes={n for n in self.routed if n.meta["index"] <= cut.meta["index"]},
+            replaced_nodes={n for n in self.expert_nodes if n.meta["index"] <= cut.meta["index"]},
             expert_numbers=self.owners.numbers,
             repeated_tokens={*repeated},
         )
 
     def _split_rows(self, cut: fx.Node) -> tuple[list[list[Term]], list[list[Term]]]:
         """Split each row of the cut into the summands with expert parameters, and the rest."""
-        routed, rest = [], []
+        expert_summands, residual = [], []
         self.uses.parameters_by_row(cut, self.experts)  # writes out the sums over experts
         for t, row in enumerate(self.uses.rows(cut)):
             parts = self.owners.split_summands(row)
             if any(is_const(p, "nan") for p in parts):  # type: ignore[arg-type]
                 raise Refused(f"output row {t} is never written", source=str(cut.meta["source"]))
             mine = {p for p in parts if any(strip_moves(x).args[0] in self.experts for x in self.uses.leaves(p))}
-            routed.append([p for p in parts if p in mine])
-            rest.append([p for p in parts if p not in mine])
-        if self.uses.terms.overwrites and _has_overwrite(routed):
+            expert_summands.append([p for p in parts if p in mine])
+            residual.append([p for p in parts if p not in mine])
+        if self.uses.terms.overwrites and _has_overwrite(expert_summands):
             raise explain_overwrite(cut)
-        if not any(routed):
+        if not any(expert_summands):
             raise NothingRouted(self.capture, cut)
-        return routed, rest
+        return expert_summands, residual
 
     def _find_index(
-        self, cut: fx.Node, tokens: tuple[int, ...], routed: list[list[Term]], attempt: CutAttempt
+        self, cut: fx.Node, tokens: tuple[int, ...], expert_summands: list[list[Term]], attempt: CutAttempt
     ) -> ExpertIndex:
         """Find the selected experts in a node before the cut.
 
         Inputs of the cut come first: statistics of another selection may hold the same numbers.
         """
         inputs, end = collect_ancestors(cut), cut.meta["index"]
-        before = (n for n in self.capture.nodes if n not in self.routed and n.meta["index"] < end)
+        before = (n for n in self.capture.nodes if n not in self.expert_nodes and n.meta["index"] < end)
         nodes = sorted(before, key=lambda n: n not in inputs)
-        index = find_expert_index(self.owners, tokens, routed, nodes, self.inside, self.template)
+        index = find_expert_index(self.owners, tokens, expert_summands, nodes, self.inside, self.template)
         if index is None:
-            attempt.indices = find_near_misses(self.owners, tokens, routed, nodes, self.inside)
-            raise UnexplainedIndex(self.uses, self.owners, self.routed, cut, routed).explain()
+            attempt.indices = find_near_misses(self.owners, tokens, expert_summands, nodes, self.inside)
+            raise UnexplainedIndex(self.uses, self.owners, self.expert_nodes, cut, expert_summands).explain()
         return index
 
     def _new_lookup(self, cut: fx.Node, tokens: tuple[int, ...], index: ExpertIndex) -> ValueLookup:
-        nodes = find_cut_inputs(self.uses, cut, self.routed, self.template)
+        nodes = find_cut_inputs(self.uses, cut, self.expert_nodes, self.template)
         known = [e for group in (self.template.groups if self.template is not None else ()) for e in group.ids]
         highest = max([*known, *(int(index.ids[t, k]) for t, row in enumerate(index.slots) for k in row)])
         return ValueLookup(
@@ -337,7 +337,7 @@ class Lifter:
         Raises:
             Refused: experts are table rows, or an expert computes two functions.
         """
-        groups = [Unifier(self.owners, lookup, self.routed).unify_group(m, ids) for m in instances.values()]
+        groups = [Unifier(self.owners, lookup, self.expert_nodes).unify_group(m, ids) for m in instances.values()]
         if instances and not any(has_matrix_products(g.body) for g in groups):
             raise Refused(
                 "experts are single vectors looked up per token (retrieval), not functions with a matrix product",
@@ -352,7 +352,7 @@ class Lifter:
 
     def _check_repeated(
         self, cut: fx.Node, lookup: ValueLookup, instances: dict[int, list[_Summand]], ids: list[list[int]],
-        routed: list[list[Term]], received: dict[int, list[Term]], groups: list[Group],
+        expert_summands: list[list[Term]], received: dict[int, list[Term]], groups: list[Group],
     ) -> tuple[list[Group], ChoiceSums]:  # fmt: skip
         """Check that tokens which select an expert twice receive the sum over both slots.
 
@@ -369,7 +369,7 @@ class Lifter:
             if attempt:
                 lookup.doubtful = [slot for row in slots.values() for slot in row]
                 groups = self._unify_groups(cut, lookup, instances, ids)
-            sums = ChoiceSums(self.capture, self.uses.terms, lookup, groups, routed, self.template)
+            sums = ChoiceSums(self.capture, self.uses.terms, lookup, groups, expert_summands, self.template)
             if all(sums.is_sum_of_choices(slots[t], parts) for t, parts in received.items()):
                 return groups, sums
         raise RepeatedChoiceRefused(str(cut.meta["source"]))

@@ -60,17 +60,17 @@ class ChoiceSums:
     """Expands the bodies of single slots, to compare their sum with the summands of a token.
 
     Args:
-        routed: the summands with expert parameters, by token.
+        expert_summands: the summands with expert parameters, by token.
         template: the form of another capture, for experts that this one lacks.
     """
 
     def __init__(
-        self, capture: Capture, terms: Terms, lookup: ValueLookup, groups: list[Group], routed: list[list[Term]],
-        template: CanonicalForm | None,
+        self, capture: Capture, terms: Terms, lookup: ValueLookup, groups: list[Group],
+        expert_summands: list[list[Term]], template: CanonicalForm | None,
     ):  # fmt: skip
-        """`routed`: the summands of all tokens with expert parameters."""
+        """`expert_summands`: the summands of all tokens with expert parameters."""
         self.terms, self.lookup = terms, lookup
-        parts = dict.fromkeys(part for row in routed for part in row)
+        parts = dict.fromkeys(part for row in expert_summands for part in row)
         self.parameters = {ParameterSlice.from_term(x): x for x in _walk_terms(*parts) if is_state_slice(x)}
         self.groups: dict[int, tuple[Group, list[dict[int, ParameterSlice]]]] = {}
         others = {g.body: g for g in template.groups} if template is not None else {}

@@ -13,7 +13,7 @@ from .value_lookup import ValueLookup
 
 
 def find_shared(
-    rest: list[list[Term]], lookup: ValueLookup, owners: ExpertOwners, template: CanonicalForm | None
+    residual: list[list[Term]], lookup: ValueLookup, owners: ExpertOwners, template: CanonicalForm | None
 ) -> tuple[list[NodeRef], list[list[Term]]]:
     """Find the shared summands: nodes without experts whose rows are added for all tokens.
 
@@ -21,7 +21,7 @@ def find_shared(
     is split further.
 
     Args:
-        rest: the summands without expert parameters, by token.
+        residual: the summands without expert parameters, by token.
         template: the form of another capture. If it has identity experts, only lines of its shared summands count:
             an identity expert that all tokens select looks like a shared summand.
 
@@ -33,21 +33,21 @@ def find_shared(
     if template is not None and any(not group.tables for group in template.groups):
         lines = {line(ref.node) for ref in template.shared}
     while True:
-        rest = [list(parts) for parts in rest]
+        residual = [list(parts) for parts in residual]
         tried: set[Term] = set()
-        for t, parts in enumerate(rest):
+        for t, parts in enumerate(residual):
             for term in [p for p in parts if p not in tried]:
                 tried.add(term)
-                column = lookup.find_rows(t, term, rest, lines)
+                column = lookup.find_rows(t, term, residual, lines)
                 if column is not None:
                     refs.append(column[0])
-                    for mine, found in zip(rest, column[1], strict=True):
+                    for mine, found in zip(residual, column[1], strict=True):
                         if not is_const(found, 0):
                             mine.remove(found)
-        split = [[p for part in parts for p in owners.split_operands(part)] for parts in rest]
-        if split == rest:
-            return (refs if template is None else _order_like(template.shared, refs, lookup)), rest
-        rest = split
+        split = [[p for part in parts for p in owners.split_operands(part)] for parts in residual]
+        if split == residual:
+            return (refs if template is None else _order_like(template.shared, refs, lookup)), residual
+        residual = split
 
 
 def _order_like(template: list[NodeRef], refs: list[NodeRef], lookup: ValueLookup) -> list[NodeRef]:
@@ -64,18 +64,22 @@ def _order_like(template: list[NodeRef], refs: list[NodeRef], lookup: ValueLooku
 
 
 def find_unrouted_value(
-    rest: list[list[Term]], routed: list[list[Term]], lookup: ValueLookup
+    residual: list[list[Term]], expert_summands: list[list[Term]], lookup: ValueLookup
 ) -> tuple[NodeRef | None, list[list[Term]]]:
     """Find the output of tokens without an expert, such as their own row, if no other token has a residual summand.
 
     Returns:
         The node, or None, and the summands that are left.
     """
-    alone = [t for t, parts in enumerate(routed) if not parts]
-    if not alone or any(len(rest[t]) != 1 for t in alone) or any(rest[t] for t in range(len(rest)) if routed[t]):
-        return None, rest
-    ref = lookup.find([(t, 0, 0) for t in alone], [rest[t][0] for t in alone], slots=False)
-    return (ref, [[] for _ in rest]) if ref is not None else (None, rest)
+    alone = [t for t, parts in enumerate(expert_summands) if not parts]
+    if (
+        not alone
+        or any(len(residual[t]) != 1 for t in alone)
+        or any(residual[t] for t in range(len(residual)) if expert_summands[t])
+    ):
+        return None, residual
+    ref = lookup.find([(t, 0, 0) for t in alone], [residual[t][0] for t in alone], slots=False)
+    return (ref, [[] for _ in residual]) if ref is not None else (None, residual)
 
 
 def assign_identity_slots(

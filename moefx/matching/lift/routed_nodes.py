@@ -25,7 +25,7 @@ from ...capture.capture_result import Capture
 from ...capture.node_origins import collect_ancestors, find_float_decisions, fold_ancestors
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import Line, follows_from_integers, is_routed, line, op_name
+from ..graph_nodes import Line, depends_on_routing, follows_from_integers, line, op_name
 from ..terms.node_semantics import Semantics
 from ..terms.parameter_slices import (
     find_siblings,
@@ -211,7 +211,7 @@ def has_integer_choices(uses: ParameterUses) -> bool:
         and not isinstance(val, FakeTensor)
         and val.dtype != torch.bool
         and val.numel() > tokens > 1
-        and is_routed(n)
+        and depends_on_routing(n)
         for n in uses.capture.nodes
     )
 
@@ -235,33 +235,33 @@ def has_sequence_choices(capture: Capture) -> bool:
 
 
 def find_cuts(uses: ParameterUses, experts: set[str]) -> tuple[set[fx.Node], list[fx.Node]]:
-    """Find the routed nodes and the cuts.
+    """Find the expert nodes and the cuts.
 
     Returns:
         The nodes that are computed from expert parameters, and those among them that every routed path runs through.
     """
     live = uses.live_nodes()
-    routed: set[fx.Node] = set()
+    expert_nodes: set[fx.Node] = set()
     for n in uses.capture.nodes:
-        if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in routed for a in n.all_input_nodes):
-            routed.add(n)
-    order = [n for n in uses.capture.nodes if n in routed and n in live]
+        if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in expert_nodes for a in n.all_input_nodes):
+            expert_nodes.add(n)
+    order = [n for n in uses.capture.nodes if n in expert_nodes and n in live]
     found, last, final = [], -1, set(uses.outputs)
     for n in order:
         here = n.meta["index"]
         if last <= here and n.op != "get_attr":
             found.append(n)
-        ends = [u.meta["index"] for u in n.users if u in live and u in routed]
+        ends = [u.meta["index"] for u in n.users if u in live and u in expert_nodes]
         last = max([last, *ends] + ([len(uses.capture.nodes)] if n in final else []))
-    return routed, found
+    return expert_nodes, found
 
 
-def find_call_internals(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
+def find_call_internals(capture: Capture, expert_nodes: set[fx.Node]) -> set[fx.Node]:
     """Find the nodes that a submodule call without experts computes and does not return.
 
     A rewrite that used one would split the call, and the submodule's hooks would not run.
     """
-    order = sorted(n.meta["index"] for n in routed if n.op != "get_attr")
+    order = sorted(n.meta["index"] for n in expert_nodes if n.op != "get_attr")
     inside: set[fx.Node] = set()
     for call in capture.calls:
         at = bisect.bisect_left(order, call.start)
@@ -273,7 +273,7 @@ def find_call_internals(capture: Capture, routed: set[fx.Node]) -> set[fx.Node]:
 
 
 def find_cut_inputs(
-    uses: ParameterUses, cut: fx.Node, routed: set[fx.Node], template: CanonicalForm | None
+    uses: ParameterUses, cut: fx.Node, expert_nodes: set[fx.Node], template: CanonicalForm | None
 ) -> list[fx.Node]:
     """Find the float nodes that the cut depends on and that do not depend on expert parameters.
 
@@ -292,7 +292,7 @@ def find_cut_inputs(
         n
         for n in uses.capture.nodes
         if n in seen
-        and n not in routed
+        and n not in expert_nodes
         and isinstance(n.meta.get("val"), FakeTensor)
         and n.op != "get_attr"
         and not n.meta.get("from_integers")
@@ -339,7 +339,7 @@ def _has_gathered_rows(node: fx.Node) -> bool:
         if not isinstance(val, FakeTensor) or not val.dim():
             return False
         if op_name(n) in _GATHERS:
-            return any(is_routed(a) for a in pytree.tree_leaves(n.args[1:]))
+            return any(depends_on_routing(a) for a in pytree.tree_leaves(n.args[1:]))
         return any(inputs)
 
     return fold_ancestors(node, "gathered", is_gathered)

@@ -31,7 +31,7 @@ from ...capture.size_guards import COMPARE
 from ...errors import MoefxError, Refused
 from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure
-from ..graph_nodes import collect_numbers, is_random, is_routed, is_state, line, op_name
+from ..graph_nodes import collect_numbers, depends_on_routing, is_random, is_state, line, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges
 from . import idle_branches, zero_sum_tests
 from .forced_outcome import BUFFER, COUNT, LIMIT, READ, ZERO, find_capture, force_outcome, refuse_change, repeat_outcome
@@ -266,7 +266,12 @@ def _find_named_numbers(block: nn.Module) -> list[float]:
 def _is_single_token_test(read: HostRead) -> bool:
     """Return whether a comparison tells one token from more, with the same outcome for none: `n <= 1`."""
     asked = read.comparison
-    if asked is None and read.node is not None and op_name(read.node) in COMPARE and is_routed(read.node.args[0]):
+    if (
+        asked is None
+        and read.node is not None
+        and op_name(read.node) in COMPARE
+        and depends_on_routing(read.node.args[0])
+    ):
         asked = op_name(read.node), read.node.args[1]
     return asked is not None and type(asked[1]) is int and asked in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
 

@@ -24,10 +24,10 @@ from ...capture.node_origins import fold_ancestors
 from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ..graph_nodes import (
     SELECTION_DIMS,
+    depends_on_routing,
     find_extremes,
     find_lookups,
     follows_from_integers,
-    is_routed,
     op_name,
     position_axis,
 )
@@ -92,7 +92,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
                 continue
             seen |= _find_outcomes(form.capture, n, by)
             of.setdefault(key, set()).update(*[find_extremes(form.capture, a) for a in _find_value_operands(by)])
-            if len(seen) == 1 and (is_routed(n) or n.meta["val"].dtype is torch.bool) and ranges.is_decided(n):
+            if len(seen) == 1 and (depends_on_routing(n) or n.meta["val"].dtype is torch.bool) and ranges.is_decided(n):
                 seen |= {0, 1}
     same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
     same = {key: seen for key, seen in same.items() if _is_constant(state, key)}
@@ -169,7 +169,7 @@ def _is_unbounded(ranges: IntegerRanges, node: fx.Node) -> bool:
         if not n.all_input_nodes:
             return bool(n.meta.get("ragged")) and len(val.unique()) > 1
         is_pointwise = torch.Tag.pointwise in getattr(n.target, "tags", ())
-        return any(are) or (is_routed(n) and not is_pointwise and op_name(n) not in ELEMENT_MOVES | _LOOKUPS)
+        return any(are) or (depends_on_routing(n) and not is_pointwise and op_name(n) not in ELEMENT_MOVES | _LOOKUPS)
 
     return fold_ancestors(node, "grows", grows)
 
@@ -195,7 +195,7 @@ def _find_unclamped_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
 def _tests_positions(n: fx.Node, sizes: set[int]) -> bool:
     """Return whether a node tests computed positions of tokens, such as `700 - p < 0`."""
     val: Any = n.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or is_routed(n) or n.target in SHAPE_ONLY:
+    if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or depends_on_routing(n) or n.target in SHAPE_ONLY:
         return False
     of = [(a, v) for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor)]
     asked = [(a, v) for a, v in of if not sizes.isdisjoint(v.shape)]

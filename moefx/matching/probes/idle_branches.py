@@ -24,7 +24,7 @@ from ...capture.concrete_routing import Routing
 from ...capture.routed_numbers import RoutedInt, is_emptiness_test
 from ...capture.size_guards import COMPARE
 from ...errors import MoefxError
-from ..graph_nodes import fold_ancestors, follows_from_integers, is_routed, op_name
+from ..graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers, op_name
 from ..integer_ranges import NARROW
 from ..op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
 
@@ -102,7 +102,7 @@ def _marks_one_expert(mask: Any) -> bool:
     """Return whether a mask marks the choices of one expert: `ids == e`."""
     while op_name(mask) in FLAT_MOVES | {"any"}:
         mask = mask.args[0]
-    return op_name(mask) == "eq" and follows_from_integers(mask) and is_routed(mask)
+    return op_name(mask) == "eq" and follows_from_integers(mask) and depends_on_routing(mask)
 
 
 def is_token_test(read: HostRead) -> bool:
@@ -114,7 +114,7 @@ def is_token_test(read: HostRead) -> bool:
     if read.node is None or op_name(read.node) not in COMPARE or not follows_from_integers(read.node):
         return False
     count, other = read.node.args[:2]
-    return is_routed(count) and (is_routed(other) or is_emptiness_test(op_name(read.node), other))
+    return depends_on_routing(count) and (depends_on_routing(other) or is_emptiness_test(op_name(read.node), other))
 
 
 def _is_narrow(node: fx.Node) -> bool:

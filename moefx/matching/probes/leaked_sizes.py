@@ -53,12 +53,12 @@ class _CommonBehaviour:
         columns = list(map(_collect_numbers, many))
         self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
         self.most = 4 * max(len(c.nodes) for c in many)
-        self.routed = any(form.capture.sizes.routed for form in state.forms)
+        self.leaked_routing = any(form.capture.sizes.leaked_routing for form in state.forms)
         self.has_drops = any(not form.kept_slots.all() for form in state.forms)
         # Share of the tokens that an expert gets, by kind of routing.
         even = state.reference.slots / state.num_experts
-        self.crowds: dict[RoutingKind, float] = {"diverse": even if self.routed else 1.0}
-        if self.routed:
+        self.crowds: dict[RoutingKind, float] = {"diverse": even if self.leaked_routing else 1.0}
+        if self.leaked_routing:
             self.crowds["concentrated"] = 1.0
         # comparisons that had both outcomes exclude no size
         self.guards = [g for g in state.seen_guards() if all(g.holds(sizes) for sizes in state.sizes)]
@@ -89,7 +89,7 @@ class _CommonBehaviour:
             # captures of `low` tokens may have taken another branch than the crowd
             start = low if not self.differs_in(kind, low)[which] else 1
             found[kind] = _bisect_first(lambda n, k=kind: self.differs_in(k, n)[which], start, high)
-        if not self.routed:
+        if not self.leaked_routing:
             return min(found.values())
         return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in found.items())))
 
@@ -109,7 +109,7 @@ class _CommonBehaviour:
             return False, False
         captured = self.state.capture(Routing(kind, 8), sizes, most=self.most)
         are_same = self.always <= _collect_lines(captured) <= self.every and not (
-            self.routed and self._has_other_form(captured)
+            self.leaked_routing and self._has_other_form(captured)
         )
         return not are_same, self.has_moved(captured)
 
@@ -131,8 +131,8 @@ def vary_leaked_sizes(state: ProofState) -> None:
     If other lines run than in all captures, guard the form to hold below that size. If a constant number changes, add a
     capture there, which must agree.
     """
-    routed = any(form.capture.sizes.routed for form in state.forms)
-    if not routed and not _has_leaks(state) and not _changes_later(state):
+    leaked_routing = any(form.capture.sizes.leaked_routing for form in state.forms)
+    if not leaked_routing and not _has_leaks(state) and not _changes_later(state):
         return
     usual, moved = _CommonBehaviour(state), False
     # the tokens of one sequence: a number equal for 5 sequences of 19 may differ for one of 40

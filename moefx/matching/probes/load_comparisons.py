@@ -25,7 +25,7 @@ from ...capture.concrete_routing import Routing
 from ...capture.routed_numbers import RoutedFloat, RoutedInt, is_emptiness_test
 from ...capture.size_guards import SizeGuard
 from ...errors import MoefxError, Refused
-from ..graph_nodes import is_routed, op_name
+from ..graph_nodes import depends_on_routing, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.lifter import NothingRouted
 from ..op_classes import ORDERED, TWO_SIDED
@@ -140,7 +140,7 @@ def _find_comparison_node(read: HostRead) -> fx.Node | None:
     while node is not None and op_name(node) in ("any", "all") and node.all_input_nodes:
         node = node.all_input_nodes[0]
     of = node.args[0] if node is not None and op_name(node) in TWO_SIDED else None
-    return node if isinstance(of, fx.Node) and (is_routed(of) or is_made_of_rows(of)) else None
+    return node if isinstance(of, fx.Node) and (depends_on_routing(of) or is_made_of_rows(of)) else None
 
 
 def _compares_load(capture: Capture, read: HostRead) -> bool:

@@ -24,7 +24,7 @@ from ...capture.code_locations import Source, is_internal_error, is_program_erro
 from ...capture.concrete_routing import Routing
 from ...capture.size_guards import SizeGuard
 from ...errors import Refused
-from ..graph_nodes import fold_ancestors, follows_from_integers, is_routed, op_name
+from ..graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers, op_name
 from ..integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.canonical_form import CanonicalForm
 from ..op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, RESHAPED_COPIES, TWO_SIDED
@@ -177,12 +177,12 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[OpS
                 ranges = ranges or IntegerRanges.with_more_tokens(capture)
                 if has_loads(capture, rows) and not _grows(ranges, rows):
                     continue  # more tokens do not reach the limit
-                if is_routed(rows) and not _is_count(ranges, rows, limit):
+                if depends_on_routing(rows) and not _is_count(ranges, rows, limit):
                     limit, reached = UNKNOWN, has_both
-                elif not 2 <= limit < UNBOUNDED or (is_routed(rows) and _is_below(ranges, rows, limit)):
+                elif not 2 <= limit < UNBOUNDED or (depends_on_routing(rows) and _is_below(ranges, rows, limit)):
                     continue
                 else:
-                    reached = reached or (is_routed(rows) and _is_highest(capture, ranges, rows, limit))
+                    reached = reached or (depends_on_routing(rows) and _is_highest(capture, ranges, rows, limit))
                 note(site, limit, reached)
     return found
 
@@ -227,7 +227,7 @@ def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx
         most = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
         # else only positions in a sequence or a batch count, with a limit that is no size itself
         sizes = capture.sizes.expressions
-        if not (is_routed(rows) or is_made_of_rows(rows)) and (most + 1 not in sizes or limit in sizes):
+        if not (depends_on_routing(rows) or is_made_of_rows(rows)) and (most + 1 not in sizes or limit in sizes):
             continue
         if name in ORDERED:
             has_both = len(capture.concrete_value(n).unique()) > 1
@@ -245,7 +245,7 @@ def _read_number(x: Any) -> int | None:
     """Return the number that elements are compared with; n for `arange(n)`; None for other tensors."""
     if type(x) in (int, float):
         return math.ceil(max(-UNBOUNDED, min(x, UNBOUNDED))) if x == x else None
-    if not isinstance(x, fx.Node) or is_routed(x) or not follows_from_integers(x):
+    if not isinstance(x, fx.Node) or depends_on_routing(x) or not follows_from_integers(x):
         return None
     val = x.meta["val"].flatten()
     if val.numel() == 1:
@@ -270,7 +270,7 @@ def _is_narrow(n: fx.Node) -> bool:
     val = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype not in NARROW or op_name(n) not in ("_to_copy", "sum", "cumsum"):
         return False
-    return is_routed(n) and len(n.all_input_nodes) == 1 and follows_from_integers(n.all_input_nodes[0])
+    return depends_on_routing(n) and len(n.all_input_nodes) == 1 and follows_from_integers(n.all_input_nodes[0])
 
 
 def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
@@ -321,7 +321,7 @@ def _is_count(ranges: IntegerRanges, n: fx.Node, limit: int) -> bool:
 
 
 def _grows(ranges: IntegerRanges, n: fx.Node) -> bool:
-    return is_routed(n) and not _is_bounded(ranges, n)
+    return depends_on_routing(n) and not _is_bounded(ranges, n)
 
 
 def _breaks_count(ranges: IntegerRanges, n: fx.Node, grown: list[fx.Node], limit: int) -> bool:
@@ -335,7 +335,7 @@ def _breaks_count(ranges: IntegerRanges, n: fx.Node, grown: list[fx.Node], limit
         return not any(_is_truth(ranges, a) for a in operands)
     if name in ("add", "sub") and any(type(a) in (int, float) and abs(a) > 1 for a in operands):  # type: ignore[arg-type]
         return True
-    return name in NOT_COUNT_PRESERVING or (name == "sub" and not is_routed(operands[0]))
+    return name in NOT_COUNT_PRESERVING or (name == "sub" and not depends_on_routing(operands[0]))
 
 
 def _is_truth(ranges: IntegerRanges, a: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph_nodes import is_routed, op_name
+from ...graph_nodes import depends_on_routing, op_name
 from ..index_arithmetic import positions
 from ..normal_form import Terms
 from ..term import Term
@@ -21,14 +21,14 @@ def _index(builder: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
     dims = [d for d, i in enumerate(nodes) if i is not None]
     indices = torch.stack(torch.broadcast_tensors(*[builder.numbers(nodes[d]) for d in dims]))
     position = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    return builder.terms.index(a, dims, indices, position, routed=any(is_routed(nodes[d]) for d in dims))
+    return builder.terms.index(a, dims, indices, position, routed=any(depends_on_routing(nodes[d]) for d in dims))
 
 
 @rule("index_select")
 def _index_select(builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any) -> Term:
     dim %= len(a.shape)
     indices = builder.numbers(n.args[2]).reshape(1, -1)
-    return builder.terms.index(a, (dim,), indices, dim, routed=is_routed(n.args[2]))
+    return builder.terms.index(a, (dim,), indices, dim, routed=depends_on_routing(n.args[2]))
 
 
 @rule("embedding")
@@ -43,7 +43,7 @@ def _embedding(
 ) -> Term | None:
     if padding_idx != -1 or by_frequency or any(sparse):  # the gradients differ from those of an index
         return None
-    return builder.terms.index(weight, (0,), builder.numbers(n.args[1])[None], 0, routed=is_routed(n.args[1]))
+    return builder.terms.index(weight, (0,), builder.numbers(n.args[1])[None], 0, routed=depends_on_routing(n.args[1]))
 
 
 @rule("gather")
@@ -55,7 +55,7 @@ def _gather(builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, **kw: A
 @rule("take")
 def _take(builder: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
     flat = builder.terms.reshape(a, (math.prod(a.shape),))
-    return builder.terms.index(flat, (0,), builder.numbers(n.args[1])[None], 0, routed=is_routed(n.args[1]))
+    return builder.terms.index(flat, (0,), builder.numbers(n.args[1])[None], 0, routed=depends_on_routing(n.args[1]))
 
 
 def _routed_axes(indices: torch.Tensor, dim: int) -> list[int]:
