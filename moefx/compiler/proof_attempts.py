@@ -155,7 +155,7 @@ def list_attempts(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers, pr
 
 
 def _vary_options(attempt: Attempt) -> Attempts:
-    """List the attempts with some arguments: the most likely reading of the program, then the others."""
+    """List the attempts with some arguments: the most likely interpretation of the program, then the others."""
     first = yield from _vary_sizes(attempt)
     for name, options in first.state.other_options() if first.refusal else ():
         other = yield from _vary_sizes(attempt.vary(name, options=options))

@@ -147,10 +147,12 @@ def _is_explained_by_zeros(match: Match, capture: int) -> bool:
         if not {"t", "k", "e"} & set(ref.axes) or {"tk", "kt", "m", "s"} & set(ref.axes):
             return False
         it = iter(unravel(t, form.tokens) if ref.axes.count("t") > 1 else (t,))
-        where = {a: k if x == "k" else int(form.ids[t, k]) if x == "e" else next(it) for a, x in enumerate(ref.axes)}
+        index_by_axis = {
+            a: k if x == "k" else int(form.ids[t, k]) if x == "e" else next(it) for a, x in enumerate(ref.axes)
+        }
         term = semantics.term(ref.node)
-        return all(0 <= i < term.shape[a] for a, i in where.items()) and is_const(
-            terms.resolve(terms.pick_axes(term, where)), 0
+        return all(0 <= i < term.shape[a] for a, i in index_by_axis.items()) and is_const(
+            terms.resolve(terms.pick_axes(term, index_by_axis)), 0
         )
 
     owner = {e: group for group in match.groups for e in group.ids}

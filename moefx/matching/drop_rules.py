@@ -205,20 +205,20 @@ def _find_capacity(match: Match, bounds: Sequence[tuple[int, int | None]]) -> Fo
     # if one expert has nearly all tokens, the program runs its code that drops
     more = [(sizes, collect_numbers(capture.nodes)) for sizes, capture in match.sample_sizes("overloaded")]
     constant: Formula | None = None
-    for where, value in found_numbers[overflow].items():
+    for argument_key, value in found_numbers[overflow].items():
         if type(value) is not int or not all(
-            _fits(n.get(where), p) for n, p in zip(found_numbers, bounds, strict=True)
+            _fits(n.get(argument_key), p) for n, p in zip(found_numbers, bounds, strict=True)
         ):
             continue
         points = [
             (dims, found)
             for dims, n in [*zip(match.sizes, found_numbers, strict=True), *more]
-            if type(found := n.get(where)) is int
+            if type(found := n.get(argument_key)) is int
         ]
         formula = find_formula(points, match.expressions) if len(points) >= _MIN_POINTS else None
         if formula is not None and all(_fits(formula(d), p) for d, p in zip(match.sizes, bounds, strict=True)):
             return formula
-        if len(points) >= _MIN_POINTS and {n for _, n in points} == {value} and where[1] in _LIMITS:
+        if len(points) >= _MIN_POINTS and {n for _, n in points} == {value} and argument_key[1] in _LIMITS:
             constant = Formula(str(value))
     return constant
 

@@ -124,8 +124,8 @@ def collect_numbers(nodes: Iterable[fx.Node]) -> dict[Any, int | float | None]:
     for n in nodes:
         if n.op == "call_function":
             for path, value in _walk_numbers((n.args, n.kwargs)):
-                where = (n.meta["source"], str(n.target), path)
-                found[where] = value if found.get(where, value) == value else None
+                argument_key = (n.meta["source"], str(n.target), path)
+                found[argument_key] = value if found.get(argument_key, value) == value else None
     return found
 
 

@@ -90,13 +90,13 @@ def test_a_different_expert_among_many_is_seen(change, count):
 
 
 def test_a_value_that_each_iteration_recomputes_is_visited_once(monkeypatch):
-    """`weights[t, k, None]` inserts the axis in each turn; the readings of it must not be as many as the experts."""
+    """`weights[t, k, None]` inserts the axis in each turn; the candidates of it must not be as many as the experts."""
     most = 0
     rows = ValueLookup.rows
 
     def counted(self, shape):
         nonlocal most
-        most = max(most, len(self.readings))
+        most = max(most, len(self.candidates))
         return rows(self, shape)
 
     monkeypatch.setattr(ValueLookup, "rows", counted)

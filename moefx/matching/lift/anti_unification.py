@@ -92,11 +92,11 @@ class Unifier:
         Raises:
             Refused: the summands differ in more than values and expert parameters.
         """
-        where = [(t, k, ids[t][k]) for t, k, _ in members]
-        body = self._unify(where, [m for _, _, m in members])
-        return Group(sorted({e for _, _, e in where}), body, self.tables, self.values)
+        positions = [(t, k, ids[t][k]) for t, k, _ in members]
+        body = self._unify(positions, [m for _, _, m in members])
+        return Group(sorted({e for _, _, e in positions}), body, self.tables, self.values)
 
-    def _unify(self, where: Positions, terms: list[Term]) -> Body:
+    def _unify(self, positions: Positions, terms: list[Term]) -> Body:
         first = terms[0]
         key = tuple(terms)
         if key in self.bodies:
@@ -106,19 +106,19 @@ class Unifier:
             return Body("const", (constant_value(first),), first.shape)
         of_experts = any(strip_moves(t).args[0] in self.experts for t in terms)
         if all(is_parameter_slice(t) for t in terms) and (
-            of_experts or (same and not self._is_looked_up(where, terms))
+            of_experts or (same and not self._is_looked_up(positions, terms))
         ):
-            body = self._add_table(where, terms, same)
-        elif (ref := self.lookup.find(where, terms)) is not None:
+            body = self._add_table(positions, terms, same)
+        elif (ref := self.lookup.find(positions, terms)) is not None:
             body = self._add_value(ref, first)
         elif all(is_state_slice(t) for t in terms):
-            body = self._add_table(where, terms, same)
+            body = self._add_table(positions, terms, same)
         else:
             try:
-                body = self._decompose(where, terms)
+                body = self._decompose(positions, terms)
             except Refused:
                 # the last resort: a vector per slot, which the program computes for all slots at once
-                if first.op == "const" or (ref := self.lookup.find(where, terms, wide=True)) is None:
+                if first.op == "const" or (ref := self.lookup.find(positions, terms, wide=True)) is None:
                     raise
                 body = self._add_value(ref, first)
         self.bodies[key] = body
@@ -129,15 +129,15 @@ class Unifier:
             self.values.append(ref)
         return Body("value", (self.values.index(ref),), term.shape)
 
-    def _is_looked_up(self, where: Positions, terms: list[Term]) -> bool:
+    def _is_looked_up(self, positions: Positions, terms: list[Term]) -> bool:
         """Return whether a parameter slice is a row that tokens look up, as from an embedding, also in the template.
 
         One token, or several equal tokens, always look up the same slice, so that it seems to be a constant.
         """
-        ref = self.lookup.find(where, terms)
+        ref = self.lookup.find(positions, terms)
         return ref is not None and ref.position in self.lookup.template_positions
 
-    def _decompose(self, where: Positions, terms: list[Term]) -> Body:
+    def _decompose(self, positions: Positions, terms: list[Term]) -> Body:
         first = terms[0]
         for t in terms:
             if t.op != first.op or t.shape != first.shape or len(t.args) != len(first.args):
@@ -154,7 +154,7 @@ class Unifier:
         for position, a in enumerate(first.args):
             column = [t.args[position] for t in terms]
             if isinstance(a, Term):
-                args.append(self._unify(where, column))
+                args.append(self._unify(positions, column))
             elif all(c == a for c in column):
                 args.append(a)
             else:
@@ -162,13 +162,13 @@ class Unifier:
                 raise Refused(f"a constant inside the experts depends on the routing: {a!r} and {other!r}")
         return Body(first.op, tuple(args), first.shape)
 
-    def _add_table(self, where: Positions, terms: list[Term], same: bool) -> Body:
+    def _add_table(self, positions: Positions, terms: list[Term], same: bool) -> Body:
         shape = terms[0].shape
         if same and strip_moves(terms[0]).args[0] not in self.experts:
             return Body("shared", (ParameterSlice.from_term(terms[0]),), shape)
         self.experts.update(strip_moves(t).args[0] for t in terms)
         table: dict[int, ParameterSlice] = {}
-        for (_, _, e), t in zip(where, terms, strict=True):
+        for (_, _, e), t in zip(positions, terms, strict=True):
             part = ParameterSlice.from_term(t)
             if table.setdefault(e, part) != part:
                 raise Refused(f"expert {e} uses {part} for one token and {table[e]} for another", culprits=(part.fqn,))

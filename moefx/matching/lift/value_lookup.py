@@ -1,7 +1,7 @@
 """Find the node that supplies a value of the experts, such as a routing weight or an input row.
 
 Nodes are compared by their terms, not by the ops between them and the experts: a node fits if its elements are the
-given terms. A *reading* is a node with the meaning of its axes, a `NodeRef`.
+given terms. A *candidate* is a `NodeRef`: a node with the meaning of its axes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .canonical_form import CanonicalForm, NodeRef
 
 
 class ValueLookup:
-    """Finds the readings whose elements are given terms.
+    """Finds the candidates whose elements are given terms.
 
     Args:
         nodes: nodes to search.
@@ -29,7 +29,7 @@ class ValueLookup:
         slots: number of slots, K.
         experts: number of experts.
         inside: nodes that a submodule keeps to itself; they are tried last.
-        template: the form of another capture; its readings are tried first.
+        template: the form of another capture; its candidates are tried first.
         weights_per_slot: skip nodes with one value per token and expert.
         align_to_last: find the last node that fits, regardless of the template; by default the first.
         sequences: number of sequences, if one value may hold for all tokens of a sequence; else 0.
@@ -51,8 +51,8 @@ class ValueLookup:
         self.counted: list[tuple[int, int, int]] = []
         self.dropped: list[tuple[int, int, int]] = []
         self.doubtful: list[tuple[int, int, int]] = []
-        self.readings: list[tuple[tuple[bool, bool, int], int, NodeRef]] = []
-        self.template_positions = {  # many readings fit a single token; those of the template are the likeliest
+        self.candidates: list[tuple[tuple[bool, bool, int], int, NodeRef]] = []
+        self.template_positions = {  # many candidates fit a single token; those of the template are the likeliest
             ref.position
             for group in (template.groups if template is not None and not align_to_last else ())
             for value in group.values
@@ -64,19 +64,19 @@ class ValueLookup:
                     continue
                 ref, index = NodeRef(n, axes), n.meta["index"]
                 at = -index if align_to_last else index
-                self.readings.append(((ref.position not in self.template_positions, n in inside, rank), at, ref))
-        self.readings.sort(key=lambda r: r[:2])
-        self.readings = self._drop_repeated()
+                self.candidates.append(((ref.position not in self.template_positions, n in inside, rank), at, ref))
+        self.candidates.sort(key=lambda r: r[:2])
+        self.candidates = self._drop_repeated()
         self.template_drops_slots = template is not None and not template.kept_slots.all()
         self._tables: dict[tuple, dict[Term, list[NodeRef]]] = {}
         self._rows: dict[tuple[int, ...], set[Term]] = {}  # by their shape
 
     def _drop_repeated(self) -> list[tuple[tuple[bool, bool, int], int, NodeRef]]:
-        """Keep the first of equal readings: each run of a loop may compute `weights[..., None]` again."""
+        """Keep the first of equal candidates: each run of a loop may compute `weights[..., None]` again."""
         first: dict[tuple, tuple[tuple[bool, bool, int], int, NodeRef]] = {}
-        for reading in self.readings:
-            ref = reading[-1]
-            first.setdefault((self.semantics.term(ref.node), ref.axes, line(ref.node)), reading)
+        for candidate in self.candidates:
+            ref = candidate[-1]
+            first.setdefault((self.semantics.term(ref.node), ref.axes, line(ref.node)), candidate)
         return list(first.values())
 
     def _enumerate_axes(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
@@ -109,12 +109,12 @@ class ValueLookup:
         return out
 
     def get_element(self, ref: NodeRef, t: int, k: int, e: int) -> Term | None:
-        """Return the term of a reading for a token, slot and expert, or None outside of the tensor."""
+        """Return the term of a candidate for a token, slot and expert, or None outside of the tensor."""
         if ref.columns:
             ref = ref.columns[k]
         term = self.semantics.term(ref.node)
         position = self.positions[t]
-        where: dict[int, int] = {}
+        index_by_axis: dict[int, int] = {}
         seen = 0
         many = ref.axes.count("t") > 1
         for axis, kind in enumerate(ref.axes):
@@ -125,8 +125,8 @@ class ValueLookup:
                 seen += 1
             if not 0 <= i < term.shape[axis]:
                 return None
-            where[axis] = i
-        return self.semantics.terms.resolve(self.semantics.terms.pick_axes(term, where))
+            index_by_axis[axis] = i
+        return self.semantics.terms.resolve(self.semantics.terms.pick_axes(term, index_by_axis))
 
     def _get_value(self, ref: NodeRef, slot: tuple[int, int, int]) -> Term | None:
         found = self.get_element(ref, *slot)
@@ -137,24 +137,24 @@ class ValueLookup:
         return self.semantics.terms.reshape(t, ()) if math.prod(t.shape) == 1 else t
 
     def rows(self, shape: tuple[int, ...]) -> set[Term]:
-        """Return the rows of this shape of all readings with one row per token.
+        """Return the rows of this shape of all candidates with one row per token.
 
         Rows of other shapes are left alone: those of a router, such as the scores of groups of experts, may be long
         sums, and experts compute with none of them.
         """
         if shape not in self._rows:
             out = self._rows[shape] = set()
-            for _, _, ref in self.readings if shape else ():
+            for _, _, ref in self.candidates if shape else ():
                 lead = len(ref.axes)
                 if set(ref.axes) in ({"t"}, {"s"}) and tuple(ref.node.meta["val"].shape[lead:]) == shape:
                     out |= {r for t in range(self.num_tokens) if (r := self.get_element(ref, t, 0, 0)) is not None}
         return self._rows[shape]
 
     def zero_sum_tests(self) -> list[NodeRef]:
-        """List the readings with one row per token whose rows are all zero."""
+        """List the candidates with one row per token whose rows are all zero."""
         return [
             ref
-            for _, _, ref in self.readings
+            for _, _, ref in self.candidates
             if set(ref.axes) == {"t"}
             and all(
                 (r := self.get_element(ref, t, 0, 0)) is not None and is_const(r, 0) for t in range(self.num_tokens)
@@ -162,20 +162,20 @@ class ValueLookup:
         ]
 
     def find(
-        self, where: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False
+        self, positions: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False
     ) -> NodeRef | None:
-        """Find the reading whose element at every position is the given term.
+        """Find the candidate whose element at every position is the given term.
 
         Args:
-            where: (token, slot, expert) of each term.
+            positions: (token, slot, expert) of each term.
             terms: the wanted elements.
-            slots: whether readings per slot or expert may fit, besides those per token.
+            slots: whether candidates per slot or expert may fit, besides those per token.
             wide: whether a vector may differ by slot. By default a vector must be the token's.
         """
-        at = where[0]
+        at = positions[0]
         if (at, slots) not in self._tables:
             table: dict[Term, list[NodeRef]] = defaultdict(list)
-            for _, _, ref in self.readings:
+            for _, _, ref in self.candidates:
                 if slots or set(ref.axes) == {"t"}:
                     found = self._get_value(ref, at)
                     if found is not None:
@@ -187,26 +187,26 @@ class ValueLookup:
             ref
             for ref in self._tables[at, slots].get(terms[0], ())
             if (scalar or wide or set(ref.axes) <= {"t", "s"})
-            and all(self._get_value(ref, slot) is term for slot, term in zip(where, terms, strict=True))
+            and all(self._get_value(ref, slot) is term for slot, term in zip(positions, terms, strict=True))
         )
         first = self._find_likeliest(fits, range(self.slots)) if scalar else next(fits, None)
         if first is None and scalar and slots and self.slots > 1:
-            return self._find_columns(where, terms)
+            return self._find_columns(positions, terms)
         return first
 
     def find_rows(
         self, t: int, term: Term, rest: list[list[Term]], lines: Collection[tuple[Any, Any]] | None
     ) -> tuple[NodeRef, list[Term]] | None:
-        """Find the reading whose row `t` is `term` and whose other rows are summands of their tokens, or zero.
+        """Find the candidate whose row `t` is `term` and whose other rows are summands of their tokens, or zero.
 
         Args:
             rest: the summands that are left, by token.
             lines: lines that may hold the node; None for all.
 
         Returns:
-            The reading and its rows.
+            The candidate and its rows.
         """
-        for _, _, ref in self.readings:
+        for _, _, ref in self.candidates:
             if set(ref.axes) != {"t"} or self.get_element(ref, t, 0, 0) is not term:
                 continue
             if lines is not None and line(ref.node) not in lines:
@@ -217,10 +217,10 @@ class ValueLookup:
         return None
 
     def _find_likeliest(self, fits: Iterator[NodeRef], slots: Collection[int]) -> NodeRef | None:
-        """Choose among readings that fit: the first, unless one is zero exactly at the dropped slots.
+        """Choose among candidates that fit: the first, unless one is zero exactly at the dropped slots.
 
-        A weight that is zero elsewhere is the mask of one expert. If some slots are doubtful, the reading that is zero
-        at most of these wins.
+        A weight that is zero elsewhere is the mask of one expert. If some slots are doubtful, the candidate that is
+        zero at most of these wins.
         """
         dropped, doubtful, counted = (
             [at for at in found if at[1] in slots] for found in (self.dropped, self.doubtful, self.counted)
@@ -242,20 +242,20 @@ class ValueLookup:
                 break
         return best or first
 
-    def _find_zeros(self, ref: NodeRef, where: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        return [at for at in where if (found := self.get_element(ref, *at)) is None or is_const(found, 0)]
+    def _find_zeros(self, ref: NodeRef, positions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        return [at for at in positions if (found := self.get_element(ref, *at)) is None or is_const(found, 0)]
 
-    def _find_columns(self, where: list[tuple[int, int, int]], terms: list[Term]) -> NodeRef | None:
-        """Find one reading per slot."""
+    def _find_columns(self, positions: list[tuple[int, int, int]], terms: list[Term]) -> NodeRef | None:
+        """Find one candidate per slot."""
         columns = []
         for k in range(self.slots):
-            mine = [(slot, term) for slot, term in zip(where, terms, strict=True) if slot[1] == k]
-            if not mine or len(mine) == len(where):
+            mine = [(slot, term) for slot, term in zip(positions, terms, strict=True) if slot[1] == k]
+            if not mine or len(mine) == len(positions):
                 return None
             first, wanted = mine[0]
             fits = (
                 ref
-                for _, _, ref in self.readings
+                for _, _, ref in self.candidates
                 if not {"k", "tk", "kt"} & set(ref.axes)
                 and {"t", "s"} & set(ref.axes)
                 and self._get_value(ref, first) is wanted
@@ -268,10 +268,12 @@ class ValueLookup:
         return NodeRef(columns[0].node, ("t", "k"), tuple(columns))
 
     def find_holders(self, term: Term) -> list[NodeRef]:
-        """List the readings that have this term at the first position of some earlier `find`."""
+        """List the candidates that have this term at the first position of some earlier `find`."""
         return [ref for table in self._tables.values() for ref in table.get(self._as_scalar(term), ())]
 
     def has_value_at(self, t: int, k: int, e: int, term: Term) -> bool:
         return any(
-            self.get_element(ref, t, k, e) is term for _, _, ref in self.readings if "k" in ref.axes or "e" in ref.axes
+            self.get_element(ref, t, k, e) is term
+            for _, _, ref in self.candidates
+            if "k" in ref.axes or "e" in ref.axes
         )

@@ -201,7 +201,7 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
         what: name of the forced outcome, for the refusal.
 
     Raises:
-        Refused: no reading gives all captures one form.
+        Refused: no nodes give all captures one form.
     """
     tracer, sizes = captured.tracer, state.sizes[find_capture(state, captured)]
     try:

@@ -74,8 +74,8 @@ def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
     counts = Counter[Any]()
     ranges: list[IntegerRanges] = []
     for n in filter(_depends_on_call_integers, capture.nodes):
-        where = (n.meta.get("calls") or n.meta["source"], str(n.target))
-        counts[where] += 1
+        site = (n.meta.get("calls") or n.meta["source"], str(n.target))
+        counts[site] += 1
         made_of = find_operands(n)
         of = set().union(*[find_extremes(capture, a) for a in (made_of[:1] if op_name(n) in LOOKUPS else made_of)])
         is_same = _can_saturate(n) and any(
@@ -86,9 +86,9 @@ def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
         if is_one_way and not ranges:
             ranges.append(IntegerRanges(capture.nodes, of_call=True))
         if not is_one_way or not _is_decided(ranges[0], n):
-            found[(*where, counts[where])] = one
-    for (*where, _), one in found.items():
-        one.num_runs = counts[tuple(where)]
+            found[(*site, counts[site])] = one
+    for (*site, _), one in found.items():
+        one.num_runs = counts[tuple(site)]
     return found
 
 

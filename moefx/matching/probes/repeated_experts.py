@@ -170,14 +170,14 @@ def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], 
     """Build interventions that apply `change` to the choices where their ops compute them."""
     chosen: list[torch.Tensor] = []
     slots_at: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by call site of the op, then by its n-th run there
-    for node, where in made:
+    for node, indices in made:
         by: Any = node.args[0] if op_name(node) == "getitem" else node
         site, run = by.meta.get("position"), 0
         if site is None:
             site = by.meta["source"], str(by.target), all(a.meta.get("from_integers") for a in by.all_input_nodes)
             before = [n for n in form.capture.nodes[: by.meta["index"]] if n.target == by.target]
             run = sum(n.meta["source"] == site[0] for n in before)
-        slots_at.setdefault(site, {}).setdefault(run, []).extend(where.unbind(1))
+        slots_at.setdefault(site, {}).setdefault(run, []).extend(indices.unbind(1))
 
     def changing(by_run: dict[int, list[torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
         count = itertools.count()

@@ -66,11 +66,11 @@ def pick(terms: Terms, t: Term, axis: int, i: int) -> Term:
         case "row":
             return _pick_row(terms, t, axis, i)
         case "at":
-            inner, where = t.args
-            free = [d for d in range(len(inner.shape)) if d not in dict(where)]
+            inner, indices = t.args
+            free = [d for d in range(len(inner.shape)) if d not in dict(indices)]
             if inner.op == "row":  # pick the batch axes of a softmax inside it, in any order of picks
-                return terms.pick_axes(terms.pick(inner, free[axis], i), {d - (d > free[axis]): j for d, j in where})
-            return terms.make("at", (inner, tuple(sorted((*where, (free[axis], i))))), shape)
+                return terms.pick_axes(terms.pick(inner, free[axis], i), {d - (d > free[axis]): j for d, j in indices})
+            return terms.make("at", (inner, tuple(sorted((*indices, (free[axis], i))))), shape)
     return terms.make("at", (t, ((axis, i),)), shape)
 
 
@@ -117,8 +117,8 @@ def _pick_reshape(terms: Terms, t: Term, axis: int, i: int) -> Term:
         return terms.reshape(inner, shape)
     ins, outs = reshape_group(inner.shape, t.shape, axis)
     if len(outs) == 1:
-        where = unravel(i, [inner.shape[d] for d in ins])
-        return terms.reshape(terms.pick_axes(inner, dict(zip(ins, where, strict=True))), shape)
+        indices = unravel(i, [inner.shape[d] for d in ins])
+        return terms.reshape(terms.pick_axes(inner, dict(zip(ins, indices, strict=True))), shape)
     if len(ins) == 1:
         sizes = [t.shape[d] for d in outs]
         if (split := split_axis(terms, inner, ins[0], sizes)) is not None:

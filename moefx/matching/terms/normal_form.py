@@ -339,10 +339,10 @@ class Terms:
         return self.make("row", (name, dims, keep, static, t), shape)
 
     # ------------------------------------------------------------------ picking
-    def pick_axes(self, t: Term, where: dict[int, int]) -> Term:
+    def pick_axes(self, t: Term, index_by_axis: dict[int, int]) -> Term:
         """Select indices by axis, and remove these axes."""
-        for axis in sorted(where, reverse=True):
-            t = self.pick(t, axis, where[axis])
+        for axis in sorted(index_by_axis, reverse=True):
+            t = self.pick(t, axis, index_by_axis[axis])
         return t
 
     def pick(self, t: Term, axis: int, i: int) -> Term:

@@ -90,9 +90,9 @@ class ParameterSlice:
 
 def _steps_of_element(t: Term) -> list[tuple]:
     """Return the steps of an `at` term: first the axes that select something, then those of size one."""
-    inner, where = t.args
-    real = [(a, i) for a, i in where if inner.shape[a] > 1]
-    unit = [(a - sum(r < a for r, _ in real), i) for a, i in where if inner.shape[a] == 1]
+    inner, indices = t.args
+    real = [(a, i) for a, i in indices if inner.shape[a] > 1]
+    unit = [(a - sum(r < a for r, _ in real), i) for a, i in indices if inner.shape[a] == 1]
     shape = tuple(n for d, n in enumerate(inner.shape) if d not in dict(real))
     steps = [("at", shape, tuple(real))] if real else []
     return [*steps, ("squeeze", t.shape, tuple(unit))] if unit else steps

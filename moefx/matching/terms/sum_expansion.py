@@ -110,8 +110,8 @@ def _find_routed_axes(terms: Terms, t: Term) -> set[int]:
             left = [d for d in range(len(inner.shape)) if d not in gone]
             return {k for k, d in enumerate(left) if d in routed}
         case "at":
-            inner, where = t.args
-            free = [d for d in range(len(inner.shape)) if d not in dict(where)]
+            inner, indices = t.args
+            free = [d for d in range(len(inner.shape)) if d not in dict(indices)]
             return {k for k, d in enumerate(free) if d in routed_axes(terms, inner)}
     raise AssertionError(t.op)
 

@@ -202,17 +202,17 @@ def _slice_scatter(
     step: int = 1,
 ) -> Term:
     dim %= len(a.shape)
-    where = torch.arange(a.shape[dim])[start:stop:step]
-    if len(where) == a.shape[dim]:
+    indices = torch.arange(a.shape[dim])[start:stop:step]
+    if len(indices) == a.shape[dim]:
         return b
     b = builder.terms.permute(b, [dim, *[d for d in range(len(a.shape)) if d != dim]])
-    return builder.terms.put(a, (dim,), where[None], b, False)
+    return builder.terms.put(a, (dim,), indices[None], b, False)
 
 
 @rule("masked_scatter")
 def _masked_scatter(builder: TermBuilder, n: fx.Node, a: Term, _: Any, source: Term) -> Term:
-    where = builder.numbers(n.args[1]).expand(a.shape).nonzero().t()
+    indices = builder.numbers(n.args[1]).expand(a.shape).nonzero().t()
     flat = builder.terms.reshape(source, (math.prod(source.shape),))
     return builder.terms.put(
-        a, tuple(range(len(a.shape))), where, builder.terms.slice(flat, 0, 0, where.shape[1]), False
+        a, tuple(range(len(a.shape))), indices, builder.terms.slice(flat, 0, 0, indices.shape[1]), False
     )
