@@ -80,9 +80,9 @@ def compile(
     plan = _check_plan(plan, mesh)
     model = unwrap_model(model)
     if mesh is not None:
-        from .distribution.block_distribution import spread_blocks  # torch.distributed takes a while
+        from .distribution.block_distribution import find_expert_layouts  # torch.distributed takes a while
 
-        if spread_blocks(model):
+        if find_expert_layouts(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
     with report_progress("moefx.compile"):
         proven = agree_on_proof(model, example_inputs, plan, mesh)
@@ -120,7 +120,7 @@ def compile(
         from .distribution.training_wiring import describe_reductions, prepare_training
 
         prepare_training(compiled, proven.axis, plan)
-        gradients = describe_reductions(compiled, survey.spread_by_name, proven.axis, plan)
+        gradients = describe_reductions(compiled, survey.layout_by_name, proven.axis, plan)
     vars(compiled)[RECORD] = Record(tuple(reports), tuple(survey.refused), survey.seconds, proven.decision, gradients)
     return compiled
 
@@ -147,12 +147,12 @@ def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> None:
     """
     if proven.axis is None:
         return
-    from .distribution.block_distribution import Spread, check_owners
+    from .distribution.block_distribution import ExpertLayout, check_owners
 
     for m in proven.survey.matched:
-        m.spread = Spread.over(proven.axis, m.result, proven.plan)
-    spread = proven.survey.spread_by_name
-    check_owners(model, spread, list(spread), proven.axis.mesh)
+        m.expert_layout = ExpertLayout.for_block(proven.axis, m.result, proven.plan)
+    layouts = proven.survey.layout_by_name
+    check_owners(model, layouts, list(layouts), proven.axis.mesh)
 
 
 def _install_program(
@@ -164,21 +164,21 @@ def _install_program(
 ) -> Program:
     """Finish the graph of a match, and install its program on the copies of the matched modules."""
     modules = dict(model.named_modules())
-    first, spread = modules[matched.names[0]], matched.spread
+    first, layout = modules[matched.names[0]], matched.expert_layout
     matched.result = keep_captured_graph(apply_capacity(first, matched.result, plan))
-    if spread is not None and axis is not None:
-        matched.result = spread.add_collectives(first, matched.result)
+    if layout is not None and axis is not None:
+        matched.result = layout.add_collectives(first, matched.result)
         for name in matched.names:
-            spread.keep_own_experts(copies[modules[name]], axis)
+            layout.keep_own_experts(copies[modules[name]], axis)
     program = _build_program(matched, first)
-    specialize = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.read, spread)
+    specialize = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.read, layout)
     for name in matched.names:
         block = copies[modules[name]]
         forward = install_forward(block, [program.renamed(name)], name=name, specialize=specialize)
-        if spread is not None:
+        if layout is not None:
             from .distribution.training_wiring import watch_block
 
-            forward.watch = watch_block(block, name, spread)
+            forward.watch = watch_block(block, name, layout)
     return program
 
 
@@ -223,11 +223,11 @@ def explain(
     for m in survey.matched:
         m.result = apply_capacity(model.get_submodule(m.names[0]), m.result, plan)
     if proven.axis is not None:
-        from .distribution.block_distribution import preview_spread
+        from .distribution.block_distribution import preview_layouts
         from .distribution.training_wiring import describe_reductions
 
-        preview_spread(model, proven.axis, survey, plan)
-        gradients = describe_reductions(model, survey.spread_by_name, proven.axis, plan)
+        preview_layouts(model, proven.axis, survey, plan)
+        gradients = describe_reductions(model, survey.layout_by_name, proven.axis, plan)
     reports = []
     for m in survey.matched:
         block = model.get_submodule(m.names[0])

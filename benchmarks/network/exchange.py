@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 import moefx.ir.ops.row_exchange as exchange
 from moefx.bench import link_times
-from moefx.distribution.block_distribution import spread_blocks
+from moefx.distribution.block_distribution import find_expert_layouts
 from moefx.ir.ops.uneven_all_to_all import get_group, start
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import count_traffic
@@ -140,7 +140,7 @@ def main() -> None:
         graphs[way] = Parts(fx.GraphModule(blocks[way], moefx.graph(blocks[way], "").graph))
     auto = moefx.Plan(node_size=args.node_size, topology_levels=tuple(args.levels), validation="symbolic")
     found = moefx.compile(block, mesh=mesh, plan=auto, example_inputs=(torch.zeros(8, args.dim).bfloat16(),))
-    picked = str(spread_blocks(found)[""])
+    picked = str(find_expert_layouts(found)[""])
     torch.manual_seed(1 + rank)
     x = torch.randn(args.tokens, args.dim).bfloat16()
     results, rows_of = {}, {}

@@ -39,7 +39,8 @@ def build_report(matched: MatchedBlock, program: Program, block: nn.Module) -> B
         drop=drop, holds_for=program.holds_for, routings=len(match.evidence), validation=matched.verdict,
         seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
-        bodies=tuple(_read_body(n) for n in mlps), notes=() if matched.spread is None else (str(matched.spread),),
+        bodies=tuple(_read_body(n) for n in mlps),
+        notes=() if matched.expert_layout is None else (str(matched.expert_layout),),
         trace=ProofTrace(match.probe_runs, attempts=matched.result.attempts),
     )  # fmt: skip
 

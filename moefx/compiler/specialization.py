@@ -41,7 +41,7 @@ from .pipeline import BlockRewrite, apply_capacity, keep_captured_graph, rewrite
 from .program_builder import build_program, move_kind
 
 if TYPE_CHECKING:
-    from ..distribution.block_distribution import Spread
+    from ..distribution.block_distribution import ExpertLayout
 
 Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # paths and kinds of arguments, see `Specialization`
 
@@ -53,11 +53,11 @@ class LazySpecializer:
     Args:
         arguments: the arguments of the call that the block was compiled with.
         by_mode: a program holds for one mode only, whether or not the block reads its mode (see `has_custom_train`).
-        spread: the layout of the experts over a mesh, None without one. A spread block has its own experts only.
+        expert_layout: that of the experts over a mesh, None without one. The block then has its own experts only.
     """
 
-    def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool, spread: Spread | None = None):
-        self.arguments, self.plan, self.by_mode, self.spread = arguments, plan, by_mode, spread
+    def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool, expert_layout: ExpertLayout | None = None):
+        self.arguments, self.plan, self.by_mode, self.expert_layout = arguments, plan, by_mode, expert_layout
         self.shared_programs: list[_SharedProgram] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,8 +107,8 @@ class LazySpecializer:
             self._arguments_from_kinds(block, call) if args is None else (args, dict(kwargs or {})),
         )
         tied = find_tied_tensors(block)
-        if self.spread is not None:
-            block = self.spread.copy_whole(block)
+        if self.expert_layout is not None:
+            block = self.expert_layout.copy_with_all_experts(block)
             forward = vars(block)["forward"]
         calls_before = forward.counts.original
         try:
@@ -124,12 +124,12 @@ class LazySpecializer:
                 if self.by_mode:
                     read.add(BLOCK_MODE)
                 proven, result = result, keep_captured_graph(apply_capacity(block, result, self.plan))
-                if self.spread is not None:
-                    result = self.spread.add_collectives(block, result)
+                if self.expert_layout is not None:
+                    result = self.expert_layout.add_collectives(block, result)
                 program = build_program(block, result, call_args, call_kwargs, call.autocast, read, tied)
                 if real:
                     _check_admits(block, program, *abstract)
-                if real and self.plan.validation == "auto" and self.spread is None:
+                if real and self.plan.validation == "auto" and self.expert_layout is None:
                     check = check_numerically(block, proven, forward.name, self.plan.validation_seconds)
                     if not check.ok:
                         raise Refused(check.text)

@@ -14,7 +14,7 @@ from ..ir.guards.attribute_reads import AttributeLocation
 from .pipeline import BlockRewrite
 
 if TYPE_CHECKING:
-    from ..distribution.block_distribution import Spread
+    from ..distribution.block_distribution import ExpertLayout
 
 
 @dataclasses.dataclass
@@ -56,7 +56,7 @@ class MatchedBlock:
     Attributes:
         read: attributes that the proof depends on.
         verdict: the result of the numeric check, in words; "" before it.
-        spread: the layout of the experts over a mesh, None without one.
+        expert_layout: that of the experts over a mesh, None without one.
     """
 
     names: list[str]
@@ -65,7 +65,7 @@ class MatchedBlock:
     seconds: float
     read: set[AttributeLocation]
     verdict: str = ""
-    spread: Spread | None = None
+    expert_layout: ExpertLayout | None = None
 
 
 @dataclasses.dataclass
@@ -89,6 +89,6 @@ class Survey:
     unchecked: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def spread_by_name(self) -> dict[str, Spread]:
+    def layout_by_name(self) -> dict[str, ExpertLayout]:
         """The layout of each block whose experts are spread over a mesh, by the block's name."""
-        return {name: m.spread for m in self.matched for name in m.names if m.spread is not None}
+        return {name: m.expert_layout for m in self.matched for name in m.names if m.expert_layout is not None}

@@ -45,24 +45,24 @@ from .expert_storage import find_expert_parameters
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class ExpertLayout:
     """The layout, over the expert axis of a mesh, of blocks that share a proof.
 
     Attributes:
-        why: the reason for `ways`, which says how rows travel.
+        reason: why `routes` was chosen, which says how rows travel.
         number: identifies the blocks that share this layout, see `ir.ops.parameter_samples`.
     """
 
     placement: Placement
-    ways: ExchangeRoutes
-    why: str
+    routes: ExchangeRoutes
+    reason: str
     sequence: SharedTokens | None
     parameters: ExpertParameters
     plan: Plan
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__, compare=False)
 
     @classmethod
-    def over(cls, axis: ExpertAxis, result: BlockRewrite, plan: Plan) -> Spread:
+    def for_block(cls, axis: ExpertAxis, result: BlockRewrite, plan: Plan) -> ExpertLayout:
         """Lay out the experts of a rewritten block.
 
         Raises:
@@ -71,9 +71,9 @@ class Spread:
         """
         placement = place_experts_in_order(axis, RoutedRegion.of(result.graph).num_experts, result.graph.name)
         sequence = axis.find_shared_tokens(plan.sequence_axis, plan.sequence_gradients) if plan.sequence_axis else None
-        way, why = choose_ways(axis, plan, result)
-        way = dataclasses.replace(way, chunks=plan.chunks)
-        return cls(placement, way, why, sequence, find_expert_parameters(result), plan)
+        routes, reason = choose_routes(axis, plan, result)
+        routes = dataclasses.replace(routes, chunks=plan.chunks)
+        return cls(placement, routes, reason, sequence, find_expert_parameters(result), plan)
 
     def add_collectives(self, block: nn.Module, result: BlockRewrite) -> BlockRewrite:
         """Extend the history of a rewritten block by the graph with collectives. The proof stays as it is."""
@@ -82,7 +82,7 @@ class Spread:
             functools.partial(
                 insert_collectives,
                 placement=self.placement,
-                ways=self.ways,
+                routes=self.routes,
                 stacked=self.parameters.stacked,
                 trained=frozenset(name for name, p in block.named_parameters() if p.requires_grad),
                 samples=self.number,
@@ -94,20 +94,20 @@ class Spread:
         return dataclasses.replace(result, match=match, history=history)
 
     def __str__(self) -> str:
-        place, levels = self.placement, " x ".join(map(str, self.ways.sizes))
-        way = "halo" if self.ways.splits_intra_node else "rbd" if len(self.ways.levels) > 1 else "one exchange"
-        rows = "one row for each of its " + ("ranks" if self.ways.dedup else "experts")
-        parts = f", in {self.ways.chunks} parts" if self.ways.chunks > 1 else ""
-        if self.ways.gathers:
-            limit = self.ways.max_tokens
+        place, levels = self.placement, " x ".join(map(str, self.routes.sizes))
+        way = "halo" if self.routes.splits_intra_node else "rbd" if len(self.routes.levels) > 1 else "one exchange"
+        rows = "one row for each of its " + ("ranks" if self.routes.dedup else "experts")
+        parts = f", in {self.routes.chunks} parts" if self.routes.chunks > 1 else ""
+        if self.routes.gathers:
+            limit = self.routes.max_tokens
             agreement = f"at most {limit} tokens a rank" if limit else "the hosts agree on the number of tokens"
             return (
                 f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r}, {place.num_slots} each; every rank "
-                f"gathers the tokens of all ranks, {agreement} ({self.why})"
+                f"gathers the tokens of all ranks, {agreement} ({self.reason})"
             )
         return (
             f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r} ({levels}), {place.num_slots} each; a "
-            f"token travels as {rows}, {way}{parts} ({self.why})"
+            f"token travels as {rows}, {way}{parts} ({self.reason})"
         )
 
     def keep_own_experts(self, block: nn.Module, axis: ExpertAxis) -> None:
@@ -117,7 +117,7 @@ class Spread:
         if self.parameters.separate and self.placement.num_ranks > 1:
             block.register_state_dict_pre_hook(OnSave())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertLayout:
         return self  # a value
 
     def __reduce__(self) -> Any:
@@ -128,7 +128,7 @@ class Spread:
             "load that into a model that moefx.compile has spread anew"
         )
 
-    def copy_whole(self, block: nn.Module) -> nn.Module:
+    def copy_with_all_experts(self, block: nn.Module) -> nn.Module:
         """Copy a block after `keep_own_experts`, for another proof."""
         return copy_with_all_experts(block, self.parameters, self.placement)
 
@@ -205,7 +205,7 @@ def _describe_nodes(axis: ExpertAxis) -> str:
         return f"none, {error}"
 
 
-def choose_ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[ExchangeRoutes, str]:
+def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[ExchangeRoutes, str]:
     """Choose the way in which rows travel. Returns it with the reason."""
     dispatch, why = plan.dispatch, "as planned"
     if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
@@ -219,13 +219,13 @@ def choose_ways(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[Exc
                 f"Plan(dispatch='gather') on {axis.mesh.device_type}: gloo has no reduce-scatter there. Use NCCL, or "
                 "Plan(dispatch='dedup')"
             )
-        way = axis.build_ways(by_level=False, dedup=True)
+        way = axis.build_routes(by_level=False, dedup=True)
         host_group = "" if plan.max_tokens else axis.host_group
         return dataclasses.replace(way, gathers=True, max_tokens=plan.max_tokens, host_group=host_group), why
     if dispatch in ("rbd", "halo"):
         halo = dispatch == "halo"
-        return axis.build_ways(by_level=True, dedup=not halo or plan.pilots, near_apart=halo), why
-    return axis.build_ways(by_level=False, dedup=dispatch != "flat"), why
+        return axis.build_routes(by_level=True, dedup=not halo or plan.pilots, splits_intra_node=halo), why
+    return axis.build_routes(by_level=False, dedup=dispatch != "flat"), why
 
 
 def _choose_fastest(axis: ExpertAxis, result: BlockRewrite, tokens: int) -> tuple[str, str]:
@@ -247,9 +247,9 @@ def _row_bytes(result: BlockRewrite) -> float:
     return sum(widths) + 6.0 * result.match.slots
 
 
-def preview_spread(model: nn.Module, axis: ExpertAxis, survey: Survey, plan: Plan) -> None:
+def preview_layouts(model: nn.Module, axis: ExpertAxis, survey: Survey, plan: Plan) -> None:
     """Lay out the blocks of a survey without changing the model, with the graphs that they would run. A block that
-    cannot be spread becomes a refused one. Collective, as `Spread.over` is."""
+    cannot be spread becomes a refused one. Collective, as `ExpertLayout.for_block` is."""
 
     def refuse(matched: MatchedBlock, why: MoefxError) -> None:
         survey.matched.remove(matched)
@@ -262,20 +262,20 @@ def preview_spread(model: nn.Module, axis: ExpertAxis, survey: Survey, plan: Pla
 
     for matched in list(survey.matched):
         try:
-            matched.spread = Spread.over(axis, matched.result, plan)
+            matched.expert_layout = ExpertLayout.for_block(axis, matched.result, plan)
         except (Refused, InvalidPlan) as why:
             refuse(matched, why)
-    spread = survey.spread_by_name
+    layouts = survey.layout_by_name
     for matched in list(survey.matched):
         try:
-            check_owners(model, spread, matched.names, axis.mesh)
+            check_owners(model, layouts, matched.names, axis.mesh)
             block = model.get_submodule(matched.names[0])
-            matched.result = spread[matched.names[0]].add_collectives(block, matched.result)
+            matched.result = layouts[matched.names[0]].add_collectives(block, matched.result)
         except (Refused, InvalidInput) as why:
             refuse(matched, why)
 
 
-def check_owners(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[str], mesh: DeviceMesh) -> None:
+def check_owners(model: nn.Module, layouts: dict[str, ExpertLayout], blocks: Sequence[str], mesh: DeviceMesh) -> None:
     """Check that the parameters that will be spread are on the mesh's kind of device or on meta, and belong to such
     blocks alone.
 
@@ -285,10 +285,10 @@ def check_owners(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[s
     """
     inside: dict[int, str] = {}
     for block in blocks:
-        parameters = spread[block].parameters
+        parameters = layouts[block].parameters
         for name in (*parameters.stacked, *(name for each in parameters.separate for name in each)):
             _, parameter = owner_and_tensor(model.get_submodule(block), name)
-            each, num_experts = parameters.stacked.get(name), spread[block].placement.num_experts
+            each, num_experts = parameters.stacked.get(name), layouts[block].placement.num_experts
             if each and len(parameter) != each * num_experts:
                 raise Refused(
                     f"{joined(block, name)} holds {len(parameter) // each} experts, {num_experts} of them in the block",
@@ -300,7 +300,7 @@ def check_owners(model: nn.Module, spread: dict[str, Spread], blocks: Sequence[s
                     f"model.to({mesh.device_type!r}) first, or make the model on the meta device"
                 )
             inside[id(parameter)] = joined(block, name)
-    prefixes = tuple(f"{block}." * bool(block) for block in spread)
+    prefixes = tuple(f"{block}." * bool(block) for block in layouts)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in inside and not name.startswith(prefixes):
             raise Refused(
@@ -320,7 +320,7 @@ def full_state_dict(model: nn.Module, *, cpu: bool = False, rank: int | None = N
     Returns:
         A dict with the names, order and shapes of the original's `state_dict`, and whole tensors for DTensors.
     """
-    found = {name: (s.parameters, s.placement, s.ways) for name, s in spread_blocks(model).items()}
+    found = {name: (s.parameters, s.placement, s.routes) for name, s in find_expert_layouts(model).items()}
     return state_dicts.full_state_dict(model, found, cpu=cpu, rank=rank)
 
 
@@ -346,7 +346,7 @@ def clip_grad_norm_(
 def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[str]:
     """List the parameters that differ between the ranks of the expert axis: data parallelism over all ranks must leave
     them alone. `buffers`: also the experts' buffers, and every name of a tensor with several names."""
-    stacked = [joined(name, p) for name, s in spread_blocks(model).items() for p in s.parameters.stacked]
+    stacked = [joined(name, p) for name, s in find_expert_layouts(model).items() for p in s.parameters.stacked]
     differing = {*stacked, *own_experts(model)}
     more = [name for name, _ in model.named_buffers(remove_duplicate=False)] if buffers else []
     names = [name for name, _ in model.named_parameters(remove_duplicate=not buffers)]
@@ -357,13 +357,13 @@ def own_experts(model: nn.Module) -> dict[str, str]:
     """Map each parameter of separate experts to the process group whose ranks have other experts."""
     return {
         joined(name, parameter): s.placement.group
-        for name, s in spread_blocks(model).items()
+        for name, s in find_expert_layouts(model).items()
         for each in s.parameters.separate
         for parameter in each
     }
 
 
-def spread_blocks(model: nn.Module) -> dict[str, Spread]:
+def find_expert_layouts(model: nn.Module) -> dict[str, ExpertLayout]:
     """Find the blocks of a model whose experts are spread, by name."""
-    found = {name: getattr(f.specialize, "spread", None) for name, f in rewritten_blocks(model).items()}
-    return {name: s for name, s in found.items() if isinstance(s, Spread)}
+    found = {name: getattr(f.specialize, "expert_layout", None) for name, f in rewritten_blocks(model).items()}
+    return {name: s for name, s in found.items() if isinstance(s, ExpertLayout)}

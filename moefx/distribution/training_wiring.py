@@ -12,20 +12,20 @@ from ..runtime.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build
 from ..runtime.sharding import resolve_expert_axes
 from ..runtime.state_dicts import joined
 from ..runtime.topology import ExpertAxis
-from .block_distribution import Spread, expert_parameter_names
+from .block_distribution import ExpertLayout, expert_parameter_names
 
 
-def watch_block(block: nn.Module, name: str, spread: Spread) -> OverwritingWatch:
+def watch_block(block: nn.Module, name: str, layout: ExpertLayout) -> OverwritingWatch:
     """Detect that the experts of a spread block are overwritten. DeepSpeed's engine, which would do so, is refused.
 
     Args:
         name: the block's name in the model.
     """
-    if spread.placement.num_ranks > 1:
+    if layout.placement.num_ranks > 1:
         vars(block)[DEEPSPEED_HOOK] = RefuseDeepSpeed()
         block.register_load_state_dict_post_hook(SettleOnLoad())
-    watch = OverwritingWatch(block, name, spread.parameters, spread.placement, spread.number)
-    watch.compares_itself = spread.ways.gathers
+    watch = OverwritingWatch(block, name, layout.parameters, layout.placement, layout.number)
+    watch.compares_itself = layout.routes.gathers
     return watch
 
 
@@ -34,10 +34,12 @@ def plan_reductions(axis: ExpertAxis, plan: Plan) -> dict[str, Reduction]:
     return build_reductions(axis.mesh, resolve_expert_axes(axis.mesh, plan.expert_axis), plan.sequence_axis)
 
 
-def describe_reductions(model: nn.Module, spread: dict[str, Spread], axis: ExpertAxis, plan: Plan) -> tuple[str, ...]:
+def describe_reductions(
+    model: nn.Module, layouts: dict[str, ExpertLayout], axis: ExpertAxis, plan: Plan
+) -> tuple[str, ...]:
     """Describe the reductions in lines, for `explain`. The model need not be spread yet."""
     of_experts, elsewhere = set[str](), set[str]()
-    for block, each in spread.items():
+    for block, each in layouts.items():
         own = each.parameters.of_experts(each.placement.local_experts)
         every = {name for names in each.parameters.separate for name in names}
         of_experts |= {joined(block, name) for name in (*each.parameters.stacked, *own)}

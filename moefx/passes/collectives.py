@@ -58,7 +58,7 @@ def insert_collectives(
     plan: Any,
     *,
     placement: Placement,
-    ways: ExchangeRoutes,
+    routes: ExchangeRoutes,
     stacked: Collection[str],
     trained: Collection[str] = (),
     samples: int = 0,
@@ -81,37 +81,39 @@ def insert_collectives(
             source=str(shared[0].meta.get("source", "")),
             remedy="apply it before the experts, or after their sum",
         )
-    _insert(routed, placement, ways, stacked, samples)
+    _insert(routed, placement, routes, stacked, samples)
     return eliminate_dead_code(block)
 
 
 def _insert(
-    routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes, stacked: Collection[str], samples: int
+    routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes, stacked: Collection[str], samples: int
 ) -> None:
     graph = routed.graph
     tokens, choices = (list(dict.fromkeys(n.args[0] for n in at)) for at in (routed.gathers, routed.picks))
     weights = get_argument(routed.pft, "topk_weights")
     if routed.has_weights and weights not in choices:
         choices = [*choices, weights]
-    fingerprint = _fingerprint(routed, [*tokens, *choices], placement, ways)
-    if ways.gathers:
-        return _insert_gather(routed, placement, ways, tokens, choices, fingerprint, stacked)
-    chunks = [Exchange(part, placement, ways) for part in (*(routed.copy() for _ in range(ways.chunks - 1)), routed)]
+    fingerprint = _fingerprint(routed, [*tokens, *choices], placement, routes)
+    if routes.gathers:
+        return _insert_gather(routed, placement, routes, tokens, choices, fingerprint, stacked)
+    chunks = [
+        Exchange(part, placement, routes) for part in (*(routed.copy() for _ in range(routes.chunks - 1)), routed)
+    ]
     with graph.inserting_before(routed.region[0]):
-        place = _insert_places(routed, placement, ways)
+        place = _insert_places(routed, placement, routes)
         places = [place] if len(chunks) == 1 else _insert_chunks(routed, place, len(chunks))
         for chunk, part in zip(chunks, places, strict=True):
             chunk.insert_plans(part)
         kwargs = {
-            "levels": ways.sizes,
-            "near": ways.splits_intra_node,
+            "levels": routes.sizes,
+            "near": routes.splits_intra_node,
             "fingerprint": fingerprint,
             "group": placement.group,
         }
-        counts = _insert_counts(routed, places, placement, ways, {**kwargs, "samples": samples})
+        counts = _insert_counts(routed, places, placement, routes, {**kwargs, "samples": samples})
         if len(chunks) == 1:  # the buffers of chunks would be mostly empty
             chunks[0].insert_packs(tokens, choices)
-        splits = iter(_insert_splits(routed, counts, placement, ways, kwargs, len(chunks)))
+        splits = iter(_insert_splits(routed, counts, placement, routes, kwargs, len(chunks)))
         for chunk in chunks:
             chunk.insert_rows(tokens, choices, splits)
     for chunk in chunks:
@@ -130,17 +132,17 @@ def _insert(
 def _insert_gather(
     routed: RoutedRegion,
     placement: Placement,
-    ways: ExchangeRoutes,
+    routes: ExchangeRoutes,
     tokens: list[fx.Node],
     choices: list[fx.Node],
     fingerprint: int,
     stacked: Collection[str],
 ) -> None:
     """Let every rank compute on the tokens of all ranks."""
-    gathered, moved = GatheredTokens(routed, placement, ways), Exchange(routed, placement, ways)
+    gathered, moved = GatheredTokens(routed, placement, routes), Exchange(routed, placement, routes)
     with routed.graph.inserting_before(routed.region[0]):
-        gathered.insert_gather(_insert_places(routed, placement, ways), tokens, choices, fingerprint)
-    moved.received, moved.routes = gathered.received, gathered.routes
+        gathered.insert_gather(_insert_places(routed, placement, routes), tokens, choices, fingerprint)
+    moved.received, moved.replacements = gathered.received, gathered.replacements
     moved.move_experts()
     for node in routed.sums:
         users = list(node.users)
@@ -151,7 +153,7 @@ def _insert_gather(
     _read_local_parts(routed.graph, stacked, placement)
 
 
-def _fingerprint(routed: RoutedRegion, sent: list[fx.Node], placement: Placement, ways: ExchangeRoutes) -> int:
+def _fingerprint(routed: RoutedRegion, sent: list[fx.Node], placement: Placement, routes: ExchangeRoutes) -> int:
     """Hash the exchanged values, their destinations, and the operations on them, which must be equal on all ranks.
     Names and values of parameters do not count."""
     numbers: dict[fx.Node, int] = {}
@@ -159,7 +161,7 @@ def _fingerprint(routed: RoutedRegion, sent: list[fx.Node], placement: Placement
     def describe(node: Any) -> str:
         return "parameter" if node.op == "get_attr" else f"%{numbers.setdefault(node, len(numbers))}"
 
-    lines = [f"{placement.places} {dataclasses.replace(ways, levels=(), position=0, timeout=None)} {ways.sizes}"]
+    lines = [f"{placement.places} {dataclasses.replace(routes, levels=(), position=0, timeout=None)} {routes.sizes}"]
     for node in sent:
         value = node.meta.get("val")
         lines.append(f"{describe(node)} {getattr(value, 'dtype', None)} {node.meta.get('letters')} {_width(value)}")
@@ -168,13 +170,13 @@ def _fingerprint(routed: RoutedRegion, sent: list[fx.Node], placement: Placement
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
 
 
-def _insert_places(routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes) -> fx.Node:
+def _insert_places(routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes) -> fx.Node:
     """Emit the destination of each slot."""
     topk_ids, _, keep = routed.pft.args[:3]
     if routed.pft.kwargs.get("capacity") is not None:
         keep = routed.emit_keep_mask()  # dropped slots are not sent
     slots = placement.num_slots
-    positions = [ways.position_of(p // slots) * slots + p % slots for p in placement.places]
+    positions = [routes.position_of(p // slots) * slots + p % slots for p in placement.places]
     letters = topk_ids.meta.get("letters", ("S", "K"))
     return routed.call(ops.place_choices.default, (topk_ids, keep), {"places": positions}, letters)
 
@@ -185,10 +187,10 @@ def _insert_chunks(routed: RoutedRegion, place: fx.Node, chunks: int) -> list[fx
 
 
 def _insert_counts(
-    routed: RoutedRegion, places: list[fx.Node], placement: Placement, ways: ExchangeRoutes, kwargs: dict[str, Any]
+    routed: RoutedRegion, places: list[fx.Node], placement: Placement, routes: ExchangeRoutes, kwargs: dict[str, Any]
 ) -> list[fx.Node]:
     """Emit the exchange of row counts of all hops."""
-    kwargs = {**kwargs, "num_slots": placement.num_slots, "dedup": ways.dedup}
+    kwargs = {**kwargs, "num_slots": placement.num_slots, "dedup": routes.dedup}
     counts = routed.call(ops.exchange_counts.default, (places,), kwargs, axis=placement.axis)
     return routed.unpack(counts, ((), ()))
 
@@ -197,13 +199,13 @@ def _insert_splits(
     routed: RoutedRegion,
     counts: list[fx.Node],
     placement: Placement,
-    ways: ExchangeRoutes,
+    routes: ExchangeRoutes,
     kwargs: dict[str, Any],
     chunks: int,
 ) -> list[fx.Node]:
     """Emit the numbers of rows of each hop, and of slots that end here, chunk by chunk."""
-    splits = routed.call(ops.read_counts.default, tuple(counts), {**kwargs, "timeout": ways.timeout})
-    labels = [ways.label(index) for index in range(len(ways.levels))] + ["near"] * ways.splits_intra_node
+    splits = routed.call(ops.read_counts.default, tuple(counts), {**kwargs, "timeout": routes.timeout})
+    labels = [routes.label(index) for index in range(len(routes.levels))] + ["near"] * routes.splits_intra_node
     names = (*(add_label("splits", label) for label in labels), "choices") * chunks
     letters = (*(("2", "W") for _ in labels), ("1",)) * chunks
     return routed.unpack(splits, letters, names)

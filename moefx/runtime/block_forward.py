@@ -127,7 +127,7 @@ class BlockForward:
             finally:
                 running.block = ""
             return self(*args, **kwargs)  # try again without the failed program
-        if getattr(self.specialize, "spread", None) is not None:
+        if getattr(self.specialize, "expert_layout", None) is not None:
             raise NotRewritten(
                 f"{self._shown_name} {self._refusal_text}. The original forward cannot run: this rank has only a part "
                 "of the experts"

@@ -50,15 +50,15 @@ def full_state_dict(
     for name, value in local_state.items():
         if name not in separate:
             keep(name, _unshard(value))
-    for block, (parameters, placement, ways) in spread.items():
-        for name, value in _gather_separate_experts(local_state, block, parameters, placement, ways):
+    for block, (parameters, placement, routes) in spread.items():
+        for name, value in _gather_separate_experts(local_state, block, parameters, placement, routes):
             keep(name, value)
     order = [name for name in _iterate_names(model) if name in found]
     return {name: found[name] for name in dict.fromkeys([*order, *found])}
 
 
 def _gather_separate_experts(
-    local_state: dict[str, Any], block: str, parameters: ExpertParameters, placement: Placement, ways: ExchangeRoutes
+    local_state: dict[str, Any], block: str, parameters: ExpertParameters, placement: Placement, routes: ExchangeRoutes
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather the parameters of separate experts: one collective per name and expert slot of a rank."""
     if not parameters.separate:
@@ -70,7 +70,7 @@ def _gather_separate_experts(
             parts = [torch.empty_like(value) for _ in range(placement.num_ranks)]
             dist.all_gather(parts, value, group=group)
             for position, part in enumerate(parts):
-                other = expert_at[ways.order[position] * placement.num_slots + slot]
+                other = expert_at[routes.order[position] * placement.num_slots + slot]
                 yield joined(block, parameters.separate[other][i]), part
 
 

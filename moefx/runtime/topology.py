@@ -148,14 +148,14 @@ class ExpertAxis:
         group = sequence_mesh.get_group()
         return SharedTokens(name, group.group_name, sequence_mesh.size(), dist.get_rank(group), gradients)
 
-    def build_ways(self, *, by_level: bool, dedup: bool, near_apart: bool = False) -> ExchangeRoutes:
+    def build_routes(self, *, by_level: bool, dedup: bool, splits_intra_node: bool = False) -> ExchangeRoutes:
         """Route rows in one exchange, or in one per level (`by_level`). The latter is collective: it makes groups."""
         if not by_level or len(self.topology.sizes) == 1:
-            levels, near_apart = (TopologyLevel(self.name, self.size, self._exchange_group),), False
+            levels, splits_intra_node = (TopologyLevel(self.name, self.size, self._exchange_group),), False
             order = Topology.from_ranks(self.own.mesh.tolist(), ()).order
         else:
             levels, order = self.levels, self.topology.order
-        return ExchangeRoutes(levels, order.index(self.rank), order, dedup, near_apart, self.timeout)
+        return ExchangeRoutes(levels, order.index(self.rank), order, dedup, splits_intra_node, self.timeout)
 
     @functools.cached_property
     def _exchange_group(self) -> str:

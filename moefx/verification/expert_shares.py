@@ -9,14 +9,14 @@ from ..comparison.rank_shares import Shares
 
 def find_shares(compiled: nn.Module) -> Shares | None:
     """This rank's part; None for a model that is not spread over a mesh."""
-    from ..distribution.block_distribution import spread_blocks  # torch.distributed is not in every build
+    from ..distribution.block_distribution import find_expert_layouts  # torch.distributed is not in every build
 
     stacked, here, elsewhere, group, sequence = {}, set(), set(), "", None
-    for block, spread in spread_blocks(compiled).items():
-        prefix, group = f"{block}." * bool(block), spread.placement.group
-        own, sequence = spread.placement.local_experts, spread.sequence
-        stacked |= {prefix + name: spread.placement for name in spread.parameters.stacked}
-        for expert, names in enumerate(spread.parameters.separate):
+    for block, layout in find_expert_layouts(compiled).items():
+        prefix, group = f"{block}." * bool(block), layout.placement.group
+        own, sequence = layout.placement.local_experts, layout.sequence
+        stacked |= {prefix + name: layout.placement for name in layout.parameters.stacked}
+        for expert, names in enumerate(layout.parameters.separate):
             (here if expert in own else elsewhere).update(prefix + name for name in names)
     names = frozenset(here), frozenset(elsewhere - here)
-    return Shares(group, stacked, *names, sequence, "" in spread_blocks(compiled)) if group else None
+    return Shares(group, stacked, *names, sequence, "" in find_expert_layouts(compiled)) if group else None

@@ -131,7 +131,7 @@ def case_rows_by_link() -> None:
             compiled(x)
         ids = model.blocks[0].route(model.first(x))[1]
         to = ids // 2  # rank
-        ways = moefx.blocks(compiled)[0].forward.specialize.spread.ways
+        routes = moefx.blocks(compiled)[0].forward.specialize.expert_layout.routes
         if name in ("flat", "dedup"):
             (group, sent), _ = rows
             assert dist.get_world_size(dist.distributed_c10d._resolve_process_group(group)) == world
@@ -139,8 +139,8 @@ def case_rows_by_link() -> None:
                 mine = (to == r).sum() if name == "flat" else (to == r).any(1).sum()
                 assert sent[r] == mine
             continue
-        inter, intra = (level.group for level in ways.levels)
-        assert [level.size for level in ways.levels] == [2, world // 2]
+        inter, intra = (level.group for level in routes.levels)
+        assert [level.size for level in routes.levels] == [2, world // 2]
         sent = next(sent for group, sent in rows if group == inter)
         for node in range(2):
             wanted = (to // 2 == node).any(1).sum()

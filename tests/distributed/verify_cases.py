@@ -155,8 +155,8 @@ def every_fault() -> None:
 def case_the_wrong_group() -> None:
     """Where every rank sends as many rows to every other, nothing but the numbers tells."""
     model, compiled = made("every expert", PLANS["rbd"], layers=1)
-    spread = moefx.blocks(compiled)[0].forward.specialize.spread
-    inter, intra = (level.group for level in spread.ways.levels)
+    layout = moefx.blocks(compiled)[0].forward.specialize.expert_layout
+    inter, intra = (level.group for level in layout.routes.levels)
     other = {inter: intra, intra: inter}
 
     def exchanged(rows, sent, received, group):

@@ -55,39 +55,39 @@ class Hop:
 class Exchange:
     """The exchange of a routed region, or of one chunk of its tokens, in both directions."""
 
-    def __init__(self, routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes):
-        self.routed, self.placement, self.ways = routed, placement, ways
+    def __init__(self, routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes):
+        self.routed, self.placement, self.routes = routed, placement, routes
         self.pft, self.results = routed.pft, routed.results
         self._call, self._parts = routed.call, routed.unpack
         self.hops: list[Hop] = []  # level by level
         self.near: Hop | None = None
         self.received: dict[fx.Node, fx.Node] = {}  # sent value -> received value
-        self.routes: dict[fx.Node, fx.Node] = {}  # result of the old `build_pft` -> result of the new one
+        self.replacements: dict[fx.Node, fx.Node] = {}  # result of the old `build_pft` -> result of the new one
 
     def insert_plans(self, place: fx.Node) -> None:
         """Emit the plans of the exchanges that start with this rank's own tokens."""
-        ways, near = self.ways, None
-        if ways.splits_intra_node:
-            kwargs = {"num_places": ways.sizes[-1] * self.placement.num_slots}
-            begin = ways.position // ways.sizes[-1] * kwargs["num_places"]
+        routes, near = self.routes, None
+        if routes.splits_intra_node:
+            kwargs = {"num_places": routes.sizes[-1] * self.placement.num_slots}
+            begin = routes.position // routes.sizes[-1] * kwargs["num_places"]
             parted = self._call(ops.near_and_far.default, (place,), {"begin": begin, **kwargs})
             near, place = self._parts(parted, (("S", "K"), ("S", "K")), ("near", "far"))
-        self.hops.append(self._plan(0, place, ways.label(0)))
+        self.hops.append(self._plan(0, place, routes.label(0)))
         if near is not None:
-            self.near = self._plan(len(ways.levels) - 1, near, "near")
+            self.near = self._plan(len(routes.levels) - 1, near, "near")
 
     def insert_packs(self, tokens: list[fx.Node], choices: list[fx.Node]) -> None:
         """Emit the packed rows for the same exchanges."""
         for hop in filter(None, (self.hops[0], self.near)):
-            kwargs = {"num_slots": hop.num_slots, "dedup": self.ways.dedup}
+            kwargs = {"num_slots": hop.num_slots, "dedup": self.routes.dedup}
             args = (tokens, choices, hop.place, *hop.plan[:3])
             name = add_label("packed", hop.label)
             hop.packed = self._call(ops.pack_rows.default, args, kwargs, ("N", "bytes"), name)
 
     def insert_rows(self, tokens: list[fx.Node], choices: list[fx.Node], splits: Iterator[fx.Node]) -> None:
         """Emit the exchange, and a `build_pft` of the received rows."""
-        ways, slots, weights = self.ways, self.placement.num_slots, self.pft.args[1]
-        of_hops = [next(splits) for _ in ways.levels]
+        routes, slots, weights = self.routes, self.placement.num_slots, self.pft.args[1]
+        of_hops = [next(splits) for _ in routes.levels]
         moved, values = tokens, choices
         for index, own_splits in enumerate(of_hops):
             self._start(self.hops[index], moved, values, own_splits)
@@ -95,14 +95,14 @@ class Exchange:
                 self._start(self.near, tokens, choices, next(splits))
             if index + 1 < len(of_hops):
                 moved, place, values = self._wait([self.hops[index]], ("pilots", "places", "pilot_weights"))
-                self.hops.append(self._plan(index + 1, place, ways.label(index + 1)))
+                self.hops.append(self._plan(index + 1, place, routes.label(index + 1)))
         arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
         self.received = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
         own_weights = self.received[weights] if self.routed.has_weights else None
         kwargs = {"num_experts": slots, "num_rows": next(splits)}
         here = self._call(ops.build_pft.default, (local, own_weights, None), kwargs)
         parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
-        self.routes = {self.results[i]: parts[i] for i in self.results}
+        self.replacements = {self.results[i]: parts[i] for i in self.results}
 
     def move_experts(self) -> None:
         """Let the experts compute on the received rows, with this rank's parameters."""
@@ -110,7 +110,7 @@ class Exchange:
         for node in routed.region:
             if node in routed.gathers or node in routed.picks:
                 node.args = (self.received[node.args[0]], *node.args[1:])
-            for before, after in self.routes.items():
+            for before, after in self.replacements.items():
                 node.replace_input_with(before, after)
             self._select_parameters(node)
             _mark_as_received(node)
@@ -118,9 +118,9 @@ class Exchange:
     # ------------------------------------------------------------------ hops
     def _plan(self, index: int, place: fx.Node, label: str) -> Hop:
         """Emit the plan of the hop at one level."""
-        level = self.ways.levels[index]
-        num_slots = self.ways.ranks_within(index) * self.placement.num_slots
-        kwargs = {"num_ranks": level.size, "num_slots": num_slots, "dedup": self.ways.dedup}
+        level = self.routes.levels[index]
+        num_slots = self.routes.ranks_within(index) * self.placement.num_slots
+        kwargs = {"num_ranks": level.size, "num_slots": num_slots, "dedup": self.routes.dedup}
         send = self._call(ops.plan_dispatch.default, (place,), kwargs, name=add_label("send", label))
         plan = self._parts(send, (("B",), ("B",), ("W+1",), place.meta["letters"]))
         return Hop(level, place, num_slots, label, plan)
@@ -132,7 +132,7 @@ class Exchange:
         sent = self._call(
             ops.all_to_all_rows.default,
             (tokens, choices, hop.place, hop.packed, *hop.plan),
-            {"num_slots": hop.num_slots, "dedup": self.ways.dedup, "group": hop.level.group},
+            {"num_slots": hop.num_slots, "dedup": self.routes.dedup, "group": hop.level.group},
             name=add_label("sent", hop.label),
             axis=hop.level.axis,
         )
@@ -151,7 +151,7 @@ class Exchange:
                 first.choices,
                 first.place,
             ),
-            {"num_slots": first.num_slots, "dedup": self.ways.dedup, "groups": [h.level.group for h in hops]},
+            {"num_slots": first.num_slots, "dedup": self.routes.dedup, "groups": [h.level.group for h in hops]},
         )
         node.meta["save"] = True
         letters = [("R", *t.meta.get("letters", ("S", "D"))[1:]) for t in first.tokens]

@@ -32,16 +32,16 @@ class GatheredTokens:
     """The exchange of a routed region.
 
     Attributes:
-        received: the received value for each sent one. routes: the new result of `build_pft` for each old one.
+        received: the received value for each sent one. replacements: the new result of `build_pft` for each old one.
     """
 
-    def __init__(self, routed: RoutedRegion, placement: Placement, ways: ExchangeRoutes):
-        self.routed, self.placement, self.ways = routed, placement, ways
-        (level,) = ways.levels
+    def __init__(self, routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes):
+        self.routed, self.placement, self.routes = routed, placement, routes
+        (level,) = routes.levels
         self.to = {"size": level.size, "group": level.group}
         self.axis = level.axis
         self.received: dict[fx.Node, fx.Node] = {}
-        self.routes: dict[fx.Node, fx.Node] = {}
+        self.replacements: dict[fx.Node, fx.Node] = {}
         self.place: fx.Node | None = None
         self.letter = "S"
 
@@ -50,10 +50,10 @@ class GatheredTokens:
         call, parts, pft = self.routed.call, self.routed.unpack, self.routed.pft
         self.place, self.letter, num = place, str(place.meta["letters"][0]), len(tokens)
         length = None
-        if not self.ways.max_tokens:
-            agreed = {"fingerprint": fingerprint, "host_group": self.ways.host_group}
+        if not self.routes.max_tokens:
+            agreed = {"fingerprint": fingerprint, "host_group": self.routes.host_group}
             length = call(ops.agree_length.default, (place,), agreed, ("1",), axis=self.axis)
-        sizes = {"max_tokens": self.ways.max_tokens or 0, **self.to}
+        sizes = {"max_tokens": self.routes.max_tokens or 0, **self.to}
         sent = call(ops.gather_tokens.default, (tokens, choices, place, length), sizes, name="sent", axis=self.axis)
         moving = parts(sent, ((),) * (2 * num + 1 + len(choices)))
         waited = call(ops.wait_gathered.default, (moving[: num + 1], moving[num + 1 :], choices, place), self.to)
@@ -62,12 +62,12 @@ class GatheredTokens:
         letters = (*of_tokens, ("A", "K"), *(("A", "K") for _ in choices))
         arrived = parts(waited, letters, (*("rows" for _ in tokens), "places", *("weights" for _ in choices)))
         self.received = dict(zip([*tokens, *choices], [*arrived[:num], *arrived[num + 1 :]], strict=True))
-        begin = self.ways.position * self.placement.num_slots
+        begin = self.routes.position * self.placement.num_slots
         slots = call(aten.sub.Tensor, (arrived[num], begin), {}, ("A", "K"), "slots")
         weights = self.received[get_argument(pft, "topk_weights")] if self.routed.has_weights else None
         here = call(ops.build_pft.default, (slots, weights, None), {"num_experts": self.placement.num_slots})
-        routes = parts(here, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
-        self.routes = {self.routed.results[i]: routes[i] for i in self.routed.results}
+        results = parts(here, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
+        self.replacements = {self.routed.results[i]: results[i] for i in self.routed.results}
 
     def insert_back(self, sums: fx.Node) -> fx.Node:
         """Return the sums of all ranks' tokens to the ranks of the tokens."""
