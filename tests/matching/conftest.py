@@ -19,5 +19,5 @@ def _proof_alone(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     passed = NumericCheck(True, "not run by this test")
-    with mock.patch.object(moefx.compiler.model_proof, "numeric_check", lambda *_: passed):
+    with mock.patch.object(moefx.compiler.model_proof, "check_numerically", lambda *_: passed):
         yield

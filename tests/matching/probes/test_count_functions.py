@@ -13,7 +13,7 @@ from torch import nn
 
 import moefx
 import moefx.compiler.model_proof
-from moefx.compiler.numeric_check import numeric_check
+from moefx.compiler.numeric_check import check_numerically
 from moefx.matching import prove
 from moefx.matching.probes.count_functions import vary_count_functions
 
@@ -124,7 +124,7 @@ def test_saturating_functions_of_counts_are_equal_or_refused(name):
 
 def test_the_numeric_check_sees_large_counts(monkeypatch):
     """The net under the proof: with nothing to tell it of large counts, the rewrite is still refused."""
-    monkeypatch.setattr(moefx.compiler.model_proof, "numeric_check", numeric_check)
+    monkeypatch.setattr(moefx.compiler.model_proof, "check_numerically", check_numerically)
     others = tuple(probe for probe in prove.INTERVENTIONS if probe.run is not vary_count_functions)
     monkeypatch.setattr(prove, "INTERVENTIONS", others)
     with pytest.raises(moefx.NoMoEBlockFound, match="a crowd of tokens"):
