@@ -486,6 +486,17 @@ def pruned():
     return expert
 
 
+class KeepsWeights(Loop):
+    """Keeps a list of copies of its experts' weights."""
+
+    kept = None
+
+    def expert(self, e, x, w):
+        if self.kept is None:
+            self.kept = [expert.up.weight.detach().clone() for expert in self.experts]
+        return self.experts[e].down(F.linear(x, self.kept[e])) * w
+
+
 class Counts(Loop):
     calls = 0
 
@@ -504,6 +515,7 @@ class Counts(Loop):
             r"computed from integers .* \[experts.0.",
         ),
         (lambda: Loop(pruned), r"set attributes in their forward, .* \[experts.0.up.weight, "),
+        (lambda: KeepsWeights(Mlp), r"set attributes in their forward, .* \[kept\]"),
     ],
 )
 def test_refused(kind, why):

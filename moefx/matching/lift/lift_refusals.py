@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -37,12 +38,16 @@ class NothingRouted(Refused):
 
 def explain_no_cut(capture: Capture, expert_nodes: set[fx.Node], experts: set[str]) -> Refused:
     """Explain why no node sums all routed rows. `experts` are the FQNs of the experts' parameters."""
-    written = [e for e in capture.effects if e.kind == "attribute" and e.node in expert_nodes]
+    written: dict[str, fx.Node] = {}  # by attribute
+    for effect in capture.effects:
+        nodes = [n for n in pytree.tree_leaves(effect.node) if isinstance(n, fx.Node)]
+        if effect.kind == "attribute" and not expert_nodes.isdisjoint(nodes):
+            written[str(effect.target)] = nodes[0]
     if written:
         return Refused(
             "the experts set attributes in their forward, as pruning and weight-norm hooks do",
-            culprits=tuple(str(e.target) for e in written[:3]),
-            source=str(written[0].node.meta["source"]),
+            culprits=tuple(written)[:3],
+            source=str(next(iter(written.values())).meta["source"]),
             remedy="use torch.nn.utils.parametrize instead; for pruning, call prune.remove",
         )
     users = (u for n in capture.nodes if n.op == "get_attr" and n.meta["fqn"] in experts for u in n.users)
