@@ -33,7 +33,7 @@ from .skipped_calls import SkipPlan, plan_skipped_calls
 from .tensor_trees import has_values, is_float, suspend_modes
 from .tracer import Tracer
 
-CANNOT_RUN = "does not run on abstract tensors, so its writes are unknown", "let it run on meta tensors"
+UNKNOWN_WRITES = "does not run on abstract tensors, so its writes are unknown", "let it run on meta tensors"
 
 
 @dataclasses.dataclass
@@ -210,7 +210,7 @@ class _SearchRun:
                     return out
             if key in self.opaque.results:
                 out = _make_fresh(tracer, self.opaque.results[key], seen.inputs)
-                self._finish(tracer, seen, out, CallChanges(missed=CANNOT_RUN))
+                self._finish(tracer, seen, out, CallChanges(missed=UNKNOWN_WRITES))
                 return out
             has_objects = any(True for _ in iterate_objects(args, kwargs))
             before = StateSnapshot(tracer, self.model, module, args, kwargs) if has_objects else None

@@ -178,10 +178,10 @@ class IntegerRanges:
     def _find_last_position(self, source: fx.Node, dim: int | None) -> int:
         """Return the last position along an axis, or among all elements."""
         shape = source.meta["val"].shape
-        several = range(len(shape)) if dim is None else [dim % len(shape)] if shape else []
-        if any(self._is_token_axis(source, d) for d in several):
+        axes = range(len(shape)) if dim is None else [dim % len(shape)] if shape else []
+        if any(self._is_token_axis(source, d) for d in axes):
             return UNBOUNDED
-        return math.prod(shape[d] for d in several) - 1
+        return math.prod(shape[d] for d in axes) - 1
 
     def _is_token_axis(self, source: fx.Node, dim: int) -> bool:
         is_ragged = dim == 0 and bool(source.meta.get("ragged"))
@@ -196,10 +196,8 @@ class IntegerRanges:
     def _is_over_rows(self, node: fx.Node) -> bool:
         """Return whether a sum runs over the rows of an expert."""
         operand, dims = node.args[0], node.args[1] if len(node.args) > 1 else ()
-        several = dims if isinstance(dims, (list, tuple)) else (dims,)
-        return bool(operand.meta.get("ragged")) and (
-            not several or any(d % operand.meta["val"].dim() == 0 for d in several)
-        )
+        axes = dims if isinstance(dims, (list, tuple)) else (dims,)
+        return bool(operand.meta.get("ragged")) and (not axes or any(d % operand.meta["val"].dim() == 0 for d in axes))
 
     def _propagate(self, node: fx.Node, name: str, val: torch.Tensor) -> Range | None:
         """Return the range of an op whose integer operands all have ranges."""

@@ -414,7 +414,7 @@ class ProofState:
         """
         self._arguments = arguments
         routings = [form.capture.tracer.routing.restart() for form in self._forms]
-        self._forms = [self.lift(*of) for of in zip(routings, self._sizes, strict=True)]
+        self._forms = [self.lift(routing, sizes) for routing, sizes in zip(routings, self._sizes, strict=True)]
 
 
 def find_value_lines(form: CanonicalForm) -> ValueLines:

@@ -207,11 +207,11 @@ def read_values_from_same_nodes(state: ProofState) -> None:
     If captures have the value at different nodes, such as the branches of a `where`, read it after both.
     """
     lines = [find_value_lines(form) for form in state.forms]
-    firsts = sorted({of: i for i, of in reversed([*enumerate(lines)])}.values())
+    firsts = sorted({own_lines: i for i, own_lines in reversed([*enumerate(lines)])}.values())
     ways = [(i, False) for i in firsts]
     for at, align_to_last in [*ways, (0, True)] if len(firsts) > 1 else ways:
         source = state.forms[at]
-        if not align_to_last and all(have_same_lines(of, lines[at]) for of in lines):
+        if not align_to_last and all(have_same_lines(own_lines, lines[at]) for own_lines in lines):
             continue
         relifted: dict[int, CanonicalForm] = {}
         with contextlib.suppress(Refused):
@@ -260,9 +260,9 @@ def _do_sizes_vary(state: ProofState, captures: list[int]) -> bool:
     def count(axes: tuple[str, ...], among: Iterable[int]) -> int:
         return len({tuple(state.sizes[i][dim] for dim in axes) for i in among})
 
-    every, dims = range(len(state.sizes)), state.arguments.dims
-    return count(dims, captures) >= min(3, count(dims, every)) and all(
-        count((dim,), captures) >= min(2, count((dim,), every)) for dim in dims
+    all_captures, dims = range(len(state.sizes)), state.arguments.dims
+    return count(dims, captures) >= min(3, count(dims, all_captures)) and all(
+        count((dim,), captures) >= min(2, count((dim,), all_captures)) for dim in dims
     )
 
 

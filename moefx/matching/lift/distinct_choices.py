@@ -120,8 +120,8 @@ class _Derivations:
         self._tokens = find_token_sizes(capture)
         self._fixed: dict[Any, Any] | None = None
         if capture.sizes.leaks or capture.sizes.leaked_routing:
-            here, *there = (collect_numbers(c.nodes) for c in (capture, *others))
-            self._fixed = {at: n for at, n in here.items() if all(n == other.get(at) for other in there)}
+            own_numbers, *other_numbers = (collect_numbers(c.nodes) for c in (capture, *others))
+            self._fixed = {at: n for at, n in own_numbers.items() if all(n == other.get(at) for other in other_numbers)}
         self._known: dict[fx.Node, list[_Derivation] | None] = {}
         self._same: dict[str, list[_Derivation] | None] = {}  # by op and arguments: it selects the same again
         self._rows = torch.zeros(1, dtype=torch.int64)  # by choice: its row

@@ -145,14 +145,14 @@ class ChoiceSums:
 
 def _move_to_capture(group: Group, capture: Capture) -> Group | None:
     """Replace the nodes of a group by those at the same positions of a capture, or return None if its ops differ."""
-    several = [n for ref in group.values for n in ref.nodes]
-    here = {n: capture.nodes[i] for n in several if (i := n.meta["index"]) < len(capture.nodes)}
-    if any(n not in here or here[n].target != n.target for n in several):
+    nodes = [n for ref in group.values for n in ref.nodes]
+    node_here = {n: capture.nodes[i] for n in nodes if (i := n.meta["index"]) < len(capture.nodes)}
+    if any(n not in node_here or node_here[n].target != n.target for n in nodes):
         return None
 
     def twin(ref: NodeRef) -> NodeRef:
         columns = tuple(map(twin, ref.columns))
-        return dataclasses.replace(ref, node=columns[0].node if columns else here[ref.node], columns=columns)
+        return dataclasses.replace(ref, node=columns[0].node if columns else node_here[ref.node], columns=columns)
 
     return dataclasses.replace(group, values=[*map(twin, group.values)])
 

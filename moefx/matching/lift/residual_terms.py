@@ -58,7 +58,7 @@ def _order_like(template: list[NodeRef], refs: list[NodeRef], lookup: ValueLooku
     """
     mine = {ref.position: ref for ref in refs}
     if not all(ref.position in mine for ref in template):
-        mine = {ref.position: ref for ref in lookup.zero_sum_tests()} | mine
+        mine = {ref.position: ref for ref in lookup.zero_rows()} | mine
     ordered = [mine[ref.position] for ref in template if ref.position in mine]
     return ordered if len(ordered) == len(template) and set(refs) <= set(ordered) else refs
 

@@ -150,7 +150,7 @@ class ValueLookup:
                     out |= {r for t in range(self.num_tokens) if (r := self.get_element(ref, t, 0, 0)) is not None}
         return self._rows[shape]
 
-    def zero_sum_tests(self) -> list[NodeRef]:
+    def zero_rows(self) -> list[NodeRef]:
         """List the candidates with one row per token whose rows are all zero."""
         return [
             ref

@@ -52,12 +52,12 @@ def add_boundary_values(state: ProofState, sizes: dict[str, int]) -> tuple[Argum
         if not found:
             break
         tried |= found
-        if can_run(state, every := arguments.with_extra_values(found), sizes):
-            arguments = every
+        if can_run(state, with_all := arguments.with_extra_values(found), sizes):
+            arguments = with_all
             continue
         for value in sorted(found, key=str):
-            if can_run(state, alone := arguments.with_extra_values({value}), sizes):
-                arguments = alone
+            if can_run(state, with_one := arguments.with_extra_values({value}), sizes):
+                arguments = with_one
     return arguments, captured
 
 

@@ -186,11 +186,11 @@ def _is_limit_test(state: ProofState, read: HostRead) -> bool:
 
 def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
     """Return whether the compared number grows with the tokens."""
-    of = read.origins if read.node is None else {read.node}
-    if not of:  # a number of rows
+    origins = read.origins if read.node is None else {read.node}
+    if not origins:  # a number of rows
         return True
-    found = [ranges.get(n) if isinstance(n, fx.Node) else None for n in of]
-    return ROW_COUNT in of or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
+    found = [ranges.get(n) if isinstance(n, fx.Node) else None for n in origins]
+    return ROW_COUNT in origins or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
 
 
 def _find_boundary_values(
@@ -265,15 +265,19 @@ def _find_named_numbers(block: nn.Module) -> list[float]:
 
 def _is_single_token_test(read: HostRead) -> bool:
     """Return whether a comparison tells one token from more, with the same outcome for none: `n <= 1`."""
-    asked = read.comparison
+    comparison = read.comparison
     if (
-        asked is None
+        comparison is None
         and read.node is not None
         and op_name(read.node) in COMPARE
         and depends_on_routing(read.node.args[0])
     ):
-        asked = op_name(read.node), read.node.args[1]
-    return asked is not None and type(asked[1]) is int and asked in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
+        comparison = op_name(read.node), read.node.args[1]
+    return (
+        comparison is not None
+        and type(comparison[1]) is int
+        and comparison in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
+    )
 
 
 def _is_about_rows(read: HostRead) -> bool:

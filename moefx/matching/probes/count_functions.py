@@ -65,7 +65,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
         A description of the constant, for the refusal, by source line and op.
     """
     made: dict[tuple[Source, str, Any], set[Any]] = {}
-    of: dict[tuple[Source, str, Any], set[float]] = {}
+    operand_values: dict[tuple[Source, str, Any], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
     for form in state.forms:
         for site, limit in find_limits(form.capture, state.unforced_lengths).items():
@@ -91,10 +91,12 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
             if len(seen) > 1:
                 continue
             seen |= _find_outcomes(form.capture, n, by)
-            of.setdefault(key, set()).update(*[find_extremes(form.capture, a) for a in _find_value_operands(by)])
+            operand_values.setdefault(key, set()).update(
+                *[find_extremes(form.capture, a) for a in _find_value_operands(by)]
+            )
             if len(seen) == 1 and (depends_on_routing(n) or n.meta["val"].dtype is torch.bool) and ranges.is_decided(n):
                 seen |= {0, 1}
-    same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(of[key]) > 1}
+    same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(operand_values[key]) > 1}
     same = {key: seen for key, seen in same.items() if _is_constant(state, key)}
     return {key: _describe_outcome(next(iter(seen))) for key, seen in same.items()}
 
@@ -149,11 +151,11 @@ def _has_unbounded_operands(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> b
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or not val.numel() or by.target in SHAPE_ONLY:
         return False
-    of = [a for a in by.all_input_nodes if getattr(a.meta.get("val"), "dtype", torch.bool) is not torch.bool]
+    operands = [a for a in by.all_input_nodes if getattr(a.meta.get("val"), "dtype", torch.bool) is not torch.bool]
     if op_name(by) == "_to_copy":  # floats that are rounded
-        of = [a for a in of if a.meta["val"].is_floating_point() or val.dtype is torch.bool]
-        return not val.is_floating_point() and any(_is_unbounded(ranges, a) for a in of)
-    return op_name(by) not in ELEMENT_MOVES | NEW_TENSORS and any(_is_unbounded(ranges, a) for a in of)
+        operands = [a for a in operands if a.meta["val"].is_floating_point() or val.dtype is torch.bool]
+        return not val.is_floating_point() and any(_is_unbounded(ranges, a) for a in operands)
+    return op_name(by) not in ELEMENT_MOVES | NEW_TENSORS and any(_is_unbounded(ranges, a) for a in operands)
 
 
 def _is_unbounded(ranges: IntegerRanges, node: fx.Node) -> bool:
@@ -197,9 +199,9 @@ def _tests_positions(n: fx.Node, sizes: set[int]) -> bool:
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.dtype != torch.bool or depends_on_routing(n) or n.target in SHAPE_ONLY:
         return False
-    of = [(a, v) for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor)]
-    asked = [(a, v) for a, v in of if not sizes.isdisjoint(v.shape)]
-    return bool(asked) and all(v.dtype != torch.bool and a.all_input_nodes for a, v in asked)
+    operands = [(a, v) for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor)]
+    tested = [(a, v) for a, v in operands if not sizes.isdisjoint(v.shape)]
+    return bool(tested) and all(v.dtype != torch.bool and a.all_input_nodes for a, v in tested)
 
 
 def _is_function_of_elements(n: fx.Node) -> bool:

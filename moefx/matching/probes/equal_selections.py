@@ -59,17 +59,17 @@ def separate_selections(state: ProofState) -> None:
     Raises:
         Refused: the other outcome changes the form.
     """
-    alike: dict[DecisionSite, list[CanonicalForm]] = {}
-    apart: set[DecisionSite] = set()
+    equal_forms: dict[DecisionSite, list[CanonicalForm]] = {}
+    differing: set[DecisionSite] = set()
     for form in state.forms:
         for n in _find_other_choices(form):
             for site in map(locate_decision, find_float_decisions(n)):
                 if site in form.capture.tracer.interventions or not _are_alike(n.meta["val"], form.ids, form):
-                    apart.add(site)
-                alike.setdefault(site, []).append(form)
-    for site, several in alike.items():
-        if site not in apart and _can_differ(several[0], site):
-            for captured in choose_captures(several):
+                    differing.add(site)
+                equal_forms.setdefault(site, []).append(form)
+    for site, forms in equal_forms.items():
+        if site not in differing and _can_differ(forms[0], site):
+            for captured in choose_captures(forms):
                 _separate(state, site, FORCE_MIXED, _SECOND_SELECTION, captured)
     for site, first in _find_equal_numbers(state).items():
         _separate(state, site, _swap_tokens(len(first.ids)), _EQUAL_NUMBER, first.capture)
@@ -84,7 +84,7 @@ def _find_equal_numbers(state: ProofState) -> dict[DecisionSite, CanonicalForm]:
         The first form that has the number, by the key of the op in `Interventions`.
     """
     equal: dict[DecisionSite, CanonicalForm] = {}
-    apart: set[DecisionSite] = set()
+    differing: set[DecisionSite] = set()
     for form in state.forms:
         index = form.expert_index.nodes
         ranges = IntegerRanges.with_more_tokens(form.capture)
@@ -98,10 +98,10 @@ def _find_equal_numbers(state: ProofState) -> dict[DecisionSite, CanonicalForm]:
                 continue
             site = locate_decision(n)
             if site in form.capture.tracer.interventions or not _equals_slots(val, form.ids):
-                apart.add(site)
+                differing.add(site)
             elif len(form.ids.unique(dim=0)) > 1:
                 equal.setdefault(site, form)
-    return {site: first for site, first in equal.items() if site not in apart}
+    return {site: first for site, first in equal.items() if site not in differing}
 
 
 def _equals_slots(val: torch.Tensor, ids: torch.Tensor) -> bool:
@@ -138,8 +138,8 @@ def _find_other_choices(form: CanonicalForm) -> list[fx.Node]:
     """Find integers and masks per token that the routed sum depends on, but the expert index does not."""
     if "m" in form.expert_index.axes:  # each expert has a slot
         return []
-    every = collect_ancestors(form.cut) - collect_ancestors(*form.expert_index.nodes) - form.replaced_nodes
-    return sorted((n for n in every if _is_per_token(n, form)), key=lambda n: n.meta["index"])
+    candidates = collect_ancestors(form.cut) - collect_ancestors(*form.expert_index.nodes) - form.replaced_nodes
+    return sorted((n for n in candidates if _is_per_token(n, form)), key=lambda n: n.meta["index"])
 
 
 def _is_per_token(n: fx.Node, form: CanonicalForm) -> bool:

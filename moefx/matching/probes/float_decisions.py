@@ -61,8 +61,8 @@ def mix_decisions(state: ProofState) -> None:
         _force_each(state, decision.source, flipped, decision.what, decision.met)
     comparisons = [d for d in doubtful if d.what == _COMPARISON]
     if len(comparisons) > 1:  # one may matter only together with another
-        every = frozenset().union(*[d.made_of for d in comparisons])
-        _force_each(state, comparisons[0].source, every, _TOGETHER, comparisons[0].met[:1])
+        all_sites = frozenset().union(*[d.made_of for d in comparisons])
+        _force_each(state, comparisons[0].source, all_sites, _TOGETHER, comparisons[0].met[:1])
 
 
 def _find_decisions(state: ProofState) -> list[_Decision]:
@@ -71,8 +71,8 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
     for form in state.forms:
         for n in form.capture.nodes:
             made_of = find_float_decisions(n)
-            mine = set(map(locate_decision, made_of))
-            if not mine or mine & form.capture.tracer.interventions.keys():
+            sites = set(map(locate_decision, made_of))
+            if not sites or sites & form.capture.tracer.interventions.keys():
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
             decided = n if is_boolean else made_of[0]
@@ -80,7 +80,7 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
             site = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
             what = _COMPARISON if is_boolean else _INTEGER
             decision = found.setdefault(site, _Decision(decided.meta["source"], what))
-            decision.made_of |= mine
+            decision.made_of |= sites
             decision.met.append(form)
             columns = [
                 set(v.unique().tolist()) for v in _split_columns(n.meta["val"], decided, form, state.num_experts)

@@ -48,24 +48,24 @@ class Observation:
 
     Attributes:
         values: two of its values, or the one that all elements have.
-        of: values of its operands.
+        operand_values: values of its operands.
         is_same: the result equals an operand.
         num_runs: how often the program ran the op with this call stack.
     """
 
     node: fx.Node
     values: set[float]
-    of: set[float]
+    operand_values: set[float]
     is_same: bool
     num_runs: int = 0
 
     @property
     def is_doubtful(self) -> bool:
-        return self.is_same or (len(self.values) == 1 and len(self.of) > 1)
+        return self.is_same or (len(self.values) == 1 and len(self.operand_values) > 1)
 
     def __or__(self, other: Observation) -> Observation:
         is_same = self.is_same and other.is_same
-        return Observation(self.node, self.values | other.values, self.of | other.of, is_same)
+        return Observation(self.node, self.values | other.values, self.operand_values | other.operand_values, is_same)
 
 
 def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
@@ -77,11 +77,13 @@ def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
         site = (n.meta.get("calls") or n.meta["source"], str(n.target))
         counts[site] += 1
         made_of = find_operands(n)
-        of = set().union(*[find_extremes(capture, a) for a in (made_of[:1] if op_name(n) in LOOKUPS else made_of)])
+        operand_values = set().union(
+            *[find_extremes(capture, a) for a in (made_of[:1] if op_name(n) in LOOKUPS else made_of)]
+        )
         is_same = _can_saturate(n) and any(
             are_equal(capture.concrete_value(a), capture.concrete_value(n)) for a in made_of
         )
-        one = Observation(n, find_extremes(capture, n), of, is_same)
+        one = Observation(n, find_extremes(capture, n), operand_values, is_same)
         is_one_way = one.is_same or len(one.values) == 1  # doubtful, alone or together with other captures
         if is_one_way and not ranges:
             ranges.append(IntegerRanges(capture.nodes, of_call=True))
@@ -95,8 +97,8 @@ def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
 def _is_decided(ranges: IntegerRanges, n: fx.Node) -> bool:
     """Return whether a node has this outcome for all inputs: `(ids % 4).clamp(max=3)` never clamps."""
     found = ranges.get(n)
-    of = [ranges.get(a) for a in find_operands(n)] if op_name(n) in CLAMPS else []
-    return ranges.is_decided(n) or any(found and r and all(map(are_equal, found, r)) for r in of)
+    bounds = [ranges.get(a) for a in find_operands(n)] if op_name(n) in CLAMPS else []
+    return ranges.is_decided(n) or any(found and r and all(map(are_equal, found, r)) for r in bounds)
 
 
 def _can_saturate(n: fx.Node) -> bool:

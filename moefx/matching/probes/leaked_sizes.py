@@ -48,8 +48,8 @@ class _CommonBehaviour:
     def __init__(self, state: ProofState):
         many = [form.capture for form in state.forms if math.prod(form.tokens) > 1]
         self.state = state
-        self.every = set().union(*map(_collect_lines, many))
-        self.always = set.intersection(*map(_collect_lines, many))
+        self.all_lines = set().union(*map(_collect_lines, many))
+        self.common_lines = set.intersection(*map(_collect_lines, many))
         columns = list(map(_collect_numbers, many))
         self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
         self.most = 4 * max(len(c.nodes) for c in many)
@@ -108,7 +108,7 @@ class _CommonBehaviour:
         if not all(g.holds(sizes) for g in self.guards):
             return False, False
         captured = self.state.capture(Routing(kind, 8), sizes, most=self.most)
-        are_same = self.always <= _collect_lines(captured) <= self.every and not (
+        are_same = self.common_lines <= _collect_lines(captured) <= self.all_lines and not (
             self.leaked_routing and self._has_other_form(captured)
         )
         return not are_same, self.has_moved(captured)
@@ -182,14 +182,14 @@ def try_round_sizes(state: ProofState) -> None:
     sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MAX_NAMED]})
     for n in itertools.takewhile(lambda n: n < max_capture_tokens(state.forms, times=4), sizes):
         try:
-            if not any(here := usual.differs(n)):
+            if not any(own := usual.differs(n)):
                 continue
             beside = [_find_next(state, n, step) for step in (-1, 1)]
             before, after = map(usual.differs, beside)
         except CaptureError:  # too long: a loop over the tokens
             state.add_guard(SizeGuard(state.arguments.tokens, "lt", str(n), True))
             return
-        if any(at and not (low or high) for at, low, high in zip(here, before, after, strict=True)):
+        if any(at and not (low or high) for at, low, high in zip(own, before, after, strict=True)):
             leaks = sorted(set().union(*[form.capture.sizes.leaks for form in state.forms]))
             raise Refused(
                 f"the block computes something different for {n} tokens than for {beside[0]} or {beside[1]}, by sizes "
@@ -200,9 +200,9 @@ def try_round_sizes(state: ProofState) -> None:
 
 def _find_next(state: ProofState, tokens: int, step: int) -> int:
     """Return the next number of tokens in direction `step` with other sizes."""
-    several = range(tokens + step, tokens + _FEW * step, step)
+    candidates = range(tokens + step, tokens + _FEW * step, step)
     return next(
-        (n for n in several if state.size_choice.choose_sequence(n) != state.size_choice.choose_sequence(tokens)),
+        (n for n in candidates if state.size_choice.choose_sequence(n) != state.size_choice.choose_sequence(tokens)),
         tokens + step,
     )
 
@@ -246,10 +246,10 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
     if 2 * tokens > MAX_CROWD_TOKENS:
         return False
     arguments = state.arguments
-    several = (
+    candidates = (
         arguments.choose_sizes(times * tokens, 1) for times in _SEQUENCES
     )  # not one sequence: S must differ from B*S
-    sizes = next((s for s in several if arguments.tokens_per_unit * s[arguments.dims[-1]] >= tokens), None)
+    sizes = next((s for s in candidates if arguments.tokens_per_unit * s[arguments.dims[-1]] >= tokens), None)
     if sizes is None:
         return False
     try:

@@ -139,8 +139,10 @@ def _find_comparison_node(read: HostRead) -> fx.Node | None:
     node = read.node
     while node is not None and op_name(node) in ("any", "all") and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    of = node.args[0] if node is not None and op_name(node) in TWO_SIDED else None
-    return node if isinstance(of, fx.Node) and (depends_on_routing(of) or is_made_of_rows(of)) else None
+    compared = node.args[0] if node is not None and op_name(node) in TWO_SIDED else None
+    return (
+        node if isinstance(compared, fx.Node) and (depends_on_routing(compared) or is_made_of_rows(compared)) else None
+    )
 
 
 def _compares_load(capture: Capture, read: HostRead) -> bool:
@@ -155,13 +157,13 @@ def _compares_load(capture: Capture, read: HostRead) -> bool:
             not read.origins and op not in ORDERED and type(other) in (int, float) and (other < 0 or other % 1 != 0)
         )
         return is_unbounded(ranges, read) and not is_never
-    of: Any = node.args[0] if (node := _find_comparison_node(read)) is not None else None
-    if of is None or not find_token_sizes(capture).isdisjoint(
-        of.meta["val"].shape
+    compared: Any = node.args[0] if (node := _find_comparison_node(read)) is not None else None
+    if compared is None or not find_token_sizes(capture).isdisjoint(
+        compared.meta["val"].shape
     ):  # a number for each token, such as its position
         return False
-    if (found := ranges.get(of)) is None:
-        return op_name(of) in ("sum", "count_nonzero") and is_made_of_rows(of)  # not ids of experts
+    if (found := ranges.get(compared)) is None:
+        return op_name(compared) in ("sum", "count_nonzero") and is_made_of_rows(compared)  # not ids of experts
     return bool((found[1] >= UNBOUNDED // 2).any())
 
 

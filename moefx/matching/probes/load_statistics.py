@@ -36,11 +36,11 @@ def is_load_statistic(capture: Capture, node: fx.Node) -> bool:
 def has_loads(capture: Capture, node: fx.Node) -> bool:
     """Return whether a value follows from the choice of experts, and has no axis of tokens."""
     val: Any = node.meta.get("val")
-    several = val if isinstance(val, (tuple, list)) else [val]
+    values = val if isinstance(val, (tuple, list)) else [val]
     return (
         follows_from_integers(node)
         and _depends_on_floats(node)
-        and all(_has_no_tokens(capture, node, v) for v in several)
+        and all(_has_no_tokens(capture, node, v) for v in values)
     )
 
 

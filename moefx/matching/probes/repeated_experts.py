@@ -63,13 +63,13 @@ def repeat_experts(state: ProofState) -> None:
     if form is not None and not all(_has_shown(form, i, pairs) for i in range(len(pairs))):
         raise again
     if any(map(_is_looked_up, (node for node, _ in made))):
-        nobody = Refused(
+        invalid_id = Refused(
             "the program looks up an expert by a number that may be below 0, which counts from the end",
             culprits=culprits, source=source, remedy="index the experts with the result of topk directly",
         )  # fmt: skip
-        form = _lift_with_choices(state, sizes, _build_flips(first, made, _choose_nobody), nobody)
+        form = _lift_with_choices(state, sizes, _build_flips(first, made, _choose_no_expert), invalid_id)
         if form is not None and any(e < 0 for group in form.groups for e in group.ids):
-            raise nobody
+            raise invalid_id
 
 
 def _has_shown(form: CanonicalForm, i: int, pairs: list[tuple[int, int | None]]) -> bool:
@@ -162,8 +162,8 @@ def _find_unfilled(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Nod
 
 def _is_looked_up(node: fx.Node) -> bool:
     """Return whether a node looks up integers in a buffer."""
-    of = node.args[0] if node.args else None
-    return op_name(node) in LOOKUPS and isinstance(of, fx.Node) and of.op == "get_attr"
+    table = node.args[0] if node.args else None
+    return op_name(node) in LOOKUPS and isinstance(table, fx.Node) and table.op == "get_attr"
 
 
 def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:
@@ -223,7 +223,7 @@ def _repeat_earlier(pairs: list[tuple[int, int | None]]) -> _Change:
     return change
 
 
-def _choose_nobody(chosen: list[torch.Tensor]) -> torch.Tensor:
+def _choose_no_expert(chosen: list[torch.Tensor]) -> torch.Tensor:
     """Replace the first slot's choice by -1 in one token of `_TOKENS_PER_CHANGE`."""
 
     which = (torch.arange(len(chosen[-1])) % _TOKENS_PER_CHANGE == 1) & (len(chosen) == 1)

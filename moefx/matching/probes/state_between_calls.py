@@ -36,11 +36,11 @@ def vary_state_between_calls(state: ProofState) -> None:
     """
     first = state.reference.capture
     buffers = dict(state.block.named_buffers())  # buffers are read when the call runs
-    left = {str(e.target): e.node for e in first.effects if e.kind == "attribute" and e.target not in buffers}
-    if not left:
+    written = {str(e.target): e.node for e in first.effects if e.kind == "attribute" and e.target not in buffers}
+    if not written:
         return
     with contextlib.ExitStack() as stack:
-        for path, node in left.items():
+        for path, node in written.items():
             owner, _, key = path.rpartition(".")
             values = vars(state.block.get_submodule(owner))
             stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
@@ -48,17 +48,17 @@ def vary_state_between_calls(state: ProofState) -> None:
         try:
             again = state.require_same_form(state.lift(Routing("diverse", 0), state.sizes[0]))
         except Refused as why:
-            raise _refuse_carried(left) from why
+            raise _refuse_carried(written) from why
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
-    if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in left for n in again.capture.nodes):
-        raise _refuse_carried(left)
+    if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in written for n in again.capture.nodes):
+        raise _refuse_carried(written)
 
 
-def _refuse_carried(left: dict[str, Any]) -> Refused:
-    node = next((n for n in pytree.tree_leaves(left) if isinstance(n, fx.Node)), None)
+def _refuse_carried(written: dict[str, Any]) -> Refused:
+    node = next((n for n in pytree.tree_leaves(written) if isinstance(n, fx.Node)), None)
     return Refused(
         "the block reads an attribute that its previous call has set",
-        culprits=tuple(left),
+        culprits=tuple(written),
         source=str(node.meta["source"]) if node is not None else "",
         remedy="compute it in every call; to use one choice in several blocks, return it and pass it on as an argument",
     )

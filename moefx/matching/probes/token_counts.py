@@ -49,20 +49,20 @@ def vary_token_counts(state: ProofState) -> None:
     one, more_than_one = arguments.choose_sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
     many = [arguments.choose_sizes(3 * state.size_choice.first_tokens, 2)] if state.max_experts <= 64 else []
     near = arguments.choose_tokens_near(3, avoid=(state.reference.slots,))
-    several = [state.size_choice.choose_sequence(near), arguments.choose_sequence(near)]
+    few = [state.size_choice.choose_sequence(near), arguments.choose_sequence(near)]
     before = len(state.forms)
-    for sizes in filter(state.size_choice.satisfies_restrictions, several if several[0] != several[1] else several[:1]):
+    for sizes in filter(state.size_choice.satisfies_restrictions, few if few[0] != few[1] else few[:1]):
         _vary_few_tokens(state, sizes)
     if (
         len(state.forms) == before
         and state.size_choice.satisfies_restrictions(sizes := state.size_choice.choose_as_captured(near))
-        and sizes not in several
+        and sizes not in few
     ):
         _vary_few_tokens(state, sizes)  # on the captures' side of each comparison of sizes
     for sizes in filter(state.size_choice.satisfies_restrictions, [one, *many]):
         # comparisons that had both outcomes before do not exclude these sizes
-        asked = [g for g in state.seen_guards() if all(g.holds(s) for s in state.sizes)]
-        apart = more_than_one if sizes == one else next((g for g in asked if not g.holds(sizes)), None)
+        guards = [g for g in state.seen_guards() if all(g.holds(s) for s in state.sizes)]
+        optional = more_than_one if sizes == one else next((g for g in guards if not g.holds(sizes)), None)
         # one token shows the form only if it chooses experts that do something: try several choices
         most = max(state.reference.groups, key=lambda g: len(g.ids)).ids
         more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
@@ -76,10 +76,10 @@ def vary_token_counts(state: ProofState) -> None:
             if isinstance(found, CanonicalForm) or (sizes != one and not isinstance(found, NothingRouted)):
                 break
         if isinstance(found, CanonicalForm):
-            state.add_evidence(found, sizes, optional=apart)
-        elif apart is None:
+            state.add_evidence(found, sizes, optional=optional)
+        elif optional is None:
             raise found
-        elif sizes == one and all(g.holds(one) for g in asked):
+        elif sizes == one and all(g.holds(one) for g in guards):
             state.add_guard(more_than_one)
 
 
@@ -109,7 +109,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     differs: list[Refused] = []
     routings: list[tuple[RoutingKind, int]] = [("diverse", 5), ("concentrated", busy)]
     for kind, seed in routings:
-        form = _lift_at_work(state, kind, seed, sizes)
+        form = _lift_first_routed(state, kind, seed, sizes)
         if isinstance(form, NothingRouted) and found:
             form = Refused(
                 "no expert runs for a few tokens that all choose the same experts",
@@ -130,7 +130,9 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
         state.add_evidence(form, sizes)
 
 
-def _lift_at_work(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int]) -> CanonicalForm | Exception:
+def _lift_first_routed(
+    state: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int]
+) -> CanonicalForm | Exception:
     """Lift the first of several captures in which an expert runs: a few tokens may all be masked."""
     found: CanonicalForm | Exception = Refused("no routing was tried")
     for n in range(_MAX_TRIALS if state.size_choice.is_as_captured(sizes) else _MAX_TRIALS_ELSEWHERE):

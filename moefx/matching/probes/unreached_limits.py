@@ -46,22 +46,25 @@ def overflow_limits(state: ProofState) -> None:
     Raises:
         Refused: a limited number is no plain count, so the tokens that reach the limit are unknown.
     """
-    slots, seen = state.reference.slots, [find_limits(form.capture, state.unforced_lengths) for form in state.forms]
+    slots, limits_by_capture = (
+        state.reference.slots,
+        [find_limits(form.capture, state.unforced_lengths) for form in state.forms],
+    )
     for attempt in range(4):
-        sites = find_unreached(seen)
+        sites = find_unreached(limits_by_capture)
         most = [_count_most(form) for form in state.forms]
-        left: set[int] = set()
+        unreached: set[int] = set()
         for site, found in sites.items():
             # a capacity that grows with the tokens and has room for all of them is never exceeded
-            pairs = [(s.get(site), n) for s, n in zip(seen, most, strict=True)]
+            pairs = [(s.get(site), n) for s, n in zip(limits_by_capture, most, strict=True)]
             if len(found) == 1:
-                left |= found
+                unreached |= found
             elif short := {limit for limit, n in pairs if limit and limit < n}:
-                left |= short | found & {UNKNOWN}
-        if not left:
-            _overflow_every_expert(state, seen)
+                unreached |= short | found & {UNKNOWN}
+        if not unreached:
+            _overflow_every_expert(state, limits_by_capture)
             return
-        lowest = min(left)
+        lowest = min(unreached)
         if lowest == UNKNOWN:
             site = next(site for site, found in sites.items() if UNKNOWN in found)
             raise Refused(
@@ -83,7 +86,7 @@ def overflow_limits(state: ProofState) -> None:
                 raise
             break
         state.add_evidence(form, sizes)
-        seen.append(find_limits(form.capture, state.unforced_lengths))
+        limits_by_capture.append(find_limits(form.capture, state.unforced_lengths))
     state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
 
 

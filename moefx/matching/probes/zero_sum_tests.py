@@ -43,8 +43,8 @@ def adds_nothing(read: HostRead) -> bool | None:
         None if the capture left the expert out.
     """
     assert read.node is not None
-    several = [_adds_nothing(n) for n in find_float_decisions(read.node)]
-    return False if False in several else None if None in several else True
+    verdicts = [_adds_nothing(n) for n in find_float_decisions(read.node)]
+    return False if False in verdicts else None if None in verdicts else True
 
 
 def _is_reduced_from_rows(n: fx.Node) -> bool:
@@ -60,8 +60,8 @@ def _adds_nothing(compared: fx.Node) -> bool | None:
         node = node.args[0]
     if op_name(node) not in ("index", "index_select", "gather") or not _is_not_below_zero(node):
         return False
-    left = [*_find_leaving(node)]
-    return None if not left else all(_leaves_as_it_was(n, node) for n in left)
+    leaving = [*_find_leaving(node)]
+    return None if not leaving else all(_leaves_as_it_was(n, node) for n in leaving)
 
 
 def _find_leaving(weights: fx.Node) -> Iterator[fx.Node]:
@@ -117,10 +117,10 @@ def _is_zero(n: Any, weights: fx.Node) -> bool:
 
 def _identify_pick(n: fx.Node) -> int:
     """Hash the elements that an op picks: `w[t, k, None]` has the hash of `w[t, k]`."""
-    of: Any = n.args[0]
-    while op_name(of) == "unsqueeze":
-        of = of.args[0]
-    return hash_computation(n.target, (of, *n.args[1:]), n.kwargs)
+    picked: Any = n.args[0]
+    while op_name(picked) == "unsqueeze":
+        picked = picked.args[0]
+    return hash_computation(n.target, (picked, *n.args[1:]), n.kwargs)
 
 
 def _is_not_below_zero(n: Any) -> bool:
