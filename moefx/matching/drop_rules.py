@@ -38,7 +38,11 @@ def explain_drops(match: Match) -> None:
     owned = {e for group in match.groups for e in group.ids}
     if all(torch.equal(torch.isin(form.ids, torch.tensor([*owned])), form.kept_slots) for form in match.evidence):
         return
-    find_tie_break = functools.cache(lambda: _find_tie_break(match, owned))  # needs another capture
+
+    @functools.cache  # needs another capture
+    def find_tie_break() -> TieBreak | None:
+        return _find_tie_break(match, owned)
+
     match.drop_rule = _find_rule(match, owned)
     if match.drop_rule is None:
         match.keep_masks = find_masks(match, find_tie_break)

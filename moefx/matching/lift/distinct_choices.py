@@ -4,7 +4,7 @@ One `topk` returns K different positions. A program may compute expert ids from 
 an offset per group. This module evaluates such a computation at every possible position. Two slots are distinct if no
 positions that they can have together give both the same expert.
 
-A *choice* is one entry that a selection returns; choices are numbered from 1. Choices in the same *row* hold different
+A *variable* is one entry that a selection returns, numbered from 1. Variables in the same *row* hold different
 positions: one selection returns them, or a later selection masks the earlier ones.
 """
 
@@ -53,14 +53,14 @@ _COMBINED = {"add", "div", "mul", "neg", "sub", *_PASSED_ON}
 
 
 class _Derivation(NamedTuple):
-    """The elements of an integer tensor as functions of choices.
+    """The elements of an integer tensor as functions of variables.
 
     Attributes:
-        choice: the choice on which each element depends; 0 if it is constant.
-        values: the element at each of the N positions of the choice.
+        variable: the variable on which each element depends; 0 if it is constant.
+        values: the element at each of the N positions that the variable can hold.
     """
 
-    choice: torch.Tensor  # int64 [*shape]
+    variable: torch.Tensor  # int64 [*shape]
     values: torch.Tensor  # [N, *shape]
 
     def at(self, position: int) -> torch.Tensor:
@@ -86,12 +86,12 @@ def has_distinct_slots(
         if derivations is None:
             return False
         read = [
-            [view_as_slots(x, form.tokens, ref.axes) for x in (derivation.choice, *derivation.values)]
+            [view_as_slots(x, form.tokens, ref.axes) for x in (derivation.variable, *derivation.values)]
             for derivation in derivations
         ]
         for k in range(read[0][0].shape[1]):
             slots.append(
-                [_Derivation(choice[:, k], torch.stack([v[:, k] for v in values])) for choice, *values in read]
+                [_Derivation(variable[:, k], torch.stack([v[:, k] for v in values])) for variable, *values in read]
             )
     among = torch.tensor(sorted(experts))
     return not any(
@@ -124,18 +124,18 @@ class _Derivations:
             self._fixed = {at: n for at, n in own_numbers.items() if all(n == other.get(at) for other in other_numbers)}
         self._known: dict[fx.Node, list[_Derivation] | None] = {}
         self._same: dict[str, list[_Derivation] | None] = {}  # by op and arguments: it selects the same again
-        self._rows = torch.zeros(1, dtype=torch.int64)  # by choice: its row
-        self._sizes = torch.ones(1, dtype=torch.int64)  # by choice: the number of positions
+        self._rows = torch.zeros(1, dtype=torch.int64)  # by variable: its row
+        self._sizes = torch.ones(1, dtype=torch.int64)  # by variable: the number of positions
 
     def may_coincide(self, a: _Derivation, b: _Derivation, among: torch.Tensor) -> bool:
-        """Return whether two slots ([T] choices and [N, T] values each) can hold one of these numbers together."""
+        """Return whether two slots ([T] variables and [N, T] values each) can hold one of these numbers together."""
         counts, is_at = zip(*(self._count_positions(derivation, among) for derivation in (a, b)), strict=True)
         if counts[0] is None or counts[1] is None:
             return True
         n = min(len(at) for at in is_at)
         both = (is_at[0][:n] & is_at[1][:n]).sum(0)  # by number: positions at which both slots hold it
-        is_same = a.choice == b.choice
-        is_beside = ~is_same & (self._rows[a.choice] == self._rows[b.choice])
+        is_same = a.variable == b.variable
+        is_beside = ~is_same & (self._rows[a.variable] == self._rows[b.variable])
         is_apart = ~(is_same | is_beside)
         found = [(is_same, both), (is_beside, counts[0] * counts[1] - both), (is_apart, counts[0] * counts[1])]
         return any(bool(tokens.any() and pairs.any()) for tokens, pairs in found)
@@ -148,7 +148,7 @@ class _Derivations:
         Returns:
             The counts, or None if tokens differ, and whether the slot is each number at each position: [N, numbers].
         """
-        sizes = self._sizes[derivation.choice]
+        sizes = self._sizes[derivation.variable]
         values = derivation.values[: int(sizes[0])]
         is_at = values[:, :1] == among
         is_uniform = bool((sizes == sizes[0]).all() and (values == values[:, :1]).all())
@@ -229,38 +229,38 @@ class _Derivations:
             return None
         if size in self._tokens:
             return None
-        found = self._add_choices(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
+        found = self._add_variables(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
         if among is not None and self._follows_masks:
             self._join_earlier(found, producer.args[0], among)
         return found
 
     def _join_earlier(self, found: _Derivation, scores: fx.Node, axis: int) -> None:
-        """Add new choices to the row of earlier ones, if the scores at these are masked before the selection."""
+        """Add new variables to the row of earlier ones, if the scores at these are masked before the selection."""
         axis, shape = axis % scores.meta["val"].dim(), scores.meta["val"].shape
-        is_one = found.choice.dim() < len(shape) or found.choice.shape[axis] == 1
+        is_one = found.variable.dim() < len(shape) or found.variable.shape[axis] == 1
         masks = self._find_masks(scores, is_one)
         if sum(int(mask.values.sum(axis + 1).max()) for mask in masks) >= shape[axis]:
             return  # every score may be masked
         rows, earlier = None, []
         for mask in masks:
-            choice = mask.choice.expand(shape).narrow(axis, 0, 1)
+            variable = mask.variable.expand(shape).narrow(axis, 0, 1)
             is_at = mask.values.expand(-1, *shape).movedim(axis + 1, -1).diagonal(dim1=0, dim2=-1)
-            is_equal_in_row = bool((mask.choice == mask.choice.narrow(axis, 0, 1)).all())
+            is_equal_in_row = bool((mask.variable == mask.variable.narrow(axis, 0, 1)).all())
             if len(mask.values) != shape[axis] or not is_equal_in_row or not bool(is_at.all()):
                 continue
-            if rows is None or torch.equal(self._rows[choice], rows):
-                rows = self._rows[choice]
-                earlier.append(choice.flatten())
+            if rows is None or torch.equal(self._rows[variable], rows):
+                rows = self._rows[variable]
+                earlier.append(variable.flatten())
         if rows is None or rows.unique().numel() < rows.numel():
             return
         of_rows = torch.isin(self._rows, rows).nonzero().flatten()
         if not bool(torch.isin(of_rows, torch.cat(earlier)).all()):
-            return  # the row has a choice that is not masked
-        rows = rows if found.choice.dim() == len(shape) else rows.squeeze(axis)
-        self._rows[found.choice] = rows.expand(found.choice.shape)
+            return  # the row has a variable that is not masked
+        rows = rows if found.variable.dim() == len(shape) else rows.squeeze(axis)
+        self._rows[found.variable] = rows.expand(found.variable.shape)
 
     def _find_masks(self, scores: fx.Node, is_one: bool) -> list[_Derivation]:
-        """Find the masked scores, as functions of earlier choices. Empty if other scores may be as low.
+        """Find the masked scores, as functions of earlier variables. Empty if other scores may be as low.
 
         Args:
             is_one: whether a single score is selected. The second largest probability may be 0, like masked ones.
@@ -292,7 +292,7 @@ class _Derivations:
                 several = [
                     derivation
                     and _scatter_positions(
-                        _Derivation(derivation.choice[..., None], derivation.values[..., None]),
+                        _Derivation(derivation.variable[..., None], derivation.values[..., None]),
                         -1,
                         node.meta["val"].shape,
                     )
@@ -301,7 +301,7 @@ class _Derivations:
                 break
             if not several or None in several:
                 return []
-            found += [_Derivation(one.choice, one.values != 0) for one in several if one is not None]
+            found += [_Derivation(one.variable, one.values != 0) for one in several if one is not None]
             node = earlier
         return [] if _may_be_low(node) else found
 
@@ -310,43 +310,43 @@ class _Derivations:
         derivation = self._derive_only(node)
         if derivation is None:
             return []
-        axis %= derivation.choice.dim()
-        parts = zip(derivation.choice.split(1, axis), derivation.values.split(1, axis + 1), strict=True)
-        return [_Derivation(choice, values) for choice, values in parts]
+        axis %= derivation.variable.dim()
+        parts = zip(derivation.variable.split(1, axis), derivation.values.split(1, axis + 1), strict=True)
+        return [_Derivation(variable, values) for variable, values in parts]
 
     def _derive_only(self, node: Any) -> _Derivation | None:
         derivations = self.derive(node) if isinstance(node, fx.Node) and _holds_integers(node) else None
         return derivations[0] if derivations is not None and len(derivations) == 1 else None
 
-    def _add_choices(self, axis: int | None, values: torch.Tensor) -> _Derivation:
-        """Add choices with these values by position. If `axis` is given, choices along it share a row."""
-        choice = len(self._rows) + torch.arange(values[0].numel()).view(values.shape[1:])
+    def _add_variables(self, axis: int | None, values: torch.Tensor) -> _Derivation:
+        """Add variables with these values by position. If `axis` is given, variables along it share a row."""
+        variable = len(self._rows) + torch.arange(values[0].numel()).view(values.shape[1:])
         rows = (
-            choice if axis is None else choice.narrow(axis, 0, 1).expand(choice.shape)
-        )  # named after its first choice
+            variable if axis is None else variable.narrow(axis, 0, 1).expand(variable.shape)
+        )  # named after its first variable
         self._rows = torch.cat([self._rows, rows.flatten()])
-        self._sizes = torch.cat([self._sizes, torch.full((choice.numel(),), len(values))])
-        return _Derivation(choice, values)
+        self._sizes = torch.cat([self._sizes, torch.full((variable.numel(),), len(values))])
+        return _Derivation(variable, values)
 
     def _reselect(self, node: Any, axis: int, shape: torch.Size) -> _Derivation | None:
         """Derive a selection without replacement among different numbers."""
         derivation, along = self._find_distinct(node, axis), axis % len(shape)
         if derivation is None or any(
-            n != m for i, (n, m) in enumerate(zip(shape, derivation.choice.shape, strict=True)) if i != along
+            n != m for i, (n, m) in enumerate(zip(shape, derivation.variable.shape, strict=True)) if i != along
         ):
             return None
         first = derivation.values.narrow(along + 1, 0, 1)
-        return self._add_choices(axis, first.expand(len(first), *shape))
+        return self._add_variables(axis, first.expand(len(first), *shape))
 
     def _find_distinct(self, node: Any, axis: int) -> _Derivation | None:
         """Return the derivation of a node if its numbers differ along an axis, as one function of the position."""
         derivations = self._known.get(node)
-        if derivations is None or len(derivations) != 1 or not derivations[0].choice.dim():
+        if derivations is None or len(derivations) != 1 or not derivations[0].variable.dim():
             return None
-        choice, values = derivations[0]
-        alike = all(bool((x == x.narrow(axis, 0, 1)).all()) for x in (self._rows[choice], *values))
-        apart = bool(choice.sort(axis).values.diff(dim=axis).all() and values.sort(0).values.diff(dim=0).all())
-        return derivations[0] if alike and apart and choice.all() else None
+        variable, values = derivations[0]
+        is_aligned = all(bool((x == x.narrow(axis, 0, 1)).all()) for x in (self._rows[variable], *values))
+        are_distinct = bool(variable.sort(axis).values.diff(dim=axis).all() and values.sort(0).values.diff(dim=0).all())
+        return derivations[0] if is_aligned and are_distinct and variable.all() else None
 
     def _derive_branches(self, val: torch.Tensor, branches: list[Any]) -> list[_Derivation] | None:
         """Derive a `where` with an unknown mask: the derivations of both branches."""
@@ -355,23 +355,23 @@ class _Derivations:
             derivations = self._known[branch] if isinstance(branch, fx.Node) else [_constant(torch.tensor(branch))]
             if derivations is None or len(found) + len(derivations) > _MAX_DERIVATIONS:
                 return None
-            for choice, values in derivations:
+            for variable, values in derivations:
                 values = values.view(len(values), *[1] * (val.dim() - values.dim() + 1), *values.shape[1:])
-                found.append(_Derivation(choice.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype)))
+                found.append(_Derivation(variable.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype)))
         return found
 
     def _derive_computation(self, node: fx.Node) -> list[_Derivation] | None:
-        """Derive an op that moves numbers, or computes with those of one choice."""
+        """Derive an op that moves numbers, or computes with those of one variable."""
         by = _producer(node)
         name, inputs = op_name(by), by.all_input_nodes
         several = [derivations for a in inputs if (derivations := self._known[a]) is not None]
         if name == "scatter" and len(several) == len(inputs) and not isinstance(by.args[3], fx.Node):
             base, index = (self._known[a] for a in by.args[:3:2])
-            if len(base) != 1 or len(index) != 1 or bool(base[0].choice.any()):
+            if len(base) != 1 or len(index) != 1 or bool(base[0].variable.any()):
                 return None
             at = _scatter_positions(index[0], by.args[1], node.meta["val"].shape)
             put = torch.tensor(by.args[3], dtype=node.meta["val"].dtype)
-            return at and [_Derivation(at.choice, torch.where(at.values, put, base[0].values[0]))]
+            return at and [_Derivation(at.variable, torch.where(at.values, put, base[0].values[0]))]
         looks_up, moves = name in _GATHERS, name in MOVES | _SPLITS
         computes = name in _POINTWISE or torch.Tag.pointwise in getattr(by.target, "tags", ())
         if not (looks_up or moves or computes) or is_random(by) or len(several) < len(inputs):
@@ -388,15 +388,17 @@ class _Derivations:
                 ]
             )
             if computes:
-                choice = _common_choice([derivation.choice.expand(values.shape[1:]) for derivation in derivations])
+                variable = _common_variable(
+                    [derivation.variable.expand(values.shape[1:]) for derivation in derivations]
+                )
             elif looks_up:
                 indices = {a: derivation.at(0) for a, derivation in given.items()}
-                choice = _call(node, indices | {inputs[0]: derivations[0].choice})
+                variable = _call(node, indices | {inputs[0]: derivations[0].variable})
             else:
-                choice = _call(node, {a: derivation.choice for a, derivation in given.items()}, padding=0)
-            if choice is None:
+                variable = _call(node, {a: derivation.variable for a, derivation in given.items()}, padding=0)
+            if variable is None:
                 return None
-            found.append(_Derivation(choice, values))
+            found.append(_Derivation(variable, values))
         return found
 
     def _is_at_constants(self, node: fx.Node) -> bool:
@@ -437,13 +439,13 @@ def _is_low(value: Any) -> bool:
 
 def _scatter_positions(index: _Derivation | None, axis: int, shape: torch.Size) -> _Derivation | None:
     """Derive the mask of the entries that a write at one index along an axis changes."""
-    if index is None or index.choice.dim() != len(shape) or index.choice.shape[axis] != 1:
+    if index is None or index.variable.dim() != len(shape) or index.variable.shape[axis] != 1:
         return None
     axis %= len(shape)
-    if any(n != m for i, (n, m) in enumerate(zip(index.choice.shape, shape, strict=True)) if i != axis):
+    if any(n != m for i, (n, m) in enumerate(zip(index.variable.shape, shape, strict=True)) if i != axis):
         return None
     indices = torch.arange(shape[axis]).view(-1, *[1] * (len(shape) - axis - 1))
-    return _Derivation(index.choice.expand(shape), (index.values % shape[axis]) == indices)
+    return _Derivation(index.variable.expand(shape), (index.values % shape[axis]) == indices)
 
 
 def _find_row_index(node: fx.Node) -> fx.Node | None:
@@ -493,10 +495,10 @@ def _max_positions(derivations: Iterable[_Derivation]) -> int:
     return max((len(derivation.values) for derivation in derivations), default=0)
 
 
-def _common_choice(choices: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the choice on which each element depends; None if some element depends on two."""
-    found = torch.stack(choices).amax(0)
-    return found if all(bool(((c == 0) | (c == found)).all()) for c in choices) else None
+def _common_variable(variables: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the variable on which each element depends; None if some element depends on two."""
+    found = torch.stack(variables).amax(0)
+    return found if all(bool(((c == 0) | (c == found)).all()) for c in variables) else None
 
 
 def _call(node: fx.Node, inputs: dict[fx.Node, torch.Tensor], **changed: Any) -> torch.Tensor:

@@ -96,10 +96,10 @@ class ExpertWeights:
             starts = [p.steps[k][3] for p in parts]
             if step != 1 or any(p.steps[k][4] - p.steps[k][3] != stop - start for p in parts):
                 return None
-            parts = self._emit_strided_slices(before, dim, starts, stop - start)
-            if parts is None:
+            slices = self._emit_strided_slices(before, dim, starts, stop - start)
+            if slices is None:
                 return None
-            node = parts
+            node = slices
         else:
             return None
         return self._apply_steps(node, first.steps[k + 1 :], 1)

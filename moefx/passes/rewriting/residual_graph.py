@@ -177,7 +177,7 @@ class ResidualGraph:
         if any(v.dim() or int(v) != v for v in values):
             return None
         points = [(sizes, int(v)) for sizes, v in zip(self.match.sizes, values, strict=True)]
-        if (formula := find_formula(points, self.match.expressions, laws=False)) is None:
+        if (formula := find_formula(points, self.match.expressions, try_linear=False)) is None:
             return None
         kwargs = {"dtype": values[0].dtype, "device": self.input_device()}
         return self.call(aten.full.default, ([], self.sizes.emit_formula(formula)), kwargs, self.describe(aligned))

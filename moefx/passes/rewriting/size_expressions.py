@@ -144,7 +144,7 @@ class SizeExpressions:
         if len(set(values)) < 3:
             return None
         points, more = list(zip(self.match.sizes, values, strict=True)), self._probe_integers(path)
-        found = find_formula([*points, *(more or ())], self.match.expressions, laws=False)
+        found = find_formula([*points, *(more or ())], self.match.expressions, try_linear=False)
         # Rounding can only be verified at further sizes.
         return found if more is not None or found is None or found.text in self.match.expressions else None
 
