@@ -30,7 +30,7 @@ from .inspection.explain import Explanation, merge_refusals
 from .ir.argument_binding import ExampleInputs, flatten_arguments
 from .ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
 from .passes.pass_manager import get_pass_name
-from .runtime.block_forward import BlockForward, install_forward, signature_binder
+from .runtime.block_forward import BlockForward, install_forward, make_signature_binder
 from .runtime.program import Program
 from .util.model_copy import copy_model
 from .util.progress import report_progress
@@ -324,7 +324,7 @@ def _build_program(matched: MatchedBlock, block: nn.Module) -> Program:
 
 def _find_failed_guard(program: Program, matched: MatchedBlock, block: nn.Module) -> str:
     """The first guard of a program that the example's own call fails, or ""."""
-    named = signature_binder(block)(*matched.call.args, **matched.call.kwargs)
+    named = make_signature_binder(block)(*matched.call.args, **matched.call.kwargs)
     index = program.find_failed_guard(block, flatten_arguments(named, program.objects))
     return "" if index < 0 else str(program.guards[index])
 

@@ -19,7 +19,7 @@ from .inspection.explain import BlockReport
 from .inspection.history import History
 from .ir.argument_binding import Specialization
 from .ir.block_graph import BlockGraph
-from .runtime.block_forward import BlockForward, rewritten_blocks
+from .runtime.block_forward import BlockForward, find_rewritten_blocks
 
 if TYPE_CHECKING:
     from .planner.decision import Decision
@@ -124,7 +124,7 @@ def find_forwards(given: nn.Module) -> dict[str, BlockForward]:
     """The rewritten blocks of a model. If it was compiled with `backend="moefx"`, also the regions of its graphs."""
     if is_compiled_function(given):
         return find_graph_regions(given)[1]
-    own = rewritten_blocks(model := unwrap_model(given))
+    own = find_rewritten_blocks(model := unwrap_model(given))
     # A result of `moefx.compile` shares weights with its original, which torch may have compiled, too.
     return own if own and given is model else {**find_graph_regions(given)[1], **own}
 

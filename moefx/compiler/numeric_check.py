@@ -17,7 +17,7 @@ from ..comparison.block_check import verify_block
 from ..errors import summarize_error
 from ..ir.argument_binding import find_device, flatten_arguments
 from ..matching.guarded_sizes import find_sequence
-from ..runtime.block_forward import signature_binder
+from ..runtime.block_forward import make_signature_binder
 from .pipeline import BlockRewrite
 
 
@@ -122,7 +122,7 @@ def _concentrate_rows(x: torch.Tensor) -> torch.Tensor:
 
 def _placeholder_binder(block: nn.Module, result: BlockRewrite) -> Any:
     """Return a function from the arguments of a call to the values of the placeholders."""
-    bind, paths = signature_binder(block), result.graph.binding.paths
+    bind, paths = make_signature_binder(block), result.graph.binding.paths
 
     def pick(*args: Any, **kwargs: Any) -> list[Any]:
         values = dict(flatten_arguments(bind(*args, **kwargs), result.graph.binding.objects))

@@ -35,7 +35,7 @@ from ..passes.checkpoint import set_checkpoint_policy
 from ..passes.fuse import fuse
 from ..passes.pass_manager import PassManager, get_pass_name
 from ..passes.rewrite import Placeholders, RewriteResult
-from ..runtime.block_forward import signature_binder
+from ..runtime.block_forward import make_signature_binder
 from .proof_attempts import prove_and_rewrite
 
 PASSES = (fuse, set_checkpoint_policy)
@@ -182,7 +182,7 @@ def keep_captured_graph(result: BlockRewrite) -> BlockRewrite:
 def find_argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:
     """Find the path of each tensor argument of a call in the block's own signature."""
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    named = signature_binder(block)(*args, **kwargs)
+    named = make_signature_binder(block)(*args, **kwargs)
     by_id: dict[int, list[Path]] = {}
     for path, value in flatten_arguments(named):
         if isinstance(value, torch.Tensor):
@@ -196,7 +196,7 @@ def find_object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     Raises:
         Refused: the same object is passed twice.
     """
-    named = signature_binder(block)(*args, **kwargs)
+    named = make_signature_binder(block)(*args, **kwargs)
     found: dict[int, tuple[Path, PassedObject]] = {}
     for path, value in flatten_arguments(named):
         if is_passed(value) and id(value) in found:

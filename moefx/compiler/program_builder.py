@@ -20,8 +20,8 @@ from ..ir.argument_binding import (
 )
 from ..ir.guards.attribute_reads import BLOCK_MODE, AttributeLocation, find_globals, read_value
 from ..ir.guards.stored_values import StoredFieldNames, StoredForward, can_snapshot, is_configuration, snapshot
-from ..runtime.block_forward import signature_binder
-from ..runtime.change_detection import absorbed_names
+from ..runtime.block_forward import make_signature_binder
+from ..runtime.change_detection import find_absorbed_names
 from ..runtime.program import Program
 from .pipeline import BlockRewrite
 
@@ -45,7 +45,7 @@ def build_program(
         tied: the `ties` of the block.
     """
     objects = result.graph.binding.objects
-    leaves = flatten_arguments(signature_binder(block)(*args, **kwargs), objects)
+    leaves = flatten_arguments(make_signature_binder(block)(*args, **kwargs), objects)
     call = specialize_call(block, leaves, objects)
     device = find_device(block).type
     arguments = tuple((path, move_kind(kind, device)) for path, kind in call.arguments)
@@ -53,7 +53,7 @@ def build_program(
     read = set(read)
     training = block.training if BLOCK_MODE in read else None
     key = Specialization(training, True if reads_grad else None, autocast, arguments)
-    absorbed = absorbed_names(block, result.graph, result.rewritten.repeated)
+    absorbed = find_absorbed_names(block, result.graph, result.rewritten.repeated)
     values = {
         w: read_value(block, w) for w in sorted(read - {BLOCK_MODE}) if not _is_absorbed_parameter(block, w, absorbed)
     }

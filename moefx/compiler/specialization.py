@@ -33,7 +33,7 @@ from ..ir.guards.attribute_reads import (
 )
 from ..ir.guards.stored_values import StoredForward, is_same
 from ..ir.passed_objects import replace_objects
-from ..runtime.block_forward import BlockForward, signature_binder, signature_of
+from ..runtime.block_forward import BlockForward, get_signature, make_signature_binder
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
 from .numeric_check import check_numerically
@@ -194,7 +194,7 @@ class LazySpecializer:
         Raises:
             Refused: the tensors do not correspond to the recorded ones.
         """
-        bind = signature_binder(block)
+        bind = make_signature_binder(block)
         recorded_args, recorded_kwargs = self.arguments.build_call(self.arguments.sizes)
         recorded = dict(flatten_arguments(bind(*recorded_args, **recorded_kwargs)))
         mine = {id(t): (path, describe_leaf(t)) for path, t in flatten_arguments(bind(*args, **kwargs))}
@@ -211,7 +211,7 @@ class LazySpecializer:
             Refused: the kinds of the arguments do not determine them.
         """
         args, kwargs = self.arguments.build_call(self.arguments.sizes)
-        bound = signature_of(block).bind(*args, **kwargs)
+        bound = get_signature(block).bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
             mine = dict(flatten_arguments([(name, value)]))
@@ -264,7 +264,7 @@ def _check_admits(block: nn.Module, program: Program, args: tuple, kwargs: dict[
         Refused: a guard of the program excludes the call's sizes.
     """
     index = program.find_failed_guard(
-        block, flatten_arguments(signature_binder(block)(*args, **kwargs), program.objects)
+        block, flatten_arguments(make_signature_binder(block)(*args, **kwargs), program.objects)
     )
     if index >= 0:
         raise Refused(f"no proof was found for the sizes of this call, only for {program.guards[index]}")
@@ -297,7 +297,7 @@ def _admits_call(
         return False
     if program.guard is None or args is None:
         return True
-    leaves = flatten_arguments(signature_binder(block)(*args, **(kwargs or {})), program.objects)
+    leaves = flatten_arguments(make_signature_binder(block)(*args, **(kwargs or {})), program.objects)
     return program.find_failed_guard(block, leaves) < 0
 
 

@@ -35,8 +35,8 @@ from ..ir.guards.attribute_reads import (
 )
 from ..ir.guards.stored_values import is_same
 from ..matching.unsupported_effects import NO_CACHE
-from ..runtime.block_forward import rewritten_blocks
-from ..runtime.change_detection import absorbed_names, find_hook_kind
+from ..runtime.block_forward import find_rewritten_blocks
+from ..runtime.change_detection import find_absorbed_names, find_hook_kind
 from ..util.model_copy import copy_model
 from ..util.progress import announce
 from ..util.user_code import forward_line, user_line
@@ -147,7 +147,7 @@ def _with_values(t: torch.Tensor) -> torch.Tensor:
 def _run_originals(model: nn.Module) -> Iterator[None]:
     """Run the original code of blocks that were rewritten before."""
     with contextlib.ExitStack() as stack:
-        for forward in rewritten_blocks(model).values():
+        for forward in find_rewritten_blocks(model).values():
             stack.enter_context(forward.running("original"))
         yield
 
@@ -202,7 +202,7 @@ def _drop_observed_blocks(model: nn.Module, matched: list[MatchedBlock]) -> tupl
 
 def _find_observer(block: nn.Module, result: BlockRewrite) -> tuple[str, str] | None:
     """The first hook on an absorbed module, or sharded parameter, of a block: reason and remedy."""
-    for part in absorbed_names(block, result.graph, result.rewritten.repeated):
+    for part in find_absorbed_names(block, result.graph, result.rewritten.repeated):
         if hook := find_hook_kind(block.get_submodule(part)):
             return (
                 f"{part} has a {hook}, which the rewritten block would not call",

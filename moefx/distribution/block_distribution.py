@@ -26,19 +26,19 @@ from ..passes.overlap import overlap_exchanges
 from ..passes.pass_manager import PassManager
 from ..passes.ssmb import shard_sequence
 from ..runtime import gradient_clipping, state_dicts
-from ..runtime.block_forward import rewritten_blocks
+from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.link_costs import DEFAULT_TOKENS, choose_fastest, predict_seconds
 from ..runtime.saved_routing import save_routing as save_routing
 from ..runtime.sharding import (
     ExpertParameters,
     copy_with_all_experts,
-    owner_and_tensor,
+    find_owner_and_tensor,
     place_experts_in_order,
     resolve_expert_axes,
     select_mesh_axis,
     shard_experts,
 )
-from ..runtime.state_dicts import OnLoad, OnSave, joined
+from ..runtime.state_dicts import OnLoad, OnSave, join_name
 from ..runtime.topology import ExpertAxis
 from ..util.user_code import forward_line
 from .expert_storage import find_expert_parameters
@@ -287,19 +287,20 @@ def check_owners(model: nn.Module, layouts: dict[str, ExpertLayout], blocks: Seq
     for block in blocks:
         parameters = layouts[block].parameters
         for name in (*parameters.stacked, *(name for each in parameters.separate for name in each)):
-            _, parameter = owner_and_tensor(model.get_submodule(block), name)
+            _, parameter = find_owner_and_tensor(model.get_submodule(block), name)
             each, num_experts = parameters.stacked.get(name), layouts[block].placement.num_experts
             if each and len(parameter) != each * num_experts:
                 raise Refused(
-                    f"{joined(block, name)} holds {len(parameter) // each} experts, {num_experts} of them in the block",
+                    f"{join_name(block, name)} holds {len(parameter) // each} experts, "
+                    f"{num_experts} of them in the block",
                     remedy="keep those that are spread over the mesh in a parameter of their own",
                 )
             if parameter.device.type not in (mesh.device_type, "meta"):
                 raise InvalidInput(
-                    f"{joined(block, name)} is on {parameter.device}, the mesh is of {mesh.device_type}: "
+                    f"{join_name(block, name)} is on {parameter.device}, the mesh is of {mesh.device_type}: "
                     f"model.to({mesh.device_type!r}) first, or make the model on the meta device"
                 )
-            inside[id(parameter)] = joined(block, name)
+            inside[id(parameter)] = join_name(block, name)
     prefixes = tuple(f"{block}." * bool(block) for block in layouts)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in inside and not name.startswith(prefixes):
@@ -346,7 +347,7 @@ def clip_grad_norm_(
 def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[str]:
     """List the parameters that differ between the ranks of the expert axis: data parallelism over all ranks must leave
     them alone. `buffers`: also the experts' buffers, and every name of a tensor with several names."""
-    stacked = [joined(name, p) for name, s in find_expert_layouts(model).items() for p in s.parameters.stacked]
+    stacked = [join_name(name, p) for name, s in find_expert_layouts(model).items() for p in s.parameters.stacked]
     differing = {*stacked, *own_experts(model)}
     more = [name for name, _ in model.named_buffers(remove_duplicate=False)] if buffers else []
     names = [name for name, _ in model.named_parameters(remove_duplicate=not buffers)]
@@ -356,7 +357,7 @@ def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[s
 def own_experts(model: nn.Module) -> dict[str, str]:
     """Map each parameter of separate experts to the process group whose ranks have other experts."""
     return {
-        joined(name, parameter): s.placement.group
+        join_name(name, parameter): s.placement.group
         for name, s in find_expert_layouts(model).items()
         for each in s.parameters.separate
         for parameter in each
@@ -365,5 +366,5 @@ def own_experts(model: nn.Module) -> dict[str, str]:
 
 def find_expert_layouts(model: nn.Module) -> dict[str, ExpertLayout]:
     """Find the blocks of a model whose experts are spread, by name."""
-    found = {name: getattr(f.specialize, "expert_layout", None) for name, f in rewritten_blocks(model).items()}
+    found = {name: getattr(f.specialize, "expert_layout", None) for name, f in find_rewritten_blocks(model).items()}
     return {name: s for name, s in found.items() if isinstance(s, ExpertLayout)}

@@ -10,7 +10,7 @@ from ..runtime.data_parallel_wrappers import DDP_IGNORED, DEEPSPEED_HOOK, Ignore
 from ..runtime.overwrite_detection import OverwritingWatch, SettleOnLoad
 from ..runtime.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build_reductions, format_reductions
 from ..runtime.sharding import resolve_expert_axes
-from ..runtime.state_dicts import joined
+from ..runtime.state_dicts import join_name
 from ..runtime.topology import ExpertAxis
 from .block_distribution import ExpertLayout, expert_parameter_names
 
@@ -42,8 +42,8 @@ def describe_reductions(
     for block, each in layouts.items():
         own = each.parameters.of_experts(each.placement.local_experts)
         every = {name for names in each.parameters.separate for name in names}
-        of_experts |= {joined(block, name) for name in (*each.parameters.stacked, *own)}
-        elsewhere |= {joined(block, name) for name in every - own}
+        of_experts |= {join_name(block, name) for name in (*each.parameters.stacked, *own)}
+        elsewhere |= {join_name(block, name) for name in every - own}
     held = {name for name, p in model.named_parameters() if p.requires_grad} - elsewhere
     counts = {"experts": len(held & of_experts), "others": len(held - of_experts)}
     outside = dist.get_world_size() - axis.mesh.size()

@@ -63,7 +63,11 @@ def _fuse_biases(graph: fx.Graph) -> None:
         for add in [user for user in bias.users if user.target is aten.add.Tensor]:
             gemm = next((a for a in add.all_input_nodes if a.target is ops.grouped_mm.default), None)
             is_plain = gemm is not None and len(gemm.users) == 1 and len(gemm.args) == 3 and not add.kwargs
-            if not is_plain or len({_dtype(n) for n in (bias, add, gemm)}) > 1 or _shape(add) != _shape(gemm):
+            if (
+                not is_plain
+                or len({_get_dtype(n) for n in (bias, add, gemm)}) > 1
+                or _get_shape(add) != _get_shape(gemm)
+            ):
                 continue
             with graph.inserting_before(add):
                 product = graph.call_function(gemm.target, (*gemm.args, bias), gemm.kwargs)
@@ -86,31 +90,31 @@ class _Fusion:
         self.scale: Any = None  # factor of the experts' input, an expression of the routing weight
 
     def apply(self) -> None:
-        down, down_bias = self._gemm_below(self.combine.args[0])
-        top = self._with_bias(down, down_bias)
-        out = self._expression(self.combine.args[0], {top: "y"})
-        act = self._expression(down.args[0], {}, parts=True)
+        down, down_bias = self._find_gemm_below(self.combine.args[0])
+        top = self._find_biased(down, down_bias)
+        out = self._build_expression(self.combine.args[0], {top: "y"})
+        act = self._build_expression(down.args[0], {}, parts=True)
         if not self.ups:
             raise _NotFusible("no up-projection before the last matrix product")
-        if len(dtypes := {_dtype(gemm) for gemm in (*(u.gemm for u in self.ups), down)}) > 1:
+        if len(dtypes := {_get_dtype(gemm) for gemm in (*(u.gemm for u in self.ups), down)}) > 1:
             raise _NotFusible(f"the matrix products are in {' and '.join(sorted(map(str, dtypes)))}")
-        x = self._input()
+        x = self._find_input()
         if self.scale is not None:
             if any(up.bias is not None for up in self.ups):
                 raise _NotFusible("the routing weight scales the input of a biased product")
-            act = _scale(act, self.scale)
+            act = _scale_ups(act, self.scale)
         body = ExpertBody(
-            up=tuple(self._gemm(u.gemm, u.bias) for u in self.ups),
+            up=tuple(self._build_gemm(u.gemm, u.bias) for u in self.ups),
             parts=tuple(self.parts),
             act=act,
-            down=self._gemm(down, down_bias),
+            down=self._build_gemm(down, down_bias),
             out=out,
         )
         w = next(iter(self.weights), None) if body.uses_row_weight else None
         biases = [b for u in self.ups if u.bias is not None for b in self._match_layout(u.gemm, u.bias)]
         up = [t for u in self.ups for t in u.gemm.args[1]]
         down_biases = self._match_layout(down, down_bias) if down_bias is not None else []
-        parameters, dtype = _uncast([up, biases, list(down.args[1]), down_biases], _dtype(down))
+        parameters, dtype = _remove_casts([up, biases, list(down.args[1]), down_biases], _get_dtype(down))
         args = (x, self.token_ids, self.offsets, self.inverse, w, *parameters)
         before, combine_weights = self.combine.args[:2]
         # If only sums leave the experts, no provider needs a buffer of all rows.
@@ -131,7 +135,7 @@ class _Fusion:
         _erase_unused(result)
 
     # ------------------------------------------------------------------ reading the graph
-    def _gemm_below(self, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    def _find_gemm_below(self, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
         """Find the last grouped GEMM, through pointwise ops only, and its bias."""
         seen, stack, found = set(), [node], []
         while stack:
@@ -141,17 +145,17 @@ class _Fusion:
             seen.add(n)
             if n.target is ops.grouped_mm.default:
                 found.append(n)
-            elif _pointwise(n):
+            elif _is_pointwise(n):
                 stack.extend(n.all_input_nodes)
         if len(found) != 1:
             raise _NotFusible(
                 f"{len(found)} matrix products end in the result"
                 if found
-                else f"{_label(node)} stands after the last matrix product"
+                else f"{_label_node(node)} stands after the last matrix product"
             )
-        return found[0], self._bias_of(found[0])
+        return found[0], self._find_bias(found[0])
 
-    def _bias_of(self, gemm: fx.Node) -> fx.Node | None:
+    def _find_bias(self, gemm: fx.Node) -> fx.Node | None:
         for user in gemm.users:
             other = [a for a in user.all_input_nodes if a is not gemm]
             if (
@@ -173,49 +177,49 @@ class _Fusion:
                 return [self.graph.call_function(aten.stack.default, (biases,))]
             return [self.graph.call_function(aten.select.int, (biases[0], 0, e)) for e in range(num_weights)]
 
-    def _gemm(self, gemm: fx.Node, bias: fx.Node | None) -> Gemm:
-        dtype = _dtype(self._with_bias(gemm, bias))
-        bias_dtype = "" if dtype == _dtype(gemm) else str(dtype).removeprefix("torch.")
+    def _build_gemm(self, gemm: fx.Node, bias: fx.Node | None) -> Gemm:
+        dtype = _get_dtype(self._find_biased(gemm, bias))
+        bias_dtype = "" if dtype == _get_dtype(gemm) else str(dtype).removeprefix("torch.")
         return Gemm(len(gemm.args[1]), gemm.kwargs["transposed"], bias is not None, bias_dtype)
 
-    def _with_bias(self, gemm: fx.Node, bias: fx.Node | None) -> fx.Node:
+    def _find_biased(self, gemm: fx.Node, bias: fx.Node | None) -> fx.Node:
         return next(iter(gemm.users)) if bias is not None else gemm
 
-    def _expression(self, node: Any, known: dict[fx.Node, str], parts: bool = False) -> Any:
+    def _build_expression(self, node: Any, known: dict[fx.Node, str], parts: bool = False) -> Any:
         """Return the expression of `node` over known values, parts of up-projections and the weight."""
         if not isinstance(node, fx.Node):
             return node
         if node in known:
             return known[node]
-        if (weight := self._weight(node)) is not None:
+        if (weight := self._match_weight(node)) is not None:
             return weight
-        if parts and (part := self._part(node)) is not None:
+        if parts and (part := self._match_part(node)) is not None:
             return part
-        if not _pointwise(node):
-            raise _NotFusible(f"{_label(node)} is not pointwise")
+        if not _is_pointwise(node):
+            raise _NotFusible(f"{_label_node(node)} is not pointwise")
         if node.target is aten.detach.default:
             raise _NotFusible("a part of the experts is detached from the gradient")
-        return _build_expression(node, [self._expression(a, known, parts) for a in node.args])
+        return _build_op_expression(node, [self._build_expression(a, known, parts) for a in node.args])
 
-    def _weight(self, node: fx.Node) -> Any:
+    def _match_weight(self, node: fx.Node) -> Any:
         """Return the expression of a column [B,1] over the routing weight alone, or None if it is no such column."""
         if node.target is not aten.unsqueeze.default or node.args[1] not in (1, -1):
             return None
         if self.weights.isdisjoint(collect_ancestors(node)):
-            raise _NotFusible(f"{_label(node.args[0])} is not pointwise")
+            raise _NotFusible(f"{_label_node(node.args[0])} is not pointwise")
 
         def found(value: Any) -> Any:
             if not isinstance(value, fx.Node):
                 return value
             if value in self.weights:
                 return "w"
-            if not _pointwise(value) or value.target is aten.detach.default:
-                raise _NotFusible(f"{_label(value)} stands between the routing weight and the rows")
-            return _build_expression(value, [found(a) for a in value.args])
+            if not _is_pointwise(value) or value.target is aten.detach.default:
+                raise _NotFusible(f"{_label_node(value)} stands between the routing weight and the rows")
+            return _build_op_expression(value, [found(a) for a in value.args])
 
         return found(node.args[0])
 
-    def _part(self, node: fx.Node) -> str | None:
+    def _match_part(self, node: fx.Node) -> str | None:
         """Return `a0`, `a1`, ... for an up-projection or a slice of it, else None."""
         start, stop, step, base = None, None, 1, node
         if node.target is aten.slice.Tensor and node.args[1] in (1, -1):
@@ -225,12 +229,12 @@ class _Fusion:
         bias = None
         if gemm is None and base.target is aten.add.Tensor:
             gemm = next((a for a in base.all_input_nodes if a.target is ops.grouped_mm.default), None)
-            bias = self._bias_of(gemm) if gemm is not None else None
+            bias = self._find_bias(gemm) if gemm is not None else None
             if bias is None:
                 return None
         if gemm is None:
             return None
-        if self._with_bias(gemm, bias) is not base or (bias is None and self._bias_of(gemm) is not None):
+        if self._find_biased(gemm, bias) is not base or (bias is None and self._find_bias(gemm) is not None):
             return None
         group = next((i for i, u in enumerate(self.ups) if u.gemm is gemm), None)
         if group is None:
@@ -241,13 +245,13 @@ class _Fusion:
             self.parts.append(part)
         return f"a{self.parts.index(part)}"
 
-    def _input(self) -> fx.Node:
+    def _find_input(self) -> fx.Node:
         """Return the tokens that all up-projections gather, and set `scale`."""
         found = []
         for up in self.ups:
             rows, scale = up.gemm.args[0], None
             if rows.target is aten.mul.Tensor:
-                weights = {a: self._weight(a) for a in rows.all_input_nodes}
+                weights = {a: self._match_weight(a) for a in rows.all_input_nodes}
                 rows = next((a for a in weights if weights[a] is None), None)
                 scale = next((w for w in weights.values() if w is not None), None)
                 if rows is None or scale is None:
@@ -257,22 +261,22 @@ class _Fusion:
             raise _NotFusible("the up-projections have different inputs")
         rows, self.scale = found[0]
         if getattr(rows, "target", None) is aten._to_copy.default and self.scale is None:
-            return self._cast(rows.args[0], rows.kwargs)
+            return self._cast_tokens(rows.args[0], rows.kwargs)
         if getattr(rows, "target", None) is not ops.dispatch.default:
-            raise _NotFusible(f"{_label(rows)} stands between the gather and the up-projection")
+            raise _NotFusible(f"{_label_node(rows)} stands between the gather and the up-projection")
         return rows.args[0]
 
-    def _cast(self, rows: Any, kwargs: Any) -> fx.Node:
+    def _cast_tokens(self, rows: Any, kwargs: Any) -> fx.Node:
         """Cast the tokens before the gather: once for each token, not once for each slot."""
         if getattr(rows, "target", None) is not ops.dispatch.default:
-            raise _NotFusible(f"{_label(rows)} stands between the gather and the up-projection")
+            raise _NotFusible(f"{_label_node(rows)} stands between the gather and the up-projection")
         with self.graph.inserting_before(rows):
             cast = self.graph.call_function(aten._to_copy.default, (rows.args[0],), dict(kwargs))
         cast.meta["letters"] = rows.args[0].meta.get("letters", ("S", "D"))
         return cast
 
 
-def _uncast(
+def _remove_casts(
     parameters: list[list[fx.Node]], dtype: torch.dtype | None
 ) -> tuple[list[list[fx.Node]], dict[str, torch.dtype]]:
     """Remove casts of parameters to the dtype of the products. Return the parameters, and that dtype as the op's
@@ -286,44 +290,44 @@ def _uncast(
         return n.target is aten._to_copy.default and n.kwargs == {"dtype": dtype}
 
     found = [[n.args[0] if is_cast(n) else n for n in group] for group in parameters]
-    is_equal = all(_dtype(n) == dtype for group in found for n in group)
+    is_equal = all(_get_dtype(n) == dtype for group in found for n in group)
     return found, {} if is_equal else {"dtype": dtype}
 
 
-def _dtype(node: fx.Node) -> torch.dtype | None:
+def _get_dtype(node: fx.Node) -> torch.dtype | None:
     """Return the dtype of a node's fake value, or None."""
     return getattr(node.meta.get("val"), "dtype", None)
 
 
-def _shape(node: fx.Node) -> Any:
+def _get_shape(node: fx.Node) -> Any:
     return getattr(node.meta.get("val"), "shape", None)
 
 
-def _scale(expr: Any, weight: Any) -> Any:
+def _scale_ups(expr: Any, weight: Any) -> Any:
     """Multiply each up-projection in an expression by `weight`, an expression of the routing weight."""
     if isinstance(expr, str) and expr.startswith("a") and expr[1:].isdigit():
         return ["mul.Tensor", expr, weight]
-    return [expr[0], *(_scale(e, weight) for e in expr[1:])] if isinstance(expr, list) else expr
+    return [expr[0], *(_scale_ups(e, weight) for e in expr[1:])] if isinstance(expr, list) else expr
 
 
-def _build_expression(node: fx.Node, args: list[Any]) -> Any:
+def _build_op_expression(node: fx.Node, args: list[Any]) -> Any:
     """Return the expression of a pointwise node with these argument expressions."""
     kwargs = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in node.kwargs.items()}
-    return [_head(node), *args, *([kwargs] if kwargs else [])]
+    return [_format_op(node), *args, *([kwargs] if kwargs else [])]
 
 
-def _pointwise(n: fx.Node) -> bool:
+def _is_pointwise(n: fx.Node) -> bool:
     return n.target in (aten._to_copy.default, aten.detach.default) or is_pointwise(n.target)
 
 
-def _head(n: fx.Node) -> str:
+def _format_op(n: fx.Node) -> str:
     packet, overload = n.target.overloadpacket.__name__, n.target._overloadname
     return packet if overload == "default" else f"{packet}.{overload}"
 
 
-def _label(n: fx.Node) -> str:
+def _label_node(n: fx.Node) -> str:
     if n.target is operator.getitem:  # a result of `max`
-        return _label(n.args[0])
+        return _label_node(n.args[0])
     packet = getattr(n.target, "overloadpacket", None)
     return packet.__name__ if packet is not None else getattr(n.target, "__name__", str(n.target))
 

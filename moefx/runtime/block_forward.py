@@ -237,15 +237,15 @@ class BlockForward:
         """
         if self.specialize is None or (self._specializing and holds_compile_lock()):  # capture may run this block
             return None
-        if self._is_settled((call, self._blocking_conditions(call, leaves))):
+        if self._is_settled((call, self._find_blocking_conditions(call, leaves))):
             return None
         with compile_lock():
             if args is not None and len(self._entries) > known and (entry := self._find_admitting_entry(call, leaves)):
                 return entry  # another thread compiled it meanwhile
-            request = call, self._blocking_conditions(call, leaves)
+            request = call, self._find_blocking_conditions(call, leaves)
             if self._is_settled(request):
                 return None
-            if leaves and not request[1] and self._valid_entries(call):
+            if leaves and not request[1] and self._find_valid_entries(call):
                 self.refusals[request] = _NOT_SPECIALIZED  # another lift would fail at the same guard
                 return None
             program = self._request_program(call, args, kwargs)
@@ -276,7 +276,7 @@ class BlockForward:
             self._specializing = False
         return _NOT_SPECIALIZED if program is None else program
 
-    def _blocking_conditions(self, call: Specialization, leaves: Leaves) -> tuple[str, ...]:
+    def _find_blocking_conditions(self, call: Specialization, leaves: Leaves) -> tuple[str, ...]:
         """The failed guards of programs with this specialization, if they mark another branch of the block."""
         conditions = []
         for entry in self._entries if leaves else []:
@@ -292,14 +292,14 @@ class BlockForward:
         Takes the fields of a `Specialization`: Dynamo passes plain constants only, no subclasses of tuple.
         """
         call = Specialization(*fields)
-        if not self._valid_entries(call):
+        if not self._find_valid_entries(call):
             self._specialize_for(call, [], None, None)
-        holding = self._valid_entries(call)
+        holding = self._find_valid_entries(call)
         # The trace takes the first entry that admits the call.
         self._entries.sort(key=lambda entry: entry not in holding)
         return bool(holding)
 
-    def _valid_entries(self, call: Specialization) -> list[InstalledProgram]:
+    def _find_valid_entries(self, call: Specialization) -> list[InstalledProgram]:
         """The entries for this specialization whose attributes are unchanged."""
         admitted = [e for e in self._entries if e.program.key.admits(call)]
         for entry in admitted:
@@ -392,7 +392,7 @@ class BlockForward:
         return f"<rewritten forward of {name}, {len(self._entries)} program(s)>"
 
 
-def signature_of(block: nn.Module) -> inspect.Signature:
+def get_signature(block: nn.Module) -> inspect.Signature:
     """The signature of the user's forward of `block`, rewritten or not."""
     forward = vars(block).get("forward")
     if isinstance(forward, BlockForward):
@@ -400,9 +400,9 @@ def signature_of(block: nn.Module) -> inspect.Signature:
     return inspect.signature(forward if forward is not None else type(block).forward.__get__(block))
 
 
-def signature_binder(block: nn.Module) -> Callable[..., Any]:
+def make_signature_binder(block: nn.Module) -> Callable[..., Any]:
     """Return a function that binds the arguments of a call of `block` to the names of its signature."""
-    return make_binder(signature_of(block))
+    return make_binder(get_signature(block))
 
 
 def install_forward(
@@ -414,15 +414,15 @@ def install_forward(
     return forward
 
 
-def rewritten_forward(block: nn.Module) -> BlockForward | None:
+def get_rewritten_forward(block: nn.Module) -> BlockForward | None:
     """The `BlockForward` of a block; None if the block is not rewritten."""
     forward = block.__dict__.get("forward")
     return forward if isinstance(forward, BlockForward) else None
 
 
-def rewritten_blocks(model: nn.Module) -> dict[str, BlockForward]:
+def find_rewritten_blocks(model: nn.Module) -> dict[str, BlockForward]:
     """The rewritten blocks of a model by name, in module order."""
-    found = {name: rewritten_forward(module) for name, module in model.named_modules()}
+    found = {name: get_rewritten_forward(module) for name, module in model.named_modules()}
     return {name: forward for name, forward in found.items() if forward is not None}
 
 

@@ -45,7 +45,7 @@ class AbsorbedModules:
         known = set(self.names)
         self.links = [
             (owner, child, getattr(block.get_submodule(owner), child))
-            for owner, child in sorted({_split_path(part) for name in self.names for part in _path_prefixes(name)})
+            for owner, child in sorted({_split_path(part) for name in self.names for part in _list_path_prefixes(name)})
             if owner not in known
         ]
         self._live: _AbsorbedLists | None = None
@@ -229,7 +229,7 @@ def find_hook_kind(module: nn.Module) -> str:
     return kind.strip("_").removesuffix("s").replace("_", " ")
 
 
-def absorbed_names(block: nn.Module, graph: BlockGraph, repeated: Sequence[str] = ()) -> tuple[str, ...]:
+def find_absorbed_names(block: nn.Module, graph: BlockGraph, repeated: Sequence[str] = ()) -> tuple[str, ...]:
     """The submodules that a graph replaces: those that are not called, and neither contain nor belong to a called one.
 
     Args:
@@ -246,7 +246,7 @@ def absorbed_names(block: nn.Module, graph: BlockGraph, repeated: Sequence[str] 
     return tuple(dict.fromkeys([*replaced, *inner]))
 
 
-def _path_prefixes(name: str) -> list[str]:
+def _list_path_prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 

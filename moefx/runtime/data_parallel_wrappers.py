@@ -103,7 +103,7 @@ def shares_other_experts(wrapped_over: dist.ProcessGroup, group: str) -> bool:
     return len(set(experts) & set(dist.get_process_group_ranks(wrapped_over))) > 1
 
 
-def broadcasting_ddp(ddp: Any, experts: Sequence[Tensor], group: str) -> list[str]:
+def list_broadcast_parameters(ddp: Any, experts: Sequence[Tensor], group: str) -> list[str]:
     """The names of expert tensors that a DistributedDataParallel wrongly treats as replicas."""
     if not shares_other_experts(ddp.process_group, group):
         return []
@@ -134,7 +134,7 @@ _NO_DEEPSPEED = (
 )
 
 
-def outermost_wrapper(block: nn.Module) -> nn.Module | None:
+def find_outermost_wrapper(block: nn.Module) -> nn.Module | None:
     """The outermost wrapper around a block's model, such as DistributedDataParallel; None if none is found."""
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and any(m is block for m in o.modules())]
     wrappers: list[nn.Module] = [

@@ -104,7 +104,7 @@ def _time_handling(group: str, device: torch.device, num_rows: int) -> float:
 
 
 @functools.lru_cache(maxsize=4096)  # the planner repeats a few arguments many times
-def expected_parts(num_experts: int, top_k: int, parts: int) -> float:
+def compute_expected_parts(num_experts: int, top_k: int, parts: int) -> float:
     """The expected number of parts that hold a token's experts, if experts are split evenly and chosen uniformly."""
     if num_experts % parts:
         raise ValueError(f"{num_experts} experts cannot be split into {parts} equal parts")
@@ -128,8 +128,8 @@ def predict_seconds(
     each, ranks = tokens * row_bytes, math.prod(sizes)
     above = list(itertools.accumulate(sizes[:-1], operator.mul, initial=1))  # number of units above each level
     levels = list(zip(links.levels, sizes, above, strict=True))
-    of_ranks, nodes = expected_parts(num_experts, top_k, ranks), above[-1]
-    of_hops = [expected_parts(num_experts, top_k, within * size) for _, size, within in levels]
+    of_ranks, nodes = compute_expected_parts(num_experts, top_k, ranks), above[-1]
+    of_hops = [compute_expected_parts(num_experts, top_k, within * size) for _, size, within in levels]
 
     def handled(rows: float) -> float:
         return rows * each * links.handling

@@ -28,13 +28,13 @@ from ..ir.expert_placement import Placement
 from ..ir.ops.parameter_samples import NUM_WORDS, local_sample, register, select
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
 from .data_parallel_wrappers import (
-    broadcasting_ddp,
     describe_overwriting,
+    find_outermost_wrapper,
     is_deepspeed,
-    outermost_wrapper,
+    list_broadcast_parameters,
     refuse_deepspeed,
 )
-from .sharding import ExpertParameters, owner_and_tensor
+from .sharding import ExpertParameters, find_owner_and_tensor
 
 _WORDS_PER_EXPERT = NUM_WORDS // 4  # int64 words of the first and of the last expert, before and now
 _CONFIRMED_VALUES = 64  # values of each parameter that the second comparison reads
@@ -71,7 +71,7 @@ class OverwritingWatch:
             return
         ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
         if ddp is not None and ddp is not self.checked_ddp:
-            if names := broadcasting_ddp(ddp, self._expert_tensors(), self.group):
+            if names := list_broadcast_parameters(ddp, self._list_expert_tensors(), self.group):
                 raise ExpertsOverwritten(describe_overwriting(ddp, self.name, f"it has {names[0]} among its own"))
             self.checked_ddp = ddp
         version = RemovableHandle.next_id  # an engine registers hooks on the model that it wraps
@@ -92,7 +92,7 @@ class OverwritingWatch:
         if self.calls & (self.calls - 1) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
         with _disable_current_modes():  # a checkpoint's policy must not see these operations
-            sample = local_sample(self, self._expert_tensors()[0].device)
+            sample = local_sample(self, self._list_expert_tensors()[0].device)
             samples = [torch.empty_like(sample) for _ in range(self.placement.num_ranks)]
             dist.all_gather(samples, sample, group=get_group(self.group))
             self.compare_samples(torch.stack(samples).tolist())
@@ -117,7 +117,7 @@ class OverwritingWatch:
             world_ranks = dist.get_process_group_ranks(get_group(self.group))
             overwritten = format_ranks([world_ranks[i] for i in ranks])
             observation = f"{overwritten} had different experts before and have equal ones now"
-            raise ExpertsOverwritten(describe_overwriting(outermost_wrapper(self.block), self.name, observation))
+            raise ExpertsOverwritten(describe_overwriting(find_outermost_wrapper(self.block), self.name, observation))
         self.before = self.now
 
     def _find_suspects(self, samples: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -141,7 +141,7 @@ class OverwritingWatch:
     def _confirm_overwritten(self, suspected: list[list[int]]) -> list[int]:
         """The suspects that agree in many values. Collective: all ranks have the same suspects."""
         digest = hashlib.sha256()
-        for tensor in self._expert_tensors():
+        for tensor in self._list_expert_tensors():
             flat = _local_part(tensor).reshape(-1)
             digest.update(flat[:: max(1, len(flat) // _CONFIRMED_VALUES)].double().cpu().numpy().tobytes())
         device = self.now.device if self.now is not None else torch.device("cpu")
@@ -155,7 +155,7 @@ class OverwritingWatch:
                 return same
         return []
 
-    def _expert_tensors(self) -> list[Tensor]:
+    def _list_expert_tensors(self) -> list[Tensor]:
         return self.parameters.tensors(self.block, self.placement.local_experts)
 
     @torch.no_grad()
@@ -163,9 +163,9 @@ class OverwritingWatch:
         """A few values of this rank's first and last expert, as int64 [2 * _WORDS_PER_EXPERT]."""
         first, last = self.sampled
         if first != last:  # each expert has separate parameters
-            found = [_sample_values(_local_part(owner_and_tensor(self.block, name)[1])) for name in self.sampled]
+            found = [_sample_values(_local_part(find_owner_and_tensor(self.block, name)[1])) for name in self.sampled]
         else:
-            local = _local_part(owner_and_tensor(self.block, first)[1])
+            local = _local_part(find_owner_and_tensor(self.block, first)[1])
             each = len(local) // self.placement.num_slots if not self.parameters.separate else len(local)
             found = [_sample_values(local[:each]), _sample_values(local[len(local) - each :])]
         words = [each for each in found if each is not None]
@@ -175,9 +175,9 @@ class OverwritingWatch:
         """Names of the largest parameter of the first and of the last expert; the same name twice for a stack."""
         parameters, experts = self.parameters, self.placement.local_experts
         if not parameters.separate:
-            name = max(parameters.stacked, key=lambda name: owner_and_tensor(self.block, name)[1].numel())
+            name = max(parameters.stacked, key=lambda name: find_owner_and_tensor(self.block, name)[1].numel())
             return name, name
-        sizes = [owner_and_tensor(self.block, name)[1].numel() for name in parameters.separate[experts[0]]]
+        sizes = [find_owner_and_tensor(self.block, name)[1].numel() for name in parameters.separate[experts[0]]]
         index = sizes.index(max(sizes))
         return parameters.separate[experts[0]][index], parameters.separate[experts[-1]][index]
 

@@ -14,7 +14,7 @@ from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.guards.stored_values import list_comparisons
 
 
-def _attribute_expression(where: AttributeLocation) -> str | None:
+def _format_attribute_expression(where: AttributeLocation) -> str | None:
     """Python source that reads an attribute of `self`; None if its name is no identifier."""
     owners, names = filter(None, where.module.split(".")), filter(None, [where.name, *where.inner.split(".")])
     parts = [("_modules", p) for p in owners] + [("_parameters", p) for p in names]
@@ -81,9 +81,9 @@ class Program:
                 scope[f"m{i}"] = sys.modules.get(where.module[1:])
                 path = f"m{i}.{'.'.join(filter(None, where[1:]))}"
             elif isinstance(value, AttributeLocation):
-                tests.append(f"{_attribute_expression(where)} is {_attribute_expression(value)}")
+                tests.append(f"{_format_attribute_expression(where)} is {_format_attribute_expression(value)}")
                 continue
-            elif where.module in self.absorbed or (path := _attribute_expression(where)) is None:
+            elif where.module in self.absorbed or (path := _format_attribute_expression(where)) is None:
                 continue
             for expression, part in list_comparisons(path, value):
                 name = f"v{len(scope)}"

@@ -133,7 +133,7 @@ class GradientWatch:
         for name, parameter in parameters.items():
             group = "experts" if name in self.experts else "others"
             needed = self.reductions[group].ranks
-            is_sharded = isinstance(parameter, DTensor) and needed <= set(_mesh_ranks(parameter))
+            is_sharded = isinstance(parameter, DTensor) and needed <= set(_list_mesh_ranks(parameter))
             if len(needed) > 1 and not is_sharded and not self._is_in_ddp(parameter, needed):
                 unreduced.setdefault(group, []).append(name)
         return unreduced
@@ -174,7 +174,7 @@ def _find_user_stacklevel() -> int:
     return level
 
 
-def _mesh_ranks(parameter: DTensor) -> list[int]:
+def _list_mesh_ranks(parameter: DTensor) -> list[int]:
     return parameter.device_mesh.mesh.flatten().tolist()
 
 

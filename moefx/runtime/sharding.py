@@ -39,7 +39,7 @@ class ExpertParameters:
         """The parameters and buffers of a block that hold some experts."""
         separate_names = self.of_experts(experts)
         names = [*self.stacked, *(name for each in self.separate for name in each if name in separate_names)]
-        found = [owner_and_tensor(block, name)[1] for name in dict.fromkeys(names)]
+        found = [find_owner_and_tensor(block, name)[1] for name in dict.fromkeys(names)]
         return [t for t in found if isinstance(t, torch.Tensor)]
 
 
@@ -111,15 +111,15 @@ def shard_experts(
         made: the sharded parameter of each stack. Blocks that share a stack share its part.
     """
     for name in parameters.stacked:
-        owner, full = owner_and_tensor(block, name)
+        owner, full = find_owner_and_tensor(block, name)
         if full not in made:
             local = placement.select_local(full.detach()).clone()
             shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
             made[full] = nn.Parameter(shard, requires_grad=full.requires_grad)
         _set_tensor(owner, name, made[full], full)
     here = parameters.of_experts(placement.local_experts)
-    for name in _unique_names(parameters.separate):
-        owner, full = owner_and_tensor(block, name)
+    for name in _list_unique_names(parameters.separate):
+        owner, full = find_owner_and_tensor(block, name)
         if full is not None:  # None if another block shares these experts and was sharded before
             _set_tensor(owner, name, full if name in here else None, full)
 
@@ -128,13 +128,13 @@ def copy_with_all_experts(block: nn.Module, parameters: ExpertParameters, placem
     """A copy of a sharded block with meta parameters of all experts, which can be lifted."""
     duplicate, _ = copy_model(block)
     for name in parameters.stacked:
-        owner, full = owner_and_tensor(duplicate, name)
-        owner._parameters[_last_name(name)] = _make_abstract(full)
+        owner, full = find_owner_and_tensor(duplicate, name)
+        owner._parameters[_get_last_name(name)] = _make_abstract(full)
     own_names = parameters.separate[placement.local_experts[0]] if parameters.separate else ()
     for names in parameters.separate:
         for name, other in zip(names, own_names, strict=True):
-            owner, _ = owner_and_tensor(duplicate, name)
-            owner._parameters[_last_name(name)] = _make_abstract(owner_and_tensor(block, other)[1])
+            owner, _ = find_owner_and_tensor(duplicate, name)
+            owner._parameters[_get_last_name(name)] = _make_abstract(find_owner_and_tensor(block, other)[1])
     return duplicate
 
 
@@ -142,15 +142,15 @@ def _make_abstract(t: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(t.shape, dtype=t.dtype, device="meta"), requires_grad=t.requires_grad)
 
 
-def _last_name(name: str) -> str:
+def _get_last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _unique_names(names: Sequence[Iterable[str]]) -> list[str]:
+def _list_unique_names(names: Sequence[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(name for group in names for name in group))
 
 
-def owner_and_tensor(block: nn.Module, name: str) -> tuple[nn.Module, torch.Tensor]:
+def find_owner_and_tensor(block: nn.Module, name: str) -> tuple[nn.Module, torch.Tensor]:
     """The submodule that holds a parameter or buffer, and the tensor."""
     path, _, last = name.rpartition(".")
     owner = block.get_submodule(path)
@@ -159,4 +159,4 @@ def owner_and_tensor(block: nn.Module, name: str) -> tuple[nn.Module, torch.Tens
 
 def _set_tensor(owner: nn.Module, name: str, value: torch.Tensor | None, before: torch.Tensor) -> None:
     values = owner._parameters if isinstance(before, nn.Parameter) else owner._buffers
-    values[_last_name(name)] = value  # type: ignore[assignment]
+    values[_get_last_name(name)] = value  # type: ignore[assignment]

@@ -42,7 +42,7 @@ def full_state_dict(
             found[name] = value.cpu() if cpu and isinstance(value, Tensor) else value
 
     separate = {
-        joined(block, name)
+        join_name(block, name)
         for block, (parameters, *_) in spread.items()
         for names in parameters.separate
         for name in names
@@ -66,12 +66,12 @@ def _gather_separate_experts(
     group, expert_at = get_group(placement.group), {place: expert for expert, place in enumerate(placement.places)}
     for slot, expert in enumerate(placement.local_experts):
         for i, name in enumerate(parameters.separate[expert]):
-            value = _unshard(local_state[joined(block, name)]).contiguous()
+            value = _unshard(local_state[join_name(block, name)]).contiguous()
             parts = [torch.empty_like(value) for _ in range(placement.num_ranks)]
             dist.all_gather(parts, value, group=group)
             for position, part in enumerate(parts):
                 other = expert_at[routes.order[position] * placement.num_slots + slot]
-                yield joined(block, parameters.separate[other][i]), part
+                yield join_name(block, parameters.separate[other][i]), part
 
 
 def _unshard(value: Any) -> Any:
@@ -88,7 +88,7 @@ def _iterate_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _iterate_names(child, f"{prefix}{name}.")
 
 
-def joined(block: str, name: str) -> str:
+def join_name(block: str, name: str) -> str:
     return f"{block}.{name}" if block else name
 
 

@@ -28,7 +28,7 @@ from ..comparison.sandbox import Inputs, Options, map_tensors
 from ..compiler.survey_result import Refusal
 from ..frontends.fx.graph_rewrite import rewrite_regions
 from ..inspection.explain import merge_refusals
-from ..runtime.block_forward import BlockForward, rewritten_blocks
+from ..runtime.block_forward import BlockForward, find_rewritten_blocks
 from .compiled_parts import CompiledCopies, CompiledPart, allow_recompiles
 from .model_verifier import LATER_CALLS, ModelVerifier, add_calls, build_path_rows, copy_with_original_regions
 from .modes import Mode
@@ -124,7 +124,7 @@ def verify_traced(
 
 def _merge_regions(verifier: ModelVerifier, regions: ModelVerifier) -> None:
     """Add the results of regions, under the regions' names in the model."""
-    names = {name: forward.name for name, forward in rewritten_blocks(regions.compiled).items()}
+    names = {name: forward.name for name, forward in find_rewritten_blocks(regions.compiled).items()}
     verifier.rows += [dataclasses.replace(row, block=names[row.block]) for row in regions.rows]
     verifier.routing += [dataclasses.replace(row, block=names[row.block]) for row in regions.routing]
     verifier.notes += regions.notes
@@ -175,7 +175,7 @@ class _GraphRunner:
         return compiled
 
     def _run_graph(self, out: fx.GraphModule, values: tuple[Any, ...]) -> Any:
-        forwards = rewritten_blocks(out)
+        forwards = find_rewritten_blocks(out)
         before = {name: copy.copy(forward.counts) for name, forward in forwards.items()}
         calls = self.calls.setdefault(out, {})
         with contextlib.ExitStack() as stack:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comparison.routing_tape import Scope
 from ..comparison.sandbox import Inputs, copy_detached
-from ..runtime.block_forward import BlockForward, rewritten_blocks
+from ..runtime.block_forward import BlockForward, find_rewritten_blocks
 
 
 def watch_original(box: nn.Module, names: Sequence[str], scope: Scope, calls: dict[str, Inputs] | None = None) -> None:
@@ -34,7 +34,7 @@ def watch_original(box: nn.Module, names: Sequence[str], scope: Scope, calls: di
 
 def watch_compiled(box: nn.Module, scope: Scope) -> dict[str, BlockForward]:
     """Watch the rewritten blocks of a sandbox, and return them."""
-    forwards = rewritten_blocks(box)
+    forwards = find_rewritten_blocks(box)
     for name, forward in forwards.items():
         forward.__class__ = WatchedForward
         vars(forward).update(scope=scope, watched_as=name)

@@ -30,7 +30,7 @@ MANY_TOKENS = 1024
 MAX_WORK = 1 << 29  # tokens * parameters of a call above MANY_TOKENS
 MAX_SECONDS = 20  # of a call above MANY_TOKENS, predicted from the time per token of earlier calls
 MAX_CPU_PARAMETERS = 1 << 28  # a larger model on an accelerator is not tried on the CPU first
-_MAX_READINGS = 5
+_MAX_INTERPRETATIONS = 5
 _MIN_TOKENS = 3
 _SMALL, _LARGE = range(_MIN_TOKENS, _MIN_TOKENS + 14), range(MANY_TOKENS + 1, MANY_TOKENS + 200)
 Sizes = dict[str, int]
@@ -105,7 +105,7 @@ class CallPlanner:
 
     def plan_calls(self) -> CallPlan:
         """Plan a call of the given size, then calls of other sizes."""
-        given = next(self._iterate_readings(), None)
+        given = next(self._iterate_interpretations(), None)
         tokens = None if given is None else _count_tokens(given, given.sizes)
         again = self.inputs if given is None else resize_inputs(self.inputs, given, given.sizes, self.generator)
         layout: Layout = "" if self.is_costly else "rows apart"
@@ -122,11 +122,11 @@ class CallPlanner:
         if not self._is_on_cpu and sum(p.numel() for p in self.original.parameters()) > MAX_CPU_PARAMETERS:
             # An index out of range on an accelerator would break the process.
             refused = "the model is too large to try it on the CPU first"
-            several: Iterable[Arguments] = ()
+            interpretations: Iterable[Arguments] = ()
         else:
-            several = self._iterate_readings()
-        for reading in several:
-            calls = list(self._iterate_calls(reading))
+            interpretations = self._iterate_interpretations()
+        for interpretation in interpretations:
+            calls = list(self._iterate_calls(interpretation))
             # If the model accepts the fewest and the most tokens, assume that it accepts the counts in between.
             extremes = sorted(calls, key=lambda call: call.num_tokens or 0)[:: max(len(calls) - 1, 1)]
             error = next(filter(None, map(self._find_refusal, extremes)), None)
@@ -136,32 +136,32 @@ class CallPlanner:
             refused = error or refused
         self.plan.reasons.append(f"other token counts: {refused}")
 
-    def _iterate_readings(self) -> Iterator[Arguments]:
-        """Interpretations of the inputs with axes that can be resized."""
-        several = interpret_arguments(*self.inputs, ModelNumbers())
-        return (r for r in itertools.islice(several, _MAX_READINGS) if r.dims and math.prod(r.sizes.values()))
+    def _iterate_interpretations(self) -> Iterator[Arguments]:
+        """Iterate over interpretations of the inputs with axes that can be resized."""
+        first = itertools.islice(interpret_arguments(*self.inputs, ModelNumbers()), _MAX_INTERPRETATIONS)
+        return (arguments for arguments in first if arguments.dims and math.prod(arguments.sizes.values()))
 
-    def _iterate_calls(self, reading: Arguments) -> Iterator[LaterCall]:
-        for sizes, backward, layout in self._iterate_sizes(reading):
-            inputs = resize_inputs(self.inputs, reading, sizes, self.generator)
-            yield LaterCall(inputs, _count_tokens(reading, sizes), True, layout, backward)
+    def _iterate_calls(self, interpretation: Arguments) -> Iterator[LaterCall]:
+        for sizes, backward, layout in self._iterate_sizes(interpretation):
+            inputs = resize_inputs(self.inputs, interpretation, sizes, self.generator)
+            yield LaterCall(inputs, _count_tokens(interpretation, sizes), True, layout, backward)
 
-    def _iterate_sizes(self, reading: Arguments) -> Iterator[tuple[Sizes, bool, Layout]]:
+    def _iterate_sizes(self, interpretation: Arguments) -> Iterator[tuple[Sizes, bool, Layout]]:
         """(sizes, whether to run the backward, layout) of each call.
 
         Yields the requested counts, else one count below the given one, a few small ones, and one above.
         """
-        given = _count_tokens(reading, reading.sizes)
+        given = _count_tokens(interpretation, interpretation.sizes)
         if self.token_counts is not None:
             for number in self.token_counts:
-                yield _choose_sizes(reading, -(-number // reading.tokens_per_unit)), True, ""
+                yield _choose_sizes(interpretation, -(-number // interpretation.tokens_per_unit)), True, ""
             return
         seen = [given]
         is_many = given <= MANY_TOKENS and _LARGE.stop * _count_parameters(self.original) <= MAX_WORK
         # Stay near the given count if MANY_TOKENS would take too long.
         above = _LARGE if is_many else range(given + 1, given + max(given // 8, 8))
         below = range(max(given // 4, _MIN_TOKENS), max(given // 2, min(given, _MIN_TOKENS + 8)))
-        unit = reading.tokens_per_unit
+        unit = interpretation.tokens_per_unit
         small = range(unit, 9 * unit, unit) if unit > 1 else _SMALL
         draws = [
             _Draw(below, range(given), layout="transposed"),
@@ -172,9 +172,9 @@ class CallPlanner:
             del draws[1:]
             self.plan.reasons.append("more token counts: each recompiles; set token_counts=(...) for more")
         for draw in draws:
-            sizes = self._draw_sizes(reading, draw, seen)
+            sizes = self._draw_sizes(interpretation, draw, seen)
             if sizes is not None:
-                seen.append(_count_tokens(reading, sizes))
+                seen.append(_count_tokens(interpretation, sizes))
                 yield sizes, draw.backward, draw.layout
         if not is_many and given <= MANY_TOKENS and not self.is_costly:
             self.plan.reasons.append(
@@ -182,17 +182,19 @@ class CallPlanner:
                 f"set token_counts=({_LARGE.start},)"
             )
 
-    def _draw_sizes(self, reading: Arguments, draw: _Draw, seen: Sequence[int]) -> Sizes | None:
+    def _draw_sizes(self, interpretation: Arguments, draw: _Draw, seen: Sequence[int]) -> Sizes | None:
         """Sizes whose token count adds the most new remainders; ties are broken at random."""
         order = torch.randperm(len(draw.candidates), generator=self.generator).tolist()
-        several = [_choose_sizes(reading, -(-draw.candidates[i] // reading.tokens_per_unit)) for i in order]
-        several = [s for s in several if (n := _count_tokens(reading, s)) in draw.allowed and n not in seen]
+        proposals = [
+            _choose_sizes(interpretation, -(-draw.candidates[i] // interpretation.tokens_per_unit)) for i in order
+        ]
+        proposals = [s for s in proposals if (n := _count_tokens(interpretation, s)) in draw.allowed and n not in seen]
 
         def is_new(sizes: Sizes) -> list[bool]:
-            tokens = _count_tokens(reading, sizes)
+            tokens = _count_tokens(interpretation, sizes)
             return [tokens % m not in {n % m for n in seen} for m in MODULI]
 
-        return max(several, key=is_new, default=None)
+        return max(proposals, key=is_new, default=None)
 
     def _find_refusal(self, call: LaterCall) -> str | None:
         """The error of the original in a call, or None. Runs on the CPU, where an index out of range is an error."""
@@ -211,11 +213,11 @@ class CallPlanner:
         return None
 
 
-def resize_inputs(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: torch.Generator) -> Inputs:
+def resize_inputs(inputs: Inputs, interpretation: Arguments, sizes: Sizes, generator: torch.Generator) -> Inputs:
     """Inputs of other sizes: cut or repeat the given ones, and shuffle them along each token axis."""
     flat, spec = pytree.tree_flatten(inputs)
     order = {}
-    for dim, size in reading.sizes.items():
+    for dim, size in interpretation.sizes.items():
         mixed = torch.randperm(size, generator=generator)
         order[dim] = mixed[torch.arange(sizes[dim]) % size]
 
@@ -223,7 +225,7 @@ def resize_inputs(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: t
         """Indices into the given inputs along an axis such as `S`, `B*S` or `B*10`."""
         places = torch.zeros(1, dtype=torch.int64)
         for part in name.split("*"):
-            size = int(part) if part.isdigit() else reading.sizes[part]
+            size = int(part) if part.isdigit() else interpretation.sizes[part]
             own = torch.arange(size) if part.isdigit() else order[part]
             places = (places[:, None] * size + own).flatten()
         return places
@@ -237,24 +239,24 @@ def resize_inputs(inputs: Inputs, reading: Arguments, sizes: Sizes, generator: t
                 value = value.index_select(axis, index(name).to(value.device))
         return value
 
-    args, kwargs = pytree.tree_unflatten([changed(*pair) for pair in zip(flat, reading.flat, strict=True)], spec)
+    args, kwargs = pytree.tree_unflatten([changed(*pair) for pair in zip(flat, interpretation.flat, strict=True)], spec)
     return args, kwargs
 
 
-def _choose_sizes(reading: Arguments, units: int) -> Sizes:
+def _choose_sizes(interpretation: Arguments, units: int) -> Sizes:
     """Sizes whose product is about `units`. Only the first axis may be longer than given."""
-    first, *inner = reading.dims
-    num_outer = max(1, -(-units // math.prod(reading.sizes[dim] for dim in inner))) if inner else units
+    first, *inner = interpretation.dims
+    num_outer = max(1, -(-units // math.prod(interpretation.sizes[dim] for dim in inner))) if inner else units
     num_outer = next((n for n in range(num_outer, 2 * num_outer + 2) if units % n == 0), num_outer)
     sizes, rest = {first: num_outer}, max(1, units // num_outer)
     for dim in reversed(inner):
-        sizes[dim] = min(rest, reading.sizes[dim])
+        sizes[dim] = min(rest, interpretation.sizes[dim])
         rest = max(1, rest // sizes[dim])
     return sizes
 
 
-def _count_tokens(reading: Arguments, sizes: Sizes) -> int:
-    return reading.tokens_per_unit * math.prod(sizes.values())
+def _count_tokens(interpretation: Arguments, sizes: Sizes) -> int:
+    return interpretation.tokens_per_unit * math.prod(sizes.values())
 
 
 def _count_parameters(model: nn.Module) -> int:

@@ -20,7 +20,7 @@ from ..comparison.router_states import GIVEN, router_states
 from ..comparison.routing_tape import RoutingRow, Scope
 from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward, call_module
 from ..errors import InvalidInput, summarize_error
-from ..runtime.block_forward import BlockForward, CallCounts, rewritten_blocks
+from ..runtime.block_forward import BlockForward, CallCounts, find_rewritten_blocks
 from .bisect import find_first_bad_snapshot, find_program
 from .block_scopes import watch_compiled, watch_original
 from .compiled_parts import CompiledCopies, CompiledPart
@@ -58,7 +58,7 @@ class ModelVerifier:
         self.compiled, self.reference, self.watch, self.call = compiled, reference, watch, call
         self.is_costly = is_costly
         self.working, self.exact = Casts(dtype), Casts(torch.float64)
-        self.names = list(rewritten_blocks(compiled))
+        self.names = list(find_rewritten_blocks(compiled))
         self.shares = shares
         self.rows: list[Row] = _check_initial_state(compiled, reference, self.shares)
         self.routing: list[RoutingRow] = []
@@ -366,7 +366,7 @@ def copy_with_original_regions(compiled: nn.Module) -> nn.Module:
     """A copy of a graph that shares its weights and whose regions run their original code."""
     shared = (*compiled.parameters(), *compiled.buffers())
     plain = copy.deepcopy(compiled, {id(t): t for t in shared})
-    for name in rewritten_blocks(plain):
+    for name in find_rewritten_blocks(plain):
         block = plain.get_submodule(name)
         if is_region(block):
             vars(block).pop("forward")

@@ -19,7 +19,7 @@ from ..comparison.routing_tape import RoutingRow
 from ..comparison.sandbox import Inputs
 from ..errors import InvalidInput, VerificationFailed
 from ..ir.argument_binding import ExampleInputs
-from ..runtime.block_forward import rewritten_blocks
+from ..runtime.block_forward import find_rewritten_blocks
 from .compiled_parts import CompiledPart, find_compiled_parts
 from .expert_shares import find_shares
 from .model_verifier import ModelVerifier, copy_with_original_regions, is_graph, is_region
@@ -145,7 +145,7 @@ def verify(
                  "token_counts": token_counts, "modes": modes}  # fmt: skip
         shares.check_agreement(", ".join(f"{what}: {value}" for what, value in asked.items()))
         shares.check_tokens(sets)
-    if recipes and not rewritten_blocks(compiled):
+    if recipes and not find_rewritten_blocks(compiled):
         from .backend_verifier import verify_traced  # imports the backend
 
         traced = verify_traced(
@@ -194,20 +194,20 @@ def _check_models(
                 "torch.nn.Module that holds its weights"
             )
     recipes, parts = _find_recipes(compiled), find_compiled_parts(compiled)
-    if rewritten_blocks(reference):
+    if blocks := find_rewritten_blocks(reference):
         raise InvalidInput(
             f"verify: the reference, a {type(reference).__name__}, is compiled itself: its block "
-            f"{next(iter(rewritten_blocks(reference)))!r} is rewritten. Pass the result of moefx.compile first, then "
+            f"{next(iter(blocks))!r} is rewritten. Pass the result of moefx.compile first, then "
             "the original model: verify(compiled, model, inputs)"
         )
-    if not recipes and _find_recipes(reference) and not rewritten_blocks(compiled):
+    if not recipes and _find_recipes(reference) and not find_rewritten_blocks(compiled):
         raise InvalidInput("verify: the arguments are swapped; pass the compiled model first, then the reference")
     if _unwrap(compiled) is not compiled and not parts:
         raise InvalidInput(
             f"verify: cannot read how torch {torch.__version__} compiled the {type(_unwrap(compiled)).__name__}; pass "
             "the model that torch.compile was called on"
         )
-    if parts and not recipes and not rewritten_blocks(_unwrap(compiled)):
+    if parts and not recipes and not find_rewritten_blocks(_unwrap(compiled)):
         raise InvalidInput("verify: the backend of torch.compile is not 'moefx', so no block is rewritten")
     return recipes, parts
 
@@ -245,7 +245,7 @@ def _build_report(found: ModelVerifier, rows: Sequence[Row] = ()) -> VerifyRepor
 
 def _find_regions(compiled: nn.Module, reference: nn.Module) -> list[str]:
     known = dict(reference.named_modules())
-    return [n for n in rewritten_blocks(compiled) if n not in known and is_region(compiled.get_submodule(n))]
+    return [n for n in find_rewritten_blocks(compiled) if n not in known and is_region(compiled.get_submodule(n))]
 
 
 def _check_inputs(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inputs]:
@@ -254,7 +254,7 @@ def _check_inputs(compiled: nn.Module, reference: nn.Module, inputs: Any) -> lis
         raise InvalidInput("verify: a model is on the meta device; give it weights, for example with to_empty()")
     sets = _parse_inputs(inputs)
     known = {*dict(reference.named_modules()), *_find_regions(compiled, reference)}
-    missing = [name for name in rewritten_blocks(compiled) if name not in known]
+    missing = [name for name in find_rewritten_blocks(compiled) if name not in known]
     if missing:
         raise InvalidInput(f"verify: the reference has no module {missing[0]!r}; pass the model that was compiled")
     _check_shapes(compiled, reference)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from moefx.runtime.block_forward import rewritten_blocks
+from moefx.runtime.block_forward import find_rewritten_blocks
 from tests.models.case import Case
 
 
@@ -45,13 +45,13 @@ def provider_calls() -> dict[tuple[str, str], int]:
 
 def fallbacks(compiled: nn.Module) -> int:
     """Calls of rewritten blocks that ran the original forward instead."""
-    return sum(forward.counts.original for forward in rewritten_blocks(compiled).values())
+    return sum(forward.counts.original for forward in find_rewritten_blocks(compiled).values())
 
 
 def check_rewritten_path_ran(compiled: nn.Module, case: Case) -> None:
     """Every rewritten block ran its program, a provider of a dialect op was called, and nothing fell back."""
     assert any(provider_calls().values()), "no provider of a dialect op was called"
-    for name, forward in rewritten_blocks(compiled).items():
+    for name, forward in find_rewritten_blocks(compiled).items():
         assert forward.counts.rewritten, f"block {name!r} never ran its program"
         if case.verdict == "match":
             assert not forward.counts.original, (

@@ -13,7 +13,7 @@ from moefx.inspection.history import History, Snapshot
 from moefx.ir.argument_binding import Guard, Specialization, flatten_arguments, make_binder, specialize_call
 from moefx.ir.block_graph import BlockGraph
 from moefx.runtime.block_forward import BlockForward, install_forward
-from moefx.runtime.change_detection import absorbed_names
+from moefx.runtime.change_detection import find_absorbed_names
 from moefx.runtime.program import Program
 
 from ..ir.graphs import Block, block_graph
@@ -34,7 +34,7 @@ def program_of(block: Block, x: torch.Tensor, guards: Sequence[Guard] = (), **ch
     num_experts = len(block.experts)
     history = history_of(block_graph(num_experts, fused=False), block_graph(num_experts))
     key = key_of(block, x)._replace(**changes)
-    return Program(key, history, absorbed_names(block, history.graph), guards)
+    return Program(key, history, find_absorbed_names(block, history.graph), guards)
 
 
 class Model(nn.Module):

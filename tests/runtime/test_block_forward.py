@@ -17,9 +17,9 @@ from moefx.ir.argument_binding import Guard
 from moefx.runtime.block_forward import (
     MAX_SPECIALIZATIONS,
     BlockForward,
+    find_rewritten_blocks,
+    get_rewritten_forward,
     install_forward,
-    rewritten_blocks,
-    rewritten_forward,
 )
 
 from ..ir.graphs import Block, D
@@ -46,11 +46,11 @@ def test_only_the_instance_attribute_is_new():
     keys, modules = list(block.state_dict()), [name for name, _ in block.named_modules()]
     expected = block(x)
     rewrite(block, x)
-    assert type(block) is Block and isinstance(rewritten_forward(block), BlockForward)
+    assert type(block) is Block and isinstance(get_rewritten_forward(block), BlockForward)
     assert list(block.state_dict()) == keys and [name for name, _ in block.named_modules()] == modules
     torch.testing.assert_close(block(x), expected)
-    assert rewritten_forward(Block()) is None
-    assert rewritten_blocks(block) == {"": rewritten_forward(block)}
+    assert get_rewritten_forward(Block()) is None
+    assert find_rewritten_blocks(block) == {"": get_rewritten_forward(block)}
 
 
 def test_gradients_reach_every_parameter():
@@ -305,7 +305,7 @@ def test_a_changed_absorbed_submodule_raises(change, when):
         with pytest.raises(AbsorbedModuleChanged, match=rf"^layers\.3\.mlp\..*{message}") as caught:
             block(x)
     assert "before moefx.compile" in str(caught.value)
-    with rewritten_forward(block).running("original"):
+    with get_rewritten_forward(block).running("original"):
         block(x)
 
 

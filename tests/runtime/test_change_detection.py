@@ -4,13 +4,13 @@ import pytest
 from torch import nn
 
 from moefx.errors import AbsorbedModuleChanged
-from moefx.runtime.change_detection import AbsorbedModules, absorbed_names
+from moefx.runtime.change_detection import AbsorbedModules, find_absorbed_names
 
 from ..ir.graphs import Block, block_graph
 
 
 def test_all_but_the_kept_submodules_are_absorbed():
-    names = absorbed_names(Block(), block_graph())
+    names = find_absorbed_names(Block(), block_graph())
     assert "experts" in names and "experts.3.act" in names
     assert not any(name.startswith("router") for name in names)
 
@@ -20,7 +20,7 @@ def test_parents_of_kept_submodules_are_kept():
     block.experts.append(nn.Linear(1, 1))
     graph = block_graph().copy()
     graph.find("router")[0].target = "experts.4"
-    names = absorbed_names(block, graph)
+    names = find_absorbed_names(block, graph)
     assert "experts" not in names and "experts.4" not in names
     assert "experts.0" in names and "router" in names
 
@@ -39,7 +39,7 @@ def test_links_to_absorbed_modules_are_watched_through_kept_ones():
 
 def test_the_check_is_cheap():
     block = Block(256)
-    watch = AbsorbedModules(block, absorbed_names(block, block_graph(256)))
+    watch = AbsorbedModules(block, find_absorbed_names(block, block_graph(256)))
     watch.check()
     assert len(watch.modules) == 1281
     # 35 us on an idle core, 1 % of the host time of such a layer. What a slow or busy machine does to that, it does to

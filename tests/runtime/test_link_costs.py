@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch.distributed")
 
 from moefx.errors import InvalidPlan
-from moefx.runtime.link_costs import Link, Links, choose_fastest, expected_parts, predict_seconds
+from moefx.runtime.link_costs import Link, Links, choose_fastest, compute_expected_parts, predict_seconds
 from moefx.runtime.topology import Topology, resolve_node_size
 
 
@@ -35,10 +35,10 @@ def test_choose_fastest_agrees_with_measurements(seconds, way):
 def test_expected_parts():
     """X-MoE's redundancy for 256 experts, 8 of them a token, 8 ranks a node: 75.1 % and 54.8 %."""
     for nodes, redundancy in ((2, 0.751), (4, 0.548), (8, 0.338), (16, 0.185), (32, 0.092)):
-        assert 1 - expected_parts(256, 8, nodes) / 8 == pytest.approx(redundancy, abs=5e-4)
-    assert expected_parts(8, 8, 4) == 4
-    assert expected_parts(128, 8, 4) == pytest.approx(3.6, abs=0.06)
-    assert expected_parts(16, 1, 8) == pytest.approx(1)
+        assert 1 - compute_expected_parts(256, 8, nodes) / 8 == pytest.approx(redundancy, abs=5e-4)
+    assert compute_expected_parts(8, 8, 4) == 4
+    assert compute_expected_parts(128, 8, 4) == pytest.approx(3.6, abs=0.06)
+    assert compute_expected_parts(16, 1, 8) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moefx
-from moefx.runtime.block_forward import rewritten_blocks
+from moefx.runtime.block_forward import find_rewritten_blocks
 
 DIM = 16
 pytestmark = pytest.mark.filterwarnings("error:moefx rewrote these blocks without a numeric check")
@@ -137,7 +137,7 @@ def pair():
 
 
 def calls(compiled):
-    counts = [f.counts for f in rewritten_blocks(compiled).values()]
+    counts = [f.counts for f in find_rewritten_blocks(compiled).values()]
     return sum(c.rewritten for c in counts), sum(c.original for c in counts)
 
 
@@ -149,7 +149,7 @@ def check_decoding(model, compiled, make, steps=3):
         expected, out = model(x, caches[0]), compiled(x, caches[1])
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
         x = hidden(1)
-    assert calls(compiled) == (before + steps * len(rewritten_blocks(compiled)), 0)
+    assert calls(compiled) == (before + steps * len(find_rewritten_blocks(compiled)), 0)
     return caches
 
 
@@ -254,7 +254,7 @@ def test_one_program_for_masks_of_all_lengths():
         mask = torch.ones(x.shape[1], 7 + step, dtype=torch.bool).tril(7 + step - x.shape[1])
         torch.testing.assert_close(compiled(x, caches[1], mask), model(x, caches[0], mask), atol=1e-5, rtol=1e-5)
         x = hidden(1)
-    (forward,) = rewritten_blocks(compiled).values()
+    (forward,) = find_rewritten_blocks(compiled).values()
     assert calls(compiled) == (4, 0) and len(forward.programs) == 1
 
 

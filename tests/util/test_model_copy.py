@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from moefx.errors import MoefxError
-from moefx.runtime.block_forward import rewritten_forward
+from moefx.runtime.block_forward import get_rewritten_forward
 from moefx.util.model_copy import copy_model
 from tests.runtime.rewriting import Model, rewrite
 
@@ -176,9 +176,9 @@ def test_a_rewritten_model_can_be_copied(model):
     rewrite(model, x)
     duplicate, _ = copy_model(model)
     torch.testing.assert_close(duplicate(x), expected)
-    forward = rewritten_forward(duplicate.layers[0])
+    forward = get_rewritten_forward(duplicate.layers[0])
     assert forward.block is duplicate.layers[0] and forward.counts.rewritten == 1
-    assert rewritten_forward(model.layers[0]).counts.rewritten == 0
+    assert get_rewritten_forward(model.layers[0]).counts.rewritten == 0
 
 
 def test_meta_models():

@@ -16,7 +16,7 @@ from moefx.ir.argument_binding import flatten_arguments, make_binder, specialize
 from moefx.ir.block_graph import BlockGraph
 from moefx.ir.ops.op_definition import registry
 from moefx.runtime.block_forward import install_forward
-from moefx.runtime.change_detection import absorbed_names
+from moefx.runtime.change_detection import find_absorbed_names
 from moefx.runtime.program import Program
 from moefx.util.model_copy import copy_model
 
@@ -67,7 +67,7 @@ def compiled_pair(
         programs = History(name, programs.snapshots[: programs.passes.index(last_pass) + 1])
         leaves = flatten_arguments(make_binder(inspect.signature(block.forward))(torch.zeros(1, 1, D)))
         specialization = specialize_call(block, leaves)._replace(training=None, grad=None, **key)
-        program = Program(specialization, programs, absorbed_names(block, programs.graph))
+        program = Program(specialization, programs, find_absorbed_names(block, programs.graph))
         install_forward(block, [program], name=name)
     return original, compiled
 

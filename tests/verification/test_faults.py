@@ -19,7 +19,7 @@ from moefx.inspection.history import History
 from moefx.ir import op_providers
 from moefx.ir.ops.dialect import build_pft
 from moefx.ir.ops.op_definition import registry
-from moefx.runtime.block_forward import install_forward, rewritten_forward
+from moefx.runtime.block_forward import get_rewritten_forward, install_forward
 from moefx.runtime.program import Program
 from moefx.verification.verify_report import verify
 
@@ -255,7 +255,7 @@ def test_every_wrong_graph_is_flagged(fault, dtype):
     original, compiled = models(True, "grouped_mm" if dtype == torch.bfloat16 else "")
     compiled = copy.deepcopy(compiled)
     block = compiled.layer
-    forward = rewritten_forward(block)
+    forward = get_rewritten_forward(block)
     (program,) = forward.programs
     last = program.history.snapshots[-1]
     graph = last.graph.copy()

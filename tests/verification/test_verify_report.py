@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefx.errors import InvalidInput, VerificationFailed
-from moefx.runtime.block_forward import rewritten_forward
+from moefx.runtime.block_forward import get_rewritten_forward
 from moefx.verification.verify_report import VerifyReport, verify
 
 from .compiled import Model, broken, compiled_pair
@@ -117,7 +117,7 @@ def test_a_difference_outside_of_the_blocks():
 
 def test_a_program_that_is_not_its_last_graph():
     original, compiled = compiled_pair()
-    program = rewritten_forward(compiled.layers[0]).programs[0]
+    program = get_rewritten_forward(compiled.layers[0]).programs[0]
     right, program.fn = program.fn, lambda block, x: right(block, x) * 1.1
     report = verify(compiled, original, (IDS,))
     assert report.first_block == "layers.0" and report.first_pass.startswith("none: the graphs after all passes")
@@ -175,11 +175,11 @@ def test_nothing_is_touched():
     original, compiled = compiled_pair()
     for p in original.parameters():
         p.grad = torch.ones_like(p)
-    forward = rewritten_forward(compiled.layers[0])
+    forward = get_rewritten_forward(compiled.layers[0])
     before = torch.get_rng_state(), forward.counts.rewritten, [dict(vars(m)) for m in compiled.modules()]
     assert verify(compiled, original, (IDS,)).ok
     assert torch.equal(before[0], torch.get_rng_state())
-    assert forward.counts.rewritten == before[1] and rewritten_forward(compiled.layers[0]) is forward
+    assert forward.counts.rewritten == before[1] and get_rewritten_forward(compiled.layers[0]) is forward
     assert before[2] == [dict(vars(m)) for m in compiled.modules()]
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in original.parameters())
 
@@ -199,7 +199,7 @@ def test_a_lazy_specialization_is_captured_unseen():
         return programs[0]
 
     for i, block in enumerate(compiled.layers):
-        programs = rewritten_forward(block).programs
+        programs = get_rewritten_forward(block).programs
         install_forward(block, [], name=f"layers.{i}", specialize=specialize)
     assert verify(compiled, original, (IDS,)).ok
     assert seen and set(seen) == {None}

@@ -17,7 +17,7 @@ from ...compiled_blocks import RECORD, UNCHANGED, Record
 from ...compiler.survey_result import Refusal
 from ...errors import Refused
 from ...inspection.explain import BlockReport, merge_refusals
-from ...runtime.block_forward import BlockForward, rewritten_blocks
+from ...runtime.block_forward import BlockForward, find_rewritten_blocks
 from ...verification.backend_verifier import BackendRecipe, keeping_saved_tensors
 from ...verification.compiled_parts import find_compiled_parts
 from ..fx import trace_artifacts
@@ -97,7 +97,7 @@ def backend(
     if out is not gm:
         vars(out)[RECORD] = record
         trace_artifacts.log_artifacts(out, lambda: str(explain(out)))
-        for forward in rewritten_blocks(out).values():
+        for forward in find_rewritten_blocks(out).values():
             forward.compiled_by = chosen.compiled_by
         with keeping_saved_tensors():
             return chosen.rest(out, example_inputs)

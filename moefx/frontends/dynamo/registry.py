@@ -16,7 +16,7 @@ from ...compiled_blocks import Record
 from ...compiler.survey_result import Refusal
 from ...errors import Cause
 from ...inspection.explain import BlockReport
-from ...runtime.block_forward import BlockForward, rewritten_blocks
+from ...runtime.block_forward import BlockForward, find_rewritten_blocks
 from ..fx.graph_rewrite import GraphRegions
 from ..fx.node_queries import user_sources
 
@@ -62,7 +62,7 @@ GRAPHS_WITHOUT_MOE: list[CompiledGraph] = []  # nothing in them looks like exper
 
 def register_graph(out: fx.GraphModule, regions: GraphRegions, record: Record) -> None:
     """Record a compiled graph with its findings. Old graphs are dropped beyond `_MAX_GRAPHS`."""
-    forwards = {forward.name: forward for forward in rewritten_blocks(out).values()}
+    forwards = {forward.name: forward for forward in find_rewritten_blocks(out).values()}
     every = regions.with_inner()
     weights = [f.analysis.weights[n] for f in every for region, _ in f.matched for n in region.weights]
     weights = weights or [t for f in every for t in f.analysis.weights.values()]

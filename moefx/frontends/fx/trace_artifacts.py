@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import fx
 
-from ...runtime.block_forward import rewritten_blocks
+from ...runtime.block_forward import find_rewritten_blocks
 
 _log = logging.getLogger(__name__)
 Text = Callable[[], str]  # computed only if it is read
@@ -27,7 +27,7 @@ def log_artifacts(out: fx.GraphModule, explained: Text) -> None:
 
 def _texts(out: fx.GraphModule, explained: Text) -> Iterator[tuple[str, Text]]:
     yield "moefx_explain", explained
-    for forward in rewritten_blocks(out).values():
+    for forward in find_rewritten_blocks(out).values():
         yield f"moefx_region_{forward.name}", lambda f=forward: str(f.programs[0].history.graph)
     yield "moefx_graph", lambda: out.print_readable(print_output=False)
 
