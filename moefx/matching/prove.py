@@ -123,8 +123,8 @@ def _lift_routing(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
     for name, more in [*tried, ("overloaded", 0)] if keep_values else tried:
         try:
             found = state.lift(Routing(name, seed + more, keep_values=keep_values), sizes)
-        except NothingRouted as why:
-            found = found or why
+        except NothingRouted as refusal:
+            found = found or refusal
             continue
         if kind != "contested" or bool(found.kept_slots.any(0).all()):
             break

@@ -47,7 +47,7 @@ def add_boundary_values(state: ProofState, sizes: dict[str, int]) -> tuple[Argum
         return arguments, None
     while (captured := _try_capture(state, arguments, sizes)) is not None:
         doubtful = _observe_doubtful(state, arguments, sizes, captured)
-        values = [_find_boundary_value(captured, one, arguments) for one in doubtful]
+        values = [_find_boundary_value(captured, observation, arguments) for observation in doubtful]
         found = {value for value in values if value is not None} - tried
         if not found:
             break
@@ -80,15 +80,17 @@ def _observe_doubtful(
     If they depend on buffers, several captures must agree, each with other values of the buffers.
     """
 
-    def is_open(one: Observation) -> bool:
-        return one.is_doubtful or _is_one_truth(one)
+    def is_open(observation: Observation) -> bool:
+        return observation.is_doubtful or _is_one_truth(observation)
 
-    found = {run: one for run, one in observe_integers(captured).items() if is_open(one)}
-    if any(map(is_state, itertools.chain.from_iterable(find_integer_ancestors(one.node) for one in found.values()))):
+    found = {run: observation for run, observation in observe_integers(captured).items() if is_open(observation)}
+    ancestors = set().union(*[find_integer_ancestors(observation.node) for observation in found.values()])
+    if any(map(is_state, ancestors)):
         for seed in BUFFER_SEEDS:
             more = _try_capture(state, arguments, sizes, seed)
             others = observe_integers(more) if more is not None else {}
-            found = {p: new for p, one in found.items() if is_open(new := one | others.get(p, one))}
+            found = {run: known | others.get(run, known) for run, known in found.items()}
+            found = {run: observation for run, observation in found.items() if is_open(observation)}
     return [*found.values()]
 
 
@@ -113,14 +115,14 @@ def _has_indices_in_bounds(n: fx.Node) -> bool:
     return True
 
 
-def _is_one_truth(one: Observation) -> bool:
+def _is_one_truth(observation: Observation) -> bool:
     """Return whether a boolean had one value, even if it depends on a single integer, such as a step."""
-    return one.node.meta["val"].dtype is torch.bool and len(one.values) == 1
+    return observation.node.meta["val"].dtype is torch.bool and len(observation.values) == 1
 
 
-def _find_boundary_value(captured: Capture, one: Observation, arguments: Arguments) -> ExtraValue | None:
+def _find_boundary_value(captured: Capture, observation: Observation, arguments: Arguments) -> ExtraValue | None:
     """Find a number that changes an observation if every third entry of one argument or buffer has it."""
-    made_of = find_integer_ancestors(one.node)
+    made_of = find_integer_ancestors(observation.node)
     for leaf in sorted(made_of, key=lambda n: (n.op != "placeholder", n.meta["index"])):
         if leaf.op == "placeholder" and arguments.tensors[leaf.meta["position"]].accepts_other_values:
             key, leaf_takes = leaf.meta["position"], arguments.tensors[leaf.meta["position"]].can_hold
@@ -130,9 +132,9 @@ def _find_boundary_value(captured: Capture, one: Observation, arguments: Argumen
             continue
         given, path = leaf.meta["val"], find_path(leaf, made_of)
         here = (torch.arange(given.numel()) % 3 == 0).view(given.shape)
-        for number in filter(leaf_takes, itertools.islice(_propose_numbers(captured, one, path), _MAX_TRIALS)):
+        for number in filter(leaf_takes, itertools.islice(_propose_numbers(captured, observation, path), _MAX_TRIALS)):
             with suppress_program_errors():  # the number may be out of bounds of a table
-                if _changes_outcome(captured, one, path, {leaf: torch.where(here, number, given)}):
+                if _changes_outcome(captured, observation, path, {leaf: torch.where(here, number, given)}):
                     return key, number
     return None
 
@@ -173,17 +175,17 @@ def evaluate_path(
 
 
 def _changes_outcome(
-    captured: Capture, one: Observation, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]
+    captured: Capture, observation: Observation, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]
 ) -> bool:
     """Return whether these values of an argument or a buffer change the outcome of an observation."""
-    out = evaluate_path(captured, path, values)[one.node]
-    if one.is_same:
-        known = (values[a] if a in values else captured.concrete_value(a) for a in find_operands(one.node))
+    out = evaluate_path(captured, path, values)[observation.node]
+    if observation.is_same:
+        known = (values[a] if a in values else captured.concrete_value(a) for a in find_operands(observation.node))
         return not any(are_equal(a, out) for a in known)
-    return set(out.unique().tolist()) != one.values
+    return set(out.unique().tolist()) != observation.values
 
 
-def _propose_numbers(captured: Capture, one: Observation, path: list[fx.Node]) -> Iterator[int]:
+def _propose_numbers(captured: Capture, observation: Observation, path: list[fx.Node]) -> Iterator[int]:
     """Yield numbers that may change an observation.
 
     These are the numbers in the ops of the path and in their other operands, the indices of a table at which it has
@@ -193,7 +195,7 @@ def _propose_numbers(captured: Capture, one: Observation, path: list[fx.Node]) -
     for a in {a: None for n in path for a in find_operands(n) if a not in path}:
         known = captured.concrete_value(a).flatten()
         named |= dict.fromkeys(known.unique()[:_MAX_OF_TENSOR].tolist())
-        others = (known != next(iter(one.values))).nonzero().flatten()
+        others = (known != next(iter(observation.values))).nonzero().flatten()
         named |= dict.fromkeys(others[:_MAX_OF_TENSOR].tolist())
     narrow = {n.meta["val"].dtype for n in path if n.meta.get("val") is not None} & NARROW
     named |= dict.fromkeys(torch.iinfo(dtype).max + 1 for dtype in narrow)

@@ -206,12 +206,12 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
     tracer, sizes = captured.tracer, state.sizes[find_capture(state, captured)]
     try:
         force_outcome(state, site[0], {site: force}, what, captured, is_safe=False)
-    except Refused as why:
+    except Refused as refusal:
         interventions: dict[Any, Any] = {**tracer.interventions, site: force}
         try:
             parted = state.lift_with_template(state.capture(tracer.routing.restart(), sizes, interventions), None)
             state.relift_all_from(parted)
             parted = state.require_same_form(parted)
         except Refused:
-            raise why from None
+            raise refusal from None
         state.add_evidence(parted, sizes)

@@ -96,8 +96,8 @@ def _capture_count(
         if int((form.ids == expert).sum()) != len(routing.prefer):
             return None
         return state.require_same_form(form)
-    except MoefxError as why:
-        return why
+    except MoefxError as refusal:
+        return refusal
     except Exception as error:
         if is_internal_error(error):
             raise

@@ -60,9 +60,9 @@ def force_outcome(
     try:
         forced = state.lift(tracer.routing.restart(), sizes, {**tracer.interventions, **interventions})
         forced = state.require_same_form(forced)
-    except MoefxError as why:
+    except MoefxError as refusal:
         if optional is None:
-            raise refuse_change(source, what) from why
+            raise refuse_change(source, what) from refusal
         state.drop_evidence(at)
         return True
     except Exception as error:

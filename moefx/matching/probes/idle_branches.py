@@ -168,20 +168,20 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
     test = _read_emptiness_test(read)
     if test is None and not is_token_test(read):
         return False
-    why: MoefxError | None = None
+    last_refusal: MoefxError | None = None
     for seed in range(_MAX_CAPTURES):
         try:
             if (form := _lift_few_tokens(state, read, seed)) is None:
                 continue
         except MoefxError as refusal:
-            why = refusal  # a few tokens may not show the form: try others
+            last_refusal = refusal  # a few tokens may not show the form: try others
             continue
         state.add_evidence(form, state.size_choice.choose_sequence(2 + seed % 2))
         return True
     if test is None:
         return False
-    if why is not None:
-        raise why
+    if last_refusal is not None:
+        raise last_refusal
     # the program only tests experts that were chosen (`for e in ids.unique()`)
     return read.value == test.if_some and _marks_one_expert(test.mask)
 

@@ -83,14 +83,15 @@ def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
         is_same = _can_saturate(n) and any(
             are_equal(capture.concrete_value(a), capture.concrete_value(n)) for a in made_of
         )
-        one = Observation(n, find_extremes(capture, n), operand_values, is_same)
-        is_one_way = one.is_same or len(one.values) == 1  # doubtful, alone or together with other captures
+        observation = Observation(n, find_extremes(capture, n), operand_values, is_same)
+        # doubtful, alone or together with other captures
+        is_one_way = observation.is_same or len(observation.values) == 1
         if is_one_way and not ranges:
             ranges.append(IntegerRanges(capture.nodes, of_call=True))
         if not is_one_way or not _is_decided(ranges[0], n):
-            found[(*site, counts[site])] = one
-    for (*site, _), one in found.items():
-        one.num_runs = counts[tuple(site)]
+            found[(*site, counts[site])] = observation
+    for (*site, _), observation in found.items():
+        observation.num_runs = counts[tuple(site)]
     return found
 
 
@@ -155,16 +156,16 @@ def _find_doubtful_runs(columns: list[dict[OpRun, Observation]]) -> list[OpRun]:
     Each iteration of a loop is a run of its own, unless the number of iterations depends on the routing: an iteration
     then belongs to different experts in different captures.
     """
-    met_all = [(run, one) for column in columns for run, one in column.items()]
+    all_pairs = [(run, observation) for column in columns for run, observation in column.items()]
     num_runs: dict[Any, set[int]] = {}
-    for run, one in met_all:
-        num_runs.setdefault(run[:2], set()).add(one.num_runs)
+    for run, observation in all_pairs:
+        num_runs.setdefault(run[:2], set()).add(observation.num_runs)
     found: dict[Any, list[tuple[OpRun, Observation]]] = {}
-    for run, one in met_all:
+    for run, observation in all_pairs:
         key = run if len(num_runs[run[:2]]) == 1 else run[:2]
-        found.setdefault(key, []).append((run, one))
-    several = [(met[0][0], functools.reduce(operator.or_, [one for _, one in met])) for met in found.values()]
-    return [run for run, one in several if one.is_doubtful]
+        found.setdefault(key, []).append((run, observation))
+    merged = [(pairs[0][0], functools.reduce(operator.or_, [seen for _, seen in pairs])) for pairs in found.values()]
+    return [run for run, observation in merged if observation.is_doubtful]
 
 
 def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:

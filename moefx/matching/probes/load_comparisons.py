@@ -235,16 +235,16 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
         form = state.reconcile_form(state.lift_captured(captured))
     except NothingRouted:
         return None
-    except Refused as why:
+    except Refused as refusal:
         if side.optional is None:
-            raise refuse_change(_find_turned_read(state, captured, found).source, LIMIT) from why
+            raise refuse_change(_find_new_outcome(state, captured, found).source, LIMIT) from refusal
         state.add_guard(side.optional)
         return None
     state.add_evidence(form, side.sizes, side.optional)
     return captured
 
 
-def _find_turned_read(state: ProofState, captured: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
+def _find_new_outcome(state: ProofState, captured: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
     """Return a comparison with an outcome that the first capture does not have; any comparison if all have."""
     first = {(read.call_stack, read.value) for read in state.reference.capture.reads}
     new = [r for r in captured.reads if r.call_stack in found and (r.call_stack, r.value) not in first]

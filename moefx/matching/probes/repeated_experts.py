@@ -92,8 +92,8 @@ def _lift_with_choices(
     """
     try:
         captured = state.capture(Routing("diverse", 0), sizes, interventions)
-    except MoefxError as why:
-        raise refusal from why
+    except MoefxError as cause:
+        raise refusal from cause
     except Exception as error:
         if is_internal_error(error):
             raise
@@ -101,8 +101,8 @@ def _lift_with_choices(
     try:
         form = state.require_same_form(state.lift_captured(captured))
         state.relift_all_from(form)
-    except Refused as why:
-        raise refusal from why
+    except Refused as cause:
+        raise refusal from cause
     return form
 
 

@@ -47,8 +47,8 @@ def vary_state_between_calls(state: ProofState) -> None:
             values[key] = pytree.tree_map_only(fx.Node, _change_value, node)
         try:
             again = state.require_same_form(state.lift(Routing("diverse", 0), state.sizes[0]))
-        except Refused as why:
-            raise _refuse_carried(written) from why
+        except Refused as refusal:
+            raise _refuse_carried(written) from refusal
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
     if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in written for n in again.capture.nodes):
         raise _refuse_carried(written)

@@ -89,8 +89,8 @@ def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) 
     if isinstance(found, CanonicalForm):
         try:
             return state.require_same_form(found)
-        except Refused as why:
-            return why
+        except Refused as refusal:
+            return refusal
     return found
 
 
@@ -122,8 +122,8 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
             is_apart = not all(g.holds(state.sizes[0]) for g in form.capture.sizes.guards)
             try:
                 found.append(state.require_same_form(form))
-            except Refused as why:
-                (unclear if is_apart else differs).append(why)
+            except Refused as refusal:
+                (unclear if is_apart else differs).append(refusal)
     if differs or (unclear and found):
         raise (differs or unclear)[-1]
     for form in found if len(found) == 2 else ():
@@ -152,5 +152,5 @@ def _try_lift(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Can
         return error
     try:
         return state.lift_captured(captured)
-    except Refused as why:
-        return why
+    except Refused as refusal:
+        return refusal
