@@ -169,7 +169,7 @@ class _GraphRunner:
     def _make_backend(self, plan: Plan) -> Callable[..., Any]:
         def compiled(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             out, found = rewrite_regions(gm, example_inputs, plan)
-            self.refused |= {str(r): r for f in found.with_inner() for r in f.refused}
+            self.refused |= {str(r): r for f in found.flatten() for r in f.refused}
             return lambda *values: self._run_graph(out, values)
 
         return compiled

@@ -112,7 +112,7 @@ def _log_findings(gm: fx.GraphModule, regions: GraphRegions, action: str) -> Non
     """Log the refusals of a graph, and its graph break if one separates a selection from its results. Each text is
     logged once.
     """
-    every = regions.with_inner()
+    every = regions.flatten()
     refused = [r for f in every for r in f.refused]
     before = [r for one in registry.COMPILED_GRAPHS for r in one.record.refused]
     matched = [m for one in registry.COMPILED_GRAPHS for m in one.record.matched]
@@ -168,12 +168,12 @@ def _log_once(level: int, text: str, detail: str = "") -> None:
 def _build_record(gm: fx.GraphModule, regions: GraphRegions) -> Record:
     """Build the record of a graph, which `explain` reads."""
     reports: dict[int, BlockReport] = {}  # by proof
-    for f in regions.with_inner():
+    for f in regions.flatten():
         for region, proof in f.matched:
             holds_for = str(region.specialization(f.analysis, proof.program))
             known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
             reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
-    every = regions.with_inner()
+    every = regions.flatten()
     refused = [r for f in every for r in f.refused]
     if _find_graph_break(gm) is not None:
         refused += [Refusal("", _GRAPH_BREAK, line, (), registry.COMPILE_FIRST) for line in regions.open]

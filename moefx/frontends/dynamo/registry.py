@@ -18,7 +18,7 @@ from ...errors import Cause
 from ...inspection.explain import BlockReport
 from ...runtime.block_forward import BlockForward, find_rewritten_blocks
 from ..fx.graph_rewrite import GraphRegions
-from ..fx.node_queries import user_sources
+from ..fx.node_queries import find_user_sources
 
 _MAX_GRAPHS = 64
 _FEW_TOKENS_NOTE = "graphs of a single token, or of none, run unchanged"
@@ -63,10 +63,10 @@ GRAPHS_WITHOUT_MOE: list[CompiledGraph] = []  # nothing in them looks like exper
 def register_graph(out: fx.GraphModule, regions: GraphRegions, record: Record) -> None:
     """Record a compiled graph with its findings. Old graphs are dropped beyond `_MAX_GRAPHS`."""
     forwards = {forward.name: forward for forward in find_rewritten_blocks(out).values()}
-    every = regions.with_inner()
+    every = regions.flatten()
     weights = [f.analysis.weights[n] for f in every for region, _ in f.matched for n in region.weights]
     weights = weights or [t for f in every for t in f.analysis.weights.values()]
-    outermost: set[Source] = {user_sources(n, 0)[-1] for n in regions.analysis.nodes if n.stack_trace}
+    outermost: set[Source] = {find_user_sources(n, 0)[-1] for n in regions.analysis.nodes if n.stack_trace}
     entered = {(source.file, source.line) for source in outermost}
     mine = COMPILED_GRAPHS if record.matched or record.refused else GRAPHS_WITHOUT_MOE
     mine.append(CompiledGraph(record, forwards, [weakref.ref(t) for t in weights], entered))

@@ -18,14 +18,14 @@ from ...capture.op_sets import SELECTION_OPS
 from ...errors import InvalidInput, Refused, summarize_error
 from ...ir.memory_order import invert_permutation
 from ...util.fake_tensor_log import without_fake_tensor_errors
-from .node_queries import MODE_SWITCHES, is_float_tensor, size_hint, target_name
+from .node_queries import MODE_SWITCHES, get_size_hint, is_float_tensor, target_name
 
 _SIZES = {"size", "numel", "sym_size", "sym_numel"}
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137)
 _EXPORT_ADVICE = "make it with torch.export.export(..., dynamic_shapes=...), which declares the sizes that vary"
 
 
-def traced_value(n: fx.Node) -> Any:
+def get_traced_value(n: fx.Node) -> Any:
     """The value that Dynamo, `torch.export` or `make_fx` recorded for a node, or None."""
     return n.meta.get("example_value", n.meta.get("val"))
 
@@ -33,7 +33,7 @@ def traced_value(n: fx.Node) -> Any:
 def has_traced_values(graph: fx.Graph) -> bool:
     """Whether each node that is used has a recorded value."""
     return all(
-        traced_value(n) is not None
+        get_traced_value(n) is not None
         or n.op in ("placeholder", "get_attr", "output")
         or not n.users
         or (n.op == "call_function" and (n.target is operator.setitem or n.target in MODE_SWITCHES))
@@ -150,7 +150,7 @@ def _runs_at(gm: fx.GraphModule, examples: dict[fx.Node, Any], sizes: dict[fx.No
 
 def _resize(t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """An empty tensor of other sizes, whose axes have the same order in memory."""
-    order = sorted(range(t.dim()), key=lambda i: (size_hint(t.stride(i)), size_hint(t.shape[i])), reverse=True)
+    order = sorted(range(t.dim()), key=lambda i: (get_size_hint(t.stride(i)), get_size_hint(t.shape[i])), reverse=True)
     if t.shape == torch.Size(sizes):
         return t
     return torch.empty([sizes[i] for i in order], dtype=t.dtype, device=t.device).permute(invert_permutation(order))
@@ -165,12 +165,12 @@ def guess_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.No
         if target_name(n) in SELECTION_OPS and n.op.startswith("call"):
             current: Any = n
             while isinstance(current, fx.Node) and current.op != "placeholder":
-                current = _first_operand(current)
+                current = _find_first_operand(current)
             activations.add(current)
     return {n for n, t in examples.items() if is_float_tensor(t) and n not in activations} if activations else set()
 
 
-def _first_operand(n: fx.Node) -> Any:
+def _find_first_operand(n: fx.Node) -> Any:
     """The main operand of an op, such as `x` of `addmm(bias, x, w)`."""
     name = target_name(n)
     at = 1 if name in ("addmm", "addmv", "einsum", "embedding") and len(n.args) > 1 else 0

@@ -11,7 +11,7 @@ from torch import fx
 
 from ...errors import Refused
 from .graph_analysis import GraphAnalysis
-from .node_queries import is_hinted, size_hint, target_name, user_sources
+from .node_queries import find_user_sources, get_size_hint, is_hinted, target_name
 from .region_bounds import RegionBounds
 
 _CHUNKING_OPS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
@@ -22,21 +22,21 @@ def explain_chunks(analysis: GraphAnalysis, bounds: RegionBounds) -> Refused | N
     sizes = analysis.value[bounds.entry].shape[:-1]
     if not all(map(is_hinted, sizes)):
         return None
-    tokens = math.prod(map(size_hint, sizes))
+    tokens = math.prod(map(get_size_hint, sizes))
     turns: dict[tuple, list[fx.Node]] = defaultdict(list)
     for n in bounds.inside:
         rows = analysis.tensor(n.args[0]) if n.args and isinstance(n.args[0], fx.Node) else None
         if rows is None or rows.dim() < 2 or not all(map(is_hinted, rows.shape)):
             continue
-        if math.prod(map(size_hint, rows.shape[:-1])) != tokens:
+        if math.prod(map(get_size_hint, rows.shape[:-1])) != tokens:
             continue
         if target_name(n) in _CHUNKING_OPS and isinstance(parts := analysis.value[n], (tuple, list)):
             if parts[0].shape[-1] == rows.shape[-1]:
                 return _refuse_chunks(analysis, n, len(parts))
         elif target_name(n) in ("getitem", "slice") and _is_range(n, rows, analysis.tensor(n)):
-            turns[n.args[0], user_sources(n, analysis.position[n])].append(n)
+            turns[n.args[0], find_user_sources(n, analysis.position[n])].append(n)
     for found in turns.values():
-        lengths = [size_hint(analysis.value[n].shape[0]) for n in found]
+        lengths = [get_size_hint(analysis.value[n].shape[0]) for n in found]
         if len(found) > 1 and sum(lengths) == tokens and len({*lengths[:-1]}) == 1:
             return _refuse_chunks(analysis, found[0], len(found))
     return None
@@ -48,7 +48,7 @@ def _is_range(n: fx.Node, rows: torch.Tensor, part: torch.Tensor | None) -> bool
     first = index[0] if isinstance(index, tuple) and index else index
     if part is None or part.dim() != rows.dim() or not all(map(is_hinted, part.shape)):
         return False
-    (length, *width), (whole, *of) = ([size_hint(s) for s in t.shape] for t in (part, rows))
+    (length, *width), (whole, *of) = ([get_size_hint(s) for s in t.shape] for t in (part, rows))
     return width == of and length != whole and (isinstance(first, slice) or target_name(n) == "slice")
 
 
@@ -56,6 +56,6 @@ def _refuse_chunks(analysis: GraphAnalysis, n: fx.Node, count: int) -> Refused:
     return Refused(
         f"the rows are split into {count} chunks, and the graph does not hold the chunks of other sizes",
         culprits=(target_name(n),),
-        source=analysis.source_line(n),
+        source=analysis.find_source_line(n),
         remedy="compute them at once; or call moefx.compile(model), which supports loops over chunks",
     )

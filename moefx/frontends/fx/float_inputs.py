@@ -16,18 +16,18 @@ _MAX_VALUES = 3
 _values_by_frame: dict[Any, tuple[int, dict[str, set[float]]]] = {}
 
 
-def may_be_constant(name: str, now: float) -> bool:
+def can_be_constant(name: str, now: float) -> bool:
     """Whether a float has had few values as a constant in the graphs of this frame."""
-    values = _current_values().get(name, set())
+    values = _read_current_values().get(name, set())
     return now in values or len(values) < _MAX_VALUES
 
 
 def record_constant(name: str, number: torch.SymFloat) -> None:
     """Make a float a constant of the graph that is being compiled. `float()` adds the guard."""
-    _current_values().setdefault(name, set()).add(float(number))
+    _read_current_values().setdefault(name, set()).add(float(number))
 
 
-def _current_values() -> dict[str, set[float]]:
+def _read_current_values() -> dict[str, set[float]]:
     """The values of constants by name, for the frame that is being compiled."""
     graph = CompileContext.current_compile_id()
     frame, count = (None, 0) if graph is None else (graph.frame_id, graph.frame_compile_id or 0)

@@ -23,7 +23,7 @@ from torch.fx.node import map_aggregate
 from ...capture.op_sets import SELECTION_OPS
 from ...errors import Cause, Refused
 from .graph_analysis import GraphAnalysis
-from .node_queries import selected_axis, simplify_size, size_hint, target_name
+from .node_queries import find_selected_axis, get_size_hint, simplify_size, target_name
 from .region_bounds import RegionBounds, find_selections
 from .region_code import SizeExpression, ValueRef, apply_modes, call_target, map_leaves
 from .token_dims import TokenDims
@@ -59,8 +59,8 @@ class GeneralizedRegion:
         has_autocast |= any(analysis.modes[n].autocast for n in bounds.inside)
         self.mode = FakeTensorMode() if has_autocast else None
         self.device = entry.device if has_autocast else torch.device("meta")
-        constants = {c for n in bounds.inside for c in self._numbers_in((n.args, n.kwargs))}
-        constants |= {size_hint(s) for n in bounds.inside if (t := analysis.tensor(n)) is not None for s in t.shape}
+        constants = {c for n in bounds.inside for c in self._collect_numbers((n.args, n.kwargs))}
+        constants |= {get_size_hint(s) for n in bounds.inside if (t := analysis.tensor(n)) is not None for s in t.shape}
         self.dims = TokenDims(analysis, [simplify_size(n) for n in entry.shape], constants)
         if not self.dims.names:
             raise Refused(
@@ -82,12 +82,12 @@ class GeneralizedRegion:
         """
         steps = [*self.bounds.side_inputs, *self.bounds.inside]
         names = dict(zip(self.dims.axes, self.dims.names, strict=True))
-        rows = [self.dims.probe[names[i]] if i in names else size_hint(n) for i, n in enumerate(entry.shape)]
-        self.probed[self.bounds.entry] = self._empty(rows, entry.dtype)
+        rows = [self.dims.probe[names[i]] if i in names else get_size_hint(n) for i, n in enumerate(entry.shape)]
+        self.probed[self.bounds.entry] = self._make_empty(rows, entry.dtype)
         for n, t in self.analysis.weights.items():
             if n in self.number_of:
-                self.probed[n] = self._empty(
-                    [size_hint(s) for s in t.shape], t.dtype, [size_hint(s) for s in t.stride()]
+                self.probed[n] = self._make_empty(
+                    [get_size_hint(s) for s in t.shape], t.dtype, [get_size_hint(s) for s in t.stride()]
                 )
         levels: list[Iterator[None]] = []
         tried, furthest = 0, 0
@@ -113,22 +113,24 @@ class GeneralizedRegion:
         """
         chosen, compared = find_selections(self.bounds.inside, self.analysis)
         for n in chosen:
-            scores, axis = next(filter(self.analysis.is_float, n.all_input_nodes)), selected_axis(n)
-            if axis is None or self.probed[scores].shape[axis] == size_hint(self.analysis.value[scores].shape[axis]):
+            scores, axis = next(filter(self.analysis.is_float, n.all_input_nodes)), find_selected_axis(n)
+            if axis is None or self.probed[scores].shape[axis] == get_size_hint(
+                self.analysis.value[scores].shape[axis]
+            ):
                 return
         if chosen and not compared:
             raise Refused(
                 f"{target_name(chosen[0])} chooses among tokens, not among experts",
                 culprits=(target_name(chosen[0]),),
-                source=self.analysis.source_line(chosen[0]),
+                source=self.analysis.find_source_line(chosen[0]),
                 remedy="let tokens choose their experts (token choice), not experts their tokens",
             )
 
     def _refuse_unclear(self, n: fx.Node) -> Refused:
         """Build the refusal at the node beyond which no meanings were found."""
-        where = self.analysis.source_line(n)
+        where = self.analysis.find_source_line(n)
         if roots := [root for a in n.all_input_nodes if self.analysis.is_number(a) for root in self._find_unknown(a)]:
-            names = [self.analysis.source_name(root) or root.name for root in roots]
+            names = [self.analysis.find_source_name(root) or root.name for root in roots]
             between = "a result of Python code between two graphs"
             names = ", ".join(dict.fromkeys(between if "___stack" in name else name for name in names))
             remedy = "let it be a constant of the graph (under torch.compile: dynamic=False)"
@@ -148,20 +150,23 @@ class GeneralizedRegion:
 
     def _find_unknown(self, number: fx.Node) -> list[fx.Node]:
         """The operands of a number that do not follow from the token dims."""
-        if self.analysis.is_number(number) and self._meanings(self.analysis.value[number], node=number):
+        if self.analysis.is_number(number) and self._list_meanings(self.analysis.value[number], node=number):
             return []
         return [root for a in number.all_input_nodes for root in self._find_unknown(a)] or [number]
 
     def _suggest_sizes(self) -> str:
         """Suggest how to call or compile so that sizes identify the token dims."""
         others = {
-            size_hint(n) for w in self.analysis.weights if w in self.number_of for n in self.analysis.weights[w].shape
+            get_size_hint(n)
+            for w in self.analysis.weights
+            if w in self.number_of
+            for n in self.analysis.weights[w].shape
         }
         others |= {
             n
             for s in self.bounds.inside
             if target_name(s) in SELECTION_OPS
-            for n in self._numbers_in((s.args, s.kwargs))
+            for n in self._collect_numbers((s.args, s.kwargs))
         }
         sizes = list(self.dims.sizes.items())
         alike = [f"{name} = {n}" for i, (name, n) in enumerate(sizes) if n in others or n in dict(sizes[:i]).values()]
@@ -175,12 +180,14 @@ class GeneralizedRegion:
         """Whether the exit has a row per token at the probe sizes, as it does in the graph."""
         exit_ = self.bounds.exit
         out, original = self.probed[exit_], self.analysis.value[exit_]
-        tokens, rows = math.prod(self.dims.sizes.values()), [size_hint(n) for n in original.shape]
+        tokens, rows = math.prod(self.dims.sizes.values()), [get_size_hint(n) for n in original.shape]
         if math.prod(rows[:-1]) != tokens:
             return True  # another kind of exit; the matcher decides
         return math.prod(out.shape[:-1]) == math.prod(self.dims.probe.values()) and out.shape[-1] == rows[-1]
 
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> torch.Tensor:
+    def _make_empty(
+        self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """An empty tensor on the device of the probe run."""
         with self.mode or contextlib.nullcontext():
             if strides is None:
@@ -195,12 +202,12 @@ class GeneralizedRegion:
             return
         leaves: list[list[Any]] = []
         is_shape, place = target_name(n) in _SHAPED, itertools.count()
-        shape = self._numbers_in((n.args, n.kwargs))
+        shape = self._collect_numbers((n.args, n.kwargs))
 
         def candidates(a: Any) -> None:
             if isinstance(a, fx.Node):
                 if self.analysis.is_number(a):
-                    leaves.append(self._meanings(self.analysis.value[a], node=a))
+                    leaves.append(self._list_meanings(self.analysis.value[a], node=a))
                     next(place)
             elif type(a) is int:
                 at = next(place)
@@ -210,7 +217,7 @@ class GeneralizedRegion:
                         if target_name(n) == "arange"
                         else self.dims.is_token_position(shape, at)
                     )
-                    leaves.append(self._meanings(a, first=is_shape and is_token))
+                    leaves.append(self._list_meanings(a, first=is_shape and is_token))
 
         map_aggregate((n.args, n.kwargs), candidates)
         for chosen in itertools.product(*leaves):
@@ -231,14 +238,14 @@ class GeneralizedRegion:
             self.arguments[n], self.probed[n] = (args, kwargs), out
             yield
 
-    def _numbers_in(self, tree: Any) -> list[int]:
+    def _collect_numbers(self, tree: Any) -> list[int]:
         """All numbers among the arguments of a node, with their values in the graph."""
         found: list[int] = []
 
         def number(a: Any) -> None:
             if isinstance(a, fx.Node) and self.analysis.is_number(a):
                 found.append(
-                    size_hint(self.analysis.value[a]) if isinstance(self.analysis.value[a], torch.SymInt) else 0
+                    get_size_hint(self.analysis.value[a]) if isinstance(self.analysis.value[a], torch.SymInt) else 0
                 )
             elif type(a) is int:
                 found.append(a)
@@ -246,7 +253,7 @@ class GeneralizedRegion:
         map_aggregate(tree, number)
         return found
 
-    def _meanings(self, value: Any, first: bool = False, node: fx.Node | None = None) -> list[Any]:
+    def _list_meanings(self, value: Any, first: bool = False, node: fx.Node | None = None) -> list[Any]:
         """The meanings of a number, most likely first. `first`: prefer token dims to a constant."""
         value = simplify_size(value)
         if node in self.analysis.number_inputs:
@@ -264,15 +271,15 @@ class GeneralizedRegion:
         if not isinstance(t, torch.Tensor):
             return
         sizes = [simplify_size(s) for s in t.shape]
-        known = [size_hint(s) for s in sizes]
+        known = [get_size_hint(s) for s in sizes]
         axes = [
-            self._meanings(s, first=type(s) is int and self.dims.is_token_position(known, at))
+            self._list_meanings(s, first=type(s) is int and self.dims.is_token_position(known, at))
             for at, s in enumerate(sizes)
         ]
         for shape in itertools.product(*axes):
             self.shapes[n] = shape
             sizes = [s.at(self.dims.probe) if isinstance(s, SizeExpression) else s for s in shape]
-            self.probed[n] = self._empty(sizes, t.dtype)
+            self.probed[n] = self._make_empty(sizes, t.dtype)
             yield
 
     def _run_node(self, n: fx.Node, args: tuple, kwargs: dict) -> Any:

@@ -14,22 +14,22 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from .abstract_values import guess_weights, has_traced_values, propagate_values, traced_value
-from .memory_aliases import StorageAliases, storage_ids
-from .node_effects import NodeEffects, changes_state, find_effect, reads_autograd_graph
+from .abstract_values import get_traced_value, guess_weights, has_traced_values, propagate_values
+from .memory_aliases import StorageAliases, list_storage_ids
+from .node_effects import NodeEffects, changes_state, find_effects, reads_autograd_graph
 from .node_queries import (
     ENTER_AUTOCAST,
     LAYOUT_OPS,
     MODE_SWITCHES,
     SET_GRAD,
     find_attribute,
-    functorch_nesting,
+    find_functorch_nesting,
+    find_user_sources,
+    get_size_hint,
     is_float_tensor,
     is_module_tensor,
     simplify_size,
-    size_hint,
     target_name,
-    user_sources,
 )
 from .region_code import Autocast, Modes, call_target
 
@@ -82,7 +82,7 @@ class GraphAnalysis:
         self.number_inputs = self._find_number_inputs()
         self.float_inputs = self._find_float_inputs()
         self._memory = self._find_aliases()
-        self.effects = {n: find_effect(gm, n) for n in self.nodes}
+        self.effects = {n: find_effects(gm, n) for n in self.nodes}
         self.unknown_effects = [n for n in self.nodes if self.effects[n].unknown]
         self.autograd_readers = [n for n in self.nodes if reads_autograd_graph(n) and n not in self.transforms]
         self._drop_dead()
@@ -119,7 +119,7 @@ class GraphAnalysis:
                 continue
             self.nodes.append(n)
             self.modes[n] = Modes(grad, tuple(a for _, a in open_))
-            if (found := functorch_nesting(n)) is not None:
+            if (found := find_functorch_nesting(n)) is not None:
                 inside = (*inside, found[0]) if found[1] > 0 else inside[:-1]
             if inside:
                 self.transforms[n] = inside
@@ -130,7 +130,7 @@ class GraphAnalysis:
             return propagate_values(self.gm, example_inputs)
         value: dict[fx.Node, Any] = {}
         for n in self.nodes:
-            found = traced_value(n)
+            found = get_traced_value(n)
             if n.op == "output":
                 continue
             if found is None and n.op == "placeholder":
@@ -163,11 +163,11 @@ class GraphAnalysis:
         found = self.value.get(n)
         return found if isinstance(found, torch.Tensor) else None
 
-    def source_line(self, n: fx.Node) -> str:
+    def find_source_line(self, n: fx.Node) -> str:
         """The user's line that made a node, or its position if the graph has no stack traces."""
-        return str(user_sources(n, self.position[n])[0])
+        return str(find_user_sources(n, self.position[n])[0])
 
-    def source_name(self, n: fx.Node) -> str:
+    def find_source_name(self, n: fx.Node) -> str:
         """Dynamo's source of an input, such as `L['self']._modules['gate']._parameters['weight']`, or ""."""
         n = self.origins.get(n, n)
         source = getattr(n.meta.get("grapharg"), "source", None) or getattr(n, "_dynamo_source", None)
@@ -178,7 +178,7 @@ class GraphAnalysis:
         t = self.tensor(n)
         return t is not None and t.is_floating_point()
 
-    def example_integers(self, n: fx.Node) -> torch.Tensor | None:
+    def find_example_integers(self, n: fx.Node) -> torch.Tensor | None:
         """The integers of the first call in an input, or in a value moved, cast or computed from one input and
         numbers.
         None if they are unknown.
@@ -189,9 +189,9 @@ class GraphAnalysis:
             is_known = target_name(n) in _INTEGER_OPS and len(tensors) == 1
             # a value that was written to has other numbers
             is_known &= [d for d in self.deps[n] if not self.is_number(d)] == tensors and n not in self.written_tensors
-            found = self.example_integers(tensors[0]) if is_known else None
+            found = self.find_example_integers(tensors[0]) if is_known else None
             if found is not None:
-                of = {d: found if d is tensors[0] else size_hint(self.value[d]) for d in n.all_input_nodes}
+                of = {d: found if d is tensors[0] else get_size_hint(self.value[d]) for d in n.all_input_nodes}
                 args, kwargs = map_arg((n.args, n.kwargs), of.__getitem__)
                 found = call_target(n.target, n.op == "call_method", args, kwargs)
         if type(found) is not torch.Tensor or found.is_meta or found.is_floating_point():
@@ -248,9 +248,9 @@ class GraphAnalysis:
         for n in self.nodes:
             inputs = [a for a in n.all_input_nodes if a in self.position]
             deps, after = dict.fromkeys(inputs), {}
-            touched = {s for a in inputs for s in self.storages(a)}
+            touched = {s for a in inputs for s in self.find_storages(a)}
             targets = tuple(t for t in self.effects[n].writes if t in self.position)
-            mine = {s for t in targets for s in self.storages(t)}
+            mine = {s for t in targets for s in self.find_storages(t)}
             for s in sorted(touched):
                 if s in last:
                     deps[last[s]] = None
@@ -265,13 +265,13 @@ class GraphAnalysis:
                 self.written_tensors[n] = targets
             self.deps[n], self.order_deps[n] = list(deps), list(after)
 
-    def storages(self, n: fx.Node | None) -> list[int]:
+    def find_storages(self, n: fx.Node | None) -> list[int]:
         """The storages of a node's tensors; aliases have one representative."""
-        return self._memory.storages_of(self.value.get(n) if n is not None else None)
+        return self._memory.find_joined_storages(self.value.get(n) if n is not None else None)
 
-    def memory_written(self, n: fx.Node) -> set[int]:
+    def find_written_memory(self, n: fx.Node) -> set[int]:
         """The storages that a node writes to."""
-        return {s for t in self.written_tensors.get(n, ()) for s in self.storages(t)}
+        return {s for t in self.written_tensors.get(n, ()) for s in self.find_storages(t)}
 
     def _find_aliases(self) -> StorageAliases:
         """Join storages that are the same memory, also of attributes and inputs that tracers treat as distinct."""
@@ -280,7 +280,7 @@ class GraphAnalysis:
         for n in self.nodes:
             held = find_attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
             if self.tensor(n) is not None and isinstance(held, torch.Tensor):
-                (mine,), (real,) = storage_ids(self.value[n]), storage_ids(held)
+                (mine,), (real,) = list_storage_ids(self.value[n]), list_storage_ids(held)
                 found.join(first.setdefault(real, mine), mine)
         found.join_views(self.nodes, self.value)
         return found
@@ -300,7 +300,7 @@ class GraphAnalysis:
             elif n.op == "placeholder":
                 t = self.examples.get(n, self.value.get(n))
                 is_parameter = isinstance(t, nn.Parameter) or isinstance(self.value.get(n), nn.Parameter)
-                if isinstance(t, torch.Tensor) and (is_parameter or is_module_tensor(self.source_name(n))):
+                if isinstance(t, torch.Tensor) and (is_parameter or is_module_tensor(self.find_source_name(n))):
                     found[n] = t
         if any(n.op == "placeholder" or is_float_tensor(t) for n, t in found.items()):
             return found

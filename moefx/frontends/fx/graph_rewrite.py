@@ -26,7 +26,7 @@ from .proof_cache import CachedProof
 from .region_bounds import RegionBounds, RegionSearch
 from .region_isolation import find_removable
 from .region_module import ExtractedRegion, RegionCall, extract_region
-from .region_names import region_name
+from .region_names import name_region
 from .splice import order_units, splice
 
 _MAX_BOUNDS = 4  # per seed
@@ -52,9 +52,9 @@ class GraphRegions:
     seconds: float
     inside: list[GraphRegions] = dataclasses.field(default_factory=list)
 
-    def with_inner(self) -> list[GraphRegions]:
+    def flatten(self) -> list[GraphRegions]:
         """This record, and those of the graphs inside."""
-        return [self, *(f for inner in self.inside for f in inner.with_inner())]
+        return [self, *(f for inner in self.inside for f in inner.flatten())]
 
 
 def rewrite_regions(
@@ -74,7 +74,7 @@ def rewrite_regions(
     names = set() if names is None else names
     found = find_regions(gm, example_inputs, plan, origins, names)
     bodies: dict[str, fx.GraphModule] = {}
-    for name, values, inner in _called_bodies(found.analysis):
+    for name, values, inner in _iterate_called_bodies(found.analysis):
         body, more = rewrite_regions(getattr(gm, name), values, plan, inner, names)
         if body is not getattr(gm, name):
             bodies[name] = body
@@ -92,7 +92,7 @@ def rewrite_regions(
     return out, found
 
 
-def _called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
+def _iterate_called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
     """Yield the graphs that nodes call with their arguments: the attribute, values for the inputs, and the outer node
     of each input.
     """
@@ -108,15 +108,15 @@ def _called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[Any], di
             continue
         inputs = [p for p in gm.graph.nodes if p.op == "placeholder"]
         if len(inputs) == len(arguments):
-            values = [_body_input(analysis, a) for a in arguments]
+            values = [_find_body_input(analysis, a) for a in arguments]
             outer = {p: analysis.origins.get(a, a) for p, a in zip(inputs, arguments, strict=True)}
             yield str(body.target), values, outer
 
 
-def _body_input(analysis: GraphAnalysis, a: fx.Node) -> Any:
+def _find_body_input(analysis: GraphAnalysis, a: fx.Node) -> Any:
     """The value of a body's input. A node computed from weights alone, such as `weight.T` outside the body, is a
     weight."""
-    if (known := analysis.example_integers(a)) is not None:
+    if (known := analysis.find_example_integers(a)) is not None:
         return known
     if (weight := analysis.evaluate_from_weights(a)) is not None:
         return nn.Parameter(weight, False)
@@ -139,16 +139,16 @@ def find_regions(
     owner: dict[fx.Node, ExtractedRegion] = {}
     tried: set[tuple[fx.Node, fx.Node]] = set()
     open_lines: dict[str, None] = {}
-    for seed in search.seeds():
+    for seed in search.find_seeds():
         if seed in owner:
             continue
         try:
-            candidates = _candidate_bounds(search, seed)
+            candidates = _list_candidate_bounds(search, seed)
         except Exception as error:  # the surrounding graph must not fail for it
-            refused[seed] = build_refusal(error, target_name(seed), analysis.source_line(seed))
+            refused[seed] = build_refusal(error, target_name(seed), analysis.find_source_line(seed))
             continue
         if not candidates and search.returns_selection(seed):
-            open_lines[analysis.source_line(seed)] = None
+            open_lines[analysis.find_source_line(seed)] = None
         proven, refusal = _prove_candidates(analysis, candidates, plan, names, owner, tried)
         if proven is not None:
             matched.append(proven)
@@ -198,7 +198,7 @@ def _prove_candidates(
             if refusal is None:
                 outside = proof_cache.explain_outside_use(analysis, region, plan) if region is not None else None
                 why = outside or explain_chunks(analysis, bounds) or error
-                refusal = build_refusal(why, region_name(analysis, bounds), analysis.source_line(bounds.seed))
+                refusal = build_refusal(why, name_region(analysis, bounds), analysis.find_source_line(bounds.seed))
             continue
         owner.update(removable)
         names.add(region.name)
@@ -222,9 +222,9 @@ def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegio
     raise AssertionError
 
 
-def _candidate_bounds(search: RegionSearch, seed: fx.Node) -> list[RegionBounds]:
+def _list_candidate_bounds(search: RegionSearch, seed: fx.Node) -> list[RegionBounds]:
     """The bounds to try for a seed, most likely first."""
-    found = list(search.bounds_of(seed))
+    found = list(search.iterate_bounds(seed))
     wider = [w for e in found[:1] if (w := search.widen(e)) is not None]
     return (found[:1] + wider + found[1:])[:_MAX_BOUNDS]
 
@@ -239,7 +239,9 @@ def _mention_inputs(refusal: Refusal, search: list[RegionBounds], analysis: Grap
         if n not in seen:
             seen[n] = None
             stack += analysis.deps[n]
-    inputs = [analysis.source_name(n) or n.name for n in seen if n.op == "placeholder" and n not in analysis.weights]
+    inputs = [
+        analysis.find_source_name(n) or n.name for n in seen if n.op == "placeholder" and n not in analysis.weights
+    ]
     names = ", ".join(dict.fromkeys(re.findall(r"\w+", name)[-1] for name in inputs))
     if not names:
         return refusal

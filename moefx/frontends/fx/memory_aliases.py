@@ -14,7 +14,7 @@ from .node_queries import find_argument
 _MAY_COPY = {"reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "type_as", "float", "double", "half"}
 
 
-def storage_ids(value: Any) -> list[int]:
+def list_storage_ids(value: Any) -> list[int]:
     """Identify the storage of a tensor, or of each tensor in a tuple or list."""
     return [
         _storage_id(t) for t in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(t, torch.Tensor)
@@ -36,16 +36,16 @@ class StorageAliases:
     def __init__(self) -> None:
         self._joined: dict[int, int] = {}
 
-    def storages_of(self, value: Any) -> list[int]:
+    def find_joined_storages(self, value: Any) -> list[int]:
         """The storages of a value; aliases have one representative."""
-        return [self._representative(s) for s in storage_ids(value)]
+        return [self._find_representative(s) for s in list_storage_ids(value)]
 
     def join(self, one: int, other: int) -> None:
-        one, other = self._representative(one), self._representative(other)
+        one, other = self._find_representative(one), self._find_representative(other)
         if one != other:
             self._joined[other] = one
 
-    def _representative(self, storage: int) -> int:
+    def _find_representative(self, storage: int) -> int:
         while storage in self._joined:
             storage = self._joined[storage]
         return storage
@@ -57,8 +57,8 @@ class StorageAliases:
         copies: list[tuple[int, int]] = []
         has_lost_views = False
         for n in nodes:
-            for base, may_copy in _viewed_arguments(n, value):
-                for mine, theirs in _pairs(n, storage_ids(value.get(n)), storage_ids(value.get(base))):
+            for base, may_copy in _find_viewed_arguments(n, value):
+                for mine, theirs in _list_pairs(n, list_storage_ids(value.get(n)), list_storage_ids(value.get(base))):
                     if may_copy:
                         copies.append((theirs, mine))
                     else:
@@ -68,7 +68,7 @@ class StorageAliases:
             self.join(*pair)
 
 
-def _viewed_arguments(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node, bool]]:
+def _find_viewed_arguments(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node, bool]]:
     """The arguments whose memory a node's result shares, and whether the result may be a copy instead."""
     of = n.args[0] if n.target is operator.getitem else None
     if isinstance(of, fx.Node) and isinstance(value.get(of), (tuple, list)):
@@ -84,7 +84,7 @@ def _viewed_arguments(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tupl
             yield found, n.target.overloadpacket.__name__ in _MAY_COPY
 
 
-def _pairs(n: fx.Node, mine: list[int], theirs: list[int]) -> Iterator[tuple[int, int]]:
+def _list_pairs(n: fx.Node, mine: list[int], theirs: list[int]) -> Iterator[tuple[int, int]]:
     """Pair the storages of a result with those of its base; an item of a list is paired with its own element."""
     if n.target is operator.getitem and len(theirs) > 1 and isinstance(i := n.args[1], int) and len(mine) == 1:
         theirs = theirs[i : i + 1 or None]

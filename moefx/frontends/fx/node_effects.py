@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ...runtime.change_detection import find_hook_kind
-from .abstract_values import traced_value
+from .abstract_values import get_traced_value
 from .memory_aliases import StorageAliases
 from .node_queries import find_argument, target_name
 
@@ -43,18 +43,18 @@ class NodeEffects(NamedTuple):
     unknown: bool = False
 
 
-def find_effect(gm: nn.Module, n: fx.Node) -> NodeEffects:
+def find_effects(gm: nn.Module, n: fx.Node) -> NodeEffects:
     """Find the side effects of a node."""
     if n.op == "call_module":
-        return _module_effect(gm.get_submodule(str(n.target)))
+        return _find_module_effects(gm.get_submodule(str(n.target)))
     if n.op not in ("call_function", "call_method"):
         return NodeEffects()
     if isinstance(n.target, torch._ops.HigherOrderOperator):
-        return _bodies_effect(gm, n)
+        return _find_body_effects(gm, n)
     if not is_library_call(n):
         return NodeEffects(unknown=True)
     arguments = _bind_arguments(n)
-    return NodeEffects(tuple(dict.fromkeys(_written_arguments(n, arguments))), _draws(n, arguments))
+    return NodeEffects(tuple(dict.fromkeys(_find_written_arguments(n, arguments))), _draws_random_numbers(n, arguments))
 
 
 def is_library_call(n: fx.Node) -> bool:
@@ -84,10 +84,10 @@ def reads_autograd_graph(n: fx.Node) -> bool:
 
 
 # ---------------------------------------------------------------------- modules and graphs
-def _module_effect(module: nn.Module) -> NodeEffects:
+def _find_module_effects(module: nn.Module) -> NodeEffects:
     """The effects of a module call."""
     if isinstance(module, fx.GraphModule):
-        effect = _graph_effect(module)
+        effect = _find_graph_effects(module)
         return NodeEffects((), effect.draws, effect.unknown or bool(effect.writes))
     if not all(is_plain_module(m) for m in module.modules()):
         return NodeEffects(unknown=True)
@@ -97,7 +97,7 @@ def _module_effect(module: nn.Module) -> NodeEffects:
     return NodeEffects(draws=bool(drops), unknown=bool(keeps))
 
 
-def _bodies_effect(gm: nn.Module, n: fx.Node) -> NodeEffects:
+def _find_body_effects(gm: nn.Module, n: fx.Node) -> NodeEffects:
     """The effects of a node that calls graphs with its last arguments, such as a checkpoint."""
     attributes = [(i, getattr(gm, str(a.target), None)) for i, a in enumerate(n.args)
             if isinstance(a, fx.Node) and a.op == "get_attr"]  # fmt: skip
@@ -105,7 +105,7 @@ def _bodies_effect(gm: nn.Module, n: fx.Node) -> NodeEffects:
     if not bodies:
         return NodeEffects(unknown=True)
     writes: list[fx.Node] = []
-    effects = [_graph_effect(body) for _, body in bodies]
+    effects = [_find_graph_effects(body) for _, body in bodies]
     for (i, body), effect in zip(bodies, effects, strict=True):
         if effect.writes:
             inputs, arguments = [m for m in body.graph.nodes if m.op == "placeholder"], n.args[i + 1 :]
@@ -116,13 +116,13 @@ def _bodies_effect(gm: nn.Module, n: fx.Node) -> NodeEffects:
     return NodeEffects(tuple(writes), any(e.draws for e in effects), runs_again or any(e.unknown for e in effects))
 
 
-def _graph_effect(gm: fx.GraphModule) -> NodeEffects:
+def _find_graph_effects(gm: fx.GraphModule) -> NodeEffects:
     """The effects of a graph on its inputs; unknown if it writes to tensors that are neither inputs nor its own."""
-    effects = {n: find_effect(gm, n) for n in gm.graph.nodes}
-    value = {n: traced_value(n) for n in gm.graph.nodes}
+    effects = {n: find_effects(gm, n) for n in gm.graph.nodes}
+    value = {n: get_traced_value(n) for n in gm.graph.nodes}
     aliases = StorageAliases()
     aliases.join_views(gm.graph.nodes, value)
-    memory = {n: set(aliases.storages_of(v)) for n, v in value.items()}
+    memory = {n: set(aliases.find_joined_storages(v)) for n, v in value.items()}
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     writes, unknown = [], any(e.unknown for e in effects.values())
     for target in (t for e in effects.values() for t in e.writes):
@@ -167,35 +167,35 @@ def _find_packet(name: str) -> Any:
     )  # not its Python attributes, such as __eq__
 
 
-def _written_arguments(n: fx.Node, arguments: dict[str, Any]) -> Iterator[fx.Node]:
+def _find_written_arguments(n: fx.Node, arguments: dict[str, Any]) -> Iterator[fx.Node]:
     """The arguments that a call writes to."""
-    yield from _nodes_in(n.kwargs.get("out"))
+    yield from _list_nodes(n.kwargs.get("out"))
     name = target_name(n)
     in_place = name.endswith("_") and not name.endswith("__")
     if n.args and (
         in_place or n.target in _IN_PLACE or arguments.get("inplace") or name in ("__setitem__", "__iadd__")
     ):
-        yield from _nodes_in(n.args[0])
+        yield from _list_nodes(n.args[0])
     if isinstance(n.target, _OPS):
         for schema in _find_schemas(n):
             for i, a in enumerate(schema.arguments):
                 if a.alias_info is not None and a.alias_info.is_write:
-                    yield from _nodes_in(find_argument(n, i, a))
+                    yield from _list_nodes(find_argument(n, i, a))
     flags = [arguments[flag] for flag in ("training", "train", "use_input_stats") if flag in arguments]
     if "functional" not in name and flags[:1] != [False]:
-        yield from (*_nodes_in(arguments.get("running_mean")), *_nodes_in(arguments.get("running_var")))
+        yield from (*_list_nodes(arguments.get("running_mean")), *_list_nodes(arguments.get("running_var")))
     if arguments.get("max_norm") is not None:
-        yield from _nodes_in(arguments.get("weight"))
+        yield from _list_nodes(arguments.get("weight"))
 
 
-def _nodes_in(found: Any) -> list[fx.Node]:
+def _list_nodes(found: Any) -> list[fx.Node]:
     """The nodes in an argument, also in nested lists."""
     if isinstance(found, (tuple, list)):
-        return [n for part in found for n in _nodes_in(part)]
+        return [n for part in found for n in _list_nodes(part)]
     return [found] if isinstance(found, fx.Node) else []
 
 
-def _draws(n: fx.Node, arguments: dict[str, Any]) -> bool:
+def _draws_random_numbers(n: fx.Node, arguments: dict[str, Any]) -> bool:
     """Whether a call draws random numbers."""
     is_op = isinstance(n.target, _OPS)
     if is_op and str(n.target).partition(".")[0] not in _FUNCTIONAL:

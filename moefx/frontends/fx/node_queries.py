@@ -42,7 +42,7 @@ def is_hinted(n: Any) -> bool:
     return not isinstance(n, torch.SymInt) or n.node.hint is not None
 
 
-def size_hint(n: Any) -> int:
+def get_size_hint(n: Any) -> int:
     """The value of a size in the example.
 
     Raises:
@@ -82,7 +82,7 @@ def target_name(n: fx.Node) -> str:
     return getattr(n.target, "__name__", str(n.target))
 
 
-def selected_axis(n: fx.Node) -> int | None:
+def find_selected_axis(n: fx.Node) -> int | None:
     """The axis along which an op of `SELECTION_OPS` selects; None if it selects among all elements or two tensors."""
     name = target_name(n)
     at = 2 if name in ("topk", "kthvalue") else 1
@@ -91,7 +91,7 @@ def selected_axis(n: fx.Node) -> int | None:
     return found if type(found) is int else None
 
 
-def functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
+def find_functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
     """The transform that a node begins (1) or ends (-1): of torch.func, or inference mode. None for other nodes."""
     name = target_name(n).strip("_")
     if name in ("enter_inference_mode", "exit_inference_mode"):
@@ -103,7 +103,7 @@ def functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
     return None
 
 
-def user_sources(n: fx.Node, position: int) -> tuple[Source, ...]:
+def find_user_sources(n: fx.Node, position: int) -> tuple[Source, ...]:
     """The user's lines that made a node, innermost first; its position if it has no stack trace."""
     found = []
     lines = str(n.stack_trace or "").splitlines()

@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.fx.node import has_side_effect, map_arg
 
 from ...errors import AbsorbedModuleChanged, InvalidInput
-from .abstract_values import has_symbolic_sizes, has_traced_values, propagate_symbolic_sizes, traced_value
-from .node_effects import find_effect, is_plain_module
+from .abstract_values import get_traced_value, has_symbolic_sizes, has_traced_values, propagate_symbolic_sizes
+from .node_effects import find_effects, is_plain_module
 from .node_queries import ENTER_AUTOCAST, EXIT_AUTOCAST, find_attribute, is_float_tensor, target_name
 
 _ORIGIN = "moefx_inlined"  # in a node's meta: its call, the module, and the number of nodes of the call
@@ -69,10 +69,10 @@ def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
         return tuple(detach(r) for r in results)
 
     def detach(n: Any) -> Any:
-        if not isinstance(n, fx.Node) or not is_float_tensor(traced_value(n)):
+        if not isinstance(n, fx.Node) or not is_float_tensor(get_traced_value(n)):
             return n
         out = graph.call_function(torch.ops.aten.detach.default, (n,))
-        out.meta.update(n.meta, val=traced_value(n).detach())
+        out.meta.update(n.meta, val=get_traced_value(n).detach())
         return out
 
     new_nodes: dict[fx.Node, Any] = {}
@@ -92,7 +92,7 @@ def _is_mode_body(owner: nn.Module, n: fx.Node) -> bool:
         return False
     at = n.args[_MODE_BODY_ARGUMENT[target_name(n)]]
     body = find_attribute(owner, str(at.target)) if isinstance(at, fx.Node) else None
-    return isinstance(body, fx.GraphModule) and not any(find_effect(body, m).writes for m in body.graph.nodes)
+    return isinstance(body, fx.GraphModule) and not any(find_effects(body, m).writes for m in body.graph.nodes)
 
 
 def _inline_modules(gm: fx.GraphModule) -> fx.GraphModule:

@@ -67,7 +67,7 @@ def prove_region(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -
     Raises:
         Refused: it is not (provably) a token-choice mixture of experts, or not at these sizes.
     """
-    key = region.key, plan, region.device, _autocast_dtype(region)
+    key = region.key, plan, region.device, _find_autocast_dtype(region)
     outcomes = _proofs.setdefault(key, [])
     _proofs.move_to_end(key)
     while len(_proofs) > _MAX_KEYS:
@@ -114,7 +114,7 @@ def explain_outside_use(analysis: GraphAnalysis, region: ExtractedRegion, plan: 
                 f"{n.name}, which the experts compute, is used outside the mixture, by {by}: it would exist only for "
                 "the tokens that selected an expert",
                 culprits=(target_name(n),),
-                source=analysis.source_line(at),
+                source=analysis.find_source_line(at),
                 remedy="use or check the inputs or the outputs of the mixture instead",
             )
     return None
@@ -130,9 +130,9 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
     num_proofs_tried += 1
     start = time.perf_counter()
     _log.info("moefx: proving %s (%s), once for all equal regions", region.name, region.source)
-    args = region.example_arguments(analysis)
+    args = region.make_example_arguments(analysis)
     block = region.build_module(analysis)
-    dtype = _autocast_dtype(region)
+    dtype = _find_autocast_dtype(region)
     with (
         compile_lock(),
         neutral_device(),
@@ -176,7 +176,7 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
     return CachedProof(report, program, guards, frozenset(p.fqn for places in tables for p in places))
 
 
-def _autocast_dtype(region: ExtractedRegion) -> torch.dtype | None:
+def _find_autocast_dtype(region: ExtractedRegion) -> torch.dtype | None:
     """The dtype of autocast around the region, None if it is off."""
     for one in reversed(region.autocast):
         if one.device == region.device:

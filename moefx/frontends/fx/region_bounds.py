@@ -21,7 +21,7 @@ from torch import fx
 
 from ...capture.op_sets import SELECTION_OPS
 from .graph_analysis import GraphAnalysis
-from .node_queries import is_hinted, size_hint, target_name
+from .node_queries import get_size_hint, is_hinted, target_name
 
 _COMPARING_OPS = {
     "gt": 1,
@@ -63,25 +63,25 @@ class RegionSearch:
 
     def __init__(self, analysis: GraphAnalysis):
         self.analysis = analysis
-        self.dominator = _dominators(analysis)
+        self.dominator = _find_dominators(analysis)
 
-    def seeds(self) -> list[fx.Node]:
+    def find_seeds(self) -> list[fx.Node]:
         """The nodes that select: selection ops first, then comparisons of floats."""
         chosen, compared = find_selections(self.analysis.nodes, self.analysis)
         return chosen + compared
 
-    def bounds_of(self, seed: fx.Node) -> Iterator[RegionBounds]:
+    def iterate_bounds(self, seed: fx.Node) -> Iterator[RegionBounds]:
         """Yield the bounds of a seed's region, the most likely first."""
         seen: set[tuple[fx.Node, fx.Node]] = set()
-        for exit_ in self._exits(seed):
+        for exit_ in self._iterate_exits(seed):
             below = {n for n in self._after_seed}
             entry = self.dominator.get(exit_)
             while entry is not None and (entry in below or not self._is_rows(entry)):
                 entry = self.dominator.get(entry)
-            if entry is None or (entry, exit_) in seen or self._num_tokens(entry) != self._num_tokens(exit_):
+            if entry is None or (entry, exit_) in seen or self._find_num_tokens(entry) != self._find_num_tokens(exit_):
                 continue
             seen.add((entry, exit_))
-            bounds = self._bounds_between(seed, entry, exit_)
+            bounds = self._find_bounds_between(seed, entry, exit_)
             if bounds is not None:
                 yield bounds
             if len(seen) == _MAX_EXITS:
@@ -96,7 +96,7 @@ class RegionSearch:
             analysis.tensor(n) is not None
             and not analysis.is_float(n)
             and any(u.op == "output" for u in analysis.users[n])
-            for n in _nodes_after(seed, analysis, _FIRST_WINDOW)[0]
+            for n in _find_nodes_after(seed, analysis, _FIRST_WINDOW)[0]
         )
 
     def widen(self, bounds: RegionBounds) -> RegionBounds | None:
@@ -104,35 +104,35 @@ class RegionSearch:
         entry = self.dominator.get(bounds.entry)
         while entry is not None and not self._is_rows(entry):
             entry = self.dominator.get(entry)
-        return None if entry is None else self._bounds_between(bounds.seed, entry, bounds.exit)
+        return None if entry is None else self._find_bounds_between(bounds.seed, entry, bounds.exit)
 
     def _is_rows(self, n: fx.Node) -> bool:
         """Whether a node's value is a float tensor of two or more axes."""
         t = self.analysis.tensor(n)
         return t is not None and t.is_floating_point() and t.dim() >= 2
 
-    def _num_tokens(self, n: fx.Node) -> Any:
+    def _find_num_tokens(self, n: fx.Node) -> Any:
         """The number of tokens of a tensor of rows; its symbols if it depends on data."""
         sizes = self.analysis.value[n].shape[:-1]
-        return math.prod(map(size_hint, sizes)) if all(map(is_hinted, sizes)) else "*".join(map(str, sizes))
+        return math.prod(map(get_size_hint, sizes)) if all(map(is_hinted, sizes)) else "*".join(map(str, sizes))
 
     # ------------------------------------------------------------------ exits
-    def _exits(self, seed: fx.Node) -> Iterator[fx.Node]:
+    def _iterate_exits(self, seed: fx.Node) -> Iterator[fx.Node]:
         """Yield possible exits. The window grows until one is found or nothing is left."""
         window = _FIRST_WINDOW
         while True:
-            found = list(self._exits_within(seed, window))
+            found = list(self._iterate_exits_within(seed, window))
             if found or not self._is_cut_off:
                 yield from found
                 return
             window *= 4
 
-    def _exits_within(self, seed: fx.Node, window: int) -> Iterator[fx.Node]:
+    def _iterate_exits_within(self, seed: fx.Node, window: int) -> Iterator[fx.Node]:
         """Yield possible exits among the first nodes after a seed."""
         analysis = self.analysis
-        following, self._is_cut_off = _nodes_after(seed, analysis, window)
+        following, self._is_cut_off = _find_nodes_after(seed, analysis, window)
         self._after_seed = set(following)
-        multiplied = self._products_after(seed, following)
+        multiplied = self._find_products_after(seed, following)
         users_left = {n: sum(u in self._after_seed for u in analysis.users[n]) for n in following}
         idle: set[fx.Node] = set()
         unfinished: set[fx.Node] = set()
@@ -152,12 +152,12 @@ class RegionSearch:
                 if exits == 4 * _MAX_EXITS:
                     return
 
-    def _products_after(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
+    def _find_products_after(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
         """The nodes after a selection that contain a product: of a weight and selected rows, or of a weight and all
         rows, computed beside the selection.
         """
         analysis, found, beside = self.analysis, set(), set()
-        before = _nodes_before(seed, analysis)
+        before = _find_nodes_before(seed, analysis)
         first, last = max(0, analysis.position[seed] - _BACK), analysis.position[following[-1]]
         for n in analysis.nodes[first:last]:
             are_rows = self._is_rows(n) or isinstance(analysis.value.get(n), (tuple, list))
@@ -199,31 +199,31 @@ class RegionSearch:
         return False
 
     # ------------------------------------------------------------------ between entry and exit
-    def _bounds_between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> RegionBounds | None:
+    def _find_bounds_between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> RegionBounds | None:
         """The bounds for an entry and an exit. Writes to tensors from before the region stay in front of
         the region if nothing inside reads them earlier.
         """
         bounds = self._collect_bounds(seed, entry, exit_, set())
-        writes = self._external_writes(bounds) if bounds is not None else set()
+        writes = self._find_external_writes(bounds) if bounds is not None else set()
         without = self._collect_bounds(seed, entry, exit_, writes) if writes else None
         return bounds if without is None or self._reads_before(without, writes) else without
 
-    def _external_writes(self, bounds: RegionBounds) -> set[fx.Node]:
+    def _find_external_writes(self, bounds: RegionBounds) -> set[fx.Node]:
         """The nodes inside that write to tensors from before the region."""
         analysis = self.analysis
         earlier_storages = {
-            s for n in (*analysis.weights, bounds.entry, *bounds.side_inputs) for s in analysis.storages(n)
+            s for n in (*analysis.weights, bounds.entry, *bounds.side_inputs) for s in analysis.find_storages(n)
         }
-        return {n for n in bounds.inside if earlier_storages & analysis.memory_written(n)}
+        return {n for n in bounds.inside if earlier_storages & analysis.find_written_memory(n)}
 
     def _reads_before(self, bounds: RegionBounds, writes: set[fx.Node]) -> bool:
         """Whether a node inside reads a tensor that `writes` write to, before the last of these writes. If none does,
         the writes stay in front of the region.
         """
         analysis, last = self.analysis, max(self.analysis.position[n] for n in writes)
-        written = set().union(*map(analysis.memory_written, writes))
+        written = set().union(*map(analysis.find_written_memory, writes))
         early = (a for n in bounds.inside if analysis.position[n] < last for a in n.all_input_nodes)
-        return bool(self._external_writes(bounds)) or any(written & {*analysis.storages(a)} for a in early)
+        return bool(self._find_external_writes(bounds)) or any(written & {*analysis.find_storages(a)} for a in early)
 
     def _collect_bounds(
         self, seed: fx.Node, entry: fx.Node, exit_: fx.Node, outside: set[fx.Node]
@@ -284,7 +284,7 @@ def find_selections(nodes: Sequence[fx.Node], analysis: GraphAnalysis) -> tuple[
     return chosen, compared
 
 
-def _dominators(analysis: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
+def _find_dominators(analysis: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
     """Immediate dominators among active nodes. Side inputs do not count as paths into a region."""
     found: dict[fx.Node, fx.Node | None] = {}
     depth: dict[fx.Node | None, int] = {None: 0}
@@ -324,7 +324,7 @@ def _uses_indices(n: fx.Node, analysis: GraphAnalysis) -> bool:
     return any(u.args[1] in wanted and u.users for u in parts)
 
 
-def _nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
+def _find_nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
     """The nodes that depend on a node, itself included, in program order; and whether there are more than `most`."""
     found, seen, heap = [], {seed}, [(analysis.position[seed], seed)]
     while heap:
@@ -341,7 +341,7 @@ def _nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[lis
     return found, False
 
 
-def _nodes_before(seed: fx.Node, analysis: GraphAnalysis) -> set[fx.Node]:
+def _find_nodes_before(seed: fx.Node, analysis: GraphAnalysis) -> set[fx.Node]:
     """The nodes that a node depends on, at most `_BACK` positions back."""
     seen: set[fx.Node] = set()
     stack: list[Any] = [seed]

@@ -22,19 +22,21 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
     inside = set(bounds.inside)
     last = max(analysis.position[n] for n in bounds.inside)
     first = min(analysis.position[n] for n in bounds.inside if n in analysis.active)
-    earlier_storages = {s for n in (bounds.entry, *bounds.side_inputs, *analysis.weights) for s in analysis.storages(n)}
+    earlier_storages = {
+        s for n in (bounds.entry, *bounds.side_inputs, *analysis.weights) for s in analysis.find_storages(n)
+    }
     for n in bounds.inside:
-        where = analysis.source_line(n)
+        where = analysis.find_source_line(n)
         if n.op not in ("call_function", "call_method"):
             _refuse_call(n, where)
-        if earlier_storages & analysis.memory_written(n):
+        if earlier_storages & analysis.find_written_memory(n):
             raise Refused("the region writes to a tensor that existed before it", source=where)
     for n in (*analysis.nodes[first:last], *bounds.inside):
         if n in analysis.transforms:
             raise Refused(
                 f"the region, or a part of it, is inside {analysis.transforms[n][-1]}, which is not supported in "
                 "graphs",
-                source=analysis.source_line(n),
+                source=analysis.find_source_line(n),
                 remedy="moefx.compile(model) supports it if one module contains all of it",
             )
     for n in bounds.side_inputs:
@@ -47,13 +49,13 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
             if analysis.effects[n].draws or analysis.effects[n].unknown:
                 raise Refused(
                     "random numbers are drawn inside the region and beside it: their order would change",
-                    source=analysis.source_line(n),
+                    source=analysis.find_source_line(n),
                 )
     for n in beside:
         if analysis.effects[n].unknown and analysis.position[n] > first:
             raise Refused(
                 f"{target_name(n)}, whose side effects are unknown, is called between two parts of the region",
-                culprits=(target_name(n),), source=analysis.source_line(n),
+                culprits=(target_name(n),), source=analysis.find_source_line(n),
             )  # fmt: skip
     _check_saved_tensors(analysis, bounds, inside, first)
 
@@ -77,14 +79,14 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
             raise Refused(
                 f"the graph also returns {n.name}, which is computed from weights: the region computes it again, and "
                 "gradients would reach one of the two only",
-                culprits=(n.name,), source=analysis.source_line(n),
+                culprits=(n.name,), source=analysis.find_source_line(n),
             )  # fmt: skip
-    storages = {s for n in read if n in analysis.weights for s in analysis.storages(n)}
+    storages = {s for n in read if n in analysis.weights for s in analysis.find_storages(n)}
     for w in analysis.unknown_effects:
-        if any(s in storages for a in w.all_input_nodes for s in analysis.storages(a)):
+        if any(s in storages for a in w.all_input_nodes for s in analysis.find_storages(a)):
             raise Refused(
                 f"{target_name(w)}, whose side effects are unknown, receives a weight or buffer of the region",
-                culprits=(target_name(w),), source=analysis.source_line(w),
+                culprits=(target_name(w),), source=analysis.find_source_line(w),
             )  # fmt: skip
     if analysis.modes[bounds.exit].grad is False or not any(_has_gradient(analysis, n) for n in read):
         return
@@ -95,11 +97,11 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
         if n in analysis.active and analysis.position[n] < analysis.position[bounds.seed] and analysis.is_float(n)
     ]
     for n in (bounds.entry, *rows):
-        for w in (w for s in analysis.storages(n) for w in analysis.writers[s]):
+        for w in (w for s in analysis.find_storages(n) for w in analysis.writers[s]):
             if w not in inside and analysis.position[w] > first:
                 raise Refused(
                     f"{n.name}, which the region reads, is written to in place afterwards: the backward may need it",
-                    source=analysis.source_line(w), remedy="write to a copy",
+                    source=analysis.find_source_line(w), remedy="write to a copy",
                 )  # fmt: skip
 
 
@@ -145,12 +147,12 @@ def is_used_outside(n: fx.Node, inside: set[fx.Node], analysis: GraphAnalysis) -
             raise Refused(f"{n.name}, a tuple of tensors, is used outside the region", culprits=(n.name,))
         return True
     first = min(analysis.position[u] for u in users)
-    for s in analysis.storages(n):
+    for s in analysis.find_storages(n):
         later = [w for w in analysis.writers[s] if w in inside and analysis.position[w] > first]
         if later:
             raise Refused(
                 f"{n.name} is used outside the region before the region has finished writing to it", culprits=(n.name,),
-                source=analysis.source_line(n),
+                source=analysis.find_source_line(n),
             )  # fmt: skip
     return True
 
@@ -164,13 +166,13 @@ def check_shared_memory(
         Refused: such a write exists.
     """
     start = min(analysis.position[n] for n in inside if n in analysis.active)
-    values = [set(analysis.storages(n)) for n in (*inputs, *outputs)]
+    values = [set(analysis.find_storages(n)) for n in (*inputs, *outputs)]
     for storage in set().union(*values[len(inputs) :]):
         later = [w for w in analysis.writers[storage] if w not in inside and analysis.position[w] > start]
         if later and sum(storage in mine for mine in values) > 1:
             raise Refused(
                 "a tensor that shares memory with a result of the region is written to in place outside of it",
-                source=analysis.source_line(later[0]),
+                source=analysis.find_source_line(later[0]),
             )
 
 
@@ -178,10 +180,10 @@ def find_removable(bounds: RegionBounds, analysis: GraphAnalysis) -> dict[fx.Nod
     """The nodes that only the region computes, in order. Nodes that depend on weights or on nothing may be computed
     twice, unless they are random, written to, or depend on random numbers of the region.
     """
-    written = set[int]().union(*map(analysis.memory_written, bounds.inside))
+    written = set[int]().union(*map(analysis.find_written_memory, bounds.inside))
     found: dict[fx.Node, None] = {}
     for n in bounds.inside:
-        is_own = n in analysis.active or analysis.effects[n].draws or not written.isdisjoint(analysis.storages(n))
+        is_own = n in analysis.active or analysis.effects[n].draws or not written.isdisjoint(analysis.find_storages(n))
         if is_own or any(d in found for d in analysis.deps[n]):
             found[n] = None
     return found

@@ -16,11 +16,11 @@ from ...runtime.program import Program
 from .generalize import GeneralizedRegion
 from .graph_analysis import GraphAnalysis
 from .node_effects import is_library_call
-from .node_queries import simplify_size, size_hint, user_sources
+from .node_queries import find_user_sources, get_size_hint, simplify_size
 from .region_bounds import RegionBounds
 from .region_code import Autocast, Modes, RegionCode, SizeExpression, Step, ValueRef
 from .region_isolation import check_isolation, check_shared_memory, find_removable, is_used_outside
-from .region_names import region_name, weight_names
+from .region_names import name_region, name_weights
 
 _MAX_NUMBERS = 1 << 16
 
@@ -100,15 +100,15 @@ class ExtractedRegion:
 
     def build_module(self, analysis: GraphAnalysis, real: bool = False) -> Region:
         """Build the module to prove. `real`: with the values of the weights."""
-        return Region(self.code, self.names, [_module_weight(analysis, n, real) for n in self.weights])
+        return Region(self.code, self.names, [_find_module_weight(analysis, n, real) for n in self.weights])
 
-    def example_arguments(self, analysis: GraphAnalysis) -> tuple[torch.Tensor, ...]:
+    def make_example_arguments(self, analysis: GraphAnalysis) -> tuple[torch.Tensor, ...]:
         """Make the arguments of one call, with meta tensors for floats.
 
         Raises:
             Refused: the region reads integers with unknown values.
         """
-        found, dims = [], self._example_dims()
+        found, dims = [], self._find_example_dims()
         for n, shape in zip(self.inputs, self.shapes, strict=True):
             t = analysis.value[n]
             known, sizes = (
@@ -117,7 +117,7 @@ class ExtractedRegion:
             if t.is_floating_point():
                 found.append(torch.empty(sizes, dtype=t.dtype, device="meta"))
                 continue
-            example = analysis.example_integers(n)
+            example = analysis.find_example_integers(n)
             if example is not None and list(example.shape) == known:
                 found.append(_repeat_to(example.cpu(), sizes))
             elif t.dtype == torch.bool:
@@ -125,11 +125,11 @@ class ExtractedRegion:
             else:
                 raise Refused(
                     f"it receives integers that the graph computes ({n.name}), and their possible values are unknown",
-                    source=analysis.source_line(n),
+                    source=analysis.find_source_line(n),
                 )
         return tuple(found)
 
-    def _example_dims(self) -> dict[str, int]:
+    def _find_example_dims(self) -> dict[str, int]:
         """The graph's sizes, each increased until no other size equals it, so that sizes identify the token dims."""
         numbers = {s for shape in self.shapes for s in shape if type(s) is int}
         dims: dict[str, int] = {}
@@ -184,7 +184,7 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
         number_of[n] = first + bool(units) + len(number_of) - len(inputs) - len(weights)
     generalized = GeneralizedRegion(analysis, bounds, number_of)
     dims = generalized.dims
-    whole = tuple(SizeExpression(dims.names[dims.axes.index(i)]) if i in dims.axes else size_hint(n)
+    whole = tuple(SizeExpression(dims.names[dims.axes.index(i)]) if i in dims.axes else get_size_hint(n)
                   for i, n in enumerate(entry.shape))  # fmt: skip
     steps = _build_steps(generalized)
     if units:
@@ -202,16 +202,16 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
         tuple(steps),
         tuple(number_of[n] for n in outputs),
     )
-    names = weight_names(analysis, bounds, weights)
-    forms = [(names[i], _weight_key(analysis, n)) for i, n in enumerate(weights)]
+    names = name_weights(analysis, bounds, weights)
+    forms = [(names[i], _make_weight_key(analysis, n)) for i, n in enumerate(weights)]
     dtypes = [(analysis.value[n].dtype, s) for n, s in zip(inputs, shapes, strict=True)]
-    calls = [(_target_text(s.target), s.args, s.kwargs, s.sources, s.modes, s.method) for s in steps]
+    calls = [(_format_target(s.target), s.args, s.kwargs, s.sources, s.modes, s.method) for s in steps]
     # Two functions of the user may share a name.
     functions = tuple(n.target for n in bounds.inside if not is_library_call(n))
     key = repr((code.dims, code.outputs, forms, dtypes, calls, outside.autocast)), functions
-    source = analysis.source_line(bounds.seed)
+    source = analysis.find_source_line(bounds.seed)
     return ExtractedRegion(
-        region_name(analysis, bounds), source, bounds, code, inputs, weights, names, outputs, units, shapes,
+        name_region(analysis, bounds), source, bounds, code, inputs, weights, names, outputs, units, shapes,
         dims.sizes, key, entry.device.type, outside.autocast, tuple(dims.floats.items()),
     )  # fmt: skip
 
@@ -222,13 +222,13 @@ def _build_steps(region: GeneralizedRegion) -> list[Step]:
     steps = []
     for n in bounds.inside:
         args, kwargs = region.arguments[n]
-        sources = user_sources(n, analysis.position[n])
-        step_modes = _relative_modes(analysis.modes[n], analysis.modes[bounds.exit])
+        sources = find_user_sources(n, analysis.position[n])
+        step_modes = _find_relative_modes(analysis.modes[n], analysis.modes[bounds.exit])
         steps.append(Step(n.target, args, kwargs, sources, step_modes, n.op == "call_method"))
     return steps
 
 
-def _relative_modes(here: Modes, outside: Modes) -> Modes:
+def _find_relative_modes(here: Modes, outside: Modes) -> Modes:
     """The modes of a step that differ from those at the region's exit."""
     grad = here.grad if here.grad != outside.grad else None
     if here.grad is None and outside.grad is not None:
@@ -242,10 +242,10 @@ def _disable_autocast(autocast: tuple[Autocast, ...]) -> tuple[Autocast, ...]:
     return tuple(Autocast(a.device, a.dtype, False) for a in autocast)
 
 
-def _module_weight(analysis: GraphAnalysis, n: fx.Node, real: bool) -> torch.Tensor:
+def _find_module_weight(analysis: GraphAnalysis, n: fx.Node, real: bool) -> torch.Tensor:
     """The tensor or parameter for a weight of the module. `real`: with its values."""
     t = analysis.weights[n]
-    is_parameter = t.is_floating_point() and "._buffers[" not in analysis.source_name(n) and (
+    is_parameter = t.is_floating_point() and "._buffers[" not in analysis.find_source_name(n) and (
         isinstance(t, nn.Parameter) or isinstance(analysis.value[n], nn.Parameter) or n.op == "placeholder"
     )  # fmt: skip
     if real or not t.is_floating_point():
@@ -255,7 +255,7 @@ def _module_weight(analysis: GraphAnalysis, n: fx.Node, real: bool) -> torch.Ten
     return nn.Parameter(tensor, requires_grad=t.requires_grad) if is_parameter else tensor
 
 
-def _weight_key(analysis: GraphAnalysis, n: fx.Node) -> tuple[Any, ...]:
+def _make_weight_key(analysis: GraphAnalysis, n: fx.Node) -> tuple[Any, ...]:
     """The properties of a weight that a proof depends on: shape, strides, dtype, and the values of integers."""
     t = analysis.weights[n]
     numbers: Any = None
@@ -270,7 +270,7 @@ def _repeat_to(t: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     return t
 
 
-def _target_text(target: Any) -> str:
+def _format_target(target: Any) -> str:
     if isinstance(target, (str, torch._ops.OpOverload)):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"

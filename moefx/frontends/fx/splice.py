@@ -15,7 +15,7 @@ from torch import fx
 from ...errors import Refused
 from ...ir.memory_order import invert_permutation, memory_order
 from .graph_analysis import GraphAnalysis
-from .node_queries import size_hint
+from .node_queries import get_size_hint
 from .normalize import replace_graph
 from .region_code import Modes
 from .region_isolation import find_removable
@@ -76,7 +76,7 @@ def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]
     units: dict[int, fx.Node | ExtractedRegion] = {}
     first: dict[int, int] = {}
 
-    def unit_at(n: fx.Node) -> fx.Node | ExtractedRegion:
+    def find_unit(n: fx.Node) -> fx.Node | ExtractedRegion:
         return unit_of.get(n, n)
 
     needs: dict[int, set[int]] = defaultdict(set)
@@ -88,26 +88,28 @@ def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]
             feeds[earlier].add(later)
 
     for n in analysis.nodes:
-        unit = unit_at(n)
+        unit = find_unit(n)
         unit_id = id(unit)
         units.setdefault(unit_id, unit)
         first.setdefault(unit_id, analysis.position[n])
         for d in (*analysis.deps[n], *analysis.order_deps[n]):
-            put(id(unit_at(d)), unit_id)
+            put(id(find_unit(d)), unit_id)
     for region in {id(r): r for r in unit_of.values()}.values():  # with copies of nodes computed from weights
         unit_id, inside = id(region), {n for n, r in unit_of.items() if r is region}
         first[unit_id] = max(analysis.position[d] for d in region.inputs)
         for d in (*region.inputs, *region.weights):
             if d not in inside:
-                put(id(unit_at(d)), unit_id)
-        for before, after in _outside_writes(analysis, region, inside):
+                put(id(find_unit(d)), unit_id)
+        for before, after in _pair_outside_writes(analysis, region, inside):
             for w in before:
-                put(id(unit_at(w)), unit_id)
+                put(id(find_unit(w)), unit_id)
             for w in after:
-                put(unit_id, id(unit_at(w)))
-    for earlier, later in itertools.chain(_around_switches(analysis, unit_of), _random_pairs(analysis, unit_of)):
+                put(unit_id, id(find_unit(w)))
+    for earlier, later in itertools.chain(
+        _pair_around_switches(analysis, unit_of), _pair_random_ops(analysis, unit_of)
+    ):
         put(id(earlier), id(later))
-    last = {id(unit_at(n)): analysis.position[n] for n in analysis.nodes}
+    last = {id(find_unit(n)): analysis.position[n] for n in analysis.nodes}
     ready = [(first[u], last[u], u) for u in units if not needs[u]]
     heapq.heapify(ready)
     out: list[fx.Node | ExtractedRegion] = []
@@ -123,7 +125,9 @@ def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]
     return out
 
 
-def _around_switches(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
+def _pair_around_switches(
+    analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]
+) -> Iterator[tuple[_Unit, _Unit]]:
     """Yield pairs (earlier, later) that keep the order around nodes that change global state, such as the begin of a
     transform. A region has the position of its last node.
     """
@@ -143,12 +147,12 @@ def _around_switches(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRe
             since.append(unit)
 
 
-def _random_pairs(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
+def _pair_random_ops(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
     """Yield consecutive random nodes: random numbers stay in the order of the program."""
     return itertools.pairwise(unit_of.get(n, n) for n in analysis.nodes if analysis.effects[n].draws)
 
 
-def _outside_writes(
+def _pair_outside_writes(
     analysis: GraphAnalysis, region: ExtractedRegion, inside: set[fx.Node]
 ) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     """For each storage that the region reads: the outside writes before its last read, and those after its first read.
@@ -156,13 +160,13 @@ def _outside_writes(
     """
     found = []
     for d in (*region.inputs, *region.weights):
-        for s in analysis.storages(d):
+        for s in analysis.find_storages(d):
             writers = [w for w in analysis.writers[s] if w not in inside]
             reads = [
                 analysis.position[n]
                 for n in region.bounds.inside
                 for a in n.all_input_nodes
-                if s in analysis.storages(a)
+                if s in analysis.find_storages(a)
             ]
             if writers and reads:
                 before = [w for w in writers if analysis.position[w] < max(reads)]
@@ -192,9 +196,9 @@ def _restore_strides(result: fx.Node, n: fx.Node, analysis: GraphAnalysis, regio
     """
     inputs = [t for a in region.inputs if (t := analysis.tensor(a)) is not None]
     t, new = analysis.tensor(n), result.graph
-    if t is None or all(_axis_order(g) == tuple(range(g.dim())) for g in inputs):
+    if t is None or all(_find_axis_order(g) == tuple(range(g.dim())) for g in inputs):
         return result
-    order = _axis_order(t)
+    order = _find_axis_order(t)
     if order is None:
         return result
     if list(order) == sorted(order):
@@ -204,9 +208,9 @@ def _restore_strides(result: fx.Node, n: fx.Node, analysis: GraphAnalysis, regio
     return new.call_function(torch.ops.aten.permute.default, (permuted, invert_permutation(order)))
 
 
-def _axis_order(t: torch.Tensor) -> tuple[int, ...] | None:
+def _find_axis_order(t: torch.Tensor) -> tuple[int, ...] | None:
     """The order of a tensor's axes in memory, or None if it is not dense."""
-    return memory_order([size_hint(n) for n in t.shape], [size_hint(n) for n in t.stride()])
+    return memory_order([get_size_hint(n) for n in t.shape], [get_size_hint(n) for n in t.stride()])
 
 
 def _switch_modes(new: fx.Graph, current: list[Any], modes: Modes) -> None:

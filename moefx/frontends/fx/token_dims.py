@@ -17,9 +17,9 @@ from ...capture.block_arguments import NAMES
 from ...capture.symbolic_sizes import SYMBOLIC_FUNCTIONS
 from ...errors import Cause, Refused
 from ...ir.graph_codegen import INFIX
-from .float_inputs import may_be_constant
+from .float_inputs import can_be_constant
 from .graph_analysis import GraphAnalysis
-from .node_queries import simplify_size, size_hint, target_name
+from .node_queries import get_size_hint, simplify_size, target_name
 from .region_code import SizeExpression
 
 _PROBES = (101, 103, 107, 109, 113)
@@ -48,7 +48,7 @@ class TokenDims:
         self.names = names
         self.symbols = [sympy.Symbol(name, integer=True, positive=True) for name in names]
         self.given = [shape[i] for i in self.axes]
-        self.sizes = {name: size_hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
+        self.sizes = {name: get_size_hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
         if 0 in self.sizes.values():
             raise Refused(
                 "the graph's inputs have no tokens, so sizes do not identify the token dims", cause=Cause.FEW_TOKENS
@@ -75,7 +75,7 @@ class TokenDims:
                 if rest or not 1 <= times <= _MAX_FACTOR or (times > 1 and count < len(self.names) and chosen[-1] == 0):
                     continue
                 product = sympy.Mul(times, *(self.symbols[i] for i in chosen))
-                found.append((times, SizeExpression(_text(product))))
+                found.append((times, SizeExpression(_format_expression(product))))
         return [size for _, size in sorted(found, key=lambda f: f[0])]
 
     def is_token_position(self, shape: Sequence[int], place: int) -> bool:
@@ -100,12 +100,12 @@ class TokenDims:
         """
         expr = value.node.expr
         is_exact = all(getattr(e, "is_integer", False) for e in sympy.preorder_traversal(expr))
-        if is_exact and (found := self._integer_meanings(value)):
+        if is_exact and (found := self._list_integer_meanings(value)):
             return [*found]
         node = node if node is not None and node.op.startswith("call") else self.computed.get(expr)
         if node in self.analysis.float_inputs:
-            name = self.analysis.source_name(node.all_input_nodes[0])
-            if not may_be_constant(name, value.node.hint):
+            name = self.analysis.find_source_name(node.all_input_nodes[0])
+            if not can_be_constant(name, value.node.hint):
                 return []
             self.floats[name] = value
             return [value.node.hint]
@@ -113,16 +113,16 @@ class TokenDims:
         if node is None or form is None:
             return []
         operands = [a for a in node.args if a is not None]
-        texts = [self._operand_texts(a) for a in operands]
+        texts = [self._format_operands(a) for a in operands]
         return [SizeExpression(form.format(*chosen)) for chosen in itertools.product(*texts)]
 
-    def _operand_texts(self, operand: Any) -> list[str]:
+    def _format_operands(self, operand: Any) -> list[str]:
         """The meanings of an operand as Python expressions."""
         value = simplify_size(self.analysis.value[operand]) if isinstance(operand, fx.Node) else operand
         found = self.interpret_symbol(value, operand) if isinstance(value, _SYMBOLIC) else [value]
         return [f"({s.text if isinstance(s, SizeExpression) else repr(s)})" for s in found]
 
-    def _integer_meanings(self, n: torch.SymInt) -> list[SizeExpression | int]:
+    def _list_integer_meanings(self, n: torch.SymInt) -> list[SizeExpression | int]:
         """The meanings of a symbolic integer by its expression."""
         if not isinstance(number := simplify_size(n), torch.SymInt):
             return [number]
@@ -133,7 +133,7 @@ class TokenDims:
             return self._find_equal_product(n)
         if expr.is_Integer:
             return [int(expr)]
-        return [SizeExpression(_text(e)) for e in (*self._scale_by_fixed(expr), expr)]
+        return [SizeExpression(_format_expression(e)) for e in (*self._scale_by_fixed(expr), expr)]
 
     def _scale_by_fixed(self, expr: sympy.Expr) -> Iterator[sympy.Expr]:
         """Yield `expr` with fixed token dims in place of factors of equal size: `3*S` may be `B*S`."""
@@ -174,7 +174,7 @@ def _substitute(expr: Any, size: sympy.Expr, symbol: sympy.Symbol) -> Any:
     return _substitute(times, size, symbol) * symbol + rest
 
 
-def _text(expr: sympy.Expr) -> str:
+def _format_expression(expr: sympy.Expr) -> str:
     return PythonPrinter().doprint(expr)
 
 

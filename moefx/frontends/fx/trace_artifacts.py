@@ -19,13 +19,13 @@ def log_artifacts(out: fx.GraphModule, explained: Text) -> None:
     Args:
         explained: makes the text of `explain`.
     """
-    for name, text in _texts(out, explained):
+    for name, text in _iterate_texts(out, explained):
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s\n%s", name, text())
         _trace(name, text)
 
 
-def _texts(out: fx.GraphModule, explained: Text) -> Iterator[tuple[str, Text]]:
+def _iterate_texts(out: fx.GraphModule, explained: Text) -> Iterator[tuple[str, Text]]:
     yield "moefx_explain", explained
     for forward in find_rewritten_blocks(out).values():
         yield f"moefx_region_{forward.name}", lambda f=forward: str(f.programs[0].history.graph)
