@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lowering.triton.timing import milliseconds, settle
-from .peers import Inputs, moefx
+from .peers import Inputs, build_moefx
 from .rate_fit import ExpertTime, GemmTime
 from .shapes import Shape, random_routing, random_tensors
 
@@ -109,17 +109,17 @@ class Machine:
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, device=self.device).to(self.dtype)
 
-    def gemm(self, rows: int, columns: int, inner: int) -> GemmTime:
+    def time_gemm(self, rows: int, columns: int, inner: int) -> GemmTime:
         a, b = self.random(rows, inner), self.random(columns, inner)
         return GemmTime(rows, columns, inner, self.seconds(lambda: F.linear(a, b)))
 
-    def gemms(self) -> Iterator[GemmTime]:
+    def time_gemms(self) -> Iterator[GemmTime]:
         for columns, inner in _GEMMS:
             for rows in _ROWS:
                 if 2 * rows * columns * inner <= self.most_flop:
-                    yield self.gemm(rows, columns, inner)
+                    yield self.time_gemm(rows, columns, inner)
 
-    def attention(self) -> Iterator[AttentionTime]:
+    def time_attention(self) -> Iterator[AttentionTime]:
         limit = self.most_flop / 6  # forward and backward, slower than a product
         for sequences, tokens, heads, head_size in _ATTENTION:
             while 2 * sequences * heads * tokens**2 * head_size > limit and tokens > 256:
@@ -151,18 +151,18 @@ class Machine:
             found.append(Shape(f"{T}x{d}x{h}x{E}x{K}", T, d, h, E, K))
         return list(dict.fromkeys(found))
 
-    def expert(self, shape: Shape) -> Iterator[ExpertTime]:
+    def time_expert(self, shape: Shape) -> Iterator[ExpertTime]:
         """Time the experts of a shape: forward, and forward with backward."""
         x, w1, w2, grad = random_tensors(shape, self.dtype, str(self.device))
-        work = moefx(Inputs(shape, x, w1, w2, grad, *random_routing(shape, str(self.device))))
+        work = build_moefx(Inputs(shape, x, w1, w2, grad, *random_routing(shape, str(self.device))))
         yield ExpertTime(shape, self.seconds(work.forward), False)
         yield ExpertTime(shape, self.seconds(work.step), True)
 
     @functools.cached_property
     def most_flop(self) -> float:
         """FLOP in `_LONGEST` seconds, at the rate of a large square product."""
-        size, found = 512, self.gemm(512, 512, 512)
+        size, found = 512, self.time_gemm(512, 512, 512)
         while found.seconds < 1e-3 and size < 8192:
             size *= 2
-            found = self.gemm(size, size, size)
+            found = self.time_gemm(size, size, size)
         return found.flop / found.seconds * _LONGEST

@@ -40,7 +40,7 @@ class MlpPieces:
     def route(self) -> Sequence[Any]:
         return build_pft.build_pft(self.ids, self.weights, None, num_experts=self.shape.E)
 
-    def kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
+    def list_kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
         """GEMM -> (number of d x h matrices, work for a configuration).
 
         grad_down reads dO as the last act_backward left it: by token, or gathered.
@@ -61,12 +61,12 @@ class MlpPieces:
             "grad_down": (1, lambda cut: run.outer("grad_down", self.handed_on, scaled, dtype, cut)),
         }
 
-    def choices(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
-        """The work of `kernels` to tune configurations by: act_backward includes grad_down, which uses its gathered
-        rows."""
-        gemms = self.kernels()
+    def list_tuned_kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
+        """The work of `list_kernels` to tune configurations by: act_backward includes grad_down, which uses its
+        gathered rows."""
+        gemms = self.list_kernels()
         (_, act_backward), (_, grad_down) = gemms["act_backward"], gemms["grad_down"]
-        cut = self.chosen("grad_down")
+        cut = self.choose_config("grad_down")
 
         def both(other: Config) -> None:
             act_backward(other)
@@ -75,19 +75,19 @@ class MlpPieces:
 
         return gemms | {"act_backward": (2, both)}
 
-    def chosen(self, kernel: str) -> Config:
-        return tuning.find_nearest_config(kernel, self.x.device, self.x.dtype, self.sizes(kernel))[0]
+    def choose_config(self, kernel: str) -> Config:
+        return tuning.find_nearest_config(kernel, self.x.device, self.x.dtype, self.get_sizes(kernel))[0]
 
-    def sizes(self, kernel: str) -> tuple[int, int, int]:
+    def get_sizes(self, kernel: str) -> tuple[int, int, int]:
         """(columns, inner, mean rows of an expert), by which `tuning.config` chooses."""
         s = self.shape
         pairs = dict(up=(s.h, s.d), down=(s.d, s.h), act_backward=(s.h, s.d), grad_x=(s.d, s.parts * s.h))
         pairs |= dict(grad_up=(s.d, s.parts * s.h), grad_down=(s.h, s.d))
         return (*pairs[kernel], s.T * s.K // s.E)
 
-    def stages(self) -> dict[str, tuple[int, int, Callable[[], object]]]:
+    def list_stages(self) -> dict[str, tuple[int, int, Callable[[], object]]]:
         """Stages of a step in order -> (floating-point operations of GEMMs, bytes read and written at least, work)."""
-        s, run, gemms = self.shape, self.run, self.kernels()
+        s, run, gemms = self.shape, self.run, self.list_kernels()
         rows, width, matrix, hidden = s.T * s.K, self.x.element_size(), s.E * s.d * s.h, s.parts * s.h
         moved = {  # elements
             "up": rows * (s.d + hidden + s.h) + s.parts * matrix,
@@ -100,7 +100,7 @@ class MlpPieces:
 
         def gemm(name: str) -> tuple[int, int, Callable[[], object]]:
             matrices, work = gemms[name]
-            cut = self.chosen(name)
+            cut = self.choose_config(name)
             return matrices * s.flops, moved[name] * width, lambda: work(cut)
 
         combined = (0, (rows + s.T) * s.d * width)
@@ -117,9 +117,9 @@ class MlpPieces:
             "combine_backward": (*combined, lambda: run.combine(self.out, self.x.dtype, None)),
         }
 
-    def parts(self) -> dict[str, dict[str, Callable[[], object]]]:
+    def list_parts(self) -> dict[str, dict[str, Callable[[], object]]]:
         """Parts of a forward as in X-MoE's figure 11 -> system -> work."""
-        s, stages = self.shape, self.stages()
+        s, stages = self.shape, self.list_stages()
         router = torch.randn(s.E, s.d, device=self.x.device).to(self.x.dtype)
         w1, w2 = self.w1.transpose(1, 2), self.w2.transpose(1, 2)
         ends, by_slot = self.offsets[1:].to(torch.int32), self.weights[..., None].to(self.x.dtype)

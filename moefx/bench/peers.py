@@ -68,7 +68,7 @@ def time_autograd(inputs: Inputs, function: Callable[..., Tensor]) -> Work:
     return Work(forward, step)
 
 
-def moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None = None) -> Work:
+def build_moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None = None) -> Work:
     """moefx's public ops: routing arrays (or those of `dispatch`) and expert MLP."""
     from ..ir.ops import dialect
 
@@ -86,7 +86,7 @@ def moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None =
     return time_autograd(inputs, function)
 
 
-def torch_loop(inputs: Inputs) -> Work:
+def build_torch_loop(inputs: Inputs) -> Work:
     """Plain torch: tokens sorted by expert, and a loop over the experts."""
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def torch_loop(inputs: Inputs) -> Work:
     return time_autograd(inputs, function)
 
 
-def torch_grouped_mm(inputs: Inputs, wrap: Callable[..., Any] = lambda function: function) -> Work:
+def build_torch_grouped_mm(inputs: Inputs, wrap: Callable[..., Any] = lambda function: function) -> Work:
     """torch's grouped GEMM with plain torch around it."""
     num_tokens, num_slots = inputs.ids.shape
     order = inputs.ids.reshape(-1).argsort(stable=True)
@@ -118,18 +118,18 @@ def torch_grouped_mm(inputs: Inputs, wrap: Callable[..., Any] = lambda function:
     return time_autograd(inputs, wrap(function))
 
 
-def torch_grouped_mm_compiled(inputs: Inputs) -> Work:
-    return torch_grouped_mm(inputs, torch.compile)
+def build_torch_compiled(inputs: Inputs) -> Work:
+    return build_torch_grouped_mm(inputs, torch.compile)
 
 
-def _needs_gate(inputs: Inputs, peer: str) -> None:
+def _require_gate(inputs: Inputs, peer: str) -> None:
     if not inputs.shape.gated:
         raise NotImplementedError(f"{peer} is measured with SwiGLU alone")
 
 
-def transformers_experts(inputs: Inputs, implementation: str) -> Work:
+def build_transformers(inputs: Inputs, implementation: str) -> Work:
     """The experts of transformers' Qwen3-MoE with one of its implementations."""
-    _needs_gate(inputs, "transformers")
+    _require_gate(inputs, "transformers")
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -146,7 +146,7 @@ def transformers_experts(inputs: Inputs, implementation: str) -> Work:
     return time_autograd(inputs, function)
 
 
-def scattermoe(inputs: Inputs) -> Work:
+def build_scattermoe(inputs: Inputs) -> Work:
     """ScatterMoE's two grouped products, as its gated layer calls them."""
     from scattermoe.parallel_experts import flatten_sort_count, parallel_linear  # pyright: ignore[reportMissingImports]
 
@@ -161,9 +161,9 @@ def scattermoe(inputs: Inputs) -> Work:
     return time_autograd(inputs, function)
 
 
-def liger(inputs: Inputs) -> Work:
+def build_liger(inputs: Inputs) -> Work:
     """Liger-Kernel's fused MoE, tuned by its own autotuner."""
-    _needs_gate(inputs, "liger-kernel")
+    _require_gate(inputs, "liger-kernel")
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction  # pyright: ignore[reportMissingImports]
 
     ids = inputs.ids.to(torch.int32)
@@ -174,9 +174,9 @@ def liger(inputs: Inputs) -> Work:
     return time_autograd(inputs, function)
 
 
-def sonic_moe(inputs: Inputs) -> Work:
+def build_sonic_moe(inputs: Inputs) -> Work:
     """SonicMoE's two projections with its routing metadata. Its layer would choose the experts itself."""
-    _needs_gate(inputs, "sonic-moe")
+    _require_gate(inputs, "sonic-moe")
     from sonicmoe import functional  # pyright: ignore[reportMissingImports]
     from sonicmoe.enums import ActivationType  # pyright: ignore[reportMissingImports]
 
@@ -202,7 +202,7 @@ def sonic_moe(inputs: Inputs) -> Work:
     return time_autograd(inputs, function)
 
 
-def bmm_ceiling(inputs: Inputs) -> Work:
+def build_bmm_ceiling(inputs: Inputs) -> Work:
     """cuBLAS batched GEMMs alone with equal counts: no gather, activation or sum. An upper bound, not a solution."""
     shape = inputs.shape
     n = shape.T * shape.K // shape.E
@@ -225,22 +225,22 @@ def bmm_ceiling(inputs: Inputs) -> Work:
 
 
 PEERS: dict[str, Callable[[Inputs], Work]] = {
-    "moefx": moefx,
-    "torch grouped_mm": torch_grouped_mm,
-    "torch compiled": torch_grouped_mm_compiled,
-    "transformers": functools.partial(transformers_experts, implementation="grouped_mm"),
-    "transformers eager": functools.partial(transformers_experts, implementation="eager"),
-    "scattermoe": scattermoe,
-    "liger-kernel": liger,
-    "sonic-moe": sonic_moe,
-    CEILING: bmm_ceiling,
+    "moefx": build_moefx,
+    "torch grouped_mm": build_torch_grouped_mm,
+    "torch compiled": build_torch_compiled,
+    "transformers": functools.partial(build_transformers, implementation="grouped_mm"),
+    "transformers eager": functools.partial(build_transformers, implementation="eager"),
+    "scattermoe": build_scattermoe,
+    "liger-kernel": build_liger,
+    "sonic-moe": build_sonic_moe,
+    CEILING: build_bmm_ceiling,
 }
 # One change after the other, as in MoEBlaze's tables 4 and 5.
 ABLATION: dict[str, Callable[[Inputs], Work]] = {
-    "torch loop": torch_loop,
-    "+ kernels": functools.partial(moefx, keep="all", dispatch=sort_by_expert),
-    "+ checkpointing": functools.partial(moefx, keep="h", dispatch=sort_by_expert),
-    "+ dispatch": moefx,
+    "torch loop": build_torch_loop,
+    "+ kernels": functools.partial(build_moefx, keep="all", dispatch=sort_by_expert),
+    "+ checkpointing": functools.partial(build_moefx, keep="h", dispatch=sort_by_expert),
+    "+ dispatch": build_moefx,
 }
 
 # Modules with a peer's autotuned kernels. One process would compile their hundreds of configurations for minutes.

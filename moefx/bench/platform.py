@@ -123,13 +123,13 @@ class Steps:
 
 def _measure_device(machine: Machine, steps: Steps) -> DeviceResults:
     steps.tell("GEMMs")
-    gemms = list(machine.gemms())
+    gemms = list(machine.time_gemms())
     steps.tell("attention")
-    attention = list(machine.attention())
+    attention = list(machine.time_attention())
     experts: list[ExpertTime] = []
     for shape in machine.shapes:
         steps.tell(f"experts {shape.name}")
-        experts += machine.expert(shape)
+        experts += machine.time_expert(shape)
     return DeviceResults(machine.name, machine.copy, machine.capacity, machine.overhead(), gemms, attention, experts)
 
 

@@ -23,7 +23,7 @@ from .shapes import Shape, random_routing
 CHOICES = "128/8,256/8,16/4,8/2,128/4,40/8"  # experts / choices of a token
 
 
-def moefx(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[Tensor | None]:
+def build_pft(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[Tensor | None]:
     return dialect.build_pft(ids, weights, None, num_experts=num_experts)
 
 
@@ -39,7 +39,7 @@ def sort_by_expert(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[T
     return (*(array.to(torch.int32) for array in arrays), weights.reshape(-1)[order])
 
 
-SYSTEMS = {"moefx": moefx, "torch's sort": sort_by_expert}
+SYSTEMS = {"moefx": build_pft, "torch's sort": sort_by_expert}
 
 
 def measure(ids: Tensor, weights: Tensor, num_experts: int) -> dict[str, float]:

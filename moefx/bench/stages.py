@@ -20,7 +20,7 @@ from .results import add_routings, add_shapes, append_row, build_parser
 
 def measure_stages(case: MlpPieces) -> list[dict[str, object]]:
     """Measure each stage of a step; a row for each."""
-    rows, stages = [], case.stages()
+    rows, stages = [], case.list_stages()
     settle(lambda: [work() for _, _, work in stages.values()])
     for name, (flops, moved, work) in stages.items():
         ms = milliseconds(work)
@@ -30,7 +30,7 @@ def measure_stages(case: MlpPieces) -> list[dict[str, object]]:
 
 def measure_forward(case: MlpPieces) -> list[dict[str, object]]:
     """Measure each part of a forward on each system; a row for each."""
-    works = [(name, system, work) for name, parts in case.parts().items() for system, work in parts.items()]
+    works = [(name, system, work) for name, parts in case.list_parts().items() for system, work in parts.items()]
     settle(lambda: [work() for _, _, work in works])
     return [dict(stage=name, system=system, ms=milliseconds(work)) for name, system, work in works]
 

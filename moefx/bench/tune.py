@@ -39,7 +39,7 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) 
             if i % of == share:
                 case = case or MlpPieces(shape.small)
                 try:
-                    case.choices()[kernel][1](cut)
+                    case.list_tuned_kernels()[kernel][1](cut)
                 except Exception as error:
                     print(f"{shape.name} {kernel} {cut}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         torch.cuda.synchronize()
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"compiled in {compile_in_parallel(__spec__.name, arguments, options.workers):.0f} s", flush=True)
     for shape in shapes:
         case = MlpPieces(shape)
-        for kernel, (matrices, work) in case.choices().items():
+        for kernel, (matrices, work) in case.list_tuned_kernels().items():
             if kernel not in kernels:
                 continue
             cuts = list_candidates(kernel, torch.device("cuda"), torch.bfloat16)
@@ -79,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 append_row({**row, "config": dataclasses.asdict(cut)}, options.out)
             results.sort(key=lambda r: r[0])
             if options.table and results:
-                best = format_line(target(torch.device("cuda")), "bfloat16", kernel, case.sizes(kernel), results[0][1])
+                best = format_line(
+                    target(torch.device("cuda")), "bfloat16", kernel, case.get_sizes(kernel), results[0][1]
+                )
                 with open(options.table, "a") as file:
                     print(best, file=file)
             for ms, cut in results[:3]:

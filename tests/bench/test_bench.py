@@ -102,7 +102,7 @@ def test_an_error_is_seen(inputs):
 @pytest.mark.parametrize("keep, columns", [("h", 2 * SMALL.K * SMALL.h), ("x", 0)])
 def test_saved_bytes(inputs, keep, columns):
     """x and H in bfloat16, and at most 24 bytes of routing for each choice; the offsets are the experts'."""
-    saved = moe.saved_bytes(inputs, peers.moefx(inputs, keep=keep))
+    saved = moe.saved_bytes(inputs, peers.build_moefx(inputs, keep=keep))
     routing_bytes = saved - SMALL.T * 2 * (SMALL.d + columns)
     assert 0 < routing_bytes <= 24 * SMALL.T * SMALL.K + 4 * (SMALL.E + 1)
     assert moe.saved_bytes(inputs, PEERS["torch grouped_mm"](inputs)) > saved
@@ -113,7 +113,7 @@ def test_routings(kind):
     ids, weights = random_routing(SMALL, device="cpu", kind=kind)
     loads = torch.bincount(ids.reshape(-1), minlength=SMALL.E)
     assert loads.sum() == SMALL.T * SMALL.K and (kind == "hot") == (int(loads.max()) == SMALL.T)
-    found, expected = (make(ids, weights, SMALL.E) for make in (routing.moefx, routing.sort_by_expert))
+    found, expected = (make(ids, weights, SMALL.E) for make in (routing.build_pft, routing.sort_by_expert))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 

@@ -41,7 +41,7 @@ def test_the_stages_of_a_step(device, monkeypatch):
 def test_the_parts_of_a_forward(device):
     """Both systems compute the same from the same: arrays of the routing, rows, and their weighted sum."""
     case = MlpPieces(SMALL, device=device)
-    parts = case.parts()
+    parts = case.list_parts()
     assert list(parts) == ["gating", "dispatch", "experts", "combine"]
     scores, ids = parts["gating"]["moefx"]()
     assert scores.shape == ids.shape == (SMALL.T, SMALL.K)
