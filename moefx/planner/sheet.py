@@ -19,7 +19,7 @@ import sympy
 from sympy.printing.pycode import PythonCodePrinter
 from sympy.printing.str import StrPrinter
 
-from ..runtime.link_costs import expected_parts
+from ..runtime.link_costs import compute_expected_parts
 from ..util.unit_text import amount
 
 
@@ -135,7 +135,7 @@ class Sheet:
         lines = [f"    {f.name} = {printer.doprint(f.expression)}" for f in self]
         given = [f"    {name} = values[{name!r}]" for name in self.inputs]
         items = ", ".join(f"{f.name!r}: {f.name}" for f in self)
-        space: dict[str, Any] = {"distinct_parts": expected_parts}
+        space: dict[str, Any] = {"distinct_parts": compute_expected_parts}
         exec("\n".join(["def results(values):", *given, *lines, f"    return {{{items}}}"]), space)
         return space["results"]
 
