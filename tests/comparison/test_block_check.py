@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moefx.comparison.block_check import BlockCheck, verify_block
-from moefx.comparison.routing_tape import Record, Scope, Tape
+from moefx.comparison.routing_tape import RecordingMode, Scope, Tape
 from moefx.comparison.work_count import WorkCount
 from moefx.errors import InvalidInput
 from tests.verification.models import FAULTS, Plain, Rewritten
@@ -205,7 +205,7 @@ def test_work_is_counted():
     a, b = torch.randn(200, 300), torch.randn(300, 200)
     counts = [WorkCount(), WorkCount(), WorkCount()]
     for work, times in zip(counts, (1, 1, 3), strict=True):
-        with Record(Tape(), Scope(), work=work):
+        with RecordingMode(Tape(), Scope(), work=work):
             for _ in range(times):
                 (a @ b).relu()
     first, again, more = (work.seconds for work in counts)
