@@ -126,7 +126,7 @@ def compile(
 
 
 def _list_warnings(survey: Survey, strict: bool) -> list[str]:
-    """The warnings about blocks that were refused, or rewritten without a numeric check."""
+    """Return the warnings about blocks that were refused, or rewritten without a numeric check."""
     texts = []
     likely = [r for r in survey.refused if r.likely]
     if strict and likely:
@@ -248,7 +248,7 @@ def explain(
 def _explain_record(
     name: str, record: Record, forwards: dict[str, BlockForward], trace: bool, verbose: bool
 ) -> Explanation:
-    """The explanation of a compiled model: its record, with the calls and the later programs of its blocks."""
+    """Return the explanation of a compiled model: its record, with the calls and the later programs of its blocks."""
     reports = []
     for report in record.matched:
         own = [forwards[n] for n in report.names if n in forwards]
@@ -305,7 +305,7 @@ def check_passes(plan: Plan) -> Plan:
 
 
 def _describe_refusals(model: nn.Module, survey: Survey) -> str:
-    """The message of `NoMoEBlockFound`."""
+    """Return the message of `NoMoEBlockFound`."""
     head = f"no MoE block was found in {type(model).__name__}"
     if not survey.refused:
         return (
@@ -323,7 +323,7 @@ def _build_program(matched: MatchedBlock, block: nn.Module) -> Program:
 
 
 def _find_failed_guard(program: Program, matched: MatchedBlock, block: nn.Module) -> str:
-    """The first guard of a program that the example's own call fails, or ""."""
+    """Return the first guard of a program that the example's own call fails, or ""."""
     named = make_signature_binder(block)(*matched.call.args, **matched.call.kwargs)
     index = program.find_failed_guard(block, flatten_arguments(named, program.objects))
     return "" if index < 0 else str(program.guards[index])

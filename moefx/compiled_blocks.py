@@ -121,7 +121,8 @@ def history(compiled: nn.Module, name: str) -> History:
 
 
 def find_forwards(given: nn.Module) -> dict[str, BlockForward]:
-    """The rewritten blocks of a model. If it was compiled with `backend="moefx"`, also the regions of its graphs."""
+    """Return the rewritten blocks of a model. If it was compiled with `backend="moefx"`, also the regions of its
+    graphs."""
     if is_compiled_function(given):
         return find_graph_regions(given)[1]
     own = find_rewritten_blocks(model := unwrap_model(given))
@@ -130,12 +131,12 @@ def find_forwards(given: nn.Module) -> dict[str, BlockForward]:
 
 
 def is_compiled_function(given: Any) -> bool:
-    """Whether `torch.compile` returned this for a function."""
+    """Return whether `torch.compile` returned this for a function."""
     return inspect.isfunction(given) and hasattr(given, "_torchdynamo_orig_callable")
 
 
 def find_graph_regions(given: Any) -> tuple[Record | None, dict[str, BlockForward]]:
-    """The record and the regions of a model or function that was compiled with `backend="moefx"`."""
+    """Return the record and the regions of a model or function that was compiled with `backend="moefx"`."""
     backend = sys.modules.get("moefx.frontends.dynamo.backend")  # Dynamo loads it on first use
     return backend.compiled_for(given) if backend is not None else (None, {})
 

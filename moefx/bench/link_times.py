@@ -109,7 +109,8 @@ def fit_medians(found: Sequence[RepeatedExchange]) -> tuple[float, float]:
 
 
 def measure_spread(found: Sequence[RepeatedExchange]) -> tuple[float, ...]:
-    """The spread of repetitions: seconds over the median of their size, as means of `PARTS` equal parts, ascending.
+    """Return the spread of repetitions: seconds over the median of their size, as means of `PARTS` equal parts,
+    ascending.
 
     Sizes whose time is mostly latency count only if there are no others, because rows are larger.
     """

@@ -62,7 +62,7 @@ class MlpPieces:
         }
 
     def list_tuned_kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
-        """The work of `list_kernels` to tune configurations by: act_backward includes grad_down, which uses its
+        """Return the work of `list_kernels` to tune configurations by: act_backward includes grad_down, which uses its
         gathered rows."""
         gemms = self.list_kernels()
         (_, act_backward), (_, grad_down) = gemms["act_backward"], gemms["grad_down"]

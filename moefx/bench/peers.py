@@ -54,7 +54,7 @@ class Work:
 
 
 def time_autograd(inputs: Inputs, function: Callable[..., Tensor]) -> Work:
-    """The work of a differentiable function of (x, weights, w1, w2)."""
+    """Return the work of a differentiable function of (x, weights, w1, w2)."""
     leaves = inputs.leaves()
 
     def forward() -> Tensor:
@@ -128,7 +128,7 @@ def _require_gate(inputs: Inputs, peer: str) -> None:
 
 
 def build_transformers(inputs: Inputs, implementation: str) -> Work:
-    """The experts of transformers' Qwen3-MoE with one of its implementations."""
+    """Return the experts of transformers' Qwen3-MoE with one of its implementations."""
     _require_gate(inputs, "transformers")
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts

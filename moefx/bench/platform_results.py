@@ -115,7 +115,7 @@ class PlatformResults:
         return dataclasses.replace(base, name=name, networks=networks, sources=base.sources | sources, **numbers)
 
     def networks(self) -> list[Network]:
-        """The measured networks, fine to coarse."""
+        """Return the measured networks, fine to coarse."""
         made = []
         levels = itertools.groupby(self.exchanges, lambda each: (each.unit, each.is_node))
         for i, ((unit, is_node), group) in enumerate(levels):
@@ -130,7 +130,7 @@ class PlatformResults:
 
 
 def fit_figures(device: DeviceResults, peak: float | None) -> dict[str, float]:
-    """The figures of a `Platform` for a device. Without a peak the fastest GEMM's rate counts as one."""
+    """Return the figures of a `Platform` for a device. Without a peak the fastest GEMM's rate counts as one."""
     peak = peak or max(gemm.flop / gemm.seconds for gemm in device.gemms)
     shares = [3 * a.flop / a.seconds / peak for a in device.attention]
     return {

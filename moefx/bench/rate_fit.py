@@ -134,7 +134,7 @@ def fit_shares(parts: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _rate(tera: float) -> float:
-    """The rate for a factor of a part that takes a second at 10^12."""
+    """Return the rate for a factor of a part that takes a second at 10^12."""
     return 1e12 / tera if tera > 0 else FREE
 
 

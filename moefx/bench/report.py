@@ -50,7 +50,7 @@ def read_results(path: Path) -> tuple[Mapping[str, Any], Results]:
 
 
 def _merge_rounds(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The medians of the rounds that succeeded, or the last round if none did."""
+    """Return the medians of the rounds that succeeded, or the last round if none did."""
     succeeded = [row for row in rounds if "error" not in row]
     if not succeeded:
         return rounds[-1]
@@ -64,7 +64,7 @@ def list_peers(results: Results) -> list[str]:
 
 
 def format_tables(results: Results) -> str:
-    """A table for each metric, followed by the failures and the slowest routings."""
+    """Return a table for each metric, followed by the failures and the slowest routings."""
     lines = []
     names = {what: _row_name(*what) for what in results}
     width = max(map(len, names.values()), default=0)
@@ -111,7 +111,7 @@ def _list_slowest(results: Results) -> list[str]:
 
 
 def fraction_of_ceiling(rows: Rows, peer: str) -> float | None:
-    """The fraction of the ceiling that a peer reaches; None if it was not measured."""
+    """Return the fraction of the ceiling that a peer reaches; None if it was not measured."""
     if not all("step_ms" in rows.get(name, {}) for name in (peer, CEILING)):
         return None
     return rows[CEILING]["step_ms"] / rows[peer]["step_ms"]

@@ -28,7 +28,7 @@ def build_pft(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[Tensor
 
 
 def sort_by_expert(ids: Tensor, weights: Tensor, num_experts: int) -> Sequence[Tensor]:
-    """The arrays of `dialect.build_pft` by torch's sort."""
+    """Return the arrays of `dialect.build_pft` by torch's sort."""
     flat, num_slots = ids.reshape(-1), ids.shape[1]
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order)

@@ -10,7 +10,7 @@ from .op_sets import CONTRACTIONS
 
 
 def has_attention(nodes: Iterable[fx.Node]) -> bool:
-    """Whether a softmax takes products of activations with each other, or an op's name contains "attention".
+    """Return whether a softmax takes products of activations with each other, or an op's name contains "attention".
 
     A router's softmax takes products with a weight.
 

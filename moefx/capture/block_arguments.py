@@ -86,7 +86,7 @@ class TensorArgument:
         return self.is_single and self.accepts_other_values
 
     def can_hold(self, number: int) -> bool:
-        """Whether it may hold a number. The numbers of one token must stay distinct."""
+        """Return whether it may hold a number. The numbers of one token must stay distinct."""
         assert self.example is not None
         info = torch.iinfo(self.dtype)
         return info.min <= number <= info.max and (self.numbers_per_token == 1 or number not in self.example)

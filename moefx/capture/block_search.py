@@ -260,7 +260,7 @@ class _SearchRun:
 
 
 def _is_written(thing: Any, before: Any) -> bool:
-    """Whether a container has changed, or an object holds tensors, which a module may have written to."""
+    """Return whether a container has changed, or an object holds tensors, which a module may have written to."""
     if before is not None and not have_same_items(copy_items(thing), before):
         return True
     return type(thing) not in (list, dict) and any(True for _ in iterate_tensors(thing))
@@ -280,7 +280,7 @@ def _find_nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
 
 
 def _are_parallel(calls: list[SurveyedCall]) -> bool:
-    """Whether the second of some calls does not use the result of the first."""
+    """Return whether the second of some calls does not use the result of the first."""
     if len(calls) < 2:
         return False
     seen, stack = set(), list(calls[1].inputs)
@@ -316,7 +316,7 @@ def _make_fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
 
 
 def _index_is_used(nodes: list[fx.Node], position: int) -> bool:
-    """Whether the indices of a selection are used. A softmax, for example, uses only the values of a `max`."""
+    """Return whether the indices of a selection are used. A softmax, for example, uses only the values of a `max`."""
     selection = next((n for n in nodes[position : position + 4] if n.op == "call_function"), None)
     if selection is None:
         return True

@@ -112,7 +112,7 @@ class Capture:
     computed: dict[Any, Any] = dataclasses.field(default_factory=dict)  # results of `compute_once`, by name
 
     def concrete_value(self, node: fx.Node) -> torch.Tensor:
-        """The value of a node under the routing of this capture."""
+        """Return the value of a node under the routing of this capture."""
         return self.tracer.concrete_value(node)
 
     def compute_once(self, name: Any, compute: Callable[[], Any]) -> Any:

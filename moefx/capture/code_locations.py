@@ -57,7 +57,8 @@ _STAND_INS = __file__.replace("capture/code_locations.py", "ir/passed_objects.py
 
 
 def is_user_access(frame: types.FrameType | None) -> bool:
-    """Whether the captured program reads an attribute, directly or through Python's library, such as `copy.copy`."""
+    """Return whether the captured program reads an attribute, directly or through Python's library, such as
+    `copy.copy`."""
     while frame is not None and (file := frame.f_code.co_filename).startswith((*GENERATED, PYTHON_DIR, _STAND_INS)):
         if "-packages/" in file:
             break
@@ -131,12 +132,12 @@ def iterate_user_frames() -> Iterator[tuple[Source, types.FrameType]]:
 
 
 def is_user_asking_number() -> bool:
-    """Whether the user's code, not this package, called the running method of a symbolic or routed number."""
+    """Return whether the user's code, not this package, called the running method of a symbolic or routed number."""
     return _is_called_by_user(_NUMBERS)
 
 
 def is_user_asking_tensor() -> bool:
-    """Whether the user's code, not Python code of torch such as argument checks, reads a tensor."""
+    """Return whether the user's code, not Python code of torch such as argument checks, reads a tensor."""
     return _is_called_by_user((PACKAGE_DIR, *_TENSORS))
 
 
@@ -174,7 +175,7 @@ NOWHERE = Source("?", 0, 0)
 
 
 def is_raised_by_program(error: BaseException) -> bool:
-    """Whether the program itself raised an error, by a `raise` or an `assert`.
+    """Return whether the program itself raised an error, by a `raise` or an `assert`.
 
     Argument checks in torch's Python code, such as those of `torch.distributions`, count. A failing op does not.
     """
@@ -196,7 +197,7 @@ def _find_opcode(trace: types.TracebackType) -> str:
 
 
 def is_internal_error(error: BaseException) -> bool:
-    """Whether an error is a bug of this package: not raised on purpose, nor by the program's code or ops."""
+    """Return whether an error is a bug of this package: not raised on purpose, nor by the program's code or ops."""
     if isinstance(error, MoefxError):
         return False
     trace = asking = error.__traceback__
@@ -218,7 +219,7 @@ _BUG_TYPES = (
 
 
 def is_program_error(error: BaseException) -> bool:
-    """Whether an error comes from the user's program: it is neither a refusal nor a bug of this package."""
+    """Return whether an error comes from the user's program: it is neither a refusal nor a bug of this package."""
     return not isinstance(error, MoefxError) and not is_internal_error(error)
 
 

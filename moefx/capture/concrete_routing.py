@@ -236,7 +236,7 @@ def _tie_rows(value: torch.Tensor) -> torch.Tensor:
 
 
 def can_hold(value: torch.Tensor, number: int) -> bool:
-    """Whether an integer buffer could hold a number that it does not hold."""
+    """Return whether an integer buffer could hold a number that it does not hold."""
     if value.dtype is torch.bool or not value.numel() or number in value:
         return False
     info = torch.iinfo(value.dtype)
@@ -260,7 +260,7 @@ def _insert(extra_values: Sequence[int], value: torch.Tensor, seed: int, generat
 
 
 def _is_identity(value: torch.Tensor) -> bool:
-    """Whether integers are 0, 1, 2, ..., such as a map of experts to their positions."""
+    """Return whether integers are 0, 1, 2, ..., such as a map of experts to their positions."""
     return value.dim() == 1 and value.dtype != torch.bool and torch.equal(value, torch.arange(len(value)).to(value))
 
 

@@ -90,7 +90,7 @@ def _is_invented(node: fx.Node) -> bool:
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Whether a value is computed from parameters and constants only."""
+    """Return whether a value is computed from parameters and constants only."""
     if "weight" not in node.meta:
         inputs = node.all_input_nodes
         if node.op == "placeholder" or node.meta.get("opaque"):

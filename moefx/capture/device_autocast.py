@@ -67,7 +67,7 @@ def get_autocast_dtype() -> torch.dtype | None:
 
 
 def is_changed_by_block() -> bool:
-    """Whether the block has switched autocast on or off here, for any device that it may run on."""
+    """Return whether the block has switched autocast on or off here, for any device that it may run on."""
     device, outside = get_device_state()
     return any(_read_dtype(kind) != (outside if kind in ("cpu", device) else None) for kind in ("cpu", "cuda", device))
 
@@ -93,7 +93,7 @@ def _set_autocast(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def is_emulated() -> bool:
-    """Whether captures emulate another device, so that the CPU's autocast must be off."""
+    """Return whether captures emulate another device, so that the CPU's autocast must be off."""
     return get_device_state().device != "cpu"
 
 
@@ -140,7 +140,8 @@ def check_result_dtype(func: Any, args: tuple, kwargs: dict[str, Any], dtype: to
 
 
 def changes_call(func: Any, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype, out: Any) -> bool:
-    """Whether autocast would cast arguments of a recorded call, or change the dtype of its result `out`, in a rerun."""
+    """Return whether autocast would cast arguments of a recorded call, or change the dtype of its result `out`, in a
+    rerun."""
     device = get_device_state().device
     if not _is_listed(func, device):
         return False

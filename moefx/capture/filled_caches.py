@@ -60,7 +60,7 @@ _all_caches = _CacheList().update
 
 
 def _holds_capture(cache: Any, tracer: Tracer) -> bool:
-    """Whether a key or a result in a cache leads to a tensor or a number of this capture."""
+    """Return whether a key or a result in a cache leads to a tensor or a number of this capture."""
     todo, seen = [r for r in gc.get_referents(cache) if r is not cache.__wrapped__], set()
     while todo and len(seen) < _MAX_VISITED:
         thing = todo.pop()

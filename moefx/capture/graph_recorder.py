@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
         self.literal_numbers: dict[int, frozenset[int | float]] = {}
 
     def is_own_thread(self) -> bool:
-        """Whether this thread captures. Other threads call the same patched functions, which must not record."""
+        """Return whether this thread captures. Other threads call the same patched functions, which must not record."""
         return threading.get_ident() == self.thread
 
     # ------------------------------------------------------------------ nodes

@@ -112,7 +112,8 @@ class ReadLogger(OpRunner):
         return self.log_read(t.requires_grad)
 
     def _is_state(self, node: fx.Node) -> bool:
-        """Whether a value is computed only from buffers, attributes and single integers, such as a step counter."""
+        """Return whether a value is computed only from buffers, attributes and single integers, such as a step
+        counter."""
         leaves = find_leaf_kinds(node)
         is_number = node.meta["val"].dim() == 0
         return leaves == {"state"} or ("state" in leaves and is_number and not follows_from_floats(node))

@@ -323,7 +323,7 @@ class Expressions(Names):
         return Value()
 
     def _is_log(self, node: ast.Call, name: str) -> bool:
-        """Whether a call writes to a log or to the terminal, which the block cannot read."""
+        """Return whether a call writes to a log or to the terminal, which the block cannot read."""
         if name == "print":
             return all(_is_terminal(self.object_of(k.value)) for k in node.keywords if k.arg == "file")
         if not isinstance(node.func, ast.Attribute):
@@ -331,7 +331,7 @@ class Expressions(Names):
         return name in _LOGS or (name == "write" and _is_terminal(self.object_of(node.func.value)))
 
     def _gives_tensors(self, node: ast.Call, function: Any, kinds: set[str], env: Env) -> bool:
-        """Whether a call is of torch, a submodule, or a tensor's method, which keep nothing in Python."""
+        """Return whether a call is of torch, a submodule, or a tensor's method, which keep nothing in Python."""
         if isinstance(function, nn.Module):
             return not kinds
         if isinstance(function, type) and not issubclass(function, torch.Tensor):
@@ -410,7 +410,7 @@ def _is_terminal(held: Any) -> bool:
 
 
 def _is_pure(function: Any) -> bool:
-    """Whether a function keeps nothing. A constructor counts, as its object is dropped unless it is stored."""
+    """Return whether a function keeps nothing. A constructor counts, as its object is dropped unless it is stored."""
     module = (getattr(function, "__module__", None) or "").split(".")[0]
     return isinstance(function, type) or module in _PURE_MODULES
 

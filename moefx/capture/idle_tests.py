@@ -317,7 +317,8 @@ class _Analysis:
 
 
 def _is_definition(node: Any, code: types.CodeType) -> bool:
-    """Whether a definition belongs to a code object with the same first line; a line may have several lambdas."""
+    """Return whether a definition belongs to a code object with the same first line; a line may have several
+    lambdas."""
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
     return getattr(node, "name", "<lambda>") == code.co_name and names == [*code.co_varnames[: code.co_argcount]]
 
@@ -331,14 +332,14 @@ def _depends(value: Value) -> bool:
 
 
 def _is_remembered(value: Value) -> bool:
-    """Whether a returned value tells the caller of the block which experts have tokens."""
+    """Return whether a returned value tells the caller of the block which experts have tokens."""
     if value.parts:
         return any(map(_is_remembered, value.parts))
     return value.kind not in ("", OPTION) and (value.kind != BOX or value.type == "constant")
 
 
 def _is_call_of(call: ast.AST | None, function: ast.AST) -> bool:
-    """Whether a call's name is that of a function."""
+    """Return whether a call's name is that of a function."""
     return _called_name(call) == getattr(function, "name", "")
 
 

@@ -80,5 +80,5 @@ def find_type(held: Any) -> str:
 
 
 def _holds_tensors(held: Any) -> bool:
-    """Whether a value is a tuple of tensors, which `where` and `topk` return."""
+    """Return whether a value is a tuple of tensors, which `where` and `topk` return."""
     return isinstance(held, tuple) and bool(held) and all(find_type(v) == TENSOR for v in held)

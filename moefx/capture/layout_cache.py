@@ -26,7 +26,7 @@ class _NoKey(Exception):
 
 @functools.cache
 def is_pure(func: Any) -> bool:
-    """Whether an op returns new tensors whose layouts depend on its arguments' layouts alone."""
+    """Return whether an op returns new tensors whose layouts depend on its arguments' layouts alone."""
     schema = getattr(func, "_schema", None)
     if schema is None or func.namespace != "aten":
         return False

@@ -111,7 +111,7 @@ def _find_common_module(a: str, b: str) -> str:
 
 
 def _are_parallel(a: fx.Node, b: fx.Node) -> bool:
-    """Whether neither value is computed from the other, and both from a common one."""
+    """Return whether neither value is computed from the other, and both from a common one."""
     before_a, before_b = _list_float_ancestors(a), _list_float_ancestors(b)
     return a not in before_b and b not in before_a and bool(before_a & before_b)
 

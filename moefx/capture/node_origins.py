@@ -24,7 +24,7 @@ LeafKind = Literal["state", "other"]
 
 
 def is_abstract(node: fx.Node) -> bool:
-    """Whether a value is a float that the routing does not determine."""
+    """Return whether a value is a float that the routing does not determine."""
     return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("from_integers")
 
 
@@ -95,7 +95,7 @@ def _find_comparisons(node: fx.Node) -> list[fx.Node]:
 
 
 def is_nan_check(node: fx.Node) -> bool:
-    """Whether a boolean only tells whether floats are finite, and nothing about experts."""
+    """Return whether a boolean only tells whether floats are finite, and nothing about experts."""
     comparisons = find_float_decisions(node)
     return bool(comparisons) and all(bare_name(n.target) in NAN_CHECKS for n in comparisons)
 
@@ -139,7 +139,7 @@ def _is_single_integer(n: fx.Node) -> bool:
 
 
 def follows_from_floats(node: fx.Node) -> bool:
-    """Whether an integer is computed from arguments or abstract floats, and so belongs to the routing."""
+    """Return whether an integer is computed from arguments or abstract floats, and so belongs to the routing."""
 
     def combine(n: fx.Node, follow: list[bool]) -> bool:
         return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor) or any(follow)
@@ -160,7 +160,7 @@ def collect_ancestors(*nodes: fx.Node) -> set[fx.Node]:
 
 
 def has_ancestor(node: fx.Node, ancestor: fx.Node) -> bool:
-    """Whether `node` is `ancestor`, or is computed from it."""
+    """Return whether `node` is `ancestor`, or is computed from it."""
     stack, seen = [node], set()
     while stack:
         n = stack.pop()
@@ -173,7 +173,7 @@ def has_ancestor(node: fx.Node, ancestor: fx.Node) -> bool:
 
 
 def has_gradients(node: fx.Node) -> bool:
-    """Whether gradients may flow from a value to a parameter or an argument."""
+    """Return whether gradients may flow from a value to a parameter or an argument."""
     return fold_ancestors(node, "has_gradients", _combine_gradients)
 
 

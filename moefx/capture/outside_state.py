@@ -196,17 +196,17 @@ class _NewNames:
 
 
 def _holds_attributes(cls: type) -> bool:
-    """Whether the attributes of a class's instances are the user's."""
+    """Return whether the attributes of a class's instances are the user's."""
     return is_user_code(cls) or cls.__module__.split(".")[0] in _HOLDERS
 
 
 def _belongs_to_library(cls: type) -> bool:
-    """Whether a class belongs to a library other than torch, NumPy and Python, such as a model's cache."""
+    """Return whether a class belongs to a library other than torch, NumPy and Python, such as a model's cache."""
     return cls.__module__.split(".")[0] not in {"torch", "moefx", "numpy"} | sys.stdlib_module_names
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is a NumPy array. NumPy need not be installed."""
+    """Return whether a value is a NumPy array. NumPy need not be installed."""
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray" and value.dtype != object
 
 
@@ -231,7 +231,8 @@ def _copy_content(thing: Any) -> Any:
 
 
 def _is_filled_cache(before: Any, now: Any) -> bool:
-    """Whether a dict only gained objects under new keys, without tensors and numbers, like a library's backends."""
+    """Return whether a dict only gained objects under new keys, without tensors and numbers, like a library's
+    backends."""
     if not isinstance(now, dict) or any(now.get(k, now) is not v for k, v in before.items()):
         return False
     return not any(

@@ -35,7 +35,7 @@ def list_values(container: Any) -> list[Any]:
 
 
 def have_same_items(a: Any, b: Any) -> bool:
-    """Whether two results of `copy_items` hold the same objects, dicts in any order."""
+    """Return whether two results of `copy_items` hold the same objects, dicts in any order."""
     if type(a) is dict:
         return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
     return a == b if type(a) is set else len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -20,13 +20,13 @@ ROW_COUNT = object()  # the origin of a number of rows
 
 
 def is_emptiness_test(op: str, other: Any) -> bool:
-    """Whether a comparison of a number of rows with a plain number tells only whether there are any rows."""
+    """Return whether a comparison of a number of rows with a plain number tells only whether there are any rows."""
     empty = ("eq", 0), ("ne", 0), ("gt", 0), ("le", 0), ("ge", 1), ("lt", 1)
     return type(other) in (int, float) and (op, other) in empty
 
 
 def is_row_emptiness_test(number: Number, op: str, other: Any) -> bool:
-    """Whether a comparison tells only whether a tensor has any rows."""
+    """Return whether a comparison tells only whether a tensor has any rows."""
     return number.expr is ROW_COUNT and is_emptiness_test(op, other)
 
 

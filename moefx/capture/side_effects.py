@@ -39,7 +39,7 @@ def find_attribute_tensors(block: nn.Module) -> dict[int, str]:
 
 
 def has_integers(block: nn.Module) -> bool:
-    """Whether a parameter, buffer or tensor attribute of a block holds integers."""
+    """Return whether a parameter, buffer or tensor attribute of a block holds integers."""
     attributes = [value for *_, value in _list_attribute_tensors(block)]
     return not all(map(is_float, [*attributes, *block.parameters(), *block.buffers()]))
 
@@ -89,7 +89,7 @@ def silence_hooks(block: nn.Module) -> Iterator[None]:
 
 
 def is_random_generator(thing: Any) -> bool:
-    """Whether an object is a random generator of Python or NumPy. Captures follow those of torch."""
+    """Return whether an object is a random generator of Python or NumPy. Captures follow those of torch."""
     return _find_accessors(thing) is not None
 
 
@@ -173,14 +173,15 @@ def collect_effects(
 
 
 def _holds_results(value: Any, tracer: Tracer) -> bool:
-    """Whether a container holds only tensors of this call, names and numbers."""
+    """Return whether a container holds only tensors of this call, names and numbers."""
     if type(value) in (list, tuple, dict):
         return all(_holds_results(v, tracer) for v in (value.values() if type(value) is dict else value))
     return id(value) in tracer.aliases if isinstance(value, torch.Tensor) else type(value) in (str, bool, int, NoneType)
 
 
 def _holds_stand_ins(value: Any, old: Any, tracer: Tracer) -> bool:
-    """Whether a list holds, or refers weakly to, the stand-ins of the parameters that it held before the call."""
+    """Return whether a list holds, or refers weakly to, the stand-ins of the parameters that it held before the
+    call."""
     if type(value) is not list or type(old) is not list or len(value) != len(old):
         return False
     now, before = ([v() if isinstance(v, weakref.ref) else v for v in some] for some in (value, old))

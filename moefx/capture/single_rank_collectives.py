@@ -14,7 +14,7 @@ _COPIES = {"_allgather_base_", "_reduce_scatter_base_", "allgather_", "alltoall_
 
 
 def is_single_rank_op(func: Any, args: tuple) -> bool:
-    """Whether an op of `torch.distributed` communicates in place over a group of one rank."""
+    """Return whether an op of `torch.distributed` communicates in place over a group of one rank."""
     if getattr(func, "namespace", "") != "c10d" or func.overloadpacket.__name__ not in _UNCHANGED | _COPIES:
         return False
     groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]

@@ -19,7 +19,7 @@ def is_float(t: torch.Tensor) -> bool:
 
 
 def has_values(t: torch.Tensor) -> bool:
-    """Whether a tensor has elements: not on the meta device, nor fake, as under `torch.export`."""
+    """Return whether a tensor has elements: not on the meta device, nor fake, as under `torch.export`."""
     return not (t.is_meta or isinstance(t, FakeTensor))
 
 

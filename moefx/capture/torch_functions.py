@@ -206,7 +206,7 @@ class TorchFunctions(TorchFunctionMode):
         return out
 
     def _has_routed_rows(self, t: Any) -> bool:
-        """Whether the routing determines the number of rows of a tensor."""
+        """Return whether the routing determines the number of rows of a tensor."""
         if not isinstance(t, torch.Tensor) or _is_batched(t):
             return False
         with suspend_modes(), torch.DisableTorchFunction():
@@ -261,7 +261,7 @@ class TorchFunctions(TorchFunctionMode):
 
 
 def _is_along_rows(func: Any, args: tuple, options: dict[str, Any]) -> bool:
-    """Whether a function splits along the first axis, so that the length of its list depends on that axis."""
+    """Return whether a function splits along the first axis, so that the length of its list depends on that axis."""
     at = _LISTS[func]
     dim = options.get("dim", args[at] if len(args) > at else 0)
     several = (*options.values(), *args[1:])  # the lengths of all parts fix their number
@@ -316,7 +316,7 @@ def _find_full_slices(t: torch.Tensor, index: Any) -> list[tuple[int, int]]:
 
 
 def _is_batched(t: torch.Tensor) -> bool:
-    """Whether a tensor is wrapped by `vmap`, so that ops see another tensor than Python."""
+    """Return whether a tensor is wrapped by `vmap`, so that ops see another tensor than Python."""
     return is_functorch_wrapped_tensor(t)
 
 

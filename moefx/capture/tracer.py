@@ -180,7 +180,7 @@ class Tracer(ReadLogger):
         return func, args, kwargs
 
     def _is_masked_fill(self, t: torch.Tensor, indices: Any, value: torch.Tensor, accumulate: bool = False) -> bool:
-        """Whether an indexed write, such as `h[h < 0] = 0`, fills a mask of compared floats with one number.
+        """Return whether an indexed write, such as `h[h < 0] = 0`, fills a mask of compared floats with one number.
 
         It selects no rows.
         """

@@ -63,7 +63,7 @@ class ViewSizes:
             )
 
     def _fits_all_sizes(self, own: Iterable[Any], asked: Iterable[Any], is_whole: bool) -> bool:
-        """Whether a view fits at all sizes under some interpretation of its numbers.
+        """Return whether a view fits at all sizes under some interpretation of its numbers.
 
         In a small capture a size may equal a number of the program, such as the slots of a token. Captures in which
         each number has one interpretation find views that fit some sizes only.
@@ -103,7 +103,7 @@ def _make_condition(names: tuple[str, ...], is_whole: bool) -> tuple[str, str]:
 
 
 def _is_identity(left: str, right: str, dims: Iterable[str]) -> bool:
-    """Whether two expressions are equal at all sizes, tested at sizes without common factors."""
+    """Return whether two expressions are equal at all sizes, tested at sizes without common factors."""
     samples = [dict(zip(dims, primes, strict=False)) for primes in _PRIMES]
     try:
         return all(evaluate_size(left, one) == evaluate_size(right, one) for one in samples)

@@ -177,7 +177,7 @@ def _plan_precisions(block: nn.Module, budget: int, notes: list[str]) -> list[tu
 
 
 def _find_largest_affordable(sizes: list[int], budget: int) -> float:
-    """The largest parameter size such that all gradients up to it have at most `budget` elements together."""
+    """Return the largest parameter size such that all gradients up to it have at most `budget` elements together."""
     total = 0
     for i, size in enumerate(sizes):
         total += size

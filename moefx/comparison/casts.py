@@ -37,7 +37,7 @@ class NoCopies(TorchFunctionMode):
 
 
 def _find_cast_dtype(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype that a call casts its first argument to, if it does nothing else."""
+    """Return the dtype that a call casts its first argument to, if it does nothing else."""
     if func in _NAMED and len(args) == 1 and not kwargs:
         return _NAMED[func]
     if func in (Tensor.to, Tensor.type) and len(args) + len(kwargs) == 2:

@@ -187,7 +187,7 @@ class CallChain:
         return self._align.rows if self._align is not None else []
 
     def count_close_choices(self) -> int:
-        """The number of tokens in the current call whose selection of experts may depend on rounding."""
+        """Return the number of tokens in the current call whose selection of experts may depend on rounding."""
         return sum(
             d.count_close(2 * (self.call.tol.factor * d.noise + self.call.tol.floor * largest_magnitude(d.scores)))
             for several in self.call.tape.decisions.values()
@@ -379,7 +379,7 @@ def _is_empty(run: Run, name: str) -> bool:
 
 
 def _has_zeros_alone(original: Run, compiled: Run, key: Key) -> bool:
-    """Whether an output requires grad in the compiled model only, as when the original skips all experts.
+    """Return whether an output requires grad in the compiled model only, as when the original skips all experts.
 
     The gradients are compared too, and must be zero.
     """
@@ -404,7 +404,7 @@ class _Perturbation:
 
 
 def find_working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> tuple[torch.dtype, int]:
-    """The lowest precision among parameters, inputs and autocast, and the length of the longest reduction.
+    """Return the lowest precision among parameters, inputs and autocast, and the length of the longest reduction.
 
     Reductions run over the widest dimension of a parameter or, in weight gradients, over the tokens.
     """
@@ -420,7 +420,7 @@ def find_working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype
 
 
 def find_common_dtype(module: nn.Module, inputs: Inputs) -> torch.dtype | None:
-    """The dtype of all floating-point parameters, buffers and inputs; None if they have several."""
+    """Return the dtype of all floating-point parameters, buffers and inputs; None if they have several."""
     every = (*module.parameters(), *module.buffers(), *(t for _, t in leaves(inputs) if isinstance(t, Tensor)))
     found = {t.dtype for t in every if t.is_floating_point()}
     return found.pop() if len(found) == 1 else None

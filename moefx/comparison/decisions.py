@@ -31,7 +31,7 @@ class OpTraits:
 
 @functools.cache
 def find_traits(func: Any) -> OpTraits:
-    """The traits of an op."""
+    """Return the traits of an op."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order op
@@ -55,12 +55,12 @@ _NO_CASTS = (torch.ops.aten.view.dtype, torch.ops.aten.scalar_tensor.default)
 
 
 def is_selection(traits: OpTraits, args: Any) -> bool:
-    """Whether this op selects indices along a dimension by floating-point scores."""
+    """Return whether this op selects indices along a dimension by floating-point scores."""
     return traits.may_select and bool(args) and is_float(args[0]) and args[0].ndim > 0 and args[0].numel() > 0
 
 
 def is_decision(traits: OpTraits, args: Any, out: Any) -> bool:
-    """Whether this op turns floating-point values into integers or booleans."""
+    """Return whether this op turns floating-point values into integers or booleans."""
     if not traits.may_decide or is_float(out):
         return False
     outs = out if isinstance(out, (tuple, list)) else (out,)
@@ -78,7 +78,7 @@ def distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def largest_magnitude(t: Tensor) -> float:
-    """The largest finite magnitude."""
+    """Return the largest finite magnitude."""
     t = t[t.isfinite()]
     return float(t.abs().max()) if t.numel() else 0.0
 
@@ -100,14 +100,14 @@ class Selection:
         self.scores = self.input.flatten() if self.dim is None else self.input.movedim(self.dim, -1)
 
     def read_ids(self, out: Any) -> Tensor:
-        """The selected ids in the result of the op, [..., k]."""
+        """Return the selected ids in the result of the op, [..., k]."""
         ids = out[1] if self.returns_pair else out
         if self.dim is None:
             return ids.reshape(1)
         return (ids if self.has_kept_dim else ids.unsqueeze(self.dim)).movedim(self.dim, -1)
 
     def build_outputs(self, ids: Tensor) -> Any:
-        """The result of the op for other ids [..., k]."""
+        """Return the result of the op for other ids [..., k]."""
         if self.dim is None:
             return ids.reshape([1] * self.input.ndim if self.has_kept_dim else [])
         ids = ids.movedim(-1, self.dim).contiguous()
@@ -121,7 +121,7 @@ class Selection:
         return t.sort(-1).values if self.op == "topk" else t
 
     def margin(self, k: int) -> float:
-        """The smallest gap between the k-th and the next score, relative to the largest; NaN if undefined."""
+        """Return the smallest gap between the k-th and the next score, relative to the largest; NaN if undefined."""
         if k >= self.scores.shape[-1] or self.op not in ("topk", "max", "min", "argmax", "argmin"):
             return float("nan")
         best = self.scores.double().topk(k + 1, dim=-1, largest=self.largest).values

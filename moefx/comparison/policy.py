@@ -89,7 +89,7 @@ class Tolerance:
 
 
 def tolerance(dtype: torch.dtype, length: int, slack: float = 1.0) -> Tolerance:
-    """The rule's constants for a working precision.
+    """Return the rule's constants for a working precision.
 
     Args:
         length: number of terms of the longest reduction.

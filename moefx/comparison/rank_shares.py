@@ -118,11 +118,11 @@ class Shares:
             raise InvalidInput(f"verify: the ranks of the expert axis would not compare the same. {options}")
 
     def max_over_ranks(self, value: float) -> float:
-        """The largest of all ranks' values."""
+        """Return the largest of all ranks' values."""
         return max(self._gather_values(value))
 
     def is_true_on_any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank."""
+        """Return whether `value` is true on any rank."""
         return any(self._gather_values(value))
 
     def _gather_values(self, value: float | bool | str) -> list:
@@ -132,7 +132,7 @@ class Shares:
 
 
 def hash_tensor(t: Tensor) -> str:
-    """The SHA-256 of a tensor's bytes."""
+    """Return the SHA-256 of a tensor's bytes."""
     values = t.detach().cpu().contiguous()
     return hashlib.sha256(ctypes.string_at(values.data_ptr(), values.nbytes)).hexdigest()
 

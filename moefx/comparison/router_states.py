@@ -47,7 +47,7 @@ def router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
 
 
 def vary_constants(block: nn.Module, seed: int) -> nn.Module:
-    """A copy whose constant floating-point tensors, such as a bias before training, have varied values.
+    """Return a copy whose constant floating-point tensors, such as a bias before training, have varied values.
 
     Constant values could hide errors in terms that depend on them. Other tensors are shared. Returns the block itself
     if no tensor is constant.

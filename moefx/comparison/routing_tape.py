@@ -89,7 +89,7 @@ class _Decision:
     noise: float = 0.0  # rounding error of the scores, measured by the float64 run
 
     def count_close(self, rounding: float) -> int:
-        """The number of rows with a selected and a rejected score that differ by at most `rounding`."""
+        """Return the number of rows with a selected and a rejected score that differ by at most `rounding`."""
         (ids,), scores = self.results, self.scores
         assert scores is not None
         if ids.shape[-1] == scores.shape[-1]:
@@ -150,11 +150,11 @@ class _Mode(TorchDispatchMode):
         raise NotImplementedError
 
     def key(self, func: Any, args: Any) -> Any:
-        """The key of a decision or draw, equal in all runs."""
+        """Return the key of a decision or draw, equal in all runs."""
         return self.scope.names[-1], str(func), _describe_call(args)
 
     def next(self, entries: dict[Any, list[Any]], key: Any) -> Any | None:
-        """The entry for this occurrence of `key`; None if the recording has fewer."""
+        """Return the entry for this occurrence of `key`; None if the recording has fewer."""
         found, index = entries.get(key, ()), self._seen[key]
         self._seen[key] += 1
         return found[index] if index < len(found) else None

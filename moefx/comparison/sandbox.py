@@ -60,7 +60,7 @@ def leaves(tree: Any, path: str = "", seen: set[int] | None = None) -> Iterator[
 
 
 def map_tensors(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """A copy of `tree` with each tensor replaced by `change(path, tensor)`. Aliases stay aliases."""
+    """Return a copy of `tree` with each tensor replaced by `change(path, tensor)`. Aliases stay aliases."""
     memo: dict[int, Any] = {}
     for name, t in leaves(tree):
         if isinstance(t, Tensor) and id(t) not in memo:
@@ -69,7 +69,7 @@ def map_tensors(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
 
 
 def copy_detached(tree: Any) -> Any:
-    """A copy of `tree` with detached clones of its tensors."""
+    """Return a copy of `tree` with detached clones of its tensors."""
     return map_tensors(tree, lambda _, t: t.detach().clone())
 
 
@@ -92,7 +92,7 @@ class Casts:
 
 
 def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of a module that can run without side effects on the original.
+    """Return a copy of a module that can run without side effects on the original.
 
     Args:
         parameters: maps each parameter to the copy's parameter.
@@ -124,7 +124,7 @@ def make_sandbox(module: nn.Module, parameters: Parameters, dtype: torch.dtype |
 
 
 def _find_copied_parameters(parameters: Iterable[nn.Parameter]) -> set[int]:
-    """The smallest parameters, by `id`, whose values each sandbox copies.
+    """Return the smallest parameters, by `id`, whose values each sandbox copies.
 
     A forward may change parameters in place, for example normalise the rows of its router.
     """
@@ -138,7 +138,8 @@ def _find_copied_parameters(parameters: Iterable[nn.Parameter]) -> set[int]:
 
 
 def _rewrap_parameter(p: nn.Parameter, copied: bool) -> nn.Parameter:
-    """A new parameter with copied or shared values, so that assigning its `.data` does not change the original."""
+    """Return a new parameter with copied or shared values, so that assigning its `.data` does not change the
+    original."""
     if type(p) is not nn.Parameter:
         return p
     return nn.Parameter(p.detach().clone() if copied else p.detach(), requires_grad=p.requires_grad)
@@ -305,12 +306,12 @@ def _copy_inputs(
 
 
 def _number_to_tensor(number: float) -> Tensor:
-    """A number that a model returns or stores, as a tensor. Independent of the default dtype."""
+    """Return a number that a model returns or stores, as a tensor. Independent of the default dtype."""
     return torch.tensor(number, dtype=torch.float32 if type(number) is float else None)
 
 
 def _hash_generators(devices: Iterable[torch.device]) -> int:
-    """A digest of the states of all generators, to detect a different number of draws."""
+    """Return a digest of the states of all generators, to detect a different number of draws."""
     states = [torch.get_rng_state()]
     states += [torch.get_device_module(d).get_rng_state(d) for d in _select_accelerators(devices)]
     drawn = b"".join(bytes(s.tolist()) for s in states) + repr(random.getstate()).encode()
@@ -354,7 +355,7 @@ def _add_gradients(
 
 
 def _make_expanded_cotangent(t: Tensor) -> Tensor:
-    """A constant cotangent with stride 0 in all dimensions, as the backward of `sum` makes."""
+    """Return a constant cotangent with stride 0 in all dimensions, as the backward of `sum` makes."""
     num_rows = max(t.numel() // max(t.shape[-1], 1), 1) if t.ndim else 1
     return t.new_full((), 1 / math.sqrt(num_rows)).expand(t.shape)
 
@@ -385,7 +386,7 @@ _CONTAINERS = {dict, collections.OrderedDict, set, type(None), str}  # most attr
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _shared_tensor(number: float) -> Tensor:
-    """A cached, read-only `_number_to_tensor`: modules of one kind store the same few numbers."""
+    """Return a cached, read-only `_number_to_tensor`: modules of one kind store the same few numbers."""
     return _number_to_tensor(number)
 
 

@@ -46,7 +46,7 @@ def build_report(matched: MatchedBlock, program: Program, block: nn.Module) -> B
 
 
 def _read_body(node: torch.fx.Node) -> tuple[str, tuple[int, ...]]:
-    """The body of an `expert_mlp` as JSON, and the widths of its up-projections."""
+    """Return the body of an `expert_mlp` as JSON, and the widths of its up-projections."""
     text, up = str(node.kwargs["body"]), get_argument(node, "up")
     return text, ExpertBody.from_json(text).up_widths([w.meta["val"] for w in up])  # type: ignore[union-attr]
 

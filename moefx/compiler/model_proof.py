@@ -77,7 +77,7 @@ def _check_blocks(survey: Survey, plan: Plan) -> None:
 
 
 def _first_finite(names: list[str], modules: dict[str, nn.Module]) -> str | None:
-    """The name of the first block with finite weights, or None."""
+    """Return the name of the first block with finite weights, or None."""
     return next((name for name in names if not find_nonfinite(modules[name])), None)
 
 

@@ -66,7 +66,7 @@ def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: f
 
 
 def find_nonfinite(block: nn.Module) -> tuple[str, str] | None:
-    """The reason and the remedy if a block cannot be compared because weights are NaN or infinite, else None."""
+    """Return the reason and the remedy if a block cannot be compared because weights are NaN or infinite, else None."""
     for name, t in (*block.named_parameters(), *block.named_buffers()):
         if t.is_floating_point() and (count := int((~t.detach().isfinite()).sum())):
             return (
@@ -78,7 +78,7 @@ def find_nonfinite(block: nn.Module) -> tuple[str, str] | None:
 
 
 def _is_small(block: nn.Module) -> bool:
-    """Whether a block runs on hundreds of tokens quickly."""
+    """Return whether a block runs on hundreds of tokens quickly."""
     return sum(p.numel() for p in block.parameters()) <= 1 << 24
 
 

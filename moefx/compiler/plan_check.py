@@ -114,7 +114,7 @@ def _advise_without(counts: dict[str, int], *names: str) -> str:
 
 
 def _user_duties(counts: dict[str, int]) -> dict[str, str]:
-    """The parts of a layout that the user must set up, by name, in words."""
+    """Return the parts of a layout that the user must set up, by name, in words."""
     tp, zero, micro = (counts.get(name, 1) for name in (_TENSOR_PARALLEL, "zero", "microbatches"))
     return {
         **({_TENSOR_PARALLEL: f"tensor parallelism of the dense matrices over {tp} ranks"} if tp > 1 else {}),

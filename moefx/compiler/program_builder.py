@@ -79,12 +79,12 @@ def _called_modules(block: nn.Module, result: BlockRewrite) -> dict[AttributeLoc
 
 
 def _is_absorbed_parameter(block: nn.Module, where: AttributeLocation, absorbed: Collection[str]) -> bool:
-    """Whether an attribute is a parameter of an absorbed module, which `AbsorbedModules` watches."""
+    """Return whether an attribute is a parameter of an absorbed module, which `AbsorbedModules` watches."""
     return where.module in absorbed and where.name in block.get_submodule(where.module)._parameters
 
 
 def move_kind(kind: tuple, device: str) -> tuple:
-    """The kind of an argument on another device."""
+    """Return the kind of an argument on another device."""
     return ("tensor", kind[1], device, kind[3]) if kind[0] == "tensor" else kind
 
 
@@ -128,7 +128,8 @@ def _build_guards(result: BlockRewrite) -> list[Guard]:
 
 
 def _is_only_passed_on(placeholder: fx.Node, result: BlockRewrite) -> bool:
-    """Whether a tensor, such as a mask, is only passed to submodules that were not captured. Its shape is then free."""
+    """Return whether a tensor, such as a mask, is only passed to submodules that were not captured. Its shape is then
+    free."""
     objects = {placeholder_name(path) for path in result.graph.binding.objects}
     return bool(placeholder.users) and all(
         user.op == "call_module" and any(n.name in objects for n in user.all_input_nodes) for user in placeholder.users

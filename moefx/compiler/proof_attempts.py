@@ -221,7 +221,8 @@ def run_attempt(
 
 
 def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
-    """The refusal of a proof that does not hold for the example's own sizes: calls like it would run the original."""
+    """Return the refusal of a proof that does not hold for the example's own sizes: calls like it would run the
+    original."""
 
     def text(sizes: dict[str, int]) -> str:
         return ", ".join(f"{dim} = {n}" for dim, n in sizes.items())

@@ -189,7 +189,7 @@ class LazySpecializer:
     def _with_recorded_shapes(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of a call, with its tensors replaced by tensors of the recorded shapes.
+        """Return the arguments of a call, with its tensors replaced by tensors of the recorded shapes.
 
         Raises:
             Refused: the tensors do not correspond to the recorded ones.
@@ -228,7 +228,7 @@ class LazySpecializer:
 
 
 def _keep_objects(arguments: Kinds, program: Program) -> Kinds:
-    """The kinds of a call's arguments, where each object that the program passes on counts as one."""
+    """Return the kinds of a call's arguments, where each object that the program passes on counts as one."""
     kinds = dict(arguments)
     return tuple((p, kind if p in program.objects else kinds[p]) for p, kind in program.key.arguments)
 
@@ -271,7 +271,7 @@ def _check_admits(block: nn.Module, program: Program, args: tuple, kwargs: dict[
 
 
 def _has_same_type(value: Any, kind: tuple) -> bool:
-    """Whether a value has the given kind, apart from the dtype and device of tensors. False for objects."""
+    """Return whether a value has the given kind, apart from the dtype and device of tensors. False for objects."""
     if isinstance(value, torch.Tensor):
         return kind[0] == "tensor" and kind[3] == value.dim()
     return kind == describe_leaf(value) and kind[0] != "object"
@@ -289,7 +289,7 @@ class _SharedProgram(NamedTuple):
 def _admits_call(
     block: nn.Module, shared: _SharedProgram, call: Specialization, args: tuple | None, kwargs: Mapping[str, Any] | None
 ) -> bool:
-    """Whether a program that was made for another block admits a call of this block."""
+    """Return whether a program that was made for another block admits a call of this block."""
     program, other = shared.program, shared.block()
     if other is None or not all(is_same(read_value(block, w), read_value(other, w)) for w in shared.read):
         return False

@@ -124,7 +124,7 @@ def _run_examples(model: nn.Module, example_inputs: Any) -> BlockCandidates:
 
 
 def _refuse_uncaptured(error: Exception, model: nn.Module) -> Refused:
-    """The refusal of a model that runs on real tensors only."""
+    """Return the refusal of a model that runs on real tensors only."""
     if isinstance(error, Refused):
         return error
     if is_internal_error(error):
@@ -201,7 +201,7 @@ def _drop_observed_blocks(model: nn.Module, matched: list[MatchedBlock]) -> tupl
 
 
 def _find_observer(block: nn.Module, result: BlockRewrite) -> tuple[str, str] | None:
-    """The first hook on an absorbed module, or sharded parameter, of a block: reason and remedy."""
+    """Return the first hook on an absorbed module, or sharded parameter, of a block: reason and remedy."""
     for part in find_absorbed_names(block, result.graph, result.rewritten.repeated):
         if hook := find_hook_kind(block.get_submodule(part)):
             return (
@@ -238,7 +238,7 @@ def _priority(name: str, modules: dict[str, nn.Module], candidates: BlockCandida
 
 
 def _receives_expert_index(name: str, candidates: BlockCandidates) -> bool:
-    """Whether a module is called with integers that the model computed from scores, not with token ids."""
+    """Return whether a module is called with integers that the model computed from scores, not with token ids."""
     for node in candidates.calls[name].inputs if name in candidates.calls else []:
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor) and not val.is_floating_point() and val.dtype != torch.bool:
@@ -254,7 +254,7 @@ def _receives_expert_index(name: str, candidates: BlockCandidates) -> bool:
 
 
 def _refuse_dense(name: str, modules: dict[str, nn.Module], candidates: BlockCandidates) -> Refusal:
-    """The refusal of a block whose experts all contribute to each token."""
+    """Return the refusal of a block whose experts all contribute to each token."""
     nodes = candidates.calls[name].outputs
     return Refusal(
         name,
@@ -266,7 +266,7 @@ def _refuse_dense(name: str, modules: dict[str, nn.Module], candidates: BlockCan
 
 
 def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], candidates: BlockCandidates) -> Refusal:
-    """The refusal of a chain that selects something per token, while no parameter depends on the selection."""
+    """Return the refusal of a chain that selects something per token, while no parameter depends on the selection."""
     name = chain[min(1, len(chain) - 1)]
     nodes = candidates.calls[chain[0]].outputs
     return Refusal(
@@ -280,7 +280,7 @@ def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], candi
 
 
 def _is_token_embedding(refusal: Refusal, modules: dict[str, nn.Module], candidates: BlockCandidates) -> bool:
-    """Whether the supposed experts are the embedding of token ids, which every language model has."""
+    """Return whether the supposed experts are the embedding of token ids, which every language model has."""
     parts = [f"{refusal.name}.{culprit}".lstrip(".").rpartition(".")[0] for culprit in refusal.culprits]
     is_likely = refusal.name in candidates.structural  # it has other expert-like parameters
     return (
@@ -296,7 +296,7 @@ def _is_token_embedding(refusal: Refusal, modules: dict[str, nn.Module], candida
 
 
 def _overlaps(name: str, names: set[str]) -> bool:
-    """Whether a module is, contains or is part of a module in `names`."""
+    """Return whether a module is, contains or is part of a module in `names`."""
     return any(name == t or t.startswith(name + ".") or name.startswith(t + ".") or not name or not t for t in names)
 
 
@@ -380,7 +380,7 @@ def _refusing_errors(module: nn.Module, call: SurveyedCall) -> Iterator[None]:
 
 
 def _find_cache(tree: Any, depth: int = 4) -> str:
-    """The class of an argument that holds tensors of the abstract run in its attributes, or ""."""
+    """Return the class of an argument that holds tensors of the abstract run in its attributes, or ""."""
     for leaf in pytree.tree_leaves(tree):
         attributes = list(getattr(leaf, "__dict__", {}).values())
         if isinstance(leaf, (torch.Tensor, nn.Module, type)) or not attributes or not depth:
@@ -391,7 +391,7 @@ def _find_cache(tree: Any, depth: int = 4) -> str:
 
 
 def _is_capturable(module: nn.Module, call: SurveyedCall) -> bool:
-    """Whether a module runs on abstract tensors of the example's sizes."""
+    """Return whether a module runs on abstract tensors of the example's sizes."""
     with suppress_program_errors(MoefxError):
         capture_block(module, call.args, call.kwargs, Routing("diverse", 0))
         return True

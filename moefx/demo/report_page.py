@@ -27,7 +27,7 @@ SERIES = (("var(--a)", 6.0, 0.55), ("var(--b)", 1.6, 1.0))
 
 
 def render(result: Result) -> str:
-    """The page as HTML text."""
+    """Return the page as HTML text."""
     config, costs, curves = result.config, result.costs, result.curves
     first, *others = result.graphs
     per_token = costs.tokens * len(result.graphs)

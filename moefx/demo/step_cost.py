@@ -54,7 +54,7 @@ def synchronize() -> None:
 
 
 def block_inputs(model: nn.Module, names: Iterable[str], *args: Any) -> dict[str, tuple[tuple, dict]]:
-    """The (args, kwargs) that each named submodule receives in one forward of the model, detached."""
+    """Return the (args, kwargs) that each named submodule receives in one forward of the model, detached."""
     seen: dict[str, tuple[tuple, dict]] = {}
     handles = []
     for name in names:

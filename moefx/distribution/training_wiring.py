@@ -30,7 +30,7 @@ def watch_block(block: nn.Module, name: str, layout: ExpertLayout) -> Overwritin
 
 
 def plan_reductions(axis: ExpertAxis, plan: Plan) -> dict[str, Reduction]:
-    """The reductions that gradients still need, for the experts' parameters and for all others."""
+    """Return the reductions that gradients still need, for the experts' parameters and for all others."""
     return build_reductions(axis.mesh, resolve_expert_axes(axis.mesh, plan.expert_axis), plan.sequence_axis)
 
 

@@ -55,7 +55,7 @@ def draw_svg(graph: BlockGraph | Outline, label: str = "") -> str:
 
 
 def _arrange(drawn: Outline) -> tuple[list[_Vertex], list[list[_Vertex]]]:
-    """The vertices of all boxes and crossings, and the vertices of each arrow's route."""
+    """Return the vertices of all boxes and crossings, and the vertices of each arrow's route."""
     order = {box: i for i, box in enumerate(drawn.boxes)}
     # Merged experts can form cycles, because the sum runs through all experts. These arrows point up.
     forward = _drop_cycles(drawn.boxes, sorted(drawn.arrows, key=lambda a: (order[a[0]], order[a[1]])))
@@ -91,7 +91,7 @@ def _arrange(drawn: Outline) -> tuple[list[_Vertex], list[list[_Vertex]]]:
 
 
 def _drop_cycles(boxes: Sequence[Box], arrows: Iterable[tuple[Box, Box]]) -> list[tuple[Box, Box]]:
-    """The arrows in depth-first order, without those that close a cycle."""
+    """Return the arrows in depth-first order, without those that close a cycle."""
     targets: dict[Box, list[Box]] = defaultdict(list)
     for source, target in arrows:
         targets[source].append(target)

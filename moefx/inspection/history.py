@@ -52,7 +52,7 @@ class Snapshot:
         return "   ".join(filter(None, parts))
 
     def with_total(self, total: int) -> Snapshot:
-        """A copy with another total number of passes."""
+        """Return a copy with another total number of passes."""
         snapshot = dataclasses.replace(self, total=total)
         return dataclasses.replace(snapshot, graph=self.graph.replace(header=snapshot.header))
 
@@ -86,7 +86,7 @@ class History:
         return tuple(snapshot.pass_name for snapshot in self.snapshots)
 
     def __getitem__(self, key: int | str) -> Snapshot:
-        """The snapshot at a position, or after the named pass.
+        """Return the snapshot at a position, or after the named pass.
 
         Raises:
             NoSuchPass: that pass did not run.
@@ -105,12 +105,12 @@ class History:
         return len(self.snapshots)
 
     def renamed(self, name: str) -> History:
-        """A copy for another block of the same structure, with the same graphs."""
+        """Return a copy for another block of the same structure, with the same graphs."""
         snapshots = (dataclasses.replace(s, graph=s.graph.replace(name=name)) for s in self.snapshots)
         return History(name, tuple(snapshots), self.captured and self.captured.replace(name=name))
 
     def diff(self, after: str | None = None) -> str:
-        """The changes of a pass, by default the last, as a diff of the printed graphs.
+        """Return the changes of a pass, by default the last, as a diff of the printed graphs.
 
         Raises:
             NoSuchPass: that pass did not run.

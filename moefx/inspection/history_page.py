@@ -44,12 +44,12 @@ STYLE = (
 
 
 def build_page(title: str, body: str) -> str:
-    """A whole page around fragments of `build_fragment`."""
+    """Return a whole page around fragments of `build_fragment`."""
     return html_page.build_page(title, body, STYLE)
 
 
 def build_fragment(history: History, *, bytes_per_policy: Mapping[str, float] | None = None) -> str:
-    """A block's history as a section of a page with `STYLE`; see `History.html`."""
+    """Return a block's history as a section of a page with `STYLE`; see `History.html`."""
     first = history.captured or history.snapshots[0].graph
     parts = [
         '<section class="moefx">',
@@ -103,7 +103,7 @@ def _build_figure(caption: str, graph: BlockGraph) -> str:
 
 
 def _build_diff(history: History, index: int) -> str:
-    """The diff of one pass, with unchanged lines."""
+    """Return the diff of one pass, with unchanged lines."""
     snapshot: Snapshot = history.snapshots[index]
     before = print_lines(history.snapshots[index - 1].graph) if index else []
     marked = diff_lines(before, print_lines(snapshot.graph))
@@ -121,7 +121,7 @@ def _build_diff(history: History, index: int) -> str:
 
 
 def _highlight_comment(text: str) -> str:
-    """A printed line with its comment in another colour."""
+    """Return a printed line with its comment in another colour."""
     code, mark, comment = text.partition("  # ")
     return escape(code) + (f"<em>{escape(mark + comment)}</em>" if mark else "")
 

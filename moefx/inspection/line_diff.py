@@ -8,7 +8,7 @@ from ..ir.graph_printer import Line
 
 
 def diff_lines(before: list[Line], after: list[Line]) -> list[tuple[str, Line]]:
-    """The lines of both graphs, marked " ", "-" or "+". Ignores source locations and alignment."""
+    """Return the lines of both graphs, marked " ", "-" or "+". Ignores source locations and alignment."""
     matcher = difflib.SequenceMatcher(a=[_text(n) for n in before], b=[_text(n) for n in after], autojunk=False)
     result: list[tuple[str, Line]] = []
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():

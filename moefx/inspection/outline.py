@@ -53,7 +53,7 @@ class Outline:
 
 
 def build_outline(block: BlockGraph) -> Outline:
-    """The boxes and arrows of a graph."""
+    """Return the boxes and arrows of a graph."""
     shown = [node for node in block.graph.nodes if not _is_hidden(node)]
     classes = _label_repeated_steps(shown)
     lines = {line.node: f"{line.name} = {line.code}".removeprefix(" = ") for line in print_lines(block)}
@@ -90,7 +90,7 @@ def _is_hidden(node: Node) -> bool:
 
 
 def _find_producer(node: Node) -> Node:
-    """The node that computes a value; for an unpacked result, the node before `getitem`."""
+    """Return the node that computes a value; for an unpacked result, the node before `getitem`."""
     while is_getitem(node) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
@@ -132,7 +132,7 @@ def _find_first_result(node: Node) -> Node:
 
 
 def _list_parameters(nodes: Sequence[Node]) -> list[str]:
-    """The names of parameters that nodes read, as ranges."""
+    """Return the names of parameters that nodes read, as ranges."""
     names: list[str] = []
     for node in nodes:
         names += [attribute_name(n) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -144,7 +144,7 @@ def _list_parameters(nodes: Sequence[Node]) -> list[str]:
 
 
 def _label_repeated_steps(nodes: Sequence[Node]) -> dict[Node, Hashable]:
-    """A label for each node of a repeated step, equal for all its nodes."""
+    """Return a label for each node of a repeated step, equal for all its nodes."""
     labels: dict[Node, Hashable] = {node: _make_label(node) for node in nodes if node.op.startswith("call")}
     for _ in range(_ROUNDS):
         repeated = _find_frequent(labels, 2)

@@ -62,7 +62,7 @@ def tensor(shape, dtype, below=2):
 
 
 def build_script(history: History, block: nn.Module | None = None) -> str:
-    """The text of the script; see `History.repro`.
+    """Return the text of the script; see `History.repro`.
 
     Raises:
         ValueError: neither the graphs nor `block` give the shape of a parameter, or a kept submodule returns an object
@@ -111,7 +111,7 @@ def _format_calls(history: History, functions: list[tuple[str, str]]) -> list[st
 
 
 def _find_value(node: Node) -> Any:
-    """The value of a node; for a container without a recorded value, its items with users."""
+    """Return the value of a node; for a container without a recorded value, its items with users."""
     if node.meta.get("val") is not None:
         return node.meta["val"]
     items = {user.args[1]: _find_value(user) for user in node.users if is_getitem(user)}
@@ -121,7 +121,7 @@ def _find_value(node: Node) -> Any:
 
 
 def _format_value(node: Node, value: Any, below: int) -> str:
-    """A Python expression for a value of a node. Tensors become random, containers and numbers stay."""
+    """Return a Python expression for a value of a node. Tensors become random, containers and numbers stay."""
 
     def literal(part: Any) -> str:
         if hasattr(part, "shape") and hasattr(part, "dtype"):  # a tensor, or the record of one

@@ -56,7 +56,7 @@ class Specialization(NamedTuple):
         return next((kind[2] for _, kind in self.arguments if kind[0] == "tensor"), "cpu")
 
     def admits(self, call: Specialization) -> bool:
-        """Whether a program with this key may run the call."""
+        """Return whether a program with this key may run the call."""
         return (
             (self.training is None or self.training == call.training)
             and (self.grad is None or self.grad == call.grad)

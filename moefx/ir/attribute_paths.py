@@ -68,7 +68,7 @@ def attribute_expression(root: str, path: str) -> str:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is an identifier and no keyword."""
+    """Return whether a name is an identifier and no keyword."""
     return name.isidentifier() and not keyword.iskeyword(name)
 
 

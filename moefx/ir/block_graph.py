@@ -177,7 +177,7 @@ class BlockGraph:
 
 
 def _includes_other_ranks(pft: Node) -> bool:
-    """Whether a `build_pft` routes tokens that came from other ranks, too."""
+    """Return whether a `build_pft` routes tokens that came from other ranks, too."""
     if pft.kwargs.get("num_rows") is not None:
         return True
     slots: Any = pft.args[0]  # places less the first place of this rank, if the tokens were gathered
@@ -292,7 +292,7 @@ def _saved_meta(node: Node) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a meta value can be saved: shapes and plain data can, modes, tracebacks and closures cannot."""
+    """Return whether a meta value can be saved: shapes and plain data can, modes, tracebacks and closures cannot."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

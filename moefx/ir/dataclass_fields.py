@@ -38,7 +38,8 @@ def open_dataclasses(result: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def is_plain_dataclass(value: Any) -> bool:
-    """Whether a value is a dataclass instance that pytree does not know. (transformers' outputs are dicts too.)"""
+    """Return whether a value is a dataclass instance that pytree does not know. (transformers' outputs are dicts
+    too.)"""
     return (
         dataclasses.is_dataclass(value)
         and not isinstance(value, (type, dict, tuple))

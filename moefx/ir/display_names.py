@@ -79,7 +79,7 @@ def _default_name(node: Node) -> str:
 
 
 def _is_sent_back(node: Node) -> bool:
-    """Whether the sums of an `expert_mlp` go back to other ranks, so that they are not the block's output."""
+    """Return whether the sums of an `expert_mlp` go back to other ranks, so that they are not the block's output."""
     return any(target_name(u) == "moefx::all_to_all_back" for first in node.users for u in first.users)
 
 

@@ -38,7 +38,7 @@ _CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default)
 
 
 def is_pointwise(target: Any) -> bool:
-    """Whether a node's target is a pointwise ATen op."""
+    """Return whether a node's target is a pointwise ATen op."""
     return target in _UNTAGGED or torch.Tag.pointwise in getattr(target, "tags", ())
 
 

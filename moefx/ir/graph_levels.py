@@ -80,12 +80,13 @@ def find_violations(block: BlockGraph, level: GraphLevel) -> list[Violation]:
 
 
 def is_dead(node: Node) -> bool:
-    """Whether a node has no users and no effect on tensors, modules or random state."""
+    """Return whether a node has no users and no effect on tensors, modules or random state."""
     return not node.users and not has_effect(node)
 
 
 def has_effect(node: Node) -> bool:
-    """Whether a node has an effect beside its result. Submodule calls count, since their hooks may do anything."""
+    """Return whether a node has an effect beside its result. Submodule calls count, since their hooks may do
+    anything."""
     if node.op in ("placeholder", "output", "call_module") or node.target is setattr:
         return True
     if node.op == "call_method":
@@ -124,7 +125,8 @@ def _find_illegality(node: Node, level: GraphLevel) -> str:
 
 
 def _is_torch_function(target: object) -> bool:
-    """Whether a function belongs to torch, `operator`, `math` or builtins, or is `apply` of an autograd.Function."""
+    """Return whether a function belongs to torch, `operator`, `math` or builtins, or is `apply` of an
+    autograd.Function."""
     owner = getattr(target, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return True

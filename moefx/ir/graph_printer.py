@@ -77,7 +77,7 @@ class Line:
 
 
 def print_block(block: BlockGraph) -> str:
-    """The whole block as text, with its header."""
+    """Return the whole block as text, with its header."""
     title = "   ".join(filter(None, (f"# {block.name or 'model'}", block.header)))
     return "\n".join([title, *format_lines(print_lines(block))])
 

@@ -83,7 +83,7 @@ for _name in {*_SPECIAL, "__call__", "__enter__", "__exit__", "__next__"} - _OWN
 
 
 def is_passed(value: Any) -> bool:
-    """Whether a value is a `PassedObject`."""
+    """Return whether a value is a `PassedObject`."""
     return type(value) is PassedObject
 
 

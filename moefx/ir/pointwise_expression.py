@@ -55,7 +55,8 @@ def to_dtype(expr: Expr, dtype: torch.dtype) -> Expr:
 
 
 def is_linear(expr: Expr, name: str) -> bool:
-    """Whether `expr == name * c` where c does not depend on `name`, up to rounding by casts to 16 bits and more."""
+    """Return whether `expr == name * c` where c does not depend on `name`, up to rounding by casts to 16 bits and
+    more."""
     if isinstance(expr, str):
         return expr == name
     if not _is_call(expr):
@@ -87,7 +88,7 @@ def drop_casts(expr: Expr, name: str) -> Expr:
 
 
 def is_precision_cast(dtype: Any) -> bool:
-    """Whether a cast to `dtype` only changes precision. Casts to 8 bits or to integers are meant to round."""
+    """Return whether a cast to `dtype` only changes precision. Casts to 8 bits or to integers are meant to round."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
 
 

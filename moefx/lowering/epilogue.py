@@ -61,7 +61,7 @@ def derive_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[s
 
 @functools.lru_cache(maxsize=1024)
 def _formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[str, ...]) -> tuple[Any, ...]:
-    """The formula of the value and, if `grad` is given, its vector-Jacobian product for each name."""
+    """Return the formula of the value and, if `grad` is given, its vector-Jacobian product for each name."""
 
     def read() -> tuple[Any, ...]:
         try:
@@ -168,5 +168,5 @@ class _DecomposeMode(TorchFunctionMode):
 
 
 def _base_name(op: Any) -> str:
-    """The name without namespace and overload: `silu` for aten::silu.out."""
+    """Return the name without namespace and overload: `silu` for aten::silu.out."""
     return op._schema.name.rpartition("::")[2]

@@ -31,7 +31,7 @@ class Primitive(Expression):
 
     @classmethod
     def eval(cls, *args: Any) -> Any:
-        """An exact simplification of the primitive with these arguments, or None."""
+        """Return an exact simplification of the primitive with these arguments, or None."""
 
 
 class Condition(Primitive):
@@ -141,7 +141,7 @@ Not = _primitive("Not", "({} == 0)", Condition)
 
 
 def to_number(number: float) -> Any:
-    """The SymPy number; an Integer for whole numbers, so that factors of 1.0 disappear."""
+    """Return the SymPy number; an Integer for whole numbers, so that factors of 1.0 disappear."""
     if math.isfinite(number):
         return sympy.Integer(int(number)) if number == int(number) else sympy.Float(number, 17)
     return S.NaN if math.isnan(number) else S.Infinity if number > 0 else S.NegativeInfinity

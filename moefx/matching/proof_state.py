@@ -137,7 +137,7 @@ class ProofState:
         return {e for form in self._forms for g in form.groups for e in g.ids}
 
     def seen_guards(self) -> list[SizeGuard]:
-        """The comparisons of sizes that captures made."""
+        """Return the comparisons of sizes that captures made."""
         return [g for form in self._forms for g in form.capture.sizes.guards]
 
     def side_guards(self) -> tuple[SizeGuard, ...]:

@@ -159,7 +159,7 @@ class Rewriter:
         return RewriteResult(self.residual.graph, spec, absorbed, self.residual.walk.repeated, attributes)
 
     def _belongs_to_call(self, effect: Effect, leaves: list[Any], calls: list[SubmoduleCall]) -> bool:
-        """Whether a submodule that stays a call makes this change of its own state.
+        """Return whether a submodule that stays a call makes this change of its own state.
 
         Raises:
             Refused: the block changes the submodule's state and then reads it. The change is emitted at the end, and
@@ -305,7 +305,7 @@ class Rewriter:
 
 
 def _changes_module(effect: Effect, call: SubmoduleCall) -> bool:
-    """Whether an effect changes the state of the called module."""
+    """Return whether an effect changes the state of the called module."""
     return str(effect.target).startswith(call.fqn + ".")
 
 

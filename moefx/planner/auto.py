@@ -32,7 +32,7 @@ _POLICIES = ("h", "x")  # "all" keeps more than "h" and takes as long
 
 
 def find_mesh_platform(mesh: Any, plan: Plan) -> LocalPlatform:
-    """The platform of a mesh's ranks. Without a mesh: of the current GPU, or of the CPU."""
+    """Return the platform of a mesh's ranks. Without a mesh: of the current GPU, or of the CPU."""
     if mesh is None:
         return find_local_platform("cuda" if torch.cuda.is_available() else "cpu", plan.node_size)
     return find_local_platform(mesh.device_type, resolve_node_size(plan.node_size, torch.distributed.get_world_size()))
@@ -110,7 +110,7 @@ def decide(facts_by_rank: Mapping[int, Facts | str], own: int, mesh: Any = None,
 
 
 def _check_agreement(facts_by_rank: Mapping[int, Facts | str]) -> dict[int, Facts]:
-    """The facts of all ranks, if their plans and platforms agree: ranks that decide differently would deadlock.
+    """Return the facts of all ranks, if their plans and platforms agree: ranks that decide differently would deadlock.
 
     Raises:
         InvalidPlan: a rank failed, or two ranks differ.
@@ -137,7 +137,7 @@ def _agreement_fields(facts: Facts) -> dict[str, str]:
 
 
 def _merge_by_stage(all_facts: list[Facts]) -> dict[int, Facts]:
-    """The facts of each stage, with the most tokens and the least memory of any rank."""
+    """Return the facts of each stage, with the most tokens and the least memory of any rank."""
     most = max(all_facts, key=lambda facts: (facts.sequences * facts.tokens, facts.tokens))
     least = min(facts.here.platform.capacity for facts in all_facts)
     here = dataclasses.replace(
@@ -194,7 +194,7 @@ def _estimate_candidates(choices: list[AxisUse], model: Architecture, facts: Fac
 
 
 def _slowest_stage_rank(use: AxisUse, tried: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
-    """The rank of a use: its best candidate on each stage, and the slowest stage's one."""
+    """Return the rank of a use: its best candidate on each stage, and the slowest stage's one."""
     return max((min(t.rank for t in each if t.use == use) for each in tried.values()), default=(0.0,))
 
 

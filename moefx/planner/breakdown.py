@@ -52,7 +52,7 @@ def evaluate_parts(sheet: Sheet, name: str, values: dict[str, float]) -> dict[st
 
 
 def split_sum(sheet: Sheet, name: str) -> dict[str, sympy.Expr]:
-    """The terms of a sum by the name of their formula, in the order of the sheet."""
+    """Return the terms of a sum by the name of their formula, in the order of the sheet."""
     found: dict[str, sympy.Expr] = {}
 
     def take(formula: Formula, factor: sympy.Expr) -> None:
@@ -79,7 +79,7 @@ def _list_terms(sheet: Sheet, formula: Formula) -> list[tuple[sympy.Expr, Formul
 
 
 def _is_sum(sheet: Sheet, formula: Formula) -> bool:
-    """Whether the formula is a sum to split. A bubble is not: it is a multiple of a micro-batch's time."""
+    """Return whether the formula is a sum to split. A bubble is not: it is a multiple of a micro-batch's time."""
     return formula.expression.is_Add and any(inside is not None for _, inside in _list_terms(sheet, formula))
 
 

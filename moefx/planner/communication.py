@@ -22,7 +22,7 @@ P_dense, P_experts = quantities("P_dense P_experts")
 
 @functools.lru_cache
 def build_exchange_sheet(levels: int) -> Sheet:
-    """The formulas of one exchange of a rank's tokens in one direction.
+    """Return the formulas of one exchange of a rank's tokens in one direction.
 
     `rows_flat_2` are the rows of a token that leave a rank over level 2 by way "flat", `T_flat` the seconds. The ways
     of several hops ("rbd", "halo") need at least two levels.
@@ -155,7 +155,7 @@ def combine_links(sizes: tuple[int, ...], links: Links) -> tuple[float, float]:
 def level_values(
     sizes: tuple[int, ...], links: Links, whole: tuple[float, float], handling: float = 0.0
 ) -> dict[str, float]:
-    """A topology's values for `build_exchange_sheet(len(sizes))`.
+    """Return a topology's values for `build_exchange_sheet(len(sizes))`.
 
     Args:
         sizes, links: units and (alpha, beta) of each level, coarse to fine.

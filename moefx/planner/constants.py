@@ -79,7 +79,7 @@ def _list_figures(platform: Platform) -> dict[str, float]:
 
 
 def _find_source(platform: Platform, name: str, value: float) -> str:
-    """The source of a figure. A figure without a source was not measured if it has its default value."""
+    """Return the source of a figure. A figure without a source was not measured if it has its default value."""
     defaults = {field.name: field.default for field in dataclasses.fields(Platform)}
     if name in platform.sources:
         return platform.sources[name]

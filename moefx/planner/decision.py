@@ -95,7 +95,7 @@ class Decision:
         return {name: value for name, value in made.items() if value not in (asked[name], None) and name != "tokens"}
 
     def to_dict(self) -> dict[str, Any]:
-        """The decision as values that JSON can hold."""
+        """Return the decision as values that JSON can hold."""
         return {
             "plan": dataclasses.asdict(self.plan), "taken": self.taken, "warning": self.warning,
             "platform": self.facts.here.platform.name, "why": self.facts.here.why,

@@ -25,7 +25,7 @@ _HEAD_SIZE = 128  # assumed if the number of heads is unknown
 
 
 def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
-    """The architecture of a model whose blocks `moefx.compile` rewrites.
+    """Return the architecture of a model whose blocks `moefx.compile` rewrites.
 
     Parameters are counted exactly. The memory of attention depends on its heads, which are read from `model.config` or
     an attribute such as `num_heads`. If neither exists, heads of 128 are assumed if the model attends, and no
@@ -108,8 +108,8 @@ def _read_expert_sizes(graph: Any, name: str) -> tuple[int, ...]:
 
 
 def _find_layers(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
-    """The layers by name: all members of the outermost module lists that hold blocks. A block outside of a list is a
-    layer itself."""
+    """Return the layers by name: all members of the outermost module lists that hold blocks. A block outside of a list
+    is a layer itself."""
     found: dict[str, nn.Module] = {}
     for name in names:
         steps = name.split(".")
@@ -135,7 +135,7 @@ def _count_outside(model: nn.Module, layers: dict[str, nn.Module], d: int) -> tu
 
 
 def _read_attention(model: nn.Module, layer: nn.Module, d: int, attends: bool) -> tuple[Attention, str]:
-    """The sizes of attention, and a note on assumed ones."""
+    """Return the sizes of attention, and a note on assumed ones."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     places = [config, *layer.modules()]

@@ -75,7 +75,7 @@ class Entry:
         return f"<Entry {self.short}, {x.microbatches} micro-batches of {x.sequences}: {found}>"
 
     def cells(self) -> list[str]:
-        """The entry's cells in a table with the columns `COLUMNS`, without the number."""
+        """Return the entry's cells in a table with the columns `COLUMNS`, without the number."""
         x = self.layout
         placed = "-" if x.ep == 1 else "EP first" if self.experts_first else "DP first"
         order = {"1f1b": "", "interleaved": f" x{x.chunks}"}.get(x.schedule, f" {x.schedule}") if x.pp > 1 else ""
@@ -98,7 +98,7 @@ class Entry:
         return dict(mesh_shape=tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def plan(self, **more: Any) -> Plan:
-        """The plan for `moefx.compile` over the mesh of `mesh`. Without an expert axis `compile` takes no mesh.
+        """Return the plan for `moefx.compile` over the mesh of `mesh`. Without an expert axis `compile` takes no mesh.
 
         `compile` does not implement stages, TP, ZeRO and micro-batches. `Plan.layout` lists them, and `compile` raises
         for each one that is still listed.

@@ -150,8 +150,8 @@ class Layout:
         return 2.0 * max(self.microbatches, self.pp) * (self.pp - 1) / self.pp
 
     def spread(self, zero: int) -> dict[str, float]:
-        """The symbols for the number of ranks that a ZeRO stage spreads parameters, gradients and optimizer states
-        over."""
+        """Return the symbols for the number of ranks that a ZeRO stage spreads parameters, gradients and optimizer
+        states over."""
         replicas = self.expert_replicas
         return {
             "z_p": self.dp if zero > 2 else 1, "z_g": self.dp if zero > 1 else 1, "z_o": self.dp if zero > 0 else 1,
@@ -159,7 +159,7 @@ class Layout:
         }  # fmt: skip
 
     def values(self, model: Architecture, stage: int = 0) -> dict[str, float]:
-        """The symbols' values for `memory_formulas` at a stage.
+        """Return the symbols' values for `memory_formulas` at a stage.
 
         Raises:
             InvalidPlan: `ep` does not divide the experts, or there are more stages than layers (Piper eq. 8 and 9).

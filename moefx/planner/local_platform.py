@@ -33,7 +33,7 @@ class LocalPlatform:
 
 
 def find_local_platform(device_type: str, node: int | None = None) -> LocalPlatform:
-    """The platform of this process.
+    """Return the platform of this process.
 
     MOEFX_PLATFORM names a shipped platform or a file of `python -m moefx bench platform`. Without it, a GPU is
     recognised by its name, with its own memory and `node` ranks in a node. An unknown device has its own memory and
@@ -68,7 +68,7 @@ def find_local_platform(device_type: str, node: int | None = None) -> LocalPlatf
 
 
 def recognize_device(device: str) -> str | None:
-    """The name of the shipped platform with this device, by torch's device name; None if unknown."""
+    """Return the name of the shipped platform with this device, by torch's device name; None if unknown."""
     if _OTHERS.search(device):
         return None
     return next((name for word, name in _RECOGNISED.items() if re.search(rf"\b{word}\b", device)), None)

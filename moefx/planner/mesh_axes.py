@@ -44,7 +44,7 @@ class AxisUse:
         return len(self.group)
 
     def layout(self, **more: Any) -> Layout:
-        """The layout of one stage.
+        """Return the layout of one stage.
 
         Args:
             more: further fields of `Layout`.
@@ -52,7 +52,7 @@ class AxisUse:
         return Layout(tp=self.tp, dp=self.dp, ep=self.ep, ssmb=self.sequence_axis is not None, **more)
 
     def experts_first(self, platform: Platform) -> bool:
-        """Whether the ranks of a group are as close to each other as neighbouring ranks."""
+        """Return whether the ranks of a group are as close to each other as neighbouring ranks."""
         stride = -(-(max(self.group) - min(self.group)) // max(self.ep - 1, 1))
         return platform.levels(self.ep, stride or 1) == platform.levels(self.ep)
 

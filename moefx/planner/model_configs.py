@@ -82,7 +82,7 @@ def build_module(config: Any) -> nn.Module:
 
 
 def _read_sizes(config: Any) -> dict[str, Any]:
-    """The sizes of a config, by the names in its file."""
+    """Return the sizes of a config, by the names in its file."""
     config = getattr(config, "text_config", None) or config
     written = config.to_dict() if hasattr(config, "to_dict") else vars(config)
     return {name: written[name] for name in _SIZES if written.get(name) is not None}

@@ -32,6 +32,7 @@ _COLORS = {LABELS[name]: color for color, names in _PARTS.items() for name in na
 
 
 def find_colors(labels: list[str]) -> list[str]:
-    """The colours of parts by their label. A part that is not in the table gets a colour that no other label has."""
+    """Return the colours of parts by their label. A part that is not in the table gets a colour that no other label
+    has."""
     free = iter([color for color in _PARTS if color not in {_COLORS.get(label) for label in labels}])
     return [_COLORS.get(label) or next(free) for label in labels]

@@ -121,7 +121,8 @@ def _waiting_share(schedule: Schedule, stages: int, microbatches: int, forward: 
 
 
 def _find_dependency(stage: int, op: Op, stages: int, chunks: int) -> tuple[int, Op] | None:
-    """The (stage, event) that must end before: chunk by chunk over all stages, and back. None if there is none."""
+    """Return the (stage, event) that must end before: chunk by chunk over all stages, and back. None if there is
+    none."""
     if op.kind == "F":
         if stage:
             return stage - 1, op

@@ -114,14 +114,14 @@ class Platform:
         return self.networks[0].ranks or 1
 
     def dense_rates(self) -> dict[str, float]:
-        """The symbols' values for GEMMs and attention in `compute`."""
+        """Return the symbols' values for GEMMs and attention in `compute`."""
         return {
             "peak": self.peak, "e_gemm": self.matmul_efficiency, "e_attn": self.attention_efficiency,
             "v_dense": self.dense_rows or self.memory_bandwidth, "t_dense": self.dense_launch,
         }  # fmt: skip
 
     def expert_rates(self) -> dict[str, float]:
-        """The symbols' values for experts in `compute`."""
+        """Return the symbols' values for experts in `compute`."""
         return {
             "v_gemm": self.expert_gemm or self.peak * self.matmul_efficiency,
             "v_rows": self.expert_rows or self.memory_bandwidth,
@@ -130,12 +130,12 @@ class Platform:
         }
 
     def network_of(self, group: int, stride: int = 1) -> Network:
-        """The coarsest network between `group` ranks that are `stride` apart."""
+        """Return the coarsest network between `group` ranks that are `stride` apart."""
         reach = (group - 1) * stride + 1
         return next((n for n in self.networks if not n.ranks or reach <= n.ranks), self.networks[-1])
 
     def levels(self, group: int, stride: int = 1) -> tuple[tuple[int, ...], tuple[Network, ...]]:
-        """The levels of a group of ranks `stride` apart, as (sizes, networks), coarse to fine.
+        """Return the levels of a group of ranks `stride` apart, as (sizes, networks), coarse to fine.
 
         A size is the number of units of the level within a unit of the level above. Levels with one unit are left out,
         and levels with equal links are merged, because a hop between them gains nothing.

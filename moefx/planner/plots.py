@@ -33,7 +33,7 @@ _GIB = 2**30
 
 
 def has_plots() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

@@ -75,7 +75,7 @@ class Ranking:
         return f"<Ranking of {self.model.name} on {where}: {len(self)} layouts fit{best}; print it for all>"
 
     def __getitem__(self, index: int) -> Entry:
-        """The entry at an index from 0.
+        """Return the entry at an index from 0.
 
         Raises:
             NothingFits: no layout fits.
@@ -88,7 +88,7 @@ class Ranking:
         return self.entries[index]
 
     def table(self, most: int = 10, first: int = 0) -> str:
-        """A table of `most` entries, numbered from 1, beginning with index `first`."""
+        """Return a table of `most` entries, numbered from 1, beginning with index `first`."""
         chosen = enumerate(self.entries[first : first + most], first + 1)
         rows = [list(COLUMNS), *([str(number), *entry.cells()] for number, entry in chosen)]
         return "\n".join(
@@ -97,11 +97,11 @@ class Ranking:
         )
 
     def explain(self, index: int = 0) -> str:
-        """The formulas of an entry's memory and time, with numbers, results and the meaning of each symbol."""
+        """Return the formulas of an entry's memory and time, with numbers, results and the meaning of each symbol."""
         return "\n\n".join(map(str, self.formulas(index)))
 
     def formulas(self, index: int = 0) -> tuple[ExplainedFormulas, ExplainedFormulas]:
-        """The formulas (of the memory, of the time) of an entry; `explain` prints them."""
+        """Return the formulas (of the memory, of the time) of an entry; `explain` prints them."""
         entry = self[index]
         layout, platform = entry.layout, self.platform
         stage = 0 if not entry.memory["A_logits"] else layout.pp - 1
@@ -132,7 +132,7 @@ class Ranking:
         return self.shown()
 
     def shown(self, most: int = 10) -> str:
-        """The `most` best layouts as a table with a legend, and the reasons against the rejected ones."""
+        """Return the `most` best layouts as a table with a legend, and the reasons against the rejected ones."""
         lines = [
             f"{self.model.name} on {self.num_ranks} x {self.platform.device}: {len(self.entries)} layouts fit "
             f"{amount(self.platform.capacity, 'B')}"

@@ -89,7 +89,7 @@ def _render_heading(ranking: Ranking) -> str:
 
 
 def _render_best(ranking: Ranking, with_plots: bool, say: ReportProgress) -> list[str]:
-    """The table of the best layouts, and their memory and time by part."""
+    """Return the table of the best layouts, and their memory and time by part."""
     best = ranking.entries[:MOST]
     rows = [[str(i), *entry.cells()] for i, entry in enumerate(best, 1)]
     names = [f"{i}: {name}" for i, name in enumerate(_unique_labels(best), 1)]
@@ -120,7 +120,7 @@ def _render_best(ranking: Ranking, with_plots: bool, say: ReportProgress) -> lis
 
 
 def _render_parts(names: Sequence[str], parts: Sequence[dict[str, float]], unit: str) -> str:
-    """A table with a row for each part above 0, and a column for each layout."""
+    """Return a table with a row for each part above 0, and a column for each layout."""
     there = [name for name in parts[0] if any(each[name] for each in parts)]
     rows = [[LABELS.get(n, n), n, *(amount(each[n], unit) for each in parts)] for n in there]
     rows.append(["all", "", *(amount(sum(each.values()), unit) for each in parts)])
@@ -196,7 +196,7 @@ def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str
 
 
 def _render_ssmb_savings(ranking: Ranking) -> str:
-    """The memory that SSMB saves with moefx's own checkpoint policy, if the layout can have SSMB."""
+    """Return the memory that SSMB saves with moefx's own checkpoint policy, if the layout can have SSMB."""
     shown = saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform)
     if not shown:
         return ""

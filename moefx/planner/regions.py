@@ -81,7 +81,8 @@ TRADE_OFF = Sheet(
 
 
 def ssmb_border(tokens: int, capacity: float = 1.0) -> float:
-    """The ratio of top-k to expert width at which SSMB and TED save the same (X-MoE figure 17). Above, SSMB saves more.
+    """Return the ratio of top-k to expert width at which SSMB and TED save the same (X-MoE figure 17). Above, SSMB
+    saves more.
 
     Args:
         tokens: tokens of a sequence.
@@ -92,7 +93,7 @@ def ssmb_border(tokens: int, capacity: float = 1.0) -> float:
 
 
 def trade_off_values(model: Architecture, layout: Layout) -> dict[str, float]:
-    """The symbols' values for `TRADE_OFF`. A layout without TP is treated as TP of two ranks.
+    """Return the symbols' values for `TRADE_OFF`. A layout without TP is treated as TP of two ranks.
 
     `n_kept` is the number of layers whose activations are kept at the same time, over all micro-batches in flight.
     """
@@ -118,7 +119,8 @@ _SAVED = {
 
 
 def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> ExplainedFormulas | None:
-    """The formulas of the memory that SSMB saves for a layout, with numbers; None if the layout cannot have SSMB."""
+    """Return the formulas of the memory that SSMB saves for a layout, with numbers; None if the layout cannot have
+    SSMB."""
     if layout.tp == 1 or layout.ep % layout.tp:
         return None
     formula = Formula("M_saved", _SAVED[layout.recompute], "B", "of all blocks in flight, on the stage that needs most")

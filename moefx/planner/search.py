@@ -234,7 +234,7 @@ def choose_way(
 def _find_fitting_zero(
     model: Architecture, layout: Layout, platform: Platform, shortages: _Shortages
 ) -> tuple[Layout, dict[str, float]] | None:
-    """The layout with the lowest ZeRO stage that fits, and its memory.
+    """Return the layout with the lowest ZeRO stage that fits, and its memory.
 
     If none fits, returns None and updates `shortages` if this layout lacks less than earlier ones of its region.
     """

@@ -57,7 +57,7 @@ class Formula:
 
 
 def quantity(name: str) -> sympy.Symbol:
-    """The symbol of this name, declared nonnegative so that formulas simplify."""
+    """Return the symbol of this name, declared nonnegative so that formulas simplify."""
     return sympy.Symbol(name, nonnegative=True)
 
 
@@ -108,7 +108,7 @@ class Sheet:
             raise TypeError(f"{missing} is not given") from None
 
     def dependencies(self, *names: str) -> list[Formula]:
-        """The formulas of these results, followed by those of the results that they use."""
+        """Return the formulas of these results, followed by those of the results that they use."""
         found, left = [], list(names)
         while left:
             found.append(formula := self.formulas[left.pop(0)])

@@ -122,12 +122,13 @@ def evaluate_memory_by_zero(
 
 
 def find_fullest_stage(model: Architecture, layout: Layout) -> int:
-    """The stage that needs most memory, which `evaluate_memory` reports."""
+    """Return the stage that needs most memory, which `evaluate_memory` reports."""
     return _find_fullest(model, layout)[0]
 
 
 def _find_fullest(model: Architecture, layout: Layout) -> tuple[int, dict[str, float]]:
-    """The stage that keeps most activations, and the results of `ACTIVATIONS` there. States are equal on all stages."""
+    """Return the stage that keeps most activations, and the results of `ACTIVATIONS` there. States are equal on all
+    stages."""
     counted = _evaluate_states(model, layout.pp, layout.tp, layout.dp, layout.ep)[layout.zero]
     ends = (0, layout.pp - 1) if layout.pp > 1 else (0,)
     kept = {stage: ACTIVATIONS(**layout.values(model, stage), **counted) for stage in ends}
@@ -220,7 +221,7 @@ def row_widths(model: Architecture, layout: Layout) -> dict[str, float]:
 
 
 def find_step_sheet(layout: Layout, platform: Platform, experts_first: bool = True) -> Sheet:
-    """The sheet of a layout's step.
+    """Return the sheet of a layout's step.
 
     Raises:
         InvalidPlan: the way of rows needs several levels, and the expert axis has one.

@@ -148,7 +148,7 @@ def explain_formulas(sheet: Sheet, *names: str, **values: float) -> ExplainedFor
 
 
 def find_meaning(symbol: str) -> tuple[str, str]:
-    """The (unit, meaning) of a symbol.
+    """Return the (unit, meaning) of a symbol.
 
     Raises:
         KeyError: the symbol is not in `SYMBOLS`.

@@ -258,7 +258,7 @@ class BlockForward:
             return self._find_admitting_entry(call, leaves) if args is not None else None
 
     def _is_settled(self, request: tuple[Specialization, tuple[str, ...]]) -> bool:
-        """Whether the request was refused before, or the block has reached its limit of specializations."""
+        """Return whether the request was refused before, or the block has reached its limit of specializations."""
         return request in self.refusals or len(self._entries) + len(self.refusals) >= MAX_SPECIALIZATIONS
 
     def _request_program(self, call: Specialization, args: Any, kwargs: Any) -> Program | str:
@@ -277,7 +277,7 @@ class BlockForward:
         return _NOT_SPECIALIZED if program is None else program
 
     def _find_blocking_conditions(self, call: Specialization, leaves: Leaves) -> tuple[str, ...]:
-        """The failed guards of programs with this specialization, if they mark another branch of the block."""
+        """Return the failed guards of programs with this specialization, if they mark another branch of the block."""
         conditions = []
         for entry in self._entries if leaves else []:
             if entry.program.key.admits(call):
@@ -300,7 +300,7 @@ class BlockForward:
         return bool(holding)
 
     def _find_valid_entries(self, call: Specialization) -> list[InstalledProgram]:
-        """The entries for this specialization whose attributes are unchanged."""
+        """Return the entries for this specialization whose attributes are unchanged."""
         admitted = [e for e in self._entries if e.program.key.admits(call)]
         for entry in admitted:
             entry.absorbed.check(self.name)
@@ -393,7 +393,7 @@ class BlockForward:
 
 
 def get_signature(block: nn.Module) -> inspect.Signature:
-    """The signature of the user's forward of `block`, rewritten or not."""
+    """Return the signature of the user's forward of `block`, rewritten or not."""
     forward = vars(block).get("forward")
     if isinstance(forward, BlockForward):
         forward = forward.original
@@ -415,19 +415,19 @@ def install_forward(
 
 
 def get_rewritten_forward(block: nn.Module) -> BlockForward | None:
-    """The `BlockForward` of a block; None if the block is not rewritten."""
+    """Return the `BlockForward` of a block; None if the block is not rewritten."""
     forward = block.__dict__.get("forward")
     return forward if isinstance(forward, BlockForward) else None
 
 
 def find_rewritten_blocks(model: nn.Module) -> dict[str, BlockForward]:
-    """The rewritten blocks of a model by name, in module order."""
+    """Return the rewritten blocks of a model by name, in module order."""
     found = {name: get_rewritten_forward(module) for name, module in model.named_modules()}
     return {name: forward for name, forward in found.items() if forward is not None}
 
 
 def _find_own_forward(block: nn.Module) -> Callable[..., Any] | None:
-    """The user's instance-level forward, as accelerate and others set one; None if the class's forward runs."""
+    """Return the user's instance-level forward, as accelerate and others set one; None if the class's forward runs."""
     forward = block.__dict__.get("forward")
     if isinstance(forward, BlockForward):
         return forward.original

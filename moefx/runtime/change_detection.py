@@ -152,7 +152,7 @@ class ReadAttributes:
         self._live: _AttributeLists | None = None
 
     def hold(self) -> bool:
-        """Whether all attributes have their values of capture."""
+        """Return whether all attributes have their values of capture."""
         if not self.values:
             return True
         if self._live is None:
@@ -165,7 +165,7 @@ class ReadAttributes:
         return self.changed() is None
 
     def changed(self) -> tuple[AttributeLocation, Any] | None:
-        """The first changed attribute and its new value."""
+        """Return the first changed attribute and its new value."""
         for where, value in self.values.items():
             now = read_value(self.block, where)
             if not (
@@ -224,13 +224,14 @@ class _AttributeLists:
 
 
 def find_hook_kind(module: nn.Module) -> str:
-    """The kind of a module's first hook: "forward hook", "backward pre hook", ...; "" without a hook."""
+    """Return the kind of a module's first hook: "forward hook", "backward pre hook", ...; "" without a hook."""
     kind = next((kind for kind in _HOOKS if getattr(module, kind)), "")
     return kind.strip("_").removesuffix("s").replace("_", " ")
 
 
 def find_absorbed_names(block: nn.Module, graph: BlockGraph, repeated: Sequence[str] = ()) -> tuple[str, ...]:
-    """The submodules that a graph replaces: those that are not called, and neither contain nor belong to a called one.
+    """Return the submodules that a graph replaces: those that are not called, and neither contain nor belong to a
+    called one.
 
     Args:
         repeated: modules that the graph calls and whose parts it also computes. The parts count as absorbed.

@@ -60,7 +60,7 @@ class IgnoredByDDP:
 
 
 def _find_ddp_under_construction(frame: Any) -> tuple[nn.Module, Any] | None:
-    """The module and the process group of a DistributedDataParallel whose constructor is running in `frame`."""
+    """Return the module and the process group of a DistributedDataParallel whose constructor is running in `frame`."""
     ddp = frame.f_locals.get("self")
     if not isinstance(ddp, DistributedDataParallel):
         return None
@@ -79,7 +79,7 @@ def _collect_expert_tensors(root: nn.Module, wrapped_over: Any) -> dict[int, Ten
 
 
 def _collect_names(root: nn.Module, tensors: Mapping[int, Tensor]) -> list[str]:
-    """All names of the tensors in a module, as DistributedDataParallel spells them."""
+    """Return all names of the tensors in a module, as DistributedDataParallel spells them."""
     names = []
     for path, module in root.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -94,7 +94,7 @@ def _find_spread_forwards(root: nn.Module) -> list[Any]:
 
 
 def shares_other_experts(wrapped_over: dist.ProcessGroup, group: str) -> bool:
-    """Whether another rank of a process group holds different experts than this rank.
+    """Return whether another rank of a process group holds different experts than this rank.
 
     Args:
         group: the name of the expert axis' process group.
@@ -104,7 +104,7 @@ def shares_other_experts(wrapped_over: dist.ProcessGroup, group: str) -> bool:
 
 
 def list_broadcast_parameters(ddp: Any, experts: Sequence[Tensor], group: str) -> list[str]:
-    """The names of expert tensors that a DistributedDataParallel wrongly treats as replicas."""
+    """Return the names of expert tensors that a DistributedDataParallel wrongly treats as replicas."""
     if not shares_other_experts(ddp.process_group, group):
         return []
     ignored, expert_ids = set(ddp.parameters_to_ignore), set(map(id, experts))
@@ -135,7 +135,7 @@ _NO_DEEPSPEED = (
 
 
 def find_outermost_wrapper(block: nn.Module) -> nn.Module | None:
-    """The outermost wrapper around a block's model, such as DistributedDataParallel; None if none is found."""
+    """Return the outermost wrapper around a block's model, such as DistributedDataParallel; None if none is found."""
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and any(m is block for m in o.modules())]
     wrappers: list[nn.Module] = [
         m for m in modules if issubclass(type(m), FSDPModule) or (m is not block and "module" in m._modules)
@@ -145,7 +145,7 @@ def find_outermost_wrapper(block: nn.Module) -> nn.Module | None:
 
 
 def describe_overwriting(wrapper: nn.Module | None, block: str, seen: str) -> str:
-    """An error message: how a wrapper overwrote the experts of a block, and what to do."""
+    """Return an error message: how a wrapper overwrote the experts of a block, and what to do."""
     lost = "Then load the weights again (load_state_dict): the experts now hold another rank's values"
     if isinstance(wrapper, DistributedDataParallel):
         around, over = type(wrapper.module).__name__, f"overwrites the experts of {block}"

@@ -54,7 +54,7 @@ def clip_grad_norm_(
 
 
 def _find_spread_groups(name: str, parameter: Tensor, own_experts: dict[str, str]) -> tuple[str, ...]:
-    """The groups whose ranks hold other parts of a parameter, or other experts' parameters."""
+    """Return the groups whose ranks hold other parts of a parameter, or other experts' parameters."""
     over = [own_experts[name]] if name in own_experts else []
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):

@@ -29,7 +29,7 @@ class InstalledProgram:
         self.failed = False  # a call failed after a tensor or module was replaced: check kinds from then on
 
     def holds(self) -> bool:
-        """Whether the block's code and attributes are those that the program was compiled for."""
+        """Return whether the block's code and attributes are those that the program was compiled for."""
         return (
             self.code.holds(self.absorbed.block)
             and self.attributes.hold()
@@ -41,7 +41,7 @@ class InstalledProgram:
         return next((name for name, kind in self.kinds.items() if _read_kind(self.absorbed.block, name) != kind), "")
 
     def find_failed_guard(self, block: nn.Module, leaves: Leaves) -> int:
-        """The index of the first guard that a call fails, or -1."""
+        """Return the index of the first guard that a call fails, or -1."""
         return self.program.find_failed_guard(block, leaves)
 
     def describe_mismatch(self) -> str:
@@ -64,7 +64,7 @@ class InstalledProgram:
 
 
 def _read_kind(block: nn.Module, name: str) -> Any:
-    """The dtype and shape of a tensor, or the class of a module; None if nothing has that name."""
+    """Return the dtype and shape of a tensor, or the class of a module; None if nothing has that name."""
     owner, _, key = name.rpartition(".")
     module = find_owner(block, AttributeLocation(owner, key))
     held = () if module is None else (module._parameters, module._buffers, module._modules)

@@ -87,7 +87,7 @@ def measure_handling(group: str, device: torch.device) -> float:
 
 
 def _time_handling(group: str, device: torch.device, num_rows: int) -> float:
-    """The seconds to pack and unpack `num_rows` rows: the minimum of several runs."""
+    """Return the seconds to pack and unpack `num_rows` rows: the minimum of several runs."""
     x = torch.zeros((num_rows, _ROW_BYTES), dtype=torch.uint8, device=device)
     ids = torch.arange(num_rows, dtype=torch.int32, device=device)
     place, slots = torch.zeros_like(ids)[:, None], torch.zeros_like(ids)
@@ -105,7 +105,8 @@ def _time_handling(group: str, device: torch.device, num_rows: int) -> float:
 
 @functools.lru_cache(maxsize=4096)  # the planner repeats a few arguments many times
 def compute_expected_parts(num_experts: int, top_k: int, parts: int) -> float:
-    """The expected number of parts that hold a token's experts, if experts are split evenly and chosen uniformly."""
+    """Return the expected number of parts that hold a token's experts, if experts are split evenly and chosen
+    uniformly."""
     if num_experts % parts:
         raise ValueError(f"{num_experts} experts cannot be split into {parts} equal parts")
     rest = num_experts - num_experts // parts
@@ -153,7 +154,7 @@ def predict_seconds(
 
 
 def choose_fastest(seconds: dict[str, float]) -> str:
-    """The fastest dispatch. Within 2 %, prefers the first, which is the simplest.
+    """Return the fastest dispatch. Within 2 %, prefers the first, which is the simplest.
 
     Dispatches of several hops must gain 15 %: with one expert per token, a predicted gain of 11 % was a measured loss
     of 6 % (benchmarks/NOTES.md).

@@ -98,7 +98,7 @@ class OverwritingWatch:
             self.compare_samples(torch.stack(samples).tolist())
 
     def take_sample(self) -> Tensor | None:
-        """The samples to send, int64 [NUM_WORDS]: of the last call, and of now."""
+        """Return the samples to send, int64 [NUM_WORDS]: of the last call, and of now."""
         now = self._sample_experts()
         if now is None:
             return None
@@ -139,7 +139,7 @@ class OverwritingWatch:
         ]
 
     def _confirm_overwritten(self, suspected: list[list[int]]) -> list[int]:
-        """The suspects that agree in many values. Collective: all ranks have the same suspects."""
+        """Return the suspects that agree in many values. Collective: all ranks have the same suspects."""
         digest = hashlib.sha256()
         for tensor in self._list_expert_tensors():
             flat = _local_part(tensor).reshape(-1)
@@ -160,7 +160,7 @@ class OverwritingWatch:
 
     @torch.no_grad()
     def _sample_experts(self) -> Tensor | None:
-        """A few values of this rank's first and last expert, as int64 [2 * _WORDS_PER_EXPERT]."""
+        """Return a few values of this rank's first and last expert, as int64 [2 * _WORDS_PER_EXPERT]."""
         first, last = self.sampled
         if first != last:  # each expert has separate parameters
             found = [_sample_values(_local_part(find_owner_and_tensor(self.block, name)[1])) for name in self.sampled]
@@ -215,7 +215,7 @@ def _sample_values(t: Tensor) -> Tensor | None:
 
 
 def _iterate_running_modules(frame: Any) -> Iterator[nn.Module]:
-    """The modules whose `forward` is running, innermost first."""
+    """Return the modules whose `forward` is running, innermost first."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and code.co_argcount:

@@ -93,7 +93,7 @@ class Program:
         return graph_codegen.compile_source(source, scope, "unchanged", f"{self.history.name} attributes")
 
     def find_failed_guard(self, block: Any, leaves: Leaves) -> int:
-        """The index of the first guard that a call with these leaves fails, or -1."""
+        """Return the index of the first guard that a call with these leaves fails, or -1."""
         return -1 if self.guard is None else self.guard(block, *[leaves[i][1] for i in self.leaf_indices])
 
     @property
@@ -111,7 +111,7 @@ class Program:
         return text
 
     def describe_difference(self, other: Program) -> str:
-        """The specialization, and attributes with other values than in `other`: `eval (x: ...), top_k == 3`."""
+        """Return the specialization, and attributes with other values than in `other`: `eval (x: ...), top_k == 3`."""
         mine = self.attributes.items()
         values = [
             f"{where} == {value!r}"
@@ -129,15 +129,15 @@ class Program:
             self.fn_with_load = self.runnable(self.history.graph).compile(record_load=True)
 
     def runnable(self, graph: BlockGraph) -> BlockGraph:
-        """A graph of the history with placeholders for the weights that are arguments."""
+        """Return a graph of the history with placeholders for the weights that are arguments."""
         return graph.with_inputs(self.weights) if self.weights else graph
 
     def renamed(self, name: str) -> Program:
-        """A copy for another block of the same structure."""
+        """Return a copy for another block of the same structure."""
         return Program(self.key, self.history.renamed(name), *self._other_fields)
 
     def with_arguments(self, arguments: tuple[tuple[Path, tuple[Any, ...]], ...]) -> Program:
-        """A copy for other arguments, for example on another device."""
+        """Return a copy for other arguments, for example on another device."""
         return Program(self.key._replace(arguments=arguments), self.history, *self._other_fields)
 
     @property

@@ -58,7 +58,7 @@ class Reduction:
 def build_reductions(
     mesh: DeviceMesh, expert_axes: tuple[str, ...], sequence_axis: str | None = None
 ) -> dict[str, Reduction]:
-    """The reductions of the experts' parameters and of all others.
+    """Return the reductions of the experts' parameters and of all others.
 
     Ranks along "pp" hold different parameters. Ranks along the sequence axis have the same tokens, and so do ranks
     along "tp" unless experts are spread over it.
@@ -139,7 +139,8 @@ class GradientWatch:
         return unreduced
 
     def _is_in_ddp(self, parameter: Tensor, needed: frozenset[int]) -> bool:
-        """Whether a DistributedDataParallel reduces a parameter over these ranks. Searches for wrappers once a step."""
+        """Return whether a DistributedDataParallel reduces a parameter over these ranks. Searches for wrappers once a
+        step."""
         while not any(id(parameter) in reduced and needed <= ranks for reduced, ranks in self.reduced):
             if self.is_up_to_date:
                 return False
@@ -167,7 +168,7 @@ class GradientWatch:
 
 
 def _find_user_stacklevel() -> int:
-    """The `stacklevel` of the user's line. torch and schedulers wrap `step`, so it varies."""
+    """Return the `stacklevel` of the user's line. torch and schedulers wrap `step`, so it varies."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1

@@ -37,7 +37,7 @@ _thread_state = _ThreadState()
 def save_routing(
     ctx: SelectiveCheckpointContext, op: Callable[..., object], *args: Any, **kwargs: object
 ) -> CheckpointPolicy:
-    """A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+    """Return a policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
     Saves the router's selection and the results of exchanges, and recomputes the rest. The buffer of an exchange would
     stay alive with its result, although only its wait reads it. So its memory is freed at the next operation, when the

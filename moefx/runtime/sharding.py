@@ -32,11 +32,11 @@ class ExpertParameters:
     separate: tuple[tuple[str, ...], ...]
 
     def of_experts(self, experts: Iterable[int]) -> set[str]:
-        """The names of the separate parameters of some experts."""
+        """Return the names of the separate parameters of some experts."""
         return {name for e in experts for name in self.separate[e]} if self.separate else set()
 
     def tensors(self, block: nn.Module, experts: Iterable[int]) -> list[torch.Tensor]:
-        """The parameters and buffers of a block that hold some experts."""
+        """Return the parameters and buffers of a block that hold some experts."""
         separate_names = self.of_experts(experts)
         names = [*self.stacked, *(name for each in self.separate for name in each if name in separate_names)]
         found = [find_owner_and_tensor(block, name)[1] for name in dict.fromkeys(names)]
@@ -44,7 +44,7 @@ class ExpertParameters:
 
 
 def resolve_expert_axes(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The names of the mesh axes that experts are spread over.
+    """Return the names of the mesh axes that experts are spread over.
 
     Raises:
         InvalidPlan: the mesh has no axis "ep", and its names do not tell which axis to use.
@@ -66,7 +66,7 @@ def resolve_expert_axes(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) 
 
 
 def is_replica_axis(axis: str) -> bool:
-    """Whether the name of a mesh axis stands for replicas, such as "dp_replicate" of hybrid sharding."""
+    """Return whether the name of a mesh axis stands for replicas, such as "dp_replicate" of hybrid sharding."""
     return "replica" in axis
 
 
@@ -125,7 +125,7 @@ def shard_experts(
 
 
 def copy_with_all_experts(block: nn.Module, parameters: ExpertParameters, placement: Placement) -> nn.Module:
-    """A copy of a sharded block with meta parameters of all experts, which can be lifted."""
+    """Return a copy of a sharded block with meta parameters of all experts, which can be lifted."""
     duplicate, _ = copy_model(block)
     for name in parameters.stacked:
         owner, full = find_owner_and_tensor(duplicate, name)
@@ -151,7 +151,7 @@ def _list_unique_names(names: Sequence[Iterable[str]]) -> list[str]:
 
 
 def find_owner_and_tensor(block: nn.Module, name: str) -> tuple[nn.Module, torch.Tensor]:
-    """The submodule that holds a parameter or buffer, and the tensor."""
+    """Return the submodule that holds a parameter or buffer, and the tensor."""
     path, _, last = name.rpartition(".")
     owner = block.get_submodule(path)
     return owner, getattr(owner, last)

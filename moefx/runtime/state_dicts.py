@@ -79,7 +79,7 @@ def _unshard(value: Any) -> Any:
 
 
 def _iterate_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The names in the original state dict, including experts on other ranks."""
+    """Return the names in the original state dict, including experts on other ranks."""
     names = [*module._parameters, *(b for b in module._buffers if b not in module._non_persistent_buffers_set)]
     for name in [*names, "_extra_state"]:
         yield prefix + name
@@ -129,7 +129,8 @@ class OnSave:
 
 
 def _is_gathering_full_state_dict() -> bool:
-    """Whether `torch.distributed.checkpoint.state_dict.get_model_state_dict(full_state_dict=True)` is running."""
+    """Return whether `torch.distributed.checkpoint.state_dict.get_model_state_dict(full_state_dict=True)` is
+    running."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_get_model_state_dict" and "info" in frame.f_locals:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_transformed() -> bool:
-    """Whether forward-mode AD or a torch.func transform is active."""
+    """Return whether forward-mode AD or a torch.func transform is active."""
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 

@@ -39,7 +39,7 @@ class Topology:
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[int], units: Sequence[int], axis: str = "ep") -> Topology:
-        """The topology of ranks that launchers numbered node by node.
+        """Return the topology of ranks that launchers numbered node by node.
 
         Args:
             ranks: global ranks, in the order of the axis.
@@ -85,7 +85,7 @@ class Topology:
 
 
 def resolve_node_size(wanted: int | None, world: int) -> int:
-    """The number of ranks of a node: `wanted`, else LOCAL_WORLD_SIZE of the launcher, else all ranks.
+    """Return the number of ranks of a node: `wanted`, else LOCAL_WORLD_SIZE of the launcher, else all ranks.
 
     Raises:
         InvalidPlan: the world does not consist of whole nodes.
@@ -130,7 +130,7 @@ class ExpertAxis:
         return Topology.from_ranks(self.own.mesh.tolist(), units, self.name)
 
     def find_shared_tokens(self, name: str, gradients: str) -> SharedTokens:
-        """The axis `name` of the mesh, whose ranks have the same tokens.
+        """Return the axis `name` of the mesh, whose ranks have the same tokens.
 
         Raises:
             InvalidPlan: its ranks are not ranks of this axis, so their parts of the tokens would reach different

@@ -33,5 +33,5 @@ def compile_lock() -> Iterator[None]:
 
 
 def holds_compile_lock() -> bool:
-    """Whether this thread, or the thread that started it, compiles."""
+    """Return whether this thread, or the thread that started it, compiles."""
     return _is_held_here.get()

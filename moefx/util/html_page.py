@@ -60,12 +60,12 @@ main {{ max-width: 1500px; margin: 0 auto; padding: 12px 28px 48px; }}
 
 
 def build_page(title: str, body: str, style: str = STYLE) -> str:
-    """A whole page around sections of class `moefx`."""
+    """Return a whole page around sections of class `moefx`."""
     return _PAGE.format(title=escape(title), style=style, body=body)
 
 
 def build_table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """A table of escaped texts. Columns after the first `texts` hold numbers, aligned to the right."""
+    """Return a table of escaped texts. Columns after the first `texts` hold numbers, aligned to the right."""
     kinds = [""] * texts + [" class=number"] * (len(head) - texts)
 
     def row(tag: str, cells: Sequence[str]) -> str:
@@ -76,5 +76,5 @@ def build_table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int =
 
 
 def build_details(summary: str, body: str, is_open: bool = False) -> str:
-    """A section that opens on a click."""
+    """Return a section that opens on a click."""
     return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{body}</details>"

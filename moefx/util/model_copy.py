@@ -24,7 +24,7 @@ _ATOMIC = frozenset({type(None), bool, int, float, str, type, torch.dtype, torch
 
 
 def copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
-    """A copy of the module tree that shares all parameters and buffers with the original.
+    """Return a copy of the module tree that shares all parameters and buffers with the original.
 
     Bound methods, partials, closures, hooks and instance-level forwards refer to the copied modules. Tensors in plain
     attributes, process groups and device meshes are shared too.
@@ -84,7 +84,7 @@ def _is_shared(cls: type) -> bool:
 
 @functools.cache
 def _copies_by_default(cls: type) -> bool:
-    """Whether deepcopy would make an empty object and copy its `__dict__`."""
+    """Return whether deepcopy would make an empty object and copy its `__dict__`."""
     return (
         not hasattr(cls, "__deepcopy__")
         and not hasattr(cls, "__getnewargs__")

@@ -11,7 +11,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    """A number with its unit, to four digits. Bytes scale by 2^10, seconds to ms or us, other units by 1000."""
+    """Return a number with its unit, to four digits. Bytes scale by 2^10, seconds to ms or us, other units by 1000."""
     if unit == "B":
         step, names = 1024, _BYTES
     elif unit == "s":

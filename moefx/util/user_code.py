@@ -21,13 +21,13 @@ GENERATED = (
 
 
 def is_library_file(file: str) -> bool:
-    """Whether a source file belongs to torch or to this package."""
+    """Return whether a source file belongs to torch or to this package."""
     return file.startswith(_LIBRARY_DIRS)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_user_file(file: str) -> bool:
-    """Whether a source file is the user's: not of torch, this package or Python, and not generated."""
+    """Return whether a source file is the user's: not of torch, this package or Python, and not generated."""
     is_stdlib = file.startswith(PYTHON_DIR) and "/site-packages/" not in file and "/dist-packages/" not in file
     return not is_stdlib and not file.startswith((*_LIBRARY_DIRS, *GENERATED))
 
@@ -39,7 +39,7 @@ def forward_line(module: nn.Module) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """The user's innermost line in a traceback, or ""."""
+    """Return the user's innermost line in a traceback, or ""."""
     trace, where = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -18,7 +18,7 @@ from ..runtime.program import Program
 
 
 def wrap_graph(graph: BlockGraph) -> Call:
-    """A function `(block, *args, **kwargs)` that runs `graph` on the arguments of the block's forward."""
+    """Return a function `(block, *args, **kwargs)` that runs `graph` on the arguments of the block's forward."""
     run = graph.compile()
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def wrap_graph(graph: BlockGraph) -> Call:
 
 
 def find_program(forward: BlockForward, inputs: Inputs, options: Options) -> Program | None:
-    """The program that runs a call; None if the original forward runs."""
+    """Return the program that runs a call; None if the original forward runs."""
     args, kwargs = inputs
     leaves = flatten_arguments(make_binder(inspect.signature(forward))(*args, **kwargs), forward.objects)
     with torch.set_grad_enabled(options.grads):
@@ -41,7 +41,7 @@ def find_program(forward: BlockForward, inputs: Inputs, options: Options) -> Pro
 def find_first_bad_snapshot(
     original: nn.Module, program: Program, inputs: Inputs, options: Options, working: Casts, exact: Casts
 ) -> Snapshot | None:
-    """The first snapshot of a program's history that differs from the original block on `inputs`.
+    """Return the first snapshot of a program's history that differs from the original block on `inputs`.
 
     Returns a snapshot with collectives, which cannot run on the whole block, if all earlier ones are correct. Returns
     None if all are correct: then the block does not run the last graph.

@@ -40,7 +40,7 @@ class CompiledPart(NamedTuple):
 
 
 def find_compiled_parts(model: nn.Module) -> dict[str, CompiledPart]:
-    """The compiled modules by their names in the model; "" if `torch.compile(model)` returned it."""
+    """Return the compiled modules by their names in the model; "" if `torch.compile(model)` returned it."""
     parts = {}
     if hasattr(model, "_orig_mod"):
         parts[""] = _read_part(getattr(model, "dynamo_ctx", None), is_wrapped=True)

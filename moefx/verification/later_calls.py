@@ -197,7 +197,8 @@ class CallPlanner:
         return max(proposals, key=is_new, default=None)
 
     def _find_refusal(self, call: LaterCall) -> str | None:
-        """The error of the original in a call, or None. Runs on the CPU, where an index out of range is an error."""
+        """Return the error of the original in a call, or None. Runs on the CPU, where an index out of range is an
+        error."""
         options = dataclasses.replace(self.options, layout=call.layout, backward=False)
         try:
             box = make_sandbox(

@@ -233,7 +233,7 @@ class ModelVerifier:
         self.covered += [f"{name}{precision}, as a whole"] if found else []
 
     def count_original_calls(self) -> Counter[str]:
-        """The number of calls of each block in the current sandbox that ran the original forward."""
+        """Return the number of calls of each block in the current sandbox that ran the original forward."""
         return Counter({n: f.counts.original - self.before[n].original for n, f in self.forwards.items()})
 
     def find_cause(self, subject: Subject, later: LaterCall, options: Options) -> str:
@@ -345,7 +345,7 @@ def _check_initial_state(compiled: nn.Module, reference: nn.Module, shares: Shar
 
 
 def is_graph(compiled: nn.Module, reference: nn.Module) -> bool:
-    """Whether the compiled model is an FX graph of the reference."""
+    """Return whether the compiled model is an FX graph of the reference."""
     return isinstance(compiled, fx.GraphModule) and not isinstance(reference, fx.GraphModule)
 
 
@@ -358,12 +358,12 @@ def _format_mode(module: nn.Module) -> str:
 
 
 def is_region(block: nn.Module) -> bool:
-    """Whether a block is a region of a flat graph: no module of the original, and called with its weights."""
+    """Return whether a block is a region of a flat graph: no module of the original, and called with its weights."""
     return getattr(type(block), "is_region", False)
 
 
 def copy_with_original_regions(compiled: nn.Module) -> nn.Module:
-    """A copy of a graph that shares its weights and whose regions run their original code."""
+    """Return a copy of a graph that shares its weights and whose regions run their original code."""
     shared = (*compiled.parameters(), *compiled.buffers())
     plain = copy.deepcopy(compiled, {id(t): t for t in shared})
     for name in find_rewritten_blocks(plain):

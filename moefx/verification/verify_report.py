@@ -71,7 +71,7 @@ class VerifyReport:
         return self
 
     def to_json(self) -> str:
-        """The report as JSON. Infinite errors, which stand for incomparable values, are null."""
+        """Return the report as JSON. Infinite errors, which stand for incomparable values, are null."""
         return json.dumps(_replace_infinite(dataclasses.asdict(self) | {"ok": self.ok}))
 
     def __str__(self) -> str:
@@ -213,7 +213,7 @@ def _check_models(
 
 
 def _find_recipes(model: nn.Module) -> Mapping[str, BackendRecipe]:
-    """The parts of a model that `torch.compile(..., backend="moefx")` compiled, by name."""
+    """Return the parts of a model that `torch.compile(..., backend="moefx")` compiled, by name."""
     backend = sys.modules.get("moefx.frontends.dynamo.backend")  # loaded by Dynamo on first use
     return backend.find_recipes(model) if backend is not None else {}
 
@@ -221,7 +221,7 @@ def _find_recipes(model: nn.Module) -> Mapping[str, BackendRecipe]:
 def _select_runnable_parts(
     parts: Mapping[str, CompiledPart], recipes: Mapping[str, BackendRecipe]
 ) -> dict[str, CompiledPart]:
-    """The parts to compile copies of. Empty if all run eagerly, because eager graphs are compared anyway."""
+    """Return the parts to compile copies of. Empty if all run eagerly, because eager graphs are compared anyway."""
     found = dict(parts)
     for name, recipe in recipes.items():
         if name in parts:
@@ -230,7 +230,7 @@ def _select_runnable_parts(
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The model that `torch.compile` was called on."""
+    """Return the model that `torch.compile` was called on."""
     return getattr(model, "_orig_mod", model)
 
 

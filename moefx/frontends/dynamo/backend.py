@@ -142,7 +142,8 @@ def _find_graph_break(gm: fx.GraphModule) -> Any:
 
 
 def _find_skipped_functions() -> list[registry.SkippedFunction]:
-    """The functions that Dynamo gave up. It never passes them to a backend, but counts them in a private counter."""
+    """Return the functions that Dynamo gave up. It never passes them to a backend, but counts them in a private
+    counter."""
     try:
         reasons = list(torch._dynamo.utils.counters["unimplemented"])
     except Exception:  # another version of torch

@@ -91,7 +91,7 @@ def find_graphs(given: nn.Module | Callable[..., Any], graphs: Sequence[Compiled
 
 
 def function_lines(function: Callable[..., Any]) -> set[tuple[str, int]]:
-    """The (file, line) pairs of a function's code."""
+    """Return the (file, line) pairs of a function's code."""
     code = inspect.unwrap(getattr(function, "_torchdynamo_orig_callable", function)).__code__
     return {(code.co_filename, line) for _, _, line in code.co_lines() if line is not None}
 

@@ -26,12 +26,12 @@ _EXPORT_ADVICE = "make it with torch.export.export(..., dynamic_shapes=...), whi
 
 
 def get_traced_value(n: fx.Node) -> Any:
-    """The value that Dynamo, `torch.export` or `make_fx` recorded for a node, or None."""
+    """Return the value that Dynamo, `torch.export` or `make_fx` recorded for a node, or None."""
     return n.meta.get("example_value", n.meta.get("val"))
 
 
 def has_traced_values(graph: fx.Graph) -> bool:
-    """Whether each node that is used has a recorded value."""
+    """Return whether each node that is used has a recorded value."""
     return all(
         get_traced_value(n) is not None
         or n.op in ("placeholder", "get_attr", "output")
@@ -42,7 +42,8 @@ def has_traced_values(graph: fx.Graph) -> bool:
 
 
 def has_symbolic_sizes(graph: fx.Graph) -> bool:
-    """Whether the graph reads sizes at run time, as graphs of symbolic tracing do, and so holds for all sizes."""
+    """Return whether the graph reads sizes at run time, as graphs of symbolic tracing do, and so holds for all
+    sizes."""
     return any(
         (n.target is getattr and n.args[1] == "shape") or (n.op.startswith("call") and target_name(n) in _SIZES)
         for n in graph.nodes
@@ -140,7 +141,7 @@ def _check_fixed_sizes(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes:
 
 
 def _runs_at(gm: fx.GraphModule, examples: dict[fx.Node, Any], sizes: dict[fx.Node, list[int]]) -> bool:
-    """Whether the graph runs on examples of these sizes."""
+    """Return whether the graph runs on examples of these sizes."""
     try:
         propagate_values(gm, [_resize(t, sizes[n]) if n in sizes else t for n, t in examples.items()])
     except (InvalidInput, Refused):
@@ -149,7 +150,7 @@ def _runs_at(gm: fx.GraphModule, examples: dict[fx.Node, Any], sizes: dict[fx.No
 
 
 def _resize(t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """An empty tensor of other sizes, whose axes have the same order in memory."""
+    """Return an empty tensor of other sizes, whose axes have the same order in memory."""
     order = sorted(range(t.dim()), key=lambda i: (get_size_hint(t.stride(i)), get_size_hint(t.shape[i])), reverse=True)
     if t.shape == torch.Size(sizes):
         return t
@@ -171,7 +172,7 @@ def guess_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.No
 
 
 def _find_first_operand(n: fx.Node) -> Any:
-    """The main operand of an op, such as `x` of `addmm(bias, x, w)`."""
+    """Return the main operand of an op, such as `x` of `addmm(bias, x, w)`."""
     name = target_name(n)
     at = 1 if name in ("addmm", "addmv", "einsum", "embedding") and len(n.args) > 1 else 0
     found: Any = n.args[at] if n.args else next(iter(n.all_input_nodes), None)

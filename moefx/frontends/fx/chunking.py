@@ -18,7 +18,7 @@ _CHUNKING_OPS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 
 
 def explain_chunks(analysis: GraphAnalysis, bounds: RegionBounds) -> Refused | None:
-    """The refusal of a region that splits its rows into chunks, or None if it does not."""
+    """Return the refusal of a region that splits its rows into chunks, or None if it does not."""
     sizes = analysis.value[bounds.entry].shape[:-1]
     if not all(map(is_hinted, sizes)):
         return None
@@ -43,7 +43,7 @@ def explain_chunks(analysis: GraphAnalysis, bounds: RegionBounds) -> Refused | N
 
 
 def _is_range(n: fx.Node, rows: torch.Tensor, part: torch.Tensor | None) -> bool:
-    """Whether a node takes a contiguous range of rows."""
+    """Return whether a node takes a contiguous range of rows."""
     index = n.args[1] if n.target is operator.getitem else None
     first = index[0] if isinstance(index, tuple) and index else index
     if part is None or part.dim() != rows.dim() or not all(map(is_hinted, part.shape)):

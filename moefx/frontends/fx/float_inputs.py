@@ -17,7 +17,7 @@ _values_by_frame: dict[Any, tuple[int, dict[str, set[float]]]] = {}
 
 
 def can_be_constant(name: str, now: float) -> bool:
-    """Whether a float has had few values as a constant in the graphs of this frame."""
+    """Return whether a float has had few values as a constant in the graphs of this frame."""
     values = _read_current_values().get(name, set())
     return now in values or len(values) < _MAX_VALUES
 
@@ -28,7 +28,7 @@ def record_constant(name: str, number: torch.SymFloat) -> None:
 
 
 def _read_current_values() -> dict[str, set[float]]:
-    """The values of constants by name, for the frame that is being compiled."""
+    """Return the values of constants by name, for the frame that is being compiled."""
     graph = CompileContext.current_compile_id()
     frame, count = (None, 0) if graph is None else (graph.frame_id, graph.frame_compile_id or 0)
     last, values = _values_by_frame.get(frame, (0, {}))

@@ -149,7 +149,7 @@ class GeneralizedRegion:
         return Refused(what, culprits=(target_name(n),), source=where, remedy=self._suggest_sizes())
 
     def _find_unknown(self, number: fx.Node) -> list[fx.Node]:
-        """The operands of a number that do not follow from the token dims."""
+        """Return the operands of a number that do not follow from the token dims."""
         if self.analysis.is_number(number) and self._list_meanings(self.analysis.value[number], node=number):
             return []
         return [root for a in number.all_input_nodes for root in self._find_unknown(a)] or [number]
@@ -177,7 +177,7 @@ class GeneralizedRegion:
         return f"{rows}: make the first call with other sizes, or compile with {way}"
 
     def _has_all_tokens(self) -> bool:
-        """Whether the exit has a row per token at the probe sizes, as it does in the graph."""
+        """Return whether the exit has a row per token at the probe sizes, as it does in the graph."""
         exit_ = self.bounds.exit
         out, original = self.probed[exit_], self.analysis.value[exit_]
         tokens, rows = math.prod(self.dims.sizes.values()), [get_size_hint(n) for n in original.shape]
@@ -188,7 +188,7 @@ class GeneralizedRegion:
     def _make_empty(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """An empty tensor on the device of the probe run."""
+        """Return an empty tensor on the device of the probe run."""
         with self.mode or contextlib.nullcontext():
             if strides is None:
                 return torch.empty(shape, dtype=dtype, device=self.device)
@@ -239,7 +239,7 @@ class GeneralizedRegion:
             yield
 
     def _collect_numbers(self, tree: Any) -> list[int]:
-        """All numbers among the arguments of a node, with their values in the graph."""
+        """Return all numbers among the arguments of a node, with their values in the graph."""
         found: list[int] = []
 
         def number(a: Any) -> None:
@@ -254,7 +254,7 @@ class GeneralizedRegion:
         return found
 
     def _list_meanings(self, value: Any, first: bool = False, node: fx.Node | None = None) -> list[Any]:
-        """The meanings of a number, most likely first. `first`: prefer token dims to a constant."""
+        """Return the meanings of a number, most likely first. `first`: prefer token dims to a constant."""
         value = simplify_size(value)
         if node in self.analysis.number_inputs:
             return []  # it differs from call to call
@@ -305,7 +305,7 @@ class GeneralizedRegion:
 
 
 def _has_same_structure(out: Any, was: Any) -> bool:
-    """Whether a value has the same type, rank and dtype as in the graph. Sizes may differ."""
+    """Return whether a value has the same type, rank and dtype as in the graph. Sizes may differ."""
     if isinstance(was, torch.Tensor):
         return isinstance(out, torch.Tensor) and out.dim() == was.dim() and out.dtype == was.dtype
     if isinstance(was, (tuple, list)):

@@ -164,7 +164,7 @@ class GraphAnalysis:
         return found if isinstance(found, torch.Tensor) else None
 
     def find_source_line(self, n: fx.Node) -> str:
-        """The user's line that made a node, or its position if the graph has no stack traces."""
+        """Return the user's line that made a node, or its position if the graph has no stack traces."""
         return str(find_user_sources(n, self.position[n])[0])
 
     def find_source_name(self, n: fx.Node) -> str:
@@ -179,7 +179,7 @@ class GraphAnalysis:
         return t is not None and t.is_floating_point()
 
     def find_example_integers(self, n: fx.Node) -> torch.Tensor | None:
-        """The integers of the first call in an input, or in a value moved, cast or computed from one input and
+        """Return the integers of the first call in an input, or in a value moved, cast or computed from one input and
         numbers.
         None if they are unknown.
         """
@@ -237,7 +237,7 @@ class GraphAnalysis:
         return {n for n in items if isinstance(v := self.value.get(n), torch.SymFloat) and v.node.hint is not None}
 
     def is_number(self, n: fx.Node) -> bool:
-        """Whether a node is a size, or computed from sizes."""
+        """Return whether a node is a size, or computed from sizes."""
         return isinstance(self.value.get(n), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
 
     # ------------------------------------------------------------------ memory
@@ -266,11 +266,11 @@ class GraphAnalysis:
             self.deps[n], self.order_deps[n] = list(deps), list(after)
 
     def find_storages(self, n: fx.Node | None) -> list[int]:
-        """The storages of a node's tensors; aliases have one representative."""
+        """Return the storages of a node's tensors; aliases have one representative."""
         return self._memory.find_joined_storages(self.value.get(n) if n is not None else None)
 
     def find_written_memory(self, n: fx.Node) -> set[int]:
-        """The storages that a node writes to."""
+        """Return the storages that a node writes to."""
         return {s for t in self.written_tensors.get(n, ()) for s in self.find_storages(t)}
 
     def _find_aliases(self) -> StorageAliases:
@@ -286,7 +286,7 @@ class GraphAnalysis:
         return found
 
     def keeps_order(self, n: fx.Node) -> bool:
-        """Whether no node may move across this one."""
+        """Return whether no node may move across this one."""
         return self.effects[n].unknown or changes_state(n, self.value.get(n))
 
     # ------------------------------------------------------------------ what follows from what
@@ -310,12 +310,12 @@ class GraphAnalysis:
         return found | {n: inputs[n] for n in guess_weights(self.gm.graph, inputs)}
 
     def _is_size(self, n: fx.Node) -> bool:
-        """Whether a number depends on sizes only; it then does not depend on the values of the sized tensor."""
+        """Return whether a number depends on sizes only; it then does not depend on the values of the sized tensor."""
         value = self.value.get(n)
         return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and value.node.hint is not None
 
     def _is_float_input(self, n: fx.Node) -> bool:
-        """Whether a node is a float of the caller. Dynamo passes it as a 0-d tensor if sizes are dynamic."""
+        """Return whether a node is a float of the caller. Dynamo passes it as a 0-d tensor if sizes are dynamic."""
         t = self.tensor(n)
         items = t is not None and not t.dim() and bool(n.users) and all(target_name(u) == "item" for u in n.users)
         return items and n.op == "placeholder"

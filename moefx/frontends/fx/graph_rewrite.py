@@ -114,7 +114,7 @@ def _iterate_called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[
 
 
 def _find_body_input(analysis: GraphAnalysis, a: fx.Node) -> Any:
-    """The value of a body's input. A node computed from weights alone, such as `weight.T` outside the body, is a
+    """Return the value of a body's input. A node computed from weights alone, such as `weight.T` outside the body, is a
     weight."""
     if (known := analysis.find_example_integers(a)) is not None:
         return known
@@ -223,7 +223,7 @@ def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegio
 
 
 def _list_candidate_bounds(search: RegionSearch, seed: fx.Node) -> list[RegionBounds]:
-    """The bounds to try for a seed, most likely first."""
+    """Return the bounds to try for a seed, most likely first."""
     found = list(search.iterate_bounds(seed))
     wider = [w for e in found[:1] if (w := search.widen(e)) is not None]
     return (found[:1] + wider + found[1:])[:_MAX_BOUNDS]

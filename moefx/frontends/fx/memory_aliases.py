@@ -37,7 +37,7 @@ class StorageAliases:
         self._joined: dict[int, int] = {}
 
     def find_joined_storages(self, value: Any) -> list[int]:
-        """The storages of a value; aliases have one representative."""
+        """Return the storages of a value; aliases have one representative."""
         return [self._find_representative(s) for s in list_storage_ids(value)]
 
     def join(self, one: int, other: int) -> None:
@@ -69,7 +69,7 @@ class StorageAliases:
 
 
 def _find_viewed_arguments(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node, bool]]:
-    """The arguments whose memory a node's result shares, and whether the result may be a copy instead."""
+    """Return the arguments whose memory a node's result shares, and whether the result may be a copy instead."""
     of = n.args[0] if n.target is operator.getitem else None
     if isinstance(of, fx.Node) and isinstance(value.get(of), (tuple, list)):
         yield of, False

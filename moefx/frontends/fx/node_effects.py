@@ -58,7 +58,7 @@ def find_effects(gm: nn.Module, n: fx.Node) -> NodeEffects:
 
 
 def is_library_call(n: fx.Node) -> bool:
-    """Whether a call is of a function of torch or Python, whose name determines its effects."""
+    """Return whether a call is of a function of torch or Python, whose name determines its effects."""
     if isinstance(n.target, (str, *_OPS)):
         return True
     module = getattr(n.target, "__module__", None) or getattr(getattr(n.target, "__objclass__", None), "__module__", "")
@@ -66,26 +66,27 @@ def is_library_call(n: fx.Node) -> bool:
 
 
 def is_plain_module(module: nn.Module) -> bool:
-    """Whether a module is torch's own, without hooks or another forward."""
+    """Return whether a module is torch's own, without hooks or another forward."""
     every = [getattr(nn.modules.module, name, None) for name in dir(nn.modules.module) if name.startswith("_global_")]
     is_hooked = bool(find_hook_kind(module)) or any(isinstance(h, dict) and h for h in every)
     return type(module).__module__.startswith("torch.nn.modules.") and not is_hooked and "forward" not in vars(module)
 
 
 def changes_state(n: fx.Node, value: Any) -> bool:
-    """Whether a function has neither tensors nor numbers as arguments and result, so it is called for global state."""
+    """Return whether a function has neither tensors nor numbers as arguments and result, so it is called for global
+    state."""
     plain = (torch.Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, tuple, list)
     return n.op == "call_function" and not isinstance(value, plain) and not n.all_input_nodes
 
 
 def reads_autograd_graph(n: fx.Node) -> bool:
-    """Whether a node reads the autograd graph of its arguments, which equal values need not share."""
+    """Return whether a node reads the autograd graph of its arguments, which equal values need not share."""
     return target_name(n) in ("backward", "register_hook") or n.target is torch.autograd.grad
 
 
 # ---------------------------------------------------------------------- modules and graphs
 def _find_module_effects(module: nn.Module) -> NodeEffects:
-    """The effects of a module call."""
+    """Return the effects of a module call."""
     if isinstance(module, fx.GraphModule):
         effect = _find_graph_effects(module)
         return NodeEffects((), effect.draws, effect.unknown or bool(effect.writes))
@@ -98,7 +99,7 @@ def _find_module_effects(module: nn.Module) -> NodeEffects:
 
 
 def _find_body_effects(gm: nn.Module, n: fx.Node) -> NodeEffects:
-    """The effects of a node that calls graphs with its last arguments, such as a checkpoint."""
+    """Return the effects of a node that calls graphs with its last arguments, such as a checkpoint."""
     attributes = [(i, getattr(gm, str(a.target), None)) for i, a in enumerate(n.args)
             if isinstance(a, fx.Node) and a.op == "get_attr"]  # fmt: skip
     bodies = [(i, body) for i, body in attributes if isinstance(body, fx.GraphModule)]
@@ -117,7 +118,8 @@ def _find_body_effects(gm: nn.Module, n: fx.Node) -> NodeEffects:
 
 
 def _find_graph_effects(gm: fx.GraphModule) -> NodeEffects:
-    """The effects of a graph on its inputs; unknown if it writes to tensors that are neither inputs nor its own."""
+    """Return the effects of a graph on its inputs; unknown if it writes to tensors that are neither inputs nor its
+    own."""
     effects = {n: find_effects(gm, n) for n in gm.graph.nodes}
     value = {n: get_traced_value(n) for n in gm.graph.nodes}
     aliases = StorageAliases()
@@ -134,7 +136,7 @@ def _find_graph_effects(gm: fx.GraphModule) -> NodeEffects:
 
 # ---------------------------------------------------------------------- functions
 def _bind_arguments(n: fx.Node) -> dict[str, Any]:
-    """The arguments by name, with defaults if the function declares them."""
+    """Return the arguments by name, with defaults if the function declares them."""
     if schemas := _find_schemas(n):
         arguments = schemas[0].arguments
         defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
@@ -148,7 +150,7 @@ def _bind_arguments(n: fx.Node) -> dict[str, Any]:
 
 
 def _find_schemas(n: fx.Node) -> list[Any]:
-    """The schemas of a target; for a builtin function or method, those of the ops with its name."""
+    """Return the schemas of a target; for a builtin function or method, those of the ops with its name."""
     target: Any = n.target
     if isinstance(target, torch._ops.OpOverload):
         return [target._schema]
@@ -168,7 +170,7 @@ def _find_packet(name: str) -> Any:
 
 
 def _find_written_arguments(n: fx.Node, arguments: dict[str, Any]) -> Iterator[fx.Node]:
-    """The arguments that a call writes to."""
+    """Return the arguments that a call writes to."""
     yield from _list_nodes(n.kwargs.get("out"))
     name = target_name(n)
     in_place = name.endswith("_") and not name.endswith("__")
@@ -189,14 +191,14 @@ def _find_written_arguments(n: fx.Node, arguments: dict[str, Any]) -> Iterator[f
 
 
 def _list_nodes(found: Any) -> list[fx.Node]:
-    """The nodes in an argument, also in nested lists."""
+    """Return the nodes in an argument, also in nested lists."""
     if isinstance(found, (tuple, list)):
         return [n for part in found for n in _list_nodes(part)]
     return [found] if isinstance(found, fx.Node) else []
 
 
 def _draws_random_numbers(n: fx.Node, arguments: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers."""
+    """Return whether a call draws random numbers."""
     is_op = isinstance(n.target, _OPS)
     if is_op and str(n.target).partition(".")[0] not in _FUNCTIONAL:
         return True
@@ -211,7 +213,7 @@ def _draws_random_numbers(n: fx.Node, arguments: dict[str, Any]) -> bool:
 
 @functools.cache
 def _is_seeded(name: str) -> bool:
-    """Whether torch tags the op with this name as random."""
+    """Return whether torch tags the op with this name as random."""
     packet = _find_packet(name)
     if packet is None:
         return False

@@ -21,7 +21,7 @@ LAYOUT_OPS = {
 
 
 def find_attribute(gm: nn.Module, path: str) -> Any:
-    """The attribute at a dotted path, or None."""
+    """Return the attribute at a dotted path, or None."""
     owner: Any = gm
     for part in path.split("."):
         owner = getattr(owner, part, None)
@@ -29,7 +29,7 @@ def find_attribute(gm: nn.Module, path: str) -> Any:
 
 
 def find_argument(n: fx.Node, i: int, of: torch.Argument) -> Any:
-    """The i-th argument of a node by its op's schema; None if the node leaves it out."""
+    """Return the i-th argument of a node by its op's schema; None if the node leaves it out."""
     return n.kwargs.get(of.name, n.args[i] if i < len(n.args) and not of.kwarg_only else None)
 
 
@@ -38,12 +38,12 @@ def is_float_tensor(t: Any) -> bool:
 
 
 def is_hinted(n: Any) -> bool:
-    """Whether a size has a value in the example. A size that depends on data has none."""
+    """Return whether a size has a value in the example. A size that depends on data has none."""
     return not isinstance(n, torch.SymInt) or n.node.hint is not None
 
 
 def get_size_hint(n: Any) -> int:
-    """The value of a size in the example.
+    """Return the value of a size in the example.
 
     Raises:
         Refused: the size depends on data.
@@ -69,12 +69,12 @@ def simplify_size(n: Any) -> Any:
 
 
 def is_module_tensor(name: str) -> bool:
-    """Whether a source name is a parameter or buffer of a module."""
+    """Return whether a source name is a parameter or buffer of a module."""
     return "._parameters[" in name or "._buffers[" in name
 
 
 def target_name(n: fx.Node) -> str:
-    """The name of an op: `topk` for `aten.topk.default`, `torch.topk` and `x.topk`."""
+    """Return the name of an op: `topk` for `aten.topk.default`, `torch.topk` and `x.topk`."""
     if n.op == "call_method":
         return str(n.target)
     if isinstance(n.target, torch._ops.OpOverload):
@@ -83,7 +83,8 @@ def target_name(n: fx.Node) -> str:
 
 
 def find_selected_axis(n: fx.Node) -> int | None:
-    """The axis along which an op of `SELECTION_OPS` selects; None if it selects among all elements or two tensors."""
+    """Return the axis along which an op of `SELECTION_OPS` selects; None if it selects among all elements or two
+    tensors."""
     name = target_name(n)
     at = 2 if name in ("topk", "kthvalue") else 1
     last = name not in ("max", "min", "argmax", "argmin")  # without an axis
@@ -92,7 +93,8 @@ def find_selected_axis(n: fx.Node) -> int | None:
 
 
 def find_functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
-    """The transform that a node begins (1) or ends (-1): of torch.func, or inference mode. None for other nodes."""
+    """Return the transform that a node begins (1) or ends (-1): of torch.func, or inference mode. None for other
+    nodes."""
     name = target_name(n).strip("_")
     if name in ("enter_inference_mode", "exit_inference_mode"):
         return "torch.inference_mode", 1 if name.startswith("enter") else -1
@@ -104,7 +106,7 @@ def find_functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
 
 
 def find_user_sources(n: fx.Node, position: int) -> tuple[Source, ...]:
-    """The user's lines that made a node, innermost first; its position if it has no stack trace."""
+    """Return the user's lines that made a node, innermost first; its position if it has no stack trace."""
     found = []
     lines = str(n.stack_trace or "").splitlines()
     for i, text in enumerate(lines):

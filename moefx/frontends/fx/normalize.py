@@ -85,7 +85,7 @@ def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_mode_body(owner: nn.Module, n: fx.Node) -> bool:
-    """Whether a node calls a graph only to set a mode, and the graph writes to nothing."""
+    """Return whether a node calls a graph only to set a mode, and the graph writes to nothing."""
     if (
         n.op != "call_function" or target_name(n) not in _MODE_BODY_ARGUMENT or n.args[0] is True
     ):  # it turns gradients on
@@ -148,12 +148,12 @@ def _add_symbolic_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> f
 
 
 def _is_size_tuple(value: Any) -> bool:
-    """Whether a value is a non-empty tuple of sizes."""
+    """Return whether a value is a non-empty tuple of sizes."""
     return isinstance(value, tuple) and bool(value) and all(isinstance(n, (int, torch.SymInt)) for n in value)
 
 
 def _accepts_size_tuple(user: fx.Node) -> bool:
-    """Whether a tuple of numbers can replace a shape among a node's arguments."""
+    """Return whether a tuple of numbers can replace a shape among a node's arguments."""
     if user.target is operator.getitem:
         return len(user.all_input_nodes) == 1  # the index is a number
     of = user.args[0] if user.op == "call_method" else None  # a method of the shape, such as `numel`
@@ -200,7 +200,7 @@ def _derive_sizes_from_inputs(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_sum_or_product(expr: Any) -> bool:
-    """Whether an expression consists of symbols, integers, sums and products."""
+    """Return whether an expression consists of symbols, integers, sums and products."""
     return (
         expr.is_Symbol or expr.is_Integer or ((expr.is_Add or expr.is_Mul) and all(map(_is_sum_or_product, expr.args)))
     )
@@ -274,8 +274,8 @@ class AbsorbedModule(nn.Module):
 
 
 def _trace_module(gm: fx.GraphModule, n: fx.Node) -> fx.Graph | None:
-    """The graph of a call of torch's own modules with one argument, or None. The module must have no hooks, and the
-    same code in training and evaluation.
+    """Return the graph of a call of torch's own modules with one argument, or None. The module must have no hooks, and
+    the same code in training and evaluation.
     """
     if n.op != "call_module" or len(n.args) != 1 or n.kwargs or not isinstance(n.args[0], fx.Node):
         return None

@@ -52,7 +52,7 @@ class CachedProof:
     experts: frozenset[str]
 
     def holds(self, dims: dict[str, int]) -> bool:
-        """Whether the proof holds for these sizes of the token dims."""
+        """Return whether the proof holds for these sizes of the token dims."""
         return all(g.holds(dims) for g in self.guards)
 
 
@@ -90,7 +90,7 @@ def prove_region(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -
 
 
 def explain_outside_use(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Refused | None:
-    """The refusal of a region that matches if its exit is its only result: names the expert value that is used
+    """Return the refusal of a region that matches if its exit is its only result: names the expert value that is used
     outside."""
     exit_ = region.bounds.exit
     if len(region.outputs) == 1 or exit_ not in region.outputs:
@@ -177,7 +177,7 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
 
 
 def _find_autocast_dtype(region: ExtractedRegion) -> torch.dtype | None:
-    """The dtype of autocast around the region, None if it is off."""
+    """Return the dtype of autocast around the region, None if it is off."""
     for one in reversed(region.autocast):
         if one.device == region.device:
             return (one.dtype or torch.get_autocast_dtype(one.device)) if one.enabled else None

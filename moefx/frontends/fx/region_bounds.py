@@ -66,7 +66,7 @@ class RegionSearch:
         self.dominator = _find_dominators(analysis)
 
     def find_seeds(self) -> list[fx.Node]:
-        """The nodes that select: selection ops first, then comparisons of floats."""
+        """Return the nodes that select: selection ops first, then comparisons of floats."""
         chosen, compared = find_selections(self.analysis.nodes, self.analysis)
         return chosen + compared
 
@@ -88,7 +88,7 @@ class RegionSearch:
                 return
 
     def returns_selection(self, seed: fx.Node) -> bool:
-        """Whether the graph returns the selected indices, as it does if Dynamo ends the graph there."""
+        """Return whether the graph returns the selected indices, as it does if Dynamo ends the graph there."""
         analysis = self.analysis
         if target_name(seed) not in SELECTION_OPS:
             return False
@@ -100,19 +100,19 @@ class RegionSearch:
         )
 
     def widen(self, bounds: RegionBounds) -> RegionBounds | None:
-        """The bounds with the next rows above as the entry, or None."""
+        """Return the bounds with the next rows above as the entry, or None."""
         entry = self.dominator.get(bounds.entry)
         while entry is not None and not self._is_rows(entry):
             entry = self.dominator.get(entry)
         return None if entry is None else self._find_bounds_between(bounds.seed, entry, bounds.exit)
 
     def _is_rows(self, n: fx.Node) -> bool:
-        """Whether a node's value is a float tensor of two or more axes."""
+        """Return whether a node's value is a float tensor of two or more axes."""
         t = self.analysis.tensor(n)
         return t is not None and t.is_floating_point() and t.dim() >= 2
 
     def _find_num_tokens(self, n: fx.Node) -> Any:
-        """The number of tokens of a tensor of rows; its symbols if it depends on data."""
+        """Return the number of tokens of a tensor of rows; its symbols if it depends on data."""
         sizes = self.analysis.value[n].shape[:-1]
         return math.prod(map(get_size_hint, sizes)) if all(map(is_hinted, sizes)) else "*".join(map(str, sizes))
 
@@ -153,8 +153,8 @@ class RegionSearch:
                     return
 
     def _find_products_after(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
-        """The nodes after a selection that contain a product: of a weight and selected rows, or of a weight and all
-        rows, computed beside the selection.
+        """Return the nodes after a selection that contain a product: of a weight and selected rows, or of a weight and
+        all rows, computed beside the selection.
         """
         analysis, found, beside = self.analysis, set(), set()
         before = _find_nodes_before(seed, analysis)
@@ -175,7 +175,7 @@ class RegionSearch:
         return found
 
     def _reaches_results(self, n: fx.Node, now: fx.Node, multiplied: set[fx.Node], idle: set[fx.Node]) -> bool:
-        """Whether a value still reaches the experts' results, other than as a number.
+        """Return whether a value still reaches the experts' results, other than as a number.
 
         Args:
             idle: collects nodes that do not reach them.
@@ -200,7 +200,7 @@ class RegionSearch:
 
     # ------------------------------------------------------------------ between entry and exit
     def _find_bounds_between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> RegionBounds | None:
-        """The bounds for an entry and an exit. Writes to tensors from before the region stay in front of
+        """Return the bounds for an entry and an exit. Writes to tensors from before the region stay in front of
         the region if nothing inside reads them earlier.
         """
         bounds = self._collect_bounds(seed, entry, exit_, set())
@@ -209,7 +209,7 @@ class RegionSearch:
         return bounds if without is None or self._reads_before(without, writes) else without
 
     def _find_external_writes(self, bounds: RegionBounds) -> set[fx.Node]:
-        """The nodes inside that write to tensors from before the region."""
+        """Return the nodes inside that write to tensors from before the region."""
         analysis = self.analysis
         earlier_storages = {
             s for n in (*analysis.weights, bounds.entry, *bounds.side_inputs) for s in analysis.find_storages(n)
@@ -217,8 +217,8 @@ class RegionSearch:
         return {n for n in bounds.inside if earlier_storages & analysis.find_written_memory(n)}
 
     def _reads_before(self, bounds: RegionBounds, writes: set[fx.Node]) -> bool:
-        """Whether a node inside reads a tensor that `writes` write to, before the last of these writes. If none does,
-        the writes stay in front of the region.
+        """Return whether a node inside reads a tensor that `writes` write to, before the last of these writes. If none
+        does, the writes stay in front of the region.
         """
         analysis, last = self.analysis, max(self.analysis.position[n] for n in writes)
         written = set().union(*map(analysis.find_written_memory, writes))
@@ -264,7 +264,7 @@ class RegionSearch:
         return RegionBounds(seed, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(inputs, key=order)))
 
     def _is_below(self, n: fx.Node, entry: fx.Node) -> bool:
-        """Whether the entry dominates a node."""
+        """Return whether the entry dominates a node."""
         at = self.analysis.position
         current: fx.Node | None = n
         while current is not None and at[current] > at[entry]:
@@ -308,13 +308,13 @@ def _find_dominators(analysis: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
 
 
 def _is_product(n: fx.Node) -> bool:
-    """Whether a node is a matrix product."""
+    """Return whether a node is a matrix product."""
     name = target_name(n)
     return name in _PRODUCT_OPS or name.startswith("grouped_mm")
 
 
 def _uses_indices(n: fx.Node, analysis: GraphAnalysis) -> bool:
-    """Whether the integers of a selection are used. The values of `topk` alone may be a threshold."""
+    """Return whether the integers of a selection are used. The values of `topk` alone may be a threshold."""
     if not any(analysis.is_float(a) and a in analysis.active for a in n.all_input_nodes):
         return False
     if isinstance(analysis.value.get(n), torch.Tensor):
@@ -325,7 +325,8 @@ def _uses_indices(n: fx.Node, analysis: GraphAnalysis) -> bool:
 
 
 def _find_nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
-    """The nodes that depend on a node, itself included, in program order; and whether there are more than `most`."""
+    """Return the nodes that depend on a node, itself included, in program order; and whether there are more than
+    `most`."""
     found, seen, heap = [], {seed}, [(analysis.position[seed], seed)]
     while heap:
         _, n = heapq.heappop(heap)
@@ -342,7 +343,7 @@ def _find_nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tupl
 
 
 def _find_nodes_before(seed: fx.Node, analysis: GraphAnalysis) -> set[fx.Node]:
-    """The nodes that a node depends on, at most `_BACK` positions back."""
+    """Return the nodes that a node depends on, at most `_BACK` positions back."""
     seen: set[fx.Node] = set()
     stack: list[Any] = [seed]
     while stack:

@@ -106,7 +106,7 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
 
 
 def _has_gradient(analysis: GraphAnalysis, n: fx.Node) -> bool:
-    """Whether a node's tensor requires a gradient."""
+    """Return whether a node's tensor requires a gradient."""
     t = analysis.weights.get(n, analysis.value.get(n))
     return isinstance(t, torch.Tensor) and t.requires_grad
 
@@ -134,7 +134,7 @@ def _refuse_call(n: fx.Node, where: str) -> None:
 
 
 def is_used_outside(n: fx.Node, inside: set[fx.Node], analysis: GraphAnalysis) -> bool:
-    """Whether a value that only the region computes is read by other nodes, too.
+    """Return whether a value that only the region computes is read by other nodes, too.
 
     Raises:
         Refused: it is read before the region has finished writing to it, or it is a tuple that the graph returns.
@@ -177,8 +177,8 @@ def check_shared_memory(
 
 
 def find_removable(bounds: RegionBounds, analysis: GraphAnalysis) -> dict[fx.Node, None]:
-    """The nodes that only the region computes, in order. Nodes that depend on weights or on nothing may be computed
-    twice, unless they are random, written to, or depend on random numbers of the region.
+    """Return the nodes that only the region computes, in order. Nodes that depend on weights or on nothing may be
+    computed twice, unless they are random, written to, or depend on random numbers of the region.
     """
     written = set[int]().union(*map(analysis.find_written_memory, bounds.inside))
     found: dict[fx.Node, None] = {}

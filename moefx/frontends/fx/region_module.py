@@ -130,7 +130,8 @@ class ExtractedRegion:
         return tuple(found)
 
     def _find_example_dims(self) -> dict[str, int]:
-        """The graph's sizes, each increased until no other size equals it, so that sizes identify the token dims."""
+        """Return the graph's sizes, each increased until no other size equals it, so that sizes identify the token
+        dims."""
         numbers = {s for shape in self.shapes for s in shape if type(s) is int}
         dims: dict[str, int] = {}
         for name, n in self.dims.items():
@@ -142,7 +143,7 @@ class ExtractedRegion:
     def specialization(
         self, analysis: GraphAnalysis, program: Program, passed: tuple[fx.Node, ...] = ()
     ) -> Specialization:
-        """The specialization of the program in this graph.
+        """Return the specialization of the program in this graph.
 
         Args:
             passed: the nodes that are passed as arguments; by default the inputs.
@@ -229,7 +230,7 @@ def _build_steps(region: GeneralizedRegion) -> list[Step]:
 
 
 def _find_relative_modes(here: Modes, outside: Modes) -> Modes:
-    """The modes of a step that differ from those at the region's exit."""
+    """Return the modes of a step that differ from those at the region's exit."""
     grad = here.grad if here.grad != outside.grad else None
     if here.grad is None and outside.grad is not None:
         grad = True
@@ -243,7 +244,7 @@ def _disable_autocast(autocast: tuple[Autocast, ...]) -> tuple[Autocast, ...]:
 
 
 def _find_module_weight(analysis: GraphAnalysis, n: fx.Node, real: bool) -> torch.Tensor:
-    """The tensor or parameter for a weight of the module. `real`: with its values."""
+    """Return the tensor or parameter for a weight of the module. `real`: with its values."""
     t = analysis.weights[n]
     is_parameter = t.is_floating_point() and "._buffers[" not in analysis.find_source_name(n) and (
         isinstance(t, nn.Parameter) or isinstance(analysis.value[n], nn.Parameter) or n.op == "placeholder"
@@ -256,7 +257,7 @@ def _find_module_weight(analysis: GraphAnalysis, n: fx.Node, real: bool) -> torc
 
 
 def _make_weight_key(analysis: GraphAnalysis, n: fx.Node) -> tuple[Any, ...]:
-    """The properties of a weight that a proof depends on: shape, strides, dtype, and the values of integers."""
+    """Return the properties of a weight that a proof depends on: shape, strides, dtype, and the values of integers."""
     t = analysis.weights[n]
     numbers: Any = None
     if not t.is_floating_point() and type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta:

@@ -36,7 +36,7 @@ def name_weights(analysis: GraphAnalysis, bounds: RegionBounds, weights: tuple[f
 
 
 def _has_own_name(analysis: GraphAnalysis, n: fx.Node) -> bool:
-    """Whether a module has named the weight, not a tracer's counter."""
+    """Return whether a module has named the weight, not a tracer's counter."""
     return not str(n.target).startswith("_") if n.op == "get_attr" else is_module_tensor(analysis.find_source_name(n))
 
 
@@ -53,12 +53,12 @@ def _name_by_role(analysis: GraphAnalysis, weights: tuple[fx.Node, ...]) -> tupl
 
 
 def _format_letters(i: int) -> str:
-    """The i-th name of a, b, ..., z, aa, ab, ..."""
+    """Return the i-th name of a, b, ..., z, aa, ab, ..."""
     return (_format_letters(i // 26 - 1) if i >= 26 else "") + string.ascii_lowercase[i % 26]
 
 
 def _describe_role(n: fx.Node, depth: int) -> list[Any]:
-    """The next ops, apart from changes of layout, that use a value, with the argument position of the value."""
+    """Return the next ops, apart from changes of layout, that use a value, with the argument position of the value."""
     found = []
     for u in n.users:
         if target_name(u) in LAYOUT_OPS:
@@ -70,7 +70,7 @@ def _describe_role(n: fx.Node, depth: int) -> list[Any]:
 
 
 def _find_full_name(analysis: GraphAnalysis, n: fx.Node) -> str:
-    """The full name of a weight in the graph's modules."""
+    """Return the full name of a weight in the graph's modules."""
     if n.op == "get_attr":
         return str(n.target)
     name = analysis.find_source_name(n)
@@ -80,14 +80,14 @@ def _find_full_name(analysis: GraphAnalysis, n: fx.Node) -> str:
 
 
 def _list_prefixes(name: str) -> list[str]:
-    """The names of all modules that contain a weight."""
+    """Return the names of all modules that contain a weight."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def name_region(analysis: GraphAnalysis, bounds: RegionBounds) -> str:
-    """The path of the innermost module that contains the whole region; the line that selects, if the graph has no
-    modules or that module is the model.
+    """Return the path of the innermost module that contains the whole region; the line that selects, if the graph has
+    no modules or that module is the model.
     """
     return ".".join(_find_innermost_module(analysis, bounds)) or re.sub(
         r"\W", "_", analysis.find_source_line(bounds.seed)
@@ -95,7 +95,7 @@ def name_region(analysis: GraphAnalysis, bounds: RegionBounds) -> str:
 
 
 def _find_innermost_module(analysis: GraphAnalysis, bounds: RegionBounds) -> list[str]:
-    """The path of the innermost module that contains the whole region; empty for the model."""
+    """Return the path of the innermost module that contains the whole region; empty for the model."""
     paths = []
     has_lines = any(n.stack_trace for n in bounds.inside)
     for n in bounds.inside:
@@ -108,6 +108,6 @@ def _find_innermost_module(analysis: GraphAnalysis, bounds: RegionBounds) -> lis
 
 
 def _find_common_prefix(paths: list[list[str]]) -> list[str]:
-    """The parts that all paths begin with."""
+    """Return the parts that all paths begin with."""
     every = list(zip(*paths, strict=False))
     return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, every)]

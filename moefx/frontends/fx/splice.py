@@ -209,7 +209,7 @@ def _restore_strides(result: fx.Node, n: fx.Node, analysis: GraphAnalysis, regio
 
 
 def _find_axis_order(t: torch.Tensor) -> tuple[int, ...] | None:
-    """The order of a tensor's axes in memory, or None if it is not dense."""
+    """Return the order of a tensor's axes in memory, or None if it is not dense."""
     return memory_order([get_size_hint(n) for n in t.shape], [get_size_hint(n) for n in t.stride()])
 
 

@@ -79,8 +79,8 @@ class TokenDims:
         return [size for _, size in sorted(found, key=lambda f: f[0])]
 
     def is_token_position(self, shape: Sequence[int], place: int) -> bool:
-        """Whether the number at `place` of a shape is probably a token dim: the entry has it at the same place, with or
-        without axes of size one, or it is a multiple of all tokens and leads the shape.
+        """Return whether the number at `place` of a shape is probably a token dim: the entry has it at the same place,
+        with or without axes of size one, or it is a multiple of all tokens and leads the shape.
         """
         units = [i for i in range(self.rank - 1) if i not in self.axes]
         has_units = all(shape[i : i + 1] == [1] for i in units)
@@ -117,13 +117,13 @@ class TokenDims:
         return [SizeExpression(form.format(*chosen)) for chosen in itertools.product(*texts)]
 
     def _format_operands(self, operand: Any) -> list[str]:
-        """The meanings of an operand as Python expressions."""
+        """Return the meanings of an operand as Python expressions."""
         value = simplify_size(self.analysis.value[operand]) if isinstance(operand, fx.Node) else operand
         found = self.interpret_symbol(value, operand) if isinstance(value, _SYMBOLIC) else [value]
         return [f"({s.text if isinstance(s, SizeExpression) else repr(s)})" for s in found]
 
     def _list_integer_meanings(self, n: torch.SymInt) -> list[SizeExpression | int]:
-        """The meanings of a symbolic integer by its expression."""
+        """Return the meanings of a symbolic integer by its expression."""
         if not isinstance(number := simplify_size(n), torch.SymInt):
             return [number]
         expr = n.node.expr
@@ -150,7 +150,7 @@ class TokenDims:
                     yield scaled
 
     def _find_equal_product(self, n: torch.SymInt) -> list[SizeExpression | int]:
-        """The product of token dims that the graph knows to equal a symbol of another input."""
+        """Return the product of token dims that the graph knows to equal a symbol of another input."""
         for count in range(len(self.names), 0, -1):
             for chosen in itertools.combinations(range(len(self.names)), count):
                 if statically_known_true(n == math.prod(self.given[i] for i in chosen)):
@@ -179,7 +179,8 @@ def _format_expression(expr: sympy.Expr) -> str:
 
 
 def _format_of(n: fx.Node) -> str | None:
-    """The Python expression of a node that computes a number from numbers, with `{}` for operands. None if unknown."""
+    """Return the Python expression of a node that computes a number from numbers, with `{}` for operands. None if
+    unknown."""
     count = sum(a is not None for a in n.args)
     if n.target in INFIX and count == 2:
         return f"({{}} {INFIX[n.target]} {{}})"

@@ -96,7 +96,7 @@ def find_globals(block: nn.Module) -> dict[AttributeLocation, Any]:
 
 
 def _is_importable(function: Any) -> bool:
-    """Whether a function's module holds it under its name, so that it can be pickled."""
+    """Return whether a function's module holds it under its name, so that it can be pickled."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     return getattr(module, getattr(function, "__qualname__", ""), None) is function
 
@@ -217,7 +217,7 @@ def _record_modes(block: nn.Module, read: set[AttributeLocation]) -> Iterator[No
 
 
 def has_custom_train(model: nn.Module) -> bool:
-    """Whether a submodule overrides `train` or `eval`, which may then change any attribute."""
+    """Return whether a submodule overrides `train` or `eval`, which may then change any attribute."""
     stock = (nn.Module.train, nn.Module.eval)
     return any(
         (type(m).train, type(m).eval) != stock or not {"train", "eval"}.isdisjoint(vars(m)) for m in model.modules()

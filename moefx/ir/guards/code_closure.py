@@ -122,7 +122,7 @@ def _global_names(code: types.CodeType) -> frozenset[str]:
 
 
 def is_user_code(thing: Any) -> bool:
-    """Whether a class or function belongs to the user's program, not to a library."""
+    """Return whether a class or function belongs to the user's program, not to a library."""
     return _is_user_module(getattr(thing, "__module__", None) or "builtins")
 
 

@@ -123,7 +123,7 @@ def _is_capturing() -> bool:
 
 
 def _differs(first: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | bool:
-    """Whether two routings differ in a valid row. The tail behind the last offset may hold anything."""
+    """Return whether two routings differ in a valid row. The tail behind the last offset may hold anything."""
     if any(a.shape != b.shape for a, b in zip(first, now, strict=True)):
         return True
     *tokens, offsets = first

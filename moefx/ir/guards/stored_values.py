@@ -50,14 +50,14 @@ def attributes_of(thing: Any) -> dict[str, Any]:
 
 
 def _is_class_attribute(value: Any) -> bool:
-    """Whether a member of a class is a plain value, rather than a method or a descriptor."""
+    """Return whether a member of a class is a plain value, rather than a method or a descriptor."""
     if hasattr(type(value), "__get__"):
         return False
     return isinstance(value, (*_PLAIN, list, tuple, dict)) or is_configuration(value)
 
 
 def is_plain(value: Any, depth: int = 4) -> bool:
-    """Whether a value can be compared: a number, a name, a function, or a container of these and tensors."""
+    """Return whether a value can be compared: a number, a name, a function, or a container of these and tensors."""
     if isinstance(value, _PLAIN) or is_array(value) or (callable(value) and not isinstance(value, nn.Module)):
         return True
     if depth and isinstance(value, (list, tuple, set, dict)) and len(value) <= _MAX_ITEMS:
@@ -67,13 +67,13 @@ def is_plain(value: Any, depth: int = 4) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a small NumPy array or a NumPy number."""
+    """Return whether a value is a small NumPy array or a NumPy number."""
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _MAX_ITEMS
 
 
 def is_configuration(thing: Any) -> bool:
-    """Whether an object's fields are followed. Plain values are not; neither are objects of libraries (a logger, a
-    process group)."""
+    """Return whether an object's fields are followed. Plain values are not; neither are objects of libraries (a logger,
+    a process group)."""
     if isinstance(thing, type):
         return is_namespace(thing)
     if isinstance(thing, (nn.Module, torch.Tensor, list, tuple, collections.abc.Mapping, *_PLAIN)):
@@ -82,7 +82,7 @@ def is_configuration(thing: Any) -> bool:
 
 
 def is_namespace(thing: Any) -> bool:
-    """Whether a class serves as a configuration object itself: `class Config: top_k = 2`."""
+    """Return whether a class serves as a configuration object itself: `class Config: top_k = 2`."""
     return isinstance(thing, type) and _is_user_class(thing) and not issubclass(thing, (nn.Module, tuple, *_SUBCLASSED))
 
 
@@ -210,7 +210,7 @@ _STORED = (StoredTensor, StoredClass, StoredSequence, StoredArray)
 
 
 def can_snapshot(value: Any, depth: int = 3) -> bool:
-    """Whether `snapshot` keeps the content of a value, rather than its class alone."""
+    """Return whether `snapshot` keeps the content of a value, rather than its class alone."""
     if is_plain(value) or isinstance(value, torch.Tensor):
         return True
     if isinstance(value, (list, tuple, collections.deque, Mapping)):
@@ -238,14 +238,14 @@ def snapshot(value: Any, depth: int = 3) -> Any:
 
 
 def belongs_to_block(value: Any) -> bool:
-    """Whether a snapshot refers to a block's own tensors or methods. A copy of the block has other ones."""
+    """Return whether a snapshot refers to a block's own tensors or methods. A copy of the block has other ones."""
     if isinstance(value, (list, tuple, dict)):
         return any(map(belongs_to_block, value.values() if isinstance(value, dict) else value))
     return isinstance(value, StoredTensor) or isinstance(getattr(value, "__self__", None), torch.nn.Module)
 
 
 def is_comparable(value: Any) -> bool:
-    """Whether `==` compares a snapshot with a current value. It does not if tensors or arrays are in it."""
+    """Return whether `==` compares a snapshot with a current value. It does not if tensors or arrays are in it."""
     if isinstance(value, (list, tuple, dict)):
         return all(map(is_comparable, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, _STORED)
@@ -274,7 +274,7 @@ def list_comparisons(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether value `a` equals `b`, which is a value or a snapshot. False if comparing them raises."""
+    """Return whether value `a` equals `b`, which is a value or a snapshot. False if comparing them raises."""
     if a is b:
         return True
     if isinstance(b, _STORED):

@@ -102,7 +102,7 @@ def expert_of_row(expert_offsets: Tensor, num_rows: int) -> Tensor:
 
 
 def is_stacked(tensors: Sequence[Tensor], dim: int) -> bool:
-    """Whether a list of expert parameters of `dim` dimensions each is one stacked tensor."""
+    """Return whether a list of expert parameters of `dim` dimensions each is one stacked tensor."""
     return len(tensors) == 1 and tensors[0].dim() == dim + 1
 
 
@@ -151,7 +151,7 @@ def autocast_dtype(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
 
 
 def separate_gradients(parameters: Sequence[Tensor], dim: int) -> bool:
-    """Whether `expert_mlp_backward` returns E gradients for these parameters, rather than one stacked [E,...].
+    """Return whether `expert_mlp_backward` returns E gradients for these parameters, rather than one stacked [E,...].
 
     On the CPU, GEMMs run expert by expert, and a stack of separate gradients would be a copy. Elsewhere one kernel
     writes the stack; its slices are the gradients.

@@ -233,8 +233,8 @@ _is_profiled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled"
 
 
 def is_last_use(saved: Sequence[Any]) -> bool:
-    """Whether the running backward reads the saved tensors for the last time: it is no trace, and its graph is freed
-    afterwards (no `retain_graph`)."""
+    """Return whether the running backward reads the saved tensors for the last time: it is no trace, and its graph is
+    freed afterwards (no `retain_graph`)."""
     private = getattr(torch._C, "_autograd", None)
     keeps_graph = getattr(private, "_get_current_graph_task_keep_graph", None)
     if keeps_graph is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:

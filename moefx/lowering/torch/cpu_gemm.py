@@ -82,7 +82,7 @@ def padding(num_rows: int, matrix_size: int, dtype: torch.dtype) -> int | None:
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether float32 GEMMs go to oneDNN: an AMD processor with AVX-512, and a torch with MKL and oneDNN."""
+    """Return whether float32 GEMMs go to oneDNN: an AMD processor with AVX-512, and a torch with MKL and oneDNN."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     try:

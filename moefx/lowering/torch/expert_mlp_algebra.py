@@ -179,7 +179,7 @@ class Backward:
         return self._through_up(group, rows, grad_hidden)
 
     def _through_out(self, group: Group, act: Tensor, grad: Tensor, env: dict[str, Tensor]) -> Tensor:
-        """The gradient of y if `out` is not linear in y."""
+        """Return the gradient of y if `out` is not linear in y."""
         y = self.parameters.project_down(group, act)
         wrt = ["y", "w"] if self.w_of_out is not None else ["y"]
         _, by_out = pointwise_derivative.vjp(self.call.body.out, {**env, "y": y}, grad, wrt, value=False)

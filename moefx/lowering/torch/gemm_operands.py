@@ -27,7 +27,7 @@ class Buffer:
         self.places: Sequence[Tensor] = [] if tensor is None else gemms.places(tensor)
 
     def place(self, group: Group) -> Tensor | None:
-        """The slice of the result for the group's rows, or None without a tensor."""
+        """Return the slice of the result for the group's rows, or None without a tensor."""
         return self.places[group.index] if self.places else None
 
     def put(self, group: Group, rows: Tensor) -> Tensor:

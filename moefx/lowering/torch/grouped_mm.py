@@ -31,7 +31,7 @@ _ALIGNMENT = 8  # elements of 16 bit: the kernels read 16 bytes at a time
 
 
 def supports_grouped_mm(rows: Tensor, dtype: torch.dtype | None, *weights: Sequence[Tensor]) -> bool:
-    """Whether the fused kernel takes these rows and these lists of weights."""
+    """Return whether the fused kernel takes these rows and these lists of weights."""
     if rows.device.type != "cuda" or (dtype or rows.dtype) is not torch.bfloat16 or rows.shape[0] == 0:
         return False
     widths = [rows.shape[-1], *(size for w in weights for size in w[0].shape[-2:])]

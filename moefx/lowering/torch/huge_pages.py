@@ -16,7 +16,7 @@ _MADV_HUGEPAGE = 14
 
 
 def new_buffer(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised tensor on the device of `like`, with its dtype unless there is another one.
+    """Return an uninitialised tensor on the device of `like`, with its dtype unless there is another one.
 
     Allocators give memory of this size back to the system when it is freed, so every step touches it for the
     first time. Where Linux leaves huge pages to those who ask (the default of most distributions), this asks.

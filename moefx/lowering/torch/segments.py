@@ -72,7 +72,7 @@ class Group:
         return self.start + self.num_rows + self.padding
 
     def own(self, rows: Tensor) -> Tensor:
-        """The rows without the padding."""
+        """Return the rows without the padding."""
         return rows[: self.num_rows] if self.padding else rows
 
     def clear_padding(self, rows: Tensor, *, copy: bool = False) -> Tensor:
@@ -89,7 +89,7 @@ class Group:
         return rows
 
     def split(self, rows: Tensor, dim: int = 0) -> Sequence[Tensor]:
-        """The rows of each expert."""
+        """Return the rows of each expert."""
         # Tensor.split is a slower Python function around split_with_sizes
         return (rows,) if len(self.experts) == 1 else torch.split_with_sizes(rows, self.sizes, dim)
 
@@ -158,7 +158,7 @@ class SegmentGemms:
     # -- rows, by group --
 
     def read(self, rows: Tensor) -> Sequence[Tensor]:
-        """The rows of an argument that each group reads, padding included."""
+        """Return the rows of an argument that each group reads, padding included."""
         return [self._rows(rows, group.start, group.stop) for group in self.groups]
 
     def _rows(self, rows: Tensor, start: int, stop: int) -> Tensor:
@@ -169,7 +169,7 @@ class SegmentGemms:
         return torch.cat([rows[start : self.num_valid], last])
 
     def places(self, rows: Tensor) -> Sequence[Tensor]:
-        """The slice of a result that each group writes."""
+        """Return the slice of a result that each group writes."""
         return torch.split_with_sizes(rows[: self.num_valid], [group.num_rows for group in self.groups])
 
     # -- buffers --
@@ -182,7 +182,7 @@ class SegmentGemms:
         return (TokenSum if self.on_cpu else RowsToSum)(self, index, width, dtype)
 
     def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | list[Any]:
-        """An empty container for the parameters' gradients: a stack, or a list with an item for each expert."""
+        """Return an empty container for the parameters' gradients: a stack, or a list with an item for each expert."""
         if separate_gradients(parameters, dim):
             return [None] * self.num_experts
         return new_buffer(parameters[0], (self.num_experts, *parameters[0].shape[-dim:]))
@@ -194,7 +194,7 @@ class SegmentGemms:
         return rows
 
     def finish_stack(self, stack: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The finished gradients, with zeros for experts without rows."""
+        """Return the finished gradients, with zeros for experts without rows."""
         for e in self.unhit:
             stack[e] = 0 if isinstance(stack, Tensor) else torch.zeros_like(parameters[e])
         return [stack] if isinstance(stack, Tensor) else stack

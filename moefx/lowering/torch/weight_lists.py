@@ -19,7 +19,7 @@ def unstack_weights(w: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]
 
 
 def stack_weights(w: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """All experts' matrices as one tensor [E,...] for grouped GEMMs, a view if the storage allows it."""
+    """Return all experts' matrices as one tensor [E,...] for grouped GEMMs, a view if the storage allows it."""
     if is_stacked(w, 2):
         _count("stacked", w, dtype)
         return w[0].to(dtype)
@@ -42,7 +42,7 @@ def _count(path: str, w: Sequence[Tensor], dtype: torch.dtype) -> None:
 
 
 def strided_view(w: Sequence[Tensor]) -> Tensor | None:
-    """A view [E,...] over equally spaced tensors of one storage; None if they are not."""
+    """Return a view [E,...] over equally spaced tensors of one storage; None if they are not."""
     first, size = w[0], w[0].element_size()
     spacing = w[1].data_ptr() - first.data_ptr() if len(w) > 1 else first.numel() * size
     strides = first.stride()

@@ -41,7 +41,7 @@ def _supports_experts(x: Tensor, *args: Any, body: str, dtype: torch.dtype | Non
 
 @functools.lru_cache(maxsize=1024)
 def explain_unsupported(body: str, widths: tuple[int, ...] | None = None) -> str | None:
-    """The reason why the kernels do not support a body, or None if they do.
+    """Return the reason why the kernels do not support a body, or None if they do.
 
     Args:
         body: JSON text of the `ExpertBody`.
@@ -57,7 +57,8 @@ def explain_unsupported(body: str, widths: tuple[int, ...] | None = None) -> str
 
 
 def list_configurations() -> tuple[str, ...]:
-    """The tile configurations that this process used so far and their reasons, a line for each kernel and shape."""
+    """Return the tile configurations that this process used so far and their reasons, a line for each kernel and
+    shape."""
     tuning = sys.modules.get(f"{__name__}.tuning")  # do not import Triton if no kernel ran
     return tuple(tuning.list_used_configs()) if tuning else ()
 
@@ -87,7 +88,7 @@ def _expert_mlp_backward(*args: Any, **kwargs: Any) -> Any:
 
 
 def _lazy_exchange_op(name: str) -> Any:
-    """A function of `exchange_ops`, which is imported on the first call."""
+    """Return a function of `exchange_ops`, which is imported on the first call."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         from . import exchange_ops

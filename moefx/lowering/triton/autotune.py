@@ -56,7 +56,7 @@ def _time_budget(setting: str, ci: str) -> float:
 
 
 def can_tune(shape: Sequence[int], num_experts: int) -> bool:
-    """Whether a GEMM is worth tuning, may be timed now, and time is left.
+    """Return whether a GEMM is worth tuning, may be timed now, and time is left.
 
     Args:
         shape: see `tuning.config`.
@@ -135,7 +135,7 @@ def time_candidates(
 
 
 def _does_not_fit(error: Exception) -> bool:
-    """Whether a configuration is too large, for example for shared memory.
+    """Return whether a configuration is too large, for example for shared memory.
 
     Errors of the driver and of LLVM are plain RuntimeErrors. After most driver errors nothing else would run.
     """
@@ -149,7 +149,7 @@ def _does_not_fit(error: Exception) -> bool:
 
 
 def cache_directory() -> Path | None:
-    """The directory of the cache, or None if there is none."""
+    """Return the directory of the cache, or None if there is none."""
     if home := os.environ.get("MOEFX_CACHE"):
         return Path(home)
     try:
@@ -159,14 +159,14 @@ def cache_directory() -> Path | None:
 
 
 def cache_file(gpu: str) -> Path | None:
-    """The cache file for a kind of GPU, or None without a directory."""
+    """Return the cache file for a kind of GPU, or None without a directory."""
     place = cache_directory()
     return place and place / f"tuning-{re.sub(r'[^0-9A-Za-z]+', '_', gpu)}-{_source_hash()}.jsonl"
 
 
 @functools.cache
 def _source_hash() -> str:
-    """A hash of everything that times depend on: Triton's version and this package's sources."""
+    """Return a hash of everything that times depend on: Triton's version and this package's sources."""
     digest = hashlib.sha256(triton.__version__.encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -174,7 +174,7 @@ def _source_hash() -> str:
 
 
 def read_cached_lines(gpu: str) -> list[str]:
-    """The lines of the cache file; none if it cannot be read."""
+    """Return the lines of the cache file; none if it cannot be read."""
     file = cache_file(gpu)
     try:
         return [line for line in file.read_text(errors="replace").splitlines() if line] if file else []

@@ -31,7 +31,7 @@ _VARYING = ["num_entries", "num_blocks", "capacity", "room"]
 
 @triton.jit
 def _experts_of(topk_ids, keep, entry, in_list, E: tl.constexpr, HAS_KEEP: tl.constexpr):
-    """The expert of each entry, or E for dropped entries, which sort last."""
+    """Return the expert of each entry, or E for dropped entries, which sort last."""
     expert = tl.load(topk_ids + entry, mask=in_list, other=-1)
     valid = in_list & (expert >= 0) & (expert < E)
     if HAS_KEEP:

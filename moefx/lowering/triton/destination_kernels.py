@@ -52,7 +52,7 @@ def _pilot(place, token, k: tl.constexpr, in_list, begin, end, near, dedup, slot
 
 @triton.jit(do_not_specialize=_VARYING)
 def pilots_kernel(place, pilot, num_tokens, num_slots, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The rank of each slot [S,K] that is its token's first one on that rank, and -1 for the others."""
+    """Return the rank of each slot [S,K] that is its token's first one on that rank, and -1 for the others."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_list = token < num_tokens
     for k in tl.static_range(K):

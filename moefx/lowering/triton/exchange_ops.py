@@ -120,7 +120,7 @@ def _zeros_ending_with(last: int, size: int, device: torch.device) -> Tensor:
 def _count_table(
     levels: tuple[int, ...], num_slots: int, dedup: bool, near: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, int]:
-    """The table of counts for `count_rows_kernel`, in the order of its results; and its number of bins."""
+    """Return the table of counts for `count_rows_kernel`, in the order of its results; and its number of bins."""
     units, (begin, end) = exchange_routes.count_units(levels), (p * num_slots for p in near or (0, 0))
     positions = units[-1]
     rows = [[n, positions // n * num_slots, int(dedup), 0, begin, end] for n in units]
@@ -285,7 +285,7 @@ _NOWHERE = (None, 0, None, 0)
 
 
 def _column_arguments(pair: _Pair | None) -> tuple[Any, Sequence[Any]]:
-    """The kernel's arguments for a column, in the largest words that divide its sizes."""
+    """Return the kernel's arguments for a column, in the largest words that divide its sizes."""
     if pair is None or not pair[0].num_bytes:
         return None, _NOWHERE
     column, source, out = pair

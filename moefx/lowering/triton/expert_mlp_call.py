@@ -32,7 +32,8 @@ from .weight_operands import Weights, is_describable, make_descriptor, stack_bia
 
 
 def matmul_precision(x: Tensor) -> str:
-    """The precision of float32 products, "tf32" or "ieee": torch's setting for matmul, if the device has TF32."""
+    """Return the precision of float32 products, "tf32" or "ieee": torch's setting for matmul, if the device has
+    TF32."""
     wanted = x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     has_it = wanted and (target(x.device).startswith("sm") or target(x.device) == "gfx942")
     return "tf32" if has_it else "ieee"
@@ -70,7 +71,7 @@ class KernelCall:
         self.schedules: dict[int, tuple[Tensor, int]] = {}
 
     def config(self, kernel: str, columns: int, inner: int, trial: Callable[[Config], object]) -> Config:
-        """The configuration of a GEMM, which may be tuned with `trial`."""
+        """Return the configuration of a GEMM, which may be tuned with `trial`."""
         shape = (columns, inner, self.call.num_rows // self.num_experts)
         recorded = self.schedules.copy()
         try:

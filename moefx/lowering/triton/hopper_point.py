@@ -79,7 +79,7 @@ def _store_act(
     act, v0, v1, row_weights, first_row, n, c, end, width, ACT: gl.constexpr, JOINED: gl.constexpr,
     USES_WEIGHT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """The activation of the c-th piece of a tile."""
+    """Return the activation of the c-th piece of a tile."""
     if JOINED:
         v0, v1 = v0.reshape([v0.shape[0], v0.shape[1] // 2, 2]).split()
     ROWS: gl.constexpr = v0.shape[0]

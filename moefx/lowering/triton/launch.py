@@ -75,7 +75,7 @@ def _register_kernel(kernel: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def underlying_tensor(argument: Any) -> Any:
-    """The tensor of a tensor descriptor (Triton's or Gluon's). Other arguments are returned as they are."""
+    """Return the tensor of a tensor descriptor (Triton's or Gluon's). Other arguments are returned as they are."""
     return argument.base if hasattr(argument, "block_shape") else argument
 
 

@@ -65,7 +65,7 @@ class Tape:
         return slot
 
     def _source(self, tensor: Tensor) -> tuple[int, Any] | None:
-        """The slot of a tensor, and its view of the slot.
+        """Return the slot of a tensor, and its view of the slot.
 
         The view is (shape, strides, offset in elements from the slot's start), or None for the slot's tensor itself.
         Returns None if the tensor belongs to no slot.
@@ -167,7 +167,7 @@ class _Address:
 
 
 def _rebase(like: Any, base: Any) -> Any:
-    """A copy of a tensor descriptor with another base."""
+    """Return a copy of a tensor descriptor with another base."""
     descriptor = object.__new__(type(like))  # skip the checks, which the recorded one passed
     descriptor.__dict__.update(like.__dict__, base=base)
     return descriptor
@@ -201,7 +201,8 @@ def _launch(
 
 
 def _pointer(tensor: Tensor, offset: int) -> Any:
-    """The address at an offset, which kernels accept as a tensor. For the interpreter, a tensor that begins there."""
+    """Return the address at an offset, which kernels accept as a tensor. For the interpreter, a tensor that begins
+    there."""
     if launching.INTERPRETED and tensor.numel() == 0:
         return tensor
     if launching.INTERPRETED:

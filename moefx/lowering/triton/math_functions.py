@@ -136,7 +136,7 @@ _PTX = dict(exp=ptx_exp, sigmoid=ptx_sigmoid)
 
 @functools.lru_cache(maxsize=1024)
 def _function(text: str, ptx: bool) -> Any:
-    """The Triton function of a source text. The same text is the same function."""
+    """Return the Triton function of a source text. The same text is the same function."""
     name = text.partition("(")[0].removeprefix("def ")
     filename = f"<moefx {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     # Triton reads the source of a function back from its file.

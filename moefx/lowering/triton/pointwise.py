@@ -125,7 +125,7 @@ def _formulas(body: ExpertBody, widths: Sequence[int] | None) -> Formulas:
 
 
 def _load_order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
-    """The variables in the order in which the kernels load them. The parts must cover the up-projections."""
+    """Return the variables in the order in which the kernels load them. The parts must cover the up-projections."""
     slices = [
         _normalize_slice(start, stop, step, widths[group] if widths and group < len(widths) else None)
         for group, start, stop, step in body.parts

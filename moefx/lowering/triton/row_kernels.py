@@ -54,7 +54,7 @@ def gather_kernel(x, x_row, token_ids, expert_offsets, rows, width, E, BT: tl.co
 
 @triton.jit
 def _column(base, AT: tl.constexpr, WORD: tl.constexpr):
-    """The pointer to a column that begins AT bytes after `base`."""
+    """Return the pointer to a column that begins AT bytes after `base`."""
     return (base.to(tl.pointer_type(tl.uint8), bitcast=True) + AT).to(tl.pointer_type(WORD), bitcast=True)
 
 

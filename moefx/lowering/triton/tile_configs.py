@@ -64,7 +64,7 @@ HAS_ROLES = _GLUON[0] <= tuple(map(int, triton.__version__.split(".")[:2])) < _G
 
 @functools.cache
 def target(device: torch.device) -> str:
-    """The name of a device's target: `sm90`, `gfx942`, ..., or `interpreter`."""
+    """Return the name of a device's target: `sm90`, `gfx942`, ..., or `interpreter`."""
     if device.type != "cuda":
         return "interpreter"
     properties = torch.cuda.get_device_properties(device)
@@ -111,14 +111,14 @@ KERNELS = tuple(_HOPPER)
 
 
 def default_config(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
-    """The configuration of a kernel if nothing is tuned."""
+    """Return the configuration of a kernel if nothing is tuned."""
     if dtype is torch.float32:
         return _FLOAT32[kernel]
     return (_HOPPER_ROLES if target(device) == "sm90" else _PORTABLE)[kernel]
 
 
 def portable_config(kernel: str) -> Config:
-    """The configuration on sm90 if the kernels with roles do not support the tensors."""
+    """Return the configuration on sm90 if the kernels with roles do not support the tensors."""
     return _HOPPER[kernel]
 
 

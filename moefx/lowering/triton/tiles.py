@@ -82,7 +82,7 @@ def outer_place(tile, height, width, expert_offsets, BM: tl.constexpr, BN: tl.co
 
 @triton.jit
 def matrix_of(w, w_expert, expert, like, WEIGHT: tl.constexpr):
-    """The pointer to an expert's matrix. A descriptor is returned unchanged."""
+    """Return the pointer to an expert's matrix. A descriptor is returned unchanged."""
     if WEIGHT == "table":
         matrix = tl.multiple_of(tl.load(w + expert).to(tl.pointer_type(like.dtype.element_ty)), 16)
     elif WEIGHT == "table, unaligned":
@@ -99,7 +99,7 @@ def weight_tile(
     w, expert, column, columns, w_column, k, ks, w_inner, inner,
     BN: tl.constexpr, BK: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """The tile [BK,BN] of an expert's matrix at inner index k and column `column`."""
+    """Return the tile [BK,BN] of an expert's matrix at inner index k and column `column`."""
     if WEIGHT == "descriptor":
         if COLUMNS_FIRST:
             tile = w.load([expert, column, k]).reshape(BN, BK).T
@@ -129,7 +129,8 @@ def safe_indices(index, size, EVEN: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def left_rows(token_ids, row, is_mine, first_row, GATHER: tl.constexpr):
-    """The rows of the left operand that a tile multiplies. Rows outside of the expert are replaced by a valid one."""
+    """Return the rows of the left operand that a tile multiplies. Rows outside of the expert are replaced by a valid
+    one."""
     if GATHER:
         left_row = tl.load(token_ids + row, mask=is_mine, other=0)
     else:
@@ -142,7 +143,7 @@ def weight_and_scale(
     row_weights, row, is_mine,
     SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, USES_WEIGHT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """The routing weight (0 if unused) and the result's scale (1 without) of rows, float32 [BM,1]."""
+    """Return the routing weight (0 if unused) and the result's scale (1 without) of rows, float32 [BM,1]."""
     w, scale = tl.zeros((BM, 1), tl.float32), tl.full((BM, 1), 1.0, tl.float32)
     if HAS_SCALE or USES_WEIGHT:
         w = tl.load(row_weights + row, mask=is_mine, other=0.0).to(tl.float32)[:, None]
@@ -153,7 +154,7 @@ def weight_and_scale(
 
 @triton.jit
 def tile_mask(is_mine, column, width, EVEN_N: tl.constexpr):
-    """The mask of a tile [BM,BN]'s stored elements."""
+    """Return the mask of a tile [BM,BN]'s stored elements."""
     if EVEN_N:
         mask = is_mine[:, None]
     else:

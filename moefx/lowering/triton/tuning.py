@@ -82,7 +82,7 @@ def find_nearest_config(
 
 
 def list_used_configs() -> list[str]:
-    """The choices of `config` so far in this process and their reasons, a line for each kernel and shape."""
+    """Return the choices of `config` so far in this process and their reasons, a line for each kernel and shape."""
     return [f"{kernel} {shape}: {chosen.text}; {why}" for (kernel, shape), (chosen, why) in sorted(_used.items())]
 
 

@@ -176,7 +176,7 @@ def _point_warps(cut: Config) -> int:
 
 
 def _fit(*tensors: Tensor) -> bool:
-    """Whether TMA can describe the tensors: 16 bit, rows of a multiple of 8 elements, each row aligned."""
+    """Return whether TMA can describe the tensors: 16 bit, rows of a multiple of 8 elements, each row aligned."""
     return all(t.dtype in _TYPES and t.shape[-1] % 8 == 0 and is_describable(t) for t in tensors)
 
 

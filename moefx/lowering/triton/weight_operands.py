@@ -38,7 +38,8 @@ class Weights:
 
     @classmethod
     def of_groups(cls, groups: Sequence[Sequence[Tensor]], transposed: bool, dtype: torch.dtype) -> list[Weights]:
-        """The weights of GEMMs that one kernel runs together: all as stacks with equal strides, or all as tables.
+        """Return the weights of GEMMs that one kernel runs together: all as stacks with equal strides, or all as
+        tables.
 
         Reads parameters in place if possible, and copies them otherwise.
         """
@@ -58,7 +59,7 @@ class Weights:
         return [Weights(apply(lambda *p: _copy(p, dtype), *group), out_dim) for group in groups]
 
     def columns(self, start: int | None, stop: int | None, step: int | None) -> Weights:
-        """A slice of the output columns."""
+        """Return a slice of the output columns."""
         if (start, stop, step) == (None, None, 1):
             return self
         part = self.tensor.movedim(-2 + self.out_dim, 0)[start:stop:step].movedim(0, -2 + self.out_dim)
@@ -67,11 +68,11 @@ class Weights:
         return Weights(part, self.out_dim, addresses)
 
     def columns_first(self, *, backward: bool) -> bool:
-        """Whether a matrix is stored as [column, inner] for the GEMM (see `operand`)."""
+        """Return whether a matrix is stored as [column, inner] for the GEMM (see `operand`)."""
         return (self.out_dim == 0) != backward
 
     def operand(self, *, backward: bool, block: tuple[int, int] | None) -> Operand:
-        """The operand of a GEMM that sums over the inputs, or (`backward`) over the outputs.
+        """Return the operand of a GEMM that sums over the inputs, or (`backward`) over the outputs.
 
         Args:
             block: (BN, BK) for a tensor descriptor, which is used if possible; None for pointers.
@@ -104,7 +105,8 @@ class Operand:
 
 
 def is_describable(tensor: Tensor) -> bool:
-    """Whether TMA can read a tensor: contiguous last dimension, other strides multiples of 16 bytes, none expanded."""
+    """Return whether TMA can read a tensor: contiguous last dimension, other strides multiples of 16 bytes, none
+    expanded."""
     *outer, inner = tensor.stride()
     aligned = all(s * tensor.element_size() % 16 == 0 and s > 0 for s in outer)
     return inner == 1 and aligned and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
@@ -114,7 +116,8 @@ _MAX_OFFSET = 2**31 - 1
 
 
 def _is_wide(tensor: Tensor) -> bool:
-    """Whether offsets within one matrix need more than 32 bits, for example if the experts' axis is an inner one."""
+    """Return whether offsets within one matrix need more than 32 bits, for example if the experts' axis is an inner
+    one."""
     (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
     return (rows - 1) * row + (columns - 1) * column > _MAX_OFFSET
 
@@ -133,7 +136,7 @@ def _copy(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """The addresses as int64 [E].
+    """Return the addresses as int64 [E].
 
     Created in another thread: allocations of this thread may belong to a CUDA graph's pool (`torch.compile` warms a
     function up that way before it captures it), which must not outlive the call.
@@ -150,7 +153,7 @@ def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def stack_biases(biases: Sequence[Tensor] | None) -> Tensor | None:
-    """The biases as [E,width]; a copy if they are separate and not equally spaced."""
+    """Return the biases as [E,width]; a copy if they are separate and not equally spaced."""
     if biases is None:
         return None
     if is_stacked(biases, 1):

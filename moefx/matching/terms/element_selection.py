@@ -253,6 +253,6 @@ def _pick_row(terms: Terms, t: Term, axis: int, i: int) -> Term:
 
 
 def _is_masked(terms: Terms, scores: Term, axis: int, i: int) -> bool:
-    """Whether a score is -inf, or so low (-1e9, `finfo.min`) that its softmax rounds to 0 beside any other."""
+    """Return whether a score is -inf, or so low (-1e9, `finfo.min`) that its softmax rounds to 0 beside any other."""
     score = terms.resolve(terms.pick(scores, axis, i))
     return is_const(score) and constant_value(score) <= MASKED

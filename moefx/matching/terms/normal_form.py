@@ -80,7 +80,7 @@ class Terms:
 
     # ------------------------------------------------------------------ pointwise
     def pw(self, name: str, *items: Any, **kwargs: Any) -> Term:
-        """A pointwise op on terms and static values. Folds zeros, ones, constant masks and known numbers."""
+        """Return a pointwise op on terms and static values. Folds zeros, ones, constant masks and known numbers."""
         terms = [a for a in items if isinstance(a, Term)]
         shape = broadcast([t.shape for t in terms])
         if shape and math.prod(shape) == 1:
@@ -305,7 +305,7 @@ class Terms:
     def _is_noop_write(
         self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool
     ) -> bool:
-        """Whether `put` adds zeros, or writes the values that `base` has: `y[0, 0] += 0 * weight.sum()`."""
+        """Return whether `put` adds zeros, or writes the values that `base` has: `y[0, 0] += 0 * weight.sum()`."""
         if accumulate:
             return is_const(values, 0)
         if indices.shape[1] > 1:
@@ -315,7 +315,7 @@ class Terms:
 
     # ------------------------------------------------------------------ contracting
     def ein(self, inputs: Sequence[str], output: str, operands: Sequence[Term]) -> Term:
-        """An einsum in normal form (see `einsum_terms`)."""
+        """Return an einsum in normal form (see `einsum_terms`)."""
         return build_einsum(self, inputs, output, operands)
 
     # ------------------------------------------------------------------ reducing
@@ -333,7 +333,7 @@ class Terms:
         return self.make("sum", (tuple(d - len(t.shape) for d in dims), t), shape)
 
     def row(self, name: str, dims: Iterable[int], keep: bool, static: tuple, t: Term) -> Term:
-        """An op that acts along `dims`; the other dims are a batch."""
+        """Return an op that acts along `dims`; the other dims are a batch."""
         dims = tuple(sorted(d % len(t.shape) - len(t.shape) for d in dims))
         shape = t.shape if keep else tuple(n for d, n in enumerate(t.shape) if d - len(t.shape) not in dims)
         return self.make("row", (name, dims, keep, static, t), shape)

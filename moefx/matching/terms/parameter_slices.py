@@ -18,12 +18,12 @@ _MOVING = ("at", "slice", "reshape", "permute", "expand")
 
 
 def is_parameter_slice(t: Term) -> bool:
-    """Whether a term is a parameter or a part of one, moved but not computed with."""
+    """Return whether a term is a parameter or a part of one, moved but not computed with."""
     return strip_moves(t).op == "param"
 
 
 def is_state_slice(t: Term) -> bool:
-    """Whether a term is a parameter or buffer or a part of one, moved but not computed with."""
+    """Return whether a term is a parameter or buffer or a part of one, moved but not computed with."""
     return strip_moves(t).op in ("param", "buffer")
 
 

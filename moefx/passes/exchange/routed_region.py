@@ -144,7 +144,7 @@ def _is_constant(node: fx.Node, trained: Collection[str]) -> bool:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether a node is a `combine`, or the sums of an `expert_mlp`."""
+    """Return whether a node is a `combine`, or the sums of an `expert_mlp`."""
     if node.target is ops.combine.default:
         return True
     return (

@@ -77,7 +77,7 @@ class ExpertBodyEmitter:
         return self.done[b]
 
     def _reads_stacks_only(self, b: Body) -> bool:
-        """Whether a value of parameters can be computed for all experts at once, from stacked parameters."""
+        """Return whether a value of parameters can be computed for all experts at once, from stacked parameters."""
         tables = [self.group.tables[leaf.args[0]] for leaf in walk_body(b) if leaf.op == "expert"]
         return all(map(self.parameters.are_stacked, tables)) and not any(inner.op == "call" for inner in walk_body(b))
 
@@ -366,5 +366,5 @@ def _scalar(op: Any, position: int, value: Any) -> Any:
 
 
 def _is_tensor_there(op: Any, position: int, value: Any) -> bool:
-    """Whether the op takes a tensor only where a number stands."""
+    """Return whether the op takes a tensor only where a number stands."""
     return isinstance(value, (int, float)) and "Tensor" in str(op._schema.arguments[position].type)

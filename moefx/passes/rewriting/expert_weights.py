@@ -52,7 +52,7 @@ class ExpertWeights:
         return node
 
     def are_stacked(self, parts: list[ParameterSlice]) -> bool:
-        """Whether one tensor holds the parameters of all experts."""
+        """Return whether one tensor holds the parameters of all experts."""
         return len({p.fqn for p in parts}) == 1
 
     def emit_all(self, parts: list[ParameterSlice]) -> fx.Node | list[fx.Node]:

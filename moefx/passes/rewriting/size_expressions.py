@@ -120,7 +120,7 @@ class SizeExpressions:
         return None
 
     def _holds_at_probes(self, dims: Sequence[str], linear: tuple[int, int, int], path: ArgumentPath | None) -> bool:
-        """Whether a formula also holds at the probes' sizes, because several formulas fit a few sizes."""
+        """Return whether a formula also holds at the probes' sizes, because several formulas fit a few sizes."""
         times, over, plus = linear
         points = self._probe_integers(path)
         return points is not None and all(

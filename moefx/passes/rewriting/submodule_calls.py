@@ -46,8 +46,8 @@ def find_module_calls(match: Match, inlined: set[int]) -> list[list[SubmoduleCal
 
 
 def _expressible(call: SubmoduleCall) -> bool:
-    """Whether a graph can hold the call: arguments and results are tensors and plain values in plain containers, and no
-    argument is returned."""
+    """Return whether a graph can hold the call: arguments and results are tensors and plain values in plain containers,
+    and no argument is returned."""
     plain = (fx.Node, int, float, bool, str, type(None), torch.dtype)
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     results = leaf_nodes(call.out)
