@@ -21,7 +21,7 @@ from ..errors import InvalidInput, summarize_error
 from .compare import CallChain, Subject
 from .policy import Row
 from .router_states import UNRELATED, router_states, vary_constants
-from .sandbox import Call, Casts, Inputs, Options, call_forward, leaves
+from .sandbox import Call, Casts, Inputs, RunOptions, call_forward, leaves
 from .work_count import WorkCount
 
 SLACK = 1e4
@@ -135,7 +135,7 @@ def _check_states(
                 # in sandboxes of its own: a program holds for the attributes of the moment
                 comparison = CallChain(subject).compare(
                     inputs,
-                    Options(seed, max_gradient_numel=largest),
+                    RunOptions(seed, max_gradient_numel=largest),
                     case,
                     is_brief=precision != plan[0][0],
                     work=work if is_counted else None,

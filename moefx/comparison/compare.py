@@ -22,9 +22,9 @@ from .sandbox import (
     Casts,
     Inputs,
     Key,
-    Options,
     Parameters,
     Run,
+    RunOptions,
     call_module,
     execute,
     leaves,
@@ -87,7 +87,7 @@ class Comparison:
         return all(row.ok for row in self.rows)
 
 
-def compare(subject: Subject, inputs: Inputs, options: Options, case: str = "") -> Comparison:
+def compare(subject: Subject, inputs: Inputs, options: RunOptions, case: str = "") -> Comparison:
     """Apply the rule (see `policy`) to all results of one call. An error of the compiled program is a failed row.
 
     Raises:
@@ -101,7 +101,7 @@ class _Call:
     """One call of a chain, with the tape and the cotangents that its runs share."""
 
     inputs: Inputs
-    options: Options
+    options: RunOptions
     case: str
     tol: Tolerance
     work: WorkCount | None = None
@@ -127,7 +127,13 @@ class CallChain:
         return self.calls[-1]
 
     def compare(
-        self, inputs: Inputs, options: Options, case: str = "", *, is_brief: bool = False, work: WorkCount | None = None
+        self,
+        inputs: Inputs,
+        options: RunOptions,
+        case: str = "",
+        *,
+        is_brief: bool = False,
+        work: WorkCount | None = None,
     ) -> Comparison:
         """Compare the next call.
 

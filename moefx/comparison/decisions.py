@@ -56,19 +56,19 @@ _NO_CASTS = (torch.ops.aten.view.dtype, torch.ops.aten.scalar_tensor.default)
 
 def is_selection(traits: OpTraits, args: Any) -> bool:
     """Return whether this op selects indices along a dimension by floating-point scores."""
-    return traits.may_select and bool(args) and is_float(args[0]) and args[0].ndim > 0 and args[0].numel() > 0
+    return traits.may_select and bool(args) and is_float_tensor(args[0]) and args[0].ndim > 0 and args[0].numel() > 0
 
 
 def is_decision(traits: OpTraits, args: Any, out: Any) -> bool:
     """Return whether this op turns floating-point values into integers or booleans."""
-    if not traits.may_decide or is_float(out):
+    if not traits.may_decide or is_float_tensor(out):
         return False
     outs = out if isinstance(out, (tuple, list)) else (out,)
-    discrete = bool(outs) and all(isinstance(o, Tensor) and not is_float(o) and not o.is_complex() for o in outs)
-    return discrete and any(is_float(a) for a in args)
+    discrete = bool(outs) and all(isinstance(o, Tensor) and not is_float_tensor(o) and not o.is_complex() for o in outs)
+    return discrete and any(is_float_tensor(a) for a in args)
 
 
-def is_float(t: Any) -> bool:
+def is_float_tensor(t: Any) -> bool:
     return isinstance(t, Tensor) and t.is_floating_point()
 
 

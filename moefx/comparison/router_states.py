@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..capture.tensor_trees import has_values
 from ..util.model_copy import copy_model
-from .sandbox import Inputs, leaves, map_tensors
+from .sandbox import Inputs, change_tensors, leaves
 
 GIVEN, UNRELATED = "the given inputs", "unrelated inputs"
 _MAX_ELEMENTS = 1 << 16  # largest tensor that may be varied
@@ -29,7 +29,7 @@ def router_states(inputs: Inputs, seed: int) -> Iterator[tuple[str, Inputs]]:
 
     def change_hidden_states(change: Any) -> Inputs:
         """Apply `change` to the hidden states: every tensor with the shape of the largest floating-point argument."""
-        return map_tensors(inputs, lambda _, t: change(t.detach()).to(t) if t.shape == shape else t.detach().clone())
+        return change_tensors(inputs, lambda _, t: change(t.detach()).to(t) if t.shape == shape else t.detach().clone())
 
     def make_noise(t: Tensor) -> Tensor:
         return torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t.device) * t.float().std().nan_to_num(

@@ -59,7 +59,7 @@ def leaves(tree: Any, path: str = "", seen: set[int] | None = None) -> Iterator[
         yield from leaves(value, f"{path}.{key}" if path else str(key), seen)
 
 
-def map_tensors(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+def change_tensors(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     """Return a copy of `tree` with each tensor replaced by `change(path, tensor)`. Aliases stay aliases."""
     memo: dict[int, Any] = {}
     for name, t in leaves(tree):
@@ -70,7 +70,7 @@ def map_tensors(tree: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
 
 def copy_detached(tree: Any) -> Any:
     """Return a copy of `tree` with detached clones of its tensors."""
-    return map_tensors(tree, lambda _, t: t.detach().clone())
+    return change_tensors(tree, lambda _, t: t.detach().clone())
 
 
 Parameters = Callable[[nn.Parameter], nn.Parameter]
@@ -179,8 +179,8 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of a run.
+class RunOptions:
+    """Settings of a run.
 
     Attributes:
         seed: seed of the model's random numbers and of the cotangents.
@@ -217,7 +217,7 @@ def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def execute(
     module: nn.Module,
     inputs: Inputs,
-    options: Options,
+    options: RunOptions,
     *,
     call: Call = call_module,
     mode: contextlib.AbstractContextManager | None = None,
@@ -281,7 +281,7 @@ def execute(
 
 
 def _copy_inputs(
-    inputs: Inputs, options: Options, cast: Callable[[Tensor], Tensor]
+    inputs: Inputs, options: RunOptions, cast: Callable[[Tensor], Tensor]
 ) -> tuple[dict[Any, Any], dict[str, Tensor], dict[str, tuple[Tensor, int]]]:
     """Copy the inputs of a run.
 
@@ -302,7 +302,7 @@ def _copy_inputs(
         return t
 
     args, kwargs = inputs
-    return map_tensors({**dict(enumerate(args)), **kwargs}, copy_tensor), sources, given
+    return change_tensors({**dict(enumerate(args)), **kwargs}, copy_tensor), sources, given
 
 
 def _number_to_tensor(number: float) -> Tensor:
@@ -329,7 +329,7 @@ def _select_accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
 def _add_gradients(
     heads: dict[str, Tensor],
     targets: dict[Key, Tensor],
-    options: Options,
+    options: RunOptions,
     known: dict[str, Tensor],
     values: dict[Key, Tensor | None],
 ) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from ..ir.display_names import attribute_name, format_attribute_path, format_bod
 from ..ir.graph_codegen import is_getitem
 from ..ir.graph_levels import is_dead
 from ..ir.graph_printer import print_lines
-from ..ir.node_values import BUILD_PFT, format_value, target_name
+from ..ir.node_values import BUILD_PFT, format_target, format_value
 
 MIN_REPEATS = 4  # fewer equal steps are drawn one by one
 _ROUNDS = 2
@@ -85,7 +85,7 @@ def build_outline(block: BlockGraph) -> Outline:
 
 def _is_hidden(node: Node) -> bool:
     letters = node.meta.get("letters")
-    is_size = target_name(node) == "aten::sym_size" or (isinstance(letters, str) and node.op == "call_function")
+    is_size = format_target(node) == "aten::sym_size" or (isinstance(letters, str) and node.op == "call_function")
     return node.op == "get_attr" or is_getitem(node) or is_size or is_dead(node)
 
 
@@ -108,7 +108,7 @@ def _describe_node(node: Node) -> tuple[str, list[str], str]:
         return "return", [], "output"
     if node.op == "call_module":
         return format_attribute_path(str(node.target)), ["kept as it is", *filter(None, shape)], "kept"
-    name = target_name(node)
+    name = format_target(node)
     short = name.partition("::")[2] or name
     details = _list_parameters([node])
     if body := node.kwargs.get("body"):

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from . import graph_codegen
 from .argument_binding import Binding, Guard, Path
 from .graph_printer import print_block
-from .node_values import BUILD_PFT, PLACE_CHOICES, WAIT_GATHERED, TensorSpec, target_name
+from .node_values import BUILD_PFT, PLACE_CHOICES, WAIT_GATHERED, TensorSpec, format_target
 
 _EXPERT_OFFSETS = 2  # position among the results of build_pft
 
@@ -79,7 +79,7 @@ class BlockGraph:
     def find(self, target: Any) -> list[Node]:
         """Return all nodes with this target: an overload, a function, an attribute path or an op name
         (`"moefx::combine"`)."""
-        return [n for n in self.graph.nodes if n.target == target or target_name(n) == target]
+        return [n for n in self.graph.nodes if n.target == target or format_target(n) == target]
 
     def copy(self) -> BlockGraph:
         """Copy the graph with its node names and `meta` dicts."""
@@ -183,7 +183,7 @@ def _includes_other_ranks(pft: Node) -> bool:
     slots: Any = pft.args[0]  # places less the first place of this rank, if the tokens were gathered
     source = slots.args[0] if isinstance(slots, Node) and slots.args else None
     is_part = isinstance(source, Node) and source.target is operator.getitem
-    return is_part and target_name(source.args[0]) == WAIT_GATHERED  # type: ignore[union-attr]
+    return is_part and format_target(source.args[0]) == WAIT_GATHERED  # type: ignore[union-attr]
 
 
 def _is_literal(value: Any) -> bool:

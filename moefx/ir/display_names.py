@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from .attribute_paths import AttributeRange, split_into_ranges
 from .expert_body import ExpertBody
 from .graph_codegen import is_getitem
-from .node_values import BUILD_PFT, target_name
+from .node_values import BUILD_PFT, format_target
 
 # Default names for results of dialect ops and for their inputs, if the pass that made the node chose none.
 _RESULTS = {
@@ -40,7 +40,7 @@ def shown_names(graph: Graph) -> dict[Node, str]:
             role = next(filter(None, (_role(node, user) for user in node.users)), "")
             producer = node.args[0] if is_getitem(node) else None
             if isinstance(producer, Node) and isinstance(node.args[1], int) and not role:
-                if node.args[1] == 0 and (len(producer.users) == 1 or target_name(producer) == "moefx::expert_mlp"):
+                if node.args[1] == 0 and (len(producer.users) == 1 or format_target(producer) == "moefx::expert_mlp"):
                     # A single result takes the op's name. So does the first result of `expert_mlp`; its other
                     # results are saved activations.
                     names[node] = names[producer]
@@ -54,14 +54,14 @@ def shown_names(graph: Graph) -> dict[Node, str]:
 
 def _role(node: Node, user: Node) -> str:
     """Return the name that the use of `node` by `user` suggests, or ""."""
-    if target_name(user) == "moefx::shard_tokens":  # the name of its shard
+    if format_target(user) == "moefx::shard_tokens":  # the name of its shard
         return next(filter(None, (_role(user, u) for u in user.users)), "")
     positions = [
         i
         for i, a in enumerate(user.args)
         if a is node or (isinstance(a, (list, tuple)) and len(a) == 1 and a[0] is node)
     ]
-    return next((r for i in positions if (r := _ROLES.get((target_name(user), i)))), "")
+    return next((r for i in positions if (r := _ROLES.get((format_target(user), i)))), "")
 
 
 def _default_name(node: Node) -> str:
@@ -80,7 +80,7 @@ def _default_name(node: Node) -> str:
 
 def _is_sent_back(node: Node) -> bool:
     """Return whether the sums of an `expert_mlp` go back to other ranks, so that they are not the block's output."""
-    return any(target_name(u) == "moefx::all_to_all_back" for first in node.users for u in first.users)
+    return any(format_target(u) == "moefx::all_to_all_back" for first in node.users for u in first.users)
 
 
 def _unused(name: str, used: set[str]) -> str:

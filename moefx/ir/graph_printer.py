@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from .display_names import attribute_name, format_attribute_path, format_body, format_ranges, shown_names
 from .graph_codegen import INFIX, is_getitem, list_results
-from .node_values import BUILD_PFT, format_dtype, format_value, target_name
+from .node_values import BUILD_PFT, format_dtype, format_target, format_value
 
 if TYPE_CHECKING:
     from .block_graph import BlockGraph
@@ -125,10 +125,10 @@ class _Printer:
                 self.folded.add(node)
             if node.op == "call_method" and node.target == "to_local":
                 self.folded.add(node)
-            if node.op == "call_function" and (named := _BUNDLES.get(target_name(node))):
+            if node.op == "call_function" and (named := _BUNDLES.get(format_target(node))):
                 fields: tuple[str, ...] = named
                 if len(node.users) > len(fields):
-                    fields = _BUNDLES_OF_PARTS.get(target_name(node)) or fields
+                    fields = _BUNDLES_OF_PARTS.get(format_target(node)) or fields
                 for user in node.users:
                     if is_getitem(user) and user.args[0] is node:
                         self.fields[user] = (node, fields[user.args[1]])
@@ -168,7 +168,7 @@ class _Printer:
             return Line(self.names[node], "input", format_value(node), source, node)
         if node.op == "output":
             return Line("", f"return {self._value(self.block.returned)}", "", source, None)
-        results: Sequence[Node | None] | None = [node] if target_name(node) in _BUNDLES else self._results(node)
+        results: Sequence[Node | None] | None = [node] if format_target(node) in _BUNDLES else self._results(node)
         comment = [self._comment(node, results)]
         kept = [node, *(r for r in results or () if r is not None)]
         if any(n.meta.get("save") for n in kept):
@@ -181,14 +181,14 @@ class _Printer:
         return Line(names, self._call(node), "   ".join(filter(None, comment)), source, node)
 
     def _comment(self, node: Node, results: Sequence[Node | None] | None) -> str:
-        if target_name(node) == BUILD_PFT:
+        if format_target(node) == BUILD_PFT:
             drops = node.kwargs.get("capacity") is not None or any(a is not None for a in node.args[2:])
             if (known := node.kwargs.get("num_rows")) is not None:
                 return f"B = {self._value(known)}, and up to 1/64 more"
             return "B = S*K, valid up to expert_offsets[E]" if drops else "B = S*K"
-        if target_name(node) in _BUNDLES:
+        if format_target(node) in _BUNDLES:
             return ""
-        if target_name(node) == "moefx::weights_later":
+        if format_target(node) == "moefx::weights_later":
             return "the backward makes their gradients here"
         if results:
             return " ".join(filter(None, (format_value(r) for r in results if r is not None)))
@@ -209,7 +209,7 @@ class _Printer:
             return self._infix(args, INFIX[target])
         if isinstance(target, torch._ops.OpOverload):
             return self._op(node, target, args)
-        return f"{target_name(node)}({self._arguments(args, node.kwargs)})"
+        return f"{format_target(node)}({self._arguments(args, node.kwargs)})"
 
     def _op(self, node: Node, target: torch._ops.OpOverload, args: list[Any]) -> str:
         name = target._schema.name.partition("::")[2]

@@ -29,10 +29,10 @@ def get_argument(node: Node, name: str) -> Any:
         if argument.name == name:
             given = node.args[i] if i < len(node.args) else None
             return node.kwargs.get(name, argument.default_value) if i >= len(node.args) else given
-    raise KeyError(f"{target_name(node)} has no argument {name}")
+    raise KeyError(f"{format_target(node)} has no argument {name}")
 
 
-def target_name(node: Node) -> str:
+def format_target(node: Node) -> str:
     """`"aten::mm"` for any overload of an op, `"linear"` for a function, the attribute path otherwise."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from .._plan import Plan
 from ..comparison.compare import CallChain
 from ..comparison.routing_tape import Scope
-from ..comparison.sandbox import Inputs, Options, map_tensors
+from ..comparison.sandbox import Inputs, RunOptions, change_tensors
 from ..compiler.survey_result import Refusal
 from ..frontends.fx.graph_rewrite import rewrite_regions
 from ..inspection.explain import merge_refusals
@@ -94,7 +94,7 @@ def verify_traced(
     verifier.not_covered.append("a second backward: graphs of torch.compile may not support it")
 
     def compare_whole_and_regions(
-        inputs: Inputs, options: Options, case: str, routings: bool
+        inputs: Inputs, options: RunOptions, case: str, routings: bool
     ) -> tuple[CallChain, bool]:
         graphs.calls = {}
         chain, is_right = verifier.compare_model(inputs, options, case)
@@ -106,7 +106,7 @@ def verify_traced(
 
     for i, inputs in enumerate(sets):
         for seed in seeds:
-            options, case = Options(seed, grads, loss), f"inputs {i}, seed {seed}"
+            options, case = RunOptions(seed, grads, loss), f"inputs {i}, seed {seed}"
             chain, is_right = compare_whole_and_regions(inputs, options, case, routings)
             if i == 0 and seed == seeds[0] and is_right:
                 verifier.compare_later_calls(chain, inputs, dataclasses.replace(options, loss=None), case, token_counts)
@@ -114,7 +114,7 @@ def verify_traced(
                 verifier.not_covered.append(LATER_CALLS)
         for mode in modes:
             compare_whole_and_regions(
-                inputs, mode.apply_to(Options(seeds[0], grads, loss)), f"inputs {i}, seed {seeds[0]}, {mode}", False
+                inputs, mode.apply_to(RunOptions(seeds[0], grads, loss)), f"inputs {i}, seed {seeds[0]}, {mode}", False
             )
             verifier.covered.append(f"mode {mode}")
     verifier.rows += build_path_rows(graphs.ran, "no graph of the model has a region: nothing of moefx ran")
@@ -196,7 +196,7 @@ class _GraphRunner:
             self.scope.region = forward.name
             if name not in calls:
                 with _disable_current_modes():
-                    own = map_tensors(args, lambda _, t: t if isinstance(t, nn.Parameter) else t.detach().clone())
+                    own = change_tensors(args, lambda _, t: t if isinstance(t, nn.Parameter) else t.detach().clone())
                 calls[name] = own, {}
 
         def after(*_: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..comparison.compare import Subject, compare
-from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward
+from ..comparison.sandbox import Call, Casts, Inputs, RunOptions, call_forward
 from ..inspection.history import Snapshot
 from ..ir.argument_binding import flatten_arguments, make_binder, specialize_call
 from ..ir.block_graph import BlockGraph
@@ -29,7 +29,7 @@ def wrap_graph(graph: BlockGraph) -> Call:
     return call
 
 
-def find_program(forward: BlockForward, inputs: Inputs, options: Options) -> Program | None:
+def find_program(forward: BlockForward, inputs: Inputs, options: RunOptions) -> Program | None:
     """Return the program that runs a call; None if the original forward runs."""
     args, kwargs = inputs
     leaves = flatten_arguments(make_binder(inspect.signature(forward))(*args, **kwargs), forward.objects)
@@ -39,7 +39,7 @@ def find_program(forward: BlockForward, inputs: Inputs, options: Options) -> Pro
 
 
 def find_first_bad_snapshot(
-    original: nn.Module, program: Program, inputs: Inputs, options: Options, working: Casts, exact: Casts
+    original: nn.Module, program: Program, inputs: Inputs, options: RunOptions, working: Casts, exact: Casts
 ) -> Snapshot | None:
     """Return the first snapshot of a program's history that differs from the original block on `inputs`.
 

@@ -21,7 +21,7 @@ from ..capture.argument_interpretations import interpret_arguments
 from ..capture.block_arguments import Arguments, TensorArgument
 from ..capture.size_collisions import ModelNumbers
 from ..comparison.input_layouts import Layout
-from ..comparison.sandbox import Inputs, Options, Parameters, copy_detached, execute, leaves, make_sandbox
+from ..comparison.sandbox import Inputs, Parameters, RunOptions, copy_detached, execute, leaves, make_sandbox
 from ..errors import summarize_error
 
 MODULI = (7, 5, 8, 6, 3, 4, 2)  # token counts cover the remainders by these, in this order of priority
@@ -51,7 +51,7 @@ class LaterCall:
     layout: Layout = ""
     backward: bool = True
 
-    def apply_to(self, options: Options) -> Options:
+    def apply_to(self, options: RunOptions) -> RunOptions:
         """Options for a run of this call."""
         return dataclasses.replace(options, layout=self.layout, backward=self.backward)
 
@@ -93,7 +93,7 @@ class CallPlanner:
     """
 
     def __init__(
-        self, original: nn.Module, inputs: Inputs, options: Options, parameters: Parameters,
+        self, original: nn.Module, inputs: Inputs, options: RunOptions, parameters: Parameters,
         dtype: torch.dtype | None, token_counts: Sequence[int] | None, is_costly: bool = False,
     ):  # fmt: skip
         self.original, self.inputs, self.options = original, inputs, options

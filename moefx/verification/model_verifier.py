@@ -18,7 +18,7 @@ from ..comparison.policy import Row
 from ..comparison.rank_shares import Shares, to_local
 from ..comparison.router_states import GIVEN, router_states
 from ..comparison.routing_tape import RoutingRow, Scope
-from ..comparison.sandbox import Call, Casts, Inputs, Options, call_forward, call_module
+from ..comparison.sandbox import Call, Casts, Inputs, RunOptions, call_forward, call_module
 from ..errors import InvalidInput, summarize_error
 from ..runtime.block_forward import BlockForward, CallCounts, find_rewritten_blocks
 from .bisect import find_first_bad_snapshot, find_program
@@ -101,17 +101,17 @@ class ModelVerifier:
                 )
         self.rows += build_path_rows(self.ran, NOTHING_REWRITTEN)
 
-    def build_options(self, seed: int, grads: bool, loss: Any) -> Options:
+    def build_options(self, seed: int, grads: bool, loss: Any) -> RunOptions:
         """Options of a run. Leaves out a second backward over a mesh, because it would need more collectives."""
-        return Options(seed, grads, loss, has_second_backward=grads and self.shares is None)
+        return RunOptions(seed, grads, loss, has_second_backward=grads and self.shares is None)
 
-    def compare_blocks(self, calls: Mapping[str, Inputs], options: Options, case: str, routings: bool) -> None:
+    def compare_blocks(self, calls: Mapping[str, Inputs], options: RunOptions, case: str, routings: bool) -> None:
         for name, call in list(calls.items()):
             for state, inputs in self.iterate_block_inputs(name, call, options.seed, routings):
                 self.compare_block(name, inputs, options, f"{case}{state}", is_brief=bool(state))
 
     def compare_model(
-        self, inputs: Inputs, options: Options, case: str, is_counted: bool = True
+        self, inputs: Inputs, options: RunOptions, case: str, is_counted: bool = True
     ) -> tuple[CallChain, bool]:
         """Compare the two models in one call.
 
@@ -143,14 +143,14 @@ class ModelVerifier:
         self.bisect_model(comparison, inputs, options)
         return chain, comparison.ok
 
-    def bisect_model(self, comparison: Comparison, inputs: Inputs, options: Options) -> None:
+    def bisect_model(self, comparison: Comparison, inputs: Inputs, options: RunOptions) -> None:
         """Find the pass at fault if the model itself is the block."""
         if "" in self.forwards and not comparison.ok and self.first is None:
             call = self.calls.get("", inputs)
             self.first = "", self.find_broken_pass(self.forwards[""], self.reference, call, options)
 
     def compare_later_calls(
-        self, chain: CallChain, inputs: Inputs, options: Options, case: str, token_counts: Sequence[int] | None
+        self, chain: CallChain, inputs: Inputs, options: RunOptions, case: str, token_counts: Sequence[int] | None
     ) -> None:
         """Compare calls that follow the given one in the same sandboxes."""
         if self.shares is not None and token_counts is None:
@@ -181,7 +181,7 @@ class ModelVerifier:
                 return
 
     def compare_later_call(
-        self, chain: CallChain, later: LaterCall, options: Options, case: str
+        self, chain: CallChain, later: LaterCall, options: RunOptions, case: str
     ) -> tuple[Comparison | None, LaterCall]:
         """Compare one call, in its layout or else contiguous. The comparison is None if the original rejects both."""
         for tried in (later, dataclasses.replace(later, layout="")) if later.layout else (later,):
@@ -198,7 +198,7 @@ class ModelVerifier:
         names = ", ".join(name or "(model)" for name, count in ran_original.items() if count)
         self.covered.append(what + (f"; there {names} ran the original" if names else ""))
 
-    def compare_compiled_copy(self, parts: Mapping[str, CompiledPart], sets: list[Inputs], options: Options) -> None:
+    def compare_compiled_copy(self, parts: Mapping[str, CompiledPart], sets: list[Inputs], options: RunOptions) -> None:
         """Compare a copy that torch compiles, as a whole, because its routing can be neither read nor imposed.
 
         If rounding decides which experts a token selects, a difference in the working precision proves nothing. Then
@@ -236,10 +236,10 @@ class ModelVerifier:
         """Return the number of calls of each block in the current sandbox that ran the original forward."""
         return Counter({n: f.counts.original - self.before[n].original for n, f in self.forwards.items()})
 
-    def find_cause(self, subject: Subject, later: LaterCall, options: Options) -> str:
+    def find_cause(self, subject: Subject, later: LaterCall, options: RunOptions) -> str:
         """Find the property of a failed call that makes it fail, by leaving out one at a time."""
 
-        def is_right(options: Options) -> bool:
+        def is_right(options: RunOptions) -> bool:
             return CallChain(dataclasses.replace(subject, prepare=_watch_nothing)).compare(later.inputs, options).ok
 
         if is_right(options):
@@ -256,7 +256,7 @@ class ModelVerifier:
             elif state != GIVEN and routings:
                 yield f", {state}", inputs
 
-    def compare_block(self, name: str, call: Inputs, options: Options, case: str, is_brief: bool = False) -> None:
+    def compare_block(self, name: str, call: Inputs, options: RunOptions, case: str, is_brief: bool = False) -> None:
         """Compare two blocks on the inputs of the reference's block, so that earlier errors do not count."""
         forwards: dict[str, BlockForward] = {}
 
@@ -280,7 +280,7 @@ class ModelVerifier:
         self.notes += comparison.notes
         return comparison
 
-    def find_broken_pass(self, forward: BlockForward, original: nn.Module, call: Inputs, options: Options) -> str:
+    def find_broken_pass(self, forward: BlockForward, original: nn.Module, call: Inputs, options: RunOptions) -> str:
         """Describe the first pass whose snapshot differs from the original block."""
         program = find_program(forward, call, options)
         if program is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from ..comparison.sandbox import Options
+from ..comparison.sandbox import RunOptions
 from ..errors import InvalidInput, nearest
 
 MODE_NAMES = ("train", "eval", "no_grad", "inference_mode")
@@ -27,7 +27,7 @@ class Mode:
         training = {None: "", True: "train", False: "eval"}[self.training]
         return "+".join(filter(None, [training, self.grads]))
 
-    def apply_to(self, options: Options) -> Options:
+    def apply_to(self, options: RunOptions) -> RunOptions:
         """Return options for runs in this mode."""
         if self.grads is not None:
             options = dataclasses.replace(

@@ -108,7 +108,7 @@ class TestInvent:
         weight = torch.randn(4, 3)
         value = Routing(seed=2).invent_value(self.node("call_function", 4, 3, original=weight, fqn="weight"))
         assert not torch.equal(value, weight) and torch.equal(value.flatten().sort()[0], weight.flatten().sort()[0])
-        as_it_is = Routing(seed=2, as_they_are=True).invent_value(self.node("call_function", 4, 3, original=weight))
+        as_it_is = Routing(seed=2, keep_values=True).invent_value(self.node("call_function", 4, 3, original=weight))
         assert torch.equal(as_it_is, weight)
 
     def test_biases_step_back_for_preferred_experts(self):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moefx.comparison.compare import Comparison, Subject, compare, find_working_precision
-from moefx.comparison.sandbox import Casts, Options
+from moefx.comparison.sandbox import Casts, RunOptions
 from moefx.errors import InvalidInput
 from tests.verification.models import FAULTS, Plain, pair
 
@@ -18,7 +18,7 @@ DTYPES = [None, torch.float64, torch.bfloat16, torch.float16]
 
 def check(original, compiled, *inputs, dtype=None, seed=0, grads=True, loss=None, **kwargs) -> Comparison:
     subject = Subject(original, compiled, Casts(dtype), Casts(torch.float64), block="mlp")
-    return compare(subject, (inputs, kwargs), Options(seed, grads, loss), case="case 1")
+    return compare(subject, (inputs, kwargs), RunOptions(seed, grads, loss), case="case 1")
 
 
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import nn
 
-from moefx.comparison.sandbox import Casts, Options, execute, leaves, make_sandbox, random_state
+from moefx.comparison.sandbox import Casts, RunOptions, execute, leaves, make_sandbox, random_state
 
 
 class Awkward(nn.Module):
@@ -72,11 +72,11 @@ def test_a_sandbox_copies_small_parameters_and_shares_large_ones(monkeypatch):
 def test_execute_collects_all_values_and_changes_nothing():
     model = Awkward()
     x = torch.randn(3, 4)
-    run = execute(make_sandbox(model, Casts(None)), ((x,), {}), Options())
+    run = execute(make_sandbox(model, Casts(None)), ((x,), {}), RunOptions())
     assert {kind for kind, _ in run.values} == {"output", "grad_input", "grad_param", "buffer", "state"}
     assert {("buffer", "count"), ("buffer", "mean"), ("state", "last")} <= run.changed
     assert x.grad is None and model.a.weight.grad is None and int(model.count) == 0
-    again = execute(make_sandbox(model, Casts(None)), ((x,), {}), Options(), cotangents=run.cotangents)
+    again = execute(make_sandbox(model, Casts(None)), ((x,), {}), RunOptions(), cotangents=run.cotangents)
     assert all(torch.equal(t, again.values[key]) for key, t in run.values.items())
 
 
@@ -87,7 +87,7 @@ def test_arguments_keep_their_aliases_and_containers():
             return pair[0].mul_(2) + pair[1]["ids"]
 
     x = torch.ones(2)
-    run = execute(Takes(), (((x, {"ids": torch.arange(2)}),), {"same": x}), Options())
+    run = execute(Takes(), (((x, {"ids": torch.arange(2)}),), {"same": x}), RunOptions())
     assert torch.equal(run.values["output", "output"], torch.tensor([2.0, 3.0]))
     assert torch.equal(run.values["grad_input", "0.0"], run.cotangents["output"] * 2)
     assert ("state", "input 0.0") in run.changed and torch.equal(x, torch.ones(2))

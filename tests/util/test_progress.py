@@ -39,8 +39,13 @@ def test_other_ranks_are_silent(capsys, monkeypatch):
     assert not capsys.readouterr().err
 
 
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.1)
+        return super().forward(x)
+
+
 def test_compile_names_its_blocks(capsys, monkeypatch):
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.01)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    moefx.compile(model, torch.randn(3, 4), strict=False)  # one tensor, by position
-    assert "moefx.compile: 0 s so far, running Sequential on abstract tensors" in capsys.readouterr().err
+    moefx.compile(Slow(4, 4), torch.randn(3, 4), strict=False)  # one tensor, by position
+    assert "moefx.compile: 0 s so far, running Slow on abstract tensors" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import moefx
-from moefx.comparison.sandbox import Casts, Options
+from moefx.comparison.sandbox import Casts, RunOptions
 from moefx.errors import InvalidInput
 from moefx.verification.later_calls import MODULI, CallPlanner
 from moefx.verification.verify_report import verify
@@ -134,7 +134,7 @@ def test_the_counts_have_all_remainders_up_to_seven():
     original, _ = models(True)
     for rows in (torch.zeros(2, 18, dtype=torch.int64), torch.zeros(4, 25, dtype=torch.int64)):
         for seed in range(3):
-            plan = CallPlanner(original, ((rows,), {}), Options(seed), Casts(None), None, None).plan_calls()
+            plan = CallPlanner(original, ((rows,), {}), RunOptions(seed), Casts(None), None, None).plan_calls()
             counts = [rows.numel(), *(call.num_tokens for call in plan.calls)]
             assert min(counts) < rows.numel() and max(counts) > 1024
             assert all({n % m for n in counts} == set(range(m)) for m in MODULI if m in (2, 3, 7)), counts

@@ -18,7 +18,7 @@ from ..fx.graph_rewrite import check_plan
 _EXAMPLE = "expected a dict of fields of a Plan, such as options={'checkpoint': 'x'}"
 
 
-class Options(NamedTuple):
+class BackendOptions(NamedTuple):
     """The parsed options.
 
     Attributes:
@@ -37,7 +37,7 @@ class Options(NamedTuple):
         return self.name if isinstance(self.name, str) and not self.name.startswith("eager") else ""
 
 
-def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Options:
+def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> BackendOptions:
     """Parse the options of the backend.
 
     Raises:
@@ -62,7 +62,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
                 + nearest(str(option), known)
             )
     plan = check_passes(check_plan(Plan(**plan_options)))
-    return Options(plan, name, _with_options(_find_compiler(name), name, backend_options, mode))
+    return BackendOptions(plan, name, _with_options(_find_compiler(name), name, backend_options, mode))
 
 
 def _find_compiler(name: Any) -> Callable[..., Any]:

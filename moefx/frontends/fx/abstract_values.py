@@ -18,7 +18,7 @@ from ...capture.op_sets import SELECTION_OPS
 from ...errors import InvalidInput, Refused, summarize_error
 from ...ir.memory_order import invert_permutation
 from ...util.fake_tensor_log import without_fake_tensor_errors
-from .node_queries import MODE_SWITCHES, get_size_hint, is_float_tensor, target_name
+from .node_queries import MODE_SWITCHES, get_op_name, get_size_hint, is_float_tensor
 
 _SIZES = {"size", "numel", "sym_size", "sym_numel"}
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137)
@@ -45,7 +45,7 @@ def has_symbolic_sizes(graph: fx.Graph) -> bool:
     """Return whether the graph reads sizes at run time, as graphs of symbolic tracing do, and so holds for all
     sizes."""
     return any(
-        (n.target is getattr and n.args[1] == "shape") or (n.op.startswith("call") and target_name(n) in _SIZES)
+        (n.target is getattr and n.args[1] == "shape") or (n.op.startswith("call") and get_op_name(n) in _SIZES)
         for n in graph.nodes
     )
 
@@ -163,7 +163,7 @@ def guess_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.No
     """
     activations = set()
     for n in graph.nodes:
-        if target_name(n) in SELECTION_OPS and n.op.startswith("call"):
+        if get_op_name(n) in SELECTION_OPS and n.op.startswith("call"):
             current: Any = n
             while isinstance(current, fx.Node) and current.op != "placeholder":
                 current = _find_first_operand(current)
@@ -173,7 +173,7 @@ def guess_weights(graph: fx.Graph, examples: Mapping[fx.Node, Any]) -> set[fx.No
 
 def _find_first_operand(n: fx.Node) -> Any:
     """Return the main operand of an op, such as `x` of `addmm(bias, x, w)`."""
-    name = target_name(n)
+    name = get_op_name(n)
     at = 1 if name in ("addmm", "addmv", "einsum", "embedding") and len(n.args) > 1 else 0
     found: Any = n.args[at] if n.args else next(iter(n.all_input_nodes), None)
     while isinstance(found, (tuple, list)):

@@ -11,7 +11,7 @@ from torch import fx
 
 from ...errors import Refused
 from .graph_analysis import GraphAnalysis
-from .node_queries import find_user_sources, get_size_hint, is_hinted, target_name
+from .node_queries import find_user_sources, get_op_name, get_size_hint, is_hinted
 from .region_bounds import RegionBounds
 
 _CHUNKING_OPS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
@@ -30,10 +30,10 @@ def explain_chunks(analysis: GraphAnalysis, bounds: RegionBounds) -> Refused | N
             continue
         if math.prod(map(get_size_hint, rows.shape[:-1])) != tokens:
             continue
-        if target_name(n) in _CHUNKING_OPS and isinstance(parts := analysis.value[n], (tuple, list)):
+        if get_op_name(n) in _CHUNKING_OPS and isinstance(parts := analysis.value[n], (tuple, list)):
             if parts[0].shape[-1] == rows.shape[-1]:
                 return _refuse_chunks(analysis, n, len(parts))
-        elif target_name(n) in ("getitem", "slice") and _is_range(n, rows, analysis.tensor(n)):
+        elif get_op_name(n) in ("getitem", "slice") and _is_range(n, rows, analysis.tensor(n)):
             turns[n.args[0], find_user_sources(n, analysis.position[n])].append(n)
     for found in turns.values():
         lengths = [get_size_hint(analysis.value[n].shape[0]) for n in found]
@@ -49,13 +49,13 @@ def _is_range(n: fx.Node, rows: torch.Tensor, part: torch.Tensor | None) -> bool
     if part is None or part.dim() != rows.dim() or not all(map(is_hinted, part.shape)):
         return False
     (length, *width), (whole, *of) = ([get_size_hint(s) for s in t.shape] for t in (part, rows))
-    return width == of and length != whole and (isinstance(first, slice) or target_name(n) == "slice")
+    return width == of and length != whole and (isinstance(first, slice) or get_op_name(n) == "slice")
 
 
 def _refuse_chunks(analysis: GraphAnalysis, n: fx.Node, count: int) -> Refused:
     return Refused(
         f"the rows are split into {count} chunks, and the graph does not hold the chunks of other sizes",
-        culprits=(target_name(n),),
+        culprits=(get_op_name(n),),
         source=analysis.find_source_line(n),
         remedy="compute them at once; or call moefx.compile(model), which supports loops over chunks",
     )

@@ -23,7 +23,7 @@ from torch.fx.node import map_aggregate
 from ...capture.op_sets import SELECTION_OPS
 from ...errors import Cause, Refused
 from .graph_analysis import GraphAnalysis
-from .node_queries import find_selected_axis, get_size_hint, simplify_size, target_name
+from .node_queries import find_selected_axis, get_op_name, get_size_hint, simplify_size
 from .region_bounds import RegionBounds, find_selections
 from .region_code import SizeExpression, ValueRef, apply_modes, call_target, map_leaves
 from .token_dims import TokenDims
@@ -120,8 +120,8 @@ class GeneralizedRegion:
                 return
         if chosen and not compared:
             raise Refused(
-                f"{target_name(chosen[0])} chooses among tokens, not among experts",
-                culprits=(target_name(chosen[0]),),
+                f"{get_op_name(chosen[0])} chooses among tokens, not among experts",
+                culprits=(get_op_name(chosen[0]),),
                 source=self.analysis.find_source_line(chosen[0]),
                 remedy="let tokens choose their experts (token choice), not experts their tokens",
             )
@@ -141,12 +141,12 @@ class GeneralizedRegion:
             return Refused(
                 f"a number does not follow from the sizes [{', '.join(self.dims.names)}] of the region's rows by "
                 f"known ops: it depends on {names}",
-                culprits=(target_name(n),),
+                culprits=(get_op_name(n),),
                 source=where,
                 remedy=remedy,
             )
         what = "the sizes in the graph do not show which of them are token dims"
-        return Refused(what, culprits=(target_name(n),), source=where, remedy=self._suggest_sizes())
+        return Refused(what, culprits=(get_op_name(n),), source=where, remedy=self._suggest_sizes())
 
     def _find_unknown(self, number: fx.Node) -> list[fx.Node]:
         """Return the operands of a number that do not follow from the token dims."""
@@ -165,7 +165,7 @@ class GeneralizedRegion:
         others |= {
             n
             for s in self.bounds.inside
-            if target_name(s) in SELECTION_OPS
+            if get_op_name(s) in SELECTION_OPS
             for n in self._collect_numbers((s.args, s.kwargs))
         }
         sizes = list(self.dims.sizes.items())
@@ -201,7 +201,7 @@ class GeneralizedRegion:
             yield from self._try_side_input(n)
             return
         leaves: list[list[Any]] = []
-        is_shape, place = target_name(n) in _SHAPED, itertools.count()
+        is_shape, place = get_op_name(n) in _SHAPED, itertools.count()
         shape = self._collect_numbers((n.args, n.kwargs))
 
         def candidates(a: Any) -> None:
@@ -214,7 +214,7 @@ class GeneralizedRegion:
                 if a > 1:
                     is_token = (
                         self.dims.is_token_position([a], 0)
-                        if target_name(n) == "arange"
+                        if get_op_name(n) == "arange"
                         else self.dims.is_token_position(shape, at)
                     )
                     leaves.append(self._list_meanings(a, first=is_shape and is_token))
@@ -296,9 +296,9 @@ class GeneralizedRegion:
         if n.op == "call_function" and n.target is operator.setitem:
             operator.setitem(*args)
             return args[0]
-        if "grouped_mm" in target_name(n):
+        if "grouped_mm" in get_op_name(n):
             return args[0].new_empty((*args[0].shape[:-1], args[1].shape[-1]))
-        if target_name(n) in _FACTORIES and not any(self.analysis.tensor(a) is not None for a in n.all_input_nodes):
+        if get_op_name(n) in _FACTORIES and not any(self.analysis.tensor(a) is not None for a in n.all_input_nodes):
             kwargs["device"] = self.device
         with self.mode or contextlib.nullcontext(), apply_modes(self.analysis.modes[n]):
             return call_target(n.target, n.op == "call_method", args, kwargs)

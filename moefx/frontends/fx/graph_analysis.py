@@ -25,11 +25,11 @@ from .node_queries import (
     find_attribute,
     find_functorch_nesting,
     find_user_sources,
+    get_op_name,
     get_size_hint,
     is_float_tensor,
     is_module_tensor,
     simplify_size,
-    target_name,
 )
 from .region_code import Autocast, Modes, call_target
 
@@ -186,7 +186,7 @@ class GraphAnalysis:
         found = self.examples.get(n)
         if n.op != "placeholder":
             tensors = [d for d in n.all_input_nodes if not self.is_number(d)]
-            is_known = target_name(n) in _INTEGER_OPS and len(tensors) == 1
+            is_known = get_op_name(n) in _INTEGER_OPS and len(tensors) == 1
             # a value that was written to has other numbers
             is_known &= [d for d in self.deps[n] if not self.is_number(d)] == tensors and n not in self.written_tensors
             found = self.find_example_integers(tensors[0]) if is_known else None
@@ -233,7 +233,7 @@ class GraphAnalysis:
 
     def _find_float_inputs(self) -> set[fx.Node]:
         """Nodes that read a float of the caller whose value is known in this call."""
-        items = [n for n in self.nodes if target_name(n) == "item" and self._is_float_input(n.all_input_nodes[0])]
+        items = [n for n in self.nodes if get_op_name(n) == "item" and self._is_float_input(n.all_input_nodes[0])]
         return {n for n in items if isinstance(v := self.value.get(n), torch.SymFloat) and v.node.hint is not None}
 
     def is_number(self, n: fx.Node) -> bool:
@@ -317,7 +317,7 @@ class GraphAnalysis:
     def _is_float_input(self, n: fx.Node) -> bool:
         """Return whether a node is a float of the caller. Dynamo passes it as a 0-d tensor if sizes are dynamic."""
         t = self.tensor(n)
-        items = t is not None and not t.dim() and bool(n.users) and all(target_name(u) == "item" for u in n.users)
+        items = t is not None and not t.dim() and bool(n.users) and all(get_op_name(u) == "item" for u in n.users)
         return items and n.op == "placeholder"
 
     def _classify(self) -> None:

@@ -21,7 +21,7 @@ from . import proof_cache
 from .chunking import explain_chunks
 from .float_inputs import record_constant
 from .graph_analysis import GraphAnalysis
-from .node_queries import target_name
+from .node_queries import get_op_name
 from .proof_cache import CachedProof
 from .region_bounds import RegionBounds, RegionSearch
 from .region_isolation import find_removable
@@ -98,7 +98,7 @@ def _iterate_called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[
     """
     for n in analysis.nodes:
         body: Any = n.args[0] if n.op == "call_function" and n.args else None
-        if target_name(n) not in _BODY_CALLS or not isinstance(body, fx.Node) or body.op != "get_attr":
+        if get_op_name(n) not in _BODY_CALLS or not isinstance(body, fx.Node) or body.op != "get_attr":
             continue
         if n in analysis.transforms:  # the body does not record them
             continue
@@ -145,7 +145,7 @@ def find_regions(
         try:
             candidates = _list_candidate_bounds(search, seed)
         except Exception as error:  # the surrounding graph must not fail for it
-            refused[seed] = build_refusal(error, target_name(seed), analysis.find_source_line(seed))
+            refused[seed] = build_refusal(error, get_op_name(seed), analysis.find_source_line(seed))
             continue
         if not candidates and search.returns_selection(seed):
             open_lines[analysis.find_source_line(seed)] = None
@@ -153,8 +153,8 @@ def find_regions(
         if proven is not None:
             matched.append(proven)
         elif refusal is not None and refusal.cause is not Cause.NOT_ROUTED:  # otherwise it is sampling or a maximum
-            is_selection = target_name(seed) in SELECTION_OPS
-            refused[seed] = refusal if is_selection else _mention_inputs(refusal, candidates, analysis)
+            is_choice = get_op_name(seed) in SELECTION_OPS
+            refused[seed] = refusal if is_choice else _mention_inputs(refusal, candidates, analysis)
     # Drop refusals of seeds inside a later region, such as the groups that a router selects first.
     remaining = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in owner}
     return GraphRegions(

@@ -14,7 +14,7 @@ from torch import fx, nn
 from ...runtime.change_detection import find_hook_kind
 from .abstract_values import get_traced_value
 from .memory_aliases import StorageAliases
-from .node_queries import find_argument, target_name
+from .node_queries import find_argument, get_op_name
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
@@ -81,7 +81,7 @@ def changes_state(n: fx.Node, value: Any) -> bool:
 
 def reads_autograd_graph(n: fx.Node) -> bool:
     """Return whether a node reads the autograd graph of its arguments, which equal values need not share."""
-    return target_name(n) in ("backward", "register_hook") or n.target is torch.autograd.grad
+    return get_op_name(n) in ("backward", "register_hook") or n.target is torch.autograd.grad
 
 
 # ---------------------------------------------------------------------- modules and graphs
@@ -113,7 +113,7 @@ def _find_body_effects(gm: nn.Module, n: fx.Node) -> NodeEffects:
             if len(inputs) != len(arguments) or not all(isinstance(a, fx.Node) for a in arguments) or len(bodies) > 1:
                 return NodeEffects(unknown=True)
             writes += [arguments[inputs.index(w)] for w in effect.writes]  # type: ignore[misc]
-    runs_again = bool(writes) and "checkpoint" in target_name(n)  # in the backward pass
+    runs_again = bool(writes) and "checkpoint" in get_op_name(n)  # in the backward pass
     return NodeEffects(tuple(writes), any(e.draws for e in effects), runs_again or any(e.unknown for e in effects))
 
 
@@ -157,7 +157,7 @@ def _find_schemas(n: fx.Node) -> list[Any]:
     if not isinstance(target, torch._ops.OpOverloadPacket):
         if inspect.isfunction(target):
             return []
-        target = _find_packet(target_name(n))
+        target = _find_packet(get_op_name(n))
     return [] if target is None else [getattr(target, name)._schema for name in target.overloads()]
 
 
@@ -172,7 +172,7 @@ def _find_packet(name: str) -> Any:
 def _find_written_arguments(n: fx.Node, arguments: dict[str, Any]) -> Iterator[fx.Node]:
     """Return the arguments that a call writes to."""
     yield from _list_nodes(n.kwargs.get("out"))
-    name = target_name(n)
+    name = get_op_name(n)
     in_place = name.endswith("_") and not name.endswith("__")
     if n.args and (
         in_place or n.target in _IN_PLACE or arguments.get("inplace") or name in ("__setitem__", "__iadd__")
@@ -202,7 +202,7 @@ def _draws_random_numbers(n: fx.Node, arguments: dict[str, Any]) -> bool:
     is_op = isinstance(n.target, _OPS)
     if is_op and str(n.target).partition(".")[0] not in _FUNCTIONAL:
         return True
-    name = target_name(n)
+    name = get_op_name(n)
     if not (name in _RANDOM_FUNCTIONS or "dropout" in name or _is_seeded(name)):
         return False
     off = [arguments[flag] is False for flag in ("training", "train") if flag in arguments]

@@ -73,7 +73,7 @@ def is_module_tensor(name: str) -> bool:
     return "._parameters[" in name or "._buffers[" in name
 
 
-def target_name(n: fx.Node) -> str:
+def get_op_name(n: fx.Node) -> str:
     """Return the name of an op: `topk` for `aten.topk.default`, `torch.topk` and `x.topk`."""
     if n.op == "call_method":
         return str(n.target)
@@ -85,7 +85,7 @@ def target_name(n: fx.Node) -> str:
 def find_selected_axis(n: fx.Node) -> int | None:
     """Return the axis along which an op of `SELECTION_OPS` selects; None if it selects among all elements or two
     tensors."""
-    name = target_name(n)
+    name = get_op_name(n)
     at = 2 if name in ("topk", "kthvalue") else 1
     last = name not in ("max", "min", "argmax", "argmin")  # without an axis
     found = n.kwargs.get("dim", next((a for a in n.args[at:] if type(a) is int), -1 if last else None))
@@ -95,7 +95,7 @@ def find_selected_axis(n: fx.Node) -> int | None:
 def find_functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
     """Return the transform that a node begins (1) or ends (-1): of torch.func, or inference mode. None for other
     nodes."""
-    name = target_name(n).strip("_")
+    name = get_op_name(n).strip("_")
     if name in ("enter_inference_mode", "exit_inference_mode"):
         return "torch.inference_mode", 1 if name.startswith("enter") else -1
     for step, word in ((1, "increment"), (-1, "decrement")):

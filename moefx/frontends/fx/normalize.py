@@ -18,7 +18,7 @@ from torch.fx.node import has_side_effect, map_arg
 from ...errors import AbsorbedModuleChanged, InvalidInput
 from .abstract_values import get_traced_value, has_symbolic_sizes, has_traced_values, propagate_symbolic_sizes
 from .node_effects import find_effects, is_plain_module
-from .node_queries import ENTER_AUTOCAST, EXIT_AUTOCAST, find_attribute, is_float_tensor, target_name
+from .node_queries import ENTER_AUTOCAST, EXIT_AUTOCAST, find_attribute, get_op_name, is_float_tensor
 
 _ORIGIN = "moefx_inlined"  # in a node's meta: its call, the module, and the number of nodes of the call
 _ADDED_VALUE = "moefx_found"  # in a node's meta: its value was added
@@ -54,7 +54,7 @@ def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
             if n.op in ("get_attr", "call_module"):
                 out.target = f"{prefix}{n.target}"
             return out
-        at = _MODE_BODY_ARGUMENT[target_name(n)]
+        at = _MODE_BODY_ARGUMENT[get_op_name(n)]
         name = str(n.args[at].target)  # type: ignore[union-attr]
         nodes = find_attribute(owner, name).graph.nodes
         inner = dict(zip((m for m in nodes if m.op == "placeholder"), parts[at + 1 :], strict=True))
@@ -87,10 +87,10 @@ def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
 def _is_mode_body(owner: nn.Module, n: fx.Node) -> bool:
     """Return whether a node calls a graph only to set a mode, and the graph writes to nothing."""
     if (
-        n.op != "call_function" or target_name(n) not in _MODE_BODY_ARGUMENT or n.args[0] is True
+        n.op != "call_function" or get_op_name(n) not in _MODE_BODY_ARGUMENT or n.args[0] is True
     ):  # it turns gradients on
         return False
-    at = n.args[_MODE_BODY_ARGUMENT[target_name(n)]]
+    at = n.args[_MODE_BODY_ARGUMENT[get_op_name(n)]]
     body = find_attribute(owner, str(at.target)) if isinstance(at, fx.Node) else None
     return isinstance(body, fx.GraphModule) and not any(find_effects(body, m).writes for m in body.graph.nodes)
 

@@ -28,7 +28,7 @@ from ...runtime.program import Program
 from ...runtime.surrounding_modes import suspend_observers
 from ...util.compile_lock import compile_lock
 from .graph_analysis import GraphAnalysis
-from .node_queries import target_name
+from .node_queries import get_op_name
 from .region_module import ExtractedRegion
 
 _log = logging.getLogger(__name__)
@@ -109,11 +109,11 @@ def explain_outside_use(analysis: GraphAnalysis, region: ExtractedRegion, plan: 
     for n in region.outputs:
         if n is not exit_ and n in follows:
             user = next(u for u in analysis.users[n] if u not in region.bounds.inside)
-            by, at = (target_name(user), user) if user.op != "output" else ("the graph's output", n)
+            by, at = (get_op_name(user), user) if user.op != "output" else ("the graph's output", n)
             return Refused(
                 f"{n.name}, which the experts compute, is used outside the mixture, by {by}: it would exist only for "
                 "the tokens that selected an expert",
-                culprits=(target_name(n),),
+                culprits=(get_op_name(n),),
                 source=analysis.find_source_line(at),
                 remedy="use or check the inputs or the outputs of the mixture instead",
             )

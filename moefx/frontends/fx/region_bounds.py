@@ -21,7 +21,7 @@ from torch import fx
 
 from ...capture.op_sets import SELECTION_OPS
 from .graph_analysis import GraphAnalysis
-from .node_queries import get_size_hint, is_hinted, target_name
+from .node_queries import get_op_name, get_size_hint, is_hinted
 
 _COMPARING_OPS = {
     "gt": 1,
@@ -90,7 +90,7 @@ class RegionSearch:
     def returns_selection(self, seed: fx.Node) -> bool:
         """Return whether the graph returns the selected indices, as it does if Dynamo ends the graph there."""
         analysis = self.analysis
-        if target_name(seed) not in SELECTION_OPS:
+        if get_op_name(seed) not in SELECTION_OPS:
             return False
         return any(
             analysis.tensor(n) is not None
@@ -275,10 +275,10 @@ class RegionSearch:
 def find_selections(nodes: Sequence[fx.Node], analysis: GraphAnalysis) -> tuple[list[fx.Node], list[fx.Node]]:
     """Find the nodes that select among floats, and those that compare floats."""
     live = [n for n in nodes if n in analysis.active and n not in analysis.side_inputs and n.op.startswith("call")]
-    chosen = [n for n in live if target_name(n) in SELECTION_OPS and _uses_indices(n, analysis)]
+    chosen = [n for n in live if get_op_name(n) in SELECTION_OPS and _uses_indices(n, analysis)]
     compared = [
         n for n in live
-        if (least := _COMPARING_OPS.get(target_name(n)))
+        if (least := _COMPARING_OPS.get(get_op_name(n)))
         and sum(analysis.is_float(a) and a in analysis.active for a in n.all_input_nodes) >= least
     ]  # fmt: skip
     return chosen, compared
@@ -309,7 +309,7 @@ def _find_dominators(analysis: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
 
 def _is_product(n: fx.Node) -> bool:
     """Return whether a node is a matrix product."""
-    name = target_name(n)
+    name = get_op_name(n)
     return name in _PRODUCT_OPS or name.startswith("grouped_mm")
 
 
@@ -320,7 +320,7 @@ def _uses_indices(n: fx.Node, analysis: GraphAnalysis) -> bool:
     if isinstance(analysis.value.get(n), torch.Tensor):
         return not analysis.is_float(n)
     parts = [u for u in n.users if u.target is operator.getitem]
-    wanted = (0, 1) if target_name(n) in ("topk", "kthvalue", "sort") else (1,)
+    wanted = (0, 1) if get_op_name(n) in ("topk", "kthvalue", "sort") else (1,)
     return any(u.args[1] in wanted and u.users for u in parts)
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from ...errors import Refused
 from .graph_analysis import GraphAnalysis
-from .node_queries import target_name
+from .node_queries import get_op_name
 from .region_bounds import RegionBounds
 
 
@@ -54,8 +54,8 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
     for n in beside:
         if analysis.effects[n].unknown and analysis.position[n] > first:
             raise Refused(
-                f"{target_name(n)}, whose side effects are unknown, is called between two parts of the region",
-                culprits=(target_name(n),), source=analysis.find_source_line(n),
+                f"{get_op_name(n)}, whose side effects are unknown, is called between two parts of the region",
+                culprits=(get_op_name(n),), source=analysis.find_source_line(n),
             )  # fmt: skip
     _check_saved_tensors(analysis, bounds, inside, first)
 
@@ -85,8 +85,8 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
     for w in analysis.unknown_effects:
         if any(s in storages for a in w.all_input_nodes for s in analysis.find_storages(a)):
             raise Refused(
-                f"{target_name(w)}, whose side effects are unknown, receives a weight or buffer of the region",
-                culprits=(target_name(w),), source=analysis.find_source_line(w),
+                f"{get_op_name(w)}, whose side effects are unknown, receives a weight or buffer of the region",
+                culprits=(get_op_name(w),), source=analysis.find_source_line(w),
             )  # fmt: skip
     if analysis.modes[bounds.exit].grad is False or not any(_has_gradient(analysis, n) for n in read):
         return
@@ -113,7 +113,7 @@ def _has_gradient(analysis: GraphAnalysis, n: fx.Node) -> bool:
 
 def _refuse_call(n: fx.Node, where: str) -> None:
     """Refuse a region that calls a module or a graph, by the user's name for it."""
-    if any(target_name(u) == "autograd_function_apply" for u in n.users):
+    if any(get_op_name(u) == "autograd_function_apply" for u in n.users):
         # Dynamo keeps the bodies of a torch.autograd.Function; its name is in the source line only.
         named = re.findall(r"([\w.]+)\.apply\(", str(n.stack_trace or "").rpartition('File "')[2])
         name = f" {named[0]}" if len(set(named)) == 1 else ""
@@ -128,7 +128,7 @@ def _refuse_call(n: fx.Node, where: str) -> None:
             remedy="modules of torch are traced if they have no hooks and the same code in training and evaluation; a "
             "torch.fx.Tracer whose is_leaf_module returns False traces all modules",
         )  # fmt: skip
-    through = next((target_name(u) for u in n.users if u.op == "call_function"), "")
+    through = next((get_op_name(u) for u in n.users if u.op == "call_function"), "")
     by = f", by {through}" if through else ""
     raise Refused(f"the region calls a graph of the graph{by}", source=where)
 

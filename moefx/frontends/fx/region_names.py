@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from .graph_analysis import GraphAnalysis
-from .node_queries import LAYOUT_OPS, is_module_tensor, target_name
+from .node_queries import LAYOUT_OPS, get_op_name, is_module_tensor
 from .region_bounds import RegionBounds
 
 
@@ -61,11 +61,11 @@ def _describe_role(n: fx.Node, depth: int) -> list[Any]:
     """Return the next ops, apart from changes of layout, that use a value, with the argument position of the value."""
     found = []
     for u in n.users:
-        if target_name(u) in LAYOUT_OPS:
+        if get_op_name(u) in LAYOUT_OPS:
             found += _describe_role(u, depth)
         elif depth:
             at = next((i for i, a in enumerate(u.args) if a is n), -1)
-            found.append((target_name(u), at, tuple(_describe_role(u, depth - 1))))
+            found.append((get_op_name(u), at, tuple(_describe_role(u, depth - 1))))
     return sorted(set(found), key=repr)
 
 

@@ -19,7 +19,7 @@ from ...errors import Cause, Refused
 from ...ir.graph_codegen import INFIX
 from .float_inputs import can_be_constant
 from .graph_analysis import GraphAnalysis
-from .node_queries import get_size_hint, simplify_size, target_name
+from .node_queries import get_op_name, get_size_hint, simplify_size
 from .region_code import SizeExpression
 
 _PROBES = (101, 103, 107, 109, 113)
@@ -184,7 +184,7 @@ def _format_of(n: fx.Node) -> str | None:
     count = sum(a is not None for a in n.args)
     if n.target in INFIX and count == 2:
         return f"({{}} {INFIX[n.target]} {{}})"
-    name = target_name(n).strip("_")
+    name = get_op_name(n).strip("_")
     if name in _PREFIX:
         return f"({_PREFIX[name]}{{}})"
     name = _CALLED.get(name, name)

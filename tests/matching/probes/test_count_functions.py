@@ -391,7 +391,7 @@ def test_masks_of_positions_that_are_constant_for_few_tokens(keep):
 def test_the_reason_names_the_line_and_the_remedy_works():
     """The test after this one has what the remedy says."""
     model = nn.Sequential(Limited(lambda x, t, w: (torch.arange(len(t)) / 150).long() == 0))
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"same for few tokens(.|\n)*multiply the routing weights"):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"constant for few tokens(.|\n)*multiply the routing weights"):
         moefx.compile(model, example_inputs=(torch.randn(24, D),))
 
 
