@@ -94,7 +94,7 @@ def test_listed_names_are_used(used):
 
 @pytest.mark.every_version
 @pytest.mark.parametrize("library", ["torch", "triton", "transformers", "sympy"])
-def test_the_installed_version_has_them(library):
+def test_the_installed_version_has_the_names(library):
     """Any version of torch; of another library a version on which the name was checked."""
     pytest.importorskip(library)
     installed = _parts(version(library))

@@ -108,7 +108,7 @@ def test_an_interrupt_at_any_moment(seed):
             moefx.compile(model, example_inputs=(example,))
 
 
-def test_a_worker_is_waited_for_until_it_has_put_things_back():
+def test_an_interrupt_waits_until_the_worker_has_restored_state():
     held = []
 
     def work():
@@ -127,7 +127,7 @@ def test_a_worker_is_waited_for_until_it_has_put_things_back():
     assert not held
 
 
-def test_a_worker_that_does_not_listen_is_forced_by_a_second_interrupt():
+def test_a_second_interrupt_ends_a_worker_at_once():
     def work():
         _thread.interrupt_main()
         with contextlib.suppress(Interrupted):

@@ -74,7 +74,7 @@ class AsksForState(Loop):
     ],
     ids=["grad_fn", "is_leaf", "grad"],
 )
-def test_a_question_about_the_graph_of_autograd_is_refused(is_asked):
+def test_reads_of_the_autograd_graph_are_refused(is_asked):
     with pytest.raises(Refused, match="of a tensor, which differs between calls"):
         rewritten(AsksForState(is_asked))
 

@@ -582,7 +582,7 @@ class TestPieces:
 class TestHooksOfTheModel:
     """A model may install hooks when it is first called, as transformers does: that call was not the user's."""
 
-    def test_installed_during_a_capture_are_gone(self):
+    def test_hooks_installed_during_a_capture_are_removed(self):
         class Recorder(nn.Module):
             def __init__(self):
                 super().__init__()

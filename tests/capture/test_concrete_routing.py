@@ -104,7 +104,7 @@ class TestInvent:
         value = Routing().invent_value(self.node("call_function", 4, 3, original=weight))
         assert torch.equal(value, weight) and value is not weight
 
-    def test_later_routings_have_them_in_another_order(self):
+    def test_later_routings_permute_parameters(self):
         weight = torch.randn(4, 3)
         value = Routing(seed=2).invent_value(self.node("call_function", 4, 3, original=weight, fqn="weight"))
         assert not torch.equal(value, weight) and torch.equal(value.flatten().sort()[0], weight.flatten().sort()[0])
@@ -125,7 +125,7 @@ class TestInvent:
 
 
 class TestIntegers:
-    def test_first_routing_sees_them_as_they_are(self):
+    def test_the_first_routing_keeps_integers(self):
         ids = torch.arange(8).flip(0)
         value = Routing("diverse", 0).vary_integers(ids, "b")
         assert torch.equal(value, ids) and value is not ids
@@ -138,7 +138,7 @@ class TestIntegers:
     def test_an_identity_map_is_permuted(self):
         assert not torch.equal(Routing("diverse", 0).vary_integers(torch.arange(8), "b"), torch.arange(8))
 
-    def test_later_routings_see_another_order(self):
+    def test_later_routings_permute_integers(self):
         ids = torch.arange(8)
         value = Routing("diverse", 3).vary_integers(ids, "b")
         assert not torch.equal(value, ids) and torch.equal(value.sort().values, ids)

@@ -149,7 +149,7 @@ def test_dtypes_are_those_of_the_device(function, device, dtype):
     assert run_again(found, device) == expected
 
 
-def test_the_passes_keep_them():
+def test_passes_keep_the_dtypes_of_the_device():
     """`softmax` of a linear router: bfloat16 on the CPU, float32 on CUDA."""
     arguments = (torch.empty(16, D, device="meta"),), {}
     for device, expected in (("cpu", torch.bfloat16), ("cuda", torch.float32)):

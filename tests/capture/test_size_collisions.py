@@ -137,7 +137,7 @@ class TestModelNumbers:
 
     @pytest.mark.parametrize("num_experts", [7, 10, 11, 32, 34, 35])
     @pytest.mark.parametrize("axes", [1, 2])  # with three, one has to be small
-    def test_no_size_is_one_of_them(self, num_experts, axes):
+    def test_sizes_differ_from_the_models_numbers(self, num_experts, axes):
         numbers = ModelNumbers.of(Stacked(num_experts, 2, 16, 24))
         arguments = Arguments((torch.randn(*range(2, 2 + axes), 16),), {}, numbers=numbers)
         for variant in range(4):

@@ -122,7 +122,7 @@ class TestGuards:
         assert size > 2 and size > 2
         assert len(log.guards) == 1
 
-    def test_itself_is_no_question(self):
+    def test_comparing_a_size_with_itself_adds_no_guard(self):
         log = SizeLog({"S": 4})
         assert Size(4, "S", log) == Size(4, "S", log) and not log.guards
 

@@ -79,7 +79,7 @@ def method() -> nn.Module:
     ],
     ids=["class of a submodule", "integer buffer", "method of its own"],
 )
-def test_blocks_of_one_class_that_are_not_the_same(one, other):
+def test_different_blocks_of_one_class_are_proven_separately(one, other):
     model = Model(one(), other(), one())
     assert names(model) == [["layers.0", "layers.2"], ["layers.1"]]
 
@@ -148,7 +148,7 @@ def test_weights_that_are_not_finite():
 
 
 @pytest.mark.parametrize("bad", [(0,), (0, 1, 2)])
-def test_twins_of_weights_that_are_not_finite(bad):
+def test_equal_blocks_with_nonfinite_weights(bad):
     """A twin with finite weights is compared for all; without one, all are listed."""
     model, x = nn.Sequential(*(Loop(Mlp) for _ in range(3))), torch.randn(5, D)
     with torch.no_grad():

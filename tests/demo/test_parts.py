@@ -83,7 +83,7 @@ def test_saved_bytes_counts_storages_once_and_no_parameters():
     assert saved_bytes(forward, parameters_and_buffers(layer)) == 3 * 4 * 8 * 4
 
 
-def test_side_by_side_takes_turns():
+def test_models_are_timed_in_alternation():
     order = []
     seconds = side_by_side({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=2)
     assert order == ["a", "b"] * 3  # one warm-up

@@ -59,7 +59,7 @@ def test_printed():
     )
 
 
-def test_histories_of_like_blocks_share_their_graphs():
+def test_histories_of_equal_blocks_share_graphs():
     h = history()
     other = h.renamed("layers.4.mlp")
     assert other.name == "layers.4.mlp" and str(other.graph).startswith("# layers.4.mlp")

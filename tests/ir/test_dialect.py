@@ -60,7 +60,7 @@ def test_build_pft_is_the_naive_one(routing: Routing, weighted: bool):
 
 @FAST
 @given(routings(max_tokens=40))
-def test_build_pft_makes_room_for_the_rows_that_there_are(routing: Routing):
+def test_build_pft_allocates_the_valid_rows(routing: Routing):
     ids, weights, keep = routing.topk_ids, routing.topk_weights, routing.keep
     whole = dialect.build_pft(ids, weights, keep, num_experts=routing.num_experts)
     num_valid = int(whole[2][-1])

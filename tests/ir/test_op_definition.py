@@ -152,7 +152,7 @@ def test_importing_the_dialect_is_light():
     assert not {"triton", "sympy", "moefx.lowering.register"} & set(modules.split())
 
 
-def test_dynamo_does_not_look_inside_behind_a_graph_break():
+def test_dynamo_does_not_trace_ops_after_a_graph_break():
     from torch._dynamo import convert_frame
 
     ids = torch.randint(3, (8, 2))

@@ -104,7 +104,7 @@ KINDS = {
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("style", [Rows, Masks, Stacked, OneHot])
 @pytest.mark.parametrize("kind", KINDS)
-def test_among_others(kind, style):
+def test_experts_without_matrices_among_others(kind, style):
     torch.manual_seed(0)
     block = style(*KINDS[kind]).double()
     compiled = moefx.compile(

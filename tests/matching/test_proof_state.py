@@ -105,7 +105,7 @@ class Masked(Small):
         return weights * kept, ids
 
 
-def test_all_captures_are_read_behind_a_mask_that_one_shows():
+def test_all_captures_are_lifted_with_a_mask_of_one():
     block = Masked()
     state = new_state(block)
     state.add_evidence(lift(state), {"S": 12})

@@ -182,7 +182,7 @@ class TestBranches:
 
 
 class TestDeep:
-    def test_room_for_recursion_and_errors(self):
+    def test_deep_recursion_and_errors_in_a_worker(self):
         def down(n: int) -> int:
             return 0 if n == 0 else 1 + down(n - 1)
 

@@ -69,7 +69,7 @@ def test_a_history_has_a_snapshot_for_each_pass():
     torch.testing.assert_close(history.graph.compile()(None, x), torch.nn.functional.gelu(x))
 
 
-def test_passes_behind_others_are_numbered_with_them():
+def test_later_passes_continue_the_numbering():
     history = run([nothing, gelu], made_by="rewrite")
     longer = PassManager().extend(history, [nothing], Plan(), level="captured")
     assert [(s.index, s.total) for s in longer] == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -170,7 +170,7 @@ def test_passes_may_use_parameters_of_the_block():
     assert history.graph.find("linear")[0].meta["val"].shape == (S, 6)
 
 
-def test_a_node_that_cannot_run_or_lies_about_its_shape_is_a_bug():
+def test_a_node_that_fails_or_has_another_shape_is_a_bug():
     def breaks(block, plan):
         return replace_relu(block, aten.view.default, [3, 7])
 
@@ -220,13 +220,13 @@ class TestPassBehindCheckpoint:
         for module in (pipeline, api):
             monkeypatch.setattr(module, "PASSES", (*pipeline.PASSES, count))
 
-    def test_it_runs_again_if_the_planner_changes_the_policy(self):
+    def test_passes_run_again_if_the_planner_changes_the_policy(self):
         block = Loop(Mlp)
         result = pipeline.rewrite_block(block, "", (torch.randn(24, 6),), {}, Plan(checkpoint="h"))
         again = pipeline.reapply_checkpoint(block, result, Plan(checkpoint="x"))
         assert again.history.passes == result.history.passes == ("rewrite_block", "fuse", "checkpoint", "count-nodes")
         assert 'keep="h"' in str(result.graph) and 'keep="x"' in str(again.graph)
 
-    def test_it_is_disabled_by_its_name(self):
+    def test_a_pass_is_disabled_by_its_name(self):
         compiled = moefx.compile(Loop(Mlp), torch.randn(24, 6), plan=Plan(disable=("count-nodes",)))
         assert moefx.history(compiled, "").passes == ("rewrite_block", "fuse", "checkpoint")

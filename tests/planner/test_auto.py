@@ -138,7 +138,7 @@ def test_experts_are_distributed_no_further_than_needed():
     assert decide({0: told(AUTO.replace(zero=3), memory=100e9)}, 0, mesh).tried[0].entry.layout.zero == 3
 
 
-def test_ranks_decide_by_all_of_them():
+def test_ranks_decide_by_the_most_tokens_and_the_least_memory():
     """The most tokens, the least memory: whichever rank is asked."""
     mesh = mesh_of(dp=2, ep=2)
     facts = {0: told(), 1: told(tokens=8192), 2: told(memory=50e9), 3: told()}

@@ -75,7 +75,7 @@ def test_units_and_functions():
     ]  # fmt: skip
 
 
-def test_the_command_and_the_page_have_them(large, capsys):
+def test_the_command_and_the_page_show_symbols(large, capsys):
     ranking, page, _ = large
     asked = ["plan", "deepseek-v3", "--platform", "frontier", "--gpus", "1024", "--explain", "2"]
     assert cli.main(asked) == 0

@@ -336,7 +336,7 @@ def test_a_changed_setting_of_another_module_recompiles(kind, monkeypatch, x):
     assert calls(compiled) == (1, 0, 1)
 
 
-def test_dynamo_guards_them(monkeypatch, x):
+def test_dynamo_guards_attributes(monkeypatch, x):
     monkeypatch.setattr(NAMESPACE, "offset", 0.0)
     model, compiled = pair(x)
     traced = torch.compile(compiled, fullgraph=True, backend="aot_eager")
@@ -358,7 +358,7 @@ def test_dynamo_guards_objects_in_containers(x):
         torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
 
 
-def test_copies_watch_their_own(x):
+def test_copies_watch_their_own_attributes(x):
     model, compiled = pair(x)
     twin = copy.deepcopy(compiled)
     twin.k = 1
@@ -542,7 +542,7 @@ class Optional(Block):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
-def test_parts_that_become_none(x):
+def test_attributes_that_become_none(x):
     model, compiled = pair(x, Optional)
     shared = compiled.shared
     for name, value in (("shared", None), ("bias", None), ("shared", shared)):
@@ -614,7 +614,7 @@ class Configured(Block):
         return super().forward(x) * self.config.names["width"] * len(self.config.parts) + self.config.inner.bias
 
 
-def test_their_check_is_prepared_once(x):
+def test_checks_of_attributes_are_prepared_once(x):
     """What is compared one by one takes a hundred times as long."""
     model, compiled = pair(x, Configured)
     read = compiled.forward._entries[0].attributes

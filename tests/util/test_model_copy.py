@@ -75,7 +75,7 @@ def test_references_to_the_model_become_references_to_the_copy(model):
     assert seen == [ours, inner]
 
 
-def test_closures_that_enclose_themselves_or_nothing():
+def test_recursive_and_empty_closures():
     model = nn.Linear(2, 2)
 
     def build():

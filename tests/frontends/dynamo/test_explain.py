@@ -24,7 +24,7 @@ def tokens(*shape):
 
 
 @pytest.mark.parametrize("shapes", [[(2, 9), (1, 1), (0, 3)], [(1, 1), (2, 9)]])
-def test_a_graph_of_one_token_is_a_note(shapes, caplog):
+def test_a_graph_of_one_token_adds_a_note(shapes, caplog):
     """Where regions of the same name are rewritten in others."""
     caplog.set_level(logging.INFO)
     call = compiled(model("weight_gather"))
@@ -37,7 +37,7 @@ def test_a_graph_of_one_token_is_a_note(shapes, caplog):
     assert len(warned) == (shapes[0] == (1, 1))  # before any other it is news
 
 
-def test_of_one_token_alone():
+def test_explain_of_graphs_of_one_token():
     call = compiled(model("weight_gather"))
     call(tokens(1, 1))
     text = str(moefx.explain(call))
@@ -45,7 +45,7 @@ def test_of_one_token_alone():
     assert "call it with more" in text
 
 
-def test_after_a_reset_of_dynamo():
+def test_explain_after_a_reset_of_dynamo():
     """What was compiled before does not run any more."""
     call = compiled(model("weight_gather"))
     call(x := tokens(2, 9))
@@ -59,7 +59,7 @@ def test_after_a_reset_of_dynamo():
     assert moefx.graph(call, "layers.0.moe")
 
 
-def test_a_second_model_of_a_class():
+def test_explain_of_a_second_model_of_a_class():
     """Dynamo takes the graphs of the first."""
     for which in range(2):
         call = compiled(model("weight_gather"))
@@ -120,7 +120,7 @@ def layer(weights, x):
     return x[:, :-1]
 
 
-def test_a_function():
+def test_explain_of_a_function():
     """It has no modules: its regions are those of the graphs that its lines made, one for each call of them."""
     torch.manual_seed(0)
     weights = {"router": torch.randn(D, 4), "up": torch.randn(4, D, 5), "down": torch.randn(4, 5, D)}
@@ -150,7 +150,7 @@ class Watched(torch.nn.Module):
         return self.moe(x)[0], torch.nn.functional.one_hot(chosen, 4).flatten(0, -2).sum(0)
 
 
-def test_a_graph_that_was_left_as_it_was():
+def test_explain_of_an_unchanged_graph():
     x = torch.randn(20, blocks.D)
     graph = torch.export.export(blocks.Loop(), (x,), strict=False).module()
     assert moefx.rewrite_graph(graph, (x,)) is graph

@@ -236,7 +236,7 @@ def test_buffer_writes_outside_of_a_region_keep_their_order(where):
     assert len(moefx.blocks(call)) == (0 if where == "between" else 1)
 
 
-def test_without_a_region_it_is_the_graph_itself():
+def test_a_graph_without_regions_is_returned():
     gm = exported(torch.nn.Linear(4, 4), torch.randn(3, 4))
     assert moefx.rewrite_graph(gm, (torch.randn(3, 4),)) is gm
 

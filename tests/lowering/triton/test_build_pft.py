@@ -65,7 +65,7 @@ def test_dtypes_of_ids_and_weights(device, dtype, weights_dtype):
 
 
 @pytest.mark.parametrize("num_valid, room", [(0, 0), (1, 1), (40, 40), (97, 97), (97, 50), (40, 0)])
-def test_room_for_the_rows_that_there_are(device, num_valid, room):
+def test_build_pft_allocates_the_valid_rows(device, num_valid, room):
     ids = torch.full((150,), -1)
     ids[torch.randperm(150)[:num_valid]] = torch.randint(6, (num_valid,))
     ids, weights = ids.view(50, 3).int(), torch.rand(50, 3)

@@ -52,7 +52,7 @@ WAYS = {name: (name, keep) for name, keep in (("separate", "h"), ("sliced", "x")
 
 
 @pytest.mark.parametrize("make, name, keep", covering(LINEAR, WAYS, of=1))
-def test_a_played_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep):
+def test_a_replayed_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
     layer, tapes = on(device, make(3, 32, 40), torch.float32), {}
     options = dict(keep=keep, reduce=True)
@@ -197,7 +197,7 @@ def test_a_replay_counts_weights_equally(device, monkeypatch, plays):
     assert counted[0] == counted[1] and counted[0]["stacked_copy"] and plays
 
 
-def test_a_weight_that_the_body_ignores_has_a_zero_gradient_when_played(device, monkeypatch, plays):
+def test_a_replay_gives_ignored_weights_zero_gradients(device, monkeypatch, plays):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
     monkeypatch.setattr(launch_replay, "_tapes", {})
     layer = on(device, LINEAR["weight_before"](3, 32, 40), torch.float32)

@@ -215,7 +215,7 @@ class TestTuning:
             with pytest.raises(InvalidPlan, match=f"MOEFX_AUTOTUNE={setting}: expected seconds"):
                 gpu.config()
 
-    def test_when_time_runs_out(self, gpu, monkeypatch):
+    def test_tuning_stops_when_time_runs_out(self, gpu, monkeypatch):
         monkeypatch.setenv("MOEFX_AUTOTUNE", "2.5")
         first = tuning.find_nearest_config("up", CPU, torch.bfloat16, FAR)[0]
         assert gpu.config() == first and 1 < len(set(gpu.tried)) < len(

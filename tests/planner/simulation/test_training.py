@@ -190,7 +190,7 @@ def test_deterministic_by_seed():
     assert one.seconds == pytest.approx(other.seconds, rel=0.1)
 
 
-def test_threads_are_put_back():
+def test_the_number_of_threads_is_restored():
     before = torch.get_num_threads()
     simulate(*SMALL)
     assert torch.get_num_threads() == before
