@@ -103,19 +103,19 @@ def measure_level(
             times = max(times, _LEAST)
 
 
-def fit_medians(found: Sequence[RepeatedExchange]) -> tuple[float, float]:
+def fit_medians(exchanges: Sequence[RepeatedExchange]) -> tuple[float, float]:
     """Fit (latency in seconds, bytes a second) to the medians."""
-    return fit_link([r.num_bytes for r in found], [r.median for r in found])
+    return fit_link([r.num_bytes for r in exchanges], [r.median for r in exchanges])
 
 
-def measure_spread(found: Sequence[RepeatedExchange]) -> tuple[float, ...]:
+def measure_spread(exchanges: Sequence[RepeatedExchange]) -> tuple[float, ...]:
     """Return the spread of repetitions: seconds over the median of their size, as means of `PARTS` equal parts,
     ascending.
 
     Sizes whose time is mostly latency count only if there are no others, because rows are larger.
     """
-    least = min(r.median for r in found)
-    large = [r for r in found if r.median > 2 * least] or list(found)
+    least = min(r.median for r in exchanges)
+    large = [r for r in exchanges if r.median > 2 * least] or list(exchanges)
     ratios = sorted(s / r.median for r in large for s in r.seconds)
     ends = [round(i * len(ratios) / PARTS) for i in range(PARTS + 1)]
     parts = [ratios[begin:end] for begin, end in itertools.pairwise(ends)]

@@ -168,9 +168,9 @@ def join_networks(measured: Sequence[Network], base: Platform | None, copy: floa
     return (*own, *base.networks[len(own) :])
 
 
-def format_report(found: PlatformResults, made: Platform) -> str:
+def format_report(results: PlatformResults, made: Platform) -> str:
     """Format the measurements, and the errors of the fitted rates."""
-    return "\n".join([*(_format_device(found.device, made) if found.device else []), *map(str, found.exchanges)])
+    return "\n".join([*(_format_device(results.device, made) if results.device else []), *map(str, results.exchanges)])
 
 
 def _format_device(device: DeviceResults, made: Platform) -> list[str]:

@@ -76,25 +76,25 @@ def plot_seconds(names: Sequence[str], parts: Sequence[dict[str, float]]) -> Fig
     return figure
 
 
-def plot_regions(found: Sequence[Region]) -> Figure:
+def plot_regions(regions: Sequence[Region]) -> Figure:
     """Plot maps of the step time, or of the lacking memory for sizes at which no layout fits."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.patches import Rectangle
 
-    times = [cell.best.seconds for region in found for cell in region.cells.values() if cell.best]
+    times = [cell.best.seconds for region in regions for cell in region.cells.values() if cell.best]
     low, high = (min(times), max(times)) if times else (1.0, 1.0)
     norm = LogNorm(low, high if high > low else 2 * low)
-    widths, heights = [len(region.columns) + 1 for region in found], [len(region.rows) + 1 for region in found]
+    widths, heights = [len(region.columns) + 1 for region in regions], [len(region.rows) + 1 for region in regions]
     spaced = ConstrainedLayoutEngine(w_pad=0.1)
     if sum(widths) <= _SIDE_BY_SIDE:
         figure = Figure((sum(widths) * 0.72 + 1.2, max(heights) * 0.5 + 0.6), layout=spaced)
-        all_axes = list(figure.subplots(1, len(found), squeeze=False, width_ratios=widths).flat)
+        all_axes = list(figure.subplots(1, len(regions), squeeze=False, width_ratios=widths).flat)
     else:
         figure = Figure((max(widths) * 0.72 + 1.2, sum(heights) * 0.5 + 0.6), layout=spaced)
-        all_axes = list(figure.subplots(len(found), 1, squeeze=False, height_ratios=heights).flat)
-    for axes, region in zip(all_axes, found, strict=True):
+        all_axes = list(figure.subplots(len(regions), 1, squeeze=False, height_ratios=heights).flat)
+    for axes, region in zip(all_axes, regions, strict=True):
         image = _draw_cells(axes, region, norm)
         for (row, column), cell in region.cells.items():
             if cell.best and cell.best.seconds == low:

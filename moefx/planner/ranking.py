@@ -43,25 +43,25 @@ class Ranking:
 
     Attributes:
         num_ranks: the world size.
-        found: the result of the search.
+        result: the result of the search.
     """
 
     model: Architecture
     platform: Platform
     num_ranks: int
-    found: SearchResult
+    result: SearchResult
 
     @property
     def asked(self) -> SearchRequest:
-        return self.found.asked
+        return self.result.asked
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        return self.found.entries
+        return self.result.entries
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
-        return self.found.rejected
+        return self.result.rejected
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -142,8 +142,8 @@ class Ranking:
             lines += [f"{self.model.name}: {self.model.note}."]
         if not self.platform.is_measured:
             lines += [f"Nobody measured {self.platform.name}: with data sheets, steps are too short and MFUs too high."]
-        if not self.entries and (found := self.fewest()):
-            lines += ["", str(found)]
+        if not self.entries and (fewest := self.fewest()):
+            lines += ["", str(fewest)]
         lines += ["", "rejected"] + [f"  {what}: {why}" for what, why in self.reasons()]
         return "\n".join(lines)
 
@@ -169,7 +169,7 @@ class Ranking:
 
     @property
     def nearest(self) -> Rejected | None:
-        return self.found.nearest
+        return self.result.nearest
 
     def _nothing_fits_message(self) -> str:
         head, nearest = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}", self.nearest

@@ -57,7 +57,7 @@ def search_scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object
             tell(f"{'weak' if is_weak else 'strong'} scaling: {batch} sequences on {ranks} GPUs")
         asked = dataclasses.replace(ranking.asked, batch=batch)
         is_same = (ranks, asked) == (ranking.num_ranks, ranking.asked)
-        other = ranking.found if is_same else search_layouts(ranking.model, ranking.platform, ranks, **vars(asked))
+        other = ranking.result if is_same else search_layouts(ranking.model, ranking.platform, ranks, **vars(asked))
         best = other.entries[0] if other.entries else None
         nearest = other.nearest
         found.append(ScalingPoint(ranks, batch, best, 0.0 if best or not nearest else nearest.lacking))

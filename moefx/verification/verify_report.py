@@ -234,12 +234,12 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def _build_report(found: ModelVerifier, rows: Sequence[Row] = ()) -> VerifyReport:
-    block, broken = found.first or (None, None)
-    notes = tuple(dict.fromkeys(found.notes))
+def _build_report(verifier: ModelVerifier, rows: Sequence[Row] = ()) -> VerifyReport:
+    block, broken = verifier.first or (None, None)
+    notes = tuple(dict.fromkeys(verifier.notes))
     return VerifyReport(
-        (*rows, *found.rows), tuple(found.routing), block, broken, notes, tuple(found.covered),
-        tuple(dict.fromkeys(found.not_covered)),
+        (*rows, *verifier.rows), tuple(verifier.routing), block, broken, notes, tuple(verifier.covered),
+        tuple(dict.fromkeys(verifier.not_covered)),
     )  # fmt: skip
 
 
