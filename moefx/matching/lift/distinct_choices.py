@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -26,12 +26,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
-from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
+from ...capture.op_sets import SHAPE_ONLY
 from ..graph_nodes import SELECTION_DIMS, collect_numbers, get_argument, is_random, op_name, position_axis
 from ..integer_ranges import find_token_sizes
-from ..terms.term import MASKED
 from .canonical_form import CanonicalForm
 from .expert_index import enumerate_slot_views
+from .score_masks import Derivation, find_masks, scatter_positions
 
 MOVES = {
     "_unsafe_view", "cat", "constant_pad_nd", "expand", "flatten", "flip", "permute", "repeat", "reshape", "roll",
@@ -46,25 +46,6 @@ _SHAPE_ARGS = {
     "view": 2, "zeros": 1,
 }  # fmt: skip
 _MAX_DERIVATIONS = 8
-_PASSED_ON = {"_to_copy", "alias", "clone", "detach"}
-_SOFTMAX = {"_log_softmax", "_softmax", "log_softmax", "softmax"}
-_NOT_LOW = {"_softmax", "exp", "relu", "sigmoid", "softmax", "softplus", "tanh"}
-_COMBINED = {"add", "div", "mul", "neg", "sub", *_PASSED_ON}
-
-
-class _Derivation(NamedTuple):
-    """The elements of an integer tensor as functions of variables.
-
-    Attributes:
-        variable: the variable on which each element depends; 0 if it is constant.
-        values: the element at each of the N positions that the variable can hold.
-    """
-
-    variable: torch.Tensor  # int64 [*shape]
-    values: torch.Tensor  # [N, *shape]
-
-    def at(self, position: int) -> torch.Tensor:
-        return self.values[min(position, len(self.values) - 1)]
 
 
 def has_distinct_slots(
@@ -80,7 +61,7 @@ def has_distinct_slots(
     if form.slots < 2 or "m" in form.expert_index.axes:
         return True
     known = _Derivations(form.capture, [other.capture for other in others], follows_masks)
-    slots: list[list[_Derivation]] = []
+    slots: list[list[Derivation]] = []
     for ref in form.expert_index.columns or (form.expert_index,):
         derivations = known.derive(ref.node)
         if derivations is None:
@@ -91,7 +72,7 @@ def has_distinct_slots(
         ]
         for k in range(read[0][0].shape[1]):
             slots.append(
-                [_Derivation(variable[:, k], torch.stack([v[:, k] for v in values])) for variable, *values in read]
+                [Derivation(variable[:, k], torch.stack([v[:, k] for v in values])) for variable, *values in read]
             )
     among = torch.tensor(sorted(experts))
     return not any(
@@ -122,12 +103,12 @@ class _Derivations:
         if capture.sizes.leaks or capture.sizes.leaked_routing:
             own_numbers, *other_numbers = (collect_numbers(c.nodes) for c in (capture, *others))
             self._fixed = {at: n for at, n in own_numbers.items() if all(n == other.get(at) for other in other_numbers)}
-        self._known: dict[fx.Node, list[_Derivation] | None] = {}
-        self._same: dict[str, list[_Derivation] | None] = {}  # by op and arguments: it selects the same again
+        self._known: dict[fx.Node, list[Derivation] | None] = {}
+        self._same: dict[str, list[Derivation] | None] = {}  # by op and arguments: it selects the same again
         self._rows = torch.zeros(1, dtype=torch.int64)  # by variable: its row
         self._sizes = torch.ones(1, dtype=torch.int64)  # by variable: the number of positions
 
-    def may_coincide(self, a: _Derivation, b: _Derivation, among: torch.Tensor) -> bool:
+    def may_coincide(self, a: Derivation, b: Derivation, among: torch.Tensor) -> bool:
         """Return whether two slots ([T] variables and [N, T] values each) can hold one of these numbers together."""
         counts, is_at = zip(*(self._count_positions(derivation, among) for derivation in (a, b)), strict=True)
         if counts[0] is None or counts[1] is None:
@@ -140,9 +121,7 @@ class _Derivations:
         found = [(is_same, both), (is_beside, counts[0] * counts[1] - both), (is_apart, counts[0] * counts[1])]
         return any(bool(tokens.any() and pairs.any()) for tokens, pairs in found)
 
-    def _count_positions(
-        self, derivation: _Derivation, among: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def _count_positions(self, derivation: Derivation, among: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Count the positions at which a slot is each of these numbers.
 
         Returns:
@@ -155,7 +134,7 @@ class _Derivations:
         return (is_at.sum(0) if is_uniform else None), is_at
 
     # ------------------------------------------------------------------ derivations of nodes
-    def derive(self, node: fx.Node) -> list[_Derivation] | None:
+    def derive(self, node: fx.Node) -> list[Derivation] | None:
         """Return the possible derivations of a node, or None if some element has none."""
         stack = [node]
         while stack:
@@ -170,7 +149,7 @@ class _Derivations:
                         self._known[n] = self._same.setdefault(_describe_run(n), self._known[n])
         return self._known[node]
 
-    def _derive_node(self, node: fx.Node) -> list[_Derivation] | None:
+    def _derive_node(self, node: fx.Node) -> list[Derivation] | None:
         val: torch.Tensor = node.meta["val"]
         if self._depends_on_sizes(node):
             return None
@@ -201,7 +180,7 @@ class _Derivations:
             return False
         return any(self._fixed.get(at) is None for at in collect_numbers([_producer(node)]))
 
-    def _derive_selection(self, node: fx.Node, shape: torch.Size) -> _Derivation | None:
+    def _derive_selection(self, node: fx.Node, shape: torch.Size) -> Derivation | None:
         """Derive the result of a selection among scores, or among different numbers."""
         name, producer = op_name(node), _producer(node)
         if not producer.all_input_nodes or not shape:
@@ -234,11 +213,11 @@ class _Derivations:
             self._join_earlier(found, producer.args[0], among)
         return found
 
-    def _join_earlier(self, found: _Derivation, scores: fx.Node, axis: int) -> None:
+    def _join_earlier(self, found: Derivation, scores: fx.Node, axis: int) -> None:
         """Add new variables to the row of earlier ones, if the scores at these are masked before the selection."""
         axis, shape = axis % scores.meta["val"].dim(), scores.meta["val"].shape
         is_one = found.variable.dim() < len(shape) or found.variable.shape[axis] == 1
-        masks = self._find_masks(scores, is_one)
+        masks = find_masks(scores, is_one, self._derive_only)
         if sum(int(mask.values.sum(axis + 1).max()) for mask in masks) >= shape[axis]:
             return  # every score may be masked
         rows, earlier = None, []
@@ -259,66 +238,11 @@ class _Derivations:
         rows = rows if found.variable.dim() == len(shape) else rows.squeeze(axis)
         self._rows[found.variable] = rows.expand(found.variable.shape)
 
-    def _find_masks(self, scores: fx.Node, is_one: bool) -> list[_Derivation]:
-        """Find the masked scores, as functions of earlier variables. Empty if other scores may be as low.
-
-        Args:
-            is_one: whether a single score is selected. The second largest probability may be 0, like masked ones.
-        """
-        found: list[_Derivation] = []
-        node: Any = scores
-        while isinstance(node, fx.Node) and node.op == "call_function":
-            name, args = op_name(node), node.args
-            if name in _PASSED_ON or (name in _SOFTMAX and is_one and not found):
-                node = args[0]
-                continue
-            several: list[_Derivation | None] = []
-            earlier: Any = args[0]
-            if name == "masked_fill" and _is_low(args[2]):
-                several = [self._derive_only(args[1])]
-            elif name == "where" and len(args) == 3 and _is_low(args[1]):
-                several, earlier = [self._derive_only(args[0])], args[2]
-            elif name == "where" and len(args) == 3 and _is_low(args[2]):
-                derivation, earlier = self._derive_only(args[0]), args[1]
-                several = [derivation and derivation._replace(values=derivation.values == 0)]
-            elif name == "scatter" and _is_low(args[3]):
-                several = [
-                    _scatter_positions(derivation, args[1], node.meta["val"].shape)
-                    for derivation in self._derive_columns(args[2], args[1])
-                ]
-            elif name == "index_put" and _is_low(args[2]):
-                index = _find_row_index(node)
-                derivation = self._derive_only(index) if index is not None else None
-                several = [
-                    derivation
-                    and _scatter_positions(
-                        _Derivation(derivation.variable[..., None], derivation.values[..., None]),
-                        -1,
-                        node.meta["val"].shape,
-                    )
-                ]
-            else:
-                break
-            if not several or None in several:
-                return []
-            found += [_Derivation(one.variable, one.values != 0) for one in several if one is not None]
-            node = earlier
-        return [] if _may_be_low(node) else found
-
-    def _derive_columns(self, node: Any, axis: int) -> list[_Derivation]:
-        """Derive the entries at each index along an axis."""
-        derivation = self._derive_only(node)
-        if derivation is None:
-            return []
-        axis %= derivation.variable.dim()
-        parts = zip(derivation.variable.split(1, axis), derivation.values.split(1, axis + 1), strict=True)
-        return [_Derivation(variable, values) for variable, values in parts]
-
-    def _derive_only(self, node: Any) -> _Derivation | None:
+    def _derive_only(self, node: Any) -> Derivation | None:
         derivations = self.derive(node) if isinstance(node, fx.Node) and _holds_integers(node) else None
         return derivations[0] if derivations is not None and len(derivations) == 1 else None
 
-    def _add_variables(self, axis: int | None, values: torch.Tensor) -> _Derivation:
+    def _add_variables(self, axis: int | None, values: torch.Tensor) -> Derivation:
         """Add variables with these values by position. If `axis` is given, variables along it share a row."""
         variable = len(self._rows) + torch.arange(values[0].numel()).view(values.shape[1:])
         rows = (
@@ -326,9 +250,9 @@ class _Derivations:
         )  # named after its first variable
         self._rows = torch.cat([self._rows, rows.flatten()])
         self._sizes = torch.cat([self._sizes, torch.full((variable.numel(),), len(values))])
-        return _Derivation(variable, values)
+        return Derivation(variable, values)
 
-    def _reselect(self, node: Any, axis: int, shape: torch.Size) -> _Derivation | None:
+    def _reselect(self, node: Any, axis: int, shape: torch.Size) -> Derivation | None:
         """Derive a selection without replacement among different numbers."""
         derivation, along = self._find_distinct(node, axis), axis % len(shape)
         if derivation is None or any(
@@ -338,7 +262,7 @@ class _Derivations:
         first = derivation.values.narrow(along + 1, 0, 1)
         return self._add_variables(axis, first.expand(len(first), *shape))
 
-    def _find_distinct(self, node: Any, axis: int) -> _Derivation | None:
+    def _find_distinct(self, node: Any, axis: int) -> Derivation | None:
         """Return the derivation of a node if its numbers differ along an axis, as one function of the position."""
         derivations = self._known.get(node)
         if derivations is None or len(derivations) != 1 or not derivations[0].variable.dim():
@@ -348,19 +272,19 @@ class _Derivations:
         are_distinct = bool(variable.sort(axis).values.diff(dim=axis).all() and values.sort(0).values.diff(dim=0).all())
         return derivations[0] if is_aligned and are_distinct and variable.all() else None
 
-    def _derive_branches(self, val: torch.Tensor, branches: list[Any]) -> list[_Derivation] | None:
+    def _derive_branches(self, val: torch.Tensor, branches: list[Any]) -> list[Derivation] | None:
         """Derive a `where` with an unknown mask: the derivations of both branches."""
-        found: list[_Derivation] = []
+        found: list[Derivation] = []
         for branch in branches:
             derivations = self._known[branch] if isinstance(branch, fx.Node) else [_constant(torch.tensor(branch))]
             if derivations is None or len(found) + len(derivations) > _MAX_DERIVATIONS:
                 return None
             for variable, values in derivations:
                 values = values.view(len(values), *[1] * (val.dim() - values.dim() + 1), *values.shape[1:])
-                found.append(_Derivation(variable.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype)))
+                found.append(Derivation(variable.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype)))
         return found
 
-    def _derive_computation(self, node: fx.Node) -> list[_Derivation] | None:
+    def _derive_computation(self, node: fx.Node) -> list[Derivation] | None:
         """Derive an op that moves numbers, or computes with those of one variable."""
         by = _producer(node)
         name, inputs = op_name(by), by.all_input_nodes
@@ -369,9 +293,9 @@ class _Derivations:
             base, index = (self._known[a] for a in by.args[:3:2])
             if len(base) != 1 or len(index) != 1 or bool(base[0].variable.any()):
                 return None
-            at = _scatter_positions(index[0], by.args[1], node.meta["val"].shape)
+            at = scatter_positions(index[0], by.args[1], node.meta["val"].shape)
             put = torch.tensor(by.args[3], dtype=node.meta["val"].dtype)
-            return at and [_Derivation(at.variable, torch.where(at.values, put, base[0].values[0]))]
+            return at and [Derivation(at.variable, torch.where(at.values, put, base[0].values[0]))]
         looks_up, moves = name in _GATHERS, name in MOVES | _SPLITS
         computes = name in _POINTWISE or torch.Tag.pointwise in getattr(by.target, "tags", ())
         if not (looks_up or moves or computes) or is_random(by) or len(several) < len(inputs):
@@ -398,66 +322,13 @@ class _Derivations:
                 variable = _call(node, {a: derivation.variable for a, derivation in given.items()}, padding=0)
             if variable is None:
                 return None
-            found.append(_Derivation(variable, values))
+            found.append(Derivation(variable, values))
         return found
 
     def _is_at_constants(self, node: fx.Node) -> bool:
         indices: list[fx.Node] = []
         fx.node.map_arg((node.args[1:], node.kwargs), indices.append)
         return bool(indices) and all(_is_constant(a) and self._known[a] is not None for a in indices)
-
-
-def _may_be_low(node: Any) -> bool:
-    """Return whether the program itself may make scores as low as masked ones."""
-    stack, seen = [node], set()
-    while stack:
-        n = stack.pop()
-        if not isinstance(n, fx.Node) or n in seen:
-            continue
-        seen.add(n)
-        name = op_name(n)
-        is_made = n.op == "call_function" and (n.target in CONTRACTIONS or name in _NOT_LOW or is_random(n))
-        if is_made or (n.op == "get_attr" and n.meta["kind"] == "param"):
-            continue
-        if name not in _COMBINED:
-            return True
-        stack += n.all_input_nodes
-    return False
-
-
-def _is_low(value: Any) -> bool:
-    """Return whether a number masks the score that it replaces."""
-    while isinstance(value, fx.Node) and op_name(value) in ("_to_copy", "detach", "lift_fresh"):
-        value = value.args[0]
-    if isinstance(value, fx.Node) and op_name(value) in ("full", "full_like", "scalar_tensor"):
-        value = value.args[0 if op_name(value) == "scalar_tensor" else 1]
-    elif isinstance(value, fx.Node) and value.op == "get_attr" and value.meta["literal"]:
-        original = value.meta.get("concrete", value.meta.get("original"))
-        value = float(original) if isinstance(original, torch.Tensor) and original.numel() == 1 else 0
-    return type(value) in (int, float) and value <= MASKED
-
-
-def _scatter_positions(index: _Derivation | None, axis: int, shape: torch.Size) -> _Derivation | None:
-    """Derive the mask of the entries that a write at one index along an axis changes."""
-    if index is None or index.variable.dim() != len(shape) or index.variable.shape[axis] != 1:
-        return None
-    axis %= len(shape)
-    if any(n != m for i, (n, m) in enumerate(zip(index.variable.shape, shape, strict=True)) if i != axis):
-        return None
-    indices = torch.arange(shape[axis]).view(-1, *[1] * (len(shape) - axis - 1))
-    return _Derivation(index.variable.expand(shape), (index.values % shape[axis]) == indices)
-
-
-def _find_row_index(node: fx.Node) -> fx.Node | None:
-    """Return `index` of `scores[torch.arange(n), index] = number`."""
-    indices, shape = node.args[1], node.args[0].meta["val"].shape
-    if len(indices) != len(shape) or len(shape) != 2 or not all(isinstance(i, fx.Node) for i in indices):
-        return None
-    rows, index = indices
-    while op_name(rows) == "detach":
-        rows = rows.args[0]
-    is_each = not rows.all_input_nodes and torch.equal(rows.meta["val"], torch.arange(shape[0]))
-    return index if is_each and index.meta["val"].shape == shape[:1] else None
 
 
 def _describe_run(node: fx.Node) -> str:
@@ -487,11 +358,11 @@ def _is_constant(node: fx.Node) -> bool:
     return is_made and not is_random(node) and "empty" not in op_name(node)
 
 
-def _constant(val: torch.Tensor) -> _Derivation:
-    return _Derivation(torch.zeros(val.shape, dtype=torch.int64), val[None])
+def _constant(val: torch.Tensor) -> Derivation:
+    return Derivation(torch.zeros(val.shape, dtype=torch.int64), val[None])
 
 
-def _max_positions(derivations: Iterable[_Derivation]) -> int:
+def _max_positions(derivations: Iterable[Derivation]) -> int:
     return max((len(derivation.values) for derivation in derivations), default=0)
 
 
