@@ -5,13 +5,27 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import sys
 from typing import Any
 
 import torch
 from torch import nn
 
-from .idle_names import Names, name_of, root_name
+from .idle_calls import (
+    CONTAINERS,
+    EMPTIES,
+    FILLS,
+    LOGS,
+    OF_ANY_ITEM,
+    OF_NUMBERS,
+    OPERATOR_NAMES,
+    PLAIN_CALLS,
+    PURE,
+    READS,
+    belongs_to_torch,
+    is_pure,
+    is_terminal,
+)
+from .idle_names import Names, find_len_argument, name_of, root_name
 from .idle_values import (
     BOX,
     BOXES,
@@ -36,25 +50,6 @@ from .idle_values import (
 )
 from .routed_numbers import is_emptiness_test
 
-CONTAINERS = {
-    "list", "tuple", "sorted", "set", "frozenset", "enumerate", "zip", "reversed", "iter", "dict", "deque", "map",
-    "filter", "chain", "islice", "Counter", "defaultdict", "OrderedDict", "takewhile", "dropwhile", "accumulate",
-    "pairwise", "product",
-}  # fmt: skip
-_FILLS = {"append", "add", "insert", "appendleft", "extend", "update", "setdefault", "extendleft", "__setitem__"}
-_EMPTIES = {"pop", "popleft", "popitem", "remove", "discard", "clear"}
-_LOGS = {"debug", "info", "warning", "error", "log", "warn", "critical", "exception"}
-_OF_ANY_ITEM = {"dtype", "device", "shape", "size", "dim", "ndim", "new_zeros", "new_empty", "new_full", "new_ones"}
-_COMPARISONS = {"Eq": "eq", "NotEq": "ne", "Gt": "gt", "LtE": "le", "GtE": "ge", "Lt": "lt"}
-_READS = {"copy", "count", "get", "index", "items", "keys", "reverse", "sort", "values"}
-_PURE_MODULES = ("math", "operator", "_operator", "einops", "copy")
-_PLAIN_CALLS = {
-    "len", "int", "float", "bool", "str", "abs", "round", "any", "all", "min", "max", "sum", "repr", "hash", "ord",
-    "chr", "isinstance", "hasattr", "divmod", "pow", "next", "range", "format", "bin",
-}  # fmt: skip
-_PURE = _PLAIN_CALLS - {"next"} | {"type", "slice", "getattr", "super", "complex", "callable", "id"}
-_OF_NUMBERS = {"min", "max", "abs", "sum", "round", "divmod", "pow", "int", "len"}  # results may be symbolic
-
 
 class Expressions(Names):
     """The expressions of one function."""
@@ -65,7 +60,7 @@ class Expressions(Names):
             return max(self.test(node.operand, env), self.find_own_test(node))
         if isinstance(node, ast.BoolOp):
             return max([self.test(v, env) for v in node.values] + [self.find_own_test(node)])
-        container = _find_len_argument(node)
+        container = find_len_argument(node)
         if container is not None and node not in self.events and self.value(container, env).kind == BOX:
             return BY_OUTCOME  # the truth of a length is that of its container
         value = self.value(node, env)
@@ -100,7 +95,7 @@ class Expressions(Names):
             return event
         if name in ("min", "max", "sorted", "sort", "topk"):  # their results are routed numbers or tensors
             return Value()
-        is_made = name in _PLAIN_CALLS or name in ("index", "count", "remove", "list")
+        is_made = name in PLAIN_CALLS or name in ("index", "count", "remove", "list")
         return Value(PLAIN, CONSTANT) if is_made and name != "bool" else event
 
     def _constant_(self, node: ast.Constant, env: Env) -> Value:
@@ -111,7 +106,7 @@ class Expressions(Names):
 
     def _attribute_(self, node: ast.Attribute, env: Env) -> Value:
         value = self.value(node.value, env)
-        if value.kind == PLAIN and node.attr in _OF_ANY_ITEM:
+        if value.kind == PLAIN and node.attr in OF_ANY_ITEM:
             return Value()
         if value.kind in (PLAIN, TEST):
             return value
@@ -211,8 +206,8 @@ class Expressions(Names):
             return Value(TEST, CONSTANT)
         if len(others) == 1 and op in ("In", "NotIn") and not left.kind and others[0].kind in (BOX, BOXES):
             return Value(TEST, CONSTANT)
-        container, number = _find_len_argument(node.left), node.comparators[0]
-        is_emptiness = isinstance(number, ast.Constant) and is_emptiness_test(_COMPARISONS.get(op, ""), number.value)
+        container, number = find_len_argument(node.left), node.comparators[0]
+        is_emptiness = isinstance(number, ast.Constant) and is_emptiness_test(OPERATOR_NAMES.get(op, ""), number.value)
         if is_emptiness and len(others) == 1 and container is not None and self.value(container, env).kind == BOX:
             return Value(TEST, CONSTANT)
         if len(others) == 1 and sorted((left.kind, others[0].kind)) == ["", TEST]:
@@ -318,17 +313,17 @@ class Expressions(Names):
                 return Value("", TENSOR)
             if (found := self.call(function, values, self.tested, env)) is not None:
                 return found
-        if kinds or (self.tested and not _is_pure(function)):
+        if kinds or (self.tested and not is_pure(function)):
             self.escape(node)  # the function may keep its arguments
         return Value()
 
     def _is_log(self, node: ast.Call, name: str) -> bool:
         """Return whether a call writes to a log or to the terminal, which the block cannot read."""
         if name == "print":
-            return all(_is_terminal(self.object_of(k.value)) for k in node.keywords if k.arg == "file")
+            return all(is_terminal(self.object_of(k.value)) for k in node.keywords if k.arg == "file")
         if not isinstance(node.func, ast.Attribute):
             return False
-        return name in _LOGS or (name == "write" and _is_terminal(self.object_of(node.func.value)))
+        return name in LOGS or (name == "write" and is_terminal(self.object_of(node.func.value)))
 
     def _gives_tensors(self, node: ast.Call, function: Any, kinds: set[str], env: Env) -> bool:
         """Return whether a call is of torch, a submodule, or a tensor's method, which keep nothing in Python."""
@@ -344,12 +339,12 @@ class Expressions(Names):
 
     def _builtin(self, node: ast.Call, name: str, values: list[Value], kinds: set[str]) -> Value:
         is_fresh = name == "next" and isinstance(node.args[0], ast.GeneratorExp)
-        if self.tested and name not in _PURE and name not in CONTAINERS and not is_fresh:
+        if self.tested and name not in PURE and name not in CONTAINERS and not is_fresh:
             self.escape(node)  # `next(iterator)`, `setattr(...)`
         if not kinds:
             is_list = name in CONTAINERS
-            is_number = name in _OF_NUMBERS and any(v.type != CONSTANT for v in values)
-            return Value("", LIST if is_list else CONSTANT if name in _PLAIN_CALLS and not is_number else UNKNOWN)
+            is_number = name in OF_NUMBERS and any(v.type != CONSTANT for v in values)
+            return Value("", LIST if is_list else CONSTANT if name in PLAIN_CALLS and not is_number else UNKNOWN)
         if kinds == {LOAD} and name not in CONTAINERS and name != "range":
             return Value(LOAD, CONSTANT)
         type_ = CONSTANT if any(v.type == CONSTANT for v in values if v.kind) else UNKNOWN
@@ -370,12 +365,12 @@ class Expressions(Names):
         owner = node.func.value  # type: ignore[attr-defined]
         value = self.value(owner, env)
         is_container = value.kind in (BOX, TESTS, BOXES) or value.type == LIST
-        if is_container and name in _FILLS:
+        if is_container and name in FILLS:
             is_decided = owner in self.events or node in self.events or (name in ("extend", "update") and BOX in kinds)
             if self.tested or kinds or is_decided:
                 self.mark(owner, env, values[-1] if values else Value(), is_decided)
             return Value("", NONE)
-        if is_container and name in _EMPTIES:
+        if is_container and name in EMPTIES:
             if self.tested or kinds:
                 self.mark(owner, env, Value("", value.type))
             is_same_iteration = self.tested or not value.kind
@@ -387,10 +382,10 @@ class Expressions(Names):
         if value.type == CONSTANT and not value.kind:  # a string's method
             return Value(PLAIN if kinds - {OPTION} else "", CONSTANT)
         if value.type == LIST and not value.kind:
-            if self.tested and name not in _READS:
+            if self.tested and name not in READS:
                 self.escape(node)
             return None if kinds else Value()
-        if value.kind == PLAIN and name not in _OF_ANY_ITEM:
+        if value.kind == PLAIN and name not in OF_ANY_ITEM:
             return Value(PLAIN, value.type)
         return None
 
@@ -399,22 +394,3 @@ class Expressions(Names):
             if isinstance(child, ast.expr):
                 self.value(child, env)
         return Value()
-
-
-def belongs_to_torch(function: Any) -> bool:
-    return (getattr(function, "__module__", None) or "").split(".")[0] in ("torch", "torchvision")
-
-
-def _is_terminal(held: Any) -> bool:
-    return any(held is stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
-
-
-def _is_pure(function: Any) -> bool:
-    """Return whether a function keeps nothing. A constructor counts, as its object is dropped unless it is stored."""
-    module = (getattr(function, "__module__", None) or "").split(".")[0]
-    return isinstance(function, type) or module in _PURE_MODULES
-
-
-def _find_len_argument(node: ast.AST) -> ast.AST | None:
-    """Return the argument of `len` in an expression; None if it is no call of `len`."""
-    return node.args[0] if isinstance(node, ast.Call) and name_of(node.func) == "len" and node.args else None

@@ -21,7 +21,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .idle_expressions import Expressions, belongs_to_torch
+from .idle_calls import belongs_to_torch
+from .idle_expressions import Expressions
 from .idle_names import root_name
 from .idle_values import (
     BOX,

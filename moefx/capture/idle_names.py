@@ -209,3 +209,8 @@ def root_name(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute):
         node = node.value
     return getattr(node, "id", "")
+
+
+def find_len_argument(node: ast.AST) -> ast.AST | None:
+    """Return the argument of `len` in an expression; None if it is no call of `len`."""
+    return node.args[0] if isinstance(node, ast.Call) and name_of(node.func) == "len" and node.args else None
