@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..errors import InvalidInput, summarize_error
 from .casts import NoCopies
 from .decisions import largest_magnitude
-from .policy import Pair, Row, Tolerance, judge, judge_all, tolerance
+from .numeric_precision import Perturbation, disable_autocast, find_common_dtype, find_working_precision
+from .policy import Pair, Row, Tolerance, fill_missing_gradient, judge, judge_all, tolerance
 from .routing_tape import AlignMode, CannotReplay, RecordingMode, ReplayMode, RoutingRow, Scope, Tape
 from .sandbox import (
     SECOND_BACKWARD,
@@ -27,7 +28,6 @@ from .sandbox import (
     RunOptions,
     call_module,
     execute,
-    leaves,
     make_sandbox,
 )
 from .work_count import WorkCount
@@ -266,7 +266,7 @@ class CallChain:
             return original
         run, why = None, "it does not run on another rank"
         try:
-            with _disable_autocast():  # autocast would round the truth
+            with disable_autocast():  # autocast would round the truth
                 run = self._run_sandbox(
                     "truth", lambda call: ReplayMode(call.tape, self.scope, promote=True), self.subject.exact
                 )
@@ -287,7 +287,7 @@ class CallChain:
 
     def _run_noise(self, seed: int) -> Run | None:
         """Run the original on weights and inputs perturbed by the allowed rounding; None if it cannot be replayed."""
-        moved = _Perturbation(self.subject.working, 2 * self.call.tol.floor, seed)
+        moved = Perturbation(self.subject.working, 2 * self.call.tol.floor, seed)
         self._boxes.pop("noise", None)
         try:
             return self._run_sandbox(
@@ -362,7 +362,7 @@ class CallChain:
                 note = "only in the original" if key in original.values else "only in the compiled model"
                 rows.append(dataclasses.replace(row, error=math.inf, note=note))
                 continue
-            ours, theirs = _fill_missing_gradient(compiled.values[key], original.values[key])
+            ours, theirs = fill_missing_gradient(compiled.values[key], original.values[key])
             if ours is None or theirs is None:
                 continue  # no gradient in either
             exact = [run.values.get(key) for run in (truth, *(noise or ()))]
@@ -391,60 +391,3 @@ def _has_zeros_alone(original: Run, compiled: Run, key: Key) -> bool:
     """
     ours, theirs = compiled.values.get(key), original.values.get(key)
     return ours is not None and theirs is not None and bool(ours) and not bool(theirs)
-
-
-class _Perturbation:
-    """Multiplies parameters and inputs by (1 + amplitude * u), with u uniform in [-1, 1]."""
-
-    def __init__(self, casts: Casts, amplitude: float, seed: int):
-        self.casts, self.amplitude = casts, amplitude
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def perturb(self, t: Tensor) -> Tensor:
-        u = torch.rand(t.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
-        return (t.detach().double() * (1 + self.amplitude * u.to(t.device))).to(t.dtype)
-
-    def __call__(self, p: nn.Parameter) -> nn.Parameter:
-        p = self.casts(p)
-        return nn.Parameter(self.perturb(p), requires_grad=p.requires_grad) if p.is_floating_point() else p
-
-
-def find_working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> tuple[torch.dtype, int]:
-    """Return the lowest precision among parameters, inputs and autocast, and the length of the longest reduction.
-
-    Reductions run over the widest dimension of a parameter or, in weight gradients, over the tokens.
-    """
-    given = [t for _, t in leaves(inputs) if isinstance(t, Tensor)]
-    parameters = list(module.parameters())
-    device = next((t.device.type for t in (*parameters, *given)), "cpu")
-    found = {t.dtype for t in (*parameters, *given) if t.is_floating_point()} if dtype is None else {dtype}
-    if torch.is_autocast_enabled(device) and found != {torch.float64}:  # autocast ignores float64
-        found.add(torch.get_autocast_dtype(device))
-    num_tokens = [t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim > 1 else 1) for t in given if t.numel()]
-    length = max([n for p in parameters for n in p.shape] + num_tokens, default=1)
-    return max(found or {torch.float32}, key=lambda d: torch.finfo(d).eps), length
-
-
-def find_common_dtype(module: nn.Module, inputs: Inputs) -> torch.dtype | None:
-    """Return the dtype of all floating-point parameters, buffers and inputs; None if they have several."""
-    every = (*module.parameters(), *module.buffers(), *(t for _, t in leaves(inputs) if isinstance(t, Tensor)))
-    found = {t.dtype for t in every if t.is_floating_point()}
-    return found.pop() if len(found) == 1 else None
-
-
-def _fill_missing_gradient(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Replace a missing gradient by zeros if the other is there, as for experts without tokens."""
-    if a is None and b is not None:
-        return torch.zeros_like(b), b
-    if b is None and a is not None:
-        return a, torch.zeros_like(a)
-    return a, b
-
-
-@contextlib.contextmanager
-def _disable_autocast() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        accelerator = torch.accelerator.current_accelerator()
-        for kind in ("cpu", *([accelerator.type] if accelerator else [])):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield

@@ -271,3 +271,12 @@ def _match_finiteness(a: Tensor, b: Tensor) -> Tensor:
 
 def _describe(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
+def fill_missing_gradient(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Replace a missing gradient by zeros if the other is there, as for experts without tokens."""
+    if a is None and b is not None:
+        return torch.zeros_like(b), b
+    if b is None and a is not None:
+        return a, torch.zeros_like(a)
+    return a, b

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.comparison.compare import Comparison, Subject, compare, find_working_precision
+from moefx.comparison.compare import Comparison, Subject, compare
+from moefx.comparison.numeric_precision import find_working_precision
 from moefx.comparison.sandbox import Casts, RunOptions
 from moefx.errors import InvalidInput
 from tests.verification.models import FAULTS, Plain, pair

@@ -1,0 +1,60 @@
+"""The precision of a model and its inputs, and perturbations of the size of its rounding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .sandbox import Casts, Inputs, leaves
+
+
+class Perturbation:
+    """Multiplies parameters and inputs by (1 + amplitude * u), with u uniform in [-1, 1]."""
+
+    def __init__(self, casts: Casts, amplitude: float, seed: int):
+        self.casts, self.amplitude = casts, amplitude
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def perturb(self, t: Tensor) -> Tensor:
+        u = torch.rand(t.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+        return (t.detach().double() * (1 + self.amplitude * u.to(t.device))).to(t.dtype)
+
+    def __call__(self, p: nn.Parameter) -> nn.Parameter:
+        p = self.casts(p)
+        return nn.Parameter(self.perturb(p), requires_grad=p.requires_grad) if p.is_floating_point() else p
+
+
+def find_working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype | None) -> tuple[torch.dtype, int]:
+    """Return the lowest precision among parameters, inputs and autocast, and the length of the longest reduction.
+
+    Reductions run over the widest dimension of a parameter or, in weight gradients, over the tokens.
+    """
+    given = [t for _, t in leaves(inputs) if isinstance(t, Tensor)]
+    parameters = list(module.parameters())
+    device = next((t.device.type for t in (*parameters, *given)), "cpu")
+    found = {t.dtype for t in (*parameters, *given) if t.is_floating_point()} if dtype is None else {dtype}
+    if torch.is_autocast_enabled(device) and found != {torch.float64}:  # autocast ignores float64
+        found.add(torch.get_autocast_dtype(device))
+    num_tokens = [t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim > 1 else 1) for t in given if t.numel()]
+    length = max([n for p in parameters for n in p.shape] + num_tokens, default=1)
+    return max(found or {torch.float32}, key=lambda d: torch.finfo(d).eps), length
+
+
+def find_common_dtype(module: nn.Module, inputs: Inputs) -> torch.dtype | None:
+    """Return the dtype of all floating-point parameters, buffers and inputs; None if they have several."""
+    every = (*module.parameters(), *module.buffers(), *(t for _, t in leaves(inputs) if isinstance(t, Tensor)))
+    found = {t.dtype for t in every if t.is_floating_point()}
+    return found.pop() if len(found) == 1 else None
+
+
+@contextlib.contextmanager
+def disable_autocast() -> Iterator[None]:
+    """Turn autocast off on the CPU and the accelerator."""
+    with contextlib.ExitStack() as stack:
+        accelerator = torch.accelerator.current_accelerator()
+        for kind in ("cpu", *([accelerator.type] if accelerator else [])):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
