@@ -116,6 +116,19 @@ class Flow(Expressions):
 
     _nonlocal = _global
 
+    def _classdef(self, s: ast.ClassDef, env: Env) -> Env:
+        if self.tested or any(node in self.events for node in ast.walk(s)):
+            self.escape(s)  # a class keeps what its body assigns
+        return env
+
+    def _functiondef(self, s: ast.FunctionDef | ast.AsyncFunctionDef, env: Env) -> Env:
+        for default in (*s.args.defaults, *s.args.kw_defaults):
+            if default is not None and self.value(default, env).kind:
+                self.escape(default)  # kept until the function is called
+        return env
+
+    _asyncfunctiondef = _functiondef
+
     def _if(self, s: ast.If, env: Env) -> Env | None:
         return self.branches(self.test(s.test, env), [s.body, s.orelse], env)
 

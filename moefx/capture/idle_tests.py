@@ -90,14 +90,15 @@ class _Code:
                 place = node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0
                 if isinstance(node, ast.expr) or place not in self.at:
                     self.at[place] = node
+            inner: list[ast.AST] = []  # defaults and decorators run in the outer function
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 first = min([node.lineno, *[d.lineno for d in node.decorator_list]])
                 self.functions.setdefault(first, []).append(node)
-                owner = node
+                inner = [*node.body]
             if isinstance(node, ast.Lambda):
                 self.functions.setdefault(node.lineno, []).append(node)
-                owner = node
-            stack += [(child, owner) for child in ast.iter_child_nodes(node)]
+                inner = [node.body]
+            stack += [(child, node if child in inner else owner) for child in ast.iter_child_nodes(node)]
 
     def events(self, source: Source, kind: str) -> dict[ast.expr, Value]:
         """Return the expressions that a frame evaluated, with their values.

@@ -271,6 +271,30 @@ class Caught(Buckets):
         return out
 
 
+class InAClass(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        kept = []
+        for t, _ in buckets:
+
+            class Expert:  # decides
+                is_busy = t.numel() > 0
+
+            kept.append(Expert)
+        return self.run(x, w, buckets, 0.5 if sum(expert.is_busy for expert in kept) == 3 else 1.0)
+
+
+class InADefault(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        kept = []
+        for t, _ in buckets:
+
+            def is_busy(answer=t.numel() > 0):  # decides
+                return answer
+
+            kept.append(is_busy)
+        return self.run(x, w, buckets, 0.5 if sum(ask() for ask in kept) == 3 else 1.0)
+
+
 class Returned(Buckets):
     def forward(self, x):
         w, ids = self.route(x)
@@ -280,7 +304,7 @@ class Returned(Buckets):
 
 _DECISIONS = [
     Counted, Listed, Text, Flagged, ForElse, While, Table, Helper, Unique, Keys, Counts, Runs, Lambda, Masks,
-    Aliased, Written, Printed, Sent, Finally, Attribute, Caught,
+    Aliased, Written, Printed, Sent, Finally, Attribute, Caught, InAClass, InADefault,
 ]  # fmt: skip
 
 

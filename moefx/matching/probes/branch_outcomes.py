@@ -202,7 +202,8 @@ def _find_boundary_values(
         known: values whose programs are known.
         values: candidates.
     """
-    at = find_capture(state, captured)
+    if (at := find_capture(state, captured, {read.call_stack: None})) is None:
+        return []
     tracer = state.forms[at].capture.tracer
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:

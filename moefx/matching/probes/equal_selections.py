@@ -203,7 +203,9 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
     Raises:
         Refused: no nodes give all captures one form.
     """
-    tracer, sizes = captured.tracer, state.sizes[find_capture(state, captured)]
+    if (at := find_capture(state, captured, {site: force})) is None:
+        return
+    tracer, sizes = state.forms[at].capture.tracer, state.sizes[at]
     try:
         force_outcome(state, site[0], {site: force}, what, captured, is_safe=False)
     except Refused as refusal:

@@ -45,7 +45,7 @@ def force_outcome(
 
     Args:
         what: name of the forced outcome, for the refusal.
-        base: the capture to repeat; the first one if None.
+        base: the capture to repeat; the first one if None. If the proof has dropped it, see `find_capture`.
         is_safe: the forced outcomes can occur together. If not, only an error that the program itself raises is
             accepted: only one of two masks that are equal in the program may have been forced.
 
@@ -53,13 +53,17 @@ def force_outcome(
         Whether the program ran to its end.
 
     Raises:
-        Refused: the outcome changes the form.
+        Refused: the outcome changes the form, or nothing was forced.
     """
-    at = find_capture(state, base)
+    at = find_capture(state, base, interventions)
+    if at is None:  # a guard excludes calls like it
+        return True
     tracer, sizes, optional = state.forms[at].capture.tracer, state.sizes[at], state.forms[at].optional_guard
     try:
         forced = state.lift(tracer.routing.restart(), sizes, {**tracer.interventions, **interventions})
         forced = state.require_same_form(forced)
+        if not _has_forced(forced.capture, interventions):
+            raise refuse_change(source, what)
     except MoefxError as refusal:
         if optional is None:
             raise refuse_change(source, what) from refusal
@@ -89,9 +93,34 @@ def repeat_outcome(base: Capture, calls: tuple[Source, ...], value: Any) -> Any:
     return LimitedOutcome(value, _REPEATS * len(met) + _REPEATS, others)
 
 
-def find_capture(state: ProofState, base: Capture | None) -> int:
-    """Return the index of a capture in the evidence; 0 if it is not there."""
-    return next((i for i, one in enumerate(state.forms) if one.capture is base), 0)
+def find_capture(state: ProofState, base: Capture | None, interventions: Interventions) -> int | None:
+    """Return the index of a capture in the evidence, and 0 without a capture.
+
+    If the proof has dropped the capture, return another one with something to force, or None if there is none.
+    """
+    indices = range(len(state.forms))
+    if base is None:
+        return 0
+    if (at := next((i for i in indices if state.forms[i].capture is base), None)) is not None:
+        return at
+    return next((i for i in indices if _can_force(state.forms[i].capture, interventions)), None)
+
+
+def _can_force(capture: Capture, interventions: Interventions) -> bool:
+    """Return whether Python reads one of some values in a capture, or a decision is made at one of some sites."""
+    sites = {(n.meta["source"], str(n.target)) for n in capture.nodes}
+    return any(key[:2] in sites for key in interventions if isinstance(key, tuple)) or any(
+        read.call_stack in interventions for read in capture.reads
+    )
+
+
+def _has_forced(capture: Capture, interventions: Interventions) -> bool:
+    """Return whether one of the forced outcomes occurred in a capture: an input, an op or a read of Python."""
+    return (
+        any(isinstance(key, int) for key in interventions)
+        or any(n.meta.get("forced") for n in capture.nodes)
+        or any(read.call_stack in interventions for read in capture.reads)
+    )
 
 
 def refuse_change(source: Source, what: str) -> Refused:
