@@ -288,7 +288,7 @@ class InADefault(Buckets):
         kept = []
         for t, _ in buckets:
 
-            def is_busy(answer=t.numel() > 0):  # decides
+            def is_busy(answer=t.numel() > 0):  # decides  # noqa: B008
                 return answer
 
             kept.append(is_busy)

@@ -94,7 +94,7 @@ def case_other_calls() -> None:
     torch.manual_seed(0)
     block, x = Sharp(), torch.randn(5, D)
     for dispatch in sampled(("halo", "dedup"), 2):
-        plan = moefx.Plan(dispatch=dispatch, node_size=2, timeout=20.0)
+        plan = moefx.Plan(dispatch=dispatch, node_size=2, timeout=120.0)  # on slow machines, too
         compiled = moefx.compile(copy.deepcopy(block), mesh=one_axis(), plan=plan, example_inputs=(x,))
         odd = dist.get_rank() == 1
 
