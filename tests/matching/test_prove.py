@@ -64,7 +64,7 @@ class TestRefused:
 
         assert sorted(g.ids for g in rewritten(Odd()).match.groups) == [[0, 1, 2], [3]]
 
-    def test_unused_experts_of_a_stack_are_matched(self):
+    def test_unused_experts_of_a_stack_are_refused(self):
         class Half(nn.Module):
             def __init__(self):
                 super().__init__()
