@@ -86,16 +86,16 @@ def rewrite_block(
         refuse_identity_tests(block)
     refuse_opaque_state(block)
     start = time.perf_counter()
-    # 1.-3. match, explain dropped slots, rewrite into the dialect
-    with silence_hooks(block), patch_skipped_calls(block, skipped) as read:
+    # capture, match and rewrite into the dialect
+    with silence_hooks(block), patch_skipped_calls(block, skipped) as forbidden_reads:
         names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
         match, rewritten = prove_and_rewrite(block, args, kwargs, names, log)
-    if read:
-        raise read[0]
+    if forbidden_reads:
+        raise forbidden_reads[0]
     ms = (time.perf_counter() - start) * 1e3
     passed = tuple(path for path, _ in objects)
     graph = BlockGraph(name, rewritten.graph, Binding((*paths, *passed), passed), rewritten.out_spec)
-    # 4. passes on the graph; every snapshot runs
+    # fuse and checkpoint; every snapshot runs
     history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
     return BlockRewrite(match, rewritten, history, skipped, tuple(log))
 

@@ -49,7 +49,7 @@ class TestForms:
         assert [g.ids for g in match.groups] == [[1, 2, 3]]
 
 
-class TestRefused:
+class TestVerdicts:
     def test_nothing_is_routed(self):
         with pytest.raises(Refused, match="nothing is routed"):
             rewritten(Mlp())

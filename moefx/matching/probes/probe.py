@@ -17,7 +17,7 @@ class Probe:
     Attributes:
         run: finds the targets in the evidence, intervenes in a capture of each, and judges the result: one more
             capture that must agree, a guard, or `Refused`.
-        protects_from: the wrong rewrite that it prevents.
+        protects_from: what a wrong rewrite would miss without it, or a refusal that it prevents.
         again: why it runs again, or "".
     """
 

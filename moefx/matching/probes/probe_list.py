@@ -23,7 +23,7 @@ from .unreached_limits import overflow_limits
 
 _FLIP = Probe(flip_branches, "a branch of Python that took one way in all captures")
 _MIX = Probe(mix_decisions, "a comparison of floats with one outcome, which looks like a constant")
-_SPREAD = Probe(vary_count_functions, "a function of counts or positions with one value while tokens are few")
+_VARY_COUNTS = Probe(vary_count_functions, "a function of counts or positions with one value while tokens are few")
 _OVERFLOW = Probe(overflow_limits, "a capacity that no capture reached, so that nothing seems to be dropped")
 
 # Before captures are compared: each slot and each expert is in some capture.
@@ -31,14 +31,14 @@ COVERAGE = (
     Probe(show_all_slots, "slots that a limit drops in all captures"),
     Probe(show_all_experts, "an expert that differs from the others and was never chosen"),
 )
-# Each probe forces outcomes that no capture has shown.
+# Each probe shows what no capture has shown: other outcomes, values or sizes. Some only add a guard.
 INTERVENTIONS = (
     Probe(leave_experts_idle, "a refusal of programs that only ask which experts the ids of a call leave idle"),
     _FLIP,
     _MIX,
     Probe(separate_selections, "a second choice that equals the first one in all captures"),
     Probe(vary_integer_inputs, "ids, lengths or buffers that look like constants"),
-    _SPREAD,
+    _VARY_COUNTS,
     _OVERFLOW,
     Probe(vary_state_between_calls, "an attribute that a call leaves behind and the next call reads"),
     Probe(repeat_experts, "a token that selects one expert in two slots, whose weights do not add up"),
@@ -48,7 +48,7 @@ INTERVENTIONS = (
     _OVERFLOW.repeat("limits of captures with more tokens, `min(T, 64)`"),
     _FLIP.repeat("branches that only crowds, few tokens or many reach"),
     _MIX.repeat("decisions that only crowds, few tokens or many reach"),
-    _SPREAD.repeat("numbers of the captures since"),
+    _VARY_COUNTS.repeat("numbers of the captures since"),
     _OVERFLOW.repeat("limits of the captures since"),
     Probe(vary_leaked_sizes, "a size that became a plain number and decides something at more tokens"),
     Probe(try_round_sizes, "a plain number that tells powers of two, squares or multiples from other sizes"),
