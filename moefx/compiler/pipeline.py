@@ -111,8 +111,8 @@ def rewrite_with_objects(
     """Rewrite a block that may pass objects, such as a key-value cache, to submodules that write to them. Such
     submodules are not captured.
 
-    Try stand-ins for the objects that hold tensors, then the objects themselves. If there are no such objects, and an
-    argument is the reason of the refusal, try stand-ins for all objects.
+    Try stand-ins for the objects that hold tensors, then the objects themselves. If no object holds tensors and the
+    refusal names an argument, try stand-ins for all objects.
 
     Args:
         rewrite: rewrites the block, from its arguments and the calls to skip (`skipped`), if there are any.

@@ -116,6 +116,8 @@ def prove_and_rewrite(
         log.append(AttemptRun(attempt.name, (time.perf_counter() - start) * 1e3, reason))
         if not isinstance(result, Failure):
             return result
+        if is_internal_error(result.error):  # no other attempt may hide it
+            raise result.error from None
         try:
             attempt = attempts.send(result)
         except StopIteration as end:
@@ -135,15 +137,11 @@ def list_attempts(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers, pr
     for arguments in interpret_arguments(args, kwargs, numbers):
         failure = yield from _vary_options(Attempt(f"{prefix}{arguments}", arguments))
         refusal = failure.refusal
-        if is_internal_error(failure.error):
-            return failure
         if refusal is None and not isinstance(failure.error, CaptureError):  # the user's code at unsupported sizes
             program_failure = program_failure or failure
         elif program_failure is None:
             if as_batch := interpret_batch_of_one(arguments, args, kwargs):
-                other = yield from _vary_options(Attempt(f"{prefix}{as_batch}", as_batch))
-                if is_internal_error(other.error):
-                    return other
+                yield from _vary_options(Attempt(f"{prefix}{as_batch}", as_batch))
             return failure
         elif refusal and refusal.cause is Cause.CONVOLUTIONS:
             return failure
@@ -181,10 +179,7 @@ def _vary_sizes(attempt: Attempt) -> Attempts:
     side = first.state.side_guards()
     if not side or not (first.refusal or is_raised_by_program(first.error)):  # an assertion on sizes is the program's
         return first
-    other = yield attempt.vary(_name_side(side), side=side)
-    if is_internal_error(other.error):
-        return other
-    refusal = other.refusal
+    refusal = (yield attempt.vary(_name_side(side), side=side)).refusal
     # The captures of the first proof may have taken branches that the example does not.
     is_telling = refusal and (refusal.cause not in (Cause.NOT_ROUTED, Cause.NO_SIZES) or not first.refusal)
     return dataclasses.replace(first, error=refusal) if refusal and is_telling else first

@@ -27,8 +27,7 @@ def get_argument(node: Node, name: str) -> Any:
     """
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == name:
-            given = node.args[i] if i < len(node.args) else None
-            return node.kwargs.get(name, argument.default_value) if i >= len(node.args) else given
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
     raise KeyError(f"{format_target(node)} has no argument {name}")
 
 

@@ -25,6 +25,7 @@ from ..ir.block_graph import BlockGraph
 from ..ir.expert_body import ExpertBody, Gemm
 from ..ir.expression_check import is_pointwise
 from ..ir.ops.token_routing import PftResult
+from ..matching.graph_nodes import op_name
 from .pass_manager import graph_pass
 
 aten = torch.ops.aten
@@ -326,10 +327,7 @@ def _format_op(n: fx.Node) -> str:
 
 
 def _label_node(n: fx.Node) -> str:
-    if n.target is operator.getitem:  # a result of `max`
-        return _label_node(n.args[0])
-    packet = getattr(n.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else getattr(n.target, "__name__", str(n.target))
+    return op_name(n.args[0] if n.target is operator.getitem else n)  # a result of `max`
 
 
 def _erase_unused(node: fx.Node) -> None:

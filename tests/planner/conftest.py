@@ -21,7 +21,7 @@ def _proofs_are_shared() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def large() -> tuple[Ranking, str, list[str]]:
-    """(ranking, page, what was told) of a model of 671 B on 1024 GPUs."""
+    """Return the ranking, the page and the printed text of a model of 671 B on 1024 GPUs."""
     told: list[str] = []
     ranking = plan("deepseek-v3", "frontier", 1024)
     with within(15):

@@ -1,4 +1,4 @@
-"""Find the scores that a program masks before it selects again, as functions of what it selected before.
+"""Find the scores that a program masks between two selections, as functions of the first selection.
 
 first = scores.argmax(-1)
 second = scores.scatter(-1, first[:, None], float("-inf")).argmax(-1)  # another expert than `first`

@@ -109,9 +109,8 @@ def find_capture(state: ProofState, base: Capture | None, interventions: Interve
 def _can_force(capture: Capture, interventions: Interventions) -> bool:
     """Return whether Python reads one of some values in a capture, or a decision is made at one of some sites."""
     sites = {(n.meta["source"], str(n.target)) for n in capture.nodes}
-    return any(key[:2] in sites for key in interventions if isinstance(key, tuple)) or any(
-        read.call_stack in interventions for read in capture.reads
-    )
+    is_at_site = any(key[:2] in sites for key in interventions if isinstance(key, tuple))
+    return is_at_site or _reads_any(capture, interventions)
 
 
 def _has_forced(capture: Capture, interventions: Interventions) -> bool:
@@ -119,8 +118,13 @@ def _has_forced(capture: Capture, interventions: Interventions) -> bool:
     return (
         any(isinstance(key, int) for key in interventions)
         or any(n.meta.get("forced") for n in capture.nodes)
-        or any(read.call_stack in interventions for read in capture.reads)
+        or _reads_any(capture, interventions)
     )
+
+
+def _reads_any(capture: Capture, interventions: Interventions) -> bool:
+    """Return whether Python reads one of some values in a capture."""
+    return any(read.call_stack in interventions for read in capture.reads)
 
 
 def refuse_change(source: Source, what: str) -> Refused:

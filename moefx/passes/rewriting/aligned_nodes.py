@@ -9,6 +9,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from ...errors import Refused
+from ...matching.graph_nodes import op_name
 
 aten = torch.ops.aten
 _VIEWS = {str(op) for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)}
@@ -29,11 +30,6 @@ def leaf_nodes(tree: Any) -> list[fx.Node]:
     return [n for n in pytree.tree_leaves(tree) if isinstance(n, fx.Node)]
 
 
-def op_label(n: fx.Node) -> str:
-    packet = getattr(n.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else getattr(n.target, "__name__", str(n.target))
-
-
 def op_kind(n: fx.Node) -> str:
     """Return the op's name, one for all views: whether a reshape is a view depends on strides, and so on sizes."""
     return "reshape" if str(n.target) in _VIEWS else str(n.target)
@@ -42,6 +38,6 @@ def op_kind(n: fx.Node) -> str:
 def routing_dependence(here: fx.Node, there: fx.Node) -> Refused:
     """Build the refusal of a step that differs between captures."""
     return Refused(
-        f"code outside the experts depends on the routing or on sizes: {op_label(here)} here, {op_label(there)} there",
+        f"code outside the experts depends on the routing or on sizes: {op_name(here)} here, {op_name(there)} there",
         source=str(there.meta["source"]),
     )

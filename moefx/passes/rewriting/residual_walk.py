@@ -10,9 +10,9 @@ from torch import fx
 
 from ...capture.capture_result import SubmoduleCall
 from ...errors import Refused
-from ...matching.graph_nodes import is_random
+from ...matching.graph_nodes import is_random, op_name
 from ...matching.match_result import Match
-from .aligned_nodes import AlignedNodes, leaf_nodes, op_kind, op_label, routing_dependence
+from .aligned_nodes import AlignedNodes, leaf_nodes, op_kind, routing_dependence
 from .scalar_reads import ScalarReads
 from .submodule_calls import find_module_calls, is_within
 
@@ -105,7 +105,7 @@ class ResidualWalk:
             if n in self.absorbed and n.op != "get_attr":
                 raise Refused(
                     "a value from inside the experts is used outside of the routed sum",
-                    culprits=(op_label(n),),
+                    culprits=(op_name(n),),
                     source=str(n.meta["source"]),
                 )
             needed[n.meta["index"] * 2] = aligned

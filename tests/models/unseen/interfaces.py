@@ -313,7 +313,7 @@ class RouterApart(nn.Module):
         return self.ffn(t, idx, weights=w).view_as(x)
 
 
-@UNSEEN.case("s_keyword_flags", "I1", "match", "python flags decide what is returned; the default is used")
+@UNSEEN.case("s_keyword_flags", "I1", "match", "Python flags select the results; the default is used")
 class KeywordFlags(Mixture):
     def forward(self, x, *, return_load: bool = False, scale: float = 0.5):
         y = self.mix(x.reshape(-1, D)).view_as(x) * scale
