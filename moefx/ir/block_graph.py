@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from . import graph_codegen
+from . import graph_codegen, joined_ops
 from .argument_binding import Binding, Guard, Path
 from .graph_printer import print_block
 from .node_values import BUILD_PFT, PLACE_CHOICES, WAIT_GATHERED, TensorSpec, format_target
@@ -109,13 +109,16 @@ class BlockGraph:
         binding = dataclasses.replace(block.binding, paths=(*block.binding.paths, *paths.values()))
         return block.replace(binding=binding)
 
-    def compile(self, *, record_load: bool = False) -> Callable[..., Any]:
+    def compile(self, *, record_load: bool = False, join: bool = False) -> Callable[..., Any]:
         """Compile the graph to a Python function `(block, *placeholder values) -> output`.
 
-        With `record_load` it returns `(output, (expert_offsets, ...))`: one tensor for each PFT of the block's own
-        tokens.
+        Args:
+            record_load: return `(output, (expert_offsets, ...))`, a tensor for each PFT of the block's own tokens.
+            join: run consecutive dialect ops as one (see `joined_ops`). For calls that no compiler traces.
         """
         graph, record = self._with_offsets() if record_load else (self, ())
+        if join:
+            graph = graph.replace(graph=joined_ops.join_ops(graph.graph, self.name))
         source = graph.source(record)
         return graph_codegen.compile_source(source.text, source.scope, "forward", self.name)
 
@@ -180,10 +183,9 @@ def _includes_other_ranks(pft: Node) -> bool:
     """Return whether a `build_pft` routes tokens that came from other ranks, too."""
     if pft.kwargs.get("num_rows") is not None:
         return True
-    slots: Any = pft.args[0]  # places less the first place of this rank, if the tokens were gathered
-    source = slots.args[0] if isinstance(slots, Node) and slots.args else None
-    is_part = isinstance(source, Node) and source.target is operator.getitem
-    return is_part and format_target(source.args[0]) == WAIT_GATHERED  # type: ignore[union-attr]
+    slots: Any = pft.args[0]
+    is_part = isinstance(slots, Node) and slots.target is operator.getitem
+    return is_part and format_target(slots.args[0]) == WAIT_GATHERED
 
 
 def _is_literal(value: Any) -> bool:

@@ -203,7 +203,7 @@ class GeneratedSource:
             return f"{self._global('torch', torch)}.{str(value).removeprefix('torch.')}"
         if isinstance(value, torch.device):
             return f"{self._global('torch', torch)}.device({str(value)!r})"
-        return self._global("constant", value)
+        return self._global(getattr(value, "__name__", "constant"), value)
 
     def _attribute_items(self, values: Sequence[Any]) -> list[str] | None:
         """Return runs of parameters as comprehensions; None if the list holds anything but inlined parameters."""

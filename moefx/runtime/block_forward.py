@@ -180,7 +180,8 @@ class BlockForward:
         if self._recording and program.fn_with_load is not None:
             result, self._offsets = program.fn_with_load(self.block, *values)
             return result
-        return program.fn(self.block, *values)
+        run = program.traced_fn if torch.compiler.is_compiling() else program.fn
+        return run(self.block, *values)
 
     def _find_eager_entry(
         self, call: Specialization, leaves: Leaves, args: Any, kwargs: Any

@@ -37,7 +37,8 @@ class Program:
         weights: the paths of arguments that replace attributes of the graph. Empty if the block owns its weights.
 
     Attributes:
-        fn: `(block, *values of the placeholders) -> output`.
+        fn: `(block, *values of the placeholders) -> output`, for eager calls.
+        traced_fn: the same, op by op, for calls that a compiler traces.
         guard: `(block, *values of the placeholders) -> index of the failed guard, or -1`; None without guards.
         unchanged: `(block) -> whether the attributes have their values of capture`. Dynamo traces it and guards them.
             Omits absorbed modules, because they are many.
@@ -64,7 +65,8 @@ class Program:
         self.moves = moves
         self.weights = dict(weights or {})
         graph = self.runnable(history.graph)
-        self.fn: Callable[..., Any] = graph.compile()
+        self.fn: Callable[..., Any] = graph.compile(join=True)
+        self.traced_fn: Callable[..., Any] = graph.compile()
         self.guard: Callable[..., int] | None = graph.compile_guards(self.guards) if self.guards else None
         self.unchanged: Callable[..., bool] = self._compile_attributes()
         self.fn_with_load: Callable[..., Any] | None = None

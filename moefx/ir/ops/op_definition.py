@@ -19,10 +19,11 @@ import dataclasses
 import functools
 import re
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 
 from ...errors import DoubleBackward, InvalidInput
 from ..guards import recomputed_choice
@@ -35,9 +36,10 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")  # ROCm builds of torch call their devices "
 
 
 class _ThreadState(threading.local):
-    """Whether this thread runs an op's implementation, below the dispatcher."""
+    """Whether this thread runs an op's implementation, below the dispatcher; and whether ops are joined."""
 
     is_below_dispatcher = False
+    is_joined = False
 
 
 _thread = _ThreadState()
@@ -52,6 +54,13 @@ def _plain_keysets() -> frozenset[int]:
 
 
 _PLAIN = _plain_keysets()  # without modes, subclasses and transforms
+
+
+class Derivative(NamedTuple):
+    """The derivative of an op: see `Op.autograd`."""
+
+    save: Callable[..., None]
+    backward: Callable[..., Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +101,8 @@ class Op:
         self.reference = reference
         self.providers: dict[str, Provider] = {}
         self.observe: Callable[[Any], None] | None = None  # called with the outputs of each run
+        self.derivative: Derivative | None = None
+        self.cast: Callable[..., tuple[Sequence[Any], dict[str, Any]]] | None = None  # the autocast rule
         functools.update_wrapper(self, reference)
         self.provider("reference")(reference)
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -99,18 +110,19 @@ class Op:
         arguments = [a.name for a in self.overload._schema.arguments]
         self.choice_arguments = recomputed_choice.choice_arguments(arguments)
         self._checked = [(arguments.index(n), n, dims) for n, dims in self.contract.inputs.items()]
-        _library.impl(self.name, self._run, "CompositeExplicitAutograd")
+        _library.impl(self.name, self.run, "CompositeExplicitAutograd")
         registry[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _thread.is_below_dispatcher and not _is_profiled():  # a profile shows calls of the dispatcher
-            return self._run(*args, **kwargs)
+        if _thread.is_below_dispatcher and not is_profiled():  # a profile shows calls of the dispatcher
+            return self.run(*args, **kwargs)
         return self.overload(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<moefx op {self.name}: {self.contract.text}>"
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the best provider on plain tensors, below the dispatcher."""
         self.check(args)
         provider = choose_provider(self, args, kwargs)
         before, _thread.is_below_dispatcher = _thread.is_below_dispatcher, True
@@ -170,6 +182,7 @@ class Op:
 
     def autocast(self, cast: Callable[..., tuple[Sequence[Any], dict[str, Any]]]) -> Callable[..., Any]:
         """Register the autocast rule `cast(dtype, *args, **kwargs) -> (args, kwargs)`. By default nothing is cast."""
+        self.cast = cast
         for device in _AUTOCAST_DEVICES:
             keys = torch.DispatchKeySet(getattr(torch.DispatchKey, f"Autocast{device.upper()}"))
 
@@ -192,6 +205,7 @@ class Op:
                 element of it, needs one. It reads saved tensors once, by `unpack_saved(ctx)`, and calls an op, so that
                 the backward is one named node too.
         """
+        self.derivative = Derivative(save, backward)
         function = _autograd_function(self, save, backward)
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,34 +216,55 @@ class Op:
                 return structure["type"](outputs) if structure["type"] else outputs
             return self._below_autograd(keyset, args, kwargs)
 
-        _skip_in_dynamo(kernel)
+        skip_in_dynamo(kernel)
         _library.impl(self.name, kernel, "Autograd", with_keyset=True)
 
     def _below_autograd(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         keyset = keyset & _BELOW_AUTOGRAD
         with torch._C._AutoDispatchBelowAutograd():
             if keyset.raw_repr() in _PLAIN:
-                return self._run(*args, **kwargs)
+                return self.run(*args, **kwargs)
             return self.overload.redispatch(keyset, *args, **kwargs)
 
     def without_gradient(self) -> None:
         """Declare that the results have no gradient."""
-        _skip_in_dynamo(kernel := lambda keyset, *args, **kwargs: self._below_autograd(keyset, args, kwargs))
+        skip_in_dynamo(kernel := lambda keyset, *args, **kwargs: self._below_autograd(keyset, args, kwargs))
         _library.impl(self.name, kernel, "Autograd", with_keyset=True)
 
     def once_differentiable(self, forward: str) -> None:
         """Make this backward op raise `DoubleBackward` if it is differentiated itself."""
 
         def backward(ctx: Any, grads: Any) -> Sequence[Any]:
-            raise DoubleBackward(
-                f"moefx::{forward} is differentiable once, but a gradient of its gradient was requested, as a gradient "
-                "penalty or a Hessian-vector product does. Use the original model for that"
-            )
+            raise_double_backward(forward)
 
         self.autograd(save=lambda ctx, args, kwargs, outputs: None, backward=backward)
 
 
-_is_profiled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", lambda: True)
+def raise_double_backward(op: str) -> NoReturn:
+    raise DoubleBackward(
+        f"moefx::{op} is differentiable once, but a gradient of its gradient was requested, as a gradient penalty or a "
+        "Hessian-vector product does. Use the original model for that"
+    )
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """Run ops of this thread without the dispatcher, one behind the other: see `ir.joined_ops`."""
+    before = _thread.is_below_dispatcher, _thread.is_joined
+    _thread.is_below_dispatcher = _thread.is_joined = True
+    try:
+        yield
+    finally:
+        _thread.is_below_dispatcher, _thread.is_joined = before
+
+
+def own_memory(tensor: Tensor) -> Tensor:
+    """Return a result of an op that may share memory with its arguments: a copy, because the dispatcher does not allow
+    that; between joined ops the tensor itself."""
+    return tensor if _thread.is_joined else tensor.clone()
+
+
+is_profiled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", lambda: True)
 
 
 def is_last_use(saved: Sequence[Any]) -> bool:
@@ -309,13 +344,13 @@ def _autograd_function(
         return (None, None, None, None, *flat)
 
     # The class name is shown as grad_fn: <build_pftBackward>.
-    _skip_in_dynamo(run_forward)
-    _skip_in_dynamo(run_backward)
+    skip_in_dynamo(run_forward)
+    skip_in_dynamo(run_backward)
     members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
     return type(op.name, (torch.autograd.Function,), members)
 
 
-def _skip_in_dynamo(function: Callable[..., Any]) -> None:
+def skip_in_dynamo(function: Callable[..., Any]) -> None:
     """Tell Dynamo to skip the frames of a function. After a graph break Dynamo inspects every frame, even of functions
     that C++ calls."""
     with contextlib.suppress(ImportError, AttributeError):  # only compilation takes longer without it
@@ -325,7 +360,7 @@ def _skip_in_dynamo(function: Callable[..., Any]) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
-_skip_in_dynamo(Op._run)
+skip_in_dynamo(Op.run)
 
 
 def _format_shape(shape: Sequence[Any]) -> str:

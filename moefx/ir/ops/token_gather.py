@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInput, RanksLost
-from .op_definition import op, unpack_saved
+from .op_definition import op, own_memory, unpack_saved
 from .row_packing import Column, Layout, join_columns, split_columns
 from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse_capture, wait
 
@@ -141,27 +141,34 @@ def gather_tokens(
 )
 def gather_tokens_backward(sent: list[Tensor], *, num_tokens: int) -> list[Tensor]:
     """Wait for the gradients of this rank's tokens and choices, and cut off the padding."""
-    return [wait(part)[:num_tokens].clone() for part in sent]
+    return [own_memory(wait(part)[:num_tokens]) for part in sent]
 
 
 @op(
-    "wait_gathered(Tensor[] sent, Tensor[] tickets, Tensor[] choices, Tensor place, *, int size, str group) "
-    "-> Tensor[]",
+    "wait_gathered(Tensor[] sent, Tensor[] tickets, Tensor[] choices, Tensor place, *, int first_place=0, int size, "
+    "str group) -> Tensor[]",
     contract="sent[*], tickets[*], choices[*], place[S,K] -> rows[*]",
 )
 def wait_gathered(
-    sent: list[Tensor], tickets: list[Tensor], choices: list[Tensor], place: Tensor, *, size: int, group: str
+    sent: list[Tensor],
+    tickets: list[Tensor],
+    choices: list[Tensor],
+    place: Tensor,
+    *,
+    first_place: int = 0,
+    size: int,
+    group: str,
 ) -> list[Tensor]:
     """Wait for the tokens of all ranks, in the order of the process group.
 
     Returns:
-        Values of tokens [A,D], destinations of their slots int32 [A,K], then values of slots [A,K].
+        Values of tokens [A,D], destinations of their slots less `first_place` int32 [A,K], then values of slots [A,K].
     """
     *tokens, packed = [wait(part) for part in sent]
     layout = _choice_columns(choices, place).columns
     named = {"dtypes": [c.dtype_name for c in layout], "widths": [c.width for c in layout]}
     *values, places = split_columns([packed], **named, places=False)
-    return [*(t.clone() for t in tokens), places, *values]
+    return [*map(own_memory, tokens), places - first_place if first_place else places, *values]
 
 
 @op(
@@ -196,7 +203,8 @@ def scatter_sums(sums: Tensor, *, size: int, group: str) -> tuple[Tensor, Tensor
 )
 def wait_scattered(sent: Tensor, ticket: Tensor, place: Tensor, *, size: int, group: str) -> Tensor:
     """Wait for the sums of this rank's tokens, [S,D]."""
-    return wait(sent)[: place.shape[0]].clone()
+    rows = wait(sent)
+    return own_memory(rows) if rows.shape[0] == place.shape[0] else rows[: place.shape[0]].clone()
 
 
 @op(
@@ -241,7 +249,7 @@ def _(sent, *, num_tokens):
 
 
 @wait_gathered.fake
-def _(sent, tickets, choices, place, *, size, group):
+def _(sent, tickets, choices, place, *, first_place=0, size, group):
     rows = sent[-1].shape[0]
     values = [c.new_empty((rows, c.shape[1])) for c in choices]
     return [*(t.new_empty(t.shape) for t in sent[:-1]), place.new_empty((rows, place.shape[1])), *values]
@@ -283,7 +291,7 @@ gather_tokens_backward.once_differentiable("gather_tokens")
 
 def _save_wait_gathered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
     sent, tickets, *_ = args
-    ctx.kwargs, ctx.num_sent = kwargs, len(sent)
+    ctx.kwargs, ctx.num_sent = {name: kwargs[name] for name in ("size", "group")}, len(sent)
     ctx.outputs = [(o.shape, o.dtype, o.device) for o in outputs]
     ctx.floats = [t.is_floating_point() for t in tickets]
     ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))

@@ -3,8 +3,7 @@
     place  = place_choices(topk_ids)                     rank and place of each slot
     length = agree_length(place)                         the hosts agree; left out with Plan(max_tokens=...)
     sent   = gather_tokens([x], [topk_weights], place)   starts an all-gather
-    rows, places, weights = wait_gathered(sent)
-    slots  = places - begin                              choices of other ranks fall outside of [0, num_slots)
+    rows, slots, weights = wait_gathered(sent)           slots of other ranks fall outside of [0, num_slots)
     pft    = build_pft(slots, weights)                   drops them
     y      = expert_mlp(rows, pft, own weights)          sums by token, for the tokens of all ranks
     back   = scatter_sums(y)                             starts a reduce-scatter
@@ -23,7 +22,6 @@ from ...ir.node_values import get_argument
 from ...ir.ops import dialect  # registers the ops
 from .routed_region import RoutedRegion
 
-aten = torch.ops.aten
 ops = torch.ops.moefx
 _ = dialect
 
@@ -56,16 +54,16 @@ class GatheredTokens:
         sizes = {"max_tokens": self.routes.max_tokens or 0, **self.to}
         sent = call(ops.gather_tokens.default, (tokens, choices, place, length), sizes, name="sent", axis=self.axis)
         moving = parts(sent, ((),) * (2 * num + 1 + len(choices)))
-        waited = call(ops.wait_gathered.default, (moving[: num + 1], moving[num + 1 :], choices, place), self.to)
+        first = {"first_place": self.routes.position * self.placement.num_slots}
+        arguments = moving[: num + 1], moving[num + 1 :], choices, place
+        waited = call(ops.wait_gathered.default, arguments, {**first, **self.to})
         waited.meta["save"] = True
         of_tokens = tuple(("A", *t.meta.get("letters", ("S", "D"))[1:]) for t in tokens)
         letters = (*of_tokens, ("A", "K"), *(("A", "K") for _ in choices))
-        arrived = parts(waited, letters, (*("rows" for _ in tokens), "places", *("weights" for _ in choices)))
+        arrived = parts(waited, letters, (*("rows" for _ in tokens), "slots", *("weights" for _ in choices)))
         self.received = dict(zip([*tokens, *choices], [*arrived[:num], *arrived[num + 1 :]], strict=True))
-        begin = self.routes.position * self.placement.num_slots
-        slots = call(aten.sub.Tensor, (arrived[num], begin), {}, ("A", "K"), "slots")
         weights = self.received[get_argument(pft, "topk_weights")] if self.routed.has_weights else None
-        here = call(ops.build_pft.default, (slots, weights, None), {"num_experts": self.placement.num_slots})
+        here = call(ops.build_pft.default, (arrived[num], weights, None), {"num_experts": self.placement.num_slots})
         results = parts(here, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
         self.replacements = {self.routed.results[i]: results[i] for i in self.routed.results}
 

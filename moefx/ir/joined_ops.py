@@ -1,0 +1,421 @@
+"""Run consecutive dialect ops as one autograd node, with one trip through autograd instead of one for each op.
+
+A call of an op passes the dispatcher and autograd, which takes 30 us or more on the host: too long for a layer with few
+tokens. In eager mode the generated function of a block calls `JoinedOps` instead:
+
+    place = moefx.place_choices(ids, None)                      out = joined_ops(ids, x, weights, up, down)
+    pft   = moefx.build_pft(place, weights, None)       ->
+    out   = moefx.expert_mlp(x, *pft, [up], [], [down], [])
+
+The forward runs the ops' providers in the order of the graph. The backward runs their derivatives in reverse, and adds
+up gradients as autograd does, so results are equal bit by bit. Dispatch modes, subclasses of tensors and compilers see
+the single ops: their calls go to the dispatcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from . import graph_codegen
+from .graph_codegen import GeneratedSource, is_getitem, num_results
+from .guards import recomputed_choice
+from .op_providers import registry
+from .ops.op_definition import NAMESPACE, Op, is_profiled, joined, raise_double_backward, skip_in_dynamo
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_HOISTED_METHODS = frozenset({"to_local"})  # reads of parameters, which may run before the joined ops
+
+
+class Wiring(NamedTuple):
+    """How values flow between joined ops. Values have numbers: the inputs first, then the results of each op.
+
+    Attributes:
+        arguments: for each op, the numbers in each positional argument: several for a list, none for a constant.
+        is_list: for each op, whether each positional argument is a list.
+        first_result: for each op, the number of its first result.
+        outputs: the numbers of the returned values.
+    """
+
+    arguments: tuple[tuple[tuple[int, ...], ...], ...]
+    is_list: tuple[tuple[bool, ...], ...]
+    first_result: tuple[int, ...]
+    outputs: tuple[int, ...]
+    num_inputs: int
+    num_values: int
+
+    @classmethod
+    def of(cls, inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequence[Node]) -> Wiring:
+        number = {node: i for i, node in enumerate(inputs)}
+        arguments, is_list, first_result, total = [], [], [], len(inputs)
+        for call in calls:
+            lists = tuple(isinstance(a, (list, tuple)) for a in call.args)
+            items: Any = [a if whole else (a,) for a, whole in zip(call.args, lists, strict=True)]
+            arguments.append(tuple(tuple(number[n] for n in each if isinstance(n, Node)) for each in items))
+            is_list.append(lists)
+            first_result.append(total)
+            results = _list_result_nodes(call)
+            number.update({node: total + index for node, index in results.items()})
+            total += 1 + max(results.values())
+        returned = tuple(number[n] for n in outputs)
+        return cls(tuple(arguments), tuple(is_list), tuple(first_result), returned, len(inputs), total)
+
+
+def _list_result_nodes(call: Node) -> dict[Node, int]:
+    """Return the nodes of an op's results, with their positions."""
+    if call.users and all(is_getitem(user) and user.args[0] is call for user in call.users):
+        return {user: int(user.args[1]) for user in call.users}  # type: ignore[arg-type]
+    return {call: 0}
+
+
+def _get_op(node: Node) -> Op:
+    return registry[node.target._schema.name.partition("::")[2]]  # type: ignore[union-attr]
+
+
+# -- the ways to run
+# ------------------------------------------------------------------------------------------------------
+
+
+def _run_op(
+    op: Op, args: Sequence[Any], kwargs: dict[str, Any], casting: torch.dtype | None
+) -> tuple[Sequence[Any], dict[str, Any], Any]:
+    """Return arguments, after the autocast rule for dtype `casting`, and outputs."""
+    autocast_off: Any = contextlib.nullcontext()
+    if casting is not None and op.cast is not None:
+        args, kwargs = op.cast(casting, *args, **kwargs)
+        autocast_off = torch._C._DisableAutocast()
+    with autocast_off:
+        if not is_profiled():
+            return args, kwargs, op.run(*args, **kwargs)
+        with torch.profiler.record_function(f"{NAMESPACE}::{op.name}"):
+            return args, kwargs, op.run(*args, **kwargs)
+
+
+class _DispatchedOps:
+    """Call the ops through the dispatcher."""
+
+    def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
+        return op.overload(*args, **kwargs)
+
+
+class _OpsWithoutGradient:
+    """Run the ops of a call that needs no gradient."""
+
+    def __init__(self, casting: torch.dtype | None):
+        self.casting = casting
+
+    def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
+        return _run_op(op, args, kwargs, self.casting)[-1]
+
+
+class _OpCall:
+    """One op in a call that needs gradients: the `ctx` of its `Derivative`, which adds attributes of its own.
+
+    Attributes:
+        index: the op's position.
+        needs: whether each argument, or any element of it, needs a gradient.
+        places: positions of its saved tensors among those of the joined node.
+        num_results: the number of its results.
+        next_functions: as of an autograd node, of its last argument only.
+        saved_tensors: set while the backward runs.
+    """
+
+    def __init__(self, op: Op, index: int, needs: tuple[bool, ...], last_maker: Any):
+        self.dialect_op, self.index, self.needs = op, index, needs
+        self.next_functions = [(last_maker, 0)]
+        self.to_save: Sequence[Any] = ()
+        self.places: Sequence[int] = ()
+        self.constant: Sequence[int] = ()  # ids of results without gradient, while the forward runs
+        self.choice: recomputed_choice.RoutingChoice | None = None
+        self.num_results = 1
+        self.saved_tensors: Sequence[Any] = ()
+
+    def name(self) -> str:
+        """Return what autograd calls the op's own node."""
+        return f"{self.dialect_op.name}Backward"
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.to_save = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.constant = [id(t) for t in tensors]
+
+
+class _RecordedOps:
+    """Run the ops of a call, and record what the backward needs.
+
+    Attributes:
+        needs: whether each value needs a gradient. dtypes: of these values.
+        makers: the `_OpCall` of these values, None for inputs.
+        calls: the ops that need a backward.
+        saved: tensors to save, each once.
+    """
+
+    def __init__(self, wiring: Wiring, inputs: Sequence[Any], needs: Sequence[bool], casting: torch.dtype | None):
+        more = [None] * (wiring.num_values - wiring.num_inputs)
+        self.wiring, self.casting = wiring, casting
+        self.needs: list[Any] = [*needs, *more]
+        self.dtypes: list[Any] = [*(t.dtype if need else None for t, need in zip(inputs, needs, strict=True)), *more]
+        self.makers: list[_OpCall | None] = [None] * wiring.num_values
+        self.calls: list[_OpCall] = []
+        self.saved: list[Any] = []
+        self._places: dict[int, int] = {}
+
+    def save(self, tensor: Any) -> int:
+        """Save a tensor for the backward, and return its position."""
+        place = self._places.setdefault(id(tensor), len(self.saved))
+        if place == len(self.saved):
+            self.saved.append(tensor)
+        return place
+
+    def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
+        numbers, needs = self.wiring.arguments[index], self.needs
+        args, kwargs, outputs = _run_op(op, args, kwargs, self.casting)
+        needed = tuple([any([needs[n] for n in each]) for each in numbers])
+        if op.derivative is None or not any(needed):
+            return outputs
+        call = _OpCall(op, index, needed, self.makers[numbers[-1][-1]] if numbers[-1] else None)
+        op.derivative.save(call, args, kwargs, outputs)
+        call.choice = recomputed_choice.note_choice(op.name, [args[i] for i in op.choice_arguments], call.to_save)
+        call.places, call.to_save = [self.save(t) for t in call.to_save], ()
+        results = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+        call.num_results, first = len(results), self.wiring.first_result[index]
+        for number, tensor in enumerate(results, first):
+            if number < len(needs) and tensor.is_floating_point() and id(tensor) not in call.constant:
+                needs[number], self.dtypes[number], self.makers[number] = True, tensor.dtype, call
+        call.constant = ()
+        self.calls.append(call)
+        return outputs
+
+
+class _JoinedNode(torch.autograd.Function):
+    """The autograd node of one call. Its last output is an empty tensor, which leads autograd from a gradient back to
+    the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, joined_ops: JoinedOps, casting: torch.dtype | None, *inputs: Any) -> Any:
+        wiring = joined_ops.wiring
+        ops = _RecordedOps(wiring, inputs, ctx.needs_input_grad[2:], casting)
+        with joined():
+            outputs = joined_ops.function(None, ops, *inputs)
+        link = torch.empty(0, device="cpu")
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(link, *ops.saved)
+        ctx.mark_non_differentiable(*(t for t, n in zip(outputs, wiring.outputs, strict=True) if not ops.needs[n]))
+        ctx.joined_ops, ctx.calls, ctx.dtypes = joined_ops, ops.calls, ops.dtypes
+        ctx.are_tensors = [isinstance(t, Tensor) for t in inputs]
+        ctx.makers = [ops.makers[n] for n in wiring.outputs]
+        return *outputs, link
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        wiring: Wiring = ctx.joined_ops.wiring
+        if all(g is None for g in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        link, *saved = ctx.saved_tensors
+        by_value: list[Any] = [None] * wiring.num_values
+        for number, grad in zip(wiring.outputs, grads[:-1], strict=True):
+            by_value[number] = grad
+        with joined(), torch.no_grad():
+            for call in reversed(ctx.calls):
+                _run_backward(ctx, call, wiring, saved, by_value)
+        found = by_value[: wiring.num_inputs]
+        if torch.is_grad_enabled():
+            known = [i for i, grad in enumerate(found) if grad is not None]
+            once = _DifferentiableOnce.apply(ctx.joined_ops.names[-1], link, *(found[i] for i in known))
+            for i, grad in zip(known, once, strict=True):
+                found[i] = grad
+        return None, None, *found
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    """Return gradients that raise `DoubleBackward` if they are differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, link: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise_double_backward(ctx.name)
+
+
+def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any], by_value: list[Any]) -> None:
+    """Add the gradients of an op's arguments to `by_value`, and clear those of its results."""
+    first = wiring.first_result[call.index]
+    grads = by_value[first : first + call.num_results]
+    if all(g is None for g in grads):
+        return
+    by_value[first : first + call.num_results] = [None] * len(grads)
+    numbers, is_list = wiring.arguments[call.index], wiring.is_list[call.index]
+    if call.next_functions[0][0] is None and numbers[-1] and numbers[-1][-1] < wiring.num_inputs:
+        call.next_functions = [(_find_maker(ctx, numbers[-1][-1]), 0)]
+    call.saved_tensors = [saved[place] for place in call.places]
+    assert call.dialect_op.derivative is not None
+    found = call.dialect_op.derivative.backward(call, grads)
+    call.saved_tensors = ()
+    for targets, whole, gradient in zip(numbers, is_list, found, strict=True):
+        if gradient is None:
+            continue
+        for target, grad in zip(targets, gradient if whole else (gradient,), strict=True):
+            if grad is None or (dtype := ctx.dtypes[target]) is None:
+                continue
+            grad = grad if grad.dtype is dtype else grad.to(dtype)
+            by_value[target] = grad if by_value[target] is None else by_value[target] + grad
+
+
+def _find_maker(ctx: Any, number: int) -> Any:
+    """Return the node that made an input: an op's call inside of another joined node, or a node of autograd."""
+    node, output = ctx.next_functions[sum(ctx.are_tensors[:number])]
+    makers = getattr(node, "makers", None)
+    return node if makers is None else makers[output]
+
+
+class JoinedOps:
+    """Several ops that run as one. Called with the values that they read, it returns those that others read.
+
+    Args:
+        function: the generated function. Its second argument runs the ops: `ops.run(build_pft, 2, x, num_experts=8)`.
+        names: of the ops.
+    """
+
+    def __init__(self, function: Callable[..., Any], wiring: Wiring, names: Sequence[str]):
+        self.function, self.wiring, self.names = function, wiring, names
+        self.__name__ = "joined_ops"
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not _are_plain(inputs):
+            outputs = self.function(None, _DispatchedOps(), *inputs)
+        else:
+            device = next(t for t in inputs if isinstance(t, Tensor)).device.type
+            casting = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+                *outputs, _ = _JoinedNode.apply(self, casting, *inputs)
+            else:
+                with joined():
+                    outputs = self.function(None, _OpsWithoutGradient(casting), *inputs)
+        return outputs if len(self.wiring.outputs) > 1 else outputs[0]
+
+    def __repr__(self) -> str:
+        return f"<JoinedOps {', '.join(self.names)}>"
+
+
+def _are_plain(inputs: Sequence[Any]) -> bool:
+    """Return whether autograd is all that stands between these tensors and their memory: no mode, no subclass."""
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return not modes and all([type(t) in _PLAIN_TYPES or not isinstance(t, Tensor) for t in inputs])
+
+
+for _function in (JoinedOps.__call__, _JoinedNode.forward, _JoinedNode.backward):
+    skip_in_dynamo(_function)
+
+
+# -- the graph
+# ------------------------------------------------------------------------------------------------------
+
+
+def join_ops(graph: Graph, title: str) -> Graph:
+    """Return a graph in which consecutive dialect ops are one node. Its target is a `JoinedOps`.
+
+    Args:
+        title: see `graph_codegen.compile_source`.
+    """
+    joined_graph, values = Graph(), {}
+    run: list[Node] = []
+    parts: set[Node] = set()  # the ops of the run, and their results
+
+    def finish_run() -> None:
+        if len(run) > 1:
+            _insert_joined(joined_graph, run, parts, values, title)
+        else:
+            for node in [n for n in graph.nodes if n in parts] if run else ():
+                values[node] = _copy_node(joined_graph, node, values)
+        run.clear()
+        parts.clear()
+
+    for node in graph.nodes:
+        if node in values:  # a result of ops that were joined
+            continue
+        if _is_joinable(node):
+            run.append(node)
+            parts.add(node)
+        elif is_getitem(node) and node.args[0] in parts:
+            parts.add(node)
+        else:
+            if not _is_hoisted(node, parts):
+                finish_run()
+            values[node] = _copy_node(joined_graph, node, values)
+    return joined_graph
+
+
+def _copy_node(graph: Graph, node: Node, values: dict[Node, Node]) -> Node:
+    copied = graph.node_copy(node, values.__getitem__)
+    copied.name = node.name
+    return copied
+
+
+def _is_joinable(node: Node) -> bool:
+    target = node.target
+    is_dialect = isinstance(target, torch._ops.OpOverload) and target._schema.name.startswith(f"{NAMESPACE}::")
+    return is_dialect and "autocast" not in node.meta and node.op == "call_function"
+
+
+def _is_hoisted(node: Node, parts: set[Node]) -> bool:
+    """Return whether a node may run ahead of the ops before it."""
+    is_read = (
+        node.op == "get_attr" or is_getitem(node) or (node.op == "call_method" and node.target in _HOISTED_METHODS)
+    )
+    return is_read and parts.isdisjoint(node.all_input_nodes)
+
+
+def _insert_joined(graph: Graph, calls: Sequence[Node], parts: set[Node], values: dict[Node, Node], title: str) -> None:
+    inputs = list(dict.fromkeys(n for call in calls for n in call.all_input_nodes if n not in parts))
+    results = [node for call in calls for node in _list_result_nodes(call)]
+    outputs = [node for node in results if any(user not in parts for user in node.users)]
+    target = _compile_joined(inputs, calls, outputs, title)
+    joined_node = graph.call_function(target, tuple(values[n] for n in inputs))  # type: ignore[arg-type]
+    if len(outputs) == 1:
+        joined_node.name, joined_node.meta = outputs[0].name, outputs[0].meta
+        values[outputs[0]] = joined_node
+        return
+    joined_node.meta["val"] = tuple(n.meta.get("val") for n in outputs)
+    for index, node in enumerate(outputs):
+        values[node] = graph.call_function(operator.getitem, (joined_node, index))
+        values[node].name, values[node].meta = node.name, node.meta
+
+
+_compiled: weakref.WeakKeyDictionary[Callable[..., Any], JoinedOps] = weakref.WeakKeyDictionary()
+
+
+def _compile_joined(inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequence[Node], title: str) -> JoinedOps:
+    """Compile the function of joined ops. Equal ops over equal values share one `JoinedOps`."""
+    graph = Graph()
+    ops = graph.placeholder("ops")
+    values = {node: graph.placeholder(node.name) for node in inputs}
+    for index, call in enumerate(calls):
+        args, kwargs = torch.fx.node.map_arg((call.args, call.kwargs), values.__getitem__)
+        made = values[call] = graph.call_method("run", (ops, _get_op(call), index, *args), kwargs)
+        made.name = call.name
+        count = num_results(call)
+        if count is not None:
+            made.meta["val"] = (None,) * count
+        for node, position in _list_result_nodes(call).items():
+            if node is not call:
+                values[node] = graph.call_function(operator.getitem, (made, position))
+                values[node].name = node.name
+    output = tuple(values[n] for n in outputs)
+    graph.output(output)
+    source = GeneratedSource(graph, output)
+    function = graph_codegen.compile_source(source.text, source.scope, "forward", f"{title} joined ops")
+    if function not in _compiled:
+        names = [_get_op(call).name for call in calls]
+        _compiled[function] = JoinedOps(function, Wiring.of(inputs, calls, outputs), names)
+    return _compiled[function]
