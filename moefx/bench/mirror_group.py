@@ -49,6 +49,12 @@ class MirrorGroup(dist.ProcessGroup):
         output.view(self.size(), *rows.shape).copy_(rows)
         return self._copy(rows, output, rows.nbytes, rows.nbytes * (self.size() - 1))
 
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        ((output,), (rows,)) = outputs, tensors
+        return self._copy(rows, output, output.nbytes, output.nbytes * (self.size() - 1))
+
     def _copy(self, source: Tensor, out: Tensor, num_bytes: int, leaving: float) -> Any:
         """Copy the first `num_bytes`, in the time of an exchange of `leaving` bytes."""
         if self.stream is None or not source.is_cuda:

@@ -90,7 +90,8 @@ def _run_op(
     autocast_off: Any = contextlib.nullcontext()
     if casting is not None and op.cast is not None:
         args, kwargs = op.cast(casting, *args, **kwargs)
-        autocast_off = torch._C._DisableAutocast()
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        autocast_off = torch.autocast(device, enabled=False)
     with autocast_off:
         if not is_profiled():
             return args, kwargs, op.run(*args, **kwargs)
