@@ -19,7 +19,7 @@ from .compiled_blocks import (
     unwrap_model,
 )
 from .compiler.block_report import build_report
-from .compiler.pipeline import PASSES, apply_capacity, keep_captured_graph
+from .compiler.pipeline import PASSES
 from .compiler.plan_check import check_effects, check_layout
 from .compiler.program_builder import build_program
 from .compiler.rank_agreement import AgreedProof, agree_on_proof
@@ -92,7 +92,7 @@ def compile(
     if not survey.matched:
         if strict:
             raise NoMoEBlockFound(_describe_refusals(model, survey))
-        UNCHANGED[model] = Record((), tuple(survey.refused), survey.seconds)
+        UNCHANGED[model] = Record((), survey.refused, survey.seconds)
         return model
     for warning in _list_warnings(survey, strict):
         warnings.warn(warning, stacklevel=2)
@@ -103,11 +103,12 @@ def compile(
             raise
         UNCHANGED[model] = Record((), (*survey.refused, Refusal("", str(error))), survey.seconds)
         return model
-    _lay_out_experts(model, proven)
+    survey = _lay_out_experts(model, proven)
     reports = []
-    for matched in survey.matched:
+    for proven_block in survey.matched:
+        first = model.get_submodule(proven_block.names[0])
+        matched = proven_block.finish(first, plan)
         program = _install_program(model, copies, matched, plan, proven.axis)
-        first = model.get_submodule(matched.names[0])
         if strict and (guard := _find_failed_guard(program, matched, first)):
             warnings.warn(
                 f"moefx rewrote {matched.names[0] or 'the model'}, but not for calls like the example's, which run the "
@@ -121,7 +122,7 @@ def compile(
 
         prepare_training(compiled, proven.axis, plan)
         gradients = describe_reductions(compiled, survey.layout_by_name, proven.axis, plan)
-    vars(compiled)[RECORD] = Record(tuple(reports), tuple(survey.refused), survey.seconds, proven.decision, gradients)
+    vars(compiled)[RECORD] = Record(tuple(reports), survey.refused, survey.seconds, proven.decision, gradients)
     return compiled
 
 
@@ -139,20 +140,21 @@ def _list_warnings(survey: Survey, strict: bool) -> list[str]:
     return texts
 
 
-def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> None:
-    """Lay out the experts of each match over the mesh, if there is one.
+def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> Survey:
+    """Return the survey with the layout of each block's experts over the mesh, if there is one.
 
     Raises:
         InvalidPlan, InvalidInput, Refused: the experts of a block cannot be spread.
     """
     if proven.axis is None:
-        return
-    from .distribution.block_distribution import ExpertLayout, check_owners
+        return proven.survey
+    from .distribution.block_distribution import check_owners, lay_out_block
 
-    for m in proven.survey.matched:
-        m.expert_layout = ExpertLayout.for_block(proven.axis, m.result, proven.plan)
-    layouts = proven.survey.layout_by_name
+    matched = tuple(lay_out_block(m, proven.axis, proven.plan) for m in proven.survey.matched)
+    survey = dataclasses.replace(proven.survey, matched=matched)
+    layouts = survey.layout_by_name
     check_owners(model, layouts, list(layouts), proven.axis.mesh)
+    return survey
 
 
 def _install_program(
@@ -162,15 +164,12 @@ def _install_program(
     plan: Plan,
     axis: ExpertAxis | None,
 ) -> Program:
-    """Finish the graph of a match, and install its program on the copies of the matched modules."""
-    modules = dict(model.named_modules())
-    first, layout = modules[matched.names[0]], matched.expert_layout
-    matched.result = keep_captured_graph(apply_capacity(first, matched.result, plan))
+    """Build the program of a finished match, and install it on the copies of the matched modules."""
+    modules, layout = dict(model.named_modules()), matched.expert_layout
     if layout is not None and axis is not None:
-        matched.result = layout.add_collectives(first, matched.result)
         for name in matched.names:
             layout.keep_own_experts(copies[modules[name]], axis)
-    program = _build_program(matched, first)
+    program = _build_program(matched, modules[matched.names[0]])
     specialize = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.read, layout)
     for name in matched.names:
         block = copies[modules[name]]
@@ -218,24 +217,24 @@ def explain(
         return _explain_record(type(model).__name__, record, find_forwards(given), trace, verbose)
     with report_progress("moefx.explain"):
         proven = agree_on_proof(model, example_inputs, _check_plan(plan, mesh), mesh)
-    plan, survey = proven.plan, proven.survey
-    gradients = ()
-    for m in survey.matched:
-        m.result = apply_capacity(model.get_submodule(m.names[0]), m.result, plan)
-    if proven.axis is not None:
+    plan, survey, gradients = proven.plan, proven.survey, ()
+    if proven.axis is None:
+        finished = (m.finish(model.get_submodule(m.names[0]), plan, keeps_captured=False) for m in survey.matched)
+        survey = dataclasses.replace(survey, matched=tuple(finished))
+    else:
         from .distribution.block_distribution import preview_layouts
         from .distribution.training_wiring import describe_reductions
 
-        preview_layouts(model, proven.axis, survey, plan)
+        survey = preview_layouts(model, proven.axis, survey, plan)
         gradients = describe_reductions(model, survey.layout_by_name, proven.axis, plan)
     reports = []
-    for m in survey.matched:
-        block = model.get_submodule(m.names[0])
-        reports.append(build_report(m, _build_program(m, block), block))
+    for matched in survey.matched:
+        block = model.get_submodule(matched.names[0])
+        reports.append(build_report(matched, _build_program(matched, block), block))
     return Explanation(
         type(model).__name__,
         tuple(reports),
-        tuple(survey.refused),
+        survey.refused,
         survey.seconds,
         planned=proven.decision,
         gradients=gradients,

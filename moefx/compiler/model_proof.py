@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -15,9 +17,9 @@ from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
 from ..util.progress import announce
 from ..util.user_code import forward_line
-from .numeric_check import check_numerically, find_nonfinite
+from .numeric_check import NumericCheck, check_numerically, find_nonfinite
 from .survey import survey_model
-from .survey_result import Refusal, Survey
+from .survey_result import MatchedBlock, Refusal, Survey
 
 
 def survey_and_verify(model: nn.Module, example_inputs: Any, plan: Plan, survey: Survey | None = None) -> Survey:
@@ -33,50 +35,71 @@ def survey_and_verify(model: nn.Module, example_inputs: Any, plan: Plan, survey:
 
     def prove() -> Survey:
         with use_device_autocast(find_device(model).type, None):
-            surveyed = survey or survey_model(model, example_inputs, plan)
-            _check_blocks(surveyed, plan)
-            return surveyed
+            return _check_blocks(survey or survey_model(model, example_inputs, plan), plan)
 
     with compile_lock(), neutral_device():
         return run_in_worker(prove)
 
 
-def _check_blocks(survey: Survey, plan: Plan) -> None:
-    """Run the numeric check of each rewrite on a few tokens, and refuse rewrites that differ."""
+def _check_blocks(survey: Survey, plan: Plan) -> Survey:
+    """Check each rewrite numerically on a few tokens, as long as `plan.validation_seconds` last.
+
+    Returns:
+        The survey with the verdicts, and with the rewrites that differ among the refused.
+    """
     modules = dict(survey.twin.named_modules())
     seconds_left = plan.validation_seconds
-    for matched in list(survey.matched):
-        block = modules[matched.names[0]]
-        if plan.validation == "symbolic":
-            matched.verdict = "off (plan.validation)"
+    matched, refused, unchecked = [], [*survey.refused], [*survey.unchecked]
+    for unverified in survey.matched:
+        if reason := _find_reason_to_skip(modules[unverified.names[0]], plan, seconds_left):
+            matched.append(dataclasses.replace(unverified, verdict=reason))
             continue
-        if any(t.is_meta for t in (*block.parameters(), *block.buffers())):
-            matched.verdict = "skipped, the weights are on the meta device"
-            continue
-        if seconds_left <= 0 and plan.validation == "auto":
-            matched.verdict = "skipped, the time budget is spent"
-            continue
-        announce(f"running {matched.names[0] or type(block).__name__} on a few tokens")
         start = time.perf_counter()
-        check = check_numerically(block, matched.result, matched.names[0], max(seconds_left, 1.0))
-        cannot_tell = None if check.ok else find_nonfinite(block)
-        # An equal block with finite weights decides.
-        if cannot_tell and (finite := _first_finite(matched.names, modules)):
-            cannot_tell = None
-            check = check_numerically(modules[finite], matched.result, finite, max(seconds_left, 1.0))
-        matched.verdict = check.text
+        check, cannot_tell = _check_block(unverified, modules, max(seconds_left, 1.0))
         seconds_left -= time.perf_counter() - start
         if not check.was_possible:
-            survey.unchecked.append(f"{quote_name(matched.names[0])}: {check.text}")
-        if not check.ok:
-            survey.matched.remove(matched)
-            reason, remedy = cannot_tell or (check.text, "please report this model")
-            survey.refused += [
-                Refusal(name, reason, source=forward_line(modules[name]), remedy=remedy) for name in matched.names
-            ]
+            unchecked.append(f"{quote_name(unverified.names[0])}: {check.text}")
+        if check.ok:
+            matched.append(dataclasses.replace(unverified, verdict=check.text))
+            continue
+        reason, remedy = cannot_tell or (check.text, "please report this model")
+        refused += [
+            Refusal(name, reason, source=forward_line(modules[name]), remedy=remedy) for name in unverified.names
+        ]
+    return dataclasses.replace(survey, matched=tuple(matched), refused=tuple(refused), unchecked=tuple(unchecked))
 
 
-def _first_finite(names: list[str], modules: dict[str, nn.Module]) -> str | None:
+def _find_reason_to_skip(block: nn.Module, plan: Plan, seconds_left: float) -> str:
+    """Return why a block is not checked numerically, or ""."""
+    if plan.validation == "symbolic":
+        return "off (plan.validation)"
+    if any(t.is_meta for t in (*block.parameters(), *block.buffers())):
+        return "skipped, the weights are on the meta device"
+    if seconds_left <= 0 and plan.validation == "auto":
+        return "skipped, the time budget is spent"
+    return ""
+
+
+def _check_block(
+    matched: MatchedBlock, modules: dict[str, nn.Module], seconds: float
+) -> tuple[NumericCheck, tuple[str, str] | None]:
+    """Check one rewrite numerically, on the first of its modules, or on the first with finite weights if that fails.
+
+    Returns:
+        The check, and the reason and remedy if no module of a failed check has finite weights.
+    """
+    name = matched.names[0]
+    announce(f"running {name or type(modules[name]).__name__} on a few tokens")
+    check = check_numerically(modules[name], matched.result, name, seconds)
+    cannot_tell = None if check.ok else find_nonfinite(modules[name])
+    if cannot_tell is None:
+        return check, None
+    if (finite := _first_finite(matched.names, modules)) is None:
+        return check, cannot_tell
+    return check_numerically(modules[finite], matched.result, finite, seconds), None
+
+
+def _first_finite(names: Iterable[str], modules: dict[str, nn.Module]) -> str | None:
     """Return the name of the first block with finite weights, or None."""
     return next((name for name in names if not find_nonfinite(modules[name])), None)
 

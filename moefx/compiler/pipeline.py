@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -38,13 +38,17 @@ from ..passes.rewrite import Placeholders, RewriteResult
 from ..runtime.block_forward import make_signature_binder
 from .proof_attempts import prove_and_rewrite
 
+if TYPE_CHECKING:
+    from ..distribution.block_distribution import ExpertLayout
+
 PASSES = (fuse, set_checkpoint_policy)
 T = TypeVar("T")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class BlockRewrite:
-    """A rewritten block: its proof with all attempts at it, and the history of its graphs."""
+    """A rewritten block: its proof with all attempts at it, and the history of its graphs. A later step returns a new
+    one with a longer history."""
 
     match: Match
     rewritten: RewriteResult
@@ -160,7 +164,30 @@ def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> Bl
     return dataclasses.replace(result, history=PassManager(block).extend(history, again, plan, level="dialect"))
 
 
-def apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
+def finish_block(
+    block: nn.Module,
+    result: BlockRewrite,
+    plan: Plan,
+    expert_layout: ExpertLayout | None = None,
+    keeps_captured: bool = True,
+) -> BlockRewrite:
+    """Run the steps after the numeric check: the plan's capacity, and over a mesh the collectives.
+
+    Args:
+        keeps_captured: add the captured graph to the history, which outlives the proof's captures. Takes about as long
+            as a capture.
+
+    Raises:
+        InvalidPlan: see `_apply_capacity`.
+        Refused: the block cannot be spread over the mesh.
+    """
+    result = _apply_capacity(block, result, plan)
+    if keeps_captured:
+        result = _keep_captured_graph(result)
+    return result if expert_layout is None else expert_layout.add_collectives(block, result)
+
+
+def _apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     """Add the capacity limit of `Plan(capacity_factor=...)`, if the plan has one.
 
     Raises:
@@ -172,8 +199,7 @@ def apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockR
     return dataclasses.replace(result, history=history)
 
 
-def keep_captured_graph(result: BlockRewrite) -> BlockRewrite:
-    """Add the captured graph to the history, which outlives the proof's captures. Takes about as long as a capture."""
+def _keep_captured_graph(result: BlockRewrite) -> BlockRewrite:
     names = [placeholder_name(path) for path in result.graph.binding.paths]
     captured = build_captured_graph(result.history.name, result.match.evidence[0].capture, names)
     return dataclasses.replace(result, history=dataclasses.replace(result.history, captured=captured))
@@ -213,9 +239,8 @@ def find_object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
 __all__ = [
     "PASSES",
     "BlockRewrite",
-    "apply_capacity",
     "find_argument_paths",
-    "keep_captured_graph",
+    "finish_block",
     "reapply_checkpoint",
     "rewrite_block",
 ]

@@ -94,9 +94,11 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
         world = torch.distributed
         is_whole = mesh.size() == world.get_world_size()
         decision = decide(gather_by_rank(mesh, facts), world.get_rank(), mesh, is_whole=is_whole)
-    for matched in survey.matched:
-        matched.result = reapply_checkpoint(model.get_submodule(matched.names[0]), matched.result, decision.plan)
-    return survey, decision
+    matched = tuple(
+        dataclasses.replace(m, result=reapply_checkpoint(model.get_submodule(m.names[0]), m.result, decision.plan))
+        for m in survey.matched
+    )
+    return dataclasses.replace(survey, matched=matched), decision
 
 
 def _summarize(survey: Survey) -> str:

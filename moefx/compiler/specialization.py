@@ -37,7 +37,7 @@ from ..runtime.block_forward import BlockForward, get_signature, make_signature_
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
 from .numeric_check import check_numerically
-from .pipeline import BlockRewrite, apply_capacity, keep_captured_graph, rewrite_block, rewrite_with_objects
+from .pipeline import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
 from .program_builder import build_program, move_kind
 
 if TYPE_CHECKING:
@@ -123,14 +123,12 @@ class LazySpecializer:
                         call_args, call_kwargs = abstract
                 if self.by_mode:
                     read.add(BLOCK_MODE)
-                proven, result = result, keep_captured_graph(apply_capacity(block, result, self.plan))
-                if self.expert_layout is not None:
-                    result = self.expert_layout.add_collectives(block, result)
-                program = build_program(block, result, call_args, call_kwargs, call.autocast, read, tied)
+                finished = finish_block(block, result, self.plan, self.expert_layout)
+                program = build_program(block, finished, call_args, call_kwargs, call.autocast, read, tied)
                 if real:
                     _check_admits(block, program, *abstract)
                 if real and self.plan.validation == "auto" and self.expert_layout is None:
-                    check = check_numerically(block, proven, forward.name, self.plan.validation_seconds)
+                    check = check_numerically(block, result, forward.name, self.plan.validation_seconds)
                     if not check.ok:
                         raise Refused(check.text)
         finally:

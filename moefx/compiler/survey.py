@@ -68,10 +68,11 @@ def survey_model(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
             candidates = _run_examples(twin, example_inputs)
         except Refused as why:
             refusal = Refusal("", why.reason, why.source, remedy=why.remedy, cause=why.cause)
-            return Survey([], [refusal], time.perf_counter() - start, False, twin, copies)
+            return Survey((), (refusal,), time.perf_counter() - start, False, twin, copies)
         matched, refused = _try_chains(twin, candidates, plan)
     matched, others = _drop_observed_blocks(model, matched)
-    return Survey(matched, [*refused, *others], time.perf_counter() - start, candidates.has_attention, twin, copies)
+    seconds = time.perf_counter() - start
+    return Survey(tuple(matched), (*refused, *others), seconds, candidates.has_attention, twin, copies)
 
 
 def _try_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
@@ -190,14 +191,15 @@ def _try_chains(model: nn.Module, candidates: BlockCandidates, plan: Plan) -> tu
 
 def _drop_observed_blocks(model: nn.Module, matched: list[MatchedBlock]) -> tuple[list[MatchedBlock], list[Refusal]]:
     """Refuse blocks whose experts have hooks, which would not fire, or shards, which would not be gathered."""
-    modules, refused = dict(model.named_modules()), []
+    modules, remaining, refused = dict(model.named_modules()), [], []
     for m in matched:
-        for name in list(m.names):
-            block = modules[name]
-            if why := _find_observer(block, m.result):
-                m.names.remove(name)
-                refused.append(Refusal(name, why[0], forward_line(block), remedy=why[1]))
-    return [m for m in matched if m.names], refused
+        observers = {name: _find_observer(modules[name], m.result) for name in m.names}
+        refused += [
+            Refusal(name, why[0], forward_line(modules[name]), remedy=why[1]) for name, why in observers.items() if why
+        ]
+        if names := tuple(name for name, why in observers.items() if not why):
+            remaining.append(dataclasses.replace(m, names=names))
+    return remaining, refused
 
 
 def _find_observer(block: nn.Module, result: BlockRewrite) -> tuple[str, str] | None:
@@ -318,12 +320,12 @@ def _prove_equal_modules(
             result = _rewrite_as_called(modules[first], call, candidates, plan, read)
         if follows:
             read.add(BLOCK_MODE)
-        equal = [first] + [
+        equal = (first,) + tuple(
             n
             for n in unproven
             if n != first and all(is_same(read_value(modules[n], w), read_value(modules[first], w)) for w in read)
-        ]
-        proven.append(MatchedBlock(equal, call, result, time.perf_counter() - start, read))
+        )
+        proven.append(MatchedBlock(equal, call, result, time.perf_counter() - start, frozenset(read)))
         unproven = [n for n in unproven if n not in equal]
     return proven
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from .._plan import Plan
 from ..capture.block_search import SurveyedCall
 from ..errors import Cause
 from ..inspection.proof_trace import ProofTrace
 from ..ir.guards.attribute_reads import AttributeLocation
-from .pipeline import BlockRewrite
+from .pipeline import BlockRewrite, finish_block
 
 if TYPE_CHECKING:
     from ..distribution.block_distribution import ExpertLayout
@@ -49,44 +50,50 @@ class Refusal:
         return f"{self.name or 'the model'}: {self.reason}{what}{where}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class MatchedBlock:
-    """Modules of one kind that were proven and rewritten together.
+    """Modules of one kind that were proven and rewritten together. Each stage returns a new one.
 
     Attributes:
+        result: the rewrite: proven, after `survey_model`; with all passes, after `finish`.
         read: attributes that the proof depends on.
         verdict: the result of the numeric check, in words; "" before it.
         expert_layout: that of the experts over a mesh, None without one.
     """
 
-    names: list[str]
+    names: tuple[str, ...]
     call: SurveyedCall
     result: BlockRewrite
     seconds: float
-    read: set[AttributeLocation]
+    read: frozenset[AttributeLocation]
     verdict: str = ""
     expert_layout: ExpertLayout | None = None
 
+    def finish(self, block: nn.Module, plan: Plan, keeps_captured: bool = True) -> MatchedBlock:
+        """Run `finish_block` on the first of the modules, `block`."""
+        result = finish_block(block, self.result, plan, self.expert_layout, keeps_captured)
+        return dataclasses.replace(self, result=result)
 
-@dataclasses.dataclass
+
+@dataclasses.dataclass(frozen=True)
 class Survey:
-    """The blocks of a model.
+    """The blocks of a model. Each stage returns a new one.
 
     Attributes:
-        attends: whether the model has attention.
+        has_attention: whether the model has attention.
         twin: the copy of the model that was surveyed, with the model's parameters and buffers. Captures swap parameters
             while others may use the model. The model itself if it cannot be copied.
         copies: maps each module of the model to its module in the twin; empty if the model cannot be copied.
         unchecked: blocks whose numeric check could not run, with the reasons.
     """
 
-    matched: list[MatchedBlock]
-    refused: list[Refusal]
+    matched: tuple[MatchedBlock, ...]
+    refused: tuple[Refusal, ...]
     seconds: float
-    attends: bool
+    has_attention: bool
     twin: nn.Module
     copies: dict[nn.Module, nn.Module]
-    unchecked: list[str] = dataclasses.field(default_factory=list)
+    unchecked: tuple[str, ...] = ()
 
     @property
     def layout_by_name(self) -> dict[str, ExpertLayout]:

@@ -247,32 +247,42 @@ def _row_bytes(result: BlockRewrite) -> float:
     return sum(widths) + 6.0 * result.match.slots
 
 
-def preview_layouts(model: nn.Module, axis: ExpertAxis, survey: Survey, plan: Plan) -> None:
-    """Lay out the blocks of a survey without changing the model, with the graphs that they would run. A block that
-    cannot be spread becomes a refused one. Collective, as `ExpertLayout.for_block` is."""
+def lay_out_block(matched: MatchedBlock, axis: ExpertAxis, plan: Plan) -> MatchedBlock:
+    """Return a match with the layout of its experts. Collective, as `ExpertLayout.for_block` is."""
+    return dataclasses.replace(matched, expert_layout=ExpertLayout.for_block(axis, matched.result, plan))
 
-    def refuse(matched: MatchedBlock, why: MoefxError) -> None:
-        survey.matched.remove(matched)
-        refusal = why if isinstance(why, Refused) else Refused(str(why))
-        source = refusal.source or forward_line(model.get_submodule(matched.names[0]))
-        survey.refused += [
-            Refusal(name, refusal.reason, source, refusal.culprits, refusal.remedy, cause=refusal.cause)
-            for name in matched.names
-        ]
 
-    for matched in list(survey.matched):
+def preview_layouts(model: nn.Module, axis: ExpertAxis, survey: Survey, plan: Plan) -> Survey:
+    """Lay out and finish the blocks of a survey without changing the model. Collective, as `lay_out_block` is.
+
+    Returns:
+        The survey with the graphs that `compile` would install, and with blocks that cannot be spread among the
+        refused.
+    """
+    laid_out, finished, refused = list[MatchedBlock](), list[MatchedBlock](), [*survey.refused]
+    for matched in survey.matched:
         try:
-            matched.expert_layout = ExpertLayout.for_block(axis, matched.result, plan)
+            laid_out.append(lay_out_block(matched, axis, plan))
         except (Refused, InvalidPlan) as why:
-            refuse(matched, why)
-    layouts = survey.layout_by_name
-    for matched in list(survey.matched):
+            refused += _refuse_layout(model, matched, why)
+    layouts = dataclasses.replace(survey, matched=tuple(laid_out)).layout_by_name
+    for matched in laid_out:
         try:
             check_owners(model, layouts, matched.names, axis.mesh)
-            block = model.get_submodule(matched.names[0])
-            matched.result = layouts[matched.names[0]].add_collectives(block, matched.result)
+            finished.append(matched.finish(model.get_submodule(matched.names[0]), plan, keeps_captured=False))
         except (Refused, InvalidInput) as why:
-            refuse(matched, why)
+            refused += _refuse_layout(model, matched, why)
+    return dataclasses.replace(survey, matched=tuple(finished), refused=tuple(refused))
+
+
+def _refuse_layout(model: nn.Module, matched: MatchedBlock, why: MoefxError) -> list[Refusal]:
+    """Build the refusals of the modules of a match that cannot be spread."""
+    refusal = why if isinstance(why, Refused) else Refused(str(why))
+    source = refusal.source or forward_line(model.get_submodule(matched.names[0]))
+    return [
+        Refusal(name, refusal.reason, source, refusal.culprits, refusal.remedy, cause=refusal.cause)
+        for name in matched.names
+    ]
 
 
 def check_owners(model: nn.Module, layouts: dict[str, ExpertLayout], blocks: Sequence[str], mesh: DeviceMesh) -> None:

@@ -68,7 +68,7 @@ def describe_survey(model: nn.Module, survey: Survey) -> Architecture:
     rest, biases = of_block - of_experts, of_experts - num_experts * matrices * d * width
     has_biases = biases == num_experts * ((matrices - 1) * width + d)
     shared = max(rest - d * num_experts, 0) // (matrices * d)
-    attention, note = _read_attention(model, layers[path], d, survey.attends)
+    attention, note = _read_attention(model, layers[path], d, survey.has_attention)
     dense = [
         _count_parameters(layer) - (of_layer - of_block) for where, layer in layers.items() if where not in with_blocks
     ]

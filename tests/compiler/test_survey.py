@@ -39,7 +39,7 @@ class Model(nn.Module):
 def names(model: nn.Module) -> list[list[str]]:
     found = survey_model(model, (torch.zeros(5, D),), Plan())
     assert not found.refused
-    return [m.names for m in found.matched]
+    return [[*m.names] for m in found.matched]
 
 
 def test_unread_numbers_share_one_program():

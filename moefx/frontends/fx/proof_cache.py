@@ -19,7 +19,7 @@ from ...capture.size_guards import SizeGuard
 from ...capture.worker_thread import run_in_worker
 from ...compiler.block_report import build_report
 from ...compiler.numeric_check import check_numerically
-from ...compiler.pipeline import BlockRewrite, apply_capacity, keep_captured_graph, rewrite_block
+from ...compiler.pipeline import BlockRewrite, finish_block, rewrite_block
 from ...compiler.program_builder import build_program
 from ...compiler.survey_result import MatchedBlock
 from ...errors import CaptureError, MoefxError, Refused, summarize_error
@@ -165,10 +165,11 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
             what = "it contains one expert only, and does not form a mixture with the others"
             raise Refused(what, source=region.source)
         verdict = _check_numerically(analysis, region, result, plan)
-        result = keep_captured_graph(apply_capacity(block, result, plan))
+        result = finish_block(block, result, plan)
         program = build_program(block, result, args, {}, dtype)
     seconds = time.perf_counter() - start
-    matched = MatchedBlock([region.name], SurveyedCall(region.name, args, {}), result, seconds, set(), verdict)
+    call = SurveyedCall(region.name, args, {})
+    matched = MatchedBlock((region.name,), call, result, seconds, frozenset(), verdict)
     report = dataclasses.replace(build_report(matched, program, block), kind="region of a graph")
     tables = [places for group in result.match.groups for places in group.tables]
     fixed = [SizeGuard(dim, "eq", str(n), True) for dim, n in result.match.arguments.fixed.items()]
