@@ -16,15 +16,18 @@ Python reads takes values that change the outcome of the comparisons in the code
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from ...capture.capture_result import Capture, HostRead
 from ...capture.code_locations import Source, is_internal_error
+from ...capture.host_reads import Interventions
 from ...capture.node_origins import find_float_decisions
 from ...capture.routed_numbers import ROW_COUNT, is_emptiness_test
 from ...capture.size_guards import COMPARE
@@ -34,7 +37,7 @@ from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import collect_numbers, depends_on_routing, is_random, is_state, line, op_name
 from ..integer_ranges import UNBOUNDED, IntegerRanges
 from . import idle_branches, zero_sum_tests
-from .forced_outcome import BUFFER, COUNT, LIMIT, READ, ZERO, find_capture, force_outcome, refuse_change, repeat_outcome
+from .forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome, refuse_change, repeat_outcome
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -42,6 +45,19 @@ if TYPE_CHECKING:
 _MAX_NAMED = 1e9
 _MAX_NUMBERS = 80
 _MAX_PAIRED_READS = 5  # up to this many reads, force every pair
+
+
+class _OpenRead(NamedTuple):
+    """A read of Python whose other outcomes no capture has shown.
+
+    Attributes:
+        outcomes: the outcomes in all captures.
+        capture: the first capture that has the read.
+    """
+
+    read: HostRead
+    outcomes: set[Any]
+    capture: Capture
 
 
 def flip_branches(state: ProofState) -> None:
@@ -53,69 +69,109 @@ def flip_branches(state: ProofState) -> None:
     Raises:
         Refused: another outcome changes the form.
     """
-    named: list[float] | None = None
-    first: list[tuple[HostRead, Any]] = []  # reads of unforced captures, each with another outcome
-    is_first = True
-    while doubtful := _find_doubtful_reads(state):
-        for read, seen, captured in doubtful:
-            state.settle(read.call_stack)
-            if len(seen) == 1 and not _is_about_rows(read) and _is_shown(state, read):
-                continue
-            what = COUNT if len(seen) == 1 and idle_branches.is_token_test(read) else READ
-            if what == READ and _is_limit_test(state, read):
-                what = LIMIT
-            if what == READ and (buffers := find_buffers(read)):
-                what = f"{BUFFER} {', '.join(buffers)}"
-            if zero_sum_tests.is_zero_test(read):
-                what = ZERO
-            kinds = {type(v) for v in seen}
-            others: list[Any] = [not v for v in seen] if len(seen) == 1 or kinds == {bool} else []
-            if kinds & {float, int}:
-                named = _find_named_numbers(state.block) if named is None else named
-                others = [1e30, -1e30, 0.0] if float in kinds else [10**6, -1, 0]
-                between = named if float in kinds else list(dict.fromkeys(map(round, named)))
-                others += _find_boundary_values(state, read, captured, others, between)
-            for value in others:
-                interventions: dict[Any, Any] = {read.call_stack: repeat_outcome(captured, read.call_stack, value)}
-                if not force_outcome(state, read.source, interventions, what, captured) and read.node is None:
-                    state.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
-            if is_first and others:
-                first.append((read, others[0]))
-        is_first = False
-    together = itertools.chain([first], itertools.combinations(first, 2) if 2 < len(first) <= _MAX_PAIRED_READS else ())
-    for several in (some for some in together if len(some) > 1):
-        captured = state.reference.capture
-        outcomes: dict[Any, Any] = {
-            read.call_stack: repeat_outcome(captured, read.call_stack, value) for read, value in several
-        }
-        force_outcome(state, several[0][0].source, outcomes, READ)
+    named_numbers = functools.cache(functools.partial(_find_named_numbers, state.block))
+    flips: list[tuple[HostRead, Any]] = []  # reads of unforced captures, each with another outcome
+    is_first_round = True
+    while open_reads := _find_open_reads(state):
+        for open_read in open_reads:
+            values = _choose_values(state, open_read, named_numbers)
+            if values:
+                _force_values(state, open_read, values)
+            if values and is_first_round:
+                flips.append((open_read.read, values[0]))
+            state.settle(open_read.read.call_stack)
+        is_first_round = False
+    _flip_together(state, flips)
 
 
-def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Capture]]:
-    """Find the reads of Python with one outcome in all captures that are not settled.
+def _choose_values(state: ProofState, open_read: _OpenRead, named_numbers: Callable[[], list[float]]) -> list[Any]:
+    """Choose the values to force: the other boolean, or numbers that change the outcomes of comparisons.
 
     Returns:
-        Each read with its outcomes and the first capture that has it.
+        The values; none if a capture of few tokens shows the other branch.
+
+    Raises:
+        Refused: that capture does more than skip the expert.
     """
+    read, outcomes, captured = open_read
+    if len(outcomes) == 1 and not _is_about_rows(read) and _is_shown(state, read):
+        return []
+    kinds = {type(value) for value in outcomes}
+    if not kinds & {float, int}:
+        return [not value for value in outcomes] if len(outcomes) == 1 or kinds == {bool} else []
+    if float in kinds:
+        extremes, candidates = [1e30, -1e30, 0.0], named_numbers()
+    else:
+        extremes, candidates = [10**6, -1, 0], list(dict.fromkeys(map(round, named_numbers())))
+    return extremes + _find_boundary_values(state, read, captured, extremes, candidates)
+
+
+def _force_values(state: ProofState, open_read: _OpenRead, values: list[Any]) -> None:
+    """Force a read to each of some values.
+
+    Raises:
+        Refused: a value changes the form.
+    """
+    read, step = open_read.read, _describe_step(state, open_read)
+    for value in values:
+        interventions: Interventions = {read.call_stack: repeat_outcome(open_read.capture, read.call_stack, value)}
+        runs = force_outcome(state, step, interventions, open_read.capture)
+        if not runs and read.node is None:
+            state.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
+
+
+def _describe_step(state: ProofState, open_read: _OpenRead) -> ForcedStep:
+    """Describe what decides the outcome of a read."""
+    read, is_constant = open_read.read, len(open_read.outcomes) == 1
+    if zero_sum_tests.is_zero_test(read):
+        return ForcedStep(OutcomeKind.ZERO_SUM, read.source)
+    if is_constant and idle_branches.is_token_test(read):
+        return ForcedStep(OutcomeKind.COUNT, read.source)
+    if _is_limit_test(state, read):
+        return ForcedStep(OutcomeKind.LOAD, read.source)
+    if buffers := find_buffers(read):
+        return ForcedStep(OutcomeKind.BUFFER, read.source, ", ".join(buffers))
+    return ForcedStep(OutcomeKind.VALUE, read.source)
+
+
+def _flip_together(state: ProofState, flips: list[tuple[HostRead, Any]]) -> None:
+    """Force all branches at once, and each pair of branches if there are few.
+
+    Raises:
+        Refused: outcomes change the form together that do not change it alone.
+    """
+    pairs = itertools.combinations(flips, 2) if 2 < len(flips) <= _MAX_PAIRED_READS else ()
+    captured = state.reference.capture
+    for together in itertools.chain([flips] if len(flips) > 1 else [], pairs):
+        interventions: Interventions = {
+            read.call_stack: repeat_outcome(captured, read.call_stack, value) for read, value in together
+        }
+        force_outcome(state, ForcedStep(OutcomeKind.VALUE, together[0][0].source), interventions)
+
+
+def _find_open_reads(state: ProofState) -> list[_OpenRead]:
+    """Find the reads of Python with one outcome in all captures that are not settled."""
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     without_rows: dict[tuple[Source, ...], set[Any]] = {}
-    met: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
+    first_reads: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
     for form in state.forms:
         for read in form.capture.reads:
             seen = outcomes if not _is_about_rows(read) or _has_rows(read) else without_rows
             seen.setdefault(read.call_stack, set()).add(read.value)
-            met.setdefault(read.call_stack, (read, form.capture))
+            first_reads.setdefault(read.call_stack, (read, form.capture))
     outcomes = without_rows | outcomes
     for calls in _find_zero_weight_reads(state):
         outcomes[calls] = {True, False}
     # an expert without tokens that is skipped says nothing about one with a single token (`if n <= 1: continue`)
     single = {
-        calls for calls, (read, _) in met.items() if _is_single_token_test(read) and outcomes[calls] == {True, False}
+        calls
+        for calls, (read, _) in first_reads.items()
+        if _is_single_token_test(read) and outcomes[calls] == {True, False}
     }
     for form in state.forms:
-        doubtful = [read for read in form.capture.reads if len(outcomes[read.call_stack]) == 1]
-        ranges = IntegerRanges.with_more_tokens(form.capture) if doubtful else None
-        for read in doubtful:
+        constant = [read for read in form.capture.reads if len(outcomes[read.call_stack]) == 1]
+        ranges = IntegerRanges.with_more_tokens(form.capture) if constant else None
+        for read in constant:
             if (
                 ranges
                 and read.node is not None
@@ -124,10 +180,13 @@ def _find_doubtful_reads(state: ProofState) -> list[tuple[HostRead, set[Any], Ca
             ):
                 outcomes[read.call_stack] = {True, False}
     for calls, read in _find_large_count_reads(state).items():
-        outcomes[calls], met[calls] = {read.value}, (read, met[calls][1])
-    open_ = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
-    open_ = [calls for calls in open_ if not state.is_settled(calls)]
-    return [(met[calls][0], outcomes[calls], met[calls][1]) for calls in open_]
+        outcomes[calls], first_reads[calls] = {read.value}, (read, first_reads[calls][1])
+    open_calls = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
+    return [
+        _OpenRead(first_reads[calls][0], outcomes[calls], first_reads[calls][1])
+        for calls in open_calls
+        if not state.is_settled(calls)
+    ]
 
 
 def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
@@ -157,17 +216,18 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
     limits_at: dict[tuple[Source, ...], dict[float, list[HostRead]]] = {}
     for form in state.forms:
         ranges = IntegerRanges.with_more_tokens(form.capture)
-        met: dict[tuple[Source, ...], HostRead | None] = {}
+        equal_here: dict[tuple[Source, ...], HostRead | None] = {}
         for read in form.capture.reads:
             op, number = read.comparison or ("", math.nan)
             if type(number) not in (int, float) or is_emptiness_test(op, number) or not is_unbounded(ranges, read):
                 continue
             if op in ("eq", "ne"):
-                met[read.call_stack] = read if read.value is (op == "eq") else met.get(read.call_stack)
+                is_equal = read.value is (op == "eq")
+                equal_here[read.call_stack] = read if is_equal else equal_here.get(read.call_stack)
             else:
                 limits_at.setdefault(read.call_stack, {}).setdefault(number, []).append(read)
-        for calls, one in met.items():
-            equal.setdefault(calls, []).append(one)
+        for calls, equal_read in equal_here.items():
+            equal.setdefault(calls, []).append(equal_read)
     found = {calls: reads[0] for calls, reads in equal.items() if reads[0] is not None and None not in reads}
     for calls, by_number in limits_at.items():
         last = by_number[max(by_number)]
@@ -328,4 +388,4 @@ def _is_shown(state: ProofState, read: HostRead) -> bool:
     try:
         return idle_branches.show_idle_expert(state, read)
     except Refused as why:
-        raise refuse_change(read.source, READ) from why
+        raise refuse_change(ForcedStep(OutcomeKind.VALUE, read.source)) from why

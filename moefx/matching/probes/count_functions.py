@@ -33,7 +33,7 @@ from ..graph_nodes import (
 )
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..op_classes import COUNT_CLAMPS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
-from .forced_outcome import force_outcome
+from .forced_outcome import ForcedStep, OutcomeKind, force_outcome
 from .idle_branches import is_chosen_test
 from .load_statistics import is_load_statistic
 from .unreached_limits import find_limits
@@ -51,7 +51,7 @@ def vary_count_functions(state: ProofState) -> None:
         Refused: other values change the form.
     """
     for (source, op), what in {**_find_constant_numbers(state), **_find_unclamped_numbers(state)}.items():
-        force_outcome(state, source, {(source, op, True): FORCE_SPREAD}, what)
+        force_outcome(state, ForcedStep(OutcomeKind.OP, source, what), {(source, op, True): FORCE_SPREAD})
 
 
 def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:

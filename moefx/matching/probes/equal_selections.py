@@ -41,7 +41,7 @@ from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
 from ..op_classes import ELEMENT_MOVES, RESHAPED_COPIES
 from .float_decisions import DecisionSite, choose_captures, locate_decision
-from .forced_outcome import find_capture, force_outcome
+from .forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -198,7 +198,7 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
 
     Args:
         force: the intervention.
-        what: name of the forced outcome, for the refusal.
+        what: the number that is forced, in words for the refusal.
 
     Raises:
         Refused: no nodes give all captures one form.
@@ -207,7 +207,8 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
         return
     tracer, sizes = state.forms[at].capture.tracer, state.sizes[at]
     try:
-        force_outcome(state, site[0], {site: force}, what, captured, is_safe=False)
+        step = ForcedStep(OutcomeKind.OP, site[0], what)
+        force_outcome(state, step, {site: force}, captured, is_safe=False)
     except Refused as refusal:
         interventions: dict[Any, Any] = {**tracer.interventions, site: force}
         try:

@@ -24,7 +24,7 @@ from ...capture.code_locations import Source
 from ...capture.node_origins import find_float_decisions
 from ..graph_nodes import op_name
 from ..lift.canonical_form import CanonicalForm
-from .forced_outcome import force_outcome
+from .forced_outcome import ForcedStep, OutcomeKind, force_outcome
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -39,13 +39,18 @@ _FEW_TOKENS = 5  # captures up to this size may not show the form
 
 @dataclasses.dataclass
 class _Decision:
-    """A comparison of floats, or an integer made of floats, in all captures."""
+    """A comparison of floats, or an integer made of floats, in all captures.
+
+    Attributes:
+        forms: the forms whose captures have the decision.
+        columns: the outcomes of each group of elements.
+    """
 
     source: Source
     what: str
     made_of: set[DecisionSite] = dataclasses.field(default_factory=set)  # to force
-    met: list[CanonicalForm] = dataclasses.field(default_factory=list)
-    columns: list[set[int]] = dataclasses.field(default_factory=list)  # outcomes of each group of elements
+    forms: list[CanonicalForm] = dataclasses.field(default_factory=list)
+    columns: list[set[int]] = dataclasses.field(default_factory=list)
 
 
 def mix_decisions(state: ProofState) -> None:
@@ -57,12 +62,12 @@ def mix_decisions(state: ProofState) -> None:
     """
     doubtful = [d for d in _find_decisions(state) if any(len(values) == 1 for values in d.columns)]
     by_nodes = {frozenset(d.made_of): d for d in reversed(doubtful)}  # the first iteration of each loop
-    for flipped, decision in reversed(by_nodes.items()):
-        _force_each(state, decision.source, flipped, decision.what, decision.met)
+    for sites, decision in reversed(by_nodes.items()):
+        _force_each(state, decision.source, sites, decision.what, decision.forms)
     comparisons = [d for d in doubtful if d.what == _COMPARISON]
     if len(comparisons) > 1:  # one may matter only together with another
         all_sites = frozenset().union(*[d.made_of for d in comparisons])
-        _force_each(state, comparisons[0].source, all_sites, _TOGETHER, comparisons[0].met[:1])
+        _force_each(state, comparisons[0].source, all_sites, _TOGETHER, comparisons[0].forms[:1])
 
 
 def _find_decisions(state: ProofState) -> list[_Decision]:
@@ -81,7 +86,7 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
             what = _COMPARISON if is_boolean else _INTEGER
             decision = found.setdefault(site, _Decision(decided.meta["source"], what))
             decision.made_of |= sites
-            decision.met.append(form)
+            decision.forms.append(form)
             columns = [
                 set(v.unique().tolist()) for v in _split_columns(n.meta["val"], decided, form, state.num_experts)
             ]
@@ -93,13 +98,14 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
 
 
 def _force_each(
-    state: ProofState, source: Source, flipped: frozenset[DecisionSite], what: str, met: list[CanonicalForm]
+    state: ProofState, source: Source, sites: frozenset[DecisionSite], what: str, forms: list[CanonicalForm]
 ) -> None:
     """Force mixed outcomes in one capture of each kind of routing, once."""
-    for captured in choose_captures(met):
-        if not state.is_settled((flipped, captured.tracer)):
-            state.settle((flipped, captured.tracer))
-            force_outcome(state, source, dict.fromkeys(flipped, FORCE_MIXED), what, captured, is_safe=False)
+    step = ForcedStep(OutcomeKind.OP, source, what)
+    for captured in choose_captures(forms):
+        if not state.is_settled((sites, captured.tracer)):
+            force_outcome(state, step, dict.fromkeys(sites, FORCE_MIXED), captured, is_safe=False)
+            state.settle((sites, captured.tracer))
 
 
 def _name_operand(a: Any) -> Any:
@@ -107,14 +113,14 @@ def _name_operand(a: Any) -> Any:
     return a if not isinstance(a, fx.Node) else a.meta["fqn"] if a.op == "get_attr" else ""
 
 
-def choose_captures(met: list[CanonicalForm]) -> list[Capture]:
+def choose_captures(forms: list[CanonicalForm]) -> list[Capture]:
     """Choose the first capture, and the largest capture of each kind of routing.
 
     A decision may matter only with many tokens or a crowd. Captures of a few tokens may not show the form.
     """
-    many = sorted((one for one in met if len(one.ids) > _FEW_TOKENS), key=lambda one: len(one.ids))
-    largest = {one.capture.tracer.routing.kind: one for one in many}
-    return list({id(one.capture): one.capture for one in (met[0], *largest.values())}.values())
+    many = sorted((form for form in forms if len(form.ids) > _FEW_TOKENS), key=lambda form: len(form.ids))
+    largest = {form.capture.tracer.routing.kind: form for form in many}
+    return list({id(form.capture): form.capture for form in (forms[0], *largest.values())}.values())
 
 
 def locate_decision(n: fx.Node) -> DecisionSite:

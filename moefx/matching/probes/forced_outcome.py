@@ -5,6 +5,8 @@ This is the verdict of the probes that force outcomes.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from typing import TYPE_CHECKING, Any
 
 from ...capture.capture_result import Capture, LimitedOutcome
@@ -21,19 +23,40 @@ DECIDE_OUTSIDE = (
     "final state; calls in another state run the original"
 )
 ASK_ROWS = "to skip an expert without tokens, test its number of rows: if rows.shape[0] == 0"
-READ = "a value that Python reads from a tensor"
-COUNT = "a token count that Python reads from a tensor"
-BUFFER = "the buffer"
-LIMIT = "the load of an expert that Python reads from a tensor"
-ZERO = "a test whether an expert's rows or weights sum to zero"
 _REPEATS = 3  # force a read this many times as often as the capture had it
+
+
+class OutcomeKind(enum.Enum):
+    """What decides an outcome, in words for the refusal. Python reads all of them but `OP`."""
+
+    VALUE = "a value that Python reads from a tensor"
+    COUNT = "a token count that Python reads from a tensor"
+    LOAD = "the load of an expert that Python reads from a tensor"
+    ZERO_SUM = "a test whether an expert's rows or weights sum to zero"
+    BUFFER = "the buffer"
+    OP = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForcedStep:
+    """The step of the program whose outcome is forced.
+
+    Attributes:
+        detail: words that follow those of the kind: the names of the buffers, or what the op computes.
+    """
+
+    kind: OutcomeKind
+    source: Source
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.detail}".strip()
 
 
 def force_outcome(
     state: ProofState,
-    source: Source,
+    step: ForcedStep,
     interventions: Interventions,
-    what: str,
     base: Capture | None = None,
     is_safe: bool = True,
 ) -> bool:
@@ -44,7 +67,6 @@ def force_outcome(
     would raise it, too.
 
     Args:
-        what: name of the forced outcome, for the refusal.
         base: the capture to repeat; the first one if None. If the proof has dropped it, see `find_capture`.
         is_safe: the forced outcomes can occur together. If not, only an error that the program itself raises is
             accepted: only one of two masks that are equal in the program may have been forced.
@@ -63,10 +85,10 @@ def force_outcome(
         forced = state.lift(tracer.routing.restart(), sizes, {**tracer.interventions, **interventions})
         forced = state.require_same_form(forced)
         if not _has_forced(forced.capture, interventions):
-            raise refuse_change(source, what)
+            raise refuse_change(step)
     except MoefxError as refusal:
         if optional is None:
-            raise refuse_change(source, what) from refusal
+            raise refuse_change(step) from refusal
         state.drop_evidence(at)
         return True
     except Exception as error:
@@ -74,23 +96,22 @@ def force_outcome(
             raise
         if is_safe or is_raised_by_program(error):
             return False
-        raise refuse_change(source, what) from error
-    is_read = what in (READ, COUNT, ZERO, LIMIT) or what.startswith(BUFFER)
-    state.add_evidence(forced, sizes, optional, source if is_read else None)
+        raise refuse_change(step) from error
+    state.add_evidence(forced, sizes, optional, step.source if step.kind is not OutcomeKind.OP else None)
     return True
 
 
 def repeat_outcome(base: Capture, calls: tuple[Source, ...], value: Any) -> Any:
     """Build the forced outcome of a read.
 
-    A boolean is forced a few times as often as the capture had it, and if it compares the same numbers: a loop may
-    repeat the read until the outcome changes.
+    Force a boolean at the next N reads only, N = 3 * (reads in the capture + 1), and only while it compares with the
+    same numbers. Otherwise a loop that waits for the outcome to change never ends.
     """
     if type(value) is not bool:
         return value
-    met = [read for read in base.reads if read.call_stack == calls]
-    others = frozenset(peek_value(read.comparison[1]) for read in met if read.comparison is not None)
-    return LimitedOutcome(value, _REPEATS * len(met) + _REPEATS, others)
+    reads = [read for read in base.reads if read.call_stack == calls]
+    compared = frozenset(peek_value(read.comparison[1]) for read in reads if read.comparison is not None)
+    return LimitedOutcome(value, _REPEATS * (len(reads) + 1), compared)
 
 
 def find_capture(state: ProofState, base: Capture | None, interventions: Interventions) -> int | None:
@@ -107,14 +128,14 @@ def find_capture(state: ProofState, base: Capture | None, interventions: Interve
 
 
 def _can_force(capture: Capture, interventions: Interventions) -> bool:
-    """Return whether Python reads one of some values in a capture, or a decision is made at one of some sites."""
+    """Return whether a capture has one of the outcomes to force: a read of Python, or a decision."""
     sites = {(n.meta["source"], str(n.target)) for n in capture.nodes}
     is_at_site = any(key[:2] in sites for key in interventions if isinstance(key, tuple))
     return is_at_site or _reads_any(capture, interventions)
 
 
 def _has_forced(capture: Capture, interventions: Interventions) -> bool:
-    """Return whether one of the forced outcomes occurred in a capture: an input, an op or a read of Python."""
+    """Return whether a capture has one of the forced outcomes: an input, an op or a read of Python."""
     return (
         any(isinstance(key, int) for key in interventions)
         or any(n.meta.get("forced") for n in capture.nodes)
@@ -123,22 +144,25 @@ def _has_forced(capture: Capture, interventions: Interventions) -> bool:
 
 
 def _reads_any(capture: Capture, interventions: Interventions) -> bool:
-    """Return whether Python reads one of some values in a capture."""
+    """Return whether Python reads one of the values to force in a capture."""
     return any(read.call_stack in interventions for read in capture.reads)
 
 
-def refuse_change(source: Source, what: str) -> Refused:
-    """Build the refusal of a block whose form depends on an outcome."""
-    remedies = {
-        COUNT: ASK_ROWS,
-        ZERO: ASK_ROWS,
-        LIMIT: "compute the same for each token, however many tokens the expert has; to drop tokens, multiply the "
-        "routing weights by a mask over all slots: weights * (counts <= limit)[ids]",
-    }
+_REMEDIES = {
+    OutcomeKind.COUNT: ASK_ROWS,
+    OutcomeKind.ZERO_SUM: ASK_ROWS,
+    OutcomeKind.BUFFER: DECIDE_OUTSIDE,
+    OutcomeKind.LOAD: (
+        "compute the same for each token, however many tokens the expert has; to drop tokens, multiply the routing "
+        "weights by a mask over all slots: weights * (counts <= limit)[ids]"
+    ),
+}
+
+
+def refuse_change(step: ForcedStep) -> Refused:
+    """Build the refusal of a block whose form depends on the outcome of a step."""
     return Refused(
-        f"the formula depends on {what}: {source.text}",
-        source=str(source),
-        remedy=DECIDE_OUTSIDE
-        if what.startswith(BUFFER)
-        else remedies.get(what, "compute the same formula for all tokens, whatever this value is"),
+        f"the formula depends on {step}: {step.source.text}",
+        source=str(step.source),
+        remedy=_REMEDIES.get(step.kind, "compute the same formula for all tokens, whatever this value is"),
     )

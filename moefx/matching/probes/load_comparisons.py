@@ -30,7 +30,7 @@ from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.lifter import NothingRouted
 from ..op_classes import ORDERED, TWO_SIDED
 from .branch_outcomes import is_unbounded
-from .forced_outcome import LIMIT, force_outcome, refuse_change, repeat_outcome
+from .forced_outcome import ForcedStep, OutcomeKind, force_outcome, refuse_change, repeat_outcome
 from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes, is_made_of_rows
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def vary_loads(state: ProofState) -> None:
         interventions: dict[Any, Any] = {
             c.read.call_stack: repeat_outcome(base, c.read.call_stack, c.outcome_if_large) for c in ordered
         }
-        force_outcome(state, ordered[0].read.source, interventions, LIMIT, base)
+        force_outcome(state, ForcedStep(OutcomeKind.LOAD, ordered[0].read.source), interventions, base)
 
 
 def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
@@ -237,7 +237,8 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
         return None
     except Refused as refusal:
         if side.optional is None:
-            raise refuse_change(_find_new_outcome(state, captured, found).source, LIMIT) from refusal
+            source = _find_new_outcome(state, captured, found).source
+            raise refuse_change(ForcedStep(OutcomeKind.LOAD, source)) from refusal
         state.add_guard(side.optional)
         return None
     state.add_evidence(form, side.sizes, side.optional)
@@ -274,9 +275,8 @@ def _force_large_load(
             if all(read.value is value for read in base.reads if read.call_stack == calls):
                 continue
             try:
-                is_shown = force_outcome(
-                    state, comparison.read.source, {calls: repeat_outcome(base, calls, value)}, LIMIT, base
-                )
+                step = ForcedStep(OutcomeKind.LOAD, comparison.read.source)
+                is_shown = force_outcome(state, step, {calls: repeat_outcome(base, calls, value)}, base)
             except Refused:
                 if not _load_every_expert(state, comparison):
                     raise

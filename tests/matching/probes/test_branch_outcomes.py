@@ -9,6 +9,11 @@ import torch
 from torch import nn
 
 import moefx
+from moefx.errors import Refused
+from moefx.matching.probes.branch_outcomes import flip_branches
+
+from ..lift.small_blocks import Small
+from ..test_proof_state import lift, new_state
 
 D, E, K = 16, 4, 2
 
@@ -192,3 +197,34 @@ def test_bits_of_an_index_are_no_constant(is_odd):
 
     with pytest.raises(moefx.errors.NoMoEBlockFound):
         moefx.compile(Odd(), example_inputs=(torch.randn(3, 5, D),))
+
+
+class Clipped(Small):
+    """Bounds large results of experts, if `bound` does: results are small in all captures."""
+
+    def __init__(self, bound):
+        super().__init__()
+        self.bound = bound
+
+    def mix(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            y = expert(x[t])
+            if y.norm() > 5:
+                y = self.bound(y)
+            out = out.index_add(0, t, y * weights[t, k, None])
+        return out
+
+
+@pytest.mark.parametrize("bound, changes_form", [(torch.clone, False), (torch.tanh, True)])
+def test_a_branch_is_settled_after_its_verdict(bound, changes_form):
+    state = new_state(Clipped(bound))
+    state.add_evidence(lift(state), {"S": 12})
+    reads = {read.call_stack for read in state.reference.capture.reads}
+    if changes_form:
+        with pytest.raises(Refused, match="a value that Python reads"):
+            flip_branches(state)
+    else:
+        flip_branches(state)
+    assert reads and {state.is_settled(calls) for calls in reads} == {not changes_form}
