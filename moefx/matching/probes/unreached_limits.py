@@ -33,6 +33,8 @@ from .load_statistics import has_loads
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
+_MAX_CROWDS = 4  # captures that go beyond limits
+_CROWD_SHARE = 0.85  # of the tokens choose one expert under "overloaded" and "contested": 0.9 on average
 MAX_CROWD_TOKENS = 600  # limit of captures that overflow a capacity, or confirm a number's change
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # the dtype holds all integers up to this one
 UNKNOWN = 0  # limit of a number that is no plain count: the tokens that reach it are unknown
@@ -46,59 +48,81 @@ def overflow_limits(state: ProofState) -> None:
     Raises:
         Refused: a limited number is no plain count, so the tokens that reach the limit are unknown.
     """
-    slots, limits_by_capture = (
-        state.reference.slots,
-        [find_limits(form.capture, state.unforced_lengths) for form in state.forms],
-    )
-    for attempt in range(4):
-        sites = find_unreached(limits_by_capture)
-        most = [_count_most(form) for form in state.forms]
-        unreached: set[int] = set()
-        for site, found in sites.items():
-            # a capacity that grows with the tokens and has room for all of them is never exceeded
-            pairs = [(s.get(site), n) for s, n in zip(limits_by_capture, most, strict=True)]
-            if len(found) == 1:
-                unreached |= found
-            elif short := {limit for limit, n in pairs if limit and limit < n}:
-                unreached |= short | found & {UNKNOWN}
-        if not unreached:
-            _overflow_every_expert(state, limits_by_capture)
+    attempts = iter(range(_MAX_CROWDS))
+    while (lowest := _find_lowest_unreached(state)) is not None:
+        attempt = next(attempts, None)
+        if attempt is None or not _add_crowd_beyond(state, lowest, attempt):
+            slots = state.reference.slots
+            state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
             return
-        lowest = min(unreached)
-        if lowest == UNKNOWN:
-            site = next(site for site, found in sites.items() if UNKNOWN in found)
-            raise Refused(
-                "a number computed from counts or positions is compared, and the comparison had one outcome in all "
-                "captures; it is not a plain count, so moefx cannot tell which number of tokens changes the outcome",
-                source=str(site[0]), culprits=(site[1],), remedy="compare the count itself",
-            )  # fmt: skip
-        tokens = state.arguments.choose_tokens_near(int(lowest / 0.85) + 10)
-        sizes = state.size_choice.choose_sequence(tokens)
-        if tokens > MAX_CROWD_TOKENS or not state.size_choice.satisfies_restrictions(sizes):
-            break
-        try:  # some limits hold for all choices, some for first choices only
-            form = state.lift(
-                Routing("contested" if slots > 1 and attempt % 2 == 0 else "overloaded", 3 + attempt), sizes
-            )
-            form = state.reconcile_form(form)
-        except Exception as error:  # an error of the program, too, at sizes that it does not support
-            if is_internal_error(error):
-                raise
-            break
-        state.add_evidence(form, sizes)
-        limits_by_capture.append(find_limits(form.capture, state.unforced_lengths))
-    state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
+    _overflow_every_expert(state)
 
 
-def _overflow_every_expert(state: ProofState, seen: list[dict[OpSite, int | None]]) -> None:
+def _find_lowest_unreached(state: ProofState) -> int | None:
+    """Find the lowest limit that no capture reached, and that more tokens can reach.
+
+    Raises:
+        Refused: the limited number is no plain count.
+    """
+    limits_by_capture = _find_limits_by_capture(state)
+    sites = find_unreached(limits_by_capture)
+    highest_counts = [_count_most(form) for form in state.forms]
+    unreached: set[int] = set()
+    for site, limits in sites.items():
+        if len(limits) == 1:
+            unreached |= limits
+            continue
+        # a capacity that grows with the tokens and has room for all of them is never exceeded
+        pairs = [(own.get(site), count) for own, count in zip(limits_by_capture, highest_counts, strict=True)]
+        if too_small := {limit for limit, count in pairs if limit and limit < count}:
+            unreached |= too_small | limits & {UNKNOWN}
+    lowest = min(unreached, default=None)
+    if lowest == UNKNOWN:
+        site = next(site for site, limits in sites.items() if UNKNOWN in limits)
+        raise Refused(
+            "a number computed from counts or positions is compared, and the comparison had one outcome in all "
+            "captures; it is not a plain count, so moefx cannot tell which number of tokens changes the outcome",
+            source=str(site[0]), culprits=(site[1],), remedy="compare the count itself",
+        )  # fmt: skip
+    return lowest
+
+
+def _find_limits_by_capture(state: ProofState) -> list[dict[OpSite, int | None]]:
+    return [find_limits(form.capture, state.unforced_lengths) for form in state.forms]
+
+
+def _add_crowd_beyond(state: ProofState, limit: int, attempt: int) -> bool:
+    """Add a capture in which more tokens than a limit choose one expert.
+
+    Some limits hold for all choices, some for first choices only: the kind of the routing changes by `attempt`.
+
+    Returns:
+        Whether there is such a capture with the form of the others. It may take too many tokens.
+    """
+    tokens = state.arguments.choose_tokens_near(int(limit / _CROWD_SHARE) + 10)
+    sizes = state.size_choice.choose_sequence(tokens)
+    if tokens > MAX_CROWD_TOKENS or not state.size_choice.satisfies_restrictions(sizes):
+        return False
+    kind = "contested" if state.reference.slots > 1 and attempt % 2 == 0 else "overloaded"
+    try:
+        form = state.reconcile_form(state.lift(Routing(kind, 3 + attempt), sizes))
+    except Exception as error:  # an error of the program, too, at sizes that it does not support
+        if is_internal_error(error):
+            raise
+        return False
+    state.add_evidence(form, sizes)
+    return True
+
+
+def _overflow_every_expert(state: ProofState) -> None:
     """Add a capture in which each expert exceeds the limits, unless it needs too many tokens. A limit may hold for one
     expert only (`(rank >= 16) & (chosen == 3)`).
 
     Raises:
         Refused: the form differs, or there is none.
     """
-    reached = [found for found in _group_by_site(seen).values() if None in found]
-    limits = {limit for found in reached for limit in found if limit}
+    by_site = _group_by_site(_find_limits_by_capture(state)).values()
+    limits = {limit for limits in by_site if None in limits for limit in limits if limit}
     candidates = (choose_even_sizes(state, limit + 1) for limit in sorted(limits, reverse=True))
     if (sizes := next(filter(None, candidates), None)) is None:
         return
