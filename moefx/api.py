@@ -170,14 +170,15 @@ def _install_program(
         for name in matched.names:
             layout.keep_own_experts(copies[modules[name]], axis)
     program = _build_program(matched, modules[matched.names[0]])
-    specialize = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.read, layout)
+    specialize = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.read)
     for name in matched.names:
-        block = copies[modules[name]]
-        forward = install_forward(block, [program.renamed(name)], name=name, specialize=specialize)
+        block, watch = copies[modules[name]], None
         if layout is not None:
             from .distribution.training_wiring import watch_block
 
-            forward.watch = watch_block(block, name, layout)
+            watch = watch_block(block, name, layout)
+        own_program = program.renamed(name)
+        install_forward(block, [own_program], name=name, specialize=specialize, expert_layout=layout, watch=watch)
     return program
 
 

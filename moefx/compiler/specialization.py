@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -40,9 +40,6 @@ from .numeric_check import check_numerically
 from .pipeline import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
 from .program_builder import build_program, move_kind
 
-if TYPE_CHECKING:
-    from ..distribution.block_distribution import ExpertLayout
-
 Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # paths and kinds of arguments, see `Specialization`
 
 
@@ -53,11 +50,10 @@ class LazySpecializer:
     Args:
         arguments: the arguments of the call that the block was compiled with.
         by_mode: a program holds for one mode only, whether or not the block reads its mode (see `has_custom_train`).
-        expert_layout: that of the experts over a mesh, None without one. The block then has its own experts only.
     """
 
-    def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool, expert_layout: ExpertLayout | None = None):
-        self.arguments, self.plan, self.by_mode, self.expert_layout = arguments, plan, by_mode, expert_layout
+    def __init__(self, arguments: Arguments, plan: Plan, by_mode: bool):
+        self.arguments, self.plan, self.by_mode = arguments, plan, by_mode
         self.shared_programs: list[_SharedProgram] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,8 +103,9 @@ class LazySpecializer:
             self._arguments_from_kinds(block, call) if args is None else (args, dict(kwargs or {})),
         )
         tied = find_tied_tensors(block)
-        if self.expert_layout is not None:
-            block = self.expert_layout.copy_with_all_experts(block)
+        expert_layout = forward.expert_layout
+        if expert_layout is not None:
+            block = expert_layout.copy_with_all_experts(block)
             forward = vars(block)["forward"]
         calls_before = forward.counts.original
         try:
@@ -123,11 +120,11 @@ class LazySpecializer:
                         call_args, call_kwargs = abstract
                 if self.by_mode:
                     read.add(BLOCK_MODE)
-                finished = finish_block(block, result, self.plan, self.expert_layout)
+                finished = finish_block(block, result, self.plan, expert_layout)
                 program = build_program(block, finished, call_args, call_kwargs, call.autocast, read, tied)
                 if real:
                     _check_admits(block, program, *abstract)
-                if real and self.plan.validation == "auto" and self.expert_layout is None:
+                if real and self.plan.validation == "auto" and expert_layout is None:
                     check = check_numerically(block, result, forward.name, self.plan.validation_seconds)
                     if not check.ok:
                         raise Refused(check.text)

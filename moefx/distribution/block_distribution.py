@@ -376,5 +376,5 @@ def own_experts(model: nn.Module) -> dict[str, str]:
 
 def find_expert_layouts(model: nn.Module) -> dict[str, ExpertLayout]:
     """Find the blocks of a model whose experts are spread, by name."""
-    found = {name: getattr(f.specialize, "expert_layout", None) for name, f in find_rewritten_blocks(model).items()}
-    return {name: s for name, s in found.items() if isinstance(s, ExpertLayout)}
+    found = {name: forward.expert_layout for name, forward in find_rewritten_blocks(model).items()}
+    return {name: layout for name, layout in found.items() if layout is not None}

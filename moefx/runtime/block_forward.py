@@ -15,7 +15,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,10 @@ from .change_detection import AbsorbedModules
 from .installed_program import InstalledProgram
 from .program import Program
 from .surrounding_modes import is_transformed, suspend_observers
+
+if TYPE_CHECKING:
+    from ..distribution.block_distribution import ExpertLayout
+    from .overwrite_detection import OverwritingWatch
 
 # Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
 MAX_SPECIALIZATIONS = 16
@@ -67,6 +71,8 @@ class BlockForward:
         name: the block's name in the model, for messages.
         specialize: called when no program admits a call. It must be picklable and hold no module: copies of the
             block share it.
+        expert_layout: that of the experts over a mesh, None without one. The block then has its own experts only.
+        watch: detects that the block's own experts are overwritten; None without a mesh.
     """
 
     def __init__(
@@ -76,10 +82,13 @@ class BlockForward:
         *,
         name: str = "",
         specialize: Specialize | None = None,
+        expert_layout: ExpertLayout | None = None,
+        watch: OverwritingWatch | None = None,
     ):
         self.block = block
         self.name = name
         self.specialize = specialize
+        self.expert_layout, self.watch = expert_layout, watch
         self.counts = CallCounts()
         self.refusals: dict[tuple[Specialization, tuple[str, ...]], str] = {}  # by call and blocking conditions
         self.original = _find_own_forward(block)
@@ -88,7 +97,6 @@ class BlockForward:
         self._warned: set[str] = set()
         self._forced = ""
         self._specializing = False
-        self.watch: Any = None  # an `OverwritingWatch` if the block is spread over a mesh
         self.compiled_by = ""  # the compiler of the surrounding graph, whose code runs no Python
         self._recording = False
         self._offsets: tuple[torch.Tensor, ...] = ()
@@ -127,7 +135,7 @@ class BlockForward:
             finally:
                 running.block = ""
             return self(*args, **kwargs)  # try again without the failed program
-        if getattr(self.specialize, "expert_layout", None) is not None:
+        if self.expert_layout is not None:
             raise NotRewritten(
                 f"{self._shown_name} {self._refusal_text}. The original forward cannot run: this rank has only a part "
                 "of the experts"
@@ -407,10 +415,20 @@ def make_signature_binder(block: nn.Module) -> Callable[..., Any]:
 
 
 def install_forward(
-    block: nn.Module, programs: Sequence[Program], *, name: str = "", specialize: Specialize | None = None
+    block: nn.Module,
+    programs: Sequence[Program],
+    *,
+    name: str = "",
+    specialize: Specialize | None = None,
+    expert_layout: ExpertLayout | None = None,
+    watch: OverwritingWatch | None = None,
 ) -> BlockForward:
-    """Make `block` run its programs. A block that is already rewritten keeps the user's original forward."""
-    forward = BlockForward(block, programs, name=name, specialize=specialize)
+    """Make `block` run its programs. A block that is already rewritten keeps the user's original forward.
+
+    Args:
+        name, specialize, expert_layout, watch: see `BlockForward`.
+    """
+    forward = BlockForward(block, programs, name=name, specialize=specialize, expert_layout=expert_layout, watch=watch)
     block.forward = forward  # type: ignore[method-assign]
     return forward
 

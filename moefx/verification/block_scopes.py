@@ -62,7 +62,6 @@ class _UnobservedSpecialize:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self.expert_layout = getattr(function, "expert_layout", None)
 
     def __call__(self, *args: Any) -> Any:
         with _disable_current_modes():

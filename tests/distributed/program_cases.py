@@ -131,7 +131,7 @@ def case_rows_by_link() -> None:
             compiled(x)
         ids = model.blocks[0].route(model.first(x))[1]
         to = ids // 2  # rank
-        routes = moefx.blocks(compiled)[0].forward.specialize.expert_layout.routes
+        routes = moefx.blocks(compiled)[0].forward.expert_layout.routes
         if name in ("flat", "dedup"):
             (group, sent), _ = rows
             assert dist.get_world_size(dist.distributed_c10d._resolve_process_group(group)) == world

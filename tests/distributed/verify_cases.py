@@ -155,7 +155,7 @@ def every_fault() -> None:
 def case_the_wrong_group() -> None:
     """Where every rank sends as many rows to every other, nothing but the numbers tells."""
     model, compiled = made("every expert", PLANS["rbd"], layers=1)
-    layout = moefx.blocks(compiled)[0].forward.specialize.expert_layout
+    layout = moefx.blocks(compiled)[0].forward.expert_layout
     inter, intra = (level.group for level in layout.routes.levels)
     other = {inter: intra, intra: inter}
 
