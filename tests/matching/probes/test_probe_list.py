@@ -1,13 +1,16 @@
-"""The list of probes: names, reasons to run again, and headers that name the programs that each refuses."""
+"""The list of probes: names, reasons to run again, headers with a program that each refuses, and its documentation."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+from pathlib import Path
 
 import pytest
 
 from moefx.matching.probes.probe_list import PROBES
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_a_repeated_probe_has_a_reason():
@@ -22,3 +25,23 @@ def test_a_repeated_probe_has_a_reason():
 def test_each_probe_shows_a_program_that_it_protects_from(name):
     header = inspect.getdoc(sys.modules[name])
     assert header and "Protects from" in header and "::\n\n    " in header
+
+
+def read_table(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of the first table below a heading, without its head."""
+    section = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return rows[1:]
+
+
+def test_the_page_on_soundness_lists_the_probes_in_order():
+    listed = [
+        (name.strip("`"), protects_from) for name, _, protects_from, _ in read_table("concepts/soundness.md", "Probes")
+    ]
+    assert listed == [(probe.name, probe.protects_from) for probe in PROBES if not probe.again]
+
+
+def test_the_page_on_soundness_quotes_limitations():
+    limitations = [cells[0] for cells in read_table("limitations.md", "Not seen")]
+    quotes = {cells[-1] for cells in read_table("concepts/soundness.md", "Probes")} - {"-"}
+    assert limitations and not [q for q in quotes if not any(row.startswith(q) for row in limitations)]
