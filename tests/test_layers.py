@@ -1,10 +1,11 @@
-"""Imports point down the table of docs/architecture.md, no modules import each other in a circle, and no module reads
-the words of a refusal."""
+"""Imports point down the table of docs/architecture.md, no modules import each other in a circle, no module reads the
+words of a refusal, and the page names functions and carriers that exist."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,30 @@ def _reached(module: str, edges: dict[str, set[str]]) -> set[str]:
 
 def test_no_module_is_in_a_circle(edges):
     assert not circles(edges)
+
+
+def read_rows(heading: str) -> list[list[str]]:
+    """Return the cells of the table of architecture.md whose head starts with some cells."""
+    table = (ROOT / "docs/architecture.md").read_text().partition(heading)[2].partition("\n\n")[0]
+    return [
+        [cell.strip("` ") for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| `")
+    ]
+
+
+def find_documented(name: str, path: str):
+    return getattr(importlib.import_module(f"moefx.{path.removesuffix('.py').replace('/', '.')}"), name)
+
+
+def test_the_calls_on_the_way_to_a_proof_exist():
+    rows = read_rows("| call | file |")
+    assert rows and all(callable(find_documented(name, path)) for name, path, _ in rows)
+
+
+def test_carriers_are_frozen_as_documented():
+    rows = read_rows("| carrier | file |")
+    parameters = {row[0]: getattr(find_documented(*row[:2]), "__dataclass_params__", None) for row in rows}
+    frozen = {name for name, found in parameters.items() if found is not None and found.frozen}
+    assert frozen == {row[0] for row in rows if row[-1] == "yes"} and "MatchedBlock" in frozen
 
 
 def comparisons_of_reasons(tree: ast.AST) -> Iterator[int]:

@@ -13,7 +13,7 @@ from torch import nn
 
 import moefx
 from moefx import Plan
-from moefx.compiler.plan_check import check_effects, check_layout
+from moefx.driver.plan_check import check_effects, check_layout
 from moefx.errors import InvalidPlan
 from moefx.frontends.dynamo import backend
 from moefx.planner.auto import decide

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast, get_origin
 import torch
 
 from ..._plan import Plan
-from ...api import check_passes
 from ...errors import InvalidPlan, nearest
 from ..fx.graph_rewrite import check_plan
 
@@ -61,7 +60,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
                 f"options={{{option!r}: ...}}: unknown option; expected one of {', '.join(known)}"
                 + nearest(str(option), known)
             )
-    plan = check_passes(check_plan(Plan(**plan_options)))
+    plan = check_plan(Plan(**plan_options))
     return BackendOptions(plan, name, _with_options(_find_compiler(name), name, backend_options, mode))
 
 

@@ -14,8 +14,8 @@ from torch import fx, nn
 
 from ..._plan import Plan
 from ...capture.op_sets import SELECTION_OPS
-from ...compiler.plan_check import check_graph_plan
 from ...compiler.survey_result import Refusal
+from ...driver.plan_check import check_graph_plan, check_passes
 from ...errors import Cause, InvalidInput, InvalidPlan, Refused, refuse_own_bug
 from . import proof_cache
 from .chunking import explain_chunks
@@ -258,12 +258,13 @@ def check_plan(plan: Plan | None) -> Plan:
     """Return the plan, or the default one.
 
     Raises:
-        InvalidPlan: not a plan, or one that has no effect on a graph.
+        InvalidPlan: not a plan, one that has no effect on a graph, or one that disables an unknown pass.
     """
     if plan is not None and not isinstance(plan, Plan):
         raise InvalidPlan(f"plan is a {type(plan).__name__}; expected a moefx.Plan or None")
     plan = plan or Plan()
     check_graph_plan(plan)
+    check_passes(plan)
     return plan
 
 

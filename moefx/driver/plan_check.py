@@ -1,4 +1,4 @@
-"""Refuse plans that have no effect in part, and layouts that the mesh does not have."""
+"""Refuse plans that have no effect in part or name unknown passes, and layouts that the mesh does not have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 from typing import Any
 
 from .._plan import Plan
+from ..compiler.pipeline import PASSES
 from ..errors import InvalidPlan
+from ..passes.pass_manager import get_pass_name
 
 _MESH_FIELDS = (
     "expert_axis", "placement", "sequence_axis", "sequence_gradients", "gradients", "dispatch", "pilots", "chunks",
@@ -62,6 +64,18 @@ def check_graph_plan(plan: Plan) -> None:
         if field in (*_PLANNER_FIELDS, "tokens", "layout") or getattr(plan, field) == "auto" != _DEFAULTS[field]:
             raise _no_effect(plan, field, "only moefx.compile asks the planner", "for a graph")
     check_effects(plan, None)
+
+
+def check_passes(plan: Plan) -> None:
+    """Check that a plan disables known passes only.
+
+    Raises:
+        InvalidPlan: the plan disables an unknown pass.
+    """
+    names = [*map(get_pass_name, PASSES), "overlap"]  # `collectives` cannot be disabled
+    for name in plan.disable:
+        if name not in names:
+            raise InvalidPlan(f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(names)}")
 
 
 def check_layout(plan: Plan, mesh: Any) -> None:

@@ -15,12 +15,12 @@ from .._plan import Plan
 from ..capture.default_device import neutral_device
 from ..capture.device_autocast import use_device_autocast
 from ..capture.worker_thread import run_in_worker
+from ..compiler.model_proof import quote_name, survey_and_verify
+from ..compiler.pipeline import reapply_checkpoint
+from ..compiler.survey import survey_model
+from ..compiler.survey_result import Survey
 from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
-from .model_proof import quote_name, survey_and_verify
-from .pipeline import reapply_checkpoint
-from .survey import survey_model
-from .survey_result import Survey
 
 if TYPE_CHECKING:
     from ..planner.decision import Decision
