@@ -10,7 +10,7 @@ from ..errors import InvalidPlan
 from .architecture import Architecture, check_whole_numbers
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
-Way = Literal["flat", "dedup", "rbd", "halo"]
+PlannedDispatch = Literal["flat", "dedup", "rbd", "halo"]  # those of `Plan.dispatch` with a formula
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Layout:
     ep: int = 1
     ssmb: bool = False
     zero: int = 1
-    way: Way = "dedup"
+    way: PlannedDispatch = "dedup"
     kept: str = "h"
     recompute: bool = False
     sequences: int = 1
@@ -96,7 +96,11 @@ class Layout:
         if (self.tp * self.dp) % self.ep:
             stage = f"tp * dp = {self.tp} * {self.dp} = {self.tp * self.dp}, the ranks of a stage"
             raise InvalidPlan(f"ep={self.ep} does not divide {stage}")
-        for name, choices in (("way", get_args(Way)), ("schedule", get_args(Schedule)), ("kept", CHECKPOINT_POLICIES)):
+        for name, choices in (
+            ("way", get_args(PlannedDispatch)),
+            ("schedule", get_args(Schedule)),
+            ("kept", CHECKPOINT_POLICIES),
+        ):
             if getattr(self, name) not in choices:
                 raise InvalidPlan(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(choices)}")
         if self.zero not in range(4):

@@ -13,7 +13,7 @@ from ..errors import InvalidPlan
 from .architecture import Architecture
 from .communication import VOLUMES, build_exchange_sheet, combine_links, level_values, row_bytes
 from .compute import FORWARD
-from .layout import CHECKPOINT_POLICIES, Layout, Way
+from .layout import CHECKPOINT_POLICIES, Layout, PlannedDispatch
 from .memory_formulas import ACTIVATIONS, STATES, TOTAL
 from .pipeline_order import waiting_share
 from .platforms import Network, Platform
@@ -239,7 +239,7 @@ def estimate_ways(
     """Seconds of one exchange in one direction, for each possible way of rows."""
     sizes, _ = _expert_levels(layout, platform, experts_first)
     found = build_exchange_sheet(len(sizes))(**_shared_values(model, layout, platform, experts_first))
-    return {way: found[f"T_{way}"] for way in get_args(Way) if f"T_{way}" in found}
+    return {way: found[f"T_{way}"] for way in get_args(PlannedDispatch) if f"T_{way}" in found}
 
 
 def units_above(layout: Layout, platform: Platform, experts_first: bool = True) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from moefx import cli
-from moefx.planner.layout import Way
+from moefx.planner.layout import PlannedDispatch
 from moefx.planner.memory_formulas import MEMORY
 from moefx.planner.regions import TRADE_OFF, saved_by_ssmb
 from moefx.planner.sheet import Formula, Sheet, distinct, quantities
@@ -19,7 +19,7 @@ from moefx.planner.symbols import SYMBOLS, explain_formulas, find_meaning
 SHEETS = [MEMORY, TRADE_OFF, build_step_sheet("none", 1)]
 SHEETS += [
     build_step_sheet(way, levels)
-    for way in get_args(Way)
+    for way in get_args(PlannedDispatch)
     for levels in (1, 2, 3)
     if levels > 1 or way in ("flat", "dedup")
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..architecture import Architecture
-from ..layout import Layout, Way
+from ..layout import Layout, PlannedDispatch
 from ..platforms import Network, Platform
 from ..step_formulas import row_widths
 from .network import build_fabric, draw_slowdowns
@@ -106,7 +106,7 @@ def draw_exchanges(
 
 
 def _draw_rows(
-    weights: Tensor, sequence: Tensor, tokens: int, top_k: int, sizes: tuple[int, ...], way: Way,
+    weights: Tensor, sequence: Tensor, tokens: int, top_k: int, sizes: tuple[int, ...], way: PlannedDispatch,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Draw the routing of one exchange.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layout import Way
+from ..layout import PlannedDispatch
 
 _MOST = 2**40  # weight of the most popular expert. Integer weights exclude that rounding draws an expert twice.
 
@@ -61,7 +61,9 @@ class Traffic:
     beside: Tensor | None = None
 
 
-def count_traffic(choices: Tensor, sources: Tensor, num_experts: int, sizes: Sequence[int], way: Way) -> Traffic:
+def count_traffic(
+    choices: Tensor, sources: Tensor, num_experts: int, sizes: Sequence[int], way: PlannedDispatch
+) -> Traffic:
     """Count the rows that ranks send each other.
 
     Args:
