@@ -1,4 +1,4 @@
-"""Format the name of a node's target, and the shape and dtype of its value."""
+"""Read the op and the arguments of a node, and format its target, and the shape and dtype of its value."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def get_argument(node: Node, name: str) -> Any:
         if argument.name == name:
             return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
     raise KeyError(f"{format_target(node)} has no argument {name}")
+
+
+def get_op_name(node: Node) -> str:
+    """Return the name of an op: `topk` for `aten.topk.default`, `torch.topk` and `x.topk`."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.overloadpacket.__name__
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def format_target(node: Node) -> str:

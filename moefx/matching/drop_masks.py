@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.capture_result import FORCE_SPREAD
 from ..capture.code_locations import Source
 from ..errors import Cause, Refused
-from .graph_nodes import collect_numbers, find_comparison, op_name
+from ..ir.node_values import get_op_name
+from .graph_nodes import collect_numbers, find_comparison
 from .lift.canonical_form import Body, CanonicalForm, NodeRef
 from .lift.expert_index import enumerate_slot_views
 from .match_result import Match
@@ -237,7 +238,7 @@ def _sort_by_directness(candidates: list[NodeRef], form: CanonicalForm) -> list[
 def _are_same_op(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     """Return whether two nodes are one op of the program; comparisons in a loop must have the same number."""
     is_line = a.op == b.op and str(a.target) == str(b.target) and a.meta["source"] == b.meta["source"]
-    return is_line and (op_name(a) not in COMPARISONS or collect_numbers([a]) == collect_numbers([b]))
+    return is_line and (get_op_name(a) not in COMPARISONS or collect_numbers([a]) == collect_numbers([b]))
 
 
 __all__ = ["TieBreak", "find_masks"]

@@ -21,14 +21,8 @@ from ..capture.node_origins import fold_ancestors, is_abstract
 from ..capture.op_sets import SHAPE_ONLY
 from ..capture.skipped_calls import UnknownResult
 from ..capture.tensor_trees import is_float
+from ..ir.node_values import get_argument, get_op_name
 from .op_classes import INDEXED_WRITES, LOOKUPS, TWO_SIDED
-
-
-def op_name(node: fx.Node) -> str:
-    """Return the name of the op without its overload: `add` for `aten.add.Tensor`."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
-
 
 Line = tuple[Any, Any]  # op, source
 
@@ -38,18 +32,11 @@ def line(node: fx.Node) -> Line:
     return node.target, node.meta["source"]
 
 
-def get_argument(node: fx.Node, i: int, name: str, default: Any) -> Any:
-    """Return an argument by position or name."""
-    return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
-
-
 # ops that return (values, indices): functions that give the selected dim, and whether the result keeps it
 SELECTION_DIMS: dict[str, Callable[[fx.Node], tuple[int, bool]]] = {
-    "topk": lambda n: (get_argument(n, 2, "dim", -1), True),
+    "topk": lambda n: (get_argument(n, "dim"), True),
     "sort": lambda n: (n.kwargs.get("dim", next((a for a in n.args[1:] if type(a) is int), -1)), True),
-    "max": lambda n: (get_argument(n, 1, "dim", 0), bool(get_argument(n, 2, "keepdim", False))),
-    "min": lambda n: (get_argument(n, 1, "dim", 0), bool(get_argument(n, 2, "keepdim", False))),
-    "kthvalue": lambda n: (get_argument(n, 2, "dim", -1), bool(get_argument(n, 3, "keepdim", False))),
+    **dict.fromkeys(("max", "min", "kthvalue"), lambda n: (get_argument(n, "dim"), get_argument(n, "keepdim"))),
 }
 
 
@@ -67,7 +54,7 @@ def find_lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int | None, range]]:
 
     The axis is None if they count the elements of the flat tensor, as in `take`.
     """
-    name, base = op_name(node), node.args[0] if node.args else None
+    name, base = get_op_name(node), node.args[0] if node.args else None
     if name not in _INDICES or not isinstance(base, fx.Node):
         return
     shape = base.meta["val"].shape
@@ -79,7 +66,7 @@ def find_lookups(node: fx.Node) -> Iterator[tuple[fx.Node, int | None, range]]:
 
 def position_axis(node: fx.Node) -> int | None:
     """Return the dim of `argmax`, `argmin` or `argsort`; None for all elements."""
-    last = -1 if op_name(node) == "argsort" else None
+    last = -1 if get_op_name(node) == "argsort" else None
     return node.kwargs.get("dim", next((a for a in node.args[1:] if type(a) is int), last))
 
 
@@ -144,7 +131,7 @@ def describe_node(node: fx.Node) -> tuple[str, str]:
     """Return the operation of a node with its shape, and its source line, as texts for reports."""
     val = node.meta.get("val")
     shape = f" [{', '.join(map(str, val.shape))}]" if isinstance(val, torch.Tensor) else ""
-    return f"{op_name(node) or node.op}{shape}", str(node.meta.get("source") or "")
+    return f"{get_op_name(node) or node.op}{shape}", str(node.meta.get("source") or "")
 
 
 def find_comparison(read: HostRead) -> tuple[str, Any]:
@@ -155,10 +142,10 @@ def find_comparison(read: HostRead) -> tuple[str, Any]:
     if (
         read.comparison is None
         and read.node is not None
-        and op_name(read.node) in TWO_SIDED
+        and get_op_name(read.node) in TWO_SIDED
         and depends_on_routing(read.node)
     ):
-        return op_name(read.node), read.node.args[1]
+        return get_op_name(read.node), read.node.args[1]
     return read.comparison or ("", None)
 
 
@@ -199,12 +186,12 @@ def depends_on_routing(node: Any) -> bool:
 
 def depends_on_call(node: fx.Node) -> bool:
     """Return whether a value depends on integers that may differ in the next call: arguments or buffers."""
-    return _depends(node, "of call", lambda n: n.op == "placeholder" or is_state(n))
+    return _depends(node, "from_call", lambda n: n.op == "placeholder" or is_state(n))
 
 
 def depends_on_arguments(node: fx.Node) -> bool:
     """Return whether a value depends on integers that are arguments."""
-    return _depends(node, "given", lambda n: n.op == "placeholder")
+    return _depends(node, "from_arguments", lambda n: n.op == "placeholder")
 
 
 def _depends(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:

@@ -24,7 +24,8 @@ from torch import fx
 from ..capture.capture_result import Capture
 from ..capture.routed_numbers import RoutedInt
 from ..capture.symbolic_sizes import unwrap_numbers
-from .graph_nodes import SELECTION_DIMS, find_lookups, is_state, op_name, position_axis
+from ..ir.node_values import get_op_name
+from .graph_nodes import SELECTION_DIMS, find_lookups, is_state, position_axis
 from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, LOOKUPS, MONOTONE
 
 aten = torch.ops.aten
@@ -123,15 +124,17 @@ class IntegerRanges:
             if self._at_these_sizes is not None and may_be_more and len(exact.unique()) > 1:
                 return _uniform(-UNBOUNDED if exact.min() < 0 else 0, UNBOUNDED, val)
             return exact, exact
-        name = op_name(node)
+        name = get_op_name(node)
         if name == "getitem":
             bundle, i = node.args
             source = bundle.args[0].meta.get("val") if isinstance(bundle, fx.Node) and bundle.args else None
-            if i == 0 and (op_name(bundle) in SELECTION_DIMS or op_name(bundle).startswith(("_unique", "unique"))):
+            if i == 0 and (
+                get_op_name(bundle) in SELECTION_DIMS or get_op_name(bundle).startswith(("_unique", "unique"))
+            ):
                 found = self._known.get(bundle.args[0])
                 return found and _uniform(*_hull(found), val)
-            if i == 1 and op_name(bundle) in SELECTION_DIMS and source is not None and source.dim():
-                dim, _ = SELECTION_DIMS[op_name(bundle)](bundle)
+            if i == 1 and get_op_name(bundle) in SELECTION_DIMS and source is not None and source.dim():
+                dim, _ = SELECTION_DIMS[get_op_name(bundle)](bundle)
                 return _uniform(0, self._find_last_position(bundle.args[0], dim), val)
             return None
         if name in ("argmax", "argmin", "argsort"):
@@ -266,8 +269,8 @@ class IntegerRanges:
         kept, put = (node.args[0], node.args[2]) if name == "masked_fill" else (node.args[2], node.args[1])
         whole = self._pair(kept)
         lo, hi = _hull_exact(whole)
-        if op_name(mask) in COMPARISONS and mask.args[0] is kept and type(mask.args[1]) is int:
-            lo, hi = _exclude(op_name(mask), mask.args[1], lo, hi)
+        if get_op_name(mask) in COMPARISONS and mask.args[0] is kept and type(mask.args[1]) is int:
+            lo, hi = _exclude(get_op_name(mask), mask.args[1], lo, hi)
         (plo, phi), (klo, khi) = self._pair(put), whole
         return torch.minimum(plo, klo.clamp(min=lo)), torch.maximum(phi, khi.clamp(max=hi))
 

@@ -12,7 +12,8 @@ from ..capture.capture_result import Capture
 from ..capture.code_locations import suppress_program_errors
 from ..capture.routed_numbers import is_emptiness_test
 from ..errors import Cause, MoefxError, Refused
-from .graph_nodes import depends_on_routing, find_comparison, op_name
+from ..ir.node_values import get_op_name
+from .graph_nodes import depends_on_routing, find_comparison
 from .op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
 from .probes.branch_outcomes import find_buffers
 from .probes.forced_outcome import DECIDE_OUTSIDE
@@ -30,7 +31,7 @@ def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
     if (drawn := _find_random_order(capture)) is not None:
         return Refused(
             f"tokens or choices are taken in a random order: {drawn.meta['source'].text}",
-            culprits=(op_name(drawn),), source=str(drawn.meta["source"]),
+            culprits=(get_op_name(drawn),), source=str(drawn.meta["source"]),
             remedy="take them as they come; to drop some at random, multiply the routing weights by a random mask: "
             "weights * (torch.rand_like(weights) >= rate)",
         )  # fmt: skip
@@ -38,7 +39,7 @@ def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
         return Refused(
             "each sample chooses experts for all of its positions, and the experts compute with several positions at "
             "once: only experts that treat positions one by one are followed",
-            culprits=(op_name(mixing),), source=str(mixing.meta["source"]),
+            culprits=(get_op_name(mixing),), source=str(mixing.meta["source"]),
             remedy="for experts that take the whole series of one channel, make rows of the channels, "
             "x.transpose(1, 2).flatten(0, 1), and repeat each sample's choice for them, "
             "ids.repeat_interleave(channels, 0); experts that convolve or attend along the series stay as they are",
@@ -49,7 +50,7 @@ def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
         return Refused(
             f"the experts are convolutions that compute a token from its neighbours ({kernel}): only experts that "
             "treat tokens one by one are followed",
-            culprits=(op_name(convolution),), source=str(convolution.meta["source"]),
+            culprits=(get_op_name(convolution),), source=str(convolution.meta["source"]),
             remedy="convolve before the experts are chosen, and give them rows of the pixels, "
             "x.movedim(1, -1).flatten(0, -2)",
             cause=Cause.CONVOLUTIONS,
@@ -92,11 +93,13 @@ def explain_branch(state: ProofState) -> Refused | None:
 def _find_random_order(capture: Capture) -> fx.Node | None:
     """Find an op that draws integers by which rows are read or written."""
     for n in capture.nodes:
-        if op_name(n) in RANDOM_INTEGERS and not any(a.meta.get("from_integers") is False for a in n.all_input_nodes):
+        if get_op_name(n) in RANDOM_INTEGERS and not any(
+            a.meta.get("from_integers") is False for a in n.all_input_nodes
+        ):
             users, seen = [n], {n}
             while users:
                 for user in users.pop().users:
-                    if op_name(user).startswith(("index", "gather", "scatter", "embedding")):
+                    if get_op_name(user).startswith(("index", "gather", "scatter", "embedding")):
                         return n
                     if user not in seen:
                         seen.add(user)
@@ -113,7 +116,7 @@ def _find_mixing(capture: Capture, positions: int) -> fx.Node | None:
         val: Any = data.meta.get("val") if data is not None else None
         if data is None or not data.meta.get("ragged") or not isinstance(val, torch.Tensor) or val.dim() < 2:
             continue
-        name, shape = op_name(n), val.shape
+        name, shape = get_op_name(n), val.shape
         if (
             (name in CONTRACTIONS_OF_ROWS and shape[-1] == positions)
             or (name == "convolution" and positions in shape[2:] and max(n.args[1].meta["val"].shape[2:]) > 1)  # type: ignore
@@ -128,7 +131,7 @@ def _find_convolution(capture: Capture) -> fx.Node | None:
     """Find one of several parallel convolutions with kernels above one element: on one input, or on routed rows."""
     first: dict[fx.Node | None, fx.Node] = {}  # by input; None for routed rows
     for n in capture.nodes:
-        if op_name(n) == "convolution" and max(n.args[1].meta["val"].shape[2:]) > 1:  # type: ignore[union-attr]
+        if get_op_name(n) == "convolution" and max(n.args[1].meta["val"].shape[2:]) > 1:  # type: ignore[union-attr]
             data = n.args[0]
             key = None if data.meta.get("ragged") else data  # type: ignore[union-attr]
             if key in first:

@@ -24,8 +24,8 @@ from ..capture.node_origins import collect_ancestors
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_body import ExpertBody, Gemm
 from ..ir.expression_check import is_pointwise
+from ..ir.node_values import get_op_name
 from ..ir.ops.token_routing import PftResult
-from ..matching.graph_nodes import op_name
 from .pass_manager import graph_pass
 
 aten = torch.ops.aten
@@ -327,7 +327,7 @@ def _format_op(n: fx.Node) -> str:
 
 
 def _label_node(n: fx.Node) -> str:
-    return op_name(n.args[0] if n.target is operator.getitem else n)  # a result of `max`
+    return get_op_name(n.args[0] if n.target is operator.getitem else n)  # a result of `max`
 
 
 def _erase_unused(node: fx.Node) -> None:

@@ -17,8 +17,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from ...capture.op_sets import SELECTION_OPS
 from ...errors import InvalidInput, Refused, summarize_error
 from ...ir.memory_order import invert_permutation
+from ...ir.node_values import get_op_name
 from ...util.fake_tensor_log import without_fake_tensor_errors
-from .node_queries import MODE_SWITCHES, get_op_name, get_size_hint, is_float_tensor
+from .node_queries import MODE_SWITCHES, get_size_hint, is_float_tensor
 
 _SIZES = {"size", "numel", "sym_size", "sym_numel"}
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137)

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from ...errors import Refused
+from ...ir.node_values import get_op_name
 from .graph_analysis import GraphAnalysis
-from .node_queries import find_user_sources, get_op_name, get_size_hint, is_hinted
+from .node_queries import find_user_sources, get_size_hint, is_hinted
 from .region_bounds import RegionBounds
 
 _CHUNKING_OPS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}

@@ -22,8 +22,9 @@ from torch.fx.node import map_aggregate
 
 from ...capture.op_sets import SELECTION_OPS
 from ...errors import Cause, Refused
+from ...ir.node_values import get_op_name
 from .graph_analysis import GraphAnalysis
-from .node_queries import find_selected_axis, get_op_name, get_size_hint, simplify_size
+from .node_queries import find_selected_axis, get_size_hint, simplify_size
 from .region_bounds import RegionBounds, find_selections
 from .region_code import SizeExpression, ValueRef, apply_modes, call_target, map_leaves
 from .token_dims import TokenDims

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
+from ...ir.node_values import get_op_name
 from .abstract_values import get_traced_value, guess_weights, has_traced_values, propagate_values
 from .memory_aliases import StorageAliases, list_storage_ids
 from .node_effects import NodeEffects, changes_state, find_effects, reads_autograd_graph
@@ -25,7 +26,6 @@ from .node_queries import (
     find_attribute,
     find_functorch_nesting,
     find_user_sources,
-    get_op_name,
     get_size_hint,
     is_float_tensor,
     is_module_tensor,

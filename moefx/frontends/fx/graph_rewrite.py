@@ -17,11 +17,11 @@ from ...capture.op_sets import SELECTION_OPS
 from ...compiler.survey_result import Refusal
 from ...driver.plan_check import check_graph_plan, check_passes
 from ...errors import Cause, InvalidInput, InvalidPlan, Refused, refuse_own_bug
+from ...ir.node_values import get_op_name
 from . import proof_cache
 from .chunking import explain_chunks
 from .float_inputs import record_constant
 from .graph_analysis import GraphAnalysis
-from .node_queries import get_op_name
 from .proof_cache import CachedProof
 from .region_bounds import RegionBounds, RegionSearch
 from .region_isolation import find_removable

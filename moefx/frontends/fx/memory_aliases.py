@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .node_queries import find_argument
+from ...ir.node_values import get_argument
 
 _MAY_COPY = {"reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "type_as", "float", "double", "half"}
 
@@ -77,8 +77,8 @@ def _find_viewed_arguments(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator
         return
     schema = n.target._schema
     returned = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
-    for i, a in enumerate(schema.arguments):
-        found, alias = find_argument(n, i, a), a.alias_info
+    for a in schema.arguments:
+        found, alias = get_argument(n, a.name), a.alias_info
         # for lists, such as the result of `unbind`, only the argument declares it
         if alias is not None and (alias.before_set & returned or "*" in alias.after_set) and isinstance(found, fx.Node):
             yield found, n.target.overloadpacket.__name__ in _MAY_COPY

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from ...ir.node_values import get_op_name
 from ...runtime.change_detection import find_hook_kind
 from .abstract_values import get_traced_value
 from .memory_aliases import StorageAliases
-from .node_queries import find_argument, get_op_name
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
@@ -182,7 +182,8 @@ def _find_written_arguments(n: fx.Node, arguments: dict[str, Any]) -> Iterator[f
         for schema in _find_schemas(n):
             for i, a in enumerate(schema.arguments):
                 if a.alias_info is not None and a.alias_info.is_write:
-                    yield from _list_nodes(find_argument(n, i, a))
+                    passed = n.args[i] if i < len(n.args) and not a.kwarg_only else None
+                    yield from _list_nodes(n.kwargs.get(a.name, passed))
     flags = [arguments[flag] for flag in ("training", "train", "use_input_stats") if flag in arguments]
     if "functional" not in name and flags[:1] != [False]:
         yield from (*_list_nodes(arguments.get("running_mean")), *_list_nodes(arguments.get("running_var")))

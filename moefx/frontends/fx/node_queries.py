@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from ...capture.code_locations import Source
 from ...errors import Refused
+from ...ir.node_values import get_op_name
 from ...util.user_code import is_user_file
 
 SET_GRAD = torch._C._set_grad_enabled
@@ -26,11 +27,6 @@ def find_attribute(gm: nn.Module, path: str) -> Any:
     for part in path.split("."):
         owner = getattr(owner, part, None)
     return owner
-
-
-def find_argument(n: fx.Node, i: int, of: torch.Argument) -> Any:
-    """Return the i-th argument of a node by its op's schema; None if the node leaves it out."""
-    return n.kwargs.get(of.name, n.args[i] if i < len(n.args) and not of.kwarg_only else None)
 
 
 def is_float_tensor(t: Any) -> bool:
@@ -71,15 +67,6 @@ def simplify_size(n: Any) -> Any:
 def is_module_tensor(name: str) -> bool:
     """Return whether a source name is a parameter or buffer of a module."""
     return "._parameters[" in name or "._buffers[" in name
-
-
-def get_op_name(n: fx.Node) -> str:
-    """Return the name of an op: `topk` for `aten.topk.default`, `torch.topk` and `x.topk`."""
-    if n.op == "call_method":
-        return str(n.target)
-    if isinstance(n.target, torch._ops.OpOverload):
-        return n.target.overloadpacket.__name__
-    return getattr(n.target, "__name__", str(n.target))
 
 
 def find_selected_axis(n: fx.Node) -> int | None:

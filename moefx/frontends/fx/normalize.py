@@ -16,9 +16,10 @@ from torch import fx, nn
 from torch.fx.node import has_side_effect, map_arg
 
 from ...errors import AbsorbedModuleChanged, InvalidInput
+from ...ir.node_values import get_op_name
 from .abstract_values import get_traced_value, has_symbolic_sizes, has_traced_values, propagate_symbolic_sizes
 from .node_effects import find_effects, is_plain_module
-from .node_queries import ENTER_AUTOCAST, EXIT_AUTOCAST, find_attribute, get_op_name, is_float_tensor
+from .node_queries import ENTER_AUTOCAST, EXIT_AUTOCAST, find_attribute, is_float_tensor
 
 _ORIGIN = "moefx_inlined"  # in a node's meta: its call, the module, and the number of nodes of the call
 _ADDED_VALUE = "moefx_found"  # in a node's meta: its value was added

@@ -24,11 +24,11 @@ from ...compiler.program_builder import build_program
 from ...compiler.survey_result import MatchedBlock
 from ...errors import CaptureError, MoefxError, Refused, summarize_error
 from ...inspection.explain import BlockReport
+from ...ir.node_values import get_op_name
 from ...runtime.program import Program
 from ...runtime.surrounding_modes import suspend_observers
 from ...util.compile_lock import compile_lock
 from .graph_analysis import GraphAnalysis
-from .node_queries import get_op_name
 from .region_module import ExtractedRegion
 
 _log = logging.getLogger(__name__)

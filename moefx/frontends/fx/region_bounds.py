@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from ...capture.op_sets import SELECTION_OPS
+from ...ir.node_values import get_op_name
 from .graph_analysis import GraphAnalysis
-from .node_queries import get_op_name, get_size_hint, is_hinted
+from .node_queries import get_size_hint, is_hinted
 
 _COMPARING_OPS = {
     "gt": 1,

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from ...errors import Refused
+from ...ir.node_values import get_op_name
 from .graph_analysis import GraphAnalysis
-from .node_queries import get_op_name
 from .region_bounds import RegionBounds
 
 

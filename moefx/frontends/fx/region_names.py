@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from ...ir.node_values import get_op_name
 from .graph_analysis import GraphAnalysis
-from .node_queries import LAYOUT_OPS, get_op_name, is_module_tensor
+from .node_queries import LAYOUT_OPS, is_module_tensor
 from .region_bounds import RegionBounds
 
 

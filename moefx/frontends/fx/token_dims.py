@@ -17,9 +17,10 @@ from ...capture.block_arguments import NAMES
 from ...capture.symbolic_sizes import SYMBOLIC_FUNCTIONS
 from ...errors import Cause, Refused
 from ...ir.graph_codegen import INFIX
+from ...ir.node_values import get_op_name
 from .float_inputs import can_be_constant
 from .graph_analysis import GraphAnalysis
-from .node_queries import get_op_name, get_size_hint, simplify_size
+from .node_queries import get_size_hint, simplify_size
 from .region_code import SizeExpression
 
 _PROBES = (101, 103, 107, 109, 113)

@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
 from ...capture.op_sets import SHAPE_ONLY
-from ..graph_nodes import SELECTION_DIMS, collect_numbers, get_argument, is_random, op_name, position_axis
+from ...ir.node_values import get_argument, get_op_name
+from ..graph_nodes import SELECTION_DIMS, collect_numbers, is_random, position_axis
 from ..integer_ranges import find_token_sizes
 from .canonical_form import CanonicalForm
 from .expert_index import enumerate_slot_views
@@ -159,8 +160,8 @@ class _Derivations:
         chosen = self._derive_selection(node, val.shape)
         if chosen is not None:
             return [chosen._replace(values=chosen.values.to(val.dtype))]
-        if op_name(node) in ("where", "masked_fill") and len(node.args) == 3:
-            mask = node.args[0 if op_name(node) == "where" else 1]
+        if get_op_name(node) in ("where", "masked_fill") and len(node.args) == 3:
+            mask = node.args[0 if get_op_name(node) == "where" else 1]
             if self._known[mask] is None:
                 return self._derive_branches(val, [a for a in node.args if a is not mask])
         try:
@@ -172,7 +173,7 @@ class _Derivations:
         """Return whether a number that is not a shape depends on sizes or routing, and so changes between calls."""
         if node.op == "get_attr":
             return bool(node.meta["of_sizes"]) or self._fixed is not None
-        given, shapes = node.meta["of_sizes"], _SHAPE_ARGS.get(op_name(node), 0)
+        given, shapes = node.meta["of_sizes"], _SHAPE_ARGS.get(get_op_name(node), 0)
         args = (*node.args[shapes:], *node.kwargs.values()) if shapes else (node.args, node.kwargs)
         if given and any(n in given for n in pytree.tree_leaves(args) if type(n) in (int, float)):
             return True
@@ -182,14 +183,14 @@ class _Derivations:
 
     def _derive_selection(self, node: fx.Node, shape: torch.Size) -> Derivation | None:
         """Derive the result of a selection among scores, or among different numbers."""
-        name, producer = op_name(node), _producer(node)
+        name, producer = get_op_name(node), _producer(node)
         if not producer.all_input_nodes or not shape:
             return None
         source_shape = getattr(producer.all_input_nodes[0].meta.get("val"), "shape", ())
         axis: Any = None  # along which all results are different
         among: int | None = None  # along which the op selects
-        if name == "getitem" and op_name(producer) in SELECTION_DIMS:
-            axis, is_kept = SELECTION_DIMS[op_name(producer)](producer)
+        if name == "getitem" and get_op_name(producer) in SELECTION_DIMS:
+            axis, is_kept = SELECTION_DIMS[get_op_name(producer)](producer)
             if node.args[1] == 0:
                 return self._reselect(producer.args[0], axis, shape) if is_kept else None
             size, axis, among = source_shape[axis], axis if is_kept else None, axis
@@ -200,7 +201,7 @@ class _Derivations:
             axis = among = position_axis(node)
             size = source_shape[axis]
         elif name == "multinomial":
-            axis = None if get_argument(node, 2, "replacement", False) else -1
+            axis = None if get_argument(node, "replacement") else -1
             size = source_shape[-1]
         elif name == "gather" and self._find_distinct(node.args[2], axis := node.args[1]) is not None:
             return self._reselect(node.args[0], axis, shape)
@@ -287,7 +288,7 @@ class _Derivations:
     def _derive_computation(self, node: fx.Node) -> list[Derivation] | None:
         """Derive an op that moves numbers, or computes with those of one variable."""
         by = _producer(node)
-        name, inputs = op_name(by), by.all_input_nodes
+        name, inputs = get_op_name(by), by.all_input_nodes
         several = [derivations for a in inputs if (derivations := self._known[a]) is not None]
         if name == "scatter" and len(several) == len(inputs) and not isinstance(by.args[3], fx.Node):
             base, index = (self._known[a] for a in by.args[:3:2])
@@ -338,7 +339,7 @@ def _describe_run(node: fx.Node) -> str:
 
 def _producer(node: fx.Node) -> fx.Node:
     """Return the op itself, if the node is one of its several results."""
-    return node.args[0] if op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) else node
+    return node.args[0] if get_op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) else node
 
 
 def _integer_inputs(node: fx.Node) -> list[fx.Node]:
@@ -355,7 +356,7 @@ def _is_constant(node: fx.Node) -> bool:
     if node.op == "get_attr":
         return node.meta["kind"] == "constant" and node.meta["literal"]
     is_made = node.op == "call_function" and (not node.all_input_nodes or node.target in SHAPE_ONLY)
-    return is_made and not is_random(node) and "empty" not in op_name(node)
+    return is_made and not is_random(node) and "empty" not in get_op_name(node)
 
 
 def _constant(val: torch.Tensor) -> Derivation:
@@ -375,7 +376,7 @@ def _common_variable(variables: list[torch.Tensor]) -> torch.Tensor | None:
 def _call(node: fx.Node, inputs: dict[fx.Node, torch.Tensor], **changed: Any) -> torch.Tensor:
     by = _producer(node)
     args, kwargs = fx.node.map_arg((by.args, by.kwargs), inputs.__getitem__)
-    if "padding" in changed and op_name(by) == "constant_pad_nd":
+    if "padding" in changed and get_op_name(by) == "constant_pad_nd":
         args = *args[:2], changed["padding"]
     out = by.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})
     return out if by is node else out[node.args[1]]

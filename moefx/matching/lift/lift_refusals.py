@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.capture_result import Capture
 from ...capture.node_origins import find_float_decisions
 from ...errors import Cause, Refused
-from ..graph_nodes import Line, depends_on_arguments, depends_on_call, is_random, line, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import Line, depends_on_arguments, depends_on_call, is_random, line
 from ..terms.sum_expansion import routed_axes
 from ..terms.term import Term
 from .expert_index import is_all_or_none, uses_all_experts
@@ -69,7 +70,7 @@ def explain_layout(capture: Capture) -> Refused | None:
         if isinstance(val, torch.Tensor) and val.layout is not torch.strided:
             return Refused(
                 f"the block computes with a {val.layout} tensor; moefx supports strided tensors only",
-                culprits=(op_name(n),),
+                culprits=(get_op_name(n),),
                 source=str(n.meta["source"]),
                 remedy="gather and add rows with index, index_add or a dense product instead",
             )
@@ -89,7 +90,7 @@ def refuse_random(node: fx.Node) -> Refused:
     return Refused(
         "the experts draw random numbers (dropout in training?): which row gets which numbers depends on the order of "
         "the experts",
-        culprits=(op_name(node),),
+        culprits=(get_op_name(node),),
         source=str(node.meta["source"]),
         remedy="set the experts' dropout to 0, or compile in eval mode",
     )
@@ -172,7 +173,7 @@ class UnexplainedIndex:
             if len(parts) > 1 and sum(len(n.meta["val"]) for n in parts) == tokens == self._capture.sizes.tokens:
                 return Refused(
                     f"the tokens are split into {len(parts)} chunks with a separate selection each",
-                    culprits=tuple(dict.fromkeys(op_name(made) for n in parts for made in find_float_decisions(n))),
+                    culprits=tuple(dict.fromkeys(get_op_name(made) for n in parts for made in find_float_decisions(n))),
                     source=str(parts[0].meta["source"]),
                     remedy="select for all tokens at once, or move the code of one chunk into a module; "
                     "torch.compile(model, backend='moefx') rewrites each chunk separately",
@@ -183,7 +184,7 @@ class UnexplainedIndex:
         """Explain that each module with expert parameters is called several times, for as many selections."""
         modules = {fqn.rpartition(".")[0] for fqn in self.owners.experts}
         calls = Counter(call.fqn for call in self._capture.calls if call.fqn in modules)
-        selections = Counter(op_name(n) for n in self._capture.nodes if op_name(n) in _EXPERT_SELECTION_OPS)
+        selections = Counter(get_op_name(n) for n in self._capture.nodes if get_op_name(n) in _EXPERT_SELECTION_OPS)
         if not modules:
             return None
         times = min(*(calls[module] for module in modules), max(selections.values(), default=0))
@@ -207,9 +208,14 @@ class UnexplainedIndex:
         # if single elements move, some expert parameters are not recognised, and `expert_nodes` lacks their users
         for n in (n for n in self._capture.nodes if n in self.expert_nodes or n.meta.get("ragged")):
             inputs = n.all_input_nodes
-            if not inputs or op_name(n) in _JOINS or not varies_within_rows(n) or any(map(varies_within_rows, inputs)):
+            if (
+                not inputs
+                or get_op_name(n) in _JOINS
+                or not varies_within_rows(n)
+                or any(map(varies_within_rows, inputs))
+            ):
                 continue
-            name = op_name(n.args[0] if op_name(n) == "getitem" else n)  # type: ignore[arg-type]
+            name = get_op_name(n.args[0] if get_op_name(n) == "getitem" else n)  # type: ignore[arg-type]
             return Refused(
                 f"the experts move single elements within a row: {name} along the last axis is not supported",
                 culprits=(name,),
@@ -246,7 +252,7 @@ class UnexplainedIndex:
                 continue
             if find_float_decisions(n):
                 by_line[line(n)].append(n)
-            elif depends_on_arguments(n) and any(op_name(user) in _MASKED_OPS for user in n.users):
+            elif depends_on_arguments(n) and any(get_op_name(user) in _MASKED_OPS for user in n.users):
                 by_line[None].append(n)
         masks = next((masks for masks in by_line.values() if len(masks) > 1), None)
         if masks is None:

@@ -25,7 +25,8 @@ from ...capture.capture_result import Capture
 from ...capture.node_origins import collect_ancestors, find_float_decisions, fold_ancestors
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import Line, depends_on_routing, follows_from_integers, line, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import Line, depends_on_routing, follows_from_integers, line
 from ..terms.node_semantics import Semantics
 from ..terms.parameter_slices import (
     find_siblings,
@@ -338,7 +339,7 @@ def _has_gathered_rows(node: fx.Node) -> bool:
         val = n.meta.get("val")
         if not isinstance(val, FakeTensor) or not val.dim():
             return False
-        if op_name(n) in _GATHERS:
+        if get_op_name(n) in _GATHERS:
             return any(depends_on_routing(a) for a in pytree.tree_leaves(n.args[1:]))
         return any(inputs)
 

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from ...capture.op_sets import CONTRACTIONS
-from ..graph_nodes import is_random, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import is_random
 from ..terms.term import MASKED
 
 _PASSED_ON = {"_to_copy", "alias", "clone", "detach"}
@@ -52,7 +53,7 @@ def find_masks(scores: fx.Node, is_one: bool, derive: Callable[[Any], Derivation
     found: list[Derivation] = []
     node: Any = scores
     while isinstance(node, fx.Node) and node.op == "call_function":
-        name, args = op_name(node), node.args
+        name, args = get_op_name(node), node.args
         if name in _PASSED_ON or (name in _SOFTMAX and is_one and not found):
             node = args[0]
             continue
@@ -107,7 +108,7 @@ def _may_be_low(node: Any) -> bool:
         if not isinstance(n, fx.Node) or n in seen:
             continue
         seen.add(n)
-        name = op_name(n)
+        name = get_op_name(n)
         is_made = n.op == "call_function" and (n.target in CONTRACTIONS or name in _NOT_LOW or is_random(n))
         if is_made or (n.op == "get_attr" and n.meta["kind"] == "param"):
             continue
@@ -119,10 +120,10 @@ def _may_be_low(node: Any) -> bool:
 
 def _is_low(value: Any) -> bool:
     """Return whether a number masks the score that it replaces."""
-    while isinstance(value, fx.Node) and op_name(value) in ("_to_copy", "detach", "lift_fresh"):
+    while isinstance(value, fx.Node) and get_op_name(value) in ("_to_copy", "detach", "lift_fresh"):
         value = value.args[0]
-    if isinstance(value, fx.Node) and op_name(value) in ("full", "full_like", "scalar_tensor"):
-        value = value.args[0 if op_name(value) == "scalar_tensor" else 1]
+    if isinstance(value, fx.Node) and get_op_name(value) in ("full", "full_like", "scalar_tensor"):
+        value = value.args[0 if get_op_name(value) == "scalar_tensor" else 1]
     elif isinstance(value, fx.Node) and value.op == "get_attr" and value.meta["literal"]:
         original = value.meta.get("concrete", value.meta.get("original"))
         value = float(original) if isinstance(original, torch.Tensor) and original.numel() == 1 else 0
@@ -146,7 +147,7 @@ def _find_row_index(node: fx.Node) -> fx.Node | None:
     if len(indices) != len(shape) or len(shape) != 2 or not all(isinstance(i, fx.Node) for i in indices):
         return None
     rows, index = indices
-    while op_name(rows) == "detach":
+    while get_op_name(rows) == "detach":
         rows = rows.args[0]
     is_each = not rows.all_input_nodes and torch.equal(rows.meta["val"], torch.arange(shape[0]))
     return index if is_each and index.meta["val"].shape == shape[:1] else None

@@ -34,7 +34,8 @@ from ...capture.size_guards import COMPARE
 from ...errors import MoefxError, Refused
 from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure
-from ..graph_nodes import collect_numbers, depends_on_routing, is_random, is_state, line, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import collect_numbers, depends_on_routing, is_random, is_state, line
 from ..integer_ranges import UNBOUNDED, IntegerRanges
 from . import idle_branches, zero_sum_tests
 from .forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome, refuse_change, repeat_outcome
@@ -330,10 +331,10 @@ def _is_single_token_test(read: HostRead) -> bool:
     if (
         comparison is None
         and read.node is not None
-        and op_name(read.node) in COMPARE
+        and get_op_name(read.node) in COMPARE
         and depends_on_routing(read.node.args[0])
     ):
-        comparison = op_name(read.node), read.node.args[1]
+        comparison = get_op_name(read.node), read.node.args[1]
     return (
         comparison is not None
         and type(comparison[1]) is int
@@ -351,7 +352,7 @@ def _is_about_rows(read: HostRead) -> bool:
     if zero_sum_tests.is_zero_test(read):
         return True
     weighed = [n for n in find_float_decisions(read.node) if n.meta["ragged"]]
-    if all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed):
+    if all(get_op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed):
         return False
     return all(_is_only_read(n) for n in weighed)
 

@@ -22,13 +22,13 @@ from ...capture.capture_result import FORCE_SPREAD, Capture
 from ...capture.code_locations import Source
 from ...capture.node_origins import fold_ancestors
 from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
+from ...ir.node_values import get_op_name
 from ..graph_nodes import (
     SELECTION_DIMS,
     depends_on_routing,
     find_extremes,
     find_lookups,
     follows_from_integers,
-    op_name,
     position_axis,
 )
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
@@ -74,7 +74,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
         ranges = IntegerRanges.with_more_tokens(form.capture)
         sizes = find_token_sizes(form.capture)
         for n in filter(follows_from_integers, form.capture.nodes):
-            by = n.args[0] if op_name(n) == "getitem" else n
+            by = n.args[0] if get_op_name(n) == "getitem" else n
             if n.op != "call_function" or not isinstance(by, fx.Node):
                 continue
             site = (by.meta["source"], str(by.target))
@@ -84,7 +84,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
             is_count_function = not is_limit and (is_statistic or _has_unbounded_operands(ranges, n, by))
             if not (_is_function_of_elements(n) or _tests_positions(n, sizes) or is_count_function):
                 continue
-            if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {op_name(n) in ("gt", "ge", "ne")}:
+            if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {get_op_name(n) in ("gt", "ge", "ne")}:
                 continue
             key = (*site, n.args[1] if by is not n else None)
             seen = made.setdefault(key, set())
@@ -133,11 +133,11 @@ def _find_outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
 
 def _find_index_axis(n: fx.Node, by: fx.Node) -> int | None:
     """Return the axis along which an op returns several indices in each row; None for other ops."""
-    if n.meta["val"].dim() < 2 or (n.args[1:2] != (1,) if by is not n else op_name(n) != "argsort"):
+    if n.meta["val"].dim() < 2 or (n.args[1:2] != (1,) if by is not n else get_op_name(n) != "argsort"):
         return None
     if by is n:
         return position_axis(n)
-    return SELECTION_DIMS[op_name(by)](by)[0] if op_name(by) in SELECTION_DIMS else None
+    return SELECTION_DIMS[get_op_name(by)](by)[0] if get_op_name(by) in SELECTION_DIMS else None
 
 
 def _find_value_operands(n: fx.Node) -> list[fx.Node]:
@@ -152,10 +152,10 @@ def _has_unbounded_operands(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> b
     if not isinstance(val, torch.Tensor) or not val.numel() or by.target in SHAPE_ONLY:
         return False
     operands = [a for a in by.all_input_nodes if getattr(a.meta.get("val"), "dtype", torch.bool) is not torch.bool]
-    if op_name(by) == "_to_copy":  # floats that are rounded
+    if get_op_name(by) == "_to_copy":  # floats that are rounded
         operands = [a for a in operands if a.meta["val"].is_floating_point() or val.dtype is torch.bool]
         return not val.is_floating_point() and any(_is_unbounded(ranges, a) for a in operands)
-    return op_name(by) not in ELEMENT_MOVES | NEW_TENSORS and any(_is_unbounded(ranges, a) for a in operands)
+    return get_op_name(by) not in ELEMENT_MOVES | NEW_TENSORS and any(_is_unbounded(ranges, a) for a in operands)
 
 
 def _is_unbounded(ranges: IntegerRanges, node: fx.Node) -> bool:
@@ -171,7 +171,9 @@ def _is_unbounded(ranges: IntegerRanges, node: fx.Node) -> bool:
         if not n.all_input_nodes:
             return bool(n.meta.get("ragged")) and len(val.unique()) > 1
         is_pointwise = torch.Tag.pointwise in getattr(n.target, "tags", ())
-        return any(are) or (depends_on_routing(n) and not is_pointwise and op_name(n) not in ELEMENT_MOVES | _LOOKUPS)
+        return any(are) or (
+            depends_on_routing(n) and not is_pointwise and get_op_name(n) not in ELEMENT_MOVES | _LOOKUPS
+        )
 
     return fold_ancestors(node, "grows", grows)
 
@@ -181,7 +183,7 @@ def _find_unclamped_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     limits_at: dict[tuple[Source, str], set[str]] = {}
     for form in state.forms:
         for n in form.capture.nodes:
-            if op_name(n) not in COUNT_CLAMPS or not follows_from_integers(n) or n.meta["val"].dtype is torch.bool:
+            if get_op_name(n) not in COUNT_CLAMPS or not follows_from_integers(n) or n.meta["val"].dtype is torch.bool:
                 continue
             if isinstance(before := n.args[0], fx.Node):
                 unclamped = follows_from_integers(before) and torch.equal(
@@ -210,10 +212,10 @@ def _is_function_of_elements(n: fx.Node) -> bool:
     Some pointwise ops lack the tag: compare shapes.
     """
     val: Any = n.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel() or op_name(n) in NEW_TENSORS:
+    if not isinstance(val, torch.Tensor) or val.dtype == torch.bool or not val.numel() or get_op_name(n) in NEW_TENSORS:
         return False
     return (
-        op_name(n) in _LOOKUPS
+        get_op_name(n) in _LOOKUPS
         or n.target in CONTRACTIONS
         or any(isinstance(v := a.meta.get("val"), torch.Tensor) and v.shape == val.shape for a in n.all_input_nodes)
     )

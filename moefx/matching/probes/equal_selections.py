@@ -35,7 +35,8 @@ from ...capture.concrete_values import recompute_values
 from ...capture.node_origins import collect_ancestors, find_float_decisions
 from ...capture.tensor_trees import is_float
 from ...errors import Refused
-from ..graph_nodes import follows_from_integers, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import follows_from_integers
 from ..integer_ranges import IntegerRanges
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
@@ -94,7 +95,7 @@ def _find_equal_numbers(state: ProofState) -> dict[DecisionSite, CanonicalForm]:
                 continue
             if is_float(val) or val.dtype is torch.bool:
                 continue
-            if op_name(n) in _MOVES or find_float_decisions(n) or _changes_nothing(n, ranges):
+            if get_op_name(n) in _MOVES or find_float_decisions(n) or _changes_nothing(n, ranges):
                 continue
             site = locate_decision(n)
             if site in form.capture.tracer.interventions or not _equals_slots(val, form.ids):

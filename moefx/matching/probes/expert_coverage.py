@@ -22,7 +22,8 @@ from ...capture.capture_result import Capture
 from ...capture.code_locations import is_program_error
 from ...capture.concrete_routing import Routing, can_hold
 from ...errors import Refused
-from ..graph_nodes import depends_on_call, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import depends_on_call
 from ..integer_ranges import UNBOUNDED, IntegerRanges
 from ..terms.parameter_slices import ParameterSlice, Siblings, get_tensor, guess_experts
 from .boundary_values import can_run, evaluate_path, find_integer_ancestors, find_path
@@ -125,7 +126,7 @@ def _count_experts(state: ProofState) -> int:
         for table in group.tables:
             total = max(total, _count_siblings(state, table), _count_stacked(state, table, group.tables))
     for node in first.expert_index.nodes:
-        if op_name(node) in ("masked_fill", "where"):  # the number that it fills in may be no expert's
+        if get_op_name(node) in ("masked_fill", "where"):  # the number that it fills in may be no expert's
             continue
         ids = IntegerRanges(first.capture.nodes).get(node)
         if ids is not None and (ids[0] >= 0).all() and ids[1].numel() and ids[1].max() < UNBOUNDED:

@@ -22,7 +22,7 @@ from torch import fx
 from ...capture.capture_result import FORCE_MIXED, Capture
 from ...capture.code_locations import Source
 from ...capture.node_origins import find_float_decisions
-from ..graph_nodes import op_name
+from ...ir.node_values import get_op_name
 from ..lift.canonical_form import CanonicalForm
 from .forced_outcome import ForcedStep, OutcomeKind, force_outcome
 
@@ -137,8 +137,8 @@ def _split_columns(val: torch.Tensor, decided: fx.Node, form: CanonicalForm, exp
         flat = val.reshape(-1, form.slots)
         by_expert = [flat[form.ids == e] for e in range(experts)] if val.dtype is torch.bool else []
         return [*flat.unbind(-1), *by_expert]
-    if op_name(decided) in _ORDERS and val.dim():
-        at = _ORDERS[op_name(decided)]
+    if get_op_name(decided) in _ORDERS and val.dim():
+        at = _ORDERS[get_op_name(decided)]
         dim: Any = decided.kwargs.get("dim", decided.args[at] if len(decided.args) > at else -1)
         return val.unbind(dim)
     return [val]

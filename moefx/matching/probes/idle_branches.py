@@ -24,7 +24,8 @@ from ...capture.concrete_routing import Routing
 from ...capture.routed_numbers import RoutedInt, is_emptiness_test
 from ...capture.size_guards import COMPARE
 from ...errors import MoefxError
-from ..graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
 from ..integer_ranges import NARROW
 from ..op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
 
@@ -56,7 +57,7 @@ def _read_emptiness_test(read: HostRead) -> _EmptinessTest | None:
     if node is None or (read.comparison is None and node.meta["val"].dtype != torch.bool):
         return None
     while not _is_mask(node):
-        if len(node.all_input_nodes) != 1 or op_name(node) not in _STEPS:
+        if len(node.all_input_nodes) != 1 or get_op_name(node) not in _STEPS:
             return None
         steps.append(node)
         node = node.all_input_nodes[0]
@@ -75,7 +76,7 @@ def _find_outcome_for_count(steps: list[fx.Node], comparison: tuple[str, Any] | 
     """Return the outcome of a test on a mask with `count` true entries; None if it depends on more than the count."""
     value: int | bool | None = None  # None while the steps act on the entries, before a reduction
     for n in steps:
-        name = op_name(n)
+        name = get_op_name(n)
         if n.meta["val"].dtype in NARROW:  # 256 are 0 in 8 bits
             return None
         if name in MASK_REDUCTIONS:
@@ -100,9 +101,9 @@ def _compare(name: str, value: int | bool, number: Any) -> bool | None:
 
 def _marks_one_expert(mask: Any) -> bool:
     """Return whether a mask marks the choices of one expert: `ids == e`."""
-    while op_name(mask) in FLAT_MOVES | {"any"}:
+    while get_op_name(mask) in FLAT_MOVES | {"any"}:
         mask = mask.args[0]
-    return op_name(mask) == "eq" and follows_from_integers(mask) and depends_on_routing(mask)
+    return get_op_name(mask) == "eq" and follows_from_integers(mask) and depends_on_routing(mask)
 
 
 def is_token_test(read: HostRead) -> bool:
@@ -111,10 +112,10 @@ def is_token_test(read: HostRead) -> bool:
         return False
     if read.comparison is not None:
         return isinstance(read.comparison[1], RoutedInt) or is_emptiness_test(*read.comparison)
-    if read.node is None or op_name(read.node) not in COMPARE or not follows_from_integers(read.node):
+    if read.node is None or get_op_name(read.node) not in COMPARE or not follows_from_integers(read.node):
         return False
     count, other = read.node.args[:2]
-    return depends_on_routing(count) and (depends_on_routing(other) or is_emptiness_test(op_name(read.node), other))
+    return depends_on_routing(count) and (depends_on_routing(other) or is_emptiness_test(get_op_name(read.node), other))
 
 
 def _is_narrow(node: fx.Node) -> bool:
@@ -132,7 +133,7 @@ def is_chosen_test(node: fx.Node) -> bool:
 
     More tokens do not change the result for an expert that has some.
     """
-    name = op_name(node)
+    name = get_op_name(node)
     return name in COMPARE and is_emptiness_test(name, node.args[1]) and _is_count(node.args[0])
 
 
@@ -140,7 +141,7 @@ def _is_count(node: Any) -> bool:
     """Return whether a number counts the true entries of a mask, or the ones of a `one_hot`."""
     counted = False
     while isinstance(node, fx.Node) and node.meta["val"].dtype not in NARROW:
-        name = op_name(node)
+        name = get_op_name(node)
         if name in ("sum", "count_nonzero"):
             counted = True
         elif name == "bincount":
@@ -149,7 +150,7 @@ def _is_count(node: Any) -> bool:
             return counted
         elif name == "scatter":  # the decomposition of `one_hot`
             base = node.args[0]
-            return counted and isinstance(base, fx.Node) and op_name(base) == "zeros" and node.args[3:] == (1,)
+            return counted and isinstance(base, fx.Node) and get_op_name(base) == "zeros" and node.args[3:] == (1,)
         elif name not in FLAT_MOVES | {"permute", "transpose"}:
             return False
         node = node.args[0]

@@ -29,7 +29,8 @@ from ...capture.concrete_routing import Routing
 from ...capture.node_origins import is_abstract
 from ...capture.side_effects import has_integers
 from ...errors import Refused
-from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, follows_from_integers, line, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, follows_from_integers, line
 from ..integer_ranges import NARROW, IntegerRanges
 from ..lift.canonical_form import CanonicalForm
 from ..op_classes import CLAMPS, INTEGER_FUNCTIONS, LOOKUPS, SATURATING
@@ -78,7 +79,7 @@ def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
         counts[site] += 1
         made_of = find_operands(n)
         operand_values = set().union(
-            *[find_extremes(capture, a) for a in (made_of[:1] if op_name(n) in LOOKUPS else made_of)]
+            *[find_extremes(capture, a) for a in (made_of[:1] if get_op_name(n) in LOOKUPS else made_of)]
         )
         is_same = _can_saturate(n) and any(
             are_equal(capture.concrete_value(a), capture.concrete_value(n)) for a in made_of
@@ -98,12 +99,12 @@ def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
 def _is_decided(ranges: IntegerRanges, n: fx.Node) -> bool:
     """Return whether a node has this outcome for all inputs: `(ids % 4).clamp(max=3)` never clamps."""
     found = ranges.get(n)
-    bounds = [ranges.get(a) for a in find_operands(n)] if op_name(n) in CLAMPS else []
+    bounds = [ranges.get(a) for a in find_operands(n)] if get_op_name(n) in CLAMPS else []
     return ranges.is_decided(n) or any(found and r and all(map(are_equal, found, r)) for r in bounds)
 
 
 def _can_saturate(n: fx.Node) -> bool:
-    return op_name(n) in SATURATING or (op_name(n) == "_to_copy" and n.meta["val"].dtype in NARROW)
+    return get_op_name(n) in SATURATING or (get_op_name(n) == "_to_copy" and n.meta["val"].dtype in NARROW)
 
 
 def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -175,7 +176,7 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
         Refused: the form, the lines that values are read from, or the kept slots change.
     """
     source, tracer, sizes = node.meta["source"], state.forms[met].capture.tracer, state.sizes[met]
-    what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {op_name(node)}"
+    what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {get_op_name(node)}"
     refusal = Refused(
         f"the experts depend on {what} of given integers or buffers, which had the same outcome for all values that "
         f"were tried: {source.text}",
@@ -221,4 +222,4 @@ def _depends_on_call_integers(n: fx.Node) -> bool:
 
 def _is_computation(n: fx.Node) -> bool:
     """Return whether an op computes new integers, rather than move or reduce its operands."""
-    return op_name(n) in INTEGER_FUNCTIONS or torch.Tag.pointwise in getattr(n.target, "tags", ())
+    return get_op_name(n) in INTEGER_FUNCTIONS or torch.Tag.pointwise in getattr(n.target, "tags", ())

@@ -25,7 +25,8 @@ from ...capture.concrete_routing import Routing
 from ...capture.routed_numbers import RoutedFloat, RoutedInt, is_emptiness_test
 from ...capture.size_guards import SizeGuard
 from ...errors import MoefxError, Refused
-from ..graph_nodes import depends_on_routing, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import depends_on_routing
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.lifter import NothingRouted
 from ..op_classes import ORDERED, TWO_SIDED
@@ -70,12 +71,12 @@ class _Side(NamedTuple):
     """One combination of outcomes of the comparisons of sizes.
 
     Attributes:
-        way: the outcome of each comparison.
+        outcomes: the outcome of each comparison.
         sizes: sizes with these outcomes.
         optional: see `CanonicalForm.optional_guard`.
     """
 
-    way: tuple[bool, ...]
+    outcomes: tuple[bool, ...]
     sizes: dict[str, int]
     optional: SizeGuard | None
 
@@ -132,14 +133,14 @@ def _read_comparison(read: HostRead) -> tuple[str, Any] | None:
     if read.comparison is not None:
         return read.comparison
     node = _find_comparison_node(read)
-    return None if node is None else (op_name(node), node.args[1])
+    return None if node is None else (get_op_name(node), node.args[1])
 
 
 def _find_comparison_node(read: HostRead) -> fx.Node | None:
     node = read.node
-    while node is not None and op_name(node) in ("any", "all") and node.all_input_nodes:
+    while node is not None and get_op_name(node) in ("any", "all") and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    compared = node.args[0] if node is not None and op_name(node) in TWO_SIDED else None
+    compared = node.args[0] if node is not None and get_op_name(node) in TWO_SIDED else None
     return (
         node if isinstance(compared, fx.Node) and (depends_on_routing(compared) or is_made_of_rows(compared)) else None
     )
@@ -163,7 +164,7 @@ def _compares_load(capture: Capture, read: HostRead) -> bool:
     ):  # a number for each token, such as its position
         return False
     if (found := ranges.get(compared)) is None:
-        return op_name(compared) in ("sum", "count_nonzero") and is_made_of_rows(compared)  # not ids of experts
+        return get_op_name(compared) in ("sum", "count_nonzero") and is_made_of_rows(compared)  # not ids of experts
     return bool((found[1] >= UNBOUNDED // 2).any())
 
 
@@ -186,21 +187,20 @@ def _find_sides(state: ProofState) -> list[_Side]:
     """Return the sides of comparisons of sizes that captures of several tokens took, those of most tokens first."""
     found: dict[tuple[bool, ...], _Side] = {}
     for form, sizes in zip(state.forms, state.sizes, strict=True):
-        way, tokens = _find_way(state, sizes), math.prod(form.tokens)
-        known = found.get(way)
+        outcomes, tokens = _compare_sizes(state, sizes), math.prod(form.tokens)
+        known = found.get(outcomes)
         best = -1 if known is None else _rank_tokens(math.prod(known.sizes.values()))
         if tokens > 1 and _rank_tokens(math.prod(sizes.values())) > best:
-            found[way] = _Side(way, sizes, form.optional_guard)
+            found[outcomes] = _Side(outcomes, sizes, form.optional_guard)
     return sorted(found.values(), key=lambda side: -math.prod(side.sizes.values()))[:_MAX_SIDES]
 
 
 def _rank_tokens(tokens: int) -> float:
     """Rank token counts: the more the better up to `_MAX_TOKENS`, the fewer the better beyond."""
-
     return tokens if tokens <= _MAX_TOKENS else 1 / tokens
 
 
-def _find_way(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]:
+def _compare_sizes(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]:
     """Return the outcomes at `sizes` of the comparisons of sizes that had both outcomes among the captures."""
     guards = dict.fromkeys(state.seen_guards())
     return tuple(g.holds(sizes) for g in guards if len({g.holds(one) for one in state.sizes}) == 2)
@@ -210,7 +210,7 @@ def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[An
     """Return the values of Python's reads by call site, on one side or on all."""
     found: dict[_Calls, set[Any]] = {}
     for form, sizes in zip(state.forms, state.sizes, strict=True):
-        if side is None or _find_way(state, sizes) == side.way:
+        if side is None or _compare_sizes(state, sizes) == side.outcomes:
             for read in form.capture.reads:
                 found.setdefault(read.call_stack, set()).add(read.value)
     return found

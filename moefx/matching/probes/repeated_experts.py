@@ -24,7 +24,7 @@ from ...capture.code_locations import is_internal_error
 from ...capture.concrete_routing import Routing
 from ...capture.host_reads import Interventions
 from ...errors import MoefxError, Refused
-from ..graph_nodes import op_name
+from ...ir.node_values import get_op_name
 from ..lift.canonical_form import CanonicalForm
 from ..lift.distinct_choices import MOVES, has_distinct_slots, view_as_slots
 from ..lift.repeated_choices import RepeatedChoiceRefused
@@ -56,7 +56,7 @@ def repeat_experts(state: ProofState) -> None:
         sizes = state.size_choice.choose(_TOKENS_PER_CHANGE * len(pairs), 0)
         first = require_same_form(first, state.lift(Routing("diverse", 0), sizes))
         made = _find_makers(first, experts)
-    culprits = tuple(dict.fromkeys(op_name(node) for node, _ in made))
+    culprits = tuple(dict.fromkeys(get_op_name(node) for node, _ in made))
     source = str(made[-1][0].meta["source"])
     again = RepeatedChoiceRefused(source, culprits)
     form = _lift_with_choices(state, sizes, _build_flips(first, made, _repeat_earlier(pairs)), again)
@@ -120,7 +120,7 @@ def _find_makers(form: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, 
         moves: list[fx.Node] = []
         node: Any = ref.node
         while True:
-            if op_name(node) in _MOVES:
+            if get_op_name(node) in _MOVES:
                 moves.append(node)
                 node = node.args[0]
                 continue
@@ -131,7 +131,7 @@ def _find_makers(form: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, 
         val = node.meta["val"]
         indices = torch.arange(val.numel()).view(val.shape)
         for n in reversed(moves):
-            if op_name(n) != "_to_copy":
+            if get_op_name(n) != "_to_copy":
                 indices = n.target(indices, *n.args[1:], **n.kwargs)  # type: ignore[operator]
         found.append((node, view_as_slots(indices, form.tokens, ref.axes)))
     return sorted(found, key=lambda made: made[0].meta["index"])
@@ -139,16 +139,16 @@ def _find_makers(form: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, 
 
 def _find_unshifted(node: fx.Node) -> fx.Node | None:
     """Return the choices before an op that adds one number to all of them; None for other ops."""
-    if op_name(node) in ("add", "sub") and len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node):
+    if get_op_name(node) in ("add", "sub") and len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node):
         return node.args[0]
     return None
 
 
 def _find_unfilled(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Node | None:
     """Return the choices before an op that replaces some of them by a number of no expert; None for other ops."""
-    if op_name(node) == "masked_fill":
+    if get_op_name(node) == "masked_fill":
         ways = [(node.args[0], node.args[2])]
-    elif op_name(node) == "where" and len(node.args) == 3:
+    elif get_op_name(node) == "where" and len(node.args) == 3:
         ways = [(node.args[1], node.args[2]), (node.args[2], node.args[1])]
     else:
         return None
@@ -163,7 +163,7 @@ def _find_unfilled(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Nod
 def _is_looked_up(node: fx.Node) -> bool:
     """Return whether a node looks up integers in a buffer."""
     table = node.args[0] if node.args else None
-    return op_name(node) in LOOKUPS and isinstance(table, fx.Node) and table.op == "get_attr"
+    return get_op_name(node) in LOOKUPS and isinstance(table, fx.Node) and table.op == "get_attr"
 
 
 def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:
@@ -171,7 +171,7 @@ def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], 
     chosen: list[torch.Tensor] = []
     slots_at: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by call site of the op, then by its n-th run there
     for node, indices in made:
-        by: Any = node.args[0] if op_name(node) == "getitem" else node
+        by: Any = node.args[0] if get_op_name(node) == "getitem" else node
         site, run = by.meta.get("position"), 0
         if site is None:
             site = by.meta["source"], str(by.target), all(a.meta.get("from_integers") for a in by.all_input_nodes)

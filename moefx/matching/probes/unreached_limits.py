@@ -24,7 +24,8 @@ from ...capture.code_locations import Source, is_internal_error, is_program_erro
 from ...capture.concrete_routing import Routing
 from ...capture.size_guards import SizeGuard
 from ...errors import Refused
-from ..graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
 from ..integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.canonical_form import CanonicalForm
 from ..op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, RESHAPED_COPIES, TWO_SIDED
@@ -147,9 +148,9 @@ def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:
 def _count_most(form: CanonicalForm) -> int:
     """Return how many choices one expert may get: one of each token's `topk`, otherwise all."""
     tokens, node = math.prod(form.tokens), form.expert_index.node
-    while op_name(node) in RESHAPED_COPIES and node.args and isinstance(node.args[0], fx.Node):
+    while get_op_name(node) in RESHAPED_COPIES and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    comes_from_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
+    comes_from_topk = get_op_name(node) == "getitem" and get_op_name(node.args[0]) == "topk"  # type: ignore[arg-type]
     return tokens if comes_from_topk and not form.expert_index.columns else form.slots * tokens
 
 
@@ -181,7 +182,7 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[OpS
     for n in capture.nodes:
         if n.op != "call_function":
             continue
-        name, is_narrow = op_name(n), _is_narrow(n)
+        name, is_narrow = get_op_name(n), _is_narrow(n)
         if exact := _find_exact_limit(capture, n):
             found[n.meta["source"], str(n.target)] = exact
             continue
@@ -295,7 +296,11 @@ def _is_highest(capture: Capture, ranges: IntegerRanges, rows: fx.Node, limit: i
 def _is_narrow(n: fx.Node) -> bool:
     """Return whether a number depends on the routing and is stored in a dtype that soon overflows."""
     val = n.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype not in NARROW or op_name(n) not in ("_to_copy", "sum", "cumsum"):
+    if (
+        not isinstance(val, torch.Tensor)
+        or val.dtype not in NARROW
+        or get_op_name(n) not in ("_to_copy", "sum", "cumsum")
+    ):
         return False
     return depends_on_routing(n) and len(n.all_input_nodes) == 1 and follows_from_integers(n.all_input_nodes[0])
 
@@ -305,11 +310,11 @@ def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
 
     None if the node is no conversion from these floats to integers, or its numbers do not grow with the tokens.
     """
-    before = n.all_input_nodes[0] if op_name(n) == "_to_copy" and n.all_input_nodes else None
+    before = n.all_input_nodes[0] if get_op_name(n) == "_to_copy" and n.all_input_nodes else None
     dtype = before.meta["val"].dtype if before is not None and follows_from_integers(before) else None
     if before is None or dtype not in _EXACT or n.meta["val"].is_floating_point():
         return None
-    while op_name(before) in AXIS_MOVES and before.meta["val"].is_floating_point():
+    while get_op_name(before) in AXIS_MOVES and before.meta["val"].is_floating_point():
         before = before.all_input_nodes[0]
     if not follows_from_integers(before):
         return None
@@ -325,7 +330,7 @@ def _is_bounded(ranges: IntegerRanges, n: fx.Node, limit: int = UNBOUNDED // 2) 
     found = ranges.get(n)
     if found is not None:
         return bool((found[1] < limit).all()) and bool((found[0] > -limit).all())
-    is_same = op_name(n) in AXIS_MOVES and n.all_input_nodes
+    is_same = get_op_name(n) in AXIS_MOVES and n.all_input_nodes
     return bool(is_same) and _is_bounded(ranges, n.all_input_nodes[0], limit)
 
 
@@ -353,7 +358,7 @@ def _grows(ranges: IntegerRanges, n: fx.Node) -> bool:
 
 def _breaks_count(ranges: IntegerRanges, n: fx.Node, grown: list[fx.Node], limit: int) -> bool:
     """Return whether the result of an op on a count is no count itself."""
-    name, operands, val = op_name(n), n.args[:2], n.meta.get("val")
+    name, operands, val = get_op_name(n), n.args[:2], n.meta.get("val")
     if isinstance(val, torch.Tensor) and limit > _EXACT.get(val.dtype, UNBOUNDED):
         return True
     if not grown:

@@ -20,7 +20,7 @@ from torch import fx
 
 from ...capture.capture_result import HostRead
 from ...capture.node_origins import find_float_decisions, hash_computation, is_abstract
-from ..graph_nodes import op_name
+from ...ir.node_values import get_op_name
 from ..op_classes import NOT_NEGATIVE, PICKS, PRODUCTS, SIZE_REDUCTIONS, VIEWS
 
 _WRITES = {"index_add": 3, "index_put": 2, "scatter_add": 3}  # op: index of the argument that is written
@@ -31,7 +31,7 @@ def is_zero_test(read: HostRead) -> bool:
     if read.node is None or read.comparison is not None or read.node.meta["val"].dtype is not torch.bool:
         return False
     weighed = [n for n in find_float_decisions(read.node) if n.meta["ragged"] or _is_reduced_from_rows(n)]
-    return bool(weighed) and all(op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed)
+    return bool(weighed) and all(get_op_name(n) in ("eq", "ne") and n.args[1] == 0 for n in weighed)
 
 
 def adds_nothing(read: HostRead) -> bool | None:
@@ -49,16 +49,16 @@ def adds_nothing(read: HostRead) -> bool | None:
 
 def _is_reduced_from_rows(n: fx.Node) -> bool:
     """Return whether a number was reduced from rows of an expert."""
-    while n.all_input_nodes and op_name(n) in SIZE_REDUCTIONS | VIEWS | NOT_NEGATIVE | {"eq", "ne", "mul", "pow"}:
+    while n.all_input_nodes and get_op_name(n) in SIZE_REDUCTIONS | VIEWS | NOT_NEGATIVE | {"eq", "ne", "mul", "pow"}:
         n = n.all_input_nodes[0]
     return bool(n.meta["ragged"])
 
 
 def _adds_nothing(compared: fx.Node) -> bool | None:
     node: Any = compared.args[0]
-    while op_name(node) in SIZE_REDUCTIONS | VIEWS:
+    while get_op_name(node) in SIZE_REDUCTIONS | VIEWS:
         node = node.args[0]
-    if op_name(node) not in ("index", "index_select", "gather") or not _is_not_below_zero(node):
+    if get_op_name(node) not in ("index", "index_select", "gather") or not _is_not_below_zero(node):
         return False
     leaving = [*_find_leaving(node)]
     return None if not leaving else all(_leaves_as_it_was(n, node) for n in leaving)
@@ -73,9 +73,9 @@ def _find_leaving(weights: fx.Node) -> Iterator[fx.Node]:
             if user in seen:
                 continue
             seen.add(user)
-            if user.meta["ragged"] and op_name(user) not in _WRITES:
+            if user.meta["ragged"] and get_op_name(user) not in _WRITES:
                 stack.append(user)
-            elif is_abstract(user) and (op_name(user) in _WRITES or user.users) and not _is_asked(user):
+            elif is_abstract(user) and (get_op_name(user) in _WRITES or user.users) and not _is_asked(user):
                 yield user
 
 
@@ -90,16 +90,16 @@ def _is_truth(n: fx.Node) -> bool:
 
 def _leaves_as_it_was(n: fx.Node, weights: fx.Node) -> bool:
     """Return whether a write changes nothing, or a value is zero, if the weights are zero."""
-    name = op_name(n)
+    name = get_op_name(n)
     if name not in _WRITES:
         return _is_zero(n, weights)
     written: Any = n.args[_WRITES[name]]
     if name != "index_put" or n.args[3:4] == (True,):
         return _is_zero(written, weights)
-    if op_name(written) not in ("add",):  # `out[t] += y`
+    if get_op_name(written) not in ("add",):  # `out[t] += y`
         return False
     before, added = written.args[:2]
-    is_same = op_name(before) == "index" and before.args[:2] == n.args[:2]
+    is_same = get_op_name(before) == "index" and before.args[:2] == n.args[:2]
     return is_same and _is_zero(added, weights)
 
 
@@ -107,8 +107,8 @@ def _is_zero(n: Any, weights: fx.Node) -> bool:
     """Return whether a value is zero wherever the weights are."""
     if not isinstance(n, fx.Node) or n.op != "call_function":
         return False
-    name = op_name(n)
-    if n is weights or (name == op_name(weights) and _identify_pick(n) == _identify_pick(weights)):
+    name = get_op_name(n)
+    if n is weights or (name == get_op_name(weights) and _identify_pick(n) == _identify_pick(weights)):
         return True
     if name in PRODUCTS:
         return any(_is_zero(a, weights) for a in n.args[:2])
@@ -118,7 +118,7 @@ def _is_zero(n: Any, weights: fx.Node) -> bool:
 def _identify_pick(n: fx.Node) -> int:
     """Hash the elements that an op picks: `w[t, k, None]` has the hash of `w[t, k]`."""
     picked: Any = n.args[0]
-    while op_name(picked) == "unsqueeze":
+    while get_op_name(picked) == "unsqueeze":
         picked = picked.args[0]
     return hash_computation(n.target, (picked, *n.args[1:]), n.kwargs)
 
@@ -126,7 +126,7 @@ def _identify_pick(n: fx.Node) -> int:
 def _is_not_below_zero(n: Any) -> bool:
     if not isinstance(n, fx.Node):
         return isinstance(n, (int, float)) and n >= 0
-    name = op_name(n)
+    name = get_op_name(n)
     if name in NOT_NEGATIVE or (isinstance(n.meta.get("val"), torch.Tensor) and _is_truth(n)):
         return True
     if name in ("mul", "div", "add"):

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.node_origins import is_abstract
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import SELECTION_DIMS, Line, follows_from_integers, follows_from_state, line, op_name
+from ...ir.node_values import get_op_name
+from ..graph_nodes import SELECTION_DIMS, Line, follows_from_integers, follows_from_state, line
 from .normal_form import Terms
 from .op_rules import RULES
 from .op_rules.axis_reductions import batch_norm, norm
@@ -41,7 +42,7 @@ def find_conditions(nodes: list[fx.Node]) -> set[fx.Node]:
         val = n.meta.get("val")
         if n.op != "call_function" or not isinstance(val, torch.Tensor):
             continue
-        if not is_pointwise(n.target) and op_name(n) not in _MOVED:
+        if not is_pointwise(n.target) and get_op_name(n) not in _MOVED:
             continue
         is_comparison = val.dtype is torch.bool and any(is_abstract(a) for a in n.all_input_nodes)
         # terms have no integer arithmetic
@@ -106,7 +107,7 @@ class Semantics:
             return self.opaque(node)
         if node.meta.get("opaque") or line(node) in self.opaque_lines:
             return self._build_unexplained(node)
-        name = op_name(node)
+        name = get_op_name(node)
         if name.startswith(("empty", "new_empty")):
             return self.terms.const(math.nan, val.shape)
         is_input = name not in RULES or not node.all_input_nodes or node.meta.get("forced")
@@ -149,14 +150,14 @@ class Semantics:
         return torch.as_tensor(node.meta["val"] if isinstance(node, fx.Node) else node, dtype=torch.int64)
 
     def _build_pointwise(self, node: fx.Node) -> Term:
-        packet, overload = op_name(node), node.target._overloadname
+        packet, overload = get_op_name(node), node.target._overloadname
         items = tuple(self.value(a) for a in node.args)
         return self.terms.pw(f"{packet}.{overload}", *items, **dict(node.kwargs))
 
     def _build_result(self, node: fx.Node) -> Term:
         """Build one result of an op with several. Selected values are a gather by the concrete indices."""
         bundle, i = node.args
-        name = op_name(bundle)
+        name = get_op_name(bundle)
         if i == 0 and name in ("max", "min") and all(u.args[1] == 0 or not u.users for u in bundle.users):
             dim, keep = SELECTION_DIMS[name](bundle)
             largest = self.terms.row(name, [dim], False, (), self.value(bundle.args[0]))
@@ -188,7 +189,7 @@ class Semantics:
         """
         if not follows_from_state(node):
             return self.opaque(node)
-        call, part = (node.args[0], node.args[1]) if op_name(node) == "getitem" else (node, None)
+        call, part = (node.args[0], node.args[1]) if get_op_name(node) == "getitem" else (node, None)
         operands: list[Term] = []
 
         def static(a: Any) -> Any:

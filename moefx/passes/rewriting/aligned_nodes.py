@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from ...errors import Refused
-from ...matching.graph_nodes import op_name
+from ...ir.node_values import get_op_name
 
 aten = torch.ops.aten
 _VIEWS = {str(op) for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)}
@@ -38,6 +38,7 @@ def op_kind(n: fx.Node) -> str:
 def routing_dependence(here: fx.Node, there: fx.Node) -> Refused:
     """Build the refusal of a step that differs between captures."""
     return Refused(
-        f"code outside the experts depends on the routing or on sizes: {op_name(here)} here, {op_name(there)} there",
+        f"code outside the experts depends on the routing or on sizes: {get_op_name(here)} here, "
+        f"{get_op_name(there)} there",
         source=str(there.meta["source"]),
     )

@@ -20,9 +20,10 @@ from ...capture.capture_result import SubmoduleCall
 from ...capture.device_autocast import get_autocast_dtype
 from ...capture.tensor_trees import is_float
 from ...errors import Refused
+from ...ir.node_values import get_op_name
 from ...ir.passed_objects import check_structure, check_tensor, get_name, is_passed
 from ...matching.capacity_formulas import find_formula
-from ...matching.graph_nodes import is_skipped, op_name
+from ...matching.graph_nodes import is_skipped
 from ...matching.match_result import Match
 from .aligned_nodes import AlignedNodes, leaf_nodes
 from .residual_walk import LOOP_OVER_STEPS, ResidualWalk
@@ -103,8 +104,8 @@ class ResidualGraph:
             out.meta.update(self.describe(aligned))
             return out
         where = str(n.meta["source"])
-        if "sparse" in op_name(n):
-            raise Refused("sparse tensors are not followed", culprits=(op_name(n),), source=where)
+        if "sparse" in get_op_name(n):
+            raise Refused("sparse tensors are not followed", culprits=(get_op_name(n),), source=where)
         read = self.reads.find([t.args[1] for t in aligned]) if n.target in ARITHMETIC else None
         source: Any = n.args[0] if n.args else None
         if read is not None and is_float(source.meta["val"]):

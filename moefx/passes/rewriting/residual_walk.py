@@ -10,7 +10,8 @@ from torch import fx
 
 from ...capture.capture_result import SubmoduleCall
 from ...errors import Refused
-from ...matching.graph_nodes import is_random, op_name
+from ...ir.node_values import get_op_name
+from ...matching.graph_nodes import is_random
 from ...matching.match_result import Match
 from .aligned_nodes import AlignedNodes, leaf_nodes, op_kind, routing_dependence
 from .scalar_reads import ScalarReads
@@ -105,7 +106,7 @@ class ResidualWalk:
             if n in self.absorbed and n.op != "get_attr":
                 raise Refused(
                     "a value from inside the experts is used outside of the routed sum",
-                    culprits=(op_name(n),),
+                    culprits=(get_op_name(n),),
                     source=str(n.meta["source"]),
                 )
             needed[n.meta["index"] * 2] = aligned

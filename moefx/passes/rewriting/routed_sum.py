@@ -11,8 +11,9 @@ from torch import fx
 
 from ...errors import Refused
 from ...ir.memory_order import invert_permutation, memory_order
+from ...ir.node_values import get_op_name
 from ...ir.ops import dialect  # registers the ops
-from ...matching.graph_nodes import depends_on_arguments, op_name
+from ...matching.graph_nodes import depends_on_arguments
 from ...matching.lift.canonical_form import Body, NodeRef, walk_body
 from ...matching.match_result import ExpertGroup, Match
 from .aligned_nodes import AlignedNodes
@@ -250,7 +251,7 @@ class RoutedSum:
 
 def _origin(n: fx.Node, moves: set[str]) -> fx.Node:
     """Follow integers back through ops that only move them."""
-    while n.args and isinstance(n.args[0], fx.Node) and op_name(n) in moves:
+    while n.args and isinstance(n.args[0], fx.Node) and get_op_name(n) in moves:
         n = n.args[0]
     return n
 

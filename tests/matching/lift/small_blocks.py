@@ -8,7 +8,7 @@ from torch import fx, nn
 from moefx.capture.capture_result import Capture
 from moefx.capture.concolic import capture_block
 from moefx.capture.concrete_routing import Routing
-from moefx.matching.graph_nodes import op_name
+from moefx.ir.node_values import get_op_name
 from moefx.matching.lift.canonical_form import CanonicalForm
 from moefx.matching.lift.lifter import Lifter, LiftOptions
 from moefx.matching.lift.routed_nodes import ParameterUses
@@ -50,4 +50,4 @@ def lift(block: nn.Module, *more: torch.Tensor, tokens: int = TOKENS) -> Canonic
 
 
 def find_nodes(captured: Capture, name: str) -> list[fx.Node]:
-    return [n for n in captured.nodes if op_name(n) == name]
+    return [n for n in captured.nodes if get_op_name(n) == name]

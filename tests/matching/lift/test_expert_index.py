@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefx.errors import Cause, Refused
-from moefx.matching.graph_nodes import op_name
+from moefx.ir.node_values import get_op_name
 from moefx.matching.lift.expert_index import enumerate_slot_views
 
 from .small_blocks import Small, lift
@@ -26,7 +26,7 @@ def test_slot_views_of_a_sequence():
 
 def test_one_node_with_all_slots():
     index = lift(Small()).expert_index
-    assert op_name(index.node) == "getitem" and index.axes == ("t", "k") and not index.columns
+    assert get_op_name(index.node) == "getitem" and index.axes == ("t", "k") and not index.columns
 
 
 def test_a_column_per_slot():
@@ -39,7 +39,7 @@ def test_a_column_per_slot():
             return out + self.mix(x, scores.gather(-1, second[:, None]), second[:, None])
 
     index = lift(TwoArgmax()).expert_index
-    assert [op_name(column.node) for column in index.columns] == ["argmax", "argmax"]
+    assert [get_op_name(column.node) for column in index.columns] == ["argmax", "argmax"]
 
 
 def test_a_mask_of_experts():
@@ -50,7 +50,7 @@ def test_a_mask_of_experts():
             return sum(e(x) * (scores * chosen)[:, i, None] for i, e in enumerate(self.experts))
 
     index = lift(Threshold()).expert_index
-    assert index.axes == ("t", "m") and op_name(index.node) == "gt"
+    assert index.axes == ("t", "m") and get_op_name(index.node) == "gt"
 
 
 def test_experts_without_an_index_are_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from moefx.matching.graph_nodes import op_name
+from moefx.ir.node_values import get_op_name
 from moefx.matching.lift.canonical_form import NodeRef
 from moefx.matching.lift.value_lookup import ValueLookup
 from moefx.matching.terms.node_semantics import Semantics
@@ -44,7 +44,7 @@ def test_a_weight_that_belongs_to_another_slot_is_not_found():
 
 
 def test_a_softmax_is_a_weight_per_expert():
-    softmax = next(n for n in CAPTURE.nodes if op_name(n) == "_softmax")
+    softmax = next(n for n in CAPTURE.nodes if get_op_name(n) == "_softmax")
     lookup, ref = look_up(softmax), NodeRef(softmax, ("t", "e"))
     slots = [(t, 0, t % E) for t in range(TOKENS)]
     assert lookup.find(slots, [lookup.get_element(ref, *slot) for slot in slots]) == ref

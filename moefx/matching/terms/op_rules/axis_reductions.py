@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ...graph_nodes import op_name
+from ....ir.node_values import get_op_name
 from ..term import Term
 from .rule_registry import TermBuilder, rule
 
@@ -51,12 +51,12 @@ def _mean(
 
 @rule("_softmax", "_log_softmax", "softmax", "log_softmax")
 def _softmax(builder: TermBuilder, n: fx.Node, a: Term, dim: int, *_: Any) -> Term:
-    return builder.terms.row("log_softmax" if "log" in op_name(n) else "softmax", [dim], True, (), a)
+    return builder.terms.row("log_softmax" if "log" in get_op_name(n) else "softmax", [dim], True, (), a)
 
 
 @rule("cumsum", "cumprod", "logcumsumexp")
 def _scan(builder: TermBuilder, n: fx.Node, a: Term, dim: int, **kw: Any) -> Term:
-    return builder.terms.row(op_name(n), [dim], True, (), a)
+    return builder.terms.row(get_op_name(n), [dim], True, (), a)
 
 
 @rule("amax", "amin", "logsumexp", "prod", "argmax")
@@ -65,7 +65,7 @@ def _reduce(
 ) -> Term | None:
     if kw.get("dtype") is not None:
         return None
-    return _reshape_to_result(builder, n, builder.terms.row(op_name(n), _dims(a, dim), False, (), a))
+    return _reshape_to_result(builder, n, builder.terms.row(get_op_name(n), _dims(a, dim), False, (), a))
 
 
 @rule("linalg_vector_norm")
@@ -114,7 +114,7 @@ def _rms_norm(
 
 def norm(builder: TermBuilder, bundle: fx.Node) -> Term:
     """Translate layer norm or RMS norm: normalise, then scale and shift."""
-    layer = op_name(bundle) == "native_layer_norm"
+    layer = get_op_name(bundle) == "native_layer_norm"
     x, shape, weight, *rest = (builder.value(a) for a in bundle.args)
     bias, eps = rest if layer else (None, rest[0])
     out = builder.terms.row("layer_norm" if layer else "rms_norm", range(-len(shape), 0), True, (eps,), x)

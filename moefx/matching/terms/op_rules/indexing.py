@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph_nodes import depends_on_routing, op_name
+from ....ir.node_values import get_op_name
+from ...graph_nodes import depends_on_routing
 from ..index_arithmetic import positions
 from ..normal_form import Terms
 from ..term import Term
@@ -156,7 +157,7 @@ def _index_add(builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, sour
     indices = builder.numbers(n.args[2]).reshape(1, -1)
     if source.shape:
         source = builder.terms.permute(source, [dim, *[d for d in range(len(a.shape)) if d != dim]])
-    return builder.terms.put(a, (dim,), indices, source, op_name(n) == "index_add")
+    return builder.terms.put(a, (dim,), indices, source, get_op_name(n) == "index_add")
 
 
 @rule("index_put", "_unsafe_index_put", "_index_put_impl")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from ...graph_nodes import op_name
+from ....ir.node_values import get_op_name
 from ..term import Term
 from .rule_registry import TermBuilder, as_term, rule
 
@@ -15,7 +15,7 @@ from .rule_registry import TermBuilder, as_term, rule
 def _arithmetic(
     builder: TermBuilder, n: fx.Node, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None
 ) -> Term | None:
-    name = op_name(n)
+    name = get_op_name(n)
     a, b = as_term(builder, a), as_term(builder, b)
     if rounding_mode is not None:
         return builder.terms.expand(
