@@ -94,9 +94,7 @@ class LimitedOutcome:
 class Capture:
     """A captured block.
 
-    `graph` is functional. The `meta` of every node has `val` (a fake float or a real integer tensor), `from_integers`
-    (computed from routing integers and constants only), `grad` (grad mode), `autocast` (its dtype, None if off),
-    `source`, and `index` (its position in program order).
+    `graph` is functional. The `meta` of its nodes is a `CaptureMeta`.
     """
 
     graph: fx.Graph

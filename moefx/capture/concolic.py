@@ -201,7 +201,7 @@ def _register_inputs(
             if (force := tracer.interventions.get(len(inputs))) is not None:
                 value = force(value)
             node = tracer.register(tracer.graph.placeholder(f"arg{len(inputs)}"))
-            node.meta.update(leaf=i, position=len(inputs))
+            node.meta["position"] = len(inputs)
             tracer.describe(node, value, False)
             tracer.track(value, node)
             inputs.append((i, value, node))

@@ -2,12 +2,7 @@
 
 A block's graph is a `torch.fx.Graph`. Its placeholders are the tensor arguments of the block, its `get_attr` and
 `call_module` targets are names relative to the block, and its calls are torch ops, dialect ops and `operator`
-functions. Effects are nodes too, such as `aten.copy_` into a buffer. `node.meta` holds:
-
-    val      a FakeTensor (or any object with shape and dtype), a SymInt, or a tuple of them; may be absent
-    letters  the shape in named letters: `("S", "D")`; a tuple of such tuples for several results; `"S*K"` for a size
-    source   the user's line: `"model.py:41"`
-    save     True if the backward keeps the value
+functions. Effects are nodes too, such as `aten.copy_` into a buffer. `node.meta` is a `BlockMeta`.
 
 A graph refers to no module and holds no weights, so blocks of the same structure may share one.
 """
