@@ -168,7 +168,7 @@ def _install_program(
         for name in matched.names:
             layout.keep_own_experts(copies[modules[name]], axis)
     program = _build_program(matched, modules[matched.names[0]])
-    specialize = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.read)
+    specialize = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.attributes_read)
     for name in matched.names:
         block, watch = copies[modules[name]], None
         if layout is not None:
@@ -304,7 +304,12 @@ def _describe_refusals(model: nn.Module, survey: Survey) -> str:
 def _build_program(matched: MatchedBlock, block: nn.Module) -> Program:
     call = matched.call
     return build_program(
-        block, matched.result, call.args, call.kwargs, read=matched.read, tied=find_tied_tensors(block)
+        block,
+        matched.result,
+        call.args,
+        call.kwargs,
+        attributes_read=matched.attributes_read,
+        tied=find_tied_tensors(block),
     )
 
 

@@ -20,7 +20,7 @@ from .size_guards import SizeLog
 FORCE_MIXED = "mixed"
 # Force a value to vary that was constant although it follows from integers: a number becomes itself, one more, or zero;
 # a choice selects among other numbers; a boolean has both values.
-FORCE_SPREAD = "spread"
+FORCE_VARIED = "varied"
 
 
 @dataclasses.dataclass

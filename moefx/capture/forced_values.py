@@ -1,6 +1,6 @@
 """Force the results of ops that depend on data: other integers and booleans than the routing gives.
 
-A proof captures again with such values, and demands the same form. `FORCE_MIXED` and `FORCE_SPREAD` say how values
+A proof captures again with such values, and demands the same form. `FORCE_MIXED` and `FORCE_VARIED` say how values
 vary.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .capture_result import FORCE_MIXED, FORCE_SPREAD
+from .capture_result import FORCE_MIXED, FORCE_VARIED
 from .code_locations import Source, find_user_source
 from .op_runner import OpRunner
 from .op_sets import ELEMENT_SELECTIONS, bare_name
@@ -48,8 +48,8 @@ class ForcedValues:
         if callable(forced):
             changed = {id(t): forced(t) for t in collect_tensors(out) if not is_float(t)}
             out, concrete = (map_tensors(tree, lambda t: changed.get(id(t), t)) for tree in (out, concrete))
-        elif forced == FORCE_SPREAD:
-            return self._spread(func, args, kwargs, out, concrete, computation)
+        elif forced == FORCE_VARIED:
+            return self._vary(func, args, kwargs, out, concrete, computation)
         elif forced == FORCE_MIXED:
             return self._mix(func, args, kwargs, out, concrete, computation, from_integers)
         return out, concrete
@@ -87,10 +87,10 @@ class ForcedValues:
             mixed = ~out if out.dtype is torch.bool else out + 1
         return mixed, mixed
 
-    def _spread(
+    def _vary(
         self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, concrete: Any, computation: int
     ) -> tuple[Any, Any]:
-        """Return varied results: see `FORCE_SPREAD`. Selections return positions in other numbers."""
+        """Return varied results: see `FORCE_VARIED`. Selections return positions in other numbers."""
         if concrete is None:
             concrete = func(*map_tensors(args, self.runner.concrete), **map_tensors(kwargs, self.runner.concrete))
         if bare_name(func) in _POSITION_OPS:
@@ -101,13 +101,13 @@ class ForcedValues:
         else:
             others = itertools.repeat(None)
 
-        def vary(t: torch.Tensor) -> torch.Tensor:
+        def vary_tensor(t: torch.Tensor) -> torch.Tensor:
             other = next(others)
             if other is None or is_float(other) or other.shape != t.shape:
                 return self._vary_elements(t, computation)
             return other.to(t.dtype)
 
-        concrete = map_tensors(concrete, vary)
+        concrete = map_tensors(concrete, vary_tensor)
         remaining = iter(collect_tensors(concrete))
         return map_tensors(out, lambda t: t if is_float(varied := next(remaining)) else varied), concrete
 
@@ -115,15 +115,15 @@ class ForcedValues:
         """Make each element itself, one more, or zero; of booleans, either."""
         if not value.numel():
             return value
-        spread = self._toss(value, computation)
+        varied = self._toss(value, computation)
         if value.dtype is not torch.bool:
             is_zero = self._coins.setdefault((computation + 1, value.shape), self.routing.draw_coins(value.shape))
             is_zero = is_zero ^ bool(is_zero.sum() > is_zero.numel() // 2)  # keep at least half of the values
             is_first = torch.arange(value.numel()).view(value.shape) == 0
-            spread = torch.where(is_zero if is_zero.any() else is_first, torch.zeros_like(value), spread)
-        if torch.equal(spread, value) or (value.numel() == 1 and value.dtype is not torch.bool):
-            spread = ~value if value.dtype is torch.bool else value + 1
-        return spread
+            varied = torch.where(is_zero if is_zero.any() else is_first, torch.zeros_like(value), varied)
+        if torch.equal(varied, value) or (value.numel() == 1 and value.dtype is not torch.bool):
+            varied = ~value if value.dtype is torch.bool else value + 1
+        return varied
 
     def _toss(self, value: torch.Tensor, computation: int) -> torch.Tensor:
         """Return random booleans, or each number as it is or one more. Equal computations get equal coins."""

@@ -24,7 +24,7 @@ from .symbolic_sizes import peek_value
 from .tensor_trees import has_values, is_float
 
 # Forced outcomes. Keys: the call stack of a read; (location, op, whether it follows from routing alone) of a comparison
-# or a number; the position of an argument. Values: the outcome, `FORCE_MIXED`, `FORCE_SPREAD`, or a function that maps
+# or a number; the position of an argument. Values: the outcome, `FORCE_MIXED`, `FORCE_VARIED`, or a function that maps
 # the integers which an op returned, or an argument has.
 Interventions = Mapping[tuple[Source, ...] | tuple[Source, str, bool] | int, Any]
 

@@ -92,28 +92,28 @@ class SkipPlan:
     Attributes:
         args, kwargs: arguments of the block, with stand-ins for objects.
         calls: skipped calls, by the path of the submodule.
-        read: refusals of reads from stand-ins, which an `except` of the program may have hidden.
+        forbidden_reads: refusals of reads from stand-ins, which an `except` of the program may have hidden.
         attributes: attributes that the submodules set when they are called, as (module, name).
     """
 
     args: tuple
     kwargs: dict[str, Any]
     calls: dict[str, SkippedCall]
-    read: list[Refused]
+    forbidden_reads: list[Refused]
     attributes: set[tuple[str, str]]
 
-    def check_reads(self, read: Iterable[AttributeLocation]) -> None:
+    def check_reads(self, attributes_read: Iterable[AttributeLocation]) -> None:
         """Check that the captures needed no results of skipped calls but tensors.
 
         Args:
-            read: attributes of the block and its submodules that the captures read.
+            attributes_read: attributes of the block and its submodules that the captures read.
 
         Raises:
             Refused: they read a stand-in, or an attribute that a skipped call sets.
         """
-        if self.read:
-            raise self.read[0]
-        for where in read:
+        if self.forbidden_reads:
+            raise self.forbidden_reads[0]
+        for where in attributes_read:
             if (where.module, where.name) in self.attributes:
                 raise Refused(
                     f"the block reads {where.module}.{where.name}, which {where.module} sets in a call that gets "
@@ -142,8 +142,8 @@ def plan_skipped_calls(
         return None
     # all objects that these calls get: another call of the model may write to other ones
     own = given.keys() & {id(o) for c in inner for o in iterate_objects(c.args, c.kwargs)}
-    read: list[Refused] = []
-    stand_ins = {i: _make_stand_in(f"the given {type(given[i]).__name__}", "", read) for i in own}
+    forbidden_reads: list[Refused] = []
+    stand_ins = {i: _make_stand_in(f"the given {type(given[i]).__name__}", "", forbidden_reads) for i in own}
     calls: dict[str, SkippedCall] = {}
     for c in inner:
         if missed := c.find_missed_change(own):
@@ -156,15 +156,17 @@ def plan_skipped_calls(
                 remedy="use a submodule for each of the calls",
             )
     attributes = {(f"{c.name}.{path}".rstrip("."), key) for c in inner for path, key in c.changes.attributes}
-    return SkipPlan(replace_objects(args, stand_ins), replace_objects(kwargs, stand_ins), calls, read, attributes)
+    return SkipPlan(
+        replace_objects(args, stand_ins), replace_objects(kwargs, stand_ins), calls, forbidden_reads, attributes
+    )
 
 
-def _make_stand_in(name: str, module: str, read: list[Refused]) -> PassedObject:
+def _make_stand_in(name: str, module: str, forbidden_reads: list[Refused]) -> PassedObject:
     """Make a stand-in for an argument of the block, or for a result of a submodule.
 
     Args:
         module: path of the submodule; "" for an argument.
-        read: collects refusals of reads.
+        forbidden_reads: collects refusals of reads.
     """
 
     def refuse(name: str, what: str) -> Exception | None:
@@ -175,8 +177,8 @@ def _make_stand_in(name: str, module: str, read: list[Refused]) -> PassedObject:
         if module:
             why = f"the block reads {name}{what}: {_UNSEEN}"
             remedy = f"compute with it in {module}, or return it in the shape of the hidden states and contiguous"
-        read.append(Refused(why, source=str(find_user_source()), remedy=remedy))
-        return read[-1]
+        forbidden_reads.append(Refused(why, source=str(find_user_source()), remedy=remedy))
+        return forbidden_reads[-1]
 
     return PassedObject(name, refuse)
 
@@ -208,16 +210,16 @@ def patch_skipped_calls(block: nn.Module, calls: Mapping[str, SkippedCall]) -> I
     Yields refusals of reads from these results, which an `except` of the program may have hidden.
     """
     replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    read: list[Refused] = []
+    forbidden_reads: list[Refused] = []
     try:
         for name, call in calls.items():
             module = block.get_submodule(name)
             state = vars(module)
             hooks = {k: state[k] for k in HOOKS if state.get(k)}  # rewritten programs call the module with its hooks
             replaced.append((state, {k: v for k, v in state.items() if k in hooks or k == "forward"}))
-            state["forward"] = _Stub(call, read)
+            state["forward"] = _Stub(call, forbidden_reads)
             state.update({k: type(hook)() for k, hook in hooks.items()})
-        yield read
+        yield forbidden_reads
     finally:
         for state, before in reversed(replaced):
             state.pop("forward")
@@ -227,9 +229,9 @@ def patch_skipped_calls(block: nn.Module, calls: Mapping[str, SkippedCall]) -> I
 class _Stub:
     """The forward of a skipped submodule."""
 
-    def __init__(self, call: SkippedCall, read: list[Refused]):
-        self.call, self.read = call, read
-        self.result_class = type("_Result", (_Result,), {"_read": read})
+    def __init__(self, call: SkippedCall, forbidden_reads: list[Refused]):
+        self.call, self.forbidden_reads = call, forbidden_reads
+        self.result_class = type("_Result", (_Result,), {"_read": forbidden_reads})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs, call = collect_given_tensors((*args, *kwargs.values())), self.call
@@ -258,7 +260,7 @@ class _Stub:
     def _make(self, i: int, result: Result, made: Iterator[torch.Tensor]) -> Any:
         if isinstance(result, str):
             module = self.call.module
-            return _make_stand_in(f"result {i} of {module}, {result},", module, self.read)
+            return _make_stand_in(f"result {i} of {module}, {result},", module, self.forbidden_reads)
         if result is None:
             return None
         tensor = next(made)

@@ -109,7 +109,7 @@ def rewrite_with_objects(
     args: tuple,
     kwargs: dict[str, Any],
     find_skipping: Callable[[bool], SkipPlan | None],
-    read: Iterable[AttributeLocation],
+    attributes_read: Iterable[AttributeLocation],
     refusing_errors: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> T:
     """Rewrite a block that may pass objects, such as a key-value cache, to submodules that write to them. Such
@@ -122,7 +122,7 @@ def rewrite_with_objects(
         rewrite: rewrites the block, from its arguments and the calls to skip (`skipped`), if there are any.
         find_skipping: finds the stand-ins, for objects that hold tensors or for all; None if the block passes no
             objects.
-        read: attributes of the block that captures read, filled by `rewrite`.
+        attributes_read: attributes of the block that captures read, filled by `rewrite`.
         refusing_errors: makes a context that turns errors of `rewrite` into refusals.
 
     Raises:
@@ -141,7 +141,7 @@ def rewrite_with_objects(
                 if skipping is None:
                     return rewrite(args, kwargs)
                 result = rewrite(skipping.args, skipping.kwargs, skipped=skipping.calls)
-            skipping.check_reads(read)
+            skipping.check_reads(attributes_read)
             return result
         except Refused as why:
             refused[way] = why

@@ -32,7 +32,7 @@ def build_program(
     args: tuple,
     kwargs: dict[str, Any],
     autocast: torch.dtype | None = None,
-    read: Iterable[AttributeLocation] = (),
+    attributes_read: Iterable[AttributeLocation] = (),
     tied: Mapping[AttributeLocation, AttributeLocation] | None = None,
 ) -> Program:
     """Build the program of a rewritten block, with its specialization and its guards. The program holds in training
@@ -41,7 +41,7 @@ def build_program(
     Args:
         args, kwargs: the arguments of the call that was captured.
         autocast: the dtype of autocast around the call, None if it is off.
-        read: the attributes of the block that captures read.
+        attributes_read: the attributes of the block that captures read.
         tied: the `ties` of the block.
     """
     objects = result.graph.binding.objects
@@ -50,12 +50,14 @@ def build_program(
     device = find_device(block).type
     arguments = tuple((path, move_kind(kind, device)) for path, kind in call.arguments)
     reads_grad = bool(result.match.modes_read & {"is_grad_enabled", "is_inference_mode_enabled"})
-    read = set(read)
-    training = block.training if BLOCK_MODE in read else None
+    attributes_read = set(attributes_read)
+    training = block.training if BLOCK_MODE in attributes_read else None
     key = Specialization(training, True if reads_grad else None, autocast, arguments)
     absorbed = find_absorbed_names(block, result.graph, result.rewritten.repeated)
     values = {
-        w: read_value(block, w) for w in sorted(read - {BLOCK_MODE}) if not _is_absorbed_parameter(block, w, absorbed)
+        w: read_value(block, w)
+        for w in sorted(attributes_read - {BLOCK_MODE})
+        if not _is_absorbed_parameter(block, w, absorbed)
     }
     stored = {w: v for w, v in values.items() if can_snapshot(v) and (w.inner or not isinstance(v, torch.Tensor))}
     relied = {

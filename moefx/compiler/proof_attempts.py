@@ -1,9 +1,9 @@
 """Prove a block and rewrite it: the attempts, their order, and the error that is raised if all fail.
 
 An attempt is one interpretation of the arguments, the program and the sizes. A proof that does not hold for the
-example's own sizes counts as a refusal. The attempts are in groups, from the innermost to the outermost:
+example's own sizes counts as a refusal. The attempts are in stages, from the innermost to the outermost:
 
-| group | first attempt | failure of the first | what follows |
+| stage | first attempt | failure of the first | what follows |
 |---|---|---|---|
 | sizes | all sizes | refused, or the program raises | the example's side of comparisons that had both outcomes |
 | sizes | all sizes | does not hold for the example | the other side of the guards that fail; then other sizes |
@@ -11,14 +11,14 @@ example's own sizes counts as a refusal. The attempts are in groups, from the in
 | arguments | the likeliest | refused, `CaptureError` | first axes of 1 as a batch of one |
 | arguments | the likeliest | any other error of the program | the next ones, until one is refused for convolutions |
 
-Any other failure of the first ends the group, and a bug of moefx ends all of them. If all attempts of a group fail, its
+Any other failure of the first ends the stage, and a bug of moefx ends all of them. If all attempts of a stage fail, its
 error is:
 
-| group | error |
+| stage | error |
 |---|---|
 | sizes, the example's side | its refusal, if that is telling or the first is an error of the program; else the first |
-| sizes, does not hold for the example | the first that is no refusal, which also ends the group; else the first |
-| options | the first that is no refusal, which also ends the group; else the first |
+| sizes, does not hold for the example | the first that is no refusal, which also ends the stage; else the first |
+| options | the first that is no refusal, which also ends the stage; else the first |
 | arguments, a batch of one | the first |
 | arguments, the next interpretations | the first refusal, or a later one for mixed positions; else the first |
 
@@ -76,7 +76,7 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The failure of an attempt, or of a group of attempts.
+    """The failure of an attempt, or of a stage of attempts.
 
     Attributes:
         state: the proof of the first attempt.
@@ -93,7 +93,7 @@ class Failure:
         return self.error if isinstance(self.error, Refused) else None
 
 
-Attempts = Generator[Attempt, Failure, Failure]  # yields attempts, is sent their failures, returns that of the group
+Attempts = Generator[Attempt, Failure, Failure]  # yields attempts, is sent their failures, returns that of the stage
 
 
 def prove_and_rewrite(

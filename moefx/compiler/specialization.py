@@ -70,8 +70,8 @@ class LazySpecializer:
             if shared.signature == block_signature and _admits_call(block, shared, call, args, kwargs):
                 return shared.program.renamed(forward.name)
         with neutral_device():
-            program, read = run_in_worker(lambda: self._specialize(block, forward, call, args, kwargs))
-        self.shared_programs.append(_SharedProgram(weakref.ref(block), block_signature, read, program))
+            program, attributes_read = run_in_worker(lambda: self._specialize(block, forward, call, args, kwargs))
+        self.shared_programs.append(_SharedProgram(weakref.ref(block), block_signature, attributes_read, program))
         return program
 
     def _specialize(
@@ -90,12 +90,12 @@ class LazySpecializer:
                 grad=program.key.grad, training=None if program.key.training is None else call.training
             )
             if program.moves and _without_device(program.key) == _without_device(expected):
-                read = {
+                attributes_read = {
                     w
                     for w, value in program.attributes.items()
                     if not isinstance(value, (AttributeLocation, StoredForward))
                 }
-                return program.with_arguments(call.arguments), read
+                return program.with_arguments(call.arguments), attributes_read
         real = args is not None  # otherwise the call is only being traced
         abstract = pytree.tree_map_only(
             torch.Tensor,
@@ -111,17 +111,17 @@ class LazySpecializer:
         try:
             with forward.running("original"), use_device_autocast(call.device, call.autocast), torch.enable_grad():
                 find_skipping = self._find_skipping(block, *abstract)
-                with record_reads(block, find_attributes(block)) as read:
+                with record_reads(block, find_attributes(block)) as attributes_read:
                     rewrite = functools.partial(self._rewrite, block, forward.name)
                     result, call_args, call_kwargs = rewrite_with_objects(
-                        rewrite, abstract[0], abstract[1], find_skipping, read
+                        rewrite, abstract[0], abstract[1], find_skipping, attributes_read
                     )
                     if result.skipped:  # the rewrite had stand-ins
                         call_args, call_kwargs = abstract
                 if self.by_mode:
-                    read.add(BLOCK_MODE)
+                    attributes_read.add(BLOCK_MODE)
                 finished = finish_block(block, result, self.plan, expert_layout)
-                program = build_program(block, finished, call_args, call_kwargs, call.autocast, read, tied)
+                program = build_program(block, finished, call_args, call_kwargs, call.autocast, attributes_read, tied)
                 if real:
                     _check_admits(block, program, *abstract)
                 if real and self.plan.validation == "auto" and expert_layout is None:
@@ -130,7 +130,7 @@ class LazySpecializer:
                         raise Refused(check.text)
         finally:
             forward.counts.original = calls_before  # captures are no calls of the user
-        return program.with_arguments(_keep_objects(call.arguments, program)), read
+        return program.with_arguments(_keep_objects(call.arguments, program)), attributes_read
 
     def _find_skipping(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -277,7 +277,7 @@ class _SharedProgram(NamedTuple):
 
     block: weakref.ref[nn.Module]
     signature: tuple
-    read: set[AttributeLocation]
+    attributes_read: set[AttributeLocation]
     program: Program
 
 
@@ -286,7 +286,7 @@ def _admits_call(
 ) -> bool:
     """Return whether a program that was made for another block admits a call of this block."""
     program, other = shared.program, shared.block()
-    if other is None or not all(is_same(read_value(block, w), read_value(other, w)) for w in shared.read):
+    if other is None or not all(is_same(read_value(block, w), read_value(other, w)) for w in shared.attributes_read):
         return False
     if not program.key.admits(call) or not ReadAttributes(block, program.attributes).hold():
         return False

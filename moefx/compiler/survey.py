@@ -308,30 +308,29 @@ def _prove_equal_modules(
     """Prove one module, and reuse its program for all modules that differ only in their weights."""
     proven: list[MatchedBlock] = []
     signature = compute_signature(modules[name])
-    of_same_kind = [n for n, m in modules.items() if compute_signature(m) == signature]
     watched, follows = find_attributes(modules[name]), has_custom_train(modules[""])
-    unproven = [name, *[n for n in of_same_kind if n != name]]
+    unproven = [name, *[n for n, m in modules.items() if n != name and compute_signature(m) == signature]]
     while unproven:
         first = unproven[0]
         call = candidates.calls.get(first) or dataclasses.replace(candidates.calls[name], name=first)
         announce(f"proving {first or type(modules[first]).__name__}")
         start = time.perf_counter()
-        with record_reads(modules[first], watched) as read:
-            result = _rewrite_as_called(modules[first], call, candidates, plan, read)
+        with record_reads(modules[first], watched) as reads:
+            result = _rewrite_as_called(modules[first], call, candidates, plan, reads)
         if follows:
-            read.add(BLOCK_MODE)
+            reads.add(BLOCK_MODE)
         equal = (first,) + tuple(
             n
             for n in unproven
-            if n != first and all(is_same(read_value(modules[n], w), read_value(modules[first], w)) for w in read)
+            if n != first and all(is_same(read_value(modules[n], w), read_value(modules[first], w)) for w in reads)
         )
-        proven.append(MatchedBlock(equal, call, result, time.perf_counter() - start, frozenset(read)))
+        proven.append(MatchedBlock(equal, call, result, time.perf_counter() - start, frozenset(reads)))
         unproven = [n for n in unproven if n not in equal]
     return proven
 
 
 def _rewrite_as_called(
-    module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: Plan, read: set[AttributeLocation]
+    module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: Plan, reads: set[AttributeLocation]
 ) -> BlockRewrite:
     """Rewrite a module for its recorded call, with stand-ins for objects if it passes any.
 
@@ -346,7 +345,7 @@ def _rewrite_as_called(
             call.args,
             call.kwargs,
             functools.partial(candidates.skip_calls, call),
-            read,
+            reads,
             functools.partial(_refusing_errors, module, call),
         )
     except Refused as why:

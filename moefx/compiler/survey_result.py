@@ -56,7 +56,7 @@ class MatchedBlock:
 
     Attributes:
         result: the rewrite: proven, after `survey_model`; with all passes, after `finish`.
-        read: attributes that the proof depends on.
+        attributes_read: attributes that the proof depends on.
         verdict: the result of the numeric check, in words; "" before it.
         expert_layout: that of the experts over a mesh, None without one.
     """
@@ -65,7 +65,7 @@ class MatchedBlock:
     call: SurveyedCall
     result: BlockRewrite
     seconds: float
-    read: frozenset[AttributeLocation]
+    attributes_read: frozenset[AttributeLocation]
     verdict: str = ""
     expert_layout: ExpertLayout | None = None
 

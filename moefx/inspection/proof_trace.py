@@ -78,7 +78,7 @@ class CutAttempt:
     indices: tuple[IndexAttempt, ...] = ()
 
 
-STEPS = ("rows as sums", "expert index", "value of each slot", "one template for all experts")
+STEPS = ("rows as sums", "expert index", "value of each slot", "one body for all experts")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.capture_result import FORCE_SPREAD
+from ..capture.capture_result import FORCE_VARIED
 from ..capture.code_locations import Source
 from ..errors import Cause, Refused
 from ..ir.node_values import get_op_name
@@ -59,11 +59,11 @@ def find_masks(match: Match, find_tie_break: Callable[[], TieBreak | None]) -> l
 
 def _explain_no_mask(match: Match, find_tie_break: Callable[[], TieBreak | None]) -> Refused:
     """Return the refusal that names the likeliest reason why slots are dropped without a mask."""
-    if spread := _find_spread(match):
+    if varied := _find_varied_value(match):
         return Refused(
             "a value that is constant for few tokens decides which slots are dropped, and the program has no mask "
-            f"[tokens, slots] of the kept ones: {spread.text}",
-            source=str(spread),
+            f"[tokens, slots] of the kept ones: {varied.text}",
+            source=str(varied),
             remedy="compute the mask for all slots at once, before the experts, and multiply the routing weights by it",
         )
     skips = [form.forced_read for form in match.evidence if not form.kept_slots.all()]
@@ -126,13 +126,13 @@ def _explain_left_out(several: Sequence[CanonicalForm]) -> Refused | None:
     return None
 
 
-def _find_spread(match: Match) -> Source | None:
-    """Find the value whose variation (`FORCE_SPREAD`) made a capture drop slots that it keeps otherwise."""
+def _find_varied_value(match: Match) -> Source | None:
+    """Find the value whose variation (`FORCE_VARIED`) made a capture drop slots that it keeps otherwise."""
     full = {(str(one.capture.tracer.routing), one.tokens) for one in match.evidence if one.kept_slots.all()}
     for form in match.evidence:
         if not form.kept_slots.all() and (str(form.capture.tracer.routing), form.tokens) in full:
             for at, how in form.capture.tracer.interventions.items():
-                if how == FORCE_SPREAD and isinstance(at, tuple) and isinstance(at[0], Source):
+                if how == FORCE_VARIED and isinstance(at, tuple) and isinstance(at[0], Source):
                     return at[0]
     return None
 

@@ -59,7 +59,7 @@ class DropRule:
 
 
 @dataclasses.dataclass
-class ExpertGroup:
+class ProvenGroup:
     """The experts of the proven form that share a body.
 
     Attributes:
@@ -99,7 +99,7 @@ class Match:
     arguments: Arguments
     evidence: list[CanonicalForm]
     sizes: list[dict[str, int]]
-    groups: list[ExpertGroup]
+    groups: list[ProvenGroup]
     num_experts: int
     extra_guards: list[SizeGuard]
     modes_read: set[str]
@@ -133,7 +133,9 @@ class Match:
             for sizes in several:
                 is_long = self.arguments.tokens_per_unit * math.prod(sizes.values()) > 512
                 with suppress_program_errors(MoefxError):
-                    samples.append((sizes, self.capture_at(Routing(kind, 0), sizes, most=max_nodes if is_long else 0)))
+                    samples.append(
+                        (sizes, self.capture_at(Routing(kind, 0), sizes, max_nodes=max_nodes if is_long else 0))
+                    )
         return self.size_samples[kind]
 
     @functools.cached_property

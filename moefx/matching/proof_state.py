@@ -165,35 +165,35 @@ class ProofState:
 
     # --------------------------------------------------------------- capture
     def capture(
-        self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None, most: int = 0
+        self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None, max_nodes: int = 0
     ) -> Capture:
         """Capture the block once.
 
         Args:
             interventions: outcomes that are forced.
-            most: the largest number of nodes; 0 for any.
+            max_nodes: the largest number of nodes; 0 for any.
 
         Raises:
             Refused, CaptureError: the capture cannot be followed. Errors of the program pass through.
         """
         try:
-            return self._capture(routing, sizes, interventions, most)
+            return self._capture(routing, sizes, interventions, max_nodes)
         except IndexError:
             if (fixed := self._arguments.with_fixed_integers()) is None:
                 raise
             self._arguments = fixed
-            return self._capture(routing, sizes, interventions, most)
+            return self._capture(routing, sizes, interventions, max_nodes)
 
     def _capture(
-        self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None, most: int
+        self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None, max_nodes: int
     ) -> Capture:
         args, kwargs = self._arguments.build_call(sizes, seed=routing.seed)
         if interventions and self._forms:  # a forced number may set how often a loop runs
-            most = _MAX_GROWTH * len(self._forms[0].capture.nodes)
+            max_nodes = _MAX_GROWTH * len(self._forms[0].capture.nodes)
         log = SizeLog(sizes, tuple(self._arguments.fixed.values()))
         try:
             captured = capture_block(
-                self.block, args, kwargs, routing, interventions=interventions, sizes=log, max_nodes=most,
+                self.block, args, kwargs, routing, interventions=interventions, sizes=log, max_nodes=max_nodes,
                 extra_values=self._arguments.extra_buffer_values,
             )  # fmt: skip
         finally:  # an assertion on a size tells which sizes the program supports
@@ -215,15 +215,15 @@ class ProofState:
 
     def lift_captured(self, captured: Capture) -> CanonicalForm:
         """Lift a capture with the options and expert parameters of the other captures."""
-        return self.lift_with_template(captured, merge_experts(self._forms) if self._forms else None)
+        return self.lift_with_hint(captured, merge_experts(self._forms) if self._forms else None)
 
-    def lift_with_template(
-        self, captured: Capture, template: CanonicalForm | None, align_to_last: bool = False
+    def lift_with_hint(
+        self, captured: Capture, hint: CanonicalForm | None, align_to_last: bool = False
     ) -> CanonicalForm:
         """Lift a capture.
 
         Args:
-            template: the form of another capture, whose nodes are tried first.
+            hint: the form of another capture, whose nodes are tried first.
             align_to_last: read values off the last nodes that fit.
 
         Raises:
@@ -232,7 +232,7 @@ class ProofState:
         options = dataclasses.replace(
             self.options, weights_per_slot=self._weights_per_slot, align_to_last=align_to_last
         )
-        lifter = Lifter(self.block, captured, template, options)
+        lifter = Lifter(self.block, captured, hint, options)
         form = lifter.lift(self._expert_parameters)
         self._expert_parameters = self._expert_parameters or lifter.experts
         return dataclasses.replace(form, groups=sorted(form.groups, key=lambda g: g.ids[0]))
@@ -245,7 +245,7 @@ class ProofState:
         """
         form, refusal = None, None
         try:
-            form = self.lift_with_template(captured, None)
+            form = self.lift_with_hint(captured, None)
         except RepeatedChoiceRefused as why:
             refusal = why
         experts = {e for g in form.groups for e in g.ids} if form is not None else set[int]()
@@ -253,7 +253,7 @@ class ProofState:
             return form
         self._weights_per_slot = True
         try:
-            return self.lift_with_template(captured, None)
+            return self.lift_with_hint(captured, None)
         except Refused:
             self._weights_per_slot = False
         if form is None:
@@ -262,14 +262,14 @@ class ProofState:
         return form
 
     def lift_again(
-        self, old: CanonicalForm, template: CanonicalForm, reference: CanonicalForm, align_to_last: bool = False
+        self, old: CanonicalForm, hint: CanonicalForm, reference: CanonicalForm, align_to_last: bool = False
     ) -> CanonicalForm:
         """Lift a capture once more, from the nodes of another form, or from the last ones that fit.
 
         Raises:
             Refused: the new form differs from `reference`.
         """
-        new = require_same_form(reference, self.lift_with_template(old.capture, template, align_to_last))
+        new = require_same_form(reference, self.lift_with_hint(old.capture, hint, align_to_last))
         return dataclasses.replace(new, optional_guard=old.optional_guard)
 
     # ------------------------------------------------------------- agreement

@@ -17,7 +17,7 @@ from .lift.canonical_form import CanonicalForm
 from .lift.distinct_choices import has_distinct_slots
 from .lift.lifter import ONE_EXPERT, NothingRouted
 from .lift.routed_nodes import has_sequence_choices
-from .match_result import ExpertGroup, Match
+from .match_result import Match, ProvenGroup
 from .probes.boundary_values import add_boundary_values, add_larger_flags
 from .probes.probe import Probe
 from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
@@ -100,7 +100,7 @@ def _try_larger_flags(state: ProofState, sizes: dict[str, int]) -> None:
         return
     arguments, captured = counted
     try:
-        form = state.lift_with_template(captured, None)
+        form = state.lift_with_hint(captured, None)
     except Refused:  # the integers are masks only
         return
     with contextlib.suppress(Refused):
@@ -164,7 +164,7 @@ def align_with_richest(state: ProofState) -> None:
     # poorer captures dropped all second choices, or no token or all tokens chose an identity expert
     state.replace_forms(
         [
-            state.lift_with_template(form.capture, best)
+            state.lift_with_hint(form.capture, best)
             if form.slots < best.slots or len(form.shared) != len(best.shared)
             else form
             for form in state.forms
@@ -266,7 +266,7 @@ def _do_sizes_vary(state: ProofState, captures: list[int]) -> bool:
     )
 
 
-def merge_groups(state: ProofState) -> list[ExpertGroup]:
+def merge_groups(state: ProofState) -> list[ProvenGroup]:
     """Merge the groups of experts of all captures, with complete tables of parameters.
 
     Raises:
@@ -286,7 +286,7 @@ def merge_groups(state: ProofState) -> list[ExpertGroup]:
                             culprits=(part.fqn,),
                         )
             tables.append([merged[e] for e in ids])
-        merged_groups.append(ExpertGroup(ids, first.body, tables, []))
+        merged_groups.append(ProvenGroup(ids, first.body, tables, []))
     owners = [e for group in merged_groups for e in group.ids]
     if len(set(owners)) != len(owners):
         raise Refused("an expert computes one function under one routing and another under another")

@@ -2,7 +2,7 @@
 
     pft  = build_pft(topk_ids, topk_weights)     from the user's own router
     rows = dispatch(x, pft)                      [B,D], sorted by expert, no padding
-    ...    the template F on rows: grouped GEMMs, pointwise ops, per-expert vectors
+    ...    the body F on rows: grouped GEMMs, pointwise ops, per-expert vectors
     out  = combine(rows, pft)                    [S,D]
 
 Everything before and after is the user's own program, re-emitted by `residual_graph`.

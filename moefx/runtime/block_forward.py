@@ -110,7 +110,7 @@ class BlockForward:
         if self._forced == "original":
             if not self._specializing or holds_compile_lock():
                 return self.run_original(*args, **kwargs)
-            with compile_lock():  # wait for another thread that is lifting the block
+            with compile_lock():  # wait for another thread that is specializing the block
                 pass
         leaves = flatten_arguments(self._bind(*args, **kwargs), self.objects)
         call = specialize_call(self.block, leaves, self.objects)
@@ -255,7 +255,7 @@ class BlockForward:
             if self._is_settled(request):
                 return None
             if leaves and not request[1] and self._find_valid_entries(call):
-                self.refusals[request] = _NOT_SPECIALIZED  # another lift would fail at the same guard
+                self.refusals[request] = _NOT_SPECIALIZED  # another proof would fail at the same guard
                 return None
             program = self._request_program(call, args, kwargs)
             if isinstance(program, str):

@@ -125,7 +125,7 @@ def shard_experts(
 
 
 def copy_with_all_experts(block: nn.Module, parameters: ExpertParameters, placement: Placement) -> nn.Module:
-    """Return a copy of a sharded block with meta parameters of all experts, which can be lifted."""
+    """Return a copy of a sharded block with meta parameters of all experts, which can be captured."""
     duplicate, _ = copy_model(block)
     for name in parameters.stacked:
         owner, full = find_owner_and_tensor(duplicate, name)

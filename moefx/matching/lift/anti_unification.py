@@ -17,7 +17,7 @@ from ...errors import Cause, Refused
 from ..graph_nodes import is_matrix_of_integers, is_random
 from ..terms.parameter_slices import ParameterSlice, is_parameter_slice, is_state_slice, strip_moves
 from ..terms.term import Term, constant_value, format_term
-from .canonical_form import Body, Group, NodeRef
+from .canonical_form import Body, CapturedGroup, NodeRef
 from .expert_owners import ExpertOwners
 from .value_lookup import ValueLookup
 
@@ -82,7 +82,7 @@ class Unifier:
         self.values: list[NodeRef] = []
         self.bodies: dict[tuple[Term, ...], Body] = {}
 
-    def unify_group(self, members: list[tuple[int, int, Term]], ids: list[list[int]]) -> Group:
+    def unify_group(self, members: list[tuple[int, int, Term]], ids: list[list[int]]) -> CapturedGroup:
         """Anti-unify summands.
 
         Args:
@@ -94,7 +94,7 @@ class Unifier:
         """
         positions = [(t, k, ids[t][k]) for t, k, _ in members]
         body = self._unify(positions, [m for _, _, m in members])
-        return Group(sorted({e for _, _, e in positions}), body, self.tables, self.values)
+        return CapturedGroup(sorted({e for _, _, e in positions}), body, self.tables, self.values)
 
     def _unify(self, positions: Positions, terms: list[Term]) -> Body:
         first = terms[0]
@@ -130,12 +130,12 @@ class Unifier:
         return Body("value", (self.values.index(ref),), term.shape)
 
     def _is_looked_up(self, positions: Positions, terms: list[Term]) -> bool:
-        """Return whether a parameter slice is a row that tokens look up, as from an embedding, also in the template.
+        """Return whether a parameter slice is a row that tokens look up, as from an embedding, also in the hint.
 
         One token, or several equal tokens, always look up the same slice, so that it seems to be a constant.
         """
         ref = self.lookup.find(positions, terms)
-        return ref is not None and ref.position in self.lookup.template_positions
+        return ref is not None and ref.position in self.lookup.hint_positions
 
     def _decompose(self, positions: Positions, terms: list[Term]) -> Body:
         first = terms[0]

@@ -2,8 +2,8 @@
 
     out[t] = shared(x[t]) + sum over k of F(x[t], weight[t,k]; parameters of expert index[t,k])
 
-`Body` is F, `NodeRef` names the nodes that supply index, weights and shared summands, and `Group` lists the experts
-that compute one F. `Lifter` builds a `CanonicalForm`; `require_same_form` compares two.
+`Body` is F, `NodeRef` names the nodes that supply index, weights and shared summands, and `CapturedGroup` lists the
+experts that compute one F. `Lifter` builds a `CanonicalForm`; `require_same_form` compares two.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class NodeRef:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The template of a routed summand: an `op` of a `Term` whose `args` are bodies and static values, or a leaf.
+    """The common part of routed summands: an `op` of a `Term` whose `args` are bodies and static values, or a leaf.
 
     | leaf | args |
     |---|---|
-    | `value` | index into `Group.values`: a value per token and slot |
-    | `expert` | index into `Group.tables`: a parameter slice per expert |
+    | `value` | index into `CapturedGroup.values`: a value per token and slot |
+    | `expert` | index into `CapturedGroup.tables`: a parameter slice per expert |
     | `shared` | a `ParameterSlice` that all experts use |
     | `const` | a number |
 
@@ -77,7 +77,7 @@ class Body:
 
 
 @dataclasses.dataclass
-class Group:
+class CapturedGroup:
     """The experts of one capture that share a body.
 
     Attributes:
@@ -120,7 +120,7 @@ class CanonicalForm:
     slots: int
     expert_index: NodeRef
     ids: torch.Tensor  # int64 [T, K]
-    groups: list[Group]
+    groups: list[CapturedGroup]
     shared: list[NodeRef]
     unrouted_value: NodeRef | None
     kept_slots: torch.Tensor  # bool [T, K]

@@ -289,8 +289,8 @@ class _Derivations:
         """Derive an op that moves numbers, or computes with those of one variable."""
         by = _producer(node)
         name, inputs = get_op_name(by), by.all_input_nodes
-        several = [derivations for a in inputs if (derivations := self._known[a]) is not None]
-        if name == "scatter" and len(several) == len(inputs) and not isinstance(by.args[3], fx.Node):
+        derivations_of_inputs = [derivations for a in inputs if (derivations := self._known[a]) is not None]
+        if name == "scatter" and len(derivations_of_inputs) == len(inputs) and not isinstance(by.args[3], fx.Node):
             base, index = (self._known[a] for a in by.args[:3:2])
             if len(base) != 1 or len(index) != 1 or bool(base[0].variable.any()):
                 return None
@@ -299,12 +299,14 @@ class _Derivations:
             return at and [Derivation(at.variable, torch.where(at.values, put, base[0].values[0]))]
         looks_up, moves = name in _GATHERS, name in MOVES | _SPLITS
         computes = name in _POINTWISE or torch.Tag.pointwise in getattr(by.target, "tags", ())
-        if not (looks_up or moves or computes) or is_random(by) or len(several) < len(inputs):
+        if not (looks_up or moves or computes) or is_random(by) or len(derivations_of_inputs) < len(inputs):
             return None
-        if math.prod(map(len, several)) > _MAX_DERIVATIONS or (looks_up and not self._is_at_constants(by)):
+        if math.prod(map(len, derivations_of_inputs)) > _MAX_DERIVATIONS:
+            return None
+        if looks_up and not self._is_at_constants(by):
             return None
         found = []
-        for derivations in itertools.product(*several):
+        for derivations in itertools.product(*derivations_of_inputs):
             given = dict(zip(inputs, derivations, strict=True))
             values = torch.stack(
                 [

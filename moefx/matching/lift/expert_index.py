@@ -49,20 +49,20 @@ def find_expert_index(
     summands: list[list[Term]],
     nodes: list[fx.Node],
     inside: set[fx.Node],
-    template: CanonicalForm | None,
+    hint: CanonicalForm | None,
 ) -> ExpertIndex | None:
     """Find the expert index that explains the summands of every token, or return None.
 
-    The nodes of the template are tried first, then one node with all slots, one node per slot, and a mask of experts.
+    The nodes of the hint are tried first, then one node with all slots, one node per slot, and a mask of experts.
 
     Args:
         summands: the summands with expert parameters, by token.
         nodes: nodes to search, the likeliest first.
         inside: nodes that a submodule keeps to itself; they are tried last.
-        template: the form of another capture of the block.
+        hint: the form of another capture of the block.
     """
     search = _IndexSearch(owners, tokens, summands, nodes)
-    found = search.find_as_in(template) if template is not None else None
+    found = search.find_as_in(hint) if hint is not None else None
     if found is not None:
         return found
     candidates = search.list_candidates(inside)
@@ -152,23 +152,23 @@ class _IndexSearch:
             reason += f", and has {entries} of up to {self.widest} slots"
         return IndexAttempt(node, source, explained, reason)
 
-    def find_as_in(self, template: CanonicalForm) -> ExpertIndex | None:
-        """Use the nodes of the template's expert index, if they explain the summands of this capture."""
-        numbers = self._numbers_in(template) or self.own_numbers
-        found = self._find_twin(template.expert_index) if numbers is not None else None
+    def find_as_in(self, hint: CanonicalForm) -> ExpertIndex | None:
+        """Use the nodes of the hint's expert index, if they explain the summands of this capture."""
+        numbers = self._numbers_in(hint) or self.own_numbers
+        found = self._find_twin(hint.expert_index) if numbers is not None else None
         slots = _assign_slots(self.keys, found[1], numbers) if found is not None else None  # type: ignore[arg-type]
         return None if found is None or slots is None else ExpertIndex(*found, slots)
 
-    def _numbers_in(self, template: CanonicalForm) -> dict[OwnerKey, int] | None:
-        """Return the template's expert numbers by key, or None if it lacks some expert."""
+    def _numbers_in(self, hint: CanonicalForm) -> dict[OwnerKey, int] | None:
+        """Return the hint's expert numbers by key, or None if it lacks some expert."""
         owners: dict[ParameterSlice, set[int]] = defaultdict(set)
-        for table in (table for group in template.groups for table in group.tables):
+        for table in (table for group in hint.groups for table in group.tables):
             for e, part in table.items():
                 owners[part].add(e)
         numbers: dict[OwnerKey, int] = {}
         for key in {k for row in self.keys for k in row}:
-            mine = [owners[p] for p in key if p in owners]
-            number = set.intersection(*mine) if mine else set()
+            owners_of_key = [owners[part] for part in key if part in owners]
+            number = set.intersection(*owners_of_key) if owners_of_key else set()
             if len(number) != 1:
                 return None
             numbers[key] = number.pop()
@@ -291,11 +291,11 @@ def _infer_numbers(keys: list[list[Any]], ids: list[list[int]]) -> dict[Any, int
     changed = True
     while changed:
         changed = False
-        for key, mine in options.items():
-            if len(mine) == 1:
-                for other, theirs in options.items():
-                    if other is not key and len(theirs) > 1 and mine <= theirs:
-                        options[other] = theirs - mine
+        for key, numbers in options.items():
+            if len(numbers) == 1:
+                for other, candidates in options.items():
+                    if other is not key and len(candidates) > 1 and numbers <= candidates:
+                        options[other] = candidates - numbers
                         changed = True
     if any(len(o) != 1 for o in options.values()):
         return None

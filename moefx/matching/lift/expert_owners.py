@@ -42,8 +42,8 @@ class ExpertOwners:
         if t.op == "pw":
             name, kwargs, *items = t.args
             if name in ("add", "sub") and all(i.shape == t.shape for i in items):
-                mine = [self.experts_of(i) for i in items]
-                if (len(mine[0]) == 1 and mine[0] == mine[1]) or not self.find_key(t):
+                left, right = map(self.experts_of, items)
+                if (len(left) == 1 and left == right) or not self.find_key(t):
                     return [t]
                 return [p for part in self.split_operands(t) for p in self.split_summands(part)]
             if name in ("mul", "div", "cast", "detach") and len(self.experts_of(t)) > 1:
@@ -68,15 +68,15 @@ class ExpertOwners:
 
     def experts_of(self, t: Term) -> frozenset[int]:
         """Return the numbers of the experts whose parameters a term uses."""
-        found = self._owners.get(t)
-        if found is None:
-            found = self._owners[t] = frozenset(self.guess_numbers(self.find_key(t), several=True))
-        return found
+        numbers = self._owners.get(t)
+        if numbers is None:
+            numbers = self._owners[t] = frozenset(self.guess_numbers(self.find_key(t), by_slice=True))
+        return numbers
 
     def find_key(self, t: Term) -> OwnerKey:
         """Return the expert parameter slices that a term uses."""
-        mine = {self._read_slice(x) for x in self.uses.leaves(t) if strip_moves(x).args[0] in self.experts}
-        return tuple(part for _, part in sorted(mine, key=lambda found: found[0]))
+        slices = {self._read_slice(x) for x in self.uses.leaves(t) if strip_moves(x).args[0] in self.experts}
+        return tuple(part for _, part in sorted(slices, key=lambda named: named[0]))
 
     def _read_slice(self, leaf: Term) -> tuple[str, ParameterSlice]:
         """Return a slice with its text, by which slices are sorted."""
@@ -85,16 +85,16 @@ class ExpertOwners:
             self._slices[leaf] = str(part), part
         return self._slices[leaf]
 
-    def guess_numbers(self, key: OwnerKey, several: bool = False) -> list[int]:
+    def guess_numbers(self, key: OwnerKey, by_slice: bool = False) -> list[int]:
         """Guess the expert number of a key: the first one that fits all its slices, if there is one.
 
         Args:
-            several: if no number fits all slices, return the likeliest number of each slice: the one that most
+            by_slice: if no number fits all slices, return the likeliest number of each slice: the one that most
                 slices could have.
         """
         options = [self._options(p) for p in key]
         common = [i for i in (options[0] if options else []) if all(i in o for o in options)]
-        if several and not common and len(key) > 1:
+        if by_slice and not common and len(key) > 1:
             votes = Counter(i for o in options for i in o)
             return sorted({min(o, key=lambda i: -votes[i]) for o in options if o})
         return common[:1]

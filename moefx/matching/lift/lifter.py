@@ -2,7 +2,7 @@
 
     out[t] = shared(x[t]) + sum over k of F(x[t], weight[t,k]; parameters of expert index[t,k])
 
-No idiom has a template here. The lifter works on terms, the expressions of single rows:
+No idiom has a pattern here. The lifter works on terms, the expressions of single rows:
 
 1. find the parameters that only some tokens use (the experts'), and a cut: a node that sums all routed rows;
 2. split each row of the cut into summands, and these into the experts' and the rest;
@@ -33,7 +33,7 @@ from ..graph_nodes import Line, describe_node, line
 from ..terms.parameter_slices import strip_moves
 from ..terms.term import OVERWRITTEN, Term, TooLarge, is_const, is_pw
 from .anti_unification import Skeletons, Unifier
-from .canonical_form import CanonicalForm, Group, count_sequences, has_matrix_products
+from .canonical_form import CanonicalForm, CapturedGroup, count_sequences, has_matrix_products
 from .expert_index import ExpertIndex, find_expert_index, find_near_misses
 from .expert_owners import ExpertOwners
 from .expert_parameters import find_experts_used_by_all_tokens, number_by_tokens, propose_expert_parameters
@@ -89,15 +89,15 @@ class Lifter:
 
     Args:
         block: the captured module.
-        template: the form of another capture of the block; its nodes are tried first.
+        hint: the form of another capture of the block; its nodes are tried first.
 
     Attributes:
         experts: FQNs of the experts' parameters, after `lift`.
     """
 
-    def __init__(self, block: nn.Module, capture: Capture, template: CanonicalForm | None, options: LiftOptions):
-        self.capture, self.template, self.options = capture, template, options
-        self._new_uses = lambda: ParameterUses(block, capture, options.symbolic, template, options.opaque_lines)
+    def __init__(self, block: nn.Module, capture: Capture, hint: CanonicalForm | None, options: LiftOptions):
+        self.capture, self.hint, self.options = capture, hint, options
+        self._new_uses = lambda: ParameterUses(block, capture, options.symbolic, hint, options.opaque_lines)
         self.uses = self._new_uses()
         self.experts: set[str] = set()
         self.attempts: list[CutAttempt] = []  # the nodes that were tried as the routed sum
@@ -193,8 +193,8 @@ class Lifter:
     def _rank_cuts(self, common: list[fx.Node]) -> list[fx.Node]:
         """Sort the candidates for the routed sum, the likeliest first.
 
-        Candidates on the template's line come first, then those with the fewest rows, then the earliest. If most slots
-        are dropped, a cut may have fewer rows than tokens, so the template's line counts more than the rows. If the
+        Candidates on the hint's line come first, then those with the fewest rows, then the earliest. If most slots
+        are dropped, a cut may have fewer rows than tokens, so the hint's line counts more than the rows. If the
         last experts of a loop have no tokens, several runs of its line are candidates: the last run comes first.
         """
         found = []
@@ -205,7 +205,7 @@ class Lifter:
         if not found:
             return []
         found.sort(key=lambda c: c[:2])
-        preferred = line(self.template.cut if self.template is not None else found[0][2])
+        preferred = line(self.hint.cut if self.hint is not None else found[0][2])
 
         def rank(candidate: tuple[int, int, fx.Node]) -> tuple:
             rows, position, n = candidate
@@ -213,7 +213,7 @@ class Lifter:
                 return rows, self.options.cut_preference == "write" and is_pointwise(n.target), -position
             is_elsewhere = line(n) != preferred
             order = position if is_elsewhere else -position
-            return self.template is not None and is_elsewhere, rows, is_elsewhere, order
+            return self.hint is not None and is_elsewhere, rows, is_elsewhere, order
 
         return [n for _, _, n in sorted(found, key=rank)]
 
@@ -223,10 +223,10 @@ class Lifter:
         Number them by their position in one list (no numbers needed); else through all lists of a list; else, if no
         list holds them, by the tokens that use their parameters.
         """
-        uses, template = self.uses, self.template
-        if template is not None and not (template.expert_numbers and template.expert_numbers != uses.nested):
-            return [lambda _: template.expert_numbers]
-        known = template.expert_numbers if template is not None else {}
+        uses, hint = self.uses, self.hint
+        if hint is not None and not (hint.expert_numbers and hint.expert_numbers != uses.nested):
+            return [lambda _: hint.expert_numbers]
+        known = hint.expert_numbers if hint is not None else {}
         by_tokens = [lambda cut: number_by_tokens(uses, cut, self.experts, known)]
         return by_tokens if known else [lambda _: {}, *([lambda _: uses.nested] if uses.nested else []), *by_tokens]
 
@@ -240,9 +240,9 @@ class Lifter:
         attempt.reached += 1
         ids, selected = index.ids, index.ids.tolist()
         lookup = self._new_lookup(cut, tokens, index)
-        common, residual = find_shared(residual, lookup, self.owners, self.template)
+        common, residual = find_shared(residual, lookup, self.owners, self.hint)
         unrouted, residual = find_unrouted_value(residual, expert_summands, lookup)
-        repeated = find_repeated(ids, index.slots, self.template)
+        repeated = find_repeated(ids, index.slots, self.hint)
         by_slot = [
             [
                 (k, part)
@@ -295,9 +295,9 @@ class Lifter:
             parts = self.owners.split_summands(row)
             if any(is_const(p, "nan") for p in parts):  # type: ignore[arg-type]
                 raise Refused(f"output row {t} is never written", source=str(cut.meta["source"]))
-            mine = {p for p in parts if any(strip_moves(x).args[0] in self.experts for x in self.uses.leaves(p))}
-            expert_summands.append([p for p in parts if p in mine])
-            residual.append([p for p in parts if p not in mine])
+            of_experts = {p for p in parts if any(strip_moves(x).args[0] in self.experts for x in self.uses.leaves(p))}
+            expert_summands.append([p for p in parts if p in of_experts])
+            residual.append([p for p in parts if p not in of_experts])
         if self.uses.terms.overwrites and _has_overwrite(expert_summands):
             raise explain_overwrite(cut)
         if not any(expert_summands):
@@ -314,24 +314,24 @@ class Lifter:
         inputs, end = collect_ancestors(cut), cut.meta["index"]
         before = (n for n in self.capture.nodes if n not in self.expert_nodes and n.meta["index"] < end)
         nodes = sorted(before, key=lambda n: n not in inputs)
-        index = find_expert_index(self.owners, tokens, expert_summands, nodes, self.inside, self.template)
+        index = find_expert_index(self.owners, tokens, expert_summands, nodes, self.inside, self.hint)
         if index is None:
             attempt.indices = find_near_misses(self.owners, tokens, expert_summands, nodes, self.inside)
             raise UnexplainedIndex(self.uses, self.owners, self.expert_nodes, cut, expert_summands).explain()
         return index
 
     def _new_lookup(self, cut: fx.Node, tokens: tuple[int, ...], index: ExpertIndex) -> ValueLookup:
-        nodes = find_cut_inputs(self.uses, cut, self.expert_nodes, self.template)
-        known = [e for group in (self.template.groups if self.template is not None else ()) for e in group.ids]
+        nodes = find_cut_inputs(self.uses, cut, self.expert_nodes, self.hint)
+        known = [e for group in (self.hint.groups if self.hint is not None else ()) for e in group.ids]
         highest = max([*known, *(int(index.ids[t, k]) for t, row in enumerate(index.slots) for k in row)])
         return ValueLookup(
-            self.uses.semantics, nodes, tokens, index.ids.shape[1], highest + 1, self.inside, self.template,
+            self.uses.semantics, nodes, tokens, index.ids.shape[1], highest + 1, self.inside, self.hint,
             self.options.weights_per_slot, self.options.align_to_last, count_sequences(self.capture, tokens),
         )  # fmt: skip
 
     def _unify_groups(
         self, cut: fx.Node, lookup: ValueLookup, instances: dict[int, list[_Summand]], ids: list[list[int]]
-    ) -> list[Group]:
+    ) -> list[CapturedGroup]:
         """Anti-unify the summands of each skeleton to one group of experts.
 
         Raises:
@@ -352,8 +352,8 @@ class Lifter:
 
     def _check_repeated(
         self, cut: fx.Node, lookup: ValueLookup, instances: dict[int, list[_Summand]], ids: list[list[int]],
-        expert_summands: list[list[Term]], received: dict[int, list[Term]], groups: list[Group],
-    ) -> tuple[list[Group], ChoiceSums]:  # fmt: skip
+        expert_summands: list[list[Term]], received: dict[int, list[Term]], groups: list[CapturedGroup],
+    ) -> tuple[list[CapturedGroup], ChoiceSums]:  # fmt: skip
         """Check that tokens which select an expert twice receive the sum over both slots.
 
         If they do not, unify once more with weights that are zero for some of their slots.
@@ -369,7 +369,7 @@ class Lifter:
             if attempt:
                 lookup.doubtful = [slot for row in slots.values() for slot in row]
                 groups = self._unify_groups(cut, lookup, instances, ids)
-            sums = ChoiceSums(self.capture, self.uses.terms, lookup, groups, expert_summands, self.template)
+            sums = ChoiceSums(self.capture, self.uses.terms, lookup, groups, expert_summands, self.hint)
             if all(sums.is_sum_of_choices(slots[t], parts) for t, parts in received.items()):
                 return groups, sums
         raise RepeatedChoiceRefused(str(cut.meta["source"]))

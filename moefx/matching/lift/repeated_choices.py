@@ -19,7 +19,7 @@ from ...errors import Cause, Refused
 from ..terms.normal_form import Terms
 from ..terms.parameter_slices import ParameterSlice, is_state_slice
 from ..terms.term import Term, constant_value, is_const
-from .canonical_form import Body, CanonicalForm, Group, NodeRef
+from .canonical_form import Body, CanonicalForm, CapturedGroup, NodeRef
 from .value_lookup import ValueLookup
 
 _LinearSum = dict[tuple[Term | None, tuple[Term, ...]], float]  # (row, scalar factors) -> coefficient
@@ -37,10 +37,10 @@ class RepeatedChoiceRefused(Refused):
         )  # fmt: skip
 
 
-def find_repeated(ids: torch.Tensor, slots: list[list[int]], template: CanonicalForm | None) -> dict[int, set[int]]:
+def find_repeated(ids: torch.Tensor, slots: list[list[int]], hint: CanonicalForm | None) -> dict[int, set[int]]:
     """Find the experts that a token selects twice.
 
-    Only experts count that are known from other tokens, or from the template.
+    Only experts count that are known from other tokens, or from the hint.
 
     Args:
         ids: selected experts [T, K].
@@ -52,7 +52,7 @@ def find_repeated(ids: torch.Tensor, slots: list[list[int]], template: Canonical
     selected = ids.tolist()
     repeated = [{e for e in row if row.count(e) > 1} for row in selected]
     known = {selected[t][k] for t, row in enumerate(slots) for k in row if selected[t][k] not in repeated[t]}
-    known |= {e for group in (template.groups if template is not None else ()) for e in group.ids}
+    known |= {e for group in (hint.groups if hint is not None else ()) for e in group.ids}
     return {t: experts for t, row in enumerate(repeated) if (experts := row & known)}
 
 
@@ -61,23 +61,23 @@ class ChoiceSums:
 
     Args:
         expert_summands: the summands with expert parameters, by token.
-        template: the form of another capture, for experts that this one lacks.
+        hint: the form of another capture, for experts that this one lacks.
     """
 
     def __init__(
-        self, capture: Capture, terms: Terms, lookup: ValueLookup, groups: list[Group],
-        expert_summands: list[list[Term]], template: CanonicalForm | None,
+        self, capture: Capture, terms: Terms, lookup: ValueLookup, groups: list[CapturedGroup],
+        expert_summands: list[list[Term]], hint: CanonicalForm | None,
     ):  # fmt: skip
         """`expert_summands`: the summands of all tokens with expert parameters."""
         self.terms, self.lookup = terms, lookup
         parts = dict.fromkeys(part for row in expert_summands for part in row)
         self.parameters = {ParameterSlice.from_term(x): x for x in _walk_terms(*parts) if is_state_slice(x)}
-        self.groups: dict[int, tuple[Group, list[dict[int, ParameterSlice]]]] = {}
-        others = {g.body: g for g in template.groups} if template is not None else {}
-        met = {g.body for g in groups}
-        unmet = [_move_to_capture(g, capture) for body, g in others.items() if body not in met]
-        for group in (*groups, *filter(None, unmet)):
-            other = others.get(group.body, group)
+        self.groups: dict[int, tuple[CapturedGroup, list[dict[int, ParameterSlice]]]] = {}
+        hinted = {g.body: g for g in hint.groups} if hint is not None else {}
+        bodies = {g.body for g in groups}
+        missing = [_move_to_capture(g, capture) for body, g in hinted.items() if body not in bodies]
+        for group in (*groups, *filter(None, missing)):
+            other = hinted.get(group.body, group)
             tables = [own | more for own, more in zip(group.tables, other.tables, strict=True)]
             self.groups |= {e: (group, tables) for e in {*group.ids, *other.ids}}
 
@@ -143,7 +143,7 @@ class ChoiceSums:
         return {(t, ()): 1.0}
 
 
-def _move_to_capture(group: Group, capture: Capture) -> Group | None:
+def _move_to_capture(group: CapturedGroup, capture: Capture) -> CapturedGroup | None:
     """Replace the nodes of a group by those at the same positions of a capture, or return None if its ops differ."""
     nodes = [n for ref in group.values for n in ref.nodes]
     node_here = {n: capture.nodes[i] for n in nodes if (i := n.meta["index"]) < len(capture.nodes)}

@@ -13,7 +13,7 @@ from .value_lookup import ValueLookup
 
 
 def find_shared(
-    residual: list[list[Term]], lookup: ValueLookup, owners: ExpertOwners, template: CanonicalForm | None
+    residual: list[list[Term]], lookup: ValueLookup, owners: ExpertOwners, hint: CanonicalForm | None
 ) -> tuple[list[NodeRef], list[list[Term]]]:
     """Find the shared summands: nodes without experts whose rows are added for all tokens.
 
@@ -22,7 +22,7 @@ def find_shared(
 
     Args:
         residual: the summands without expert parameters, by token.
-        template: the form of another capture. If it has identity experts, only lines of its shared summands count:
+        hint: the form of another capture. If it has identity experts, only lines of its shared summands count:
             an identity expert that all tokens select looks like a shared summand.
 
     Returns:
@@ -30,8 +30,8 @@ def find_shared(
     """
     refs: list[NodeRef] = []
     lines = None
-    if template is not None and any(not group.tables for group in template.groups):
-        lines = {line(ref.node) for ref in template.shared}
+    if hint is not None and any(not group.tables for group in hint.groups):
+        lines = {line(ref.node) for ref in hint.shared}
     while True:
         residual = [list(parts) for parts in residual]
         tried: set[Term] = set()
@@ -41,26 +41,26 @@ def find_shared(
                 column = lookup.find_rows(t, term, residual, lines)
                 if column is not None:
                     refs.append(column[0])
-                    for mine, found in zip(residual, column[1], strict=True):
-                        if not is_const(found, 0):
-                            mine.remove(found)
+                    for summands, shared in zip(residual, column[1], strict=True):
+                        if not is_const(shared, 0):
+                            summands.remove(shared)
         split = [[p for part in parts for p in owners.split_operands(part)] for parts in residual]
         if split == residual:
-            return (refs if template is None else _order_like(template.shared, refs, lookup)), residual
+            return (refs if hint is None else _order_by_hint(hint.shared, refs, lookup)), residual
         residual = split
 
 
-def _order_like(template: list[NodeRef], refs: list[NodeRef], lookup: ValueLookup) -> list[NodeRef]:
-    """Sort `refs` like the template's shared summands, and add those whose rows are all zero in this capture.
+def _order_by_hint(hint: list[NodeRef], refs: list[NodeRef], lookup: ValueLookup) -> list[NodeRef]:
+    """Sort `refs` in the order of the hint's shared summands, and add those whose rows are all zero in this capture.
 
     A row is zero for an identity expert behind a dense mask that no token selects. If the two lists differ in another
     summand, `refs` stays as it is.
     """
-    mine = {ref.position: ref for ref in refs}
-    if not all(ref.position in mine for ref in template):
-        mine = {ref.position: ref for ref in lookup.zero_rows()} | mine
-    ordered = [mine[ref.position] for ref in template if ref.position in mine]
-    return ordered if len(ordered) == len(template) and set(refs) <= set(ordered) else refs
+    by_position = {ref.position: ref for ref in refs}
+    if not all(ref.position in by_position for ref in hint):
+        by_position = {ref.position: ref for ref in lookup.zero_rows()} | by_position
+    ordered = [by_position[ref.position] for ref in hint if ref.position in by_position]
+    return ordered if len(ordered) == len(hint) and set(refs) <= set(ordered) else refs
 
 
 def find_unrouted_value(

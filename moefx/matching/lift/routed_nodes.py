@@ -45,7 +45,7 @@ class ParameterUses:
 
     Args:
         symbolic: see `Semantics`.
-        template: the form of another capture of the block.
+        hint: the form of another capture of the block.
         opaque_lines: see `Semantics`.
 
     Attributes:
@@ -58,11 +58,11 @@ class ParameterUses:
     """
 
     def __init__(
-        self, block: nn.Module, capture: Capture, symbolic: bool = False, template: CanonicalForm | None = None,
+        self, block: nn.Module, capture: Capture, symbolic: bool = False, hint: CanonicalForm | None = None,
         opaque_lines: frozenset[Line] = frozenset(),
     ):  # fmt: skip
         self.block, self.capture = block, capture
-        tables = [table for group in template.groups for table in group.tables] if template is not None else []
+        tables = [table for group in hint.groups for table in group.tables] if hint is not None else []
         self.split_axes = {part.fqn: part.axes for table in tables for part in table.values()}
         self.semantics = Semantics(capture.nodes, capture.concrete_value, symbolic, opaque_lines)
         self.terms = self.semantics.terms
@@ -274,19 +274,19 @@ def find_call_internals(capture: Capture, expert_nodes: set[fx.Node]) -> set[fx.
 
 
 def find_cut_inputs(
-    uses: ParameterUses, cut: fx.Node, expert_nodes: set[fx.Node], template: CanonicalForm | None
+    uses: ParameterUses, cut: fx.Node, expert_nodes: set[fx.Node], hint: CanonicalForm | None
 ) -> list[fx.Node]:
     """Find the float nodes that the cut depends on and that do not depend on expert parameters.
 
     Leaves out two kinds. Rows that a loop over experts gathers: with all tokens they equal the hidden states, and with
     one token they look like a scalar. Partial sums: nodes on the line of a cut that writes rows. A line counts as a
-    loop if such rows have several runs or varying numbers per token, in this capture or between it and the template.
+    loop if such rows have several runs or varying numbers per token, in this capture or between it and the hint.
     """
     seen = collect_ancestors(cut)
     rows = [_count_rows_by_line(seen, cut)]
-    if template is not None:
-        nodes, sum_ = template.capture.nodes, template.cut
-        rows.append(template.capture.compute_once(("rows of lines", sum_), lambda: _count_rows_by_line(nodes, sum_)))
+    if hint is not None:
+        nodes, sum_ = hint.capture.nodes, hint.cut
+        rows.append(hint.capture.compute_once(("rows of lines", sum_), lambda: _count_rows_by_line(nodes, sum_)))
     loops = {at for at in set().union(*rows) if len(set().union(*[of.get(at, ()) for of in rows])) > 1}
     writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [

@@ -1,4 +1,4 @@
-"""Agreement: the canonical forms of two captures are one template."""
+"""Agreement: the canonical forms of two captures are equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .canonical_form import CanonicalForm
 
 
 def require_same_form(a: CanonicalForm, b: CanonicalForm) -> CanonicalForm:
-    """Check that two captures have one template, and return `b` with its groups in the order of `a`.
+    """Check that two captures have one form, and return `b` with its groups in the order of `a`.
 
     `b` may use a part of the experts, and of the groups. The result has an empty group for each that `b` lacks.
 

@@ -50,31 +50,31 @@ def find_masks(scores: fx.Node, is_one: bool, derive: Callable[[Any], Derivation
         derive: gives the one derivation of a node of integers, or None.
         is_one: whether a single score is selected. The second largest probability may be 0, like masked ones.
     """
-    found: list[Derivation] = []
+    masks: list[Derivation] = []
     node: Any = scores
     while isinstance(node, fx.Node) and node.op == "call_function":
         name, args = get_op_name(node), node.args
-        if name in _PASSED_ON or (name in _SOFTMAX and is_one and not found):
+        if name in _PASSED_ON or (name in _SOFTMAX and is_one and not masks):
             node = args[0]
             continue
-        several: list[Derivation | None] = []
+        written: list[Derivation | None] = []  # the positions that this op masks
         earlier: Any = args[0]
         if name == "masked_fill" and _is_low(args[2]):
-            several = [derive(args[1])]
+            written = [derive(args[1])]
         elif name == "where" and len(args) == 3 and _is_low(args[1]):
-            several, earlier = [derive(args[0])], args[2]
+            written, earlier = [derive(args[0])], args[2]
         elif name == "where" and len(args) == 3 and _is_low(args[2]):
             derivation, earlier = derive(args[0]), args[1]
-            several = [derivation and derivation._replace(values=derivation.values == 0)]
+            written = [derivation and derivation._replace(values=derivation.values == 0)]
         elif name == "scatter" and _is_low(args[3]):
-            several = [
+            written = [
                 scatter_positions(derivation, args[1], node.meta["val"].shape)
                 for derivation in _split_columns(derive(args[2]), args[1])
             ]
         elif name == "index_put" and _is_low(args[2]):
             index = _find_row_index(node)
             derivation = derive(index) if index is not None else None
-            several = [
+            written = [
                 derivation
                 and scatter_positions(
                     Derivation(derivation.variable[..., None], derivation.values[..., None]),
@@ -84,11 +84,11 @@ def find_masks(scores: fx.Node, is_one: bool, derive: Callable[[Any], Derivation
             ]
         else:
             break
-        if not several or None in several:
+        if not written or None in written:
             return []
-        found += [Derivation(one.variable, one.values != 0) for one in several if one is not None]
+        masks += [Derivation(mask.variable, mask.values != 0) for mask in written if mask is not None]
         node = earlier
-    return [] if _may_be_low(node) else found
+    return [] if _may_be_low(node) else masks
 
 
 def _split_columns(derivation: Derivation | None, axis: int) -> list[Derivation]:

@@ -29,9 +29,9 @@ class ValueLookup:
         slots: number of slots, K.
         experts: number of experts.
         inside: nodes that a submodule keeps to itself; they are tried last.
-        template: the form of another capture; its candidates are tried first.
+        hint: the form of another capture; its candidates are tried first.
         weights_per_slot: skip nodes with one value per token and expert.
-        align_to_last: find the last node that fits, regardless of the template; by default the first.
+        align_to_last: find the last node that fits, regardless of the hint; by default the first.
         sequences: number of sequences, if one value may hold for all tokens of a sequence; else 0.
 
     Attributes:
@@ -42,7 +42,7 @@ class ValueLookup:
 
     def __init__(
         self, S: Semantics, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int,
-        inside: set[fx.Node], template: CanonicalForm | None, weights_per_slot: bool, align_to_last: bool,
+        inside: set[fx.Node], hint: CanonicalForm | None, weights_per_slot: bool, align_to_last: bool,
         sequences: int = 0,
     ):  # fmt: skip
         self.semantics, self.tokens, self.slots, self.experts = S, tokens, slots, experts
@@ -52,9 +52,9 @@ class ValueLookup:
         self.dropped: list[tuple[int, int, int]] = []
         self.doubtful: list[tuple[int, int, int]] = []
         self.candidates: list[tuple[tuple[bool, bool, int], int, NodeRef]] = []
-        self.template_positions = {  # many candidates fit a single token; those of the template are the likeliest
+        self.hint_positions = {  # many candidates fit a single token; those of the hint are the likeliest
             ref.position
-            for group in (template.groups if template is not None and not align_to_last else ())
+            for group in (hint.groups if hint is not None and not align_to_last else ())
             for value in group.values
             for ref in (value.columns or (value,))
         }
@@ -64,10 +64,10 @@ class ValueLookup:
                     continue
                 ref, index = NodeRef(n, axes), n.meta["index"]
                 at = -index if align_to_last else index
-                self.candidates.append(((ref.position not in self.template_positions, n in inside, rank), at, ref))
+                self.candidates.append(((ref.position not in self.hint_positions, n in inside, rank), at, ref))
         self.candidates.sort(key=lambda r: r[:2])
         self.candidates = self._drop_repeated()
-        self.template_drops_slots = template is not None and not template.kept_slots.all()
+        self.hint_drops_slots = hint is not None and not hint.kept_slots.all()
         self._tables: dict[tuple, dict[Term, list[NodeRef]]] = {}
         self._rows: dict[tuple[int, ...], set[Term]] = {}  # by their shape
 
@@ -229,7 +229,7 @@ class ValueLookup:
         if (
             first is None
             or not (dropped or doubtful)
-            or (self.template_drops_slots and first.position in self.template_positions)
+            or (self.hint_drops_slots and first.position in self.hint_positions)
         ):
             return first
         for ref in itertools.chain([first], fits):
@@ -249,22 +249,22 @@ class ValueLookup:
         """Find one candidate per slot."""
         columns = []
         for k in range(self.slots):
-            mine = [(slot, term) for slot, term in zip(positions, terms, strict=True) if slot[1] == k]
-            if not mine or len(mine) == len(positions):
+            of_slot = [(at, term) for at, term in zip(positions, terms, strict=True) if at[1] == k]
+            if not of_slot or len(of_slot) == len(positions):
                 return None
-            first, wanted = mine[0]
+            first, first_term = of_slot[0]
             fits = (
                 ref
                 for _, _, ref in self.candidates
                 if not {"k", "tk", "kt"} & set(ref.axes)
                 and {"t", "s"} & set(ref.axes)
-                and self._get_value(ref, first) is wanted
-                if all(self._get_value(ref, slot) is term for slot, term in mine)
+                and self._get_value(ref, first) is first_term
+                if all(self._get_value(ref, at) is term for at, term in of_slot)
             )
-            found = self._find_likeliest(fits, (k,))
-            if found is None:
+            column = self._find_likeliest(fits, (k,))
+            if column is None:
                 return None
-            columns.append(found)
+            columns.append(column)
         return NodeRef(columns[0].node, ("t", "k"), tuple(columns))
 
     def find_holders(self, term: Term) -> list[NodeRef]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import FORCE_SPREAD, Capture
+from ...capture.capture_result import FORCE_VARIED, Capture
 from ...capture.code_locations import Source
 from ...capture.node_origins import fold_ancestors
 from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
@@ -51,7 +51,7 @@ def vary_count_functions(state: ProofState) -> None:
         Refused: other values change the form.
     """
     for (source, op), what in {**_find_constant_numbers(state), **_find_unclamped_numbers(state)}.items():
-        force_outcome(state, ForcedStep(OutcomeKind.OP, source, what), {(source, op, True): FORCE_SPREAD})
+        force_outcome(state, ForcedStep(OutcomeKind.OP, source, what), {(source, op, True): FORCE_VARIED})
 
 
 def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:

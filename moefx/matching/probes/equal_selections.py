@@ -213,7 +213,7 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
     except Refused as refusal:
         interventions: dict[Any, Any] = {**tracer.interventions, site: force}
         try:
-            parted = state.lift_with_template(state.capture(tracer.routing.restart(), sizes, interventions), None)
+            parted = state.lift_with_hint(state.capture(tracer.routing.restart(), sizes, interventions), None)
             state.relift_all_from(parted)
             parted = state.require_same_form(parted)
         except Refused:

@@ -141,8 +141,8 @@ def vary_integer_inputs(state: ProofState) -> None:
             state.add_evidence(state.require_same_form(form), state.sizes[0])
             continue
         settled.add(run)
-        met = next(i for i, column in enumerate(columns) if run in column)
-        _force_other_value(state, columns[met][run].node, met)
+        first = next(i for i, column in enumerate(columns) if run in column)
+        _force_other_value(state, columns[first][run].node, first)
 
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
@@ -169,13 +169,13 @@ def _find_doubtful_runs(columns: list[dict[OpRun, Observation]]) -> list[OpRun]:
     return [run for run, observation in merged if observation.is_doubtful]
 
 
-def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
-    """Force another outcome of a node in the capture with index `met`, which must not change the experts.
+def _force_other_value(state: ProofState, node: fx.Node, index: int) -> None:
+    """Force another outcome of a node in the capture with this index, which must not change the experts.
 
     Raises:
         Refused: the form, the lines that values are read from, or the kept slots change.
     """
-    source, tracer, sizes = node.meta["source"], state.forms[met].capture.tracer, state.sizes[met]
+    source, tracer, sizes = node.meta["source"], state.forms[index].capture.tracer, state.sizes[index]
     what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {get_op_name(node)}"
     refusal = Refused(
         f"the experts depend on {what} of given integers or buffers, which had the same outcome for all values that "
@@ -192,8 +192,8 @@ def _force_other_value(state: ProofState, node: fx.Node, met: int) -> None:
         if is_raised_by_program(error):  # the original raises the error, too
             return
         raise refusal from error
-    if _find_read_lines(form) != _find_read_lines(state.forms[met]) or not torch.equal(
-        form.kept_slots, state.forms[met].kept_slots
+    if _find_read_lines(form) != _find_read_lines(state.forms[index]) or not torch.equal(
+        form.kept_slots, state.forms[index].kept_slots
     ):
         raise refusal
     state.add_evidence(form, sizes)

@@ -52,7 +52,7 @@ class _CommonBehaviour:
         self.common_lines = set.intersection(*map(_collect_lines, many))
         columns = list(map(_collect_numbers, many))
         self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
-        self.most = 4 * max(len(c.nodes) for c in many)
+        self.max_nodes = 4 * max(len(c.nodes) for c in many)
         self.leaked_routing = any(form.capture.sizes.leaked_routing for form in state.forms)
         self.has_drops = any(not form.kept_slots.all() for form in state.forms)
         # Share of the tokens that an expert gets, by kind of routing.
@@ -107,7 +107,7 @@ class _CommonBehaviour:
         sizes = self.state.size_choice.choose_sequence(tokens)
         if not all(g.holds(sizes) for g in self.guards):
             return False, False
-        captured = self.state.capture(Routing(kind, 8), sizes, most=self.most)
+        captured = self.state.capture(Routing(kind, 8), sizes, max_nodes=self.max_nodes)
         are_same = self.common_lines <= _collect_lines(captured) <= self.all_lines and not (
             self.leaked_routing and self._has_other_form(captured)
         )

@@ -66,9 +66,9 @@ def _refuse_carried(written: dict[str, Any]) -> Refused:
 
 def _change_value(node: fx.Node) -> torch.Tensor:
     val = node.meta["val"]
-    return _draw_like(val) if isinstance(val, FakeTensor) else val.clone()
+    return _draw_floats(val) if isinstance(val, FakeTensor) else val.clone()
 
 
-def _draw_like(like: torch.Tensor) -> torch.Tensor:
+def _draw_floats(val: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)  # leaves the user's generator alone
-    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)
+    return torch.randn(val.shape, generator=generator, dtype=torch.float32).to(val.dtype)

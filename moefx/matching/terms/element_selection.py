@@ -166,12 +166,12 @@ def _pick_index(terms: Terms, t: Term, axis: int, i: int) -> Term:
     width = indices.value.dim() - 1
     if position <= axis < position + width:
         chosen = indices.value.select(axis - position + 1, i)
-        return terms.index(inner, dims, chosen, position, routed=True, from_start=True)
+        return terms.index(inner, dims, chosen, position, routed=True, in_bounds=True)
     rest = [d for d in range(len(inner.shape)) if d not in dims]
     source = rest[axis if axis < position else axis - width]
     moved = [d - (d > source) for d in dims]
     picked, position = terms.pick(inner, source, i), position - (axis < position)
-    return terms.index(picked, moved, indices.value, position, routed=True, from_start=True)
+    return terms.index(picked, moved, indices.value, position, routed=True, in_bounds=True)
 
 
 def _pick_put(terms: Terms, t: Term, axis: int, i: int) -> Term:

@@ -251,19 +251,19 @@ class Terms:
 
     def index(
         self, t: Term, dims: Sequence[int], indices: torch.Tensor, position: int, routed: bool = False,
-        from_start: bool = False,
+        in_bounds: bool = False,
     ) -> Term:  # fmt: skip
         """Advanced indexing with `indices` [m, *I] into `dims`; the axes I are at `position` of the result.
 
         Args:
             routed: the indices depend on the routing, and stay an `index` even if they are a range by chance.
-            from_start: no index is negative or out of bounds.
+            in_bounds: no index is negative or out of bounds.
 
         Raises:
             IndexError: an index is out of bounds, as under a forced outcome.
         """
         dims = tuple(dims)
-        if not from_start:
+        if not in_bounds:
             indices = _wrap_negative(indices, [t.shape[d] for d in dims])
         if indices.dim() == 1:
             return self.pick_axes(t, dict(zip(dims, indices.tolist(), strict=True)))
@@ -280,7 +280,7 @@ class Terms:
                     picked = self.pick(t, dims[q], int(i))
                     left, indices = [d - (d > dims[q]) for d in dims if d != dims[q]], without_row(indices, q)
                     every = len(left) == 1 and torch.equal(indices[0], torch.arange(picked.shape[left[0]]))
-                    return self.index(picked, left, indices, position, routed=not every, from_start=True)
+                    return self.index(picked, left, indices, position, routed=not every, in_bounds=True)
         if not routed and len(dims) == 1 and indices.dim() == 2 and position == dims[0] and indices.numel() > 1:
             line = indices[0].tolist()
             first, last, step = line[0], line[-1], line[1] - line[0]

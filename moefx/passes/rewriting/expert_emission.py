@@ -13,7 +13,7 @@ from torch import fx
 
 from ...errors import Refused
 from ...matching.lift.canonical_form import Body, is_weight, walk_body
-from ...matching.match_result import ExpertGroup, Match
+from ...matching.match_result import Match, ProvenGroup
 from ...matching.terms.term import Operand
 from .expert_weights import ExpertWeights
 from .op_emission import OpEmitter
@@ -49,7 +49,7 @@ class ExpertBodyEmitter:
         self,
         emit: OpEmitter,
         match: Match,
-        group: ExpertGroup,
+        group: ProvenGroup,
         pft: list[fx.Node],
         weights: dict[int, fx.Node],
         first: int | None,

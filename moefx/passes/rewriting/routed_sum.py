@@ -15,7 +15,7 @@ from ...ir.node_values import get_op_name
 from ...ir.ops import dialect  # registers the ops
 from ...matching.graph_nodes import depends_on_arguments
 from ...matching.lift.canonical_form import Body, NodeRef, walk_body
-from ...matching.match_result import ExpertGroup, Match
+from ...matching.match_result import Match, ProvenGroup
 from .aligned_nodes import AlignedNodes
 from .expert_emission import ExpertBodyEmitter
 from .op_emission import OpEmitter
@@ -204,7 +204,7 @@ class RoutedSum:
     def _has_ids_outside(self, width: int) -> bool:
         return any(bool((li.ids < 0).any() or (li.ids >= width).any()) for li in self.match.evidence)
 
-    def _emit_group(self, group: ExpertGroup, ids: fx.Node, keep: fx.Node | None) -> fx.Node:
+    def _emit_group(self, group: ProvenGroup, ids: fx.Node, keep: fx.Node | None) -> fx.Node:
         if group.ids != list(range(len(group.ids))) or len(self.match.groups) > 1:
             ids = self._emit_local_ids(group, ids)
         scalars = [i for i in _used_values(group.body) if math.prod(_value_shape(group.body, i)) == 1]
@@ -229,7 +229,7 @@ class RoutedSum:
         out.meta["letters"] = ("S", "D")
         return out
 
-    def _emit_local_ids(self, group: ExpertGroup, ids: fx.Node) -> fx.Node:
+    def _emit_local_ids(self, group: ProvenGroup, ids: fx.Node) -> fx.Node:
         """Emit expert ids within one of several groups; -1 for experts of other groups."""
         low, high = group.ids[0], group.ids[-1]
         if group.ids == list(range(low, high + 1)):

@@ -29,7 +29,7 @@ def unify(summands, ids=IDS):
         is_own = all(ROWS[t] is term for (t, _, _), term in zip(where, terms, strict=True))
         return NodeRef(X, ("t",)) if is_own else None
 
-    lookup: Any = types.SimpleNamespace(find=find, template_positions=set())
+    lookup: Any = types.SimpleNamespace(find=find, hint_positions=set())
     owners: Any = types.SimpleNamespace(experts={w.args[0] for w in WEIGHTS}, find_key=lambda t: ())
     return Unifier(owners, lookup, set()).unify_group([(t, 0, s) for t, s in enumerate(summands)], ids)
 

@@ -59,4 +59,4 @@ def test_an_index_in_a_stack_is_a_number():
 
 def test_slices_that_no_expert_shares():
     places = tuple(ParameterSlice("w", (("at", (D,), ((0, i),)),)) for i in (1, 2))
-    assert OWNERS.guess_numbers(places) == [] and OWNERS.guess_numbers(places, several=True) == [1, 2]
+    assert OWNERS.guess_numbers(places) == [] and OWNERS.guess_numbers(places, by_slice=True) == [1, 2]

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from moefx.errors import Refused
-from moefx.matching.lift.canonical_form import Body, CanonicalForm, Group, NodeRef
+from moefx.matching.lift.canonical_form import Body, CanonicalForm, CapturedGroup, NodeRef
 from moefx.matching.lift.same_form import require_same_form
 
 NODE = fx.Graph().placeholder("x")
@@ -19,7 +19,7 @@ INDEX, ROW = NodeRef(NODE, ("t", "k")), NodeRef(NODE, ("t",))
 
 
 def group(op, *ids):
-    return Group([*ids], Body(op, (), (4,)), [{e: types.SimpleNamespace() for e in ids}], [ROW])
+    return CapturedGroup([*ids], Body(op, (), (4,)), [{e: types.SimpleNamespace() for e in ids}], [ROW])
 
 
 def form(*groups, slots=2):
