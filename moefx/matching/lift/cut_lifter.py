@@ -1,0 +1,271 @@
+"""Lift one capture at one cut: the node that is taken as the routed sum.
+
+An example with two experts and one slot, and the cut `out`::
+
+    out[0] = relu(x[0] @ A) * w[0]        # A, B: the experts' parameters
+    out[1] = relu(x[1] @ B) * w[1] + x[1]
+
+`x[1]` is a residual summand. The skeletons of the experts' summands are equal, so A and B are one group of experts with
+the body `relu(x @ P) * w`. The expert index is the integer tensor [[0], [1]] that names the owner of each summand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from typing import Literal
+
+import torch
+from torch import fx
+
+from ...capture.capture_result import Capture
+from ...errors import Refused
+from ...inspection.proof_trace import CutAttempt
+from ..graph_nodes import Line
+from ..terms.parameter_slices import strip_moves
+from ..terms.term import OVERWRITTEN, Term, is_const, is_pw
+from .anti_unification import Skeletons, Unifier
+from .canonical_form import CanonicalForm, CapturedGroup, count_sequences, has_matrix_products
+from .expert_index import ExpertIndex, find_expert_index, find_near_misses
+from .expert_owners import ExpertOwners
+from .lift_refusals import NothingRouted, UnexplainedIndex, explain_overwrite
+from .repeated_choices import ChoiceSums, RepeatedChoiceRefused, find_repeated
+from .residual_terms import assign_identity_slots, find_shared, find_unrouted_value
+from .routed_nodes import ParameterUses, collect_ancestors, find_cut_inputs
+from .value_lookup import ValueLookup
+
+CutPreference = Literal["", "write", "any"]
+_Summand = tuple[int, int, Term]  # token, slot, term
+_SlotTerms = list[list[tuple[int, Term]]]  # slot and term of the experts' summands, by token
+
+
+@dataclasses.dataclass(frozen=True)
+class LiftOptions:
+    """One interpretation of a program.
+
+    Attributes:
+        symbolic: comparisons of floats are part of activations, see `Semantics`.
+        opaque_lines: lines whose nodes stay opaque, see `Semantics`.
+        cut_preference: "" takes the first complete sum. "write" prefers the last write, "any" the last node, on any
+            line: rows of tokens without an expert may be written after the experts.
+        weights_per_slot: see `ValueLookup`.
+        align_to_last: see `ValueLookup`.
+    """
+
+    symbolic: bool = False
+    opaque_lines: frozenset[Line] = frozenset()
+    cut_preference: CutPreference = ""
+    weights_per_slot: bool = False
+    align_to_last: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CutLifter:
+    """Finds the expert index for one cut, and unifies the summands of its rows.
+
+    Attributes:
+        hint: the form of another capture of the block; its nodes are tried first.
+        owners: tells which expert a summand belongs to, for one set of expert parameters.
+        expert_nodes: the nodes that depend on expert parameters.
+        inside: see `find_call_internals`.
+        attempt: records the progress.
+    """
+
+    capture: Capture
+    hint: CanonicalForm | None
+    options: LiftOptions
+    uses: ParameterUses
+    owners: ExpertOwners
+    expert_nodes: set[fx.Node]
+    inside: set[fx.Node]
+    cut: fx.Node
+    attempt: CutAttempt
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The leading axes of the cut."""
+        return tuple(self.cut.meta["val"].shape[:-1])
+
+    def lift(self) -> CanonicalForm:
+        """Return the canonical form.
+
+        Raises:
+            Refused: the cut does not sum routed rows.
+        """
+        expert_summands, residual = self._split_rows()
+        self.attempt.reached += 1
+        index = self._find_index(expert_summands)
+        self.attempt.reached += 1
+        ids, selected = index.ids, index.ids.tolist()
+        lookup = self._new_lookup(index)
+        shared, residual = find_shared(residual, lookup, self.owners, self.hint)
+        unrouted, residual = find_unrouted_value(residual, expert_summands, lookup)
+        repeated = find_repeated(ids, index.slots, self.hint)
+        by_slot = self._assign_slots(index, expert_summands, residual, repeated, lookup)
+        kept, instances = self._group_by_skeleton(by_slot, ids, lookup)
+        kept[list(repeated)] = True  # until the sums are checked below
+        lookup.dropped = [(t, k, selected[t][k]) for t, k in (~kept).nonzero().tolist()]
+        lookup.counted = [(t, k, selected[t][k]) for t, k in kept.nonzero().tolist() if t not in repeated]
+        self.attempt.reached += 1
+        groups = self._unify_groups(lookup, instances, selected)
+        if repeated:
+            received = {t: [*expert_summands[t], *residual[t]] for t in sorted(repeated)}
+            groups, sums = self._check_repeated(lookup, instances, selected, expert_summands, received, groups)
+            for t in received:
+                kept[t] = torch.tensor([sums.has_effect((t, k, e)) for k, e in enumerate(selected[t])])
+        return CanonicalForm(
+            capture=self.capture,
+            cut=self.cut,
+            tokens=self.tokens,
+            slots=ids.shape[1],
+            expert_index=index.ref,
+            ids=ids,
+            groups=groups,
+            shared=shared,
+            unrouted_value=unrouted,
+            kept_slots=kept,
+            replaced_nodes={n for n in self.expert_nodes if n.meta["index"] <= self.cut.meta["index"]},
+            expert_numbers=self.owners.numbers,
+            repeated_tokens={*repeated},
+        )
+
+    def _split_rows(self) -> tuple[list[list[Term]], list[list[Term]]]:
+        """Split each row of the cut into the summands with expert parameters, and the rest."""
+        expert_summands, residual, experts = [], [], self.owners.experts
+        self.uses.parameters_by_row(self.cut, experts)  # writes out the sums over experts
+        for t, row in enumerate(self.uses.rows(self.cut)):
+            parts = self.owners.split_summands(row)
+            if any(is_const(p, "nan") for p in parts):  # type: ignore[arg-type]
+                raise Refused(f"output row {t} is never written", source=str(self.cut.meta["source"]))
+            of_experts = {p for p in parts if any(strip_moves(x).args[0] in experts for x in self.uses.leaves(p))}
+            expert_summands.append([p for p in parts if p in of_experts])
+            residual.append([p for p in parts if p not in of_experts])
+        if self.uses.terms.overwrites and has_overwrite(expert_summands):
+            raise explain_overwrite(self.cut)
+        if not any(expert_summands):
+            raise NothingRouted(self.capture, self.cut)
+        return expert_summands, residual
+
+    def _find_index(self, expert_summands: list[list[Term]]) -> ExpertIndex:
+        """Find the selected experts in a node before the cut.
+
+        Inputs of the cut come first: statistics of another selection may hold the same numbers.
+        """
+        inputs, end = collect_ancestors(self.cut), self.cut.meta["index"]
+        before = (n for n in self.capture.nodes if n not in self.expert_nodes and n.meta["index"] < end)
+        nodes = sorted(before, key=lambda n: n not in inputs)
+        index = find_expert_index(self.owners, self.tokens, expert_summands, nodes, self.inside, self.hint)
+        if index is None:
+            self.attempt.indices = find_near_misses(self.owners, self.tokens, expert_summands, nodes, self.inside)
+            raise UnexplainedIndex(self.uses, self.owners, self.expert_nodes, self.cut, expert_summands).explain()
+        return index
+
+    def _new_lookup(self, index: ExpertIndex) -> ValueLookup:
+        nodes = find_cut_inputs(self.uses, self.cut, self.expert_nodes, self.hint)
+        known = [e for group in (self.hint.groups if self.hint is not None else ()) for e in group.ids]
+        highest = max([*known, *(int(index.ids[t, k]) for t, row in enumerate(index.slots) for k in row)])
+        return ValueLookup(
+            self.uses.semantics, nodes, self.tokens, index.ids.shape[1], highest + 1, self.inside, self.hint,
+            self.options.weights_per_slot, self.options.align_to_last, count_sequences(self.capture, self.tokens),
+        )  # fmt: skip
+
+    def _assign_slots(
+        self, index: ExpertIndex, expert_summands: list[list[Term]], residual: list[list[Term]],
+        repeated: dict[int, set[int]], lookup: ValueLookup,
+    ) -> _SlotTerms:  # fmt: skip
+        """Assign the summands of each token to its slots, also residual summands to slots of identity experts.
+
+        Args:
+            repeated: the experts that a token selected twice, by token. Their summands have no slot yet.
+        """
+        selected = index.ids.tolist()
+        by_slot = [
+            [
+                (k, part)
+                for k, part in zip(index.slots[t], parts, strict=True)
+                if selected[t][k] not in repeated.get(t, ())
+            ]
+            for t, parts in enumerate(expert_summands)
+        ]
+        for t, parts in enumerate(residual):
+            if t not in repeated:
+                assign_identity_slots(t, parts, selected[t], by_slot[t], lookup)
+        return by_slot
+
+    def _group_by_skeleton(
+        self, by_slot: _SlotTerms, ids: torch.Tensor, lookup: ValueLookup
+    ) -> tuple[torch.Tensor, dict[int, list[_Summand]]]:
+        """Group the summands by the hash of their skeleton.
+
+        Returns:
+            Which slots have a summand, bool [T, K], and the summands.
+        """
+        kept = torch.zeros(ids.shape, dtype=torch.bool)
+        skeletons = Skeletons(lookup.rows)
+        instances: dict[int, list[_Summand]] = defaultdict(list)
+        for t, parts in enumerate(by_slot):
+            for k, part in parts:
+                kept[t, k] = True
+                instances[skeletons.hash_skeleton(part)].append((t, k, part))
+        return kept, instances
+
+    def _unify_groups(
+        self, lookup: ValueLookup, instances: dict[int, list[_Summand]], ids: list[list[int]]
+    ) -> list[CapturedGroup]:
+        """Anti-unify the summands of each skeleton to one group of experts.
+
+        Raises:
+            Refused: experts are table rows, or an expert computes two functions.
+        """
+        groups = [Unifier(self.owners, lookup, self.expert_nodes).unify_group(m, ids) for m in instances.values()]
+        if instances and not any(has_matrix_products(g.body) for g in groups):
+            raise Refused(
+                "experts are single vectors looked up per token (retrieval), not functions with a matrix product",
+                culprits=tuple(sorted(self.owners.experts)[:3]),
+            )
+        clash = [e for e, n in Counter(e for g in groups for e in g.ids).items() if n > 1]
+        if clash:
+            raise Refused(
+                f"expert {clash[0]} does not always compute the same function", source=str(self.cut.meta["source"])
+            )
+        return groups
+
+    def _check_repeated(
+        self, lookup: ValueLookup, instances: dict[int, list[_Summand]], ids: list[list[int]],
+        expert_summands: list[list[Term]], received: dict[int, list[Term]], groups: list[CapturedGroup],
+    ) -> tuple[list[CapturedGroup], ChoiceSums]:  # fmt: skip
+        """Check that tokens which select an expert twice receive the sum over both slots.
+
+        If they do not, unify once more with weights that are zero for some of their slots.
+
+        Args:
+            received: all summands of each of these tokens.
+
+        Raises:
+            RepeatedChoiceRefused: they receive something else.
+        """
+        slots = {t: [(t, k, e) for k, e in enumerate(ids[t])] for t in received}
+        for attempt in range(2):
+            if attempt:
+                lookup.doubtful = [slot for row in slots.values() for slot in row]
+                groups = self._unify_groups(lookup, instances, ids)
+            sums = ChoiceSums(self.capture, self.uses.terms, lookup, groups, expert_summands, self.hint)
+            if all(sums.is_sum_of_choices(slots[t], parts) for t, parts in received.items()):
+                return groups, sums
+        raise RepeatedChoiceRefused(str(self.cut.meta["source"]))
+
+
+def has_overwrite(rows: list[list[Term]]) -> bool:
+    """Return whether some row depends on a write that puts several values at one index."""
+    stack, seen = [p for row in rows for p in row], set[Term]()
+    while stack:
+        t = stack.pop()
+        if is_pw(t, OVERWRITTEN):
+            return True
+        if t not in seen:
+            seen.add(t)
+            stack += t.terms
+    return False
+
+
+__all__ = ["CutLifter", "CutPreference", "LiftOptions", "has_overwrite"]
