@@ -22,6 +22,8 @@ from ...capture.code_locations import Source
 from ...capture.size_guards import SizeGuard
 from ..terms.parameter_slices import ParameterSlice
 
+Choice = tuple[int, int, int]  # token, slot, expert
+
 
 @dataclasses.dataclass(frozen=True)
 class NodeRef:

@@ -1,7 +1,16 @@
 """Find the node that supplies a value of the experts, such as a routing weight or an input row.
 
-Nodes are compared by their terms, not by the ops between them and the experts: a node fits if its elements are the
-given terms. A *candidate* is a `NodeRef`: a node with the meaning of its axes.
+Nodes are compared by their terms, not by the ops between them and the experts::
+
+    scores = x @ router.T
+    weights = scores.softmax(-1).gather(1, ids)  # [T, K]
+    for e, expert in enumerate(experts):
+        token, slot = torch.where(ids == e)
+        out[token] += expert(x[token]) * weights[token, slot, None]
+
+The summand of token 3 in slot 1 has the factor `at(softmax(scores), (3, 5))`, since it selected expert 5. `weights`
+fits with the axes (token, slot): its element (3, 1) is that term. `scores.softmax(-1)` fits with the axes (token,
+expert). A *candidate* is a `NodeRef`: a node with the meaning of its axes.
 """
 
 from __future__ import annotations
@@ -10,14 +19,27 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from ..graph_nodes import line
 from ..terms.node_semantics import Semantics
 from ..terms.term import Term, is_const
-from .canonical_form import CanonicalForm, NodeRef
+from .canonical_form import CanonicalForm, Choice, NodeRef
+
+
+class _Candidate(NamedTuple):
+    """A candidate with its rank; lower ranks are tried first.
+
+    Attributes:
+        rank: whether the hint lacks it, whether a submodule keeps it to itself, and how unusual its axes are.
+        order: its position in program order, or the opposite number if the last node is preferred.
+    """
+
+    rank: tuple[bool, bool, int]
+    order: int
+    ref: NodeRef
 
 
 class ValueLookup:
@@ -35,9 +57,10 @@ class ValueLookup:
         sequences: number of sequences, if one value may hold for all tokens of a sequence; else 0.
 
     Attributes:
-        counted: (token, slot, expert) of the slots that count.
-        dropped: the same for slots that do not.
-        doubtful: the same for slots that may not. A weight that is zero at some of them is more likely.
+        counted: the slots that add a summand to their token.
+        dropped: the slots that add none. The likeliest weight is zero at all of them.
+        doubtful: slots of a token that selected an expert twice, of which one may add nothing. The likeliest weight is
+            zero at most of them.
     """
 
     def __init__(
@@ -48,35 +71,38 @@ class ValueLookup:
         self.semantics, self.tokens, self.slots, self.experts = S, tokens, slots, experts
         self.num_tokens, self.sequences = math.prod(tokens), sequences
         self.positions = list(itertools.product(*map(range, tokens)))
-        self.counted: list[tuple[int, int, int]] = []
-        self.dropped: list[tuple[int, int, int]] = []
-        self.doubtful: list[tuple[int, int, int]] = []
-        self.candidates: list[tuple[tuple[bool, bool, int], int, NodeRef]] = []
+        self.counted: list[Choice] = []
+        self.dropped: list[Choice] = []
+        self.doubtful: list[Choice] = []
         self.hint_positions = {  # many candidates fit a single token; those of the hint are the likeliest
             ref.position
             for group in (hint.groups if hint is not None and not align_to_last else ())
             for value in group.values
             for ref in (value.columns or (value,))
         }
-        for n in nodes:
-            for rank, axes in self._enumerate_axes(tuple(n.meta["val"].shape)):
-                if weights_per_slot and "e" in axes and {"t", "s"} & set(axes):
-                    continue
-                ref, index = NodeRef(n, axes), n.meta["index"]
-                at = -index if align_to_last else index
-                self.candidates.append(((ref.position not in self.hint_positions, n in inside, rank), at, ref))
-        self.candidates.sort(key=lambda r: r[:2])
-        self.candidates = self._drop_repeated()
+        self.candidates = self._rank_candidates(nodes, inside, weights_per_slot, align_to_last)
         self.hint_drops_slots = hint is not None and not hint.kept_slots.all()
         self._tables: dict[tuple, dict[Term, list[NodeRef]]] = {}
         self._rows: dict[tuple[int, ...], set[Term]] = {}  # by their shape
 
-    def _drop_repeated(self) -> list[tuple[tuple[bool, bool, int], int, NodeRef]]:
-        """Keep the first of equal candidates: each run of a loop may compute `weights[..., None]` again."""
-        first: dict[tuple, tuple[tuple[bool, bool, int], int, NodeRef]] = {}
-        for candidate in self.candidates:
-            ref = candidate[-1]
-            first.setdefault((self.semantics.term(ref.node), ref.axes, line(ref.node)), candidate)
+    def _rank_candidates(
+        self, nodes: list[fx.Node], inside: set[fx.Node], weights_per_slot: bool, align_to_last: bool
+    ) -> list[NodeRef]:
+        """List the candidates, the likeliest first.
+
+        Keep the first of equal candidates: each run of a loop may compute `weights[..., None]` again.
+        """
+        candidates: list[_Candidate] = []
+        for n in nodes:
+            for unusual, axes in self._enumerate_axes(tuple(n.meta["val"].shape)):
+                if weights_per_slot and "e" in axes and {"t", "s"} & set(axes):
+                    continue
+                ref, index = NodeRef(n, axes), n.meta["index"]
+                rank = (ref.position not in self.hint_positions, n in inside, unusual)
+                candidates.append(_Candidate(rank, -index if align_to_last else index, ref))
+        first: dict[tuple, NodeRef] = {}
+        for _, _, ref in sorted(candidates, key=lambda candidate: candidate[:2]):
+            first.setdefault((self.semantics.term(ref.node), ref.axes, line(ref.node)), ref)
         return list(first.values())
 
     def _enumerate_axes(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
@@ -128,7 +154,7 @@ class ValueLookup:
             index_by_axis[axis] = i
         return self.semantics.terms.resolve(self.semantics.terms.pick_axes(term, index_by_axis))
 
-    def _get_value(self, ref: NodeRef, slot: tuple[int, int, int]) -> Term | None:
+    def _get_value(self, ref: NodeRef, slot: Choice) -> Term | None:
         found = self.get_element(ref, *slot)
         return found and self._as_scalar(found)
 
@@ -144,7 +170,7 @@ class ValueLookup:
         """
         if shape not in self._rows:
             out = self._rows[shape] = set()
-            for _, _, ref in self.candidates if shape else ():
+            for ref in self.candidates if shape else ():
                 lead = len(ref.axes)
                 if set(ref.axes) in ({"t"}, {"s"}) and tuple(ref.node.meta["val"].shape[lead:]) == shape:
                     out |= {r for t in range(self.num_tokens) if (r := self.get_element(ref, t, 0, 0)) is not None}
@@ -154,7 +180,7 @@ class ValueLookup:
         """List the candidates with one row per token whose rows are all zero."""
         return [
             ref
-            for _, _, ref in self.candidates
+            for ref in self.candidates
             if set(ref.axes) == {"t"}
             and all(
                 (r := self.get_element(ref, t, 0, 0)) is not None and is_const(r, 0) for t in range(self.num_tokens)
@@ -162,7 +188,7 @@ class ValueLookup:
         ]
 
     def find(
-        self, positions: list[tuple[int, int, int]], terms: list[Term], slots: bool = True, wide: bool = False
+        self, positions: list[Choice], terms: list[Term], slots: bool = True, wide: bool = False
     ) -> NodeRef | None:
         """Find the candidate whose element at every position is the given term.
 
@@ -175,7 +201,7 @@ class ValueLookup:
         at = positions[0]
         if (at, slots) not in self._tables:
             table: dict[Term, list[NodeRef]] = defaultdict(list)
-            for _, _, ref in self.candidates:
+            for ref in self.candidates:
                 if slots or set(ref.axes) == {"t"}:
                     found = self._get_value(ref, at)
                     if found is not None:
@@ -206,7 +232,7 @@ class ValueLookup:
         Returns:
             The candidate and its rows.
         """
-        for _, _, ref in self.candidates:
+        for ref in self.candidates:
             if set(ref.axes) != {"t"} or self.get_element(ref, t, 0, 0) is not term:
                 continue
             if lines is not None and line(ref.node) not in lines:
@@ -223,29 +249,27 @@ class ValueLookup:
         zero at most of these wins.
         """
         dropped, doubtful, counted = (
-            [at for at in found if at[1] in slots] for found in (self.dropped, self.doubtful, self.counted)
+            [at for at in positions if at[1] in slots] for positions in (self.dropped, self.doubtful, self.counted)
         )
-        first, best, most = next(fits, None), None, -1
-        if (
-            first is None
-            or not (dropped or doubtful)
-            or (self.hint_drops_slots and first.position in self.hint_positions)
-        ):
+        first = next(fits, None)
+        if first is None or not (dropped or doubtful):
             return first
-        for ref in itertools.chain([first], fits):
-            is_mask = len(self._find_zeros(ref, dropped)) == len(dropped) and not (
-                dropped and self._find_zeros(ref, counted)
-            )
-            if is_mask and (zeros := len(self._find_zeros(ref, doubtful))) > most:
-                best, most = ref, zeros
-            if best and not doubtful:
-                break
-        return best or first
+        if self.hint_drops_slots and first.position in self.hint_positions:
+            return first
+        masks = (
+            ref
+            for ref in itertools.chain([first], fits)
+            if self._count_zeros(ref, dropped) == len(dropped) and not (dropped and self._count_zeros(ref, counted))
+        )
+        if not doubtful:
+            return next(masks, first)
+        return max(masks, key=lambda ref: self._count_zeros(ref, doubtful), default=first)
 
-    def _find_zeros(self, ref: NodeRef, positions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        return [at for at in positions if (found := self.get_element(ref, *at)) is None or is_const(found, 0)]
+    def _count_zeros(self, ref: NodeRef, positions: list[Choice]) -> int:
+        elements = (self.get_element(ref, *at) for at in positions)
+        return sum(element is None or is_const(element, 0) for element in elements)
 
-    def _find_columns(self, positions: list[tuple[int, int, int]], terms: list[Term]) -> NodeRef | None:
+    def _find_columns(self, positions: list[Choice], terms: list[Term]) -> NodeRef | None:
         """Find one candidate per slot."""
         columns = []
         for k in range(self.slots):
@@ -255,7 +279,7 @@ class ValueLookup:
             first, first_term = of_slot[0]
             fits = (
                 ref
-                for _, _, ref in self.candidates
+                for ref in self.candidates
                 if not {"k", "tk", "kt"} & set(ref.axes)
                 and {"t", "s"} & set(ref.axes)
                 and self._get_value(ref, first) is first_term
@@ -273,7 +297,5 @@ class ValueLookup:
 
     def has_value_at(self, t: int, k: int, e: int, term: Term) -> bool:
         return any(
-            self.get_element(ref, t, k, e) is term
-            for _, _, ref in self.candidates
-            if "k" in ref.axes or "e" in ref.axes
+            self.get_element(ref, t, k, e) is term for ref in self.candidates if "k" in ref.axes or "e" in ref.axes
         )
