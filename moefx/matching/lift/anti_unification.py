@@ -1,7 +1,13 @@
 """Anti-unification: find one function F that has the summands of all tokens and slots as instances.
 
 `Skeletons` sorts summands by skeleton. `Unifier` walks the summands of one skeleton in parallel: equal parts go into
-the body as they are, parts that differ become leaves (a value per token and slot, or a parameter slice per expert).
+the body as they are, parts that differ become leaves (a value per token and slot, or a parameter slice per expert)::
+
+    relu(x[0] @ experts.0.weight) * weights[0, 0]  # token 0, slot 0, expert 0
+    relu(x[1] @ experts.2.weight) * weights[1, 0]  # token 1, slot 0, expert 2
+    relu(value 0 @ expert 0) * value 1             # their body
+
+Value 0 is read off `x`, value 1 off `weights`, and the table of leaf `expert 0` has a weight for each expert.
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ One `topk` returns K different positions. A program may compute expert ids from 
 an offset per group. This module evaluates such a computation at every possible position. Two slots are distinct if no
 positions that they can have together give both the same expert.
 
+For example, with eight experts in two groups of four::
+
+    best = scores.view(T, 2, 4).argmax(-1)   # two selections of a position in 0 to 3
+    ids = best + torch.tensor([0, 4])        # slots 0 and 1 hold 0 to 3, and 4 to 7: distinct
+
 A *variable* is one entry that a selection returns, numbered from 1. Variables in the same *row* hold different
 positions: one selection returns them, or a later selection masks the earlier ones.
 """

@@ -1,7 +1,11 @@
 """The expert index: the integer tensor of the program that holds the selected experts of each token.
 
 `find_expert_index` compares integer nodes with the experts whose parameters each summand uses, and also returns the
-slot of each summand.
+slot of each summand::
+
+    [[0], [2, 1]]       # experts of the summands, of two tokens
+    [[0, 3], [1, 2]]    # fits: the summand of token 0 is in slot 0, those of token 1 are in slots 1 and 0
+    [[3, 1], [1, 2]]    # does not fit: token 0 uses expert 0
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
 """The owners of a summand: the experts whose parameters its term uses.
 
 A key is the set of expert parameter slices that a term uses. An expert's number is its position in a stack, a flat
-matrix or a list of modules.
+matrix or a list of modules::
+
+    relu(x[0] @ experts.2.up.weight) @ experts.2.down.weight  # a key of two slices, of expert 2
+    x[0] @ w[5]                                               # a key of one slice of a stack, of expert 5
+    x[0] @ w.view(E * D, F)[5 * D : 6 * D]                    # the same in a flat matrix
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """Find the experts' parameters, and number the experts.
 
-Expert parameters are those that only some tokens use, with the parameters of sibling modules.
+Expert parameters are those that only some tokens use, with the parameters of sibling modules::
+
+    out[0] = x[0] @ experts.0.weight * softmax(x[0] @ router.weight)[0]
+    out[1] = x[1] @ experts.2.weight * softmax(x[1] @ router.weight)[2]
+
+All rows use `router.weight`. `experts.0.weight` and `experts.2.weight` vary, and `experts.1.weight` is their sibling.
 """
 
 from __future__ import annotations

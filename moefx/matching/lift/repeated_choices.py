@@ -1,7 +1,13 @@
 """Tokens that select one expert in two slots: check that they receive the sum over both slots.
 
 A program with a mask adds such an expert once, and its form differs. Rows are compared as sums of products, so that
-the order of additions, and of weighting and addition, does not matter.
+the order of additions, and of weighting and addition, does not matter. For `ids == [[4, 4]]`::
+
+    for k in range(2):                                # w[0, 0] * F(x[0]) + w[0, 1] * F(x[0]): both slots
+        out[t] += w[t, k] * experts[ids[t, k]](x[t])
+
+    gates = torch.zeros(T, E).scatter(1, ids, w)      # gates[0, 4] == w[0, 1]: one slot
+    out = sum(gates[:, e, None] * experts[e](x) for e in range(E))
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Summands without expert parameters: shared summands, the output of unrouted tokens, and identity experts."""
+"""Summands without expert parameters: shared summands, the output of unrouted tokens, and identity experts.
+
+Each line of this program adds one of them::
+
+    out = shared_expert(x)
+    out[~is_routed] = x[~is_routed]
+    out[token] += x[token] * w[token, slot, None]  # of an expert that is the identity
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,13 @@
 """The routed region of a capture: from the experts' parameters to the cut.
 
 A row *uses* a parameter if the parameter's elements are in the row's term. Expert parameters are those that only some
-tokens use. A cut is a node through which all their results flow.
+tokens use. A cut is a node through which all their results flow::
+
+    for e, expert in enumerate(experts):
+        token, slot = torch.where(ids == e)
+        y = expert(x[token]) * w[token, slot, None]  # of one expert: no cut
+        out = out.index_add(0, token, y)             # in the last iteration: a cut
+    return norm(out) + x                             # `norm(out)` is a later cut, whose rows are no sums of experts
 """
 
 from __future__ import annotations

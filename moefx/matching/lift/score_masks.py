@@ -1,7 +1,9 @@
 """Find the scores that a program masks between two selections, as functions of the first selection.
 
-first = scores.argmax(-1)
-second = scores.scatter(-1, first[:, None], float("-inf")).argmax(-1)  # another expert than `first`
+The mask makes the second selection choose another expert than the first one::
+
+    first = scores.argmax(-1)
+    second = scores.scatter(-1, first[:, None], float("-inf")).argmax(-1)
 """
 
 # torch.fx types the arguments of a node as a wide union, and this code knows the op and so the type.
