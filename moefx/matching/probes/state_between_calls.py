@@ -21,7 +21,6 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.concrete_routing import Routing
 from ...errors import Refused
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def vary_state_between_calls(state: ProofState) -> None:
             stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
             values[key] = pytree.tree_map_only(fx.Node, _change_value, node)
         try:
-            again = state.require_same_form(state.lift(Routing("diverse", 0), state.sizes[0]))
+            again = state.require_same_form(state.lift(first.tracer.routing.restart(), state.sizes[0]))
         except Refused as refusal:
             raise _refuse_carried(written) from refusal
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]

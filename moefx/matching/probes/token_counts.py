@@ -25,6 +25,7 @@ from ..lift.lifter import NothingRouted
 if TYPE_CHECKING:
     from ..proof_state import ProofState
 
+_MAX_EXPERTS = 64  # of blocks that are captured with many tokens, which takes long
 _MAX_TRIALS = 6
 _MAX_TRIALS_ELSEWHERE = 2  # at sizes at which the program may take a branch without experts
 
@@ -40,47 +41,83 @@ def show_all_slots(state: ProofState) -> None:
 
 
 def vary_token_counts(state: ProofState) -> None:
-    """Capture one token, a few, and many. Guard a form that one token, or many, do not have.
+    """Capture a few tokens, one, and many. Guard a form that one token, or many, do not have.
 
     Raises:
         Refused: a few tokens have another form, or many do and no comparison of sizes tells them apart.
     """
-    arguments = state.arguments
-    one, more_than_one = arguments.choose_sequence(1), SizeGuard("*".join(arguments.dims), "gt", "1", True)
-    many = [arguments.choose_sizes(3 * state.size_choice.first_tokens, 2)] if state.max_experts <= 64 else []
-    near = arguments.choose_tokens_near(3, avoid=(state.reference.slots,))
-    few = [state.size_choice.choose_sequence(near), arguments.choose_sequence(near)]
+    one = state.arguments.choose_sequence(1)
+    many = state.arguments.choose_sizes(3 * state.size_choice.first_tokens, 2)
+    _vary_few_token_counts(state)
+    if state.size_choice.satisfies_restrictions(one):
+        _vary_one_token(state, one)
+    if state.max_experts <= _MAX_EXPERTS and state.size_choice.satisfies_restrictions(many):
+        _vary_many_tokens(state, many)
+
+
+def _vary_few_token_counts(state: ProofState) -> None:
+    """Capture about three tokens, also on the captures' side of each comparison of sizes.
+
+    Raises:
+        Refused: they have another form.
+    """
+    near = state.arguments.choose_tokens_near(3, avoid=(state.reference.slots,))
+    tried = [state.size_choice.choose_sequence(near), state.arguments.choose_sequence(near)]
     before = len(state.forms)
-    for sizes in filter(state.size_choice.satisfies_restrictions, few if few[0] != few[1] else few[:1]):
+    for sizes in filter(state.size_choice.satisfies_restrictions, tried if tried[0] != tried[1] else tried[:1]):
         _vary_few_tokens(state, sizes)
-    if (
-        len(state.forms) == before
-        and state.size_choice.satisfies_restrictions(sizes := state.size_choice.choose_as_captured(near))
-        and sizes not in few
-    ):
-        _vary_few_tokens(state, sizes)  # on the captures' side of each comparison of sizes
-    for sizes in filter(state.size_choice.satisfies_restrictions, [one, *many]):
-        # comparisons that had both outcomes before do not exclude these sizes
-        guards = [g for g in state.seen_guards() if all(g.holds(s) for s in state.sizes)]
-        optional = more_than_one if sizes == one else next((g for g in guards if not g.holds(sizes)), None)
-        # one token shows the form only if it chooses experts that do something: try several choices
-        most = max(state.reference.groups, key=lambda g: len(g.ids)).ids
-        more = [Routing("diverse", 5, (e,)) for e in most[:3]] + [Routing("diverse", seed) for seed in range(6, 10)]
-        if sizes == one and not state.size_choice.is_as_captured(one):
-            more = more[:_MAX_TRIALS_ELSEWHERE]
-        if sizes != one:  # a limit on counts may drop all tokens except those at uncrowded experts
-            more = [*more[-2:], Routing("overloaded", 5), Routing("overloaded", 6)]
-        found: CanonicalForm | Exception = Refused("no routing was tried")
-        for routing in [Routing("diverse", 5), *more]:
-            found = _lift_with_form(state, routing, sizes)
-            if isinstance(found, CanonicalForm) or (sizes != one and not isinstance(found, NothingRouted)):
-                break
-        if isinstance(found, CanonicalForm):
-            state.add_evidence(found, sizes, optional=optional)
-        elif optional is None:
-            raise found
-        elif sizes == one and all(g.holds(one) for g in guards):
-            state.add_guard(more_than_one)
+    if len(state.forms) > before:
+        return
+    sizes = state.size_choice.choose_as_captured(near)
+    if state.size_choice.satisfies_restrictions(sizes) and sizes not in tried:
+        _vary_few_tokens(state, sizes)
+
+
+def _vary_one_token(state: ProofState, sizes: dict[str, int]) -> None:
+    """Capture one token, or guard the form to hold for more than one.
+
+    One token shows the form only if it chooses experts that do something: try several choices.
+    """
+    more_than_one = SizeGuard("*".join(state.arguments.dims), "gt", "1", True)
+    guards = _find_one_sided_guards(state)
+    largest_group = max(state.reference.groups, key=lambda g: len(g.ids)).ids
+    routings = [Routing("diverse", 5, (e,)) for e in largest_group[:3]]
+    routings += [Routing("diverse", seed) for seed in range(6, 10)]
+    if not state.size_choice.is_as_captured(sizes):
+        routings = routings[:_MAX_TRIALS_ELSEWHERE]
+    for routing in [Routing("diverse", 5), *routings]:
+        form = _lift_with_form(state, routing, sizes)
+        if isinstance(form, CanonicalForm):
+            state.add_evidence(form, sizes, optional=more_than_one)
+            return
+    if all(g.holds(sizes) for g in guards):
+        state.add_guard(more_than_one)
+
+
+def _vary_many_tokens(state: ProofState, sizes: dict[str, int]) -> None:
+    """Capture many tokens.
+
+    A limit on counts may drop all tokens except those at uncrowded experts: try several routings until some are kept.
+
+    Raises:
+        Refused: they have another form, and no comparison of sizes tells them from the other captures.
+    """
+    optional = next((g for g in _find_one_sided_guards(state) if not g.holds(sizes)), None)
+    routings = [Routing("diverse", seed) for seed in (5, 8, 9)] + [Routing("overloaded", seed) for seed in (5, 6)]
+    form: CanonicalForm | Exception = Refused("no routing was tried")
+    for routing in routings:
+        form = _lift_with_form(state, routing, sizes)
+        if not isinstance(form, NothingRouted):
+            break
+    if isinstance(form, CanonicalForm):
+        state.add_evidence(form, sizes, optional=optional)
+    elif optional is None:
+        raise form
+
+
+def _find_one_sided_guards(state: ProofState) -> list[SizeGuard]:
+    """Find the comparisons of sizes with one outcome in all captures: others do not exclude any sizes."""
+    return [g for g in state.seen_guards() if all(g.holds(sizes) for sizes in state.sizes)]
 
 
 def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:
@@ -104,13 +141,13 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     """
     first = state.reference
     busy = max(first.groups, key=lambda g: len(g.ids)).ids[0]
-    found: list[CanonicalForm] = []
+    forms: list[CanonicalForm] = []
     unclear: list[MoefxError] = []  # a few tokens may show too little
     differs: list[Refused] = []
     routings: list[tuple[RoutingKind, int]] = [("diverse", 5), ("concentrated", busy)]
     for kind, seed in routings:
         form = _lift_first_routed(state, kind, seed, sizes)
-        if isinstance(form, NothingRouted) and found:
+        if isinstance(form, NothingRouted) and forms:
             form = Refused(
                 "no expert runs for a few tokens that all choose the same experts",
                 source=form.source,
@@ -119,14 +156,14 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
         if isinstance(form, MoefxError):
             unclear.append(form)
         elif isinstance(form, CanonicalForm):
-            is_apart = not all(g.holds(state.sizes[0]) for g in form.capture.sizes.guards)
+            is_elsewhere = not all(g.holds(state.sizes[0]) for g in form.capture.sizes.guards)
             try:
-                found.append(state.require_same_form(form))
+                forms.append(state.require_same_form(form))
             except Refused as refusal:
-                (unclear if is_apart else differs).append(refusal)
-    if differs or (unclear and found):
+                (unclear if is_elsewhere else differs).append(refusal)
+    if differs or (unclear and forms):
         raise (differs or unclear)[-1]
-    for form in found if len(found) == 2 else ():
+    for form in forms if len(forms) == 2 else ():
         state.add_evidence(form, sizes)
 
 
