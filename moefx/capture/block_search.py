@@ -181,8 +181,9 @@ class _SearchRun:
                 if _are_parallel([self.calls[p] for p in parts if p in self.calls]):
                     branches.add(name)
         chains = [c for c in chains if c]
-        attends = has_attention(nodes)
-        return BlockCandidates(chains, self.calls, self.twins, branches, set(structural), attends, self.objects)
+        return BlockCandidates(
+            chains, self.calls, self.twins, branches, set(structural), has_attention(nodes), self.objects
+        )
 
     def wrap_call(self, tracer: Tracer, original: Callable) -> Callable:
         """Return a call of a module that notes it, and returns known results without a run."""

@@ -134,7 +134,7 @@ def _count_outside(model: nn.Module, layers: dict[str, nn.Module], d: int) -> tu
     return vocab, sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
 
 
-def _read_attention(model: nn.Module, layer: nn.Module, d: int, attends: bool) -> tuple[Attention, str]:
+def _read_attention(model: nn.Module, layer: nn.Module, d: int, has_attention: bool) -> tuple[Attention, str]:
     """Return the sizes of attention, and a note on assumed ones."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
@@ -145,7 +145,7 @@ def _read_attention(model: nn.Module, layer: nn.Module, d: int, attends: bool) -
         return next((value for value in found if type(value) is int and value > 0), None)
 
     named = first(_HEADS)
-    if not (named or attends):
+    if not (named or has_attention):
         return NO_ATTENTION, "no attention is counted: no softmax(QK)V was seen, and no number of heads"
     heads = named or max(d // _HEAD_SIZE, 1)
     note = "" if named else f"it attends, but nothing names its heads: counted as {heads} of {d // heads} elements"
