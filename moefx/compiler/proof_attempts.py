@@ -201,8 +201,7 @@ def run_attempt(
     state = ProofState(block, attempt.arguments, max_experts, attempt.side, attempt.options)
     try:
         try:
-            match = prove(state)
-            explain_drops(match)
+            match = explain_drops(prove(state))
             rewritten = rewrite(match, names)
         except Refused as refusal:
             trace = ProofTrace(state.probe_runs, _find_failed_cuts(refusal))

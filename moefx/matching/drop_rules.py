@@ -7,6 +7,7 @@ program must tell which slots count.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import defaultdict
@@ -29,31 +30,32 @@ _LIMITS = {f"aten.{op}" for op in ("slice.Tensor", "lt.Scalar", "le.Scalar", "gt
 _MIN_POINTS = 8  # captured values that a formula needs; with fewer it would be a guess
 
 
-def explain_drops(match: Match) -> None:
-    """Set `match.drop_rule` or `match.keep_masks`, if slots are dropped that have a weight and an expert's id.
+def explain_drops(match: Match) -> Match:
+    """Explain dropped slots that have a weight and an expert's id, if there are any.
+
+    Returns:
+        The match with its `drop_rule` or `keep_masks`.
 
     Raises:
         Refused: neither a rule nor a mask of the program explains which slots count.
     """
     owned = {e for group in match.groups for e in group.ids}
     if all(torch.equal(torch.isin(form.ids, torch.tensor([*owned])), form.kept_slots) for form in match.evidence):
-        return
+        return match
 
     @functools.cache  # needs another capture
     def find_tie_break() -> TieBreak | None:
         return _find_tie_break(match, owned)
 
-    match.drop_rule = _find_rule(match, owned)
-    if match.drop_rule is None:
-        match.keep_masks = find_masks(match, find_tie_break)
-    elif match.drop_rule.order == "weight" and find_tie_break() != "exact":
-        rule, match.drop_rule = match.drop_rule, None
-        try:
-            match.keep_masks = find_masks(match, find_tie_break)
-        except Refused:
-            if find_tie_break() is not None:
-                raise
-            match.drop_rule = rule
+    rule = _find_rule(match, owned)
+    if rule is not None and (rule.order != "weight" or find_tie_break() == "exact"):
+        return dataclasses.replace(match, drop_rule=rule)
+    try:
+        return dataclasses.replace(match, keep_masks=find_masks(match, find_tie_break))
+    except Refused:
+        if rule is None or find_tie_break() is not None:
+            raise
+        return dataclasses.replace(match, drop_rule=rule)
 
 
 def refuse_unexplained(match: Match) -> None:

@@ -75,7 +75,7 @@ class ProvenGroup:
     values: list[list[NodeRef]]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Match:
     """The proof of a block: one canonical form, and the captures that agree on it.
 
