@@ -169,50 +169,42 @@ def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()
 
 
 def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[OpSite, int | None]:
-    found: dict[OpSite, int | None] = {}
+    limits: dict[OpSite, int | None] = {}
 
     def note(site: OpSite, limit: int, is_reached: bool) -> None:
-        found[site] = None if is_reached or found.get(site, limit) is None else limit
+        limits[site] = None if is_reached or limits.get(site, limit) is None else limit
 
     for read in capture.reads:
         op, limit = read.comparison or ("", None)
         if read.call_stack in lengths and op in ORDERED and type(limit) is int and limit > 1:
             note((read.source, "length"), limit, bool(read.value) is (op in ("gt", "ge")))
-    ranges: IntegerRanges | None = None
     for n in capture.nodes:
         if n.op != "call_function":
             continue
-        name, is_narrow = get_op_name(n), _is_narrow(n)
-        if exact := _find_exact_limit(capture, n):
-            found[n.meta["source"], str(n.target)] = exact
-            continue
-        is_compared = name in TWO_SIDED and follows_from_integers(n)
-        if not (is_narrow or is_compared or name == "slice"):
-            continue
         site = (n.meta["source"], str(n.target))
-        if is_narrow:
-            ranges = ranges or IntegerRanges.with_more_tokens(capture)
-            most = torch.iinfo(n.meta["val"].dtype).max
-            if name != "_to_copy" or not _is_bounded(ranges, n.all_input_nodes[0], most + 1):
-                found[site] = most  # numbers wrap around: a capture beyond the limit does not show all sizes
-        if found.get(site, UNKNOWN) is None:  # another iteration of a loop reached it
-            continue
-        if name == "slice":
-            for end, reached in _find_ends(capture, n):
-                note(site, end, reached)
-        elif is_compared:
-            for rows, limit, reached, has_both in _find_compared(capture, n, name):
-                ranges = ranges or IntegerRanges.with_more_tokens(capture)
-                if has_loads(capture, rows) and not _grows(ranges, rows):
-                    continue  # more tokens do not reach the limit
-                if depends_on_routing(rows) and not _is_count(ranges, rows, limit):
-                    limit, reached = UNKNOWN, has_both
-                elif not 2 <= limit < UNBOUNDED or (depends_on_routing(rows) and _is_below(ranges, rows, limit)):
-                    continue
-                else:
-                    reached = reached or (depends_on_routing(rows) and _is_highest(capture, ranges, rows, limit))
-                note(site, limit, reached)
-    return found
+        if dtype_limit := _find_exact_limit(capture, n) or _find_narrow_limit(capture, n):
+            limits[site] = dtype_limit
+        elif limits.get(site, UNKNOWN) is not None:  # else another iteration of a loop reached it
+            for limit, is_reached in _find_op_limits(capture, n):
+                note(site, limit, is_reached)
+    return limits
+
+
+def _find_op_limits(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
+    """Yield the limits of a slice or a comparison, and whether a number of the capture is beyond."""
+    name = get_op_name(n)
+    if name == "slice":
+        yield from _find_ends(capture, n)
+    if name not in TWO_SIDED or not follows_from_integers(n):
+        return
+    for number, limit, is_reached, has_both in _find_compared(capture, n, name):
+        ranges, is_routed = IntegerRanges.with_more_tokens(capture), depends_on_routing(number)
+        if has_loads(capture, number) and not _grows(ranges, number):
+            continue  # more tokens do not reach the limit
+        if is_routed and not _is_count(ranges, number, limit):
+            yield UNKNOWN, has_both
+        elif 2 <= limit < UNBOUNDED and not (is_routed and _is_below(ranges, number, limit)):
+            yield limit, is_reached or (is_routed and _is_highest(capture, ranges, number, limit))
 
 
 def find_unreached(columns: Sequence[dict[OpSite, int | None]]) -> dict[OpSite, set[int]]:
@@ -252,16 +244,16 @@ def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx
             continue
         value = capture.concrete_value(rows)
         value = value.nan_to_num(0) if value.is_floating_point() else value
-        most = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
+        largest = int(min(float(value.max()), UNBOUNDED)) if value.numel() else 0
         # else only positions in a sequence or a batch count, with a limit that is no size itself
         sizes = capture.sizes.expressions
-        if not (depends_on_routing(rows) or is_made_of_rows(rows)) and (most + 1 not in sizes or limit in sizes):
+        if not (depends_on_routing(rows) or is_made_of_rows(rows)) and (largest + 1 not in sizes or limit in sizes):
             continue
         if name in ORDERED:
             has_both = len(capture.concrete_value(n).unique()) > 1
-            yield rows, limit, has_both or most > limit, has_both
+            yield rows, limit, has_both or largest > limit, has_both
         elif not isinstance(other, fx.Node) or n.meta["val"].shape[-1:] == (limit,):  # `one_hot(rank, capacity)`
-            yield rows, limit, most >= limit, most >= limit
+            yield rows, limit, largest >= limit, largest >= limit
 
 
 def is_made_of_rows(node: fx.Node) -> bool:
@@ -293,16 +285,20 @@ def _is_highest(capture: Capture, ranges: IntegerRanges, rows: fx.Node, limit: i
     return found is not None and bool((found[1] <= limit).all()) and bool((capture.concrete_value(rows) == limit).any())
 
 
-def _is_narrow(n: fx.Node) -> bool:
-    """Return whether a number depends on the routing and is stored in a dtype that soon overflows."""
-    val = n.meta.get("val")
-    if (
-        not isinstance(val, torch.Tensor)
-        or val.dtype not in NARROW
-        or get_op_name(n) not in ("_to_copy", "sum", "cumsum")
-    ):
-        return False
-    return depends_on_routing(n) and len(n.all_input_nodes) == 1 and follows_from_integers(n.all_input_nodes[0])
+def _find_narrow_limit(capture: Capture, n: fx.Node) -> int | None:
+    """Return the largest number of a dtype that a number which depends on the routing may overflow, else None.
+
+    Numbers wrap around beyond: a capture of more tokens does not show all sizes.
+    """
+    val, name = n.meta.get("val"), get_op_name(n)
+    if not isinstance(val, torch.Tensor) or val.dtype not in NARROW or name not in ("_to_copy", "sum", "cumsum"):
+        return None
+    inputs = n.all_input_nodes
+    if not depends_on_routing(n) or len(inputs) != 1 or not follows_from_integers(inputs[0]):
+        return None
+    largest = torch.iinfo(val.dtype).max
+    is_exact = name == "_to_copy" and _is_bounded(IntegerRanges.with_more_tokens(capture), inputs[0], largest + 1)
+    return None if is_exact else largest
 
 
 def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
