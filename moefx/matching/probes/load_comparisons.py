@@ -22,6 +22,7 @@ from torch import fx
 from ...capture.capture_result import Capture, HostRead
 from ...capture.code_locations import Source, is_program_error, suppress_program_errors
 from ...capture.concrete_routing import Routing
+from ...capture.host_reads import Interventions
 from ...capture.routed_numbers import RoutedFloat, RoutedInt, is_emptiness_test
 from ...capture.size_guards import SizeGuard
 from ...errors import MoefxError, Refused
@@ -88,30 +89,38 @@ def vary_loads(state: ProofState) -> None:
     Raises:
         Refused: a capture has another form.
     """
-    if not (found := _find_comparisons(state)):
+    if not (comparisons := _find_comparisons(state)):
         return
     first = state.reference.capture
     bases = [first]
     for side in _find_sides(state):
-        shown = [
-            captured
-            for routing in _list_routings(state)
-            if (captured := _add_capture(state, routing, side, found)) is not None
-        ]
-        found = {**_find_comparisons(state), **found}
+        captures = [_add_capture(state, routing, side, comparisons) for routing in _list_routings(state)]
+        shown = [captured for captured in captures if captured is not None]
+        comparisons = {**_find_comparisons(state), **comparisons}
         outcomes = _find_outcomes(state, side)
-        for comparison in found.values():
+        for comparison in comparisons.values():
             _force_large_load(state, comparison, shown[-1:] + shown[:1], outcomes)
         bases += shown[-1:]
     outcomes = _find_outcomes(state, None)
-    for comparison in found.values():
+    for comparison in comparisons.values():
         _force_large_load(state, comparison, [first], outcomes)
-    ordered = [c for c in found.values() if c.limit is not None]
-    for base in bases if len(ordered) > 1 else ():
-        interventions: dict[Any, Any] = {
+    _force_all_large(state, [c for c in comparisons.values() if c.limit is not None], bases)
+
+
+def _force_all_large(state: ProofState, ordered: list[_Comparison], bases: list[Capture]) -> None:
+    """Force all comparisons to the outcome of a crowd at once: one may matter only together with another.
+
+    Raises:
+        Refused: the outcomes change the form together.
+    """
+    if len(ordered) < 2:
+        return
+    step = ForcedStep(OutcomeKind.LOAD, ordered[0].read.source)
+    for base in bases:
+        interventions: Interventions = {
             c.read.call_stack: repeat_outcome(base, c.read.call_stack, c.outcome_if_large) for c in ordered
         }
-        force_outcome(state, ForcedStep(OutcomeKind.LOAD, ordered[0].read.source), interventions, base)
+        force_outcome(state, step, interventions, base)
 
 
 def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
@@ -208,15 +217,17 @@ def _compare_sizes(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]
 
 def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[Any]]:
     """Return the values of Python's reads by call site, on one side or on all."""
-    found: dict[_Calls, set[Any]] = {}
+    outcomes: dict[_Calls, set[Any]] = {}
     for form, sizes in zip(state.forms, state.sizes, strict=True):
         if side is None or _compare_sizes(state, sizes) == side.outcomes:
             for read in form.capture.reads:
-                found.setdefault(read.call_stack, set()).add(read.value)
-    return found
+                outcomes.setdefault(read.call_stack, set()).add(read.value)
+    return outcomes
 
 
-def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_Calls, _Comparison]) -> Capture | None:
+def _add_capture(
+    state: ProofState, routing: Routing, side: _Side, comparisons: dict[_Calls, _Comparison]
+) -> Capture | None:
     """Add a capture under a routing as evidence.
 
     Returns:
@@ -237,7 +248,7 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
         return None
     except Refused as refusal:
         if side.optional is None:
-            source = _find_new_outcome(state, captured, found).source
+            source = _find_new_outcome(state, captured, comparisons).source
             raise refuse_change(ForcedStep(OutcomeKind.LOAD, source)) from refusal
         state.add_guard(side.optional)
         return None
@@ -245,11 +256,11 @@ def _add_capture(state: ProofState, routing: Routing, side: _Side, found: dict[_
     return captured
 
 
-def _find_new_outcome(state: ProofState, captured: Capture, found: dict[_Calls, _Comparison]) -> HostRead:
+def _find_new_outcome(state: ProofState, captured: Capture, comparisons: dict[_Calls, _Comparison]) -> HostRead:
     """Return a comparison with an outcome that the first capture does not have; any comparison if all have."""
     first = {(read.call_stack, read.value) for read in state.reference.capture.reads}
-    new = [r for r in captured.reads if r.call_stack in found and (r.call_stack, r.value) not in first]
-    return next(iter(new), next(iter(found.values())).read)
+    new = [r for r in captured.reads if r.call_stack in comparisons and (r.call_stack, r.value) not in first]
+    return next(iter(new), next(iter(comparisons.values())).read)
 
 
 def _force_large_load(
