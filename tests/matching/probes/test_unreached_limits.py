@@ -1,0 +1,40 @@
+"""Limits that no capture reached: crowds that go beyond them, and the guard if some remain."""
+
+from __future__ import annotations
+
+import pytest
+
+from moefx.matching.probes import unreached_limits
+
+from ..test_proof_state import lift, new_state
+
+
+@pytest.mark.parametrize(
+    "limits, guards",
+    [
+        ([], []),
+        ([10, 20, 30, 40], []),
+        ([10, 20, 30, 40, 50], ["S*2 <= 50 is True"]),
+    ],
+)
+def test_the_guard_has_the_lowest_limit_that_the_last_crowd_left(monkeypatch, limits, guards):
+    remaining, crowds, evened = iter([*limits, None]), [], []
+    monkeypatch.setattr(unreached_limits, "_find_lowest_unreached", lambda state: next(remaining))
+    monkeypatch.setattr(
+        unreached_limits, "_add_crowd_beyond", lambda state, limit, attempt: crowds.append(limit) or True
+    )
+    monkeypatch.setattr(unreached_limits, "_overflow_every_expert", evened.append)
+    state = new_state()
+    state.add_evidence(lift(state), {"S": 12})
+    unreached_limits.overflow_limits(state)
+    assert [str(guard) for guard in state.guards] == guards
+    assert crowds == limits[:4] and evened == [state] * (not guards)
+
+
+def test_a_crowd_that_cannot_be_captured_leaves_a_guard(monkeypatch):
+    monkeypatch.setattr(unreached_limits, "_find_lowest_unreached", lambda state: 64)
+    monkeypatch.setattr(unreached_limits, "MAX_CROWD_TOKENS", 10)
+    state = new_state()
+    state.add_evidence(lift(state), {"S": 12})
+    unreached_limits.overflow_limits(state)
+    assert [str(guard) for guard in state.guards] == ["S*2 <= 64 is True"] and len(state.forms) == 1
