@@ -74,7 +74,7 @@ def test_options_without_effect_for_graphs(fields):
 @pytest.mark.parametrize(
     ("fields", "fits"),
     [
-        *((fields, True) for fields in OF_A_MESH if not {"sequence_gradients", "pilots", "max_tokens"} & set(fields)),
+        *((fields, True) for fields in OF_A_MESH if not {"sequence_gradients", "pilots"} & set(fields)),
         (dict(sequence_gradients="partial"), False),
         (dict(sequence_gradients="partial", sequence_axis="tp"), True),
         (dict(sequence_gradients="partial", expert_axis="auto"), True),

@@ -27,7 +27,6 @@ from ..passes.pass_manager import PassManager
 from ..passes.ssmb import shard_sequence
 from ..runtime import gradient_clipping, state_dicts
 from ..runtime.block_forward import find_rewritten_blocks
-from ..runtime.link_costs import DEFAULT_TOKENS, choose_fastest, predict_seconds
 from ..runtime.saved_routing import save_routing as save_routing
 from ..runtime.sharding import (
     ExpertParameters,
@@ -41,6 +40,7 @@ from ..runtime.sharding import (
 from ..runtime.state_dicts import OnLoad, OnSave, join_name
 from ..runtime.topology import ExpertAxis
 from ..util.user_code import forward_line
+from .dispatch_choice import choose_routes
 from .expert_storage import find_expert_parameters
 
 
@@ -203,48 +203,6 @@ def _describe_nodes(axis: ExpertAxis) -> str:
         return f"{' x '.join(map(str, axis.topology.sizes))}, in the order {axis.topology.order}"
     except InvalidPlan as error:
         return f"none, {error}"
-
-
-def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[ExchangeRoutes, str]:
-    """Choose the way in which rows travel. Returns it with the reason."""
-    dispatch, why = plan.dispatch, "as planned"
-    if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
-        why = f"{dispatch!r} as planned, over one node; set Plan(node_size=...) if there are several"
-    if dispatch == "auto":
-        parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1  # one of them sends a token
-        dispatch, why = _choose_fastest(axis, result, -(-plan.tokens // parts) if plan.tokens else DEFAULT_TOKENS)
-    if dispatch == "gather":
-        if axis.mesh.device_type != "cpu" and dist.get_backend(get_group(axis.group)) == "gloo":
-            raise InvalidPlan(
-                f"Plan(dispatch='gather') on {axis.mesh.device_type}: gloo has no reduce-scatter there. Use NCCL, or "
-                "Plan(dispatch='dedup')"
-            )
-        way = axis.build_routes(by_level=False, dedup=True)
-        host_group = "" if plan.max_tokens else axis.host_group
-        return dataclasses.replace(way, gathers=True, max_tokens=plan.max_tokens, host_group=host_group), why
-    if dispatch in ("rbd", "halo"):
-        halo = dispatch == "halo"
-        return axis.build_routes(by_level=True, dedup=not halo or plan.pilots, splits_intra_node=halo), why
-    return axis.build_routes(by_level=False, dedup=dispatch != "flat"), why
-
-
-def _choose_fastest(axis: ExpertAxis, result: BlockRewrite, tokens: int) -> tuple[str, str]:
-    """Choose the fastest way by measured bandwidths, for uniform routing. All ranks choose the same."""
-    links = axis.links
-    if links is None:
-        return "dedup", "auto: one level, and 'dedup' sends the fewest rows"
-    match = result.match
-    seconds = predict_seconds(links, axis.topology.sizes, match.num_experts, match.slots, _row_bytes(result), tokens)
-    shown = ", ".join(f"{way} {1e3 * s:.2f} ms" for way, s in seconds.items())
-    return choose_fastest(seconds), f"auto: predicted for {tokens} tokens a rank {shown}"
-
-
-def _row_bytes(result: BlockRewrite) -> float:
-    """Bytes of a token in an exchange: its values, and a weight and an expert for each slot."""
-    gathers = RoutedRegion.of(result.graph).gathers
-    values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
-    widths = [int(v.shape[-1]) * v.element_size() for v in values[:1] if v is not None]
-    return sum(widths) + 6.0 * result.match.slots
 
 
 def lay_out_block(matched: MatchedBlock, axis: ExpertAxis, plan: Plan) -> MatchedBlock:

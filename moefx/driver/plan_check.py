@@ -45,7 +45,7 @@ def check_effects(plan: Plan, mesh: Any) -> None:
         raise _no_effect(plan, "sequence_gradients", "say which ranks share tokens: Plan(sequence_axis=...)")
     if not plan.pilots and plan.dispatch not in ("halo", "auto"):
         raise _no_effect(plan, "pilots", f"dispatch={plan.dispatch!r} is not 'halo'")
-    if plan.max_tokens is not None and plan.dispatch != "gather":
+    if plan.max_tokens is not None and plan.dispatch not in ("gather", "auto"):
         raise _no_effect(plan, "max_tokens", f"dispatch={plan.dispatch!r} is not 'gather'")
     if plan.chunks > 1 and plan.dispatch == "gather":
         raise _no_effect(plan, "chunks", "dispatch='gather' moves all tokens at once")

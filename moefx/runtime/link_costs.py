@@ -1,5 +1,8 @@
 """Predict the fastest dispatch from measured bandwidths and expected row counts (X-MoE section 4.2, Piper section V).
 
+A layer takes its exchanges and the host's time (`HOST_COSTS`). `"gather"` moves no fewer bytes than `"dedup"`, and
+saves the host's wait for the row counts.
+
 Letters: E experts, K slots of a token, W ranks, R racks, N nodes of a rack, L ranks of a node.
 """
 
@@ -29,6 +32,42 @@ _CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (
 )  # a GPU needs 264 us for launches alone
 _REPEATS = 5
 DEFAULT_TOKENS = 4096  # per rank, if the plan does not set them
+EXCHANGES_PER_LAYER = 4  # dispatch and combine, forward and backward
+_MIN_GAINS = {"rbd": 0.15, "halo": 0.15, "gather": 0.1}
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCost:
+    """The host's seconds for a layer's forward and backward.
+
+    Attributes:
+        launches: to run the operations of the layer.
+        waits: for the copy of the row counts. The device has no work meanwhile, nor until the host launches more.
+        agreement: to agree with the hosts of other ranks on the number of tokens.
+    """
+
+    launches: float
+    waits: float = 0.0
+    agreement: float = 0.0
+
+    def seconds(self, max_tokens: int | None = None) -> float:
+        """With `max_tokens`, the hosts need not agree."""
+        return self.launches + self.waits + self.agreement * (max_tokens is None)
+
+
+# Measured on hosts of two H200s, eager, with layers whose kernels take less than half of the step (qwen3_30b, olmoe).
+# A layer on one GPU takes the host 1.9 to 3.4 ms. To change a figure, run `python -m moefx bench ep` on two GPUs.
+#   launches: forward and backward with 256 tokens; 5.7 to 7 ms with "dedup" (benchmarks/NOTES.md). Steps of "rbd" and
+#   "halo" over links of one kind took 2.4 and 3.7 ms more (ep_mirror_h200.jsonl, qwen3_30b).
+#   waits: the steps of "dedup" (7.26, 11.0 and 11.6 ms in ep_h200x2.jsonl and ep_gather_h200x2.jsonl), less launches.
+#   agreement: the steps of "gather" (8.82 and 9.72 ms), less those with max_tokens (8.00 and 8.26 ms).
+HOST_COSTS = {
+    "flat": HostCost(launches=6.4e-3, waits=3.6e-3),
+    "dedup": HostCost(launches=6.4e-3, waits=3.6e-3),
+    "rbd": HostCost(launches=8.8e-3, waits=3.6e-3),
+    "halo": HostCost(launches=10.1e-3, waits=3.6e-3),
+    "gather": HostCost(launches=7.0e-3, agreement=1.1e-3),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +153,9 @@ def compute_expected_parts(num_experts: int, top_k: int, parts: int) -> float:
 
 
 def predict_seconds(
-    links: Links, sizes: Sequence[int], num_experts: int, top_k: int, row_bytes: float, tokens: int = DEFAULT_TOKENS
-) -> dict[str, float]:
+    links: Links, sizes: Sequence[int], num_experts: int, top_k: int, row_bytes: float, tokens: int = DEFAULT_TOKENS,
+    gathered_bytes: float | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Predict the seconds of one exchange of a rank's tokens, for each dispatch.
 
     With one level, omits dispatches of several hops. With HALO, rows that stay in the node travel during the hops
@@ -125,6 +165,8 @@ def predict_seconds(
         sizes: units within a unit, coarse to fine: (R, N, L) or (N, L), as in `Topology`.
         row_bytes: bytes of a token and of the values that travel with it.
         tokens: tokens per rank.
+        gathered_bytes: bytes that a rank sends to each other rank with `"gather"`, see `count_gathered_bytes`. None
+            omits `"gather"`.
     """
     each, ranks = tokens * row_bytes, math.prod(sizes)
     above = list(itertools.accumulate(sizes[:-1], operator.mul, initial=1))  # number of units above each level
@@ -142,6 +184,8 @@ def predict_seconds(
         return links.whole.latency + at_last + handled(rows)
 
     seconds = {"flat": at_once(top_k), "dedup": at_once(of_ranks)}
+    if gathered_bytes is not None:
+        seconds["gather"] = at_once(ranks * gathered_bytes / each)
     if len(sizes) == 1:
         return seconds
     sent = zip(levels, of_hops, strict=True)
@@ -153,12 +197,42 @@ def predict_seconds(
     return {**seconds, "rbd": sum(hops) + last + handled(sum(of_hops)), "halo": halo + handled(beside)}
 
 
+def count_gathered_bytes(token_bytes: float, top_k: int, tokens: int) -> float:
+    """Bytes that a rank sends to each other rank in an exchange of `"gather"`: the mean of the layer's four exchanges.
+
+    An all-gather brings each token, and for each slot a routing weight and a destination of four bytes each. A
+    reduce-scatter returns the token's sum. The backward gathers the sums' gradients, and scatters those of tokens and
+    weights. Every other rank gets all tokens: W*T rows, of which its experts need
+    `compute_expected_parts(E, K, W) / W`.
+
+    Args:
+        token_bytes: bytes of a token's values.
+        tokens: tokens of each rank, padding included.
+    """
+    slot_bytes = (4 + 4) + 4  # weight and destination, weight's gradient
+    return tokens * (token_bytes + slot_bytes * top_k / EXCHANGES_PER_LAYER)
+
+
 def choose_fastest(seconds: dict[str, float]) -> str:
     """Return the fastest dispatch. Within 2 %, prefers the first, which is the simplest.
 
     Dispatches of several hops must gain 15 %: with one expert per token, a predicted gain of 11 % was a measured loss
-    of 6 % (benchmarks/NOTES.md).
+    of 6 % (benchmarks/NOTES.md). `"gather"` must gain 10 %: its buffers have room for the tokens of all ranks.
     """
-    weighted = {way: s / (0.85 if way in ("rbd", "halo") else 1.0) for way, s in seconds.items()}
+    weighted = {way: s / (1 - _MIN_GAINS.get(way, 0.0)) for way, s in seconds.items()}
     least = min(weighted.values())
     return next(way for way, s in weighted.items() if s <= 1.02 * least)
+
+
+def choose_dispatch(seconds: dict[str, float], max_tokens: int | None = None) -> str:
+    """Return the dispatch with the fastest layer, by exchanges and the host's time.
+
+    Exchanges alone decide between `"flat"` and `"dedup"`, which take the host as long.
+
+    Args:
+        seconds: of one exchange, by dispatch; see `predict_seconds`.
+        max_tokens: as in `Plan`.
+    """
+    single = choose_fastest({way: s for way, s in seconds.items() if way in ("flat", "dedup")})
+    layer = {way: EXCHANGES_PER_LAYER * s + HOST_COSTS[way].seconds(max_tokens) for way, s in seconds.items()}
+    return choose_fastest({way: s for way, s in layer.items() if way == single or way not in ("flat", "dedup")})

@@ -194,19 +194,17 @@ class ExpertAxis:
         return group.group_name
 
     @functools.cached_property
-    def links(self) -> Links | None:
-        """The measured links; None if there is only one level, because no choice depends on them. Collective."""
-        if len(self.topology.sizes) == 1:
-            return None
+    def links(self) -> Links:
+        """The measured links. Collective."""
         device = torch.device(self.mesh.device_type)
-        found = [
-            measure_link(level, device) for level in (TopologyLevel(self.name, self.size, self.group), *self.levels)
-        ]
+        whole_axis = TopologyLevel(self.name, self.size, self.group)
+        several = self.levels if len(self.topology.sizes) > 1 else ()
+        found = [measure_link(level, device) for level in (whole_axis, *several)]
         numbers = [[link.latency, link.per_byte] for link in found] + [[measure_handling(self.group, device), 0.0]]
         slowest = torch.tensor(numbers, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=get_group(self.group))  # all ranks decide alike
         whole, *levels, (handling, _) = slowest.tolist()
-        return Links(Link(*whole), tuple(Link(*level) for level in levels), handling)
+        return Links(Link(*whole), tuple(Link(*level) for level in levels or [whole]), handling)
 
     @functools.cached_property
     def levels(self) -> tuple[TopologyLevel, ...]:

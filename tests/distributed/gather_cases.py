@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 from collections import Counter
 from unittest import mock
 
@@ -14,14 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import moefx
+import moefx.distribution.dispatch_choice
 import moefx.ir.ops.token_gather
+import moefx.runtime.topology
 from moefx.errors import ExpertsOverwritten, InvalidInput
+from moefx.runtime.link_costs import EXCHANGES_PER_LAYER, Link, count_gathered_bytes
 
 from ..passes.blocks import D, Dropping
 from .launch import sampled
 from .models import BLOCKS, Model, check, compiled_beside, is_of_experts
 from .sequence_cases import PLAN as SHARED_TOKENS
 from .sequence_cases import gradients_are_right, mesh_with_tokens_replicated, same_tokens
+from .volume_cases import Block as Wide
 
 GATHER = moefx.Plan(dispatch="gather", validation="symbolic")
 LIMITED = GATHER.replace(max_tokens=13)
@@ -90,6 +95,77 @@ def case_collectives_and_copies() -> None:
         with counted() as found:
             out.sum().backward()
             assert found == {"gather": 2, "scatter": 4}, found
+
+
+def case_bytes_are_those_of_the_formula() -> None:
+    """Bytes that leave a rank in a layer's forward and backward."""
+    mesh, tokens, top_k = one_axis(), 6, 4  # columns of 4 * 4 bytes begin at multiples of 16
+    compiled = compiled_beside(Wide(D, 8, top_k), mesh, GATHER.replace(max_tokens=tokens))
+    left = 0
+
+    def tell(function, is_whole):
+        def run(rows, size, group):
+            nonlocal left
+            left += rows.numel() * rows.element_size() * (size - 1) // (size if is_whole else 1)
+            return function(rows, size, group)
+
+        return run
+
+    gather = moefx.ir.ops.token_gather
+    with (
+        mock.patch.object(gather, "start_gather", tell(gather.start_gather, False)),
+        mock.patch.object(gather, "start_scatter", tell(gather.start_scatter, True)),
+    ):
+        compiled(torch.randn(tokens, D, requires_grad=True)).sum().backward()
+    wanted = EXCHANGES_PER_LAYER * (dist.get_world_size() - 1) * count_gathered_bytes(4.0 * D, top_k, tokens)
+    assert left == wanted, (left, wanted)
+
+
+@contextlib.contextmanager
+def device_beside_the_host(per_byte: float = 1e-12):
+    """Ranks as on devices that work beside their hosts, with links of this speed."""
+    topology, choice = moefx.runtime.topology, moefx.distribution.dispatch_choice
+    with (
+        mock.patch.object(choice, "_runs_ahead", lambda axis: True),
+        mock.patch.object(topology, "measure_link", lambda *_: Link(1e-5, per_byte)),
+        mock.patch.object(topology, "measure_handling", lambda *_: 0.0),
+    ):
+        yield
+
+
+def explain_experts(plan: moefx.Plan) -> str:
+    """What `explain` says of the experts, the same on all ranks."""
+    compiled = compiled_beside(Model("gated", layers=1), one_axis(), plan)
+    (line,) = (line for line in str(moefx.explain(compiled)).splitlines() if "experts over" in line)
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, line)
+    assert len(set(said)) == 1, said
+    return line
+
+
+def case_auto() -> None:
+    """Gathers if the host's time decides, over one level, and says why."""
+    auto = moefx.Plan(node_size=dist.get_world_size(), validation="symbolic")
+    figures = r"flat \d+\.\d+ \+ 10\.00 ms, dedup \d+\.\d+ \+ 10\.00 ms, gather \d+\.\d+ \+ "
+    with device_beside_the_host():
+        check(Model("gated", layers=1).double(), one_axis(), auto)
+        line = explain_experts(auto)
+        assert "every rank gathers the tokens of all ranks, the hosts agree" in line, line
+        assert re.search(figures + r"8\.10 ms;", line) and "a CUDA graph needs Plan(dispatch='gather'" in line, line
+        line = explain_experts(auto.replace(max_tokens=64))
+        assert "at most 64 tokens a rank" in line and "a CUDA graph can hold it" in line, line
+        assert re.search(figures + r"7\.00 ms;", line), line
+        for fields in (dict(chunks=2), dict(max_tokens=64, tokens=65)):
+            assert "one level, and 'dedup'" in explain_experts(auto.replace(**fields))
+        assert "gather" not in explain_experts(auto.replace(node_size=2)).partition("; a CUDA graph")[0]
+        with mock.patch.object(moefx.distribution.dispatch_choice, "_has_reduce_scatter", lambda axis: False):
+            assert "one level, and 'dedup'" in explain_experts(auto)
+        with mock.patch.object(dist, "is_gloo_available", lambda: False):
+            assert "one level, and 'dedup'" in explain_experts(auto)
+            assert "every rank gathers" in explain_experts(auto.replace(max_tokens=64))
+    with device_beside_the_host(per_byte=1e-7):
+        line = explain_experts(auto)
+        assert "its experts, one exchange (auto" in line and re.search(figures, line), line
 
 
 def case_too_many_tokens() -> None:

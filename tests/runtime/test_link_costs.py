@@ -9,7 +9,17 @@ import pytest
 pytest.importorskip("torch.distributed")
 
 from moefx.errors import InvalidPlan
-from moefx.runtime.link_costs import Link, Links, choose_fastest, compute_expected_parts, predict_seconds
+from moefx.runtime.link_costs import (
+    EXCHANGES_PER_LAYER,
+    HOST_COSTS,
+    Link,
+    Links,
+    choose_dispatch,
+    choose_fastest,
+    compute_expected_parts,
+    count_gathered_bytes,
+    predict_seconds,
+)
 from moefx.runtime.topology import Topology, resolve_node_size
 
 
@@ -30,6 +40,96 @@ def picked(*per_byte: float, sizes: tuple[int, ...] = (4, 8), latency: float = 0
 )
 def test_choose_fastest_agrees_with_measurements(seconds, way):
     assert choose_fastest(seconds) == way
+
+
+# H200s of one host. Two: platform_h200.jsonl. Four: fitted to all-to-alls, as `bench ep --mirror 4` emulates them.
+NVLINK = {2: Links(Link(50e-6, 1 / 280e9), (Link(50e-6, 1 / 280e9),), 0.15e-12)}
+NVLINK[4] = NVLINK[8] = NVLINK[64] = Links(Link(31e-6, 1 / 322e9), (Link(31e-6, 1 / 322e9),), 0.15e-12)
+WIDTH_EXPERTS_CHOICES = {
+    "qwen3_30b": (2048, 128, 8), "dsv3_e64": (7168, 64, 8), "olmoe": (2048, 64, 8), "gptoss20b": (2880, 32, 4),
+    "switch": (4096, 64, 1),
+}  # fmt: skip
+
+
+def exchange_seconds(shape: str, ranks: int = 2, max_tokens: int | None = None) -> dict[str, float]:
+    """With 8192 tokens a rank in bfloat16."""
+    width, experts, top_k = WIDTH_EXPERTS_CHOICES[shape]
+    gathered = count_gathered_bytes(2.0 * width, top_k, max_tokens or 8192)
+    row_bytes = 2.0 * width + 6 * top_k
+    return predict_seconds(NVLINK[ranks], (ranks,), experts, top_k, row_bytes, 8192, gathered_bytes=gathered)
+
+
+LAYERS_OF_TWO_GPUS = [  # shape, max_tokens, ms of a layer's forward and backward, eager
+    # ep_gather_h200x2.jsonl
+    ("qwen3_30b", None, {"dedup": 11.01, "gather": 8.82}),
+    ("qwen3_30b", 8192, {"dedup": 11.01, "gather": 8.00}),
+    ("dsv3_e64", None, {"dedup": 38.47, "gather": 34.07}),
+    ("dsv3_e64", 8192, {"dedup": 38.47, "gather": 33.50}),
+    ("olmoe", None, {"dedup": 11.64, "gather": 9.72}),
+    ("olmoe", 8192, {"dedup": 11.64, "gather": 8.26}),
+    ("gptoss20b", None, {"dedup": 12.60, "gather": 11.10}),
+    ("gptoss20b", 8192, {"dedup": 12.60, "gather": 10.52}),
+    # ep_h200x2.jsonl
+    ("qwen3_30b", None, {"flat": 10.03, "dedup": 7.26}),
+    ("dsv3_e64", None, {"flat": 39.37, "dedup": 33.78}),
+]
+
+
+@pytest.mark.parametrize(("shape", "max_tokens", "measured"), LAYERS_OF_TWO_GPUS)
+def test_the_chosen_dispatch_was_within_5_percent_of_the_fastest(shape, max_tokens, measured):
+    predicted = exchange_seconds(shape, max_tokens=max_tokens)
+    assert measured[choose_dispatch({way: predicted[way] for way in measured}, max_tokens)] <= 1.05 * min(
+        measured.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured"),  # ep_mirror_h200.jsonl: 2 x 2 ranks whose links are alike
+    [
+        ("qwen3_30b", {"flat": 6.86, "dedup": 5.85, "rbd": 8.21, "halo": 9.58}),
+        ("dsv3_e64", {"flat": 38.75, "dedup": 34.57, "rbd": 36.84, "halo": 36.63}),
+    ],
+)
+def test_the_chosen_dispatch_of_four_ranks_was_within_5_percent_of_the_fastest(shape, measured):
+    (width, experts, top_k), link = WIDTH_EXPERTS_CHOICES[shape], NVLINK[4].whole
+    predicted = predict_seconds(Links(link, (link, link)), (2, 2), experts, top_k, 2.0 * width + 6 * top_k, 8192)
+    assert measured[choose_dispatch(predicted)] <= 1.05 * min(measured.values())
+
+
+@pytest.mark.parametrize("shape", ["qwen3_30b", "olmoe"])  # their kernels take less than half of the step
+def test_seconds_of_layers_that_wait_for_the_host(shape):
+    """ "dedup" took 7.26 ms on another host."""
+    for _, max_tokens, measured in (row for row in LAYERS_OF_TWO_GPUS if row[0] == shape and "gather" in row[2]):
+        predicted = exchange_seconds(shape, max_tokens=max_tokens)
+        layer = {way: EXCHANGES_PER_LAYER * predicted[way] + HOST_COSTS[way].seconds(max_tokens) for way in measured}
+        assert {way: 1e3 * s for way, s in layer.items()} == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "max_tokens", "way"),
+    [
+        ("qwen3_30b", 4, None, "gather"),  # 4 rows instead of 3.6
+        ("qwen3_30b", 8, None, "dedup"),  # 8 instead of 5.3: what the host saves is less than 10 % of the layer
+        ("qwen3_30b", 8, 8192, "gather"),
+        ("qwen3_30b", 64, 8192, "dedup"),  # 64 instead of 7.8
+        ("dsv3_e64", 8, 8192, "dedup"),  # wide rows
+        ("switch", 2, None, "gather"),
+        ("switch", 8, 8192, "flat"),  # 8 rows instead of 1
+        ("switch", 4, 4 * 8192, "flat"),  # 4 times the rank's tokens, in padding
+    ],
+)
+def test_gather_is_chosen_for_few_ranks(shape, ranks, max_tokens, way):
+    assert choose_dispatch(exchange_seconds(shape, ranks, max_tokens), max_tokens) == way
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 1.99), (4, 3.6), (8, 5.3), (64, 7.8)])
+def test_gather_sends_no_fewer_bytes_than_dedup(ranks, rows):
+    assert compute_expected_parts(128, 8, ranks) == pytest.approx(rows, abs=0.06)
+    link = Links(Link(0.0, 1.0), (Link(0.0, 1.0),))
+    gathered = count_gathered_bytes(4096.0, 8, tokens=1)
+    seconds = predict_seconds(link, (ranks,), 128, 8, gathered, tokens=1, gathered_bytes=gathered)
+    assert seconds["gather"] == pytest.approx((ranks - 1) * (4096 + (8 * 8 + 4 * 8) / 4))
+    assert seconds["gather"] / seconds["dedup"] == pytest.approx(ranks / compute_expected_parts(128, 8, ranks))
 
 
 def test_expected_parts():

@@ -1,0 +1,112 @@
+"""Choose the way in which rows travel to their experts: as planned, or the fastest one as measured.
+
+`Plan(dispatch="auto")` compares dispatches by the links between ranks and the host's time, for uniform routing
+(`runtime.link_costs`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.distributed as dist
+
+from .._plan import Plan
+from ..compiler.pipeline import BlockRewrite
+from ..errors import InvalidPlan
+from ..ir.expert_placement import ExchangeRoutes
+from ..ir.ops.uneven_all_to_all import get_group
+from ..passes.exchange.routed_region import RoutedRegion
+from ..runtime.link_costs import (
+    DEFAULT_TOKENS,
+    EXCHANGES_PER_LAYER,
+    HOST_COSTS,
+    choose_dispatch,
+    count_gathered_bytes,
+    predict_seconds,
+)
+from ..runtime.topology import ExpertAxis
+
+
+def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[ExchangeRoutes, str]:
+    """Choose the way in which rows travel. Returns it with the reason. Collective if the plan says "auto".
+
+    Raises:
+        InvalidPlan: "gather" is planned, and the process group cannot run it.
+    """
+    dispatch, why = plan.dispatch, "as planned"
+    if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
+        why = f"{dispatch!r} as planned, over one node; set Plan(node_size=...) if there are several"
+    if dispatch == "auto":
+        dispatch, why = _choose_dispatch(axis, plan, result)
+    if dispatch == "gather":
+        if not _has_reduce_scatter(axis):
+            raise InvalidPlan(
+                f"Plan(dispatch='gather') on {axis.mesh.device_type}: gloo has no reduce-scatter there. Use NCCL, or "
+                "Plan(dispatch='dedup')"
+            )
+        way = axis.build_routes(by_level=False, dedup=True)
+        host_group = "" if plan.max_tokens else axis.host_group
+        return dataclasses.replace(way, gathers=True, max_tokens=plan.max_tokens, host_group=host_group), why
+    if dispatch in ("rbd", "halo"):
+        halo = dispatch == "halo"
+        return axis.build_routes(by_level=True, dedup=not halo or plan.pilots, splits_intra_node=halo), why
+    return axis.build_routes(by_level=False, dedup=dispatch != "flat"), why
+
+
+def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[str, str]:
+    """Choose the fastest dispatch, for uniform routing. Returns it with the reason. All ranks choose the same."""
+    may_gather, match = is_gather_open(axis, plan), result.match
+    if len(axis.topology.sizes) == 1 and not may_gather:
+        return "dedup", "auto: one level, and 'dedup' sends the fewest rows"
+    tokens = _count_planned_tokens(axis, plan) or DEFAULT_TOKENS
+    values, slots = _token_bytes(result), match.slots
+    gathered = count_gathered_bytes(values, slots, plan.max_tokens or tokens) if may_gather else None
+    row_bytes = values + 6.0 * slots  # a weight and an expert for each slot
+    seconds = predict_seconds(
+        axis.links, axis.topology.sizes, match.num_experts, slots, row_bytes, tokens, gathered_bytes=gathered
+    )
+    chosen = choose_dispatch(seconds, plan.max_tokens)
+    shown = ", ".join(
+        f"{way} {1e3 * EXCHANGES_PER_LAYER * s:.2f} + {1e3 * HOST_COSTS[way].seconds(plan.max_tokens):.2f} ms"
+        for way, s in seconds.items()
+    )
+    why = f"auto: predicted for {tokens} tokens a rank {shown}; exchanges + host of a layer's forward and backward"
+    if _runs_ahead(axis):
+        can_capture = chosen == "gather" and plan.max_tokens
+        why += "; a CUDA graph " + ("can hold it" if can_capture else "needs Plan(dispatch='gather', max_tokens=...)")
+    return chosen, why
+
+
+def is_gather_open(axis: ExpertAxis, plan: Plan) -> bool:
+    """Whether "auto" may choose "gather": several ranks at one level, whose hosts run ahead of their devices.
+
+    On the CPU the host computes too, so it waits for no device, and "gather" only moves more rows.
+    """
+    if len(axis.topology.sizes) > 1 or axis.size == 1 or plan.chunks > 1:
+        return False
+    if plan.max_tokens is None:
+        can_run = dist.is_gloo_available()  # hosts agree over gloo
+    else:
+        can_run = _count_planned_tokens(axis, plan) <= plan.max_tokens
+    return can_run and _runs_ahead(axis) and _has_reduce_scatter(axis)
+
+
+def _count_planned_tokens(axis: ExpertAxis, plan: Plan) -> int:
+    """Number of tokens that a rank sends, 0 if the plan does not say. One of the ranks that share a token sends it."""
+    parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1
+    return -(-(plan.tokens or 0) // parts)
+
+
+def _runs_ahead(axis: ExpertAxis) -> bool:
+    return axis.mesh.device_type != "cpu"
+
+
+def _has_reduce_scatter(axis: ExpertAxis) -> bool:
+    return axis.mesh.device_type == "cpu" or dist.get_backend(get_group(axis.group)) != "gloo"
+
+
+def _token_bytes(result: BlockRewrite) -> float:
+    """Bytes of a token's values in an exchange."""
+    gathers = RoutedRegion.of(result.graph).gathers
+    values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
+    return float(sum(int(v.shape[-1]) * v.element_size() for v in values[:1] if v is not None))
