@@ -48,9 +48,9 @@ def closed(case: Case, here: Platform, way: str, width: int) -> float:
     sizes, networks = here.levels(case.nodes * case.ranks)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
     level = level_values(sizes, links, combine_links(sizes, links), here.handling)
-    return build_exchange_sheet(len(sizes))(E=case.experts, k=case.top_k, t=case.tokens, w=width, w1=width, **level)[
-        f"T_{way}"
-    ]
+    return build_exchange_sheet(len(sizes))(
+        E=case.experts, k=case.top_k, t=case.tokens, w=width, w1=width, w_all=width, **level
+    )[f"T_{way}"]
 
 
 def of_rows(here: Platform, traffic: dict, width: int) -> float:

@@ -6,7 +6,7 @@ Times and memory come from the planner's sheets.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def decide(facts_by_rank: Mapping[int, Facts | str], own: int, mesh: Any = None,
     first = next((t for t in mine if t.use == use), None)
     shown = (first, *(t for t in mine if t is not first)) if first else ()
     warning = _shortage_warning(first, own_stage) if first and first.lacking > 0 else ""
-    return Decision(_build_plan(use, first, own_stage), own_stage, shown, warning)
+    return Decision(_build_plan(use, shown, own_stage), own_stage, shown, warning)
 
 
 def _check_agreement(facts_by_rank: Mapping[int, Facts | str]) -> dict[int, Facts]:
@@ -198,7 +198,8 @@ def _slowest_stage_rank(use: AxisUse, tried: Mapping[int, list[Candidate]]) -> t
     return max((min(t.rank for t in each if t.use == use) for each in tried.values()), default=(0.0,))
 
 
-def _build_plan(use: AxisUse, first: Candidate | None, facts: Facts) -> Plan:
+def _build_plan(use: AxisUse, tried: Sequence[Candidate], facts: Facts) -> Plan:
+    first = next(iter(tried), None)
     axes: Any = use.expert_axis if len(use.expert_axis) > 1 else next(iter(use.expert_axis), None)
     # These fields told the planner what to assume; they have no effect now.
     changes: dict[str, Any] = dict(tokens=facts.sequences * facts.tokens, memory=None, zero=None)
@@ -206,7 +207,23 @@ def _build_plan(use: AxisUse, first: Candidate | None, facts: Facts) -> Plan:
         changes |= dict(checkpoint=first.entry.layout.kept if first else "h")
     if facts.asked.expert_axis == "auto":
         changes |= dict(expert_axis=axes, sequence_axis=use.sequence_axis)
+    if facts.asked.dispatch == "auto" and first and use.ep > 1 and not _has_room_to_gather(first, facts):
+        changes |= dict(dispatch=first.entry.layout.way)
     return facts.asked.replace(**changes)
+
+
+def _has_room_to_gather(chosen: Candidate, facts: Facts) -> bool:
+    """Whether the chosen candidate would also fit with "gather", which `compile` may choose by what it measures.
+
+    True over several levels, where `compile` does not choose it.
+    """
+    assert isinstance(facts.model, Architecture)
+    layout, platform = chosen.entry.layout, facts.here.platform
+    if len(platform.levels(layout.ep, 1 if chosen.entry.experts_first else layout.expert_replicas)[0]) > 1:
+        return True
+    return (
+        evaluate_memory(facts.model, dataclasses.replace(layout, way="gather"), platform)["M_gpu"] <= platform.capacity
+    )
 
 
 def _shortage_warning(least: Candidate, facts: Facts) -> str:

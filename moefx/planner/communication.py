@@ -14,7 +14,7 @@ import sympy
 
 from .sheet import Formula, Sheet, distinct, quantities, quantity
 
-E, k, t, w, w1, gamma = quantities("E k t w w1 gamma")
+E, k, t, w, w1, w_all, gamma = quantities("E k t w w1 w_all gamma")
 alpha0, beta0 = quantities("alpha0 beta0")
 d, b, s, G, TP, DP, R, n_attn = quantities("d b s G TP DP R n_attn")
 P_dense, P_experts = quantities("P_dense P_experts")
@@ -57,6 +57,7 @@ def build_exchange_sheet(levels: int) -> Sheet:
     at_once("flat", k, w1, "one row for each slot")
     of_ranks = formula("D", distinct(E, k, ranks), "1", "ranks that a token's experts are on; X-MoE figure 4")
     at_once("dedup", of_ranks, w, "one row for each rank")
+    at_once("all_gather", ranks, w_all, "one row for every rank")
     if levels > 1:
         seconds, hop_rows = [], []
         for i, (size, within) in enumerate(zip(sizes, above, strict=True)):
@@ -114,6 +115,11 @@ VOLUMES = Sheet(
         ),
     ]
 )
+
+
+def exchange_symbol(way: str) -> str:
+    """Return the name of an exchange's seconds, in one direction, by way of rows."""
+    return "T_all_gather" if way == "gather" else f"T_{way}"  # T_gather is that of SSMB
 
 
 def row_bytes(width: int, choices: int, places: int, is_weighted: bool = True) -> tuple[int, int, int, int]:

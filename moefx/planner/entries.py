@@ -111,6 +111,8 @@ class Entry:
         spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens, layout=counted)
         if x.ep > 1:
             spread |= dict(expert_axis="ep", dispatch=x.way, topology_levels=self.units)
+            if x.way == "gather":
+                spread |= dict(max_tokens=-(-x.sequences * x.tokens // (x.tp if x.ssmb else 1)))
             if x.ssmb:
                 spread |= dict(expert_axis=("ep", "tp") if "ep" in names else "tp", sequence_axis="tp")
             if x.ssmb or x.tp == 1:  # otherwise "tp" ranks lie between "ep" ranks in both placements

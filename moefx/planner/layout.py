@@ -10,7 +10,7 @@ from ..errors import InvalidPlan
 from .architecture import Architecture, check_whole_numbers
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
-PlannedDispatch = Literal["flat", "dedup", "rbd", "halo"]  # those of `Plan.dispatch` with a formula
+PlannedDispatch = Literal["flat", "dedup", "rbd", "halo", "gather"]  # those of `Plan.dispatch` with a formula
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,14 +172,15 @@ class Layout:
             raise InvalidPlan(f"ep={self.ep} does not divide the {model.num_experts} experts of {model.name}")
         if self.pp > model.num_layers:
             raise InvalidPlan(f"pp={self.pp} stages, but {model.name} has {model.num_layers} layers")
-        kept = CHECKPOINT_POLICIES[self.kept]
+        kept, gathers = CHECKPOINT_POLICIES[self.kept], self.way == "gather"
         return _model_values(model) | self.spread(self.zero) | {
             "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
             "b": self.sequences, "s": self.tokens, "m": self.in_flight(stage),
             "n_emb": 1 if self.pp > 1 or model.is_tied else 2,
             "n_logits": int(stage == self.pp - 1 and model.vocab_size > 0),
-            "n_rows": kept.rows, "n_h": kept.num_hidden(model.matrices), "n_y": kept.outputs, "c": kept.capacity,
-            "w_mask": kept.mask_bytes, "n_flat": int(self.way == "flat" and self.ep > 1),
+            "n_rows": kept.rows, "n_h": kept.num_hidden(model.matrices), "n_y": kept.outputs,
+            "c": kept.capacity * (self.ep if gathers else 1), "w_mask": kept.mask_bytes,
+            "n_flat": int(self.way == "flat" and self.ep > 1), "n_all": int(gathers),
             "n_again": int(self.recompute),
         }  # fmt: skip
 

@@ -18,8 +18,8 @@ F_shared, F_dense, N_attn, N_expert, N_rest, N_ffn, N_other = quantities(
 )
 w_attn, w_latent, n_attn, PP, TP, EP, G = quantities("w_attn w_latent n_attn PP TP EP G")
 b, s, m, c, w_mask = quantities("b s m c w_mask")
-n_rows, n_h, n_y, n_dup, n_flat, n_emb, n_logits, n_again = quantities(
-    "n_rows n_h n_y n_dup n_flat n_emb n_logits n_again"
+n_rows, n_h, n_y, n_dup, n_flat, n_all, n_emb, n_logits, n_again = quantities(
+    "n_rows n_h n_y n_dup n_flat n_all n_emb n_logits n_again"
 )
 z_p, z_g, z_o, y_p, y_g, y_o, M_fw = quantities("z_p z_g z_o y_p y_g y_o M_fw")
 layers, moe_layers, P_dense, P_experts = quantities("l l_moe P_dense P_experts")
@@ -53,11 +53,14 @@ STATES = Sheet(
 BLOCK = Sheet(
     [
         Formula("A_router", 4 * b * s * E / G, "B", "the router's probabilities, float32"),
-        Formula("A_meta", 12 * k * b * s / G + 4 * (E / EP + 1), "B", "ERI arrays; X-MoE section 4.1.1"),
+        Formula(
+            "A_meta", 12 * k * b * s * (n_all * EP + 1 - n_all) / G + 4 * (E / EP + 1), "B",
+            "ERI arrays; X-MoE section 4.1.1",
+        ),
         Formula("A_mask", w_mask * c * k * (b * s / G) ** 2, "B", "masks [S, E, C], C = c*k*S/E; X-MoE section 3.1"),
         Formula(
-            "n_dup", n_flat * k + (1 - n_flat) * distinct(E, k, EP), "1",
-            "how often a token arrives: for each slot, or once at each rank that has some of its experts",
+            "n_dup", n_flat * k + n_all * EP + (1 - n_flat - n_all) * distinct(E, k, EP), "1",
+            "how often a token arrives: for each slot, at every rank, or at each rank that has some of its experts",
         ),
         Formula(
             "A_dispatch", 2 * b * s * d * (n_rows * c * k + (1 - n_rows) * n_dup) / G, "B",

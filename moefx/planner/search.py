@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import InvalidPlan
-from ..runtime.link_costs import choose_fastest
+from ..runtime.link_costs import choose_dispatch
 from ..util.unit_text import amount
 from .architecture import Architecture, check_whole_numbers
 from .entries import TERMS, Entry, Rejected, SearchRequest
@@ -226,9 +226,14 @@ def choose_way(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool, wanted: str = "auto"
 ) -> Any:
     """Choose how rows travel: as wanted if the topology allows it, otherwise the fastest way, as under
-    `Plan(dispatch="auto")`."""
+    `Plan(dispatch="auto")`.
+
+    "gather" must be wanted: it moves no fewer bytes than "dedup", and the seconds of a step do not include the host.
+    """
     seconds = estimate_ways(model, layout, platform, experts_first) if layout.ep > 1 else {"flat": 0.0}
-    return wanted if wanted in seconds else choose_fastest(seconds)
+    if wanted in seconds:
+        return wanted
+    return choose_dispatch({way: s for way, s in seconds.items() if way != "gather"})
 
 
 def _find_fitting_zero(

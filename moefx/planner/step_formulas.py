@@ -11,7 +11,7 @@ import sympy
 
 from ..errors import InvalidPlan
 from .architecture import Architecture
-from .communication import VOLUMES, build_exchange_sheet, combine_links, level_values, row_bytes
+from .communication import VOLUMES, build_exchange_sheet, combine_links, exchange_symbol, level_values, row_bytes
 from .compute import FORWARD
 from .layout import CHECKPOINT_POLICIES, Layout, PlannedDispatch
 from .memory_formulas import ACTIVATIONS, STATES, TOTAL
@@ -211,12 +211,13 @@ def _list_longest_stages(model: Architecture, pp: int) -> list[tuple[int, int, i
 def row_widths(model: Architecture, layout: Layout) -> dict[str, float]:
     """Bytes of a row, averaged over dispatch, combine and their backwards.
 
-    "w" is a row with all slots of its token, "w1" one with a single slot.
+    "w" is a row with all slots of its token, "w1" one with a single slot, "w_all" one of "gather", whose destinations
+    are numbers of all experts.
     """
-    places, is_weighted = model.num_experts // layout.ep, model.top_k > 1
+    on_rank, is_weighted, anywhere = model.num_experts // layout.ep, model.top_k > 1, 2**31
     return {
         name: sum(row_bytes(model.hidden_size, choices, places, is_weighted)) / 4
-        for name, choices in (("w", model.top_k), ("w1", 1))
+        for name, choices, places in (("w", model.top_k, on_rank), ("w1", 1, on_rank), ("w_all", model.top_k, anywhere))
     }
 
 
@@ -239,7 +240,11 @@ def estimate_ways(
     """Seconds of one exchange in one direction, for each possible way of rows."""
     sizes, _ = _expert_levels(layout, platform, experts_first)
     found = build_exchange_sheet(len(sizes))(**_shared_values(model, layout, platform, experts_first))
-    return {way: found[f"T_{way}"] for way in get_args(PlannedDispatch) if f"T_{way}" in found}
+    return {
+        dispatch: found[symbol]
+        for dispatch in get_args(PlannedDispatch)
+        if (symbol := exchange_symbol(dispatch)) in found
+    }
 
 
 def units_above(layout: Layout, platform: Platform, experts_first: bool = True) -> tuple[int, ...]:
@@ -269,7 +274,8 @@ def build_step_sheet(way: str, num_levels: int) -> Sheet:
         num_levels: levels of the expert axis.
     """
     zero = sympy.Integer(0)
-    rows, counts = (zero, zero) if way == "none" else (quantity(f"T_{way}"), quantity("alpha0"))
+    rows = zero if way == "none" else quantity(exchange_symbol(way))
+    counts = zero if way in ("none", "gather") else quantity("alpha0")
     chosen = [
         Formula("T_exchange", rows, "s", f"an exchange of rows, one direction: {way}"),
         Formula("T_counts", counts, "s", "an exchange of some bytes: how many rows will come"),

@@ -69,6 +69,7 @@ SYMBOLS: dict[str, tuple[str, str]] = {
     "n_y": ("1", "copies of the experts' outputs that are kept"),
     "n_kept": ("1", "layers whose activations are kept at once, over all micro-batches in flight"),
     "n_flat": ("1", "1 if a token travels once for each of its experts, else 0"),
+    "n_all": ("1", "1 if a token travels to every rank, else 0"),
     "c": ("1", "capacity factor: rows that buffers have room for, over those there are"),
     "w_mask": ("B", "bytes of an element of the masks [S, E, C], all of them together; 0 without masks"),
     "M_fw": ("B", "what the framework and its libraries take"),
@@ -96,6 +97,7 @@ SYMBOLS: dict[str, tuple[str, str]] = {
     # links
     "w": ("B", "bytes of a row with all choices of its token, mean of dispatch, combine and their backwards"),
     "w1": ("B", "bytes of a row with one choice of its token, mean of dispatch, combine and their backwards"),
+    "w_all": ("B", "bytes of a row that every rank gets, mean of dispatch, combine and their backwards"),
     "n#": ("1", "units of level # that a unit of the level above has; 1 is the coarsest, the last are ranks"),
     "alpha#": ("s", "latency of an exchange at level #"),
     "beta#": ("s/B", "time of a byte that leaves a rank at level #"),

@@ -175,6 +175,18 @@ def test_rows_travel_as_planned():
     assert flat.tried[0].entry.seconds > decide({0: told()}, 0, mesh_of(ep=8)).tried[0].entry.seconds
 
 
+def test_gather_is_left_open_if_it_fits():
+    """`compile` may choose "gather", whose buffers have room for the tokens of all ranks."""
+    asked, mesh = Plan(checkpoint="auto", zero=0, dispatch="gather"), mesh_of(ep=4)
+    (gather, _) = decide({0: told(asked)}, 0, mesh).tried
+    assert gather.entry.layout.way == "gather" and gather.entry.layout.kept == "h"
+    needed = gather.entry.memory["M_gpu"]
+    for memory, dispatch in ((needed, "auto"), (needed - 1, "dedup")):
+        found = decide({0: told(asked.replace(dispatch="auto"), memory=memory)}, 0, mesh)
+        assert found.tried[0].entry.layout.kept == "h" and found.plan.dispatch == dispatch
+        assert ("dispatch='dedup'" in str(found)) == (dispatch == "dedup")
+
+
 def test_experts_that_do_not_divide():
     with pytest.raises(InvalidPlan, match=r"64 experts do not divide: experts over dp \(3\)"):
         decide({0: told()}, 0, mesh_of(dp=3))

@@ -17,6 +17,7 @@ from moefx.planner.entries import SearchRequest
 from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, find_platform
 from moefx.planner.ranking import plan, search
+from moefx.planner.search import choose_way, estimate_entry
 from moefx.planner.step_formulas import build_step_sheet, collect_values, evaluate_memory, flop_per_token
 from moefx.util.unit_text import amount
 
@@ -367,3 +368,16 @@ def test_divisors():
 
     for number in (1, 2, 12, 36, 97, 1024):
         assert _divisors(number) == tuple(i for i in range(1, number + 1) if number % i == 0)
+
+
+def test_gather_is_estimated_if_it_is_named():
+    """Its rows reach every rank, nobody waits for counts, and the plan names the number of tokens."""
+    model, here = find_model("qwen3-30b-a3b"), find_platform("h200")
+    layout = Layout(tp=2, dp=4, ep=8, ssmb=True, tokens=4096)
+    assert choose_way(model, layout, here, True, "gather") == "gather"
+    assert choose_way(model, layout, here, True) == "dedup"
+    dedup, gather = (estimate_entry(model, dataclasses.replace(layout, way=way), here) for way in ("dedup", "gather"))
+    assert gather.step["T_counts"] == 0 and gather.step["T_exchange"] > dedup.step["T_exchange"]
+    assert gather.step["rows_all_gather_1"] == 7
+    plan = gather.plan()
+    assert (plan.dispatch, plan.max_tokens) == ("gather", 2048) and dedup.plan().max_tokens is None

@@ -21,7 +21,7 @@ SHEETS += [
     build_step_sheet(way, levels)
     for way in get_args(PlannedDispatch)
     for levels in (1, 2, 3)
-    if levels > 1 or way in ("flat", "dedup")
+    if levels > 1 or way in ("flat", "dedup", "gather")
 ]
 UNITS = {"1", "B", "s", "FLOP", "FLOP/s", "B/s", "s/B"}
 

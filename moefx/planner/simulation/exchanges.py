@@ -78,7 +78,7 @@ def draw_exchanges(
         return Exchanges(nothing + 1, nothing, platform.networks[:1], None, nothing[0], 1)
     sizes, networks = platform.levels(layout.ep, int(groups[0, 1] - groups[0, 0]))
     by_level = layout.way in ("rbd", "halo")
-    width = row_widths(model, layout)["w1" if layout.way == "flat" else "w"]
+    width = row_widths(model, layout)[{"flat": "w1", "gather": "w_all"}.get(layout.way, "w")]
     latencies = [n.latency for n in networks] if by_level else [max(n.latency for n in networks)]
     tokens = max(layout.sequences * layout.tokens // (layout.tp if layout.ssmb else 1), 1)
     number = max(min(_MOST, _MOST_TOKENS // (layout.ep * tokens)), 1)
@@ -101,7 +101,7 @@ def draw_exchanges(
         handling.append((moved.sum(1) + moved.sum(2)).sum(0).amax() * width * platform.handling / 2)
     used = networks if by_level else networks[:1]
     apart = torch.stack(beside) if beside else None
-    counts = max(n.latency for n in networks)
+    counts = 0.0 if layout.way == "gather" else max(n.latency for n in networks)
     return Exchanges(torch.stack(loads), torch.stack(hops), used, apart, torch.stack(handling), repeats, counts)
 
 

@@ -72,12 +72,14 @@ def count_traffic(
         sizes: units within a unit of the level above, coarse to fine; their product is W.
         way: "flat": a row for each slot. "dedup": a row for each rank. "rbd": a pilot for each unit, forwarded by the
             rank at the sender's position there (X-MoE section 4.2). "halo": as "rbd", with the rows that stay in the
-            node in an exchange beside (Piper section V).
+            node in an exchange beside (Piper section V). "gather": a row for every rank.
     """
     ranks = math.prod(sizes)
     to = choices // (num_experts // ranks)
     if way == "flat":
         return Traffic((_count_hop(to, sources, ranks, ranks, 1, None, again=True),))
+    if way == "gather":
+        return Traffic((torch.bincount(sources, minlength=ranks)[:, None].expand(ranks, ranks),))
     if way == "dedup":
         return Traffic((_count_hop(to, sources, ranks, ranks, 1),))
     behind = [ranks // units for units in itertools.accumulate(sizes, operator.mul, initial=1)]

@@ -36,6 +36,7 @@ OLMOE, QWEN, DEEPSEEK = alike("olmoe-1b-7b", 16), alike("qwen3-30b-a3b", 48), al
 CASES = [
     (OLMOE, Layout(dp=8, ep=8, way="flat", microbatches=4), H200, True),
     (OLMOE, Layout(dp=8, ep=8, sequences=2, microbatches=2), A100, True),
+    (OLMOE, Layout(dp=4, ep=4, way="gather", microbatches=2), H200, True),
     (OLMOE, Layout(dp=8), A100, True),
     (OLMOE, Layout(dp=16, ep=16, way="rbd", microbatches=2), DGX, True),
     (OLMOE, Layout(dp=16, ep=16, way="halo", zero=3), A100, True),
