@@ -55,13 +55,14 @@ class Plan:
             4.2); `"halo"`: as `"rbd"`, but rows that stay in the node do not wait for rows of other nodes (Piper
             section V); `"gather"`: an all-gather brings the tokens of all ranks to every rank, and a reduce-scatter
             returns their sums: the host reads nothing, and CUDA graphs can hold the exchange; `"auto"`: the fastest way
-            by the bandwidths within and between nodes, which `compile` measures.
+            by the bandwidths within and between nodes, which `compile` measures, and the host's time; `explain` shows
+            the figures. On CPUs it does not choose `"gather"`.
         pilots: False: `"halo"` sends a row for each slot, as in Piper, instead of one for each node and rank.
         chunks: the number of parts in which tokens travel. Experts compute on one part while others are on their way.
             It pays if exchanges take long and experts have many rows.
-        max_tokens: with `dispatch="gather"`, the most tokens of a rank in a call. Every call gathers as many, and a
-            call with more raises `InvalidInput`. None: the hosts agree on the largest number before each call, which
-            CUDA graphs cannot hold.
+        max_tokens: with `dispatch="gather"`, or if `"auto"` chooses it, the most tokens of a rank in a call. Every call
+            gathers as many, and a call with more raises `InvalidInput`. None: the hosts agree on the largest number
+            before each call, which CUDA graphs cannot hold.
         timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: the timeout of
             the mesh's process groups (see `torch.distributed.init_process_group`).
 
