@@ -44,6 +44,22 @@ def case_ways() -> None:
             assert used[op] == "triton", op_providers.counters()
 
 
+def case_auto() -> None:
+    """Compares "gather" over NCCL, and leaves it out over gloo, which cannot run it on GPUs."""
+    torch.manual_seed(0)
+    layer, mesh = Layer(SHAPE), one_axis()
+    example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
+    plan = moefx.Plan(node_size=dist.get_world_size(), validation="symbolic")
+    compiled = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan, example_inputs=example)
+    (note,) = moefx.explain(compiled).matched[0].notes
+    if dist.get_backend() == "nccl":
+        assert "dedup" in note and "gather" in note and "a CUDA graph needs Plan" in note, note
+    else:
+        assert "auto: one level, and 'dedup' sends the fewest rows" in note, note
+    x = torch.randn(SHAPE.T + dist.get_rank(), SHAPE.d, device="cuda").bfloat16()
+    moefx.verify(compiled, layer, (x,)).raise_if_failed()
+
+
 def case_micro_batches_in_flight() -> None:
     """Each has buffers of its own, and memory of those before: the device is not asked for more from some step on."""
     torch.manual_seed(0)
