@@ -98,7 +98,7 @@ def test_the_chosen_dispatch_of_four_ranks_was_within_5_percent_of_the_fastest(s
 
 @pytest.mark.parametrize("shape", ["qwen3_30b", "olmoe"])  # their kernels take less than half of the step
 def test_seconds_of_layers_that_wait_for_the_host(shape):
-    """ "dedup" took 7.26 ms on another host."""
+    """In another run "dedup" took 7.26 ms."""
     for _, max_tokens, measured in (row for row in LAYERS_OF_TWO_GPUS if row[0] == shape and "gather" in row[2]):
         predicted = exchange_seconds(shape, max_tokens=max_tokens)
         layer = {way: EXCHANGES_PER_LAYER * predicted[way] + HOST_COSTS[way].seconds(max_tokens) for way in measured}
