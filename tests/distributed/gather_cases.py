@@ -52,9 +52,9 @@ def case_ranks_without_tokens() -> None:
 def case_a_capacity() -> None:
     """Choices are dropped on the ranks of their tokens."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(D, D), Dropping()).double()
+    model = Dropping().double()
+    compiled = compiled_beside(model, one_axis(), GATHER)
     x = torch.randn(11 + dist.get_rank(), D, dtype=torch.float64)
-    compiled = moefx.compile(model, mesh=one_axis(), plan=GATHER, example_inputs=(x,))
     torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 

@@ -49,9 +49,7 @@ def case_two_stages_of_two_ranks() -> None:
     for dispatch in ("dedup", "flat"):
         model = Model("gated", layers=2)
         plan = moefx.Plan(dispatch=dispatch, expert_axis="ep", validation="symbolic")
-        half = moefx.compile(
-            Half(copy.deepcopy(model), stage), mesh=mesh, plan=plan, example_inputs=(torch.zeros(size, D),)
-        )
+        half = moefx.compile(Half(copy.deepcopy(model), stage), mesh=mesh, plan=plan, example_inputs=(TOKENS,))
         torch.manual_seed(mesh["ep"].get_local_rank())
         x, target = torch.randn(micro * size, D), torch.randn(micro * size, D)
         made = PipelineStage(half, stage, 2, torch.device("cpu"), group=mesh.get_group("pp"))

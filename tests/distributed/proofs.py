@@ -1,26 +1,57 @@
-"""Proves the blocks of most cases when it is imported: the ranks that are forked afterwards share the proofs.
+"""Proves the blocks of most cases, and does what else takes long, when it is imported: the ranks that are forked
+afterwards share it.
 
 With a GPU it proves nothing: proofs touch CUDA, which a forked process cannot initialize again.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+import torch.distributed.checkpoint
+import torch.distributed.pipelining
+from torch import nn
 
 import moefx
+import moefx.planner
 
-from ..passes.blocks import D
+from ..passes.blocks import D, Dropping
 from ..proof_memory import proving_once
-from .models import Model
+from .models import BLOCKS, Model
+
+with contextlib.suppress(ImportError):
+    import tqdm
+
+    tqdm.tqdm.monitor_interval = 0  # its thread would not be in the forks
+    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
 KINDS = {
-    torch.float32: ("gated", "joined", "numbered", "flat", "stacked", "kinds"),
-    torch.float64: ("gated", "joined", "stacked", "biased", "every expert", "kinds", "picky"),
+    torch.float32: ("gated", "joined", "numbered", "flat", "stacked", "kinds", "every expert"),
+    torch.float64: ("gated", "joined", "numbered", "flat", "stacked", "biased", "every expert", "kinds", "picky"),
 }
+SYMBOLIC = moefx.Plan(validation="symbolic")
+AUTO = SYMBOLIC.replace(checkpoint="auto")
+
+
+def build_proven() -> Iterator[tuple[nn.Module, torch.Tensor, moefx.Plan]]:
+    """Yield models, their examples and plans."""
+    for dtype, kinds in KINDS.items():
+        for kind in kinds:
+            yield Model(kind, layers=1).to(dtype), torch.zeros(9, D, dtype=dtype), SYMBOLIC
+    for block in (BLOCKS["gated"](), BLOCKS["stacked"](), BLOCKS["gated"]().double(), Dropping().double()):
+        yield block, torch.zeros(9, D, dtype=next(block.parameters()).dtype), SYMBOLIC
+    yield Model("gated", layers=1, num_experts=8), torch.zeros(9, D), SYMBOLIC
+    for num_experts, plan in ((4, SYMBOLIC), (4, AUTO), (5, AUTO)):
+        yield Model("gated", layers=1, num_experts=num_experts), torch.zeros(64, D), plan
+
 
 torch.set_num_threads(1)
-with proving_once():
-    for dtype, kinds in KINDS.items() if not torch.cuda.device_count() else ():
-        for kind in kinds:
-            model, example = Model(kind, layers=1).to(dtype), torch.zeros(9, D, dtype=dtype)
-            assert moefx.explain(model, plan=moefx.Plan(validation="symbolic"), example_inputs=(example,)).matched
+if not torch.cuda.device_count():
+    with proving_once():
+        for model, example, plan in build_proven():
+            assert moefx.explain(model, plan=plan, example_inputs=(example,)).matched
+    with torch.no_grad():
+        torch.compile(nn.Linear(D, D), backend="aot_eager", dynamic=True)(torch.zeros(9, D))
+    torch._dynamo.reset()

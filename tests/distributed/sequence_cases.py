@@ -115,7 +115,8 @@ def case_capacity_is_one_of_all_tokens() -> None:
     block = Dropping().double()
     compiled = compiled_beside(block, mesh, PLAN)
     assert "capacity=3" in str(moefx.graph(compiled, ""))
-    alone = moefx.compile(block, example_inputs=(torch.zeros(9, D, dtype=torch.float64),))
+    plan = PLAN.replace(expert_axis=None, sequence_axis=None)
+    alone = moefx.compile(block, plan=plan, example_inputs=(torch.zeros(9, D, dtype=torch.float64),))
     loads = [moefx.blocks(model)[0] for model in (compiled, alone)]
     for load in loads:
         load.record_load()
@@ -247,11 +248,11 @@ class Layers(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.before, self.block, self.after = Attention(), BLOCKS["gated"](), Attention()
+        self.before, self.blocks, self.after = Attention(), nn.ModuleList([BLOCKS["gated"]()]), Attention()
 
     def forward(self, x):
         x = x + self.before(x)
-        x = x + self.block(x)
+        x = x + self.blocks[0](x)
         return x + self.after(x)
 
 
@@ -270,8 +271,8 @@ def case_between_tensor_parallel_layers() -> None:
     (want**2).sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
     own = dict(compiled.named_parameters())
-    for name, p in model.block.named_parameters():
-        if name.startswith("gate"):
-            torch.testing.assert_close(own[f"block.{name}"].grad, p.grad)
+    for name, p in model.blocks.named_parameters():
+        if name.startswith("0.gate"):
+            torch.testing.assert_close(own[f"blocks.{name}"].grad, p.grad)
     weight = own["before.up.weight"]
     torch.testing.assert_close(weight.grad.full_tensor(), model.before.up.weight.grad)
