@@ -2,8 +2,8 @@
 
 The host code of a call (checks, configurations, strides, descriptors) takes longer than a small MoE layer on the GPU.
 `replay_or_record` runs it once for each signature and records its allocations, launches and frees on a tape. Later
-calls replay the tape with their own tensors. Host code may create tensors only by this module's `empty`, `launch` and
-`apply`; otherwise the call is not recorded and the host code runs each time.
+calls replay the tape with their own tensors (see `tape_playback`). Host code may create tensors only by this module's
+`empty`, `launch` and `apply`; otherwise the call is not recorded and the host code runs each time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...ir import op_providers
 from . import launch as launching
+from .tape_playback import Address, Allocate, Apply, Free, Launch, Playback, Step, point_at, rebase
 
 _state = threading.local()  # the backward runs in autograd's threads
 _tapes: dict[Hashable, Tape] = {}
@@ -38,7 +39,8 @@ class Tape:
     """
 
     def __init__(self, inputs: Sequence[Tensor | None], constants: Sequence[Tensor]):
-        self.steps: list[tuple[Any, ...]] = []
+        self.steps: list[Step] = []
+        self.playback: Playback | None = None
         self.results: list[int] = []
         self.weight_paths: Counter[str] = Counter()  # how weights were read (see `ir.op_providers`), without `apply`
         self.watched: list[Any] = []  # weak references that record when a tensor is freed, until `finish`
@@ -81,15 +83,19 @@ class Tape:
                 return slot, (tensor.shape, tensor.stride(), distance)
         return None
 
-    def record_tensor(self, tensor: Tensor, *step: Any) -> None:
-        """Record a new tensor, which `step` creates. The step gets the slot as its first argument."""
+    def record_tensor(self, tensor: Tensor, make: Callable[[int], Step]) -> None:
+        """Record a new tensor.
+
+        Args:
+            make: returns the step that creates it in a slot.
+        """
         slot, key = self._add(tensor), _storage(tensor)
         steps, slots_of = self.steps, self.slots_of
-        steps.append((step[0], slot, *step[1:]))
+        steps.append(make(slot))
 
         def freed(_: Any) -> None:
             slots_of.pop(key, None)
-            steps.append((_free, slot))
+            steps.append(Free(slot))
 
         self.watched.append(weakref.ref(tensor, freed))
 
@@ -99,7 +105,7 @@ class Tape:
     def record_apply(self, tensor: Tensor, function: Callable[..., Tensor], sources: Sequence[Tensor]) -> None:
         found = tuple(map(self._source, sources))
         self.playable &= None not in found
-        self.record_tensor(tensor, _apply, function, found)
+        self.record_tensor(tensor, lambda slot: Apply(slot, function, found))
 
     def record_launch(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
         template, pointers, descriptors = list(args), [], []
@@ -109,7 +115,7 @@ class Tape:
                 continue
             storage = _storage(tensor)
             if storage in self.fixed:
-                template[i] = _pointer(tensor, 0) if argument is tensor else _rebase(argument, _Address.of(tensor))
+                template[i] = point_at(tensor, 0) if argument is tensor else rebase(argument, Address.of(tensor))
                 continue
             if storage not in self.slots_of:
                 self.playable = False
@@ -121,8 +127,8 @@ class Tape:
                 pointers.append((i, slot, offset))
             else:
                 template[i] = None
-                descriptors.append((i, slot, offset, _rebase(argument, None)))
-        self.steps.append((_launch, run, template, tuple(pointers), tuple(descriptors)))
+                descriptors.append((i, slot, offset, rebase(argument, None)))
+        self.steps.append(Launch(run, template, tuple(pointers), tuple(descriptors)))
 
     def finish(self, results: Sequence[Tensor]) -> bool:
         """Finish the recording. Returns whether the tape can be replayed."""
@@ -132,16 +138,14 @@ class Tape:
                 self.playable = False
                 break
             self.results.append(slot)
-        self.steps = list(self.steps)  # the callbacks of later frees append to the old list
         self.watched = []
+        if self.playable:  # from a copy: the callbacks of later frees append to the list
+            self.playback = Playback(list(self.steps), self.results, self.num_slots)
         return self.playable
 
     def play(self, inputs: Sequence[Tensor | None], constants: Sequence[Tensor]) -> list[Tensor]:
-        tensors: list[Any] = [*inputs, *constants]
-        tensors += [None] * (self.num_slots - len(tensors))
-        for step, *rest in self.steps:
-            step(tensors, *rest)
-        return [tensors[slot] for slot in self.results]
+        assert self.playback is not None
+        return self.playback.play(inputs, constants)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -152,80 +156,11 @@ def _exact_form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-class _Address:
-    """A tensor's address for a descriptor, without keeping the tensor alive."""
-
-    def __init__(self, address: int):
-        self.address = address
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Any:
-        return tensor if launching.INTERPRETED else cls(tensor.data_ptr())
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def _rebase(like: Any, base: Any) -> Any:
-    """Return a copy of a tensor descriptor with another base."""
-    descriptor = object.__new__(type(like))  # skip the checks, which the recorded one passed
-    descriptor.__dict__.update(like.__dict__, base=base)
-    return descriptor
-
-
-def _allocate(tensors: list[Any], slot: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    tensors[slot] = torch.empty(shape, dtype=dtype, device=device)
-
-
-def _free(tensors: list[Any], slot: int) -> None:
-    tensors[slot] = None
-
-
-def _launch(
-    tensors: list[Any],
-    run: Callable[..., Any],
-    template: list[Any],
-    pointers: Sequence[Any],
-    descriptors: Sequence[Any],
-) -> None:
-    args = template.copy()
-    for i, slot, offset in pointers:
-        args[i] = _pointer(tensors[slot], offset)
-    for i, slot, offset, like in descriptors:
-        tensor = tensors[slot]
-        if offset or launching.INTERPRETED:
-            start = tensor.storage_offset() + offset // tensor.element_size()
-            tensor = tensor.as_strided(like.shape, like.strides, start)
-        args[i] = _rebase(like, tensor)
-    run(*args)
-
-
-def _pointer(tensor: Tensor, offset: int) -> Any:
-    """Return the address at an offset, which kernels accept as a tensor. For the interpreter, a tensor that begins
-    there."""
-    if launching.INTERPRETED and tensor.numel() == 0:
-        return tensor
-    if launching.INTERPRETED:
-        return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset // tensor.element_size())
-    return tensor.data_ptr() + offset
-
-
-def _apply(tensors: list[Any], slot: int, function: Callable[..., Tensor], sources: Sequence[Any]) -> None:
-    tensors[slot] = function(*(_apply_view(tensors[source], view) for source, view in sources))
-
-
-def _apply_view(tensor: Tensor, view: Any) -> Tensor:
-    if view is None:
-        return tensor
-    shape, strides, distance = view
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + distance)
-
-
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty`, recorded on the tape."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if (tape := getattr(_state, "tape", None)) is not None:
-        tape.record_tensor(tensor, _allocate, shape, dtype, device)
+        tape.record_tensor(tensor, lambda slot: Allocate(slot, shape, dtype, device))
     return tensor
 
 

@@ -1,0 +1,286 @@
+"""Play the steps of a tape (see `launch_replay`) with little work on the host.
+
+Small buffers that only launches use share one allocation, the workspace. Consecutive launches are a batch. A launch
+takes about 20 us of Python, a CUDA graph of all of them 10: a batch that runs again at the same addresses is captured,
+and replayed whenever these addresses recur. In training they do, because the caching allocator hands out the same
+memory in each step. The kernels and their arguments are functions of the addresses, so a graph cannot be stale.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import launch as launching
+
+_SMALL = 8 << 20  # bytes of a buffer that moves to the workspace; larger ones are freed as soon as possible
+_ALIGNMENT = 512  # as of the caching allocator
+_MAX_GRAPHS = 1024  # of the process
+_MAX_SEEN = 64  # addresses of a batch that wait for their second call
+_SWITCH = "MOEFX_LAUNCH_GRAPHS"
+
+
+class Allocate(NamedTuple):
+    """Create a tensor."""
+
+    slot: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __call__(self, tensors: list[Any]) -> None:
+        tensors[self.slot] = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+class Free(NamedTuple):
+    """Drop a tensor."""
+
+    slot: int
+
+    def __call__(self, tensors: list[Any]) -> None:
+        tensors[self.slot] = None
+
+
+class Apply(NamedTuple):
+    """Call a function that returns a new tensor.
+
+    Args:
+        sources: slots, and views of them: shape, strides and distance in elements, or None for all of the tensor.
+    """
+
+    slot: int
+    function: Callable[..., Tensor]
+    sources: Sequence[Any]
+
+    def __call__(self, tensors: list[Any]) -> None:
+        tensors[self.slot] = self.function(*(_view(tensors[source], view) for source, view in self.sources))
+
+
+class Launch(NamedTuple):
+    """Launch a kernel.
+
+    Args:
+        template: the arguments, None where a pointer or a descriptor of a slot belongs.
+        pointers: (index of the argument, slot, offset in bytes).
+        descriptors: the same with a tensor descriptor of which only the address changes.
+    """
+
+    run: Callable[..., Any]
+    template: list[Any]
+    pointers: Sequence[tuple[int, int, int]]
+    descriptors: Sequence[tuple[int, int, int, Any]]
+
+    def __call__(self, tensors: list[Any]) -> None:
+        args = self.template.copy()
+        for i, slot, offset in self.pointers:
+            args[i] = point_at(tensors[slot], offset)
+        for i, slot, offset, like in self.descriptors:
+            args[i] = rebase(like, describe_address(tensors[slot], offset, like))
+        self.run(*args)
+
+    @property
+    def slots(self) -> set[int]:
+        return {slot for _, slot, *_ in (*self.pointers, *self.descriptors)}
+
+    def with_slots(self, moved: dict[int, tuple[int, int]]) -> Launch:
+        """Return the launch with other slots and offsets in place of some slots."""
+
+        def move(places: Iterable[Any]) -> tuple[Any, ...]:
+            return tuple(
+                (i, moved[slot][0], offset + moved[slot][1], *rest) if slot in moved else (i, slot, offset, *rest)
+                for i, slot, offset, *rest in places
+            )
+
+        return self._replace(pointers=move(self.pointers), descriptors=move(self.descriptors))
+
+
+Step = Allocate | Free | Apply | Launch
+
+
+class Playback:
+    """The steps of a tape, ready to play.
+
+    Args:
+        results: slots of the results. num_slots: of all tensors; inputs and constants come first.
+    """
+
+    def __init__(self, steps: Sequence[Step], results: Sequence[int], num_slots: int):
+        self.results, self.num_slots = results, num_slots
+        self.actions: list[Callable[[list[Any]], None]] = []
+        steps, self.num_slots = _use_workspace(steps, results, num_slots)
+        launches: list[Launch] = []
+        for step in steps:
+            if isinstance(step, Launch):
+                launches.append(step)
+            elif isinstance(step, Allocate):  # may be ahead of launches
+                self.actions.append(step)
+            else:
+                self._finish_batch(launches)
+                self.actions.append(step)
+        self._finish_batch(launches)
+
+    def _finish_batch(self, launches: list[Launch]) -> None:
+        if launches:
+            self.actions.append(Batch(list(launches)) if len(launches) > 1 else launches[0])
+            launches.clear()
+
+    def play(self, inputs: Sequence[Tensor | None], constants: Sequence[Tensor]) -> list[Tensor]:
+        tensors: list[Any] = [*inputs, *constants]
+        tensors += [None] * (self.num_slots - len(tensors))
+        for action in self.actions:
+            action(tensors)
+        return [tensors[slot] for slot in self.results]
+
+
+def _use_workspace(steps: Sequence[Step], results: Sequence[int], num_slots: int) -> tuple[list[Step], int]:
+    """Move small buffers that only launches use to one allocation. Buffers that do not live at the same time may
+    overlap: launches run in order."""
+    whole = {*results, *(slot for s in steps if isinstance(s, Apply) for slot, _ in s.sources)}
+    small = {s.slot: s for s in steps if isinstance(s, Allocate) and s.slot not in whole and s.num_bytes <= _SMALL}
+    if len({s.device for s in small.values()}) != 1 or launching.INTERPRETED:
+        return list(steps), num_slots
+    workspace, size, live, moved = num_slots, 0, dict[int, tuple[int, int]](), dict[int, tuple[int, int]]()
+    kept: list[Step] = []
+    for step in steps:
+        if isinstance(step, Allocate) and step.slot in small:
+            begin = _find_room(live.values(), step.num_bytes)
+            live[step.slot] = begin, begin + step.num_bytes
+            moved[step.slot] = workspace, begin
+            size = max(size, begin + step.num_bytes)
+        elif isinstance(step, Free) and step.slot in small:
+            live.pop(step.slot)
+        else:
+            kept.append(step.with_slots(moved) if isinstance(step, Launch) else step)
+    device = next(iter(small.values())).device
+    return [Allocate(workspace, (size,), torch.uint8, device), *kept], num_slots + 1
+
+
+def _find_room(taken: Iterable[tuple[int, int]], size: int) -> int:
+    """Return the lowest aligned offset with room for `size` bytes."""
+    begin = 0
+    for start, end in sorted(taken):
+        if begin + size <= start:
+            break
+        begin = max(begin, -(-end // _ALIGNMENT) * _ALIGNMENT)
+    return begin
+
+
+class Batch:
+    """Launches that follow each other."""
+
+    def __init__(self, launches: Sequence[Launch]):
+        self.launches = launches
+        self.slots = sorted({slot for launch in launches for slot in launch.slots})
+        self.graphs: dict[tuple[int, ...], Any] = {}
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __call__(self, tensors: list[Any]) -> None:
+        if not _uses_graphs or torch.cuda.is_current_stream_capturing():
+            self._launch(tensors)
+            return
+        addresses = tuple([tensors[slot].data_ptr() for slot in self.slots])
+        graph = self.graphs.get(addresses)
+        if graph is None and addresses in self.seen:
+            graph = self._capture(tensors, addresses)
+        if graph is not None:
+            graph.replay()
+            return
+        if len(self.seen) >= _MAX_SEEN:
+            self.seen.clear()
+        self.seen.add(addresses)
+        self._launch(tensors)
+
+    def _launch(self, tensors: list[Any]) -> None:
+        for launch in self.launches:
+            launch(tensors)
+
+    def _capture(self, tensors: list[Any], addresses: tuple[int, ...]) -> Any:
+        self.seen.discard(addresses)
+        if len(_graphs) >= _MAX_GRAPHS:
+            for owner, key in _graphs:
+                owner.graphs.pop(key, None)
+            _graphs.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(_capture_stream(tensors[self.slots[0]].device)):
+            # Other threads may go on with what a capture forbids.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._launch(tensors)
+            finally:
+                graph.capture_end()
+        self.graphs[addresses] = graph
+        _graphs.append((self, addresses))
+        return graph
+
+
+_graphs: list[tuple[Batch, tuple[int, ...]]] = []
+_streams: dict[torch.device, Any] = {}
+_uses_graphs = (
+    not launching.INTERPRETED and torch.version.hip is None and os.environ.get(_SWITCH, "") not in ("0", "false")
+)
+
+
+def _capture_stream(device: torch.device) -> Any:
+    """Return a stream to capture on: the default stream cannot be captured."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+# -- addresses
+# ------------------------------------------------------------------------------------------------------
+
+
+class Address:
+    """A tensor's address for a descriptor, without keeping the tensor alive."""
+
+    def __init__(self, address: int):
+        self.address = address
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        return tensor if launching.INTERPRETED else cls(tensor.data_ptr())
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def rebase(like: Any, base: Any) -> Any:
+    """Return a copy of a tensor descriptor with another base."""
+    descriptor = object.__new__(type(like))  # skip the checks, which the recorded one passed
+    descriptor.__dict__.update(like.__dict__, base=base)
+    return descriptor
+
+
+def describe_address(tensor: Tensor, offset: int, like: Any) -> Any:
+    """Return what a descriptor has for its base: an address, or for the interpreter a tensor that begins there."""
+    if launching.INTERPRETED:
+        start = tensor.storage_offset() + offset // tensor.element_size()
+        return tensor.as_strided(like.shape, like.strides, start)
+    return Address(tensor.data_ptr() + offset)
+
+
+def point_at(tensor: Tensor, offset: int) -> Any:
+    """Return the address at an offset, which kernels accept as a tensor. For the interpreter, a tensor that begins
+    there."""
+    if launching.INTERPRETED and tensor.numel() == 0:
+        return tensor
+    if launching.INTERPRETED:
+        return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset // tensor.element_size())
+    return tensor.data_ptr() + offset
+
+
+def _view(tensor: Tensor, view: Any) -> Tensor:
+    if view is None:
+        return tensor
+    shape, strides, distance = view
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + distance)

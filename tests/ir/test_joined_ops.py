@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moefx
+from moefx.errors import DoubleBackward
+from moefx.ir import op_providers
+from moefx.ir.joined_ops import JoinedOps
+from moefx.runtime.block_forward import find_rewritten_blocks
+
+from ..proof_memory import proving_once
+
+T, D, E = 9, 8, 4
+
+
+class Block(nn.Module):
+    """A router and stacked experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(E, 16, D)), nn.Parameter(torch.randn(E, D, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        every = torch.einsum("esh,edh->sed", torch.einsum("sd,ehd->esh", x, self.up).relu(), self.down)
+        rows = every.gather(1, chosen[..., None].expand(*chosen.shape, D))
+        return (rows * weights[..., None].to(rows.dtype)).sum(1)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> nn.Module:
+    torch.manual_seed(0)
+    with proving_once():
+        return moefx.compile(Block(), (torch.randn(T, D),), plan=moefx.Plan(validation="symbolic"))
+
+
+def joined_ops(model: nn.Module) -> JoinedOps:
+    (forward,) = find_rewritten_blocks(model).values()
+    (found,) = [v for v in forward.programs[0].fn.__globals__.values() if isinstance(v, JoinedOps)]
+    return found
+
+
+def run(model: nn.Module, x: torch.Tensor, one_by_one: bool = False) -> list[torch.Tensor]:
+    model = copy.deepcopy(model)
+    x = x.detach().clone().requires_grad_()
+    (forward,) = find_rewritten_blocks(model).values()
+    program = forward.programs[0]
+    function, program.fn = program.fn, program.traced_fn if one_by_one else program.fn
+    try:
+        out = model(x)
+    finally:
+        program.fn = function
+    out.float().square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("autocast", (False, True))
+def test_results_equal_those_of_single_ops_bit_by_bit(compiled, autocast):
+    x = torch.randn(T, D)
+    assert len(joined_ops(compiled).names) > 1
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        joined, single = run(compiled, x), run(compiled, x, one_by_one=True)
+    assert all(map(torch.equal, joined, single)), [(a - b).abs().max() for a, b in zip(joined, single, strict=True)]
+    assert joined[0].isfinite().all() and all(grad.any() for grad in joined[1:])
+
+
+def test_one_autograd_node(compiled):
+    out = compiled(torch.randn(T, D, requires_grad=True))
+    assert type(out.grad_fn).__name__ == "_JoinedNodeBackward"
+
+
+def test_modes_see_the_single_ops(compiled):
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    with Names():
+        compiled(torch.randn(T, D))
+    assert [f"moefx::{name}" for name in joined_ops(compiled).names] == [s for s in seen if s.startswith("moefx::")]
+
+
+def test_a_second_derivative_raises_and_a_graph_of_the_first_does_not(compiled):
+    x = torch.randn(T, D, requires_grad=True)
+    # The loss is linear, so the gradient of the output does not depend on the input.
+    (plain,) = torch.autograd.grad(compiled(x).sum(), x)
+    (grad,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+    assert torch.equal(plain, grad) and grad.requires_grad
+    for wanted in ([x], [compiled.up], [compiled.gate.weight]):
+        with pytest.raises(DoubleBackward, match="differentiable once"):
+            torch.autograd.grad(grad.sum(), wanted, retain_graph=True, allow_unused=True)
+
+
+def test_frozen_experts_and_frozen_inputs(compiled):
+    for frozen in (("up", "down"), ("gate.weight",), ("up",)):
+        model = copy.deepcopy(compiled)
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        x, results = torch.randn(T, D), []
+        for one_by_one in (False, True):
+            (forward,) = find_rewritten_blocks(model).values()
+            program = forward.programs[0]
+            function, program.fn = program.fn, program.traced_fn if one_by_one else program.fn
+            with contextlib.ExitStack() as stack:
+                stack.callback(setattr, program, "fn", function)
+                model(x).square().sum().backward()
+            results.append([p.grad for p in model.parameters()])
+            model.zero_grad()
+        for joined, single in zip(*results, strict=True):
+            assert (joined is None) == (single is None) and (joined is None or torch.equal(joined, single))
+        assert [name for name, p in model.named_parameters() if not p.requires_grad] == [
+            name for name, _ in model.named_parameters() if name in frozen
+        ]
+
+
+def test_gradients_of_matrices_wait_in_another_joined_node(compiled):
+    """`weights_later` and its `expert_mlp` are joined apart, because an op of the user stands between them."""
+    (forward,) = find_rewritten_blocks(compiled).values()
+    block = forward.programs[0].history.graph.copy()
+    (mlp,) = block.find(torch.ops.moefx.expert_mlp.default)
+    (pft,) = block.find(torch.ops.moefx.build_pft.default)
+    with block.graph.inserting_before(pft):
+        later = block.graph.call_function(torch.ops.moefx.weights_later.default, (mlp.args[5], mlp.args[7]))
+        placed = block.graph.call_function(torch.ops.moefx.place_choices.default, (pft.args[0], None))
+        placed.kwargs = {"places": list(range(E))}
+    with block.graph.inserting_before(mlp):
+        block.graph.call_function(torch.ops.aten.relu.default, (mlp.args[0],))
+        again = block.graph.call_function(torch.ops.moefx.place_choices.default, (pft.args[0], None))
+        again.kwargs = {"places": list(range(E))}
+    mlp.args = (*mlp.args, later)
+    function = block.compile(join=True)
+    assert sum(isinstance(v, JoinedOps) for v in function.__globals__.values()) == 2
+    results, x = [], torch.randn(T, D, requires_grad=True)
+    for run_block in (function, block.compile()):
+        model, x.grad = copy.deepcopy(compiled), None
+        op_providers.reset_counters()
+        run_block(model, x).square().sum().backward()
+        calls = {op: n for (op, _), n in op_providers.counters().items()}
+        assert calls["expert_mlp_backward"] == 2, "one call for the rows, a later one for the matrices"
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_an_in_place_change_of_a_saved_tensor_raises(compiled):
+    model = copy.deepcopy(compiled)
+    out = model(torch.randn(T, D, requires_grad=True))
+    with torch.no_grad():
+        model.down.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_the_graph_is_freed_after_the_backward(compiled):
+    x = torch.randn(T, D, requires_grad=True)
+    out = compiled(x)
+    node = weakref.ref(out.grad_fn)
+    out.sum().backward()
+    del out
+    gc.collect()
+    assert node() is None
+
+
+def test_a_retained_graph_runs_twice(compiled):
+    x = torch.randn(T, D, requires_grad=True)
+    out = compiled(x)
+    out.sum().backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    out.sum().backward()
+    assert torch.equal(first, x.grad)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from moefx.ir import op_providers
+from moefx.lowering.triton import launch_replay, tape_playback
+from moefx.lowering.triton.tape_playback import Allocate, Apply, Batch, Free, Launch, Playback
+
+from ...ir.routings import Routing
+from .test_expert_mlp_call import LINEAR, on
+
+CPU = torch.device("cpu")
+
+
+def random_tape(seed: int) -> tuple[list, list[int], dict[int, int]]:
+    """Steps that allocate, launch and free, the results' slots, and the bytes of each buffer."""
+    draw = random.Random(seed)
+    sizes, alive, steps = dict[int, int](), list[int](), []
+    for _ in range(60):
+        kind = draw.random()
+        if kind < 0.4:
+            slot = 1 + len(sizes)
+            sizes[slot] = draw.choice((0, 1, 511, 512, 513, 4096, tape_playback._SMALL + 1))
+            steps.append(Allocate(slot, (sizes[slot],), torch.uint8, CPU))
+            alive.append(slot)
+        elif kind < 0.6 and len(alive) > 2:
+            slot = alive.pop(draw.randrange(len(alive)))
+            steps.append(Free(slot))
+        elif alive:
+            used = draw.sample(alive, min(3, len(alive)))
+            steps.append(Launch(lambda *_: None, [None] * 3, [(i, s, 0) for i, s in enumerate(used)], ()))
+        if alive and kind > 0.95:
+            slot = 1 + len(sizes)
+            sizes[slot] = 8
+            steps.append(Apply(slot, lambda t: t[:8].clone(), ((alive[0], None),)))
+            alive.append(slot)
+    return steps, alive[:1], sizes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_buffers_of_the_workspace_overlap_only_if_one_is_free(monkeypatch, seed):
+    monkeypatch.setattr(tape_playback.launching, "INTERPRETED", False)
+    steps, results, sizes = random_tape(seed)
+    moved_steps, total = tape_playback._use_workspace(steps, results, 1 + len(sizes))
+    launches = [s for s in steps if isinstance(s, Launch)]
+    moved_launches = [s for s in moved_steps if isinstance(s, Launch)]
+    workspace, place = total - 1, dict[int, int]()
+    for before, after in zip(launches, moved_launches, strict=True):
+        for (_, slot, _), (_, now, offset) in zip(before.pointers, after.pointers, strict=True):
+            if now == workspace:
+                assert place.setdefault(slot, offset) == offset, "a buffer moved"
+            else:
+                assert now == slot
+    (made,) = [s for s in moved_steps if isinstance(s, Allocate) and s.slot == workspace]
+    alive: set[int] = set()
+    for step in steps:
+        if isinstance(step, Allocate) and step.slot in place:
+            alive.add(step.slot)
+            spans = sorted((place[s], place[s] + sizes[s]) for s in alive if sizes[s])
+            assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+            assert max((end for _, end in spans), default=0) <= made.num_bytes
+        elif isinstance(step, Free):
+            alive.discard(step.slot)
+    assert place, "the tape moves no buffer"
+    assert not {s.slot for s in steps if isinstance(s, Allocate) and s.num_bytes > tape_playback._SMALL} & {*place}
+
+
+def test_launches_keep_their_order_around_frees_and_functions():
+    done: list[str] = []
+
+    def launch(name: str, slot: int) -> Launch:
+        return Launch(lambda *_: done.append(name), [None], [(0, slot, 0)], ())
+
+    def shorten(tensor: torch.Tensor) -> torch.Tensor:
+        done.append("function")
+        return tensor[:1].clone()
+
+    buffer = Allocate(1, (4,), torch.float32, CPU)
+    steps = [launch("a", 0), buffer, launch("b", 1), Apply(2, shorten, ((0, None),)), launch("c", 2), Free(1)]
+    playback = Playback([*steps, launch("d", 0)], [2], 3)
+    (result,) = playback.play([torch.arange(4.0)], [])
+    assert done == ["a", "b", "function", "c", "d"] and result.tolist() == [0.0]
+    assert [len(action.launches) for action in playback.actions if isinstance(action, Batch)] == [2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_batch_at_known_addresses_is_one_graph(monkeypatch):
+    monkeypatch.setattr(launch_replay, "_tapes", tapes := {})
+    layer = on("cuda", LINEAR["weight_before"](3, 32, 40), torch.float32)
+
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        for p in layer.parameters:
+            p.grad = None
+        x.grad = weights.grad = None
+        token_ids, _, offsets, inverse, row_weights = Routing(ids, weights, 3).build(weights)
+        out, *_ = torch.ops.moefx.expert_mlp.default(
+            x, token_ids, offsets, inverse, row_weights, layer.up, layer.up_bias, layer.down, layer.down_bias,
+            body=layer.body.to_json(), reduce=True,
+        )  # fmt: skip
+        out.square().sum().backward()
+        return [out.detach().clone(), x.grad.clone(), weights.grad.clone(), *(p.grad.clone() for p in layer.parameters)]
+
+    def inputs(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        ids = torch.rand(64, 3, device="cuda").argsort(1)[:, :2].contiguous()
+        return [torch.randn(64, 32, device="cuda", requires_grad=True), ids,
+                torch.rand(64, 2, device="cuda", requires_grad=True)]  # fmt: skip
+
+    monkeypatch.setattr(tape_playback, "_uses_graphs", False)
+    expected = {seed: run(*inputs(seed)) for seed in range(3)}
+    expected |= {seed: run(*inputs(seed)) for seed in range(3)}
+    monkeypatch.setattr(tape_playback, "_uses_graphs", True)
+    own = inputs(0)
+    for seed in (0, 1, 2, 0, 1, 2):  # the same addresses, other values
+        with torch.no_grad():
+            for mine, other in zip(own, inputs(seed), strict=True):
+                mine.copy_(other)
+        assert all(map(torch.equal, run(*own), expected[seed]))
+    batches = [action for tape in tapes.values() for action in tape.playback.actions if isinstance(action, Batch)]
+    assert batches and any(batch.graphs for batch in batches)
+    for seed in range(3):  # other addresses
+        assert all(map(torch.equal, run(*inputs(seed)), expected[seed]))
+    assert op_providers.counters()["expert_mlp", "triton"]
