@@ -503,7 +503,4 @@ def test_a_method_of_the_base_class_is_followed():
 
 
 def test_lists_of_tokens_by_expert_are_no_decision():
-    try:
-        rewritten(Grouped(), torch.zeros(12, 6))
-    except Refused as refusal:
-        assert "decides in Python" not in str(refusal)
+    assert rewritten(Grouped(), torch.zeros(12, 6)).match.num_experts == 6

@@ -36,8 +36,8 @@ class Base(Loop):
         return out if self.finish is None else self.finish(self, out)
 
 
-def check(make, change=None, sizes=(20, 5, 3, 80), crowd=False):
-    """Refused, or right, also when the state is another one."""
+def check(make, change=None, is_rewritten=True):
+    """Compare the verdict with `is_rewritten`, and a rewritten block with the original, also after `change`."""
     torch.manual_seed(0)
     model = make().double()
     example = torch.randn(20, D, dtype=torch.float64)
@@ -46,15 +46,15 @@ def check(make, change=None, sizes=(20, 5, 3, 80), crowd=False):
             copy.deepcopy(model), example_inputs=(example,), plan=moefx.Plan(validation="symbolic")
         )
     except NoMoEBlockFound as refused:
-        assert "moefx itself failed" not in str(refused)
-        return False
+        assert "moefx itself failed" not in str(refused) and not is_rewritten, refused
+        return
+    assert is_rewritten
     for changed in (False, True) if change else (False,):
         if changed:
             with torch.no_grad():
                 change(model), change(compiled)
-        for tokens in sizes:
-            x = torch.randn(1 if crowd else tokens, D, dtype=torch.float64).repeat(tokens if crowd else 1, 1)
-            x = (x + 0.01 * torch.randn_like(x)) * (50 if crowd else 1)
+        for tokens in (20, 5, 3, 80):
+            x = torch.randn(tokens, D, dtype=torch.float64)
             inputs = [x.clone().requires_grad_() for _ in range(2)]
             outs = compiled(inputs[0]), model(inputs[1])
             torch.testing.assert_close(*outs)
@@ -62,7 +62,6 @@ def check(make, change=None, sizes=(20, 5, 3, 80), crowd=False):
                 torch.autograd.grad(o.sin().sum(), [i], allow_unused=True) for o, i in zip(outs, inputs, strict=True)
             ]
             torch.testing.assert_close(*grads)
-    return True
 
 
 def cut(w):
@@ -109,12 +108,13 @@ def crowded_branch(m, e, y):
 @pytest.mark.parametrize("choose", [few, many, flagged, overflowing, idle, thresholds])
 def test_a_comparison_that_has_another_outcome_later(choose):
     held = {"flag": False, "high": 0.4, "low": 1e-3}
-    check(lambda: Base(held, choose=choose), lambda m: m.flag.fill_(True))
+    is_rewritten = choose not in (flagged, idle)
+    check(lambda: Base(held, choose=choose), lambda m: m.flag.fill_(True), is_rewritten=is_rewritten)
 
 
 @pytest.mark.parametrize("expert", [crowded, crowded_branch])
-def test_a_comparison_that_many_tokens_change(expert):
-    check(lambda: Base(expert=expert), sizes=(40,), crowd=True)
+def test_a_comparison_that_many_tokens_change_is_refused(expert):
+    check(lambda: Base(expert=expert), is_rewritten=False)
 
 
 def value_of(t):
@@ -143,26 +143,24 @@ def in_a_helper(m, y):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("values", [(False, False, True, True), (0, 0, 1, 1), (-1.0, -1.0, 1.0, 1.0)])
+@pytest.mark.parametrize("values", [(False, False), (0, 0), (-1.0, -1.0)])
 @pytest.mark.parametrize("finish", [on_two_lines, nested])
-def test_two_reads_that_matter_together(finish, values):
-    a, b, *later = values
-    check(lambda: Base({"a": a, "b": b}, finish=finish), lambda m: (m.a.fill_(later[0]), m.b.fill_(later[1])))
+def test_two_reads_that_matter_together_are_refused(finish, values):
+    a, b = values
+    check(lambda: Base({"a": a, "b": b}, finish=finish), is_rewritten=False)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("finish", [on_one_line, in_a_helper])
-def test_reads_of_several_tensors_at_one_place(finish):
-    check(lambda: Base({"a": 0.0, "b": 2.0}, finish=finish), lambda m: (m.a.fill_(5.0), m.b.fill_(0.0)))
+def test_reads_of_several_tensors_at_one_place_are_refused(finish):
+    check(lambda: Base({"a": 0.0, "b": 2.0}, finish=finish), is_rewritten=False)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("step", [0, 0.0])
 @pytest.mark.parametrize("asks", [lambda s: s // 1000 == 3, lambda s: (s // 10) % 10 == 4], ids=["window", "digit"])
-def test_a_window_of_steps(asks, step):
-    made = lambda: Base({"step": step}, finish=lambda m, y: 2 * y if asks(m.step.item()) else y)  # noqa: E731
-    for later in (3000, 40):
-        check(made, lambda m, later=later: m.step.fill_(later))
+def test_a_window_of_steps_is_refused(asks, step):
+    check(lambda: Base({"step": step}, finish=lambda m, y: 2 * y if asks(m.step.item()) else y), is_rewritten=False)
 
 
 SCALES = torch.tensor([2.0, 0.5, 0.0, 1.5])
@@ -182,9 +180,9 @@ def adapted(m, e, y):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("expert", [scaled, skipped, adapted])
-def test_floats_of_each_expert_are_no_constants(expert):
+def test_floats_of_each_expert_are_refused(expert):
     held = {"scale": SCALES, "delta": torch.eye(E)[:1].expand(E, E) * torch.tensor([[1.0], [0], [0], [0]])}
-    check(lambda: Base(held, expert=expert), lambda m: (m.scale.copy_(SCALES.flip(0)), m.delta.fill_(1)))
+    check(lambda: Base(held, expert=expert), is_rewritten=False)
 
 
 class Alive(Loop):
@@ -201,12 +199,12 @@ class Alive(Loop):
 
 
 @pytest.mark.exhaustive
-def test_a_loop_over_active_tokens():
-    check(Alive, lambda m: m.alive.fill_(1))
+def test_a_loop_over_active_experts_is_refused():
+    check(Alive, is_rewritten=False)
 
 
 def test_a_map_of_floats():
-    assert check(
+    check(
         lambda: Base({"place": torch.arange(E).double()}, choose=lambda m, x, w, ids: (w, m.place.long()[ids])),
         lambda m: m.place.copy_(torch.tensor([3, 1, 0, 2])),
     )
@@ -230,7 +228,7 @@ def test_attribute_that_was_none_may_get_a_tensor(register):
         bias = torch.linspace(-2, 2, E, dtype=torch.float64)
         m.bias = bias if register == "register_buffer" else nn.Parameter(bias)
 
-    assert check(lambda: Biased(register), change)
+    check(lambda: Biased(register), change)
 
 
 def scaled_in_place(m, x, w, ids):
@@ -263,4 +261,4 @@ def test_a_fresh_tensor_may_be_written_without_gradients():
             counts += ids.reshape(-1).bincount(minlength=E)
         return w / (1 + counts[ids]), ids
 
-    assert check(lambda: Base(choose=choose))
+    check(lambda: Base(choose=choose))

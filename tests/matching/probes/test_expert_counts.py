@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import math
 
 import pytest
 import torch
@@ -97,13 +95,8 @@ def dense_weights(block, out, expert, x, w, ids, e):
     return out + expert(x) * dense[:, None]
 
 
-def _inputs(tokens: int, alone: int | None) -> torch.Tensor:
-    """Of the scores the first feature decides that of one expert, the second one that of one token."""
-    x = torch.randn(tokens, D, dtype=torch.float64)
-    x[:, 0], x[:, 1] = 1.0, 0.0
-    if alone is not None:
-        x[alone, 1] = 1.0
-    return x
+def _inputs(*lead: int) -> torch.Tensor:
+    return torch.randn(*lead, D, dtype=torch.float64)
 
 
 @pytest.mark.sampled(3)
@@ -114,20 +107,10 @@ def _inputs(tokens: int, alone: int | None) -> torch.Tensor:
         (sum_of_weights, 4, 1), (dense_weights, 4, 1),
     ],
 )  # fmt: skip
-def test_few_tokens_of_an_expert_are_right_or_refused(run, num_experts, top_k):
-    torch.manual_seed(0)
+def test_what_an_expert_does_with_few_tokens_is_refused(run, num_experts, top_k):
     model = Skips(num_experts, top_k, run).double()
-    compiled = moefx.compile(
-        copy.deepcopy(model),
-        example_inputs=(_inputs(9, None),),
-        plan=moefx.Plan(validation="symbolic"),
-        strict=False,
-    )
-    for tokens, first, second in ((9, 0, 0), (9, -60, 120), (9, -60, 0), (1, 0, 0), (2, 0, 0), (40, -60, 60.1)):
-        for block in (model, compiled):
-            block.router.weight.data[0, :2] = torch.tensor([first, second])
-        x = _inputs(tokens, tokens // 2)
-        torch.testing.assert_close(compiled(x), model(x))
+    with pytest.raises(moefx.NoMoEBlockFound):
+        moefx.compile(model, example_inputs=(_inputs(9),), plan=moefx.Plan(validation="symbolic"))
 
 
 class SkipsInBatches(Skips):
@@ -144,22 +127,14 @@ def doubled_in_a_crowd(block, out, expert, x, w, ids, e):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("lead", [(2, 5), (2, 2, 6)])
 @pytest.mark.parametrize("run", [second_row, doubled_in_a_crowd])
-def test_few_tokens_in_batches_are_right_or_refused(run, lead):
-    torch.manual_seed(0)
+def test_what_an_expert_does_with_few_tokens_of_batches_is_refused(run, lead):
     model = SkipsInBatches(2, 1, run).double()
-    x = _inputs(math.prod(lead), None).reshape(*lead, D)
-    compiled = moefx.compile(
-        copy.deepcopy(model), example_inputs=(x,), plan=moefx.Plan(validation="symbolic"), strict=False
-    )
-    for first, second in ((0, 0), (-60, 120)):
-        for block in (model, compiled):
-            block.router.weight.data[0, :2] = torch.tensor([first, second])
-        x = _inputs(math.prod(lead), 3).reshape(*lead, D)
-        torch.testing.assert_close(compiled(x), model(x))
+    with pytest.raises(moefx.NoMoEBlockFound):
+        moefx.compile(model, example_inputs=(_inputs(*lead),), plan=moefx.Plan(validation="symbolic"))
 
 
 @pytest.mark.parametrize(("run", "num_experts", "top_k"), [(any_tokens, 2, 1), (any_tokens, 3, 2), (no_weight, 4, 2)])
 def test_blocks_that_depend_on_no_count_are_rewritten(run, num_experts, top_k):
     model = Skips(num_experts, top_k, run).double()
-    compiled = moefx.compile(model, example_inputs=(_inputs(9, None),), plan=moefx.Plan(validation="symbolic"))
+    compiled = moefx.compile(model, example_inputs=(_inputs(9),), plan=moefx.Plan(validation="symbolic"))
     assert len(moefx.blocks(compiled)) == 1
