@@ -69,6 +69,7 @@ def test_branches_on_the_tokens_of_an_expert_are_refused(special):
     """Refused, or guarded so that the sizes at which it does matter run the original."""
     model = case(special)().double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(2, 40, D).double(),), strict=False)
+    assert bool(moefx.blocks(compiled)) == (special is TRAPS["int"])
     halved = 0
     for tokens in (1, 77, 300, 900):
         x = torch.randn(1, 1, D).double().expand(1, tokens, D) + 1e-3 * torch.randn(1, tokens, D).double()

@@ -117,17 +117,11 @@ class Shifted(Weighted):
 
 
 @pytest.mark.parametrize("least_tokens", [0, 16])
-def test_statistics_of_loads_that_change_rows_are_right_or_refused(least_tokens):
-    torch.manual_seed(0)
+def test_statistics_of_loads_that_change_rows_are_refused(least_tokens):
     model = Shifted(STATISTICS["two_idle"], least_tokens).double()
-    with torch.no_grad():
-        model.router.weight.copy_(torch.eye(E, D))
     x = torch.randn(4, 6, D, dtype=torch.float64)
-    plan = moefx.Plan(validation="symbolic")
-    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x,), plan=plan, strict=False)
-    for loads in LOADS.values():
-        x = _tokens(loads)
-        torch.testing.assert_close(compiled(x), model(x))
+    with pytest.raises(moefx.NoMoEBlockFound):
+        moefx.compile(model, example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))
 
 
 def _loads_of_captures(monkeypatch: pytest.MonkeyPatch, least_tokens: int) -> list[tuple[int, list[int]]]:
