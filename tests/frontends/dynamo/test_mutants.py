@@ -41,8 +41,8 @@ def check(mutant: Mutant) -> None:
     run.compare(case, reference, case.model, run.tolerance(mutant))
 
 
-def check_graph(mutant: Mutant, is_decomposed: bool) -> None:
-    """The exported program, once rewritten, computes what it did; state goes on from call to call."""
+def check_graph(mutant: Mutant, is_decomposed: bool) -> bool:
+    """Return whether the exported program is rewritten. It computes what it did; state goes on from call to call."""
     proof_cache.forget()
     case = mutant.build()
     args = case.fresh(2, 9, 3)
@@ -50,10 +50,10 @@ def check_graph(mutant: Mutant, is_decomposed: bool) -> None:
         program = torch.export.export(case.model, args)
         gm = (program.run_decompositions() if is_decomposed else program).module()
     except Exception:
-        return  # torch cannot: it branches on numbers of its tensors
+        return False  # torch cannot: it branches on numbers of its tensors
     out = moefx.rewrite_graph(gm, args, moefx.Plan(validation="symbolic"))
     if out is gm:
-        return
+        return False
     state = {k: t.clone() for k, t in gm.state_dict().items()}
     for skewed in (False, True):
         if skewed:
@@ -75,6 +75,7 @@ def check_graph(mutant: Mutant, is_decomposed: bool) -> None:
             if results[0] is not None:
                 tol = run.tolerance(mutant)
                 torch.testing.assert_close(results[1], results[0], rtol=tol, atol=tol, equal_nan=True)
+    return True
 
 
 SAMPLE = [m for base in WHOLE for m in run.select([f"{base}/*"], sample=2)]
@@ -95,6 +96,7 @@ def test_all_mutants(base, part):
         check(mutant)
 
 
+LEFT_ALONE = ("DenseMasked/straight_through_gates", "WeightGather/routed_first_id_scales")
 GRAPHS = [m for base in WHOLE for m in run.select([f"{base}/*"], sample=1)]
 
 
@@ -102,7 +104,7 @@ GRAPHS = [m for base in WHOLE for m in run.select([f"{base}/*"], sample=1)]
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("mutant", GRAPHS, ids=lambda m: m.name)
 def test_mutant_of_a_graph(mutant, is_decomposed):
-    check_graph(mutant, is_decomposed)
+    assert check_graph(mutant, is_decomposed) == (mutant.name not in LEFT_ALONE)
 
 
 @pytest.mark.exhaustive
