@@ -1,10 +1,11 @@
 """Compile every mutant and compare it with its original: rewritten or refused are both fine, WRONG is not.
 
-    python -m tests.mutants.run [PATTERN ...] [--sample N] [--full] [--check] [--list] [--trace] [--show]
+    python -m tests.mutants.run [PATTERN ...] [--sample N] [--full] [--check] [--list] [--trace] [--show] [--record]
 
 A pattern is a shell pattern over `Base/mutation`. Without one every mutation runs in two of the bases that
 have its hook, with `--full` in all. `--check` only checks that every mutant differs from its base, or is
-documented as equivalent. `--show` prints one line per mutant, with the reason of each refusal.
+documented as equivalent. `--show` prints one line per mutant, with the reason of each refusal. `--record` writes the
+outcomes to `outcomes.txt`, whose mutants have to keep them: "+" is rewritten, "-" refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ SHAPES = (
     (1, 1),
 )  # one of them twice: state that a call leaves behind shows
 TOLERANCE = 1e-9
+OUTCOMES = Path(__file__).with_name("outcomes.txt")
+SIGNS = {"rewritten": "+", "refused": "-"}
 ROUNDING = {"single_precision": 1e-6, "half_precision": 1e-2}  # a reordered sum may round the other way
 
 
@@ -125,6 +129,19 @@ def try_all(chosen: list[Mutant], jobs: int = 1, **options: Any) -> Iterator[Ver
         yield from pool.imap(attempt, chosen, chunksize=8)
 
 
+def read_outcomes() -> dict[str, str]:
+    """Return the recorded outcome of each mutant, by name."""
+    outcomes = {sign: outcome for outcome, sign in SIGNS.items()}
+    return {line[2:]: outcomes[line[0]] for line in OUTCOMES.read_text().splitlines()}
+
+
+def record_outcomes(found: dict[str, str]) -> None:
+    """Write outcomes over the recorded ones, and keep those of other mutants that exist."""
+    recorded = read_outcomes() | found
+    names = sorted(m.name for m in mutants(None) if m.name in recorded)
+    OUTCOMES.write_text("".join(f"{SIGNS[recorded[name]]} {name}\n" for name in names))
+
+
 def differs(mutant: Mutant) -> bool:
     """Whether the mutant computes something else than its base, forward or backward, over several calls."""
     case, base = mutant.build(), mutant.build_base()
@@ -189,6 +206,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--symbolic", action="store_true", help="without the numeric check inside compile")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--trace", action="store_true", help="full tracebacks of what is wrong")
+    parser.add_argument("--record", action="store_true", help=f"write the outcomes to {OUTCOMES.name}")
     parser.add_argument("--show", action="store_true", help="a line for every mutant")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -201,13 +219,17 @@ def main(argv: list[str]) -> int:
         print(*problems, f"{len(chosen)} mutants, {len(problems)} problems", sep="\n")
         return len(problems)
     plan = moefx.Plan(validation="symbolic") if options.symbolic else None
-    start, outcomes = time.perf_counter(), Counter()
+    start, outcomes, found = time.perf_counter(), Counter(), dict[str, str]()
     for verdict in try_all(chosen, options.jobs, reasons=options.show, plan=plan):
         outcomes[verdict.outcome] += 1
+        if verdict.outcome in SIGNS:
+            found[verdict.mutant.name] = verdict.outcome
         if options.show or verdict.trace:
             print(verdict, flush=True)
         if verdict.trace and options.trace:
             print(verdict.trace)
+    if options.record:
+        record_outcomes(found)
     parts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items()))
     print(f"{len(chosen)} mutants in {time.perf_counter() - start:.0f} s: {parts}")
     return outcomes["WRONG"] + outcomes["crash"]

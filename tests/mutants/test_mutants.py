@@ -1,10 +1,11 @@
-"""Every mutant of a plain MoE block is refused, or rewritten and equal; none is rewritten wrong."""
+"""Every mutant of a plain MoE block is refused, or rewritten and equal; none is rewritten wrong. Mutants in
+`outcomes.txt` keep their outcome: `python -m tests.mutants.run --record` writes it."""
 
 from __future__ import annotations
 
 import pytest
 
-from .run import check_all, select, try_all
+from .run import check_all, read_outcomes, select, try_all
 
 SAMPLE = 8
 PARTS = 64  # so that workers can share them, and each ends in time on a slow machine
@@ -12,7 +13,8 @@ PARTS = 64  # so that workers can share them, and each ends in time on a slow ma
 
 def report(chosen):
     verdicts = list(try_all(chosen))
-    bad = [str(v) for v in verdicts if v.trace]
+    recorded = read_outcomes()
+    bad = [str(v) for v in verdicts if v.trace or v.outcome != recorded.get(v.mutant.name, v.outcome)]
     assert not bad, f"{len(bad)} of {len(chosen)}:\n" + "\n".join(bad)
     return verdicts
 
