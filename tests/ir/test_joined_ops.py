@@ -129,19 +129,16 @@ def test_gradients_of_matrices_wait_in_another_joined_node(compiled):
     block = forward.programs[0].history.graph.copy()
     (mlp,) = block.find(torch.ops.moefx.expert_mlp.default)
     (pft,) = block.find(torch.ops.moefx.build_pft.default)
-    with block.graph.inserting_before(pft):
-        later = block.graph.call_function(torch.ops.moefx.weights_later.default, (mlp.args[5], mlp.args[7]))
-        placed = block.graph.call_function(torch.ops.moefx.place_choices.default, (pft.args[0], None))
-        placed.kwargs = {"places": list(range(E))}
     with block.graph.inserting_before(mlp):
+        later = block.graph.call_function(torch.ops.moefx.weights_later.default, (mlp.args[5], mlp.args[7]))
         block.graph.call_function(torch.ops.aten.relu.default, (mlp.args[0],))
-        again = block.graph.call_function(torch.ops.moefx.place_choices.default, (pft.args[0], None))
-        again.kwargs = {"places": list(range(E))}
+        place_choices = torch.ops.moefx.place_choices.default  # unused: one op alone is not joined
+        block.graph.call_function(place_choices, (pft.args[0], None), {"places": list(range(E))})
     mlp.args = (*mlp.args, later)
     function = block.compile(join=True)
     assert sum(isinstance(v, JoinedOps) for v in function.__globals__.values()) == 2
     results, x = [], torch.randn(T, D, requires_grad=True)
-    for run_block in (function, block.compile()):
+    for run_block in (function, block.compile()):  # joined, and op by op
         model, x.grad = copy.deepcopy(compiled), None
         op_providers.reset_counters()
         run_block(model, x).square().sum().backward()

@@ -69,7 +69,9 @@ def test_buffers_of_the_workspace_overlap_only_if_one_is_free(monkeypatch, seed)
     assert not {s.slot for s in steps if isinstance(s, Allocate) and s.num_bytes > tape_playback._SMALL} & {*place}
 
 
-def test_launches_keep_their_order_around_frees_and_functions():
+def test_launches_keep_their_order_around_frees_and_functions(monkeypatch):
+    monkeypatch.setattr(tape_playback, "_uses_graphs", False)
+    monkeypatch.setattr(tape_playback.launching, "INTERPRETED", True)  # no workspace
     done: list[str] = []
 
     def launch(name: str, slot: int) -> Launch:
