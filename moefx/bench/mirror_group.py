@@ -45,15 +45,20 @@ class MirrorGroup(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        ((output,), (rows,)) = outputs, tensors
-        output.view(self.size(), *rows.shape).copy_(rows)
-        return self._copy(rows, output, rows.nbytes, rows.nbytes * (self.size() - 1))
+        for output, rows in zip(outputs, tensors, strict=True):
+            output.view(self.size(), *rows.shape).copy_(rows)
+        largest = max(range(len(tensors)), key=lambda i: tensors[i].nbytes)
+        leaving = sum(rows.nbytes for rows in tensors) * (self.size() - 1)
+        return self._copy(tensors[largest], outputs[largest], tensors[largest].nbytes, leaving)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        ((output,), (rows,)) = outputs, tensors
-        return self._copy(rows, output, output.nbytes, output.nbytes * (self.size() - 1))
+        for output, rows in zip(outputs, tensors, strict=True):
+            output.copy_(rows[: len(output)])
+        largest = max(range(len(outputs)), key=lambda i: outputs[i].nbytes)
+        leaving = sum(output.nbytes for output in outputs) * (self.size() - 1)
+        return self._copy(tensors[largest], outputs[largest], outputs[largest].nbytes, leaving)
 
     def _copy(self, source: Tensor, out: Tensor, num_bytes: int, leaving: float) -> Any:
         """Copy the first `num_bytes`, in the time of an exchange of `leaving` bytes."""

@@ -130,8 +130,7 @@ def gather_tokens(
     """
     rows = _choose_length(place.shape[0], length, max_tokens)
     columns = [_pad_rows(c, rows) for c in choices] + [_pad_rows(place, rows, -1)]
-    gathered = [start_gather(_pad_rows(t, rows), size, group) for t in tokens]
-    gathered.append(start_gather(join_columns(columns), size, group))
+    gathered = start_gather([*(_pad_rows(t, rows) for t in tokens), join_columns(columns)], size, group)
     return [*gathered, *(_make_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]
 
 
@@ -177,7 +176,7 @@ def wait_gathered(
 )
 def wait_gathered_backward(grads: list[Tensor], tickets: list[Tensor], *, size: int, group: str) -> list[Tensor]:
     """Start to add up the gradients of each rank's tokens, [A,D], on that rank."""
-    return [start_scatter(grad.to(t.dtype), size, group) for grad, t in zip(grads, tickets, strict=True)]
+    return start_scatter([grad.to(t.dtype) for grad, t in zip(grads, tickets, strict=True)], size, group)
 
 
 # -- back
@@ -194,7 +193,8 @@ def scatter_sums(sums: Tensor, *, size: int, group: str) -> tuple[Tensor, Tensor
     Returns:
         The sums of this rank's tokens in transit, [L,D], and a ticket [A,D].
     """
-    return start_scatter(sums, size, group), _make_ticket(sums, sums.shape[0], sums.shape[1])
+    (sent,) = start_scatter([sums], size, group)
+    return sent, _make_ticket(sums, sums.shape[0], sums.shape[1])
 
 
 @op(
@@ -213,15 +213,23 @@ def wait_scattered(sent: Tensor, ticket: Tensor, place: Tensor, *, size: int, gr
 )
 def wait_scattered_backward(grad: Tensor, ticket: Tensor, *, size: int, group: str) -> Tensor:
     """Start to gather the gradients of all ranks' sums, [A,D]."""
-    return start_gather(_pad_rows(grad.to(ticket.dtype), ticket.shape[0] // size), size, group)
+    (sent,) = start_gather([_pad_rows(grad.to(ticket.dtype), ticket.shape[0] // size)], size, group)
+    return sent
 
 
-def start_gather(rows: Tensor, size: int, group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_gather_into_tensor(rows, size, group)
+def start_gather(parts: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
+    """Start one collective that gathers several tensors of all ranks."""
+    if len(parts) == 1:
+        return [torch.ops._c10d_functional.all_gather_into_tensor(parts[0], size, group)]
+    return list(torch.ops._c10d_functional.all_gather_into_tensor_coalesced(list(parts), size, group))
 
 
-def start_scatter(rows: Tensor, size: int, group: str) -> Tensor:
-    return torch.ops._c10d_functional.reduce_scatter_tensor(rows.contiguous(), "sum", size, group)
+def start_scatter(parts: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
+    """Start one collective that adds up several tensors over the ranks, and leaves each rank its part of the rows."""
+    parts = [part.contiguous() for part in parts]
+    if len(parts) == 1:
+        return [torch.ops._c10d_functional.reduce_scatter_tensor(parts[0], "sum", size, group)]
+    return list(torch.ops._c10d_functional.reduce_scatter_tensor_coalesced(parts, "sum", size, group))
 
 
 # -- registration
