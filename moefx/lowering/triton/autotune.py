@@ -1,8 +1,9 @@
 """Autotune kernels for shapes that the tuning table does not cover, and cache the results on disk.
 
-A kernel is timed in the call that needs it, on that call's tensors and routing; each trial writes the correct result.
-`MOEFX_AUTOTUNE` limits the seconds that a process spends on tuning: by default 60, and 0 under `CI`. Results are cached
-in `MOEFX_CACHE` (~/.cache/moefx), in a file for each kind of GPU, version of Triton and version of the kernels.
+Only if `MOEFX_AUTOTUNE` asks for it, with the seconds that a process may spend: the first step waits for it. A kernel
+is timed in the call that needs it, on that call's tensors and routing; each trial writes the correct result. Results
+are cached in `MOEFX_CACHE` (~/.cache/moefx), in a file for each kind of GPU, version of Triton and version of the
+kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from .tile_configs import Config
 from .timing import milliseconds, settle
 
 _log = logging.getLogger(__name__)
-_SECONDS = 60.0
 _MIN_FLOPS = 2e9  # smaller GEMMs take less time than their launch
 _ROUNDS = 5
 _TOO_LARGE = ("too many resources requested", "PassManager::run failed", "out of resource")
@@ -39,15 +39,13 @@ _spent = 0.0
 
 
 def seconds_left() -> float:
-    return _time_budget(os.environ.get("MOEFX_AUTOTUNE", ""), os.environ.get("CI", "")) - _spent
+    return _time_budget(os.environ.get("MOEFX_AUTOTUNE", "")) - _spent
 
 
 @functools.cache
-def _time_budget(setting: str, ci: str) -> float:
-    if not setting:
-        return _SECONDS if ci.lower() in ("", "0", "false") else 0.0
+def _time_budget(setting: str) -> float:
     try:
-        seconds = float(setting)
+        seconds = float(setting or 0)
     except ValueError:
         seconds = math.nan
     if math.isnan(seconds):

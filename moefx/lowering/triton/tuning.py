@@ -1,4 +1,8 @@
-"""Choose the tile configuration of a GEMM: the nearest tuned one, from this machine or the table, or a default."""
+"""Choose the tile configuration of a GEMM: the nearest tuned one, from this machine or the table, or a default.
+
+The choice costs nothing. Timing all configurations of a shape that is far from any tuned one takes up to a minute, and
+happens only on request (see `autotune`).
+"""
 
 from __future__ import annotations
 
@@ -52,8 +56,19 @@ def config(
             )  # another thread may have found it
             if distance > _NEAR:
                 chosen, reason = _tune(kernel, device, dtype, shape, trial, chosen, reason)
+    if distance == math.inf:
+        _warn_untuned(tile_configs.target(device), _dtype_name(dtype))
     _used[kernel, f"{_dtype_name(dtype)} {_text(shape)}"] = (chosen, reason)
     return chosen
+
+
+@functools.cache
+def _warn_untuned(target: str, dtype: str) -> None:
+    """Warn once that the kernels of a kind of GPU run with default configurations."""
+    _log.warning(
+        "no configuration of the expert kernels was tuned for %s in %s: defaults are used. MOEFX_AUTOTUNE=60 tunes in "
+        "the first step, and keeps the result on disk", target, dtype,
+    )  # fmt: skip
 
 
 def find_nearest_config(

@@ -201,13 +201,22 @@ class TestTuning:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert gpu.config() == tuning.find_nearest_config("up", CPU, torch.bfloat16, FAR)[0] and not gpu.tried
 
-    @pytest.mark.parametrize("setting, ci, seconds", [("", "", 60), ("", "true", 0), ("5", "true", 5), ("0", "", 0)])
-    def test_settings(self, gpu, monkeypatch, setting, ci, seconds):
+    @pytest.mark.parametrize("setting, seconds", [("", 0), ("5", 5), ("0", 0)])
+    def test_settings(self, gpu, monkeypatch, setting, seconds):
         monkeypatch.setenv("MOEFX_AUTOTUNE", setting)
-        monkeypatch.setenv("CI", ci)
         assert autotune.seconds_left() == seconds
         gpu.config()
         assert bool(gpu.tried) == bool(seconds)
+
+    def test_a_gpu_without_any_tuned_configuration_is_named_once(self, gpu, monkeypatch, caplog, tmp_path):
+        monkeypatch.setenv("MOEFX_AUTOTUNE", "0")
+        (tmp_path / "empty").write_text("")
+        monkeypatch.setattr(tuning, "TABLE", tmp_path / "empty")
+        tuning._warn_untuned.cache_clear()
+        for _ in range(2):
+            gpu.config()
+        (message,) = caplog.messages
+        assert "MOEFX_AUTOTUNE=60 tunes" in message and not gpu.tried
 
     def test_a_setting_that_is_no_number(self, gpu, monkeypatch):
         for setting in ("on", "nan"):
