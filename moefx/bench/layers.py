@@ -69,29 +69,36 @@ def list_kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def measure(system: str, steps: int, layers: int, batch: int, length: int, has_profile: bool = False) -> dict[str, Any]:
+    started = time.perf_counter()
     model = build_model(system, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator(device="cuda").manual_seed(1)
     ids = torch.randint(0, 32000, (steps, batch, length), device="cuda", generator=generator)
-    losses, times, held, peak = [], [], 0, 0
+    losses, times, hosts, held, peak = [], [], [], 0, 0
 
     def train(tokens: torch.Tensor) -> torch.Tensor:
+        begin = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
+        hosts.append((time.perf_counter() - begin) * 1e3)
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
         return loss
 
+    first = 0.0
     for step in range(steps):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         held, begin = torch.cuda.memory_allocated(), time.perf_counter()
         loss = train(ids[step])
         times.append((time.perf_counter() - begin) * 1e3)
+        first = first or time.perf_counter() - started
         losses.append(loss.item())
         peak = torch.cuda.max_memory_allocated() - held
-    row = dict(system=system, ms=statistics.median(times[steps // 2 :]), peak_gib=peak / 2**30, losses=losses)
+    ms, host_ms = (statistics.median(each[steps // 2 :]) for each in (times, hosts))
+    row = dict(system=system, tokens=batch * length, ms=ms, host_ms=host_ms, first_step_s=first)
+    row |= dict(peak_gib=peak / 2**30, losses=losses)
     if has_profile:
         with torch.profiler.profile() as profile:
             train(ids[-1])
@@ -125,8 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.out:
             append_row(row, options.out)
         print(
-            f"{system:20} {row['ms']:8.1f} ms a step  peak {row['peak_gib']:6.2f} GiB  "
-            f"losses {' '.join(f'{x:.3f}' for x in row['losses'][:4])} {', '.join(row.get('providers', []))}",
+            f"{system:20} {row['ms']:8.1f} ms a step  host {row['host_ms']:6.1f} ms  first {row['first_step_s']:5.1f} s  "
+            f"peak {row['peak_gib']:6.2f} GiB  losses {' '.join(f'{x:.3f}' for x in row['losses'][:4])} {', '.join(row.get('providers', []))}",
             flush=True,
         )
         for kernel in row.get("kernels", [])[:_SHOWN]:
