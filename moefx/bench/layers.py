@@ -131,9 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         row = measure(system, options.steps, options.layers, options.batch, options.length, options.profile)
         if options.out:
             append_row(row, options.out)
+        times = f"{row['ms']:8.1f} ms a step  host {row['host_ms']:6.1f} ms  first {row['first_step_s']:5.1f} s"
+        losses, providers = " ".join(f"{x:.3f}" for x in row["losses"][:4]), ", ".join(row.get("providers", []))
         print(
-            f"{system:20} {row['ms']:8.1f} ms a step  host {row['host_ms']:6.1f} ms  first {row['first_step_s']:5.1f} s  "
-            f"peak {row['peak_gib']:6.2f} GiB  losses {' '.join(f'{x:.3f}' for x in row['losses'][:4])} {', '.join(row.get('providers', []))}",
+            f"{system:20} {times}  peak {row['peak_gib']:6.2f} GiB  losses {losses} {providers}",
             flush=True,
         )
         for kernel in row.get("kernels", [])[:_SHOWN]:

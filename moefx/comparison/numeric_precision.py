@@ -12,15 +12,18 @@ from .sandbox import Casts, Inputs, leaves
 
 
 class Perturbation:
-    """Multiplies parameters and inputs by (1 + amplitude * u), with u uniform in [-1, 1]."""
+    """Multiplies parameters and inputs by (1 + amplitude * u), with u uniform in [-1, 1], drawn on their device."""
 
     def __init__(self, casts: Casts, amplitude: float, seed: int):
-        self.casts, self.amplitude = casts, amplitude
-        self.generator = torch.Generator().manual_seed(seed)
+        self.casts, self.amplitude, self.seed = casts, amplitude, seed
+        self.generators: dict[torch.device, torch.Generator] = {}
 
     def perturb(self, t: Tensor) -> Tensor:
-        u = torch.rand(t.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
-        return (t.detach().double() * (1 + self.amplitude * u.to(t.device))).to(t.dtype)
+        if t.device not in self.generators:
+            self.generators[t.device] = torch.Generator(t.device).manual_seed(self.seed)
+        wide = torch.float32 if t.element_size() <= 2 else torch.float64
+        factor = torch.rand(t.shape, generator=self.generators[t.device], dtype=wide, device=t.device)
+        return factor.mul_(2 * self.amplitude).add_(1 - self.amplitude).mul_(t.detach().to(wide)).to(t.dtype)
 
     def __call__(self, p: nn.Parameter) -> nn.Parameter:
         p = self.casts(p)
