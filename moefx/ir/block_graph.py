@@ -180,7 +180,7 @@ def _includes_other_ranks(pft: Node) -> bool:
         return True
     slots: Any = pft.args[0]
     is_part = isinstance(slots, Node) and slots.target is operator.getitem
-    return is_part and format_target(slots.args[0]) == WAIT_GATHERED
+    return is_part and format_target(slots.args[0]) == WAIT_GATHERED  # type: ignore[arg-type]
 
 
 def _is_literal(value: Any) -> bool:

@@ -17,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from . import graph_codegen
 from .graph_codegen import GeneratedSource, is_getitem, num_results
@@ -178,13 +179,13 @@ class _RecordedOps:
 
     def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
         numbers, needs = self.wiring.arguments[index], self.needs
-        args, kwargs, outputs = _run_op(op, args, kwargs, self.casting)
+        used, kwargs, outputs = _run_op(op, args, kwargs, self.casting)
         needed = tuple([any([needs[n] for n in each]) for each in numbers])
         if op.derivative is None or not any(needed):
             return outputs
         call = _OpCall(op, index, needed, self.makers[numbers[-1][-1]] if numbers[-1] else None)
-        op.derivative.save(call, args, kwargs, outputs)
-        call.choice = recomputed_choice.note_choice(op.name, [args[i] for i in op.choice_arguments], call.to_save)
+        op.derivative.save(call, used, kwargs, outputs)
+        call.choice = recomputed_choice.note_choice(op.name, [used[i] for i in op.choice_arguments], call.to_save)
         call.places, call.to_save = [self.save(t) for t in call.to_save], ()
         results = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
         call.num_results, first = len(results), self.wiring.first_result[index]
@@ -331,13 +332,13 @@ def join_ops(graph: Graph, title: str) -> Graph:
     """
     joined_graph, values = Graph(), {}
     run: list[Node] = []
-    parts: set[Node] = set()  # the ops of the run, and their results
+    parts: dict[Node, None] = {}  # the ops of the run and their results, in order
 
     def finish_run() -> None:
         if len(run) > 1:
             _insert_joined(joined_graph, run, parts, values, title)
         else:
-            for node in [n for n in graph.nodes if n in parts] if run else ():
+            for node in parts:
                 values[node] = _copy_node(joined_graph, node, values)
         run.clear()
         parts.clear()
@@ -347,9 +348,9 @@ def join_ops(graph: Graph, title: str) -> Graph:
             continue
         if _is_joinable(node):
             run.append(node)
-            parts.add(node)
+            parts[node] = None
         elif is_getitem(node) and node.args[0] in parts:
-            parts.add(node)
+            parts[node] = None
         else:
             if not _is_hoisted(node, parts):
                 finish_run()
@@ -369,15 +370,17 @@ def _is_joinable(node: Node) -> bool:
     return is_dialect and "autocast" not in node.meta and node.op == "call_function"
 
 
-def _is_hoisted(node: Node, parts: set[Node]) -> bool:
+def _is_hoisted(node: Node, parts: Container[Node]) -> bool:
     """Return whether a node may run ahead of the ops before it."""
-    is_read = (
-        node.op == "get_attr" or is_getitem(node) or (node.op == "call_method" and node.target in _HOISTED_METHODS)
-    )
-    return is_read and parts.isdisjoint(node.all_input_nodes)
+    is_method = node.op == "call_method" and node.target in _HOISTED_METHODS
+    is_read = is_method or node.op == "get_attr" or is_getitem(node)
+    return is_read and not any(n in parts for n in node.all_input_nodes)
 
 
-def _insert_joined(graph: Graph, calls: Sequence[Node], parts: set[Node], values: dict[Node, Node], title: str) -> None:
+def _insert_joined(
+    graph: Graph, calls: Sequence[Node], parts: Container[Node], values: dict[Node, Node], title: str
+) -> None:
+    """Insert the call of a run of ops, and enter its results into `values`."""
     inputs = list(dict.fromkeys(n for call in calls for n in call.all_input_nodes if n not in parts))
     results = [node for call in calls for node in _list_result_nodes(call)]
     outputs = [node for node in results if any(user not in parts for user in node.users)]
@@ -393,7 +396,7 @@ def _insert_joined(graph: Graph, calls: Sequence[Node], parts: set[Node], values
         values[node].name, values[node].meta = node.name, node.meta
 
 
-_compiled: weakref.WeakKeyDictionary[Callable[..., Any], JoinedOps] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakValueDictionary[Callable[..., Any], JoinedOps] = weakref.WeakValueDictionary()
 
 
 def _compile_joined(inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequence[Node], title: str) -> JoinedOps:
@@ -402,8 +405,9 @@ def _compile_joined(inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequ
     ops = graph.placeholder("ops")
     values = {node: graph.placeholder(node.name) for node in inputs}
     for index, call in enumerate(calls):
-        args, kwargs = torch.fx.node.map_arg((call.args, call.kwargs), values.__getitem__)
-        made = values[call] = graph.call_method("run", (ops, _get_op(call), index, *args), kwargs)
+        args, kwargs = map_arg((call.args, call.kwargs), values.__getitem__)
+        arguments: Any = (ops, _get_op(call), index, *args)
+        made = values[call] = graph.call_method("run", arguments, kwargs)
         made.name = call.name
         count = num_results(call)
         if count is not None:
@@ -416,7 +420,8 @@ def _compile_joined(inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequ
     graph.output(output)
     source = GeneratedSource(graph, output)
     function = graph_codegen.compile_source(source.text, source.scope, "forward", f"{title} joined ops")
-    if function not in _compiled:
+    known = _compiled.get(function)
+    if known is None:
         names = [_get_op(call).name for call in calls]
-        _compiled[function] = JoinedOps(function, Wiring.of(inputs, calls, outputs), names)
-    return _compiled[function]
+        known = _compiled[function] = JoinedOps(function, Wiring.of(inputs, calls, outputs), names)
+    return known

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -182,6 +183,7 @@ class Batch:
         self.slots = sorted({slot for launch in launches for slot in launch.slots})
         self.graphs: dict[tuple[int, ...], Any] = {}
         self.seen: set[tuple[int, ...]] = set()
+        _batches.add(self)
 
     def __call__(self, tensors: list[Any]) -> None:
         if not _uses_graphs or torch.cuda.is_current_stream_capturing():
@@ -205,10 +207,9 @@ class Batch:
 
     def _capture(self, tensors: list[Any], addresses: tuple[int, ...]) -> Any:
         self.seen.discard(addresses)
-        if len(_graphs) >= _MAX_GRAPHS:
-            for owner, key in _graphs:
-                owner.graphs.pop(key, None)
-            _graphs.clear()
+        if sum(len(batch.graphs) for batch in _batches) >= _MAX_GRAPHS:
+            for batch in _batches:
+                batch.graphs.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_capture_stream(tensors[self.slots[0]].device)):
             # Other threads may go on with what a capture forbids.
@@ -218,11 +219,10 @@ class Batch:
             finally:
                 graph.capture_end()
         self.graphs[addresses] = graph
-        _graphs.append((self, addresses))
         return graph
 
 
-_graphs: list[tuple[Batch, tuple[int, ...]]] = []
+_batches: weakref.WeakSet[Batch] = weakref.WeakSet()
 _streams: dict[torch.device, Any] = {}
 _uses_graphs = (
     not launching.INTERPRETED and torch.version.hip is None and os.environ.get(_SWITCH, "") not in ("0", "false")
