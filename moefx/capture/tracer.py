@@ -262,7 +262,15 @@ class Tracer(ReadLogger):
             self.mutate(target, self._convert_to(source, target))
             return target
         functional, node_args, node_kwargs = find_functional_form(func, node_args, node_kwargs, names)
+        forced = None
+        if len(targets) == 1 and not isinstance(targets[0], FakeTensor):
+            value, nodes = targets[0].clone(), (node_args, node_kwargs)
+            forced = self._force_results(functional, args, kwargs, nodes, (value, value), from_integers)
+            if forced is not None:
+                targets[0].copy_(forced[0])
         node = self._emit_op(functional, node_args, node_kwargs, targets[0])
+        if forced is not None:
+            node.meta["forced"] = True
         if len(targets) == 1:
             parts = [node]
         else:

@@ -8,8 +8,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 
 import moefx
-from moefx import Plan, api
+from moefx import Plan
 from moefx.compiler import pipeline
+from moefx.driver import plan_check
 from moefx.ir.block_graph import BlockGraph
 from moefx.passes.pass_manager import PassError, PassManager, find_pass_location, get_pass_name, graph_pass
 
@@ -217,7 +218,7 @@ class TestPassBehindCheckpoint:
         def count(graph, plan):
             return graph
 
-        for module in (pipeline, api):
+        for module in (pipeline, plan_check):
             monkeypatch.setattr(module, "PASSES", (*pipeline.PASSES, count))
 
     def test_passes_run_again_if_the_planner_changes_the_policy(self):
