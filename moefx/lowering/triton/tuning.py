@@ -57,15 +57,15 @@ def config(
             if distance > _NEAR:
                 chosen, reason = _tune(kernel, device, dtype, shape, trial, chosen, reason)
     if distance == math.inf:
-        _warn_untuned(tile_configs.target(device), _dtype_name(dtype))
+        _log_untuned(tile_configs.target(device), _dtype_name(dtype))
     _used[kernel, f"{_dtype_name(dtype)} {_text(shape)}"] = (chosen, reason)
     return chosen
 
 
 @functools.cache
-def _warn_untuned(target: str, dtype: str) -> None:
-    """Warn once that the kernels of a kind of GPU run with default configurations."""
-    _log.warning(
+def _log_untuned(target: str, dtype: str) -> None:
+    """Log once that the kernels of a kind of GPU run with default configurations."""
+    _log.info(
         "no configuration of the expert kernels was tuned for %s in %s: defaults are used. MOEFX_AUTOTUNE=60 tunes in "
         "the first step, and keeps the result on disk", target, dtype,
     )  # fmt: skip

@@ -16,7 +16,6 @@ Python reads takes values that change the outcome of the comparisons in the code
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -70,7 +69,13 @@ def flip_branches(state: ProofState) -> None:
     Raises:
         Refused: another outcome changes the form.
     """
-    named_numbers = functools.cache(functools.partial(_find_named_numbers, state.block))
+    known: list[list[float]] = []  # no cache of functools: a new one makes each capture look at all objects
+
+    def named_numbers() -> list[float]:
+        if not known:
+            known.append(_find_named_numbers(state.block))
+        return known[0]
+
     flips: list[tuple[HostRead, Any]] = []  # reads of unforced captures, each with another outcome
     is_first_round = True
     while open_reads := _find_open_reads(state):

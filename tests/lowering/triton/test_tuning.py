@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import subprocess
 import sys
@@ -212,7 +213,8 @@ class TestTuning:
         monkeypatch.setenv("MOEFX_AUTOTUNE", "0")
         (tmp_path / "empty").write_text("")
         monkeypatch.setattr(tuning, "TABLE", tmp_path / "empty")
-        tuning._warn_untuned.cache_clear()
+        tuning._log_untuned.cache_clear()
+        caplog.set_level(logging.INFO)
         for _ in range(2):
             gpu.config()
         (message,) = caplog.messages
