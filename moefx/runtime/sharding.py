@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import InvalidPlan
@@ -126,7 +129,8 @@ def shard_experts(
 
 def copy_with_all_experts(block: nn.Module, parameters: ExpertParameters, placement: Placement) -> nn.Module:
     """Return a copy of a sharded block with meta parameters of all experts, which can be captured."""
-    duplicate, _ = copy_model(block)
+    with _as_before_fully_shard(block):
+        duplicate, _ = copy_model(block)
     for name in parameters.stacked:
         owner, full = find_owner_and_tensor(duplicate, name)
         owner._parameters[_get_last_name(name)] = _make_abstract(full)
@@ -136,6 +140,29 @@ def copy_with_all_experts(block: nn.Module, parameters: ExpertParameters, placem
             owner, _ = find_owner_and_tensor(duplicate, name)
             owner._parameters[_get_last_name(name)] = _make_abstract(find_owner_and_tensor(block, other)[1])
     return duplicate
+
+
+@contextlib.contextmanager
+def _as_before_fully_shard(block: nn.Module) -> Iterator[None]:
+    """Give the FSDP modules of a block their own class and hooks back, inside the context: FSDP refuses copies, and the
+    copy of a block must gather nothing."""
+    sharded = [(m, type(m), dict(vars(m))) for m in block.modules() if isinstance(m, FSDPModule)]
+    try:
+        for module, cls, attributes in sharded:
+            module.__class__ = next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+            state = fully_shard.state(module)  # type: ignore[attr-defined]
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = attributes[name].items()
+                own = [(key, hook) for key, hook in hooks if getattr(hook, "__self__", None) is not state]
+                vars(module)[name] = OrderedDict(own)
+            for name in attributes:
+                if name.startswith("__composable_api"):  # torch stores the state of `fully_shard` there
+                    del vars(module)[name]
+        yield
+    finally:
+        for module, cls, attributes in sharded:
+            module.__class__ = cls
+            vars(module).update(attributes)
 
 
 def _make_abstract(t: torch.Tensor) -> nn.Parameter:

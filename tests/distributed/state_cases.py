@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -310,6 +310,17 @@ def case_fully_sharded() -> None:
                 p.grad = None
         torch.testing.assert_close(moefx.clip_grad_norm_(compiled, 1e9).double(), torch.stack(squares).sum().sqrt())
         same(moefx.full_state_dict(compiled), original.state_dict())
+
+
+def case_fully_sharded_in_another_dtype() -> None:
+    """The first call in bfloat16 is specialized while FSDP has gathered the block."""
+    mesh, original, x = meshes()[1], Model("gated", layers=1), torch.randn(9, D)
+    compiled = compiled_beside(original, mesh, PLAN)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(compiled.blocks[0], mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(compiled, mesh=mesh["dp"], mp_policy=policy)
+    torch.testing.assert_close(compiled(x), original.bfloat16()(x.bfloat16()))
+    assert isinstance(compiled.blocks[0], FSDPModule) and compiled.blocks[0]._forward_pre_hooks
 
 
 def case_data_parallel_beside() -> None:
