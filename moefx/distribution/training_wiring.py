@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._plan import Plan
 from ..runtime.data_parallel_wrappers import DDP_IGNORED, DEEPSPEED_HOOK, IgnoredByDDP, RefuseDeepSpeed
@@ -13,6 +17,19 @@ from ..runtime.sharding import resolve_expert_axes
 from ..runtime.state_dicts import join_name
 from ..runtime.topology import ExpertAxis
 from .block_distribution import ExpertLayout, expert_parameter_names
+
+SPREAD_MESH = "_moefx_spread_mesh"  # the attribute of a spread model that holds its `SpreadMesh`
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadMesh:
+    """The mesh over which `compile` spread a model, and the reductions that its gradients need."""
+
+    mesh: DeviceMesh
+    reductions: dict[str, Reduction]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpreadMesh:
+        return self
 
 
 def watch_block(block: nn.Module, name: str, layout: ExpertLayout) -> OverwritingWatch:
@@ -59,5 +76,6 @@ def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
         "DistributedDataParallel leaves the gradients of this model's experts, which differ by rank, to you: "
         f"{left}. Plan(gradients='manual') says that you do it"
     )  # fmt: skip
+    vars(compiled)[SPREAD_MESH] = SpreadMesh(axis.mesh, reductions)
     vars(compiled)[DDP_IGNORED] = IgnoredByDDP(compiled, getattr(compiled, DDP_IGNORED, ()), advice)
     vars(compiled)[GRADIENT_WATCH] = GradientWatch(compiled, expert_parameter_names(compiled), reductions, manual)

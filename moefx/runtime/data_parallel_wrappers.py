@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ExpertsOverwritten
+from ..errors import ExpertsOverwritten, InvalidInput
 from ..ir.ops.uneven_all_to_all import get_group
 
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute that DistributedDataParallel reads
@@ -57,6 +57,20 @@ class IgnoredByDDP:
 
     def __len__(self) -> int:
         return len(list(self))
+
+
+class RefuseDDP:
+    """Takes the place of `IgnoredByDDP` in a model that `parallelize` has sharded."""
+
+    def __iter__(self) -> NoReturn:
+        refuse_ddp()
+
+
+def refuse_ddp() -> NoReturn:
+    raise InvalidInput(
+        "DistributedDataParallel around a model that moefx.parallelize has sharded would reduce its gradients twice. "
+        "Train the model as it is. For replicas instead of shards: moefx.parallelize(model, mesh, data='ddp')"
+    )
 
 
 def _find_ddp_under_construction(frame: Any) -> tuple[nn.Module, Any] | None:

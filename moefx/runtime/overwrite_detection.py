@@ -32,6 +32,7 @@ from .data_parallel_wrappers import (
     find_outermost_wrapper,
     is_deepspeed,
     list_broadcast_parameters,
+    refuse_ddp,
     refuse_deepspeed,
 )
 from .sharding import ExpertParameters, find_owner_and_tensor
@@ -56,6 +57,7 @@ class OverwritingWatch:
         self.now: Tensor | None = None
         self.compares_itself, self.calls = False, 0
         self.checked_ddp: Any = None
+        self.is_parallelized = False  # `parallelize` reduces the gradients of the block
         self.hooks_version = -1
         self.sampled = self._find_sampled_names()
         self.settle()
@@ -71,6 +73,8 @@ class OverwritingWatch:
             return
         ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
         if ddp is not None and ddp is not self.checked_ddp:
+            if self.is_parallelized:
+                refuse_ddp()
             if names := list_broadcast_parameters(ddp, self._list_expert_tensors(), self.group):
                 raise ExpertsOverwritten(describe_overwriting(ddp, self.name, f"it has {names[0]} among its own"))
             self.checked_ddp = ddp

@@ -58,7 +58,7 @@ def resolve_expert_axes(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) 
     if wanted is not None:
         return (wanted,) if isinstance(wanted, str) else wanted
     if _EXPERT_AXIS not in names and len(names) > 1:
-        raise InvalidPlan(f"which axis of the mesh ({_format_mesh(mesh)}) holds the experts? Set Plan(expert_axis=...)")
+        raise InvalidPlan(f"which axis of the mesh ({format_mesh(mesh)}) holds the experts? Set Plan(expert_axis=...)")
     if _EXPERT_AXIS not in names and (names[0] == _PIPELINE_AXIS or is_replica_axis(names[0])):
         raise InvalidPlan(
             f"the mesh has no axis for experts: its only one is {names[0]!r}, whose ranks hold "
@@ -85,11 +85,11 @@ def select_mesh_axis(mesh: DeviceMesh, field: str, names: tuple[str, ...]) -> De
     known = mesh.mesh_dim_names or ()
     for name in names:
         if name not in known:
-            raise InvalidPlan(f"Plan({field}={name!r}): the mesh has no such axis; it has {_format_mesh(mesh)}")
+            raise InvalidPlan(f"Plan({field}={name!r}): the mesh has no such axis; it has {format_mesh(mesh)}")
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
-def _format_mesh(mesh: DeviceMesh) -> str:
+def format_mesh(mesh: DeviceMesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
@@ -155,8 +155,8 @@ def _as_before_fully_shard(block: nn.Module) -> Iterator[None]:
                 hooks = attributes[name].items()
                 own = [(key, hook) for key, hook in hooks if getattr(hook, "__self__", None) is not state]
                 vars(module)[name] = OrderedDict(own)
-            for name in attributes:
-                if name.startswith("__composable_api"):  # torch stores the state of `fully_shard` there
+            for name, value in attributes.items():
+                if isinstance(value, dict) and any(v is state for v in value.values()):  # torch keeps the state there
                     del vars(module)[name]
         yield
     finally:

@@ -69,6 +69,10 @@ def test_wrappers(ranks):
     ranks("wrapper_cases")
 
 
+def test_parallelized_models(ranks):
+    ranks("parallelize_cases")
+
+
 def test_hops(ranks):
     ranks("hop_cases")
 

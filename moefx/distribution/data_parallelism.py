@@ -1,0 +1,233 @@
+"""`parallelize`: shard a spread model with FSDP2, so that its gradients are those of the mean loss of all ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from ..errors import InvalidInput, InvalidPlan
+from ..runtime.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
+from ..runtime.sharding import format_mesh
+from ..runtime.state_dicts import join_name
+from .block_distribution import find_expert_layouts
+from .data_axes import DataMeshes, choose_data_axes
+from .training_wiring import SPREAD_MESH, SpreadMesh
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    data: Literal["fsdp", "ddp", "hsdp"] = "fsdp",
+    shard_axes: str | tuple[str, ...] | None = None,
+    replicate_axes: str | tuple[str, ...] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Shard a model that `compile` has spread over a mesh with torch's FSDP2, in place. After `loss.backward()` each
+    gradient is that of the mean of the losses of all data ranks. Collective: every rank of the mesh calls it.
+
+    Experts are sharded over the data axes beside the expert axis, all other parameters over all data axes. Each
+    parameter becomes a DTensor: `AdamW(foreach=True)` and `AdamW(fused=True)` take all of them in one group. Modules
+    become FSDP modules: `model.set_requires_gradient_sync(False)` accumulates gradients without communication.
+
+    The data axes are those whose ranks have different tokens: all but "pp", the sequence axis, and "tp" unless experts
+    are spread over it.
+
+    Args:
+        mesh: the mesh that `compile` was given.
+        data: "fsdp" shards over all data axes. "ddp" shards nothing. "hsdp" replicates over `replicate_axes` and shards
+            over the rest.
+        shard_axes: the data axes over which to shard. Default: those that `data` implies.
+        replicate_axes: the data axes over which to replicate. Default for "hsdp": axes with "replica" in their name.
+        mp_policy: the precision of parameters and reductions, as for `fully_shard`.
+        reshard_after_forward: free gathered parameters after the forward, except those of the outermost module.
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidPlan: the mesh is not the one of `compile` or has a pipeline axis; an axis is unknown, is used twice or
+            not at all; or a parameter that holds all experts cannot be cut evenly.
+        InvalidInput: the model was not compiled over a mesh, is sharded already, or has parameters that FSDP cannot
+            shard.
+    """
+    root = getattr(model, "_orig_mod", model)
+    spread = _find_spread_mesh(root, mesh)
+    of_experts, others = spread.reductions["experts"], spread.reductions["others"]
+    axes = choose_data_axes(mesh, others.axes, data, shard_axes, replicate_axes)
+    expert_axes = axes.restrict(of_experts.axes)
+    experts = _group_expert_parameters(root)
+    _check_parameters(root, experts)
+    all_experts = {parameter for parameters in experts.values() for parameter in parameters}
+    placements = dict(choose_placements(root, all_experts, expert_axes.count_shards(mesh)))
+
+    meshes, options = DataMeshes(mesh), {} if mp_policy is None else {"mp_policy": mp_policy}
+    dense_mesh, expert_mesh = meshes.build(axes), meshes.build(expert_axes)
+    for layer in _find_layers(root, list(experts)):
+        fully_shard(
+            layer,
+            mesh=dense_mesh,
+            ignored_params=all_experts,
+            reshard_after_forward=reshard_after_forward,
+            **options,
+        )
+    fully_shard(
+        root,
+        mesh=dense_mesh,
+        ignored_params=all_experts,
+        reshard_after_forward=None if reshard_after_forward else False,  # None: torch keeps the root gathered
+        **options,
+    )
+    # FSDP averages over the ranks that reduce an expert's gradient. The rest of the mean are the ranks of the expert
+    # axis, over which it is summed already. `set_gradient_divide_factor` divides twice on a shard axis of one rank.
+    left = of_experts.divisor // math.prod(mesh[name].size() for name in of_experts.axes)
+    for name, parameters in experts.items():
+        block: Any = root.get_submodule(name)
+        fully_shard(
+            block,
+            mesh=expert_mesh,
+            ignored_params={p for p in block.parameters() if p not in parameters},
+            shard_placement_fn=placements.get,
+            reshard_after_forward=reshard_after_forward,
+            **options,
+        )
+        if left > 1:
+            block.set_all_reduce_hook(functools.partial(_divide, divisor=left))
+        vars(block)["forward"].watch.is_parallelized = True
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            _set_reductions(module, mesh)
+    vars(root)[DDP_IGNORED] = RefuseDDP()
+    return model
+
+
+def _find_spread_mesh(model: nn.Module, mesh: DeviceMesh) -> SpreadMesh:
+    """Return the mesh over which a model is spread.
+
+    Raises:
+        InvalidInput: it is spread over none, or FSDP has sharded it. InvalidPlan: it is spread over another mesh.
+    """
+    spread = vars(model).get(SPREAD_MESH)
+    if spread is None:
+        raise InvalidInput(
+            f"{type(model).__name__} was not compiled over a mesh: call moefx.compile(model, mesh=mesh) first, then "
+            "moefx.parallelize with the model that it returns. Without a mesh for experts, use torch's fully_shard"
+        )
+    sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if isinstance(vars(model).get(DDP_IGNORED), RefuseDDP):
+        raise InvalidInput(f"{type(model).__name__} is parallelized already: call moefx.parallelize once")
+    if sharded:
+        raise InvalidInput(
+            f"fully_shard was called on {sharded[0] or 'the model'} already: call moefx.parallelize instead of it. It "
+            "shards experts and all other parameters over the right axes"
+        )
+    if mesh != spread.mesh:
+        raise InvalidPlan(
+            f"the model was compiled over the mesh ({format_mesh(spread.mesh)}), and parallelize was given another one"
+            f" ({format_mesh(mesh)}): pass the same mesh to both"
+        )
+    return spread
+
+
+def _group_expert_parameters(model: nn.Module) -> dict[str, set[nn.Parameter]]:
+    """Return the parameters of this rank's experts by block."""
+    found = {}
+    for name, layout in find_expert_layouts(model).items():
+        tensors = layout.parameters.tensors(model.get_submodule(name), layout.placement.local_experts)
+        found[name] = {t for t in tensors if isinstance(t, nn.Parameter)}
+    return found
+
+
+def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -> None:
+    """Check that each parameter can belong to one FSDP module.
+
+    Raises:
+        InvalidInput: the model is a block itself, modules that are sharded apart share a parameter, or a parameter has
+            no dimension.
+    """
+    if "" in experts:
+        raise InvalidInput(
+            f"{type(model).__name__} is an MoE block itself, and parallelize shards its experts apart from the rest: "
+            "compile a model around it, such as nn.Sequential(block)"
+        )
+    found: dict[nn.Parameter, tuple[nn.Module | None, str]] = {}
+    layers, blocks = set(_find_layers(model, list(experts))), {model.get_submodule(name) for name in experts}
+    of_experts = {parameter for parameters in experts.values() for parameter in parameters}
+
+    def visit(module: nn.Module, path: str, outer: nn.Module, block: nn.Module | None) -> None:
+        outer, block = module if module in layers else outer, module if module in blocks else block
+        for last, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name, sharded_by = join_name(path, last), block if parameter in of_experts else outer
+            if not parameter.dim():
+                raise InvalidInput(f"{name} has no dimension, and FSDP shards the first one: make it a tensor [1]")
+            other, other_name = found.setdefault(parameter, (sharded_by, name))
+            if other is not sharded_by:
+                raise InvalidInput(
+                    f"{other_name} and {name} are the same parameter, but parallelize would shard it with "
+                    f"{type(other).__name__} and again with {type(sharded_by).__name__}: use it in one of them"
+                )
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, join_name(path, name), outer, block)
+
+    visit(model, "", model, None)
+
+
+def _find_layers(model: nn.Module, blocks: list[str]) -> list[nn.Module]:
+    """Return the elements of module lists that hold blocks, such as the layers of a decoder, inner ones first. An
+    element that is a block itself is left to the module around it."""
+    layers: set[nn.Module] = set()
+    for block in blocks:
+        parts = block.split(".")
+        for length in range(len(parts)):
+            module = model.get_submodule(".".join(parts[:length]))
+            if isinstance(module, nn.ModuleList):
+                layers.update(element for element in module if not isinstance(element, nn.ModuleList | nn.ModuleDict))
+    layers -= {model.get_submodule(block) for block in blocks}
+    return [module for module in reversed(list(model.modules())) if module in layers]
+
+
+def choose_placements(
+    model: nn.Module, experts: set[nn.Parameter], num_shards: int
+) -> Iterator[tuple[nn.Parameter, Shard]]:
+    """Choose the dimension over which each parameter that holds all experts is sharded.
+
+    Raises:
+        InvalidPlan: no dimension of a parameter can be cut evenly.
+    """
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or parameter not in experts:
+            continue
+        shape = parameter.to_local().shape
+        # The first dimension is the last choice: it holds the experts, and is sharded over their axis already.
+        dim = next((d for d in (*range(1, len(shape)), 0) if shape[d] % num_shards == 0), None)
+        if dim is None:
+            raise InvalidPlan(
+                f"{name} has the shape {list(shape)} on a rank, and no dimension can be cut into {num_shards} equal "
+                "parts: replicate it, with data='hsdp' or 'ddp'"
+            )
+        yield parameter, Shard(dim)
+
+
+def _set_reductions(module: Any, mesh: DeviceMesh) -> None:
+    """Choose how an FSDP module reduces gradients."""
+    if mesh.device_type == "cpu" or dist.get_backend(mesh.get_group(0)) == "gloo":
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+        # Else ranks would reduce buffers of different sizes if a module runs for some tokens only.
+        module.set_reduce_scatter_unused_params(True)
+
+
+def _divide(gradient: Tensor, *, divisor: int) -> None:
+    gradient.div_(divisor)

@@ -1,0 +1,240 @@
+"""`moefx.parallelize`: training over ranks is training in one process, and mistakes raise."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import moefx
+from moefx.distribution.data_parallelism import choose_placements
+from moefx.errors import InvalidInput, InvalidPlan
+
+from ..passes.blocks import D
+from .models import BLOCKS, Model, compiled_beside, is_of_experts
+
+PLAN = moefx.Plan(validation="symbolic")
+RANKS, STEPS, PARTS = 4, 3, 2
+LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
+    (dict(ep=4), {}),
+    (dict(dp=2, ep=2), {}),
+    (dict(ep=2, dp=2), dict(data="hsdp", replicate_axes="dp")),
+    (dict(dp=2, ep=2), dict(data="ddp")),
+)
+Training = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # losses and norms; the parameters afterwards
+
+
+@functools.cache
+def mesh_of(**sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def batch(step: int, part: int) -> torch.Tensor:
+    """Tokens of all ranks, [RANKS, tokens, D]."""
+    generator = torch.Generator().manual_seed(PARTS * step + part)
+    return torch.randn(RANKS, 5, D, dtype=torch.float64, generator=generator)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).pow(2).mean() / PARTS
+
+
+@functools.cache
+def train_in_one_process(kind: str) -> Training:
+    model, seen = Model(kind, layers=1).double(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(PARTS):
+            loss = loss_of(model, batch(step, part).flatten(0, 1))
+            loss.backward()
+            seen.append(loss.detach())
+        for parameter in model.parameters():  # AdamW decays weights of experts without tokens, too
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+    return seen, model.state_dict()
+
+
+def train(model: Any, mesh: DeviceMesh, **options: bool) -> Training:
+    """The same steps on parts of the batches. The first parts do not communicate."""
+    seen, optimizer = [], torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(PARTS):
+            model.set_requires_gradient_sync(part == PARTS - 1)
+            loss = loss_of(model, batch(step, part)[dist.get_rank()])
+            loss.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            seen.append(total / RANKS)
+        seen.append(moefx.clip_grad_norm_(model, 0.1))
+        optimizer.step()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return seen, moefx.full_state_dict(model)
+
+
+def parallelized(kind: str, sizes: dict[str, int], plan: moefx.Plan = PLAN, **options: Any) -> Any:
+    mesh = mesh_of(**sizes)
+    return moefx.parallelize(compiled_beside(Model(kind, layers=1).double(), mesh, plan), mesh, **options)
+
+
+def case_training_is_that_of_one_process() -> None:
+    choices = itertools.cycle([{"fused": True}, {"foreach": True}, {"foreach": True}, {"fused": True}])
+    for (sizes, options), kind in itertools.product(LAYOUTS, ("gated", "joined")):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "moefx")  # nothing warns that gradients are not reduced
+            seen, parameters = train(parallelized(kind, sizes, **options), mesh_of(**sizes), **next(choices))
+        wanted, reference = train_in_one_process(kind)
+        assert all(norm > 0.1 for norm in wanted[PARTS :: PARTS + 1])  # clipping changes something
+        what = functools.partial(str.format, "{} {} {}: {}", sizes, options, kind)
+        torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-9, msg=what)
+        torch.testing.assert_close(parameters, dict(reference), rtol=0, atol=1e-9, msg=what)
+
+
+def case_training_again_gives_the_same_bits() -> None:
+    sizes, _ = LAYOUTS[1]
+    for kind in ("gated", "numbered"):
+        (seen, parameters), again = (train(parallelized(kind, sizes), mesh_of(**sizes)) for _ in range(2))
+        assert all(map(torch.equal, seen, again[0]))
+        assert all(torch.equal(value, again[1][name]) for name, value in parameters.items())
+
+
+def case_tokens_shared_by_ranks() -> None:
+    """Gradients are the mean over "dp" alone."""
+    plan = PLAN.replace(expert_axis=("dp", "tp"), sequence_axis="tp")
+    model, original = parallelized("joined", dict(dp=2, tp=2), plan), Model("joined", layers=1).double()
+    x = batch(0, 0)[:2]
+    model(x[mesh_of(dp=2, tp=2)["dp"].get_local_rank()]).pow(2).mean().backward()
+    original(x.flatten(0, 1)).pow(2).mean().backward()
+    for name, parameter in original.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
+def case_layouts_of_parameters() -> None:
+    for (sizes, options), (of_experts, of_others) in zip(LAYOUTS, ((4, 4), (4, 4), (2, 2), (2, 1)), strict=True):
+        for kind in ("gated", "joined"):
+            for name, parameter in parallelized(kind, sizes, **options).named_parameters():
+                if is_of_experts(name):  # separate ones: a whole expert, cut over the ranks with the same expert
+                    num_parts = of_experts if kind == "joined" else of_experts // sizes["ep"]
+                else:
+                    num_parts = of_others
+                shape = [p.is_shard() or "Shard" in type(p).__name__ for p in parameter.placements]
+                sizes_cut = [n for n, cut in zip(parameter.device_mesh.shape, shape, strict=True) if cut]
+                assert torch.Size(sizes_cut).numel() == num_parts, (name, parameter.device_mesh, parameter.placements)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.moe = nn.Linear(D, D), BLOCKS["gated"]()
+
+    def forward(self, x):
+        return x + self.moe(self.mix(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers = nn.Linear(D, D), nn.ModuleList([nn.Linear(D, D), Layer(), Layer()])
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def case_layers_of_a_decoder() -> None:
+    """Layers are gathered one after the other, in the dtype of the policy."""
+    mesh, original, x = mesh_of(dp=2, ep=2), Decoder(), torch.randn(9, D)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = moefx.parallelize(compiled_beside(original, mesh, PLAN), mesh, mp_policy=policy)
+    sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    assert sharded == {"", "layers.0", "layers.1", "layers.1.moe", "layers.2", "layers.2.moe"}
+    out = model(x)
+    torch.testing.assert_close(out, original.bfloat16()(x.bfloat16()))
+    out.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def raises(error: type[Exception], text: str, call: Callable[..., Any], *args: Any, **options: Any) -> None:
+    try:
+        call(*args, **options)
+    except error as found:
+        assert text in str(found), found
+    else:
+        raise AssertionError(f"no error: {text}")
+
+
+def case_mistakes_in_the_call() -> None:
+    mesh, model = mesh_of(dp=2, ep=2), compiled_beside(Model("gated", layers=1).double(), mesh_of(dp=2, ep=2), PLAN)
+    for text, options in (
+        ("expected one of 'fsdp', 'ddp', 'hsdp'", dict(data="zero")),
+        ("no such axis; it has dp=2, ep=2", dict(shard_axes="fsdp")),
+        ("which axes of the mesh (dp=2, ep=2) hold replicas", dict(data="hsdp")),
+        ("'ep' of the mesh is neither sharded nor replicated", dict(shard_axes="dp")),
+        ("'dp' of the mesh is both", dict(data="hsdp", shard_axes=("dp", "ep"), replicate_axes="dp")),
+        ("use data='hsdp' to replicate", dict(replicate_axes="dp")),
+        ("use data='fsdp' or 'hsdp' to shard", dict(data="ddp", shard_axes="dp")),
+    ):
+        raises(InvalidPlan, text, moefx.parallelize, model, mesh, **options)
+    raises(InvalidPlan, "compiled over the mesh (dp=2, ep=2)", moefx.parallelize, model, mesh_of(ep=2, dp=2))
+    raises(InvalidInput, "call moefx.compile(model, mesh=mesh)", moefx.parallelize, Model("gated"), mesh)
+    shared = mesh_of(ep=2, tp=2)
+    replicas = compiled_beside(Model("gated", layers=1).double(), shared, PLAN)
+    raises(InvalidPlan, "The data axes are 'ep'", moefx.parallelize, replicas, shared, shard_axes=("ep", "tp"))
+    stages, stage = mesh_of(pp=2, ep=2), Model("gated", layers=1).double()
+    stage.first.bias.data.fill_(stages["pp"].get_local_rank())
+    stage = compiled_beside(stage, stages, PLAN)
+    raises(InvalidPlan, "over the ranks of the stage, mesh['ep']", moefx.parallelize, stage, stages)
+    moefx.parallelize(model, mesh)  # the calls above left the model as it was
+    raises(InvalidInput, "is parallelized already", moefx.parallelize, model, mesh)
+
+
+def case_models_that_cannot_be_sharded() -> None:
+    mesh = mesh_of(dp=2, ep=2)
+    tied = Model("joined")
+    tied.blocks[1].gate_up, tied.blocks[1].down = tied.blocks[0].gate_up, tied.blocks[0].down
+    tied = compiled_beside(tied, mesh, PLAN)
+    text = "blocks.0.gate_up and blocks.1.gate_up are the same parameter"
+    raises(InvalidInput, text, moefx.parallelize, tied, mesh)
+    scaled = Model("joined", layers=1)
+    scaled.scale = nn.Parameter(torch.tensor(1.0))
+    scaled = compiled_beside(scaled, mesh, PLAN)
+    raises(InvalidInput, "scale has no dimension", moefx.parallelize, scaled, mesh)
+    block = compiled_beside(BLOCKS["gated"](), mesh, PLAN)
+    raises(InvalidInput, "nn.Sequential(block)", moefx.parallelize, block, mesh)
+
+
+def case_experts_that_cannot_be_cut() -> None:
+    holder, axis = nn.Module(), mesh_of(dp=2, ep=2)["ep"]
+    holder.stack = nn.Parameter(DTensor.from_local(torch.zeros(1, 3), axis, [Shard(0)], run_check=False))
+    ((_, placement),) = choose_placements(holder, {holder.stack}, num_shards=3)
+    assert placement == Shard(1)
+    text = "stack has the shape [1, 3] on a rank, and no dimension can be cut into 2"
+    raises(InvalidPlan, text, lambda: dict(choose_placements(holder, {holder.stack}, num_shards=2)))
+
+
+def case_other_wrappers() -> None:
+    mesh, x = mesh_of(dp=2, ep=2), batch(0, 0)[dist.get_rank()]
+    model = parallelized("gated", dict(dp=2, ep=2))
+    raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel, model)
+    parent = nn.Sequential(nn.Linear(D, D).double(), model)
+    ignored = [f"1.{name}" for name, _ in model.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(parent, ignored)
+    raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel(parent), x)
+    sharded = compiled_beside(Model("gated", layers=1).double(), mesh, PLAN)
+    fully_shard(sharded, mesh=mesh["dp"])
+    raises(InvalidInput, "fully_shard was called on the model", moefx.parallelize, sharded, mesh)
