@@ -213,6 +213,10 @@ def explain(
     if record is None and example_inputs is None:
         record = UNCHANGED.get(model) or find_graph_regions(given)[0]
     if record is not None:
+        if record.gradients:  # torch.distributed is loaded
+            from .distribution.training_wiring import SPREAD_MESH
+
+            record = dataclasses.replace(record, gradients=vars(model)[SPREAD_MESH].parallelized or record.gradients)
         return _explain_record(type(model).__name__, record, find_forwards(given), trace, verbose)
     with report_progress("moefx.explain"):
         proven = agree_on_proof(model, example_inputs, _check_plan(plan, mesh), mesh)

@@ -38,7 +38,7 @@ class DataAxes:
     def __str__(self) -> str:
         parts = [("sharded", self.shard), ("replicated", self.replicate)]
         found = [f"{how} over {' and '.join(map(repr, names))}" for how, names in parts if names]
-        return ", ".join(found) or "on one rank each"
+        return ", ".join(found) or "not sharded"
 
 
 def choose_data_axes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -106,6 +107,8 @@ def parallelize(
     for module in root.modules():
         if isinstance(module, FSDPModule):
             _set_reductions(module, mesh)
+    lines = (f"{'experts':<12}{expert_axes}", f"{'others':<12}{axes}", f"{'all':<12}reduced by moefx.parallelize")
+    vars(root)[SPREAD_MESH] = dataclasses.replace(spread, parallelized=lines)
     vars(root)[DDP_IGNORED] = RefuseDDP()
     return model
 
@@ -123,7 +126,7 @@ def _find_spread_mesh(model: nn.Module, mesh: DeviceMesh) -> SpreadMesh:
             "moefx.parallelize with the model that it returns. Without a mesh for experts, use torch's fully_shard"
         )
     sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    if isinstance(vars(model).get(DDP_IGNORED), RefuseDDP):
+    if spread.parallelized:
         raise InvalidInput(f"{type(model).__name__} is parallelized already: call moefx.parallelize once")
     if sharded:
         raise InvalidInput(

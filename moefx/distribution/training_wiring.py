@@ -23,10 +23,15 @@ SPREAD_MESH = "_moefx_spread_mesh"  # the attribute of a spread model that holds
 
 @dataclasses.dataclass(frozen=True)
 class SpreadMesh:
-    """The mesh over which `compile` spread a model, and the reductions that its gradients need."""
+    """The mesh over which `compile` spread a model, and the reductions that its gradients need.
+
+    Attributes:
+        parallelized: lines for `explain` that say how `parallelize` shards parameters; () before it.
+    """
 
     mesh: DeviceMesh
     reductions: dict[str, Reduction]
+    parallelized: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadMesh:
         return self

@@ -176,7 +176,7 @@ def describe_overwriting(wrapper: nn.Module | None, block: str, seen: str) -> st
     if isinstance(wrapper, FSDPModule):
         by, leave = (
             "fully_shard over ranks of the expert axis",
-            "Shard the experts' blocks over another axis (mesh['dp'])",
+            "Call moefx.parallelize(model, mesh) instead: it shards the experts over the other axes of the mesh",
         )
     elif wrapper is not None:
         by, leave = type(wrapper).__name__, f"Train without {type(wrapper).__name__}"

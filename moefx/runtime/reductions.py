@@ -157,8 +157,9 @@ class GradientWatch:
         return (
             f"moefx: this step of the optimizer uses gradients of {type(self.model).__name__} that are not reduced "
             f"over the ranks, so its replicas drift apart. Missing before step(): {missing}. moefx.explain(model) "
-            "lists all parameters. Wrap these parameters in fully_shard or DistributedDataParallel, or reduce them by "
-            "hand and set Plan(gradients='manual')"
+            "lists all parameters. Call moefx.parallelize(model, mesh) before you build the optimizer, wrap these "
+            "parameters in fully_shard or DistributedDataParallel, or reduce them by hand and set "
+            "Plan(gradients='manual')"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientWatch:

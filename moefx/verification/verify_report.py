@@ -134,6 +134,9 @@ def verify(
     if is_graph(compiled, reference) and any(mode.training is not None for mode in further):
         raise InvalidInput("verify: a graph keeps its mode of capture; modes can be no_grad or inference_mode only")
     shares = find_shares(compiled)
+    if any(f.watch is not None and f.watch.is_parallelized for f in find_rewritten_blocks(compiled).values()):
+        raise InvalidInput("verify compares blocks one by one, and FSDP gathers their parameters in calls of the whole "
+                           "model only: call moefx.verify before moefx.parallelize")  # fmt: skip
     try:
         sets = _check_inputs(compiled, reference, inputs)
     except InvalidInput as error:

@@ -227,7 +227,7 @@ def case_experts_that_cannot_be_cut() -> None:
     raises(InvalidPlan, text, lambda: dict(choose_placements(holder, {holder.stack}, num_shards=2)))
 
 
-def case_other_wrappers() -> None:
+def case_other_calls() -> None:
     mesh, x = mesh_of(dp=2, ep=2), batch(0, 0)[dist.get_rank()]
     model = parallelized("gated", dict(dp=2, ep=2))
     raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel, model)
@@ -235,6 +235,9 @@ def case_other_wrappers() -> None:
     ignored = [f"1.{name}" for name, _ in model.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(parent, ignored)
     raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel(parent), x)
+    raises(InvalidInput, "before moefx.parallelize", moefx.verify, model, Model("gated", layers=1).double(), (x,))
+    experts, others, _ = moefx.explain(model).gradients
+    assert experts.endswith("sharded over 'dp'") and others.endswith("sharded over 'dp' and 'ep'")
     sharded = compiled_beside(Model("gated", layers=1).double(), mesh, PLAN)
     fully_shard(sharded, mesh=mesh["dp"])
     raises(InvalidInput, "fully_shard was called on the model", moefx.parallelize, sharded, mesh)
