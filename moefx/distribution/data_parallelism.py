@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..errors import InvalidInput, InvalidPlan
 from ..runtime.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
 from ..runtime.sharding import format_mesh
-from ..runtime.state_dicts import join_name
+from ..runtime.state_dicts import ShardOnLoad, join_name
 from .block_distribution import find_expert_layouts
 from .data_axes import DataMeshes, choose_data_axes
 from .training_wiring import SPREAD_MESH, SpreadMesh
@@ -107,6 +107,7 @@ def parallelize(
     for module in root.modules():
         if isinstance(module, FSDPModule):
             _set_reductions(module, mesh)
+    root.register_load_state_dict_pre_hook(ShardOnLoad())
     lines = (f"{'experts':<12}{expert_axes}", f"{'others':<12}{axes}", f"{'all':<12}reduced by moefx.parallelize")
     vars(root)[SPREAD_MESH] = dataclasses.replace(spread, parallelized=lines)
     vars(root)[DDP_IGNORED] = RefuseDDP()

@@ -104,17 +104,23 @@ class OnLoad:
         for name in self.elsewhere:
             state_dict.pop(prefix + name, None)
         for name in self.stacked:
-            value: Any = state_dict.get(prefix + name)
-            parameter = _find_parameter(block, name)
-            if (
-                type(value) in (Tensor, nn.Parameter)
-                and isinstance(parameter, DTensor)
-                and value.shape == parameter.shape
-            ):
-                part = value.detach() if value.is_meta or parameter.is_meta else value.detach().to(parameter.device)
-                state_dict[prefix + name] = distribute_tensor(
-                    part, parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
+            _shard_entry(state_dict, prefix + name, _find_parameter(block, name))
+
+
+class ShardOnLoad:
+    """A pre-hook of `load_state_dict` of a model that FSDP has sharded: reduce full parameters to this rank's part."""
+
+    def __call__(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            _shard_entry(state_dict, prefix + name, parameter)
+
+
+def _shard_entry(state_dict: dict[str, Any], name: str, parameter: Any) -> None:
+    """Replace a full tensor in a state dict by this rank's part of it, if the parameter is sharded."""
+    value: Any = state_dict.get(name)
+    if type(value) in (Tensor, nn.Parameter) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        full = value.detach() if value.is_meta or parameter.is_meta else value.detach().to(parameter.device)
+        state_dict[name] = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 class OnSave:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -22,6 +24,7 @@ from moefx.errors import InvalidInput, InvalidPlan
 
 from ..passes.blocks import D
 from .models import BLOCKS, Model, compiled_beside, is_of_experts
+from .state_cases import loaded, shared_folder
 
 PLAN = moefx.Plan(validation="symbolic")
 RANKS, STEPS, PARTS = 4, 3, 2
@@ -132,6 +135,40 @@ def case_layouts_of_parameters() -> None:
                 shape = [p.is_shard() or "Shard" in type(p).__name__ for p in parameter.placements]
                 sizes_cut = [n for n, cut in zip(parameter.device_mesh.shape, shape, strict=True) if cut]
                 assert torch.Size(sizes_cut).numel() == num_parts, (name, parameter.device_mesh, parameter.placements)
+
+
+def case_state_dicts_of_the_original() -> None:
+    for (sizes, options), kind in zip(LAYOUTS, ("gated", "joined", "numbered", "gated"), strict=True):
+        model, other = parallelized(kind, sizes, **options), Model(kind, layers=1).double()
+        for parameter in other.parameters():
+            parameter.data.mul_(2)
+        model.load_state_dict(other.state_dict())
+        found = moefx.full_state_dict(model)
+        assert all(torch.equal(found[name], value) for name, value in other.state_dict().items())
+        x = batch(0, 0)[dist.get_rank()]
+        torch.testing.assert_close(model(x), other(x))
+
+
+def case_checkpoints_reshard() -> None:
+    """Between layouts, with the optimizer's state: the same bits."""
+    for kind, (before, after) in (("gated", LAYOUTS[:2]), ("joined", LAYOUTS[2:0:-1])):
+        folder, saved, other = shared_folder(), *(parallelized(kind, sizes, **more) for sizes, more in (before, after))
+        train(saved, mesh_of(**before[0]))
+        optimizer, of_other = (torch.optim.AdamW(model.parameters()) for model in (saved, other))
+        saved(batch(0, 0)[dist.get_rank()]).sum().backward()
+        optimizer.step()
+        model_state, optimizer_state = get_state_dict(saved, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        loaded(other, of_other, folder)
+        wanted, found = moefx.full_state_dict(saved), moefx.full_state_dict(other)
+        assert wanted.keys() == found.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
+        plain = Model(kind, layers=1).double()
+        of_plain = torch.optim.AdamW(plain.parameters())
+        loaded(plain, of_plain, folder)
+        assert all(torch.equal(wanted[name], value) for name, value in plain.state_dict().items())
+        for name, parameter in other.named_parameters():
+            moment = of_other.state[parameter]["exp_avg"].full_tensor()
+            assert torch.equal(moment, of_plain.state[plain.get_parameter(name)]["exp_avg"]), name
 
 
 class Layer(nn.Module):
