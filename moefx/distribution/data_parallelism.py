@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
 
 from ..errors import InvalidInput, InvalidPlan
 from ..runtime.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
@@ -93,6 +94,7 @@ def parallelize(
     left = of_experts.divisor // math.prod(mesh[name].size() for name in of_experts.axes)
     for name, parameters in experts.items():
         block: Any = root.get_submodule(name)
+        block.register_forward_hook(_copy_views)
         fully_shard(
             block,
             mesh=expert_mesh,
@@ -231,6 +233,12 @@ def _set_reductions(module: Any, mesh: DeviceMesh) -> None:
     if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
         # Else ranks would reduce buffers of different sizes if a module runs for some tokens only.
         module.set_reduce_scatter_unused_params(True)
+
+
+def _copy_views(block: nn.Module, inputs: Any, output: Any) -> Any:
+    """Copy outputs of a block that are views. A write in place to a view loses the hook by which FSDP gathers the
+    experts for the backward."""
+    return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and t._is_view() else t, output)
 
 
 def _divide(gradient: Tensor, *, divisor: int) -> None:
