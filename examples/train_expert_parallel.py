@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import moefx
 from moefx.demo.model import Config, LanguageModel
@@ -37,15 +36,17 @@ class Training:
         self.reference = LanguageModel(CONFIG).to(mesh.device_type)
         ids = torch.zeros(1, CONFIG.context, dtype=torch.long, device=mesh.device_type)
         self.model: Any = moefx.compile(self.reference, mesh=mesh, plan=plan, example_inputs=(ids, ids))
-        self.of_experts = set(moefx.expert_parameter_names(self.model))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+
+    def parallelize(self) -> None:
+        """Shard the model over all ranks. Gradients are those of the mean loss from here on."""
+        moefx.parallelize(self.model, self.mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
 
     def step(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
         """One step on this rank's part of the batch; the mean loss of all ranks."""
         ids, labels = (t.chunk(dist.get_world_size())[dist.get_rank()].to(self.mesh.device_type) for t in (ids, labels))
         loss = self.model(ids, labels)
         loss.backward()
-        self.reduce_gradients()
         moefx.clip_grad_norm_(self.model, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -55,15 +56,6 @@ class Training:
         total = loss.detach().clone()
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
-
-    def reduce_gradients(self) -> None:
-        """The gradient of the mean loss. An expert's is the sum over the ranks of "ep" already, "dp" is left."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is None:  # an expert without tokens
-                parameter.grad = torch.zeros_like(parameter)
-            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            dist.all_reduce(grad, group=self.mesh.get_group("dp") if name in self.of_experts else None)
-            grad /= dist.get_world_size()
 
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -88,12 +80,13 @@ def main(steps: int = 8, dispatch: Any = "dedup") -> float:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     world, first = dist.get_world_size(), dist.get_rank() == 0
-    plan, kind = moefx.Plan(dispatch=dispatch, gradients="manual"), "cuda" if on_gpu else "cpu"
+    plan, kind = moefx.Plan(dispatch=dispatch), "cuda" if on_gpu else "cpu"
 
     whole = Training(init_device_mesh(kind, (1, world), mesh_dim_names=("dp", "ep")), plan)
     ids, labels = next(batches(standard_library_text(), batch=1 + dist.get_rank(), context=CONFIG.context, seed=0))
     report = moefx.verify(whole.model, whole.reference, (ids.to(kind), labels.to(kind)))
     report.raise_if_failed()
+    whole.parallelize()
     if first:
         print(moefx.graph(whole.model, moefx.blocks(whole.model)[0].name))
         print(f"\n{str(report).splitlines()[0]}\n")
@@ -106,6 +99,7 @@ def main(steps: int = 8, dispatch: Any = "dedup") -> float:
     on_all = run(whole, range(steps // 2, steps))
 
     half = Training(init_device_mesh(kind, (2, world // 2), mesh_dim_names=("dp", "ep")), plan)
+    half.parallelize()
     half.load(folder)
     on_half = run(half, range(steps // 2, steps))
     for step, (a, b) in enumerate(zip(on_all, on_half, strict=True), steps // 2):
