@@ -34,7 +34,7 @@ from .shapes import Shape, activation, random_tensors
 
 WAYS = ("flat", "dedup", "rbd", "halo", "gather")
 _EXCHANGES = ("nccl", "mirrored_exchange")  # parts of the names of exchange kernels
-_ROUNDS, _STEPS = 5, 4
+_WARM_UP, _ROUNDS, _STEPS = 3, 5, 4
 
 
 class Layer(nn.Module):
@@ -247,9 +247,11 @@ def output_errors(found: dict[str, Step]) -> dict[str, float]:
 def measure(found: dict[str, Step]) -> dict[str, dict[str, Any]]:
     wrong = output_errors(found)
     times: dict[str, list[float]] = {way: [] for way in found}
-    for _ in range(_ROUNDS):  # in turns
+    for i in range(_WARM_UP + _ROUNDS):  # in turns
         for way, step in found.items():
-            times[way].append(step.ms())
+            ms = step.ms()
+            if i >= _WARM_UP:
+                times[way].append(ms)
     rows = {}
     for way, step in found.items():
         torch.cuda.reset_peak_memory_stats()
