@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -176,12 +177,18 @@ def _find_room(taken: Iterable[tuple[int, int]], size: int) -> int:
 
 
 class Batch:
-    """Launches that follow each other."""
+    """Launches that follow each other.
+
+    Attributes:
+        graphs: CUDA graphs by the addresses of `slots`. used: addresses of those that ran since `_make_room` looked.
+        seen: addresses that ran once.
+    """
 
     def __init__(self, launches: Sequence[Launch]):
         self.launches = launches
         self.slots = sorted({slot for launch in launches for slot in launch.slots})
         self.graphs: dict[tuple[int, ...], Any] = {}
+        self.used: set[tuple[int, ...]] = set()
         self.seen: set[tuple[int, ...]] = set()
         _batches.add(self)
 
@@ -194,6 +201,7 @@ class Batch:
         if graph is None and addresses in self.seen:
             graph = self._capture(tensors, addresses)
         if graph is not None:
+            self.used.add(addresses)
             graph.replay()
             return
         if len(self.seen) >= _MAX_SEEN:
@@ -206,34 +214,60 @@ class Batch:
             launch(tensors)
 
     def _capture(self, tensors: list[Any], addresses: tuple[int, ...]) -> Any:
-        self.seen.discard(addresses)
-        if sum(len(batch.graphs) for batch in _batches) >= _MAX_GRAPHS:
-            for batch in _batches:
-                batch.graphs.clear()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(_capture_stream(tensors[self.slots[0]].device)):
-            # Other threads may go on with what a capture forbids.
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._launch(tensors)
-            finally:
-                graph.capture_end()
-        self.graphs[addresses] = graph
-        return graph
+        """Capture the launches, and return their graph; None if there is no room, or another thread captures."""
+        if not _capturing.acquire(blocking=False):
+            return None
+        try:
+            if not _make_room():
+                return None
+            self.seen.discard(addresses)
+            graph = self.graphs[addresses] = _capture_graph(
+                lambda: self._launch(tensors), tensors[self.slots[0]].device
+            )
+            return graph
+        finally:
+            _capturing.release()
 
 
 _batches: weakref.WeakSet[Batch] = weakref.WeakSet()
+_capturing = threading.Lock()  # also guards the two below
 _streams: dict[torch.device, Any] = {}
+_attempts_to_skip = 0
+
+
+def _make_room() -> bool:
+    """Drop graphs that have not run since the last time, if there are too many. Returns whether one more has room."""
+    global _attempts_to_skip
+    if _attempts_to_skip:
+        _attempts_to_skip -= 1
+        return False
+    if sum(len(batch.graphs) for batch in _batches) < _MAX_GRAPHS:
+        return True
+    for batch in list(_batches):
+        batch.graphs = {addresses: graph for addresses, graph in batch.graphs.items() if addresses in batch.used}
+        batch.used.clear()
+    has_room = sum(len(batch.graphs) for batch in _batches) < _MAX_GRAPHS
+    _attempts_to_skip = 0 if has_room else _MAX_GRAPHS
+    return has_room
+
+
+def _capture_graph(launch: Callable[[], None], device: torch.device) -> Any:
+    """Capture launches on a stream of its own: the default stream cannot be captured."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(_streams[device]):
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads may do what a capture forbids
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+    return graph
+
+
 _uses_graphs = (
     not launching.INTERPRETED and torch.version.hip is None and os.environ.get(_SWITCH, "") not in ("0", "false")
 )
-
-
-def _capture_stream(device: torch.device) -> Any:
-    """Return a stream to capture on: the default stream cannot be captured."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
 
 
 # -- addresses

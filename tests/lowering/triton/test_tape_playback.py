@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 
 import pytest
 import torch
@@ -87,6 +88,79 @@ def test_launches_keep_their_order_around_frees_and_functions(monkeypatch):
     (result,) = playback.play([torch.arange(4.0)], [])
     assert done == ["a", "b", "function", "c", "d"] and result.tolist() == [0.0]
     assert [len(action.launches) for action in playback.actions if isinstance(action, Batch)] == [2]
+
+
+class FakeGraph:
+    replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def captures(monkeypatch) -> list[FakeGraph]:
+    """Graphs that were captured, on a machine that needs no GPU."""
+    made: list[FakeGraph] = []
+    monkeypatch.setattr(tape_playback, "_uses_graphs", True)
+    monkeypatch.setattr(tape_playback, "_batches", weakref.WeakSet())
+    monkeypatch.setattr(tape_playback, "_attempts_to_skip", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tape_playback, "_capture_graph", lambda *_: made.append(FakeGraph()) or made[-1])
+    return made
+
+
+def make_batch(done: list[int]) -> Batch:
+    return Batch([Launch(lambda *_, i=i: done.append(i), [None], [(0, 0, 0)], ()) for i in range(2)])
+
+
+def test_launches_are_captured_when_their_addresses_recur(captures):
+    done: list[int] = []
+    batch, first, second = make_batch(done), torch.zeros(4), torch.zeros(4)
+    batch([first])
+    batch([second])
+    assert done == [0, 1, 0, 1] and not captures
+    batch([first])
+    batch([first])
+    assert len(done) == 4 and [g.replays for g in captures] == [2]
+    batch([second])
+    assert [g.replays for g in captures] == [2, 1]
+
+
+def test_nothing_is_captured_inside_of_a_capture(captures, monkeypatch):
+    done: list[int] = []
+    batch, x = make_batch(done), torch.zeros(4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(3):
+        batch([x])
+    assert len(done) == 6 and not captures
+
+
+def test_a_thread_launches_while_another_captures(captures):
+    done: list[int] = []
+    batch, x = make_batch(done), torch.zeros(4)
+    batch([x])
+    with tape_playback._capturing:
+        batch([x])
+    assert len(done) == 4 and not captures
+    batch([x])
+    assert len(done) == 4 and len(captures) == 1
+
+
+def test_graphs_that_do_not_run_make_room_for_others(captures, monkeypatch):
+    monkeypatch.setattr(tape_playback, "_MAX_GRAPHS", 3)
+    batch, inputs = make_batch([]), [torch.zeros(4) for _ in range(8)]
+    for x in inputs[:3] * 2:
+        batch([x])
+    assert len(batch.graphs) == 3
+    for x in [*inputs[3:4] * 2, *inputs[:2]]:  # all three graphs ran since the last look: no room
+        batch([x])
+    assert len(captures) == 3
+    monkeypatch.setattr(tape_playback, "_attempts_to_skip", 0)
+    for x in inputs[3:4] * 2:
+        batch([x])
+    assert len(captures) == 4 and {x.data_ptr() for x in (inputs[0], inputs[1], inputs[3])} == {
+        address for (address,) in batch.graphs
+    }
 
 
 @pytest.mark.gpu
