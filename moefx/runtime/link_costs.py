@@ -57,16 +57,17 @@ class HostCost:
 
 # Measured on hosts of two H200s, eager, with layers whose kernels take less than half of the step (qwen3_30b, olmoe).
 # A layer on one GPU takes the host 1.9 to 3.4 ms. To change a figure, run `python -m moefx bench ep` on two GPUs.
-#   launches: forward and backward with 256 tokens; 5.7 to 7 ms with "dedup" (benchmarks/NOTES.md). Steps of "rbd" and
-#   "halo" over links of one kind took 2.4 and 3.7 ms more (ep_mirror_h200.jsonl, qwen3_30b).
-#   waits: the steps of "dedup" (7.26, 11.0 and 11.6 ms in ep_h200x2.jsonl and ep_gather_h200x2.jsonl), less launches.
-#   agreement: the steps of "gather" (8.82 and 9.72 ms), less those with max_tokens (8.00 and 8.26 ms).
+#   launches: the steps of "gather" with max_tokens (6.60 and 5.99 ms in ep_joined_h200x2.jsonl), less exchanges. "dedup"
+#   took 6.2 ms with 256 tokens, of which about 1 waits. Steps of "rbd" and "halo" over links of one kind took 2.4 and 3.7
+#   ms more (ep_mirror_h200.jsonl, qwen3_30b).
+#   waits: the steps of "dedup" (9.55 and 9.07 ms), less exchanges and launches.
+#   agreement: the steps of "gather" (8.82 and 9.72 ms in ep_gather_h200x2.jsonl), less those with max_tokens.
 HOST_COSTS = {
-    "flat": HostCost(launches=6.4e-3, waits=3.6e-3),
-    "dedup": HostCost(launches=6.4e-3, waits=3.6e-3),
-    "rbd": HostCost(launches=8.8e-3, waits=3.6e-3),
-    "halo": HostCost(launches=10.1e-3, waits=3.6e-3),
-    "gather": HostCost(launches=7.0e-3, agreement=1.1e-3),
+    "flat": HostCost(launches=5.2e-3, waits=3.4e-3),
+    "dedup": HostCost(launches=5.2e-3, waits=3.4e-3),
+    "rbd": HostCost(launches=7.6e-3, waits=3.4e-3),
+    "halo": HostCost(launches=8.9e-3, waits=3.4e-3),
+    "gather": HostCost(launches=5.6e-3, agreement=1.1e-3),
 }
 
 

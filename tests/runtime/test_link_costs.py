@@ -69,6 +69,11 @@ LAYERS_OF_TWO_GPUS = [  # shape, max_tokens, ms of a layer's forward and backwar
     ("olmoe", 8192, {"dedup": 11.64, "gather": 8.26}),
     ("gptoss20b", None, {"dedup": 12.60, "gather": 11.10}),
     ("gptoss20b", 8192, {"dedup": 12.60, "gather": 10.52}),
+    # ep_joined_h200x2.jsonl
+    ("qwen3_30b", 8192, {"dedup": 9.55, "gather": 6.60}),
+    ("dsv3_e64", 8192, {"dedup": 34.07, "gather": 32.07}),
+    ("olmoe", 8192, {"dedup": 9.07, "gather": 5.99}),
+    ("gptoss20b", 8192, {"dedup": 12.15, "gather": 10.30}),
     # ep_h200x2.jsonl
     ("qwen3_30b", None, {"flat": 10.03, "dedup": 7.26}),
     ("dsv3_e64", None, {"flat": 39.37, "dedup": 33.78}),
@@ -96,13 +101,15 @@ def test_the_chosen_dispatch_of_four_ranks_was_within_5_percent_of_the_fastest(s
     assert measured[choose_dispatch(predicted)] <= 1.05 * min(measured.values())
 
 
-@pytest.mark.parametrize("shape", ["qwen3_30b", "olmoe"])  # their kernels take less than half of the step
-def test_seconds_of_layers_that_wait_for_the_host(shape):
+@pytest.mark.parametrize(
+    ("shape", "measured"),  # ep_joined_h200x2.jsonl; their kernels take less than half of the step with "dedup"
+    [("qwen3_30b", {"dedup": 9.55, "gather": 6.60}), ("olmoe", {"dedup": 9.07, "gather": 5.99})],
+)
+def test_seconds_of_layers_that_wait_for_the_host(shape, measured):
     """In another run "dedup" took 7.26 ms."""
-    for _, max_tokens, measured in (row for row in LAYERS_OF_TWO_GPUS if row[0] == shape and "gather" in row[2]):
-        predicted = exchange_seconds(shape, max_tokens=max_tokens)
-        layer = {way: EXCHANGES_PER_LAYER * predicted[way] + HOST_COSTS[way].seconds(max_tokens) for way in measured}
-        assert {way: 1e3 * s for way, s in layer.items()} == pytest.approx(measured, rel=0.15)
+    predicted = exchange_seconds(shape, max_tokens=8192)
+    layer = {way: EXCHANGES_PER_LAYER * predicted[way] + HOST_COSTS[way].seconds(8192) for way in measured}
+    assert {way: 1e3 * s for way, s in layer.items()} == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(
