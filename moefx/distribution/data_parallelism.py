@@ -72,23 +72,12 @@ def parallelize(
     all_experts = {parameter for parameters in experts.values() for parameter in parameters}
     placements = dict(choose_placements(root, all_experts, expert_axes.count_shards(mesh)))
 
-    meshes, options = DataMeshes(mesh), {} if mp_policy is None else {"mp_policy": mp_policy}
-    dense_mesh, expert_mesh = meshes.build(axes), meshes.build(expert_axes)
+    meshes, policy = DataMeshes(mesh), mp_policy or MixedPrecisionPolicy()
+    shard_others = functools.partial(fully_shard, mesh=meshes.build(axes), ignored_params=all_experts, mp_policy=policy)
+    expert_mesh = meshes.build(expert_axes)
     for layer in _find_layers(root, list(experts)):
-        fully_shard(
-            layer,
-            mesh=dense_mesh,
-            ignored_params=all_experts,
-            reshard_after_forward=reshard_after_forward,
-            **options,
-        )
-    fully_shard(
-        root,
-        mesh=dense_mesh,
-        ignored_params=all_experts,
-        reshard_after_forward=None if reshard_after_forward else False,  # None: torch keeps the root gathered
-        **options,
-    )
+        shard_others(layer, reshard_after_forward=reshard_after_forward)
+    shard_others(root, reshard_after_forward=None if reshard_after_forward else False)  # None: torch's choice for roots
     # FSDP averages over the ranks that reduce an expert's gradient. The rest of the mean are the ranks of the expert
     # axis, over which it is summed already. `set_gradient_divide_factor` divides twice on a shard axis of one rank.
     left = of_experts.divisor // math.prod(mesh[name].size() for name in of_experts.axes)
@@ -100,8 +89,8 @@ def parallelize(
             mesh=expert_mesh,
             ignored_params={p for p in block.parameters() if p not in parameters},
             shard_placement_fn=placements.get,
+            mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
-            **options,
         )
         if left > 1:
             block.set_all_reduce_hook(functools.partial(_divide, divisor=left))
