@@ -57,9 +57,9 @@ class HostCost:
 
 # Measured on hosts of two H200s, eager, with layers whose kernels take less than half of the step (qwen3_30b, olmoe).
 # A layer on one GPU takes the host 1.9 to 3.4 ms. To change a figure, run `python -m moefx bench ep` on two GPUs.
-#   launches: the steps of "gather" with max_tokens (6.60 and 5.99 ms in ep_joined_h200x2.jsonl), less exchanges; "dedup"
-#   took 6.2 ms with 256 tokens, waits included. Steps of "rbd" and "halo" over links of one kind took 2.4 and 3.7 ms
-#   more (ep_mirror_h200.jsonl, qwen3_30b).
+#   launches: the steps of "gather" with max_tokens (6.60 and 5.99 ms in ep_joined_h200x2.jsonl), less exchanges. With
+#   256 tokens a layer with "dedup" took 6.2 ms, waits included. Steps of "rbd" and "halo" over links of one kind took
+#   2.4 and 3.7 ms more (ep_mirror_h200.jsonl, qwen3_30b).
 #   waits: the steps of "dedup" (9.55 and 9.07 ms), less exchanges and launches.
 #   agreement: the steps of "gather" (8.82 and 9.72 ms in ep_gather_h200x2.jsonl), less those with max_tokens.
 HOST_COSTS = {
