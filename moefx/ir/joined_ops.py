@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils._device import DeviceContext
 
 from . import graph_codegen
 from .graph_codegen import GeneratedSource, is_getitem, num_results
@@ -32,6 +33,8 @@ from .op_providers import registry
 from .ops.op_definition import NAMESPACE, Op, is_profiled, joined, raise_double_backward, skip_in_dynamo
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_DEVICES = ("cpu", "cuda")
+_KEEP_ACTIVATIONS = frozenset({"expert_mlp", "grouped_mm"})
 _HOISTED_METHODS = frozenset({"to_local"})  # reads of parameters, which may run before the joined ops
 
 
@@ -41,13 +44,13 @@ class Wiring(NamedTuple):
     Attributes:
         arguments: for each op, the numbers in each positional argument: several for a list, none for a constant.
         is_list: for each op, whether each positional argument is a list.
-        first_result: for each op, the number of its first result.
+        results: for each op, the numbers of its results, up to the last one that is used.
         outputs: the numbers of the returned values.
     """
 
     arguments: tuple[tuple[tuple[int, ...], ...], ...]
     is_list: tuple[tuple[bool, ...], ...]
-    first_result: tuple[int, ...]
+    results: tuple[range, ...]
     outputs: tuple[int, ...]
     num_inputs: int
     num_values: int
@@ -55,18 +58,18 @@ class Wiring(NamedTuple):
     @classmethod
     def of(cls, inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequence[Node]) -> Wiring:
         number = {node: i for i, node in enumerate(inputs)}
-        arguments, is_list, first_result, total = [], [], [], len(inputs)
+        arguments, is_list, results, total = [], [], [], len(inputs)
         for call in calls:
             lists = tuple(isinstance(a, (list, tuple)) for a in call.args)
             items: Any = [a if whole else (a,) for a, whole in zip(call.args, lists, strict=True)]
             arguments.append(tuple(tuple(number[n] for n in each if isinstance(n, Node)) for each in items))
             is_list.append(lists)
-            first_result.append(total)
-            results = _list_result_nodes(call)
-            number.update({node: total + index for node, index in results.items()})
-            total += 1 + max(results.values())
+            nodes = _list_result_nodes(call)
+            number.update({node: total + index for node, index in nodes.items()})
+            results.append(range(total, total + 1 + max(nodes.values())))
+            total = results[-1].stop
         returned = tuple(number[n] for n in outputs)
-        return cls(tuple(arguments), tuple(is_list), tuple(first_result), returned, len(inputs), total)
+        return cls(tuple(arguments), tuple(is_list), tuple(results), returned, len(inputs), total)
 
 
 def _list_result_nodes(call: Node) -> dict[Node, int]:
@@ -84,20 +87,25 @@ def _get_op(node: Node) -> Op:
 # ------------------------------------------------------------------------------------------------------
 
 
-def _run_op(
-    op: Op, args: Sequence[Any], kwargs: dict[str, Any], casting: torch.dtype | None
-) -> tuple[Sequence[Any], dict[str, Any], Any]:
-    """Return arguments, after the autocast rule for dtype `casting`, and outputs."""
+def _run_op(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any], Any]:
+    """Return the arguments, after the op's autocast rule if autocast is on, and the outputs."""
     autocast_off: Any = contextlib.nullcontext()
-    if casting is not None and op.cast is not None:
-        args, kwargs = op.cast(casting, *args, **kwargs)
-        device = next(a for a in args if isinstance(a, Tensor)).device.type
-        autocast_off = torch.autocast(device, enabled=False)
+    if op.cast is not None:
+        device = _find_tensor(args).device.type
+        if torch.is_autocast_enabled(device):
+            args, kwargs = op.cast(torch.get_autocast_dtype(device), *args, **kwargs)
+            autocast_off = torch.autocast(device, enabled=False)
     with autocast_off:
         if not is_profiled():
             return args, kwargs, op.run(*args, **kwargs)
         with torch.profiler.record_function(f"{NAMESPACE}::{op.name}"):
             return args, kwargs, op.run(*args, **kwargs)
+
+
+def _find_tensor(args: Sequence[Any]) -> Tensor:
+    """Return the first tensor among arguments, which may be lists."""
+    flat = (item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+    return next(item for item in flat if isinstance(item, Tensor))
 
 
 class _DispatchedOps:
@@ -110,11 +118,8 @@ class _DispatchedOps:
 class _OpsWithoutGradient:
     """Run the ops of a call that needs no gradient."""
 
-    def __init__(self, casting: torch.dtype | None):
-        self.casting = casting
-
     def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
-        return _run_op(op, args, kwargs, self.casting)[-1]
+        return _run_op(op, args, kwargs)[-1]
 
 
 class _OpCall:
@@ -160,9 +165,9 @@ class _RecordedOps:
         saved: tensors to save, each once.
     """
 
-    def __init__(self, wiring: Wiring, inputs: Sequence[Any], needs: Sequence[bool], casting: torch.dtype | None):
+    def __init__(self, wiring: Wiring, inputs: Sequence[Any], needs: Sequence[bool]):
         more = [None] * (wiring.num_values - wiring.num_inputs)
-        self.wiring, self.casting = wiring, casting
+        self.wiring = wiring
         self.needs: list[Any] = [*needs, *more]
         self.dtypes: list[Any] = [*(t.dtype if need else None for t, need in zip(inputs, needs, strict=True)), *more]
         self.makers: list[_OpCall | None] = [None] * wiring.num_values
@@ -179,7 +184,7 @@ class _RecordedOps:
 
     def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
         numbers, needs = self.wiring.arguments[index], self.needs
-        used, kwargs, outputs = _run_op(op, args, kwargs, self.casting)
+        used, kwargs, outputs = _run_op(op, args, kwargs)
         needed = tuple([any([needs[n] for n in each]) for each in numbers])
         if op.derivative is None or not any(needed):
             return outputs
@@ -188,9 +193,9 @@ class _RecordedOps:
         call.choice = recomputed_choice.note_choice(op.name, [used[i] for i in op.choice_arguments], call.to_save)
         call.places, call.to_save = [self.save(t) for t in call.to_save], ()
         results = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
-        call.num_results, first = len(results), self.wiring.first_result[index]
-        for number, tensor in enumerate(results, first):
-            if number < len(needs) and tensor.is_floating_point() and id(tensor) not in call.constant:
+        call.num_results = len(results)
+        for number, tensor in zip(self.wiring.results[index], results, strict=False):  # the last ones may be unused
+            if tensor.is_floating_point() and id(tensor) not in call.constant:
                 needs[number], self.dtypes[number], self.makers[number] = True, tensor.dtype, call
         call.constant = ()
         self.calls.append(call)
@@ -202,9 +207,9 @@ class _JoinedNode(torch.autograd.Function):
     the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, joined_ops: JoinedOps, casting: torch.dtype | None, *inputs: Any) -> Any:
+    def forward(ctx: Any, joined_ops: JoinedOps, *inputs: Any) -> Any:
         wiring = joined_ops.wiring
-        ops = _RecordedOps(wiring, inputs, ctx.needs_input_grad[2:], casting)
+        ops = _RecordedOps(wiring, inputs, ctx.needs_input_grad[1:])
         with joined():
             outputs = joined_ops.function(None, ops, *inputs)
         link = torch.empty(0, device="cpu")
@@ -228,22 +233,25 @@ class _JoinedNode(torch.autograd.Function):
         with joined(), torch.no_grad():
             for call in reversed(ctx.calls):
                 _run_backward(ctx, call, wiring, saved, by_value)
-        found = by_value[: wiring.num_inputs]
+        gradients = by_value[: wiring.num_inputs]
         if torch.is_grad_enabled():
-            known = [i for i, grad in enumerate(found) if grad is not None]
-            once = _DifferentiableOnce.apply(ctx.joined_ops.names[-1], link, *(found[i] for i in known))
-            for i, grad in zip(known, once, strict=True):
-                found[i] = grad
-        return None, None, *found
+            incoming = [g for g in grads if g is not None]
+            known = [i for i, gradient in enumerate(gradients) if gradient is not None]
+            name, results = ctx.joined_ops.names[-1], [gradients[i] for i in known]
+            once = _DifferentiableOnce.apply(name, len(incoming), link, *incoming, *results)
+            for i, gradient in zip(known, once, strict=True):
+                gradients[i] = gradient
+        return None, *gradients
 
 
 class _DifferentiableOnce(torch.autograd.Function):
-    """Return gradients that raise `DoubleBackward` if they are differentiated."""
+    """Return gradients that raise `DoubleBackward` if they are differentiated, by an input of the joined ops (to which
+    `link` leads) or by an incoming gradient."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, link: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, name: str, num_incoming: int, link: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.name = name
-        return grads
+        return tensors[num_incoming:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -252,11 +260,12 @@ class _DifferentiableOnce(torch.autograd.Function):
 
 def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any], by_value: list[Any]) -> None:
     """Add the gradients of an op's arguments to `by_value`, and clear those of its results."""
-    first = wiring.first_result[call.index]
-    grads = by_value[first : first + call.num_results]
+    results = wiring.results[call.index]
+    grads = by_value[results.start : results.stop]
     if all(g is None for g in grads):
         return
-    by_value[first : first + call.num_results] = [None] * len(grads)
+    by_value[results.start : results.stop] = [None] * len(grads)
+    grads += [None] * (call.num_results - len(grads))
     numbers, is_list = wiring.arguments[call.index], wiring.is_list[call.index]
     if call.next_functions[0][0] is None and numbers[-1] and numbers[-1][-1] < wiring.num_inputs:
         call.next_functions = [(_find_maker(ctx, numbers[-1][-1]), 0)]
@@ -296,14 +305,11 @@ class JoinedOps:
     def __call__(self, *inputs: Any) -> Any:
         if not _are_plain(inputs):
             outputs = self.function(None, _DispatchedOps(), *inputs)
+        elif torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            *outputs, _ = _JoinedNode.apply(self, *inputs)
         else:
-            device = next(t for t in inputs if isinstance(t, Tensor)).device.type
-            casting = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-            if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-                *outputs, _ = _JoinedNode.apply(self, casting, *inputs)
-            else:
-                with joined():
-                    outputs = self.function(None, _OpsWithoutGradient(casting), *inputs)
+            with joined():
+                outputs = self.function(None, _OpsWithoutGradient(), *inputs)
         return outputs if len(self.wiring.outputs) > 1 else outputs[0]
 
     def __repr__(self) -> str:
@@ -312,8 +318,13 @@ class JoinedOps:
 
 def _are_plain(inputs: Sequence[Any]) -> bool:
     """Return whether autograd is all that stands between these tensors and their memory: no mode, no subclass."""
-    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    return not modes and all([type(t) in _PLAIN_TYPES or not isinstance(t, Tensor) for t in inputs])
+    if torch._C._len_torch_dispatch_stack() or _find_tensor(inputs).device.type not in _DEVICES:
+        return False
+    if torch._C._len_torch_function_stack():
+        modes = torch.overrides._get_current_function_mode_stack()
+        if not all(isinstance(mode, DeviceContext) for mode in modes):  # of `torch.set_default_device`
+            return False
+    return all([type(t) in _PLAIN_TYPES or not isinstance(t, Tensor) for t in inputs])
 
 
 for _function in (JoinedOps.__call__, _JoinedNode.forward, _JoinedNode.backward):
@@ -327,6 +338,8 @@ for _function in (JoinedOps.__call__, _JoinedNode.forward, _JoinedNode.backward)
 def join_ops(graph: Graph, title: str) -> Graph:
     """Return a graph in which consecutive dialect ops are one node. Its target is a `JoinedOps`.
 
+    A node holds what its ops save until its backward has run. So one node has at most one op that keeps activations.
+
     Args:
         title: see `graph_codegen.compile_source`.
     """
@@ -335,7 +348,7 @@ def join_ops(graph: Graph, title: str) -> Graph:
     parts: dict[Node, None] = {}  # the ops of the run and their results, in order
 
     def finish_run() -> None:
-        if len(run) > 1:
+        if len(run) > 1 and any(user not in parts for node in parts for user in node.users):
             _insert_joined(joined_graph, run, parts, values, title)
         else:
             for node in parts:
@@ -344,9 +357,12 @@ def join_ops(graph: Graph, title: str) -> Graph:
         parts.clear()
 
     for node in graph.nodes:
-        if node in values:  # a result of ops that were joined
+        is_joined = is_getitem(node) and node.args[0] not in values and node.args[0] not in parts
+        if node in values or is_joined:  # a result of ops that were joined, or one that nothing uses
             continue
         if _is_joinable(node):
+            if _get_op(node).name in _KEEP_ACTIVATIONS and any(_get_op(n).name in _KEEP_ACTIVATIONS for n in run):
+                finish_run()
             run.append(node)
             parts[node] = None
         elif is_getitem(node) and node.args[0] in parts:

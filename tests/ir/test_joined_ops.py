@@ -3,16 +3,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
+import operator
 import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefx
 from moefx.errors import DoubleBackward
 from moefx.ir import op_providers
+from moefx.ir.block_graph import BlockGraph
 from moefx.ir.joined_ops import JoinedOps
 from moefx.runtime.block_forward import find_rewritten_blocks
 
@@ -99,6 +102,59 @@ def test_a_second_derivative_raises_and_a_graph_of_the_first_does_not(compiled):
     for wanted in ([x], [compiled.up], [compiled.gate.weight]):
         with pytest.raises(DoubleBackward, match="differentiable once"):
             torch.autograd.grad(grad.sum(), wanted, retain_graph=True, allow_unused=True)
+
+
+def test_a_derivative_by_the_incoming_gradient_raises(compiled):
+    x, v = torch.randn(T, D, requires_grad=True), torch.randn(T, D, requires_grad=True)
+    (grad,) = torch.autograd.grad((compiled(x) * v).sum(), x, create_graph=True)
+    with pytest.raises(DoubleBackward, match="differentiable once"):
+        torch.autograd.grad(grad.square().sum(), v, allow_unused=True)
+    with pytest.raises(DoubleBackward, match="differentiable once"):
+        torch.autograd.functional.jvp(compiled, x.detach(), v.detach())
+
+
+def test_meta_tensors(compiled):
+    model = copy.deepcopy(compiled).to("meta")
+    assert model(torch.empty(T, D, device="meta")).shape == (T, D)
+
+
+def test_a_default_device_is_no_mode_that_looks_at_ops(compiled):
+    torch.set_default_device("cpu")
+    try:
+        out = compiled(torch.randn(T, D, requires_grad=True))
+    finally:
+        torch.set_default_device(None)
+    assert type(out.grad_fn).__name__ == "_JoinedNodeBackward"
+
+
+def test_unused_results_have_no_number_of_another(compiled):
+    """`build_pft` gives five results, of which the last one needs a gradient and is not used; `dispatch` follows."""
+    graph = fx.Graph()
+    ids, weights, x = map(graph.placeholder, ("ids", "weights", "x"))
+    pft = graph.call_function(torch.ops.moefx.build_pft.default, (ids, weights, None), {"num_experts": E})
+    token_ids, _, offsets, inverse = (graph.call_function(operator.getitem, (pft, i)) for i in range(4))
+    graph.output(graph.call_function(torch.ops.moefx.dispatch.default, (x, token_ids, offsets, inverse)))
+    weights, x = torch.rand(T, 2, requires_grad=True), torch.randn(T, D)
+    function = BlockGraph("", graph).compile(join=True)
+    assert not function(None, torch.rand(T, E).argsort(1)[:, :2], weights, x).requires_grad
+    x.requires_grad_()
+    function(None, torch.rand(T, E).argsort(1)[:, :2], weights, x).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0)) and weights.grad is None
+
+
+def test_each_op_that_keeps_activations_is_in_a_node_of_its_own(compiled):
+    (forward,) = find_rewritten_blocks(compiled).values()
+    block = forward.programs[0].history.graph.copy()
+    (mlp,) = block.find(torch.ops.moefx.expert_mlp.default)
+    with block.graph.inserting_after(mlp):
+        again = block.graph.node_copy(mlp)
+    output = block.output
+    with block.graph.inserting_before(output):
+        first, second = (block.graph.call_function(operator.getitem, (m, 0)) for m in (mlp, again))
+        block.graph.call_function(torch.ops.aten.add_.Tensor, (first, second))
+    function = block.compile(join=True)
+    assert sum(isinstance(v, JoinedOps) for v in function.__globals__.values()) == 1
+    assert "expert_mlp.default" in inspect.getsource(function)
 
 
 def test_frozen_experts_and_frozen_inputs(compiled):

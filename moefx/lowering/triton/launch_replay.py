@@ -24,7 +24,7 @@ from .tape_playback import Address, Allocate, Apply, Free, Launch, Playback, Ste
 
 _state = threading.local()  # the backward runs in autograd's threads
 _tapes: dict[Hashable, Tape] = {}
-_MAX_TAPES = 1024
+_MAX_TAPES = 8192  # each number of exchanged rows has tapes of its own
 
 
 class Tape:
@@ -242,7 +242,8 @@ def replay_or_record(
         if tape.finish(results):
             tape.weight_paths.update(op_providers.thread_weight_paths() - before)
             if len(_tapes) >= _MAX_TAPES:
-                _tapes.clear()
+                for old in list(_tapes)[: _MAX_TAPES // 2]:
+                    del _tapes[old]
             _tapes[key] = tape
         return results
 

@@ -8,6 +8,8 @@ memory in each step. The kernels and their arguments are functions of the addres
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 import threading
@@ -25,6 +27,7 @@ _ALIGNMENT = 512  # as of the caching allocator
 _MAX_GRAPHS = 1024  # of the process
 _MAX_SEEN = 64  # addresses of a batch that wait for their second call
 _SWITCH = "MOEFX_LAUNCH_GRAPHS"
+_log = logging.getLogger(__name__)
 
 
 class Allocate(NamedTuple):
@@ -190,7 +193,8 @@ class Batch:
         self.graphs: dict[tuple[int, ...], Any] = {}
         self.used: set[tuple[int, ...]] = set()
         self.seen: set[tuple[int, ...]] = set()
-        _batches.add(self)
+        with _capturing:
+            _batches.add(self)
 
     def __call__(self, tensors: list[Any]) -> None:
         if not _uses_graphs or torch.cuda.is_current_stream_capturing():
@@ -214,17 +218,24 @@ class Batch:
             launch(tensors)
 
     def _capture(self, tensors: list[Any], addresses: tuple[int, ...]) -> Any:
-        """Capture the launches, and return their graph; None if there is no room, or another thread captures."""
+        """Capture the launches, and return their graph; None if there is no room, another thread captures, or it
+        fails."""
+        global _uses_graphs
         if not _capturing.acquire(blocking=False):
             return None
         try:
             if not _make_room():
                 return None
             self.seen.discard(addresses)
-            graph = self.graphs[addresses] = _capture_graph(
-                lambda: self._launch(tensors), tensors[self.slots[0]].device
-            )
+            graph = _capture_graph(lambda: self._launch(tensors), tensors[self.slots[0]].device)
+            self.graphs[addresses] = graph
             return graph
+        except RuntimeError as error:
+            _uses_graphs = False
+            _log.warning(
+                "launches are not captured as CUDA graphs from now on (%s=0 avoids the attempt): %s", _SWITCH, error
+            )
+            return None
         finally:
             _capturing.release()
 
@@ -257,11 +268,15 @@ def _capture_graph(launch: Callable[[], None], device: torch.device) -> Any:
         _streams[device] = torch.cuda.Stream(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(_streams[device]):
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may do what a capture forbids
+        # Other threads may call what CUDA forbids in a capture; random numbers on this device are torch's own limit.
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             launch()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the error of the launch says more
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph
 
 

@@ -146,6 +146,20 @@ def test_a_thread_launches_while_another_captures(captures):
     assert len(done) == 4 and len(captures) == 1
 
 
+def test_launches_go_on_without_graphs_if_a_capture_fails(captures, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(tape_playback, "_capture_graph", fail)
+    done: list[int] = []
+    batch, x = make_batch(done), torch.zeros(4)
+    for _ in range(4):
+        batch([x])
+    assert len(done) == 8 and not tape_playback._uses_graphs
+    (message,) = caplog.messages
+    assert "MOEFX_LAUNCH_GRAPHS=0" in message and "not permitted" in message
+
+
 def test_graphs_that_do_not_run_make_room_for_others(captures, monkeypatch):
     monkeypatch.setattr(tape_playback, "_MAX_GRAPHS", 3)
     batch, inputs = make_batch([]), [torch.zeros(4) for _ in range(8)]
