@@ -23,6 +23,8 @@ from .block_distribution import find_expert_layouts
 from .data_axes import DataMeshes, choose_data_axes
 from .training_wiring import SPREAD_MESH, SpreadMesh
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
 
 def parallelize(
     model: nn.Module,
@@ -180,15 +182,22 @@ def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -
 
 
 def _find_layers(model: nn.Module, blocks: list[str]) -> list[nn.Module]:
-    """Return the elements of module lists that hold blocks, such as the layers of a decoder, inner ones first. An
-    element that is a block itself is left to the module around it."""
+    """Return the layers around blocks, such as those of a decoder, inner ones first.
+
+    They are the elements of a `ModuleList`, and those of a `ModuleDict` or `Sequential` whose class holds a block. An
+    element that is a block itself is left to the module around it.
+    """
     layers: set[nn.Module] = set()
     for block in blocks:
         parts = block.split(".")
         for length in range(len(parts)):
-            module = model.get_submodule(".".join(parts[:length]))
-            if isinstance(module, nn.ModuleList):
-                layers.update(element for element in module if not isinstance(element, nn.ModuleList | nn.ModuleDict))
+            container = model.get_submodule(".".join(parts[:length]))
+            elements = [e for e in container.children() if not isinstance(e, _CONTAINERS)]
+            if isinstance(container, nn.ModuleList):
+                layers.update(elements)
+            elif isinstance(container, _CONTAINERS):
+                holder = container.get_submodule(parts[length])
+                layers.update(e for e in elements if type(e) is type(holder))
     layers -= {model.get_submodule(block) for block in blocks}
     return [module for module in reversed(list(model.modules())) if module in layers]
 

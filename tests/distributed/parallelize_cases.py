@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
-from moefx.distribution.data_parallelism import choose_placements
+from moefx.distribution.data_parallelism import _find_layers, choose_placements
 from moefx.errors import InvalidInput, InvalidPlan
 
 from ..passes.blocks import D, Gated, Loop
@@ -213,6 +213,18 @@ def case_layers_of_a_decoder() -> None:
     torch.testing.assert_close(out, original.bfloat16()(x.bfloat16()))
     out.sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def case_layers_in_other_containers() -> None:
+    """Also layers in a dictionary or a sequence, and what is like them; not what stands beside them."""
+    named = {"0": nn.Sequential(nn.Linear(2, 2)), "1": Decoder(), "2": Decoder(), "norm": nn.LayerNorm(2)}
+    for container in (nn.ModuleDict(named), nn.Sequential(*named.values())):
+        root = nn.ModuleDict({"model": nn.ModuleDict({"layers": container})})
+        names = [name for name, layer in container.named_children() if isinstance(layer, Decoder)]
+        found = _find_layers(root, [f"model.layers.{names[0]}.layers.1.moe"])
+        layers = {container.get_submodule(name) for name in names}
+        inner = {*container.get_submodule(names[0]).layers}
+        assert {*found} == layers | inner
 
 
 def raises(error: type[Exception], text: str, call: Callable[..., Any], *args: Any, **options: Any) -> None:
