@@ -201,8 +201,7 @@ def run_attempt(
     state = ProofState(block, attempt.arguments, max_experts, attempt.side, attempt.options)
     try:
         try:
-            match = explain_drops(prove(state))
-            rewritten = rewrite(match, names)
+            match, rewritten = rewrite(explain_drops(prove(state)), names)
         except Refused as refusal:
             trace = ProofTrace(state.probe_runs, _find_failed_cuts(refusal))
             explained = _explain_refusal(refusal, state)

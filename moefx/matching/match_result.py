@@ -158,23 +158,32 @@ class Match:
                 found |= {n for change in changes[:1] for n in (change, change + 1)}
         return found
 
-    def exclude_optional(self) -> bool:
-        """Exclude the captures with an `optional_guard`; the form then holds for the guarded sizes only.
+    def without_optional(self) -> Match | None:
+        """Return the match without captures that have an `optional_guard`: its form holds for the guarded sizes only.
 
         Returns:
-            Whether some captures were excluded.
+            None if no capture has one, or too few remain.
         """
         remaining = [i for i, form in enumerate(self.evidence) if not form.optional_guard]
         if len(remaining) == len(self.evidence) or len(remaining) < 2:
-            return False
+            return None
+
+        def select(column: list[Any]) -> list[Any]:
+            return [column[i] for i in remaining]
+
+        narrower = dataclasses.replace(
+            self,
+            evidence=select(self.evidence),
+            sizes=select(self.sizes),
+            groups=[dataclasses.replace(g, values=[select(refs) for refs in g.values]) for g in self.groups],
+            keep_masks=select(self.keep_masks) if self.keep_masks else self.keep_masks,
+        )
         excluded = [(self.sizes[i], form.optional_guard) for i, form in enumerate(self.evidence) if form.optional_guard]
-        values = [refs for group in self.groups for refs in group.values]
-        for column in [self.evidence, self.sizes, *values, *([self.keep_masks] if self.keep_masks else [])]:
-            column[:] = [column[i] for i in remaining]  # type: ignore[index]
+        more = list[SizeGuard]()
         for sizes, guard in excluded:
-            if all(g.holds(sizes) for g in self.guards):  # no comparison of the program excludes them
-                self.extra_guards.append(guard)
-        return True
+            if all(g.holds(sizes) for g in [*narrower.guards, *more]):  # no comparison of the program excludes them
+                more.append(guard)
+        return dataclasses.replace(narrower, extra_guards=[*self.extra_guards, *more])
 
     @property
     def guards(self) -> list[SizeGuard]:

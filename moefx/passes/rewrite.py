@@ -68,17 +68,18 @@ class Placeholders:
     objects: dict[int, str]
 
 
-def rewrite(match: Match, names: Placeholders) -> RewriteResult:
-    """Rewrite a block to the dialect.
+def rewrite(match: Match, names: Placeholders) -> tuple[Match, RewriteResult]:
+    """Rewrite a block to the dialect. Returns also the match that the rewrite holds for.
 
-    If the program takes another branch at some sizes, the rewrite may hold for the other sizes only, with a guard.
+    If the program takes another branch at some sizes, this may be the match for the other sizes only, with a guard.
     """
     try:
-        return Rewriter(match, names).rewrite()
+        return match, Rewriter(match, names).rewrite()
     except Refused:
-        if not match.exclude_optional():
+        narrower = match.without_optional()
+        if narrower is None:
             raise
-        return Rewriter(match, names).rewrite()
+        return narrower, Rewriter(narrower, names).rewrite()
 
 
 class Rewriter:
