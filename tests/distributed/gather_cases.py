@@ -19,7 +19,7 @@ import moefx.distribution.dispatch_choice
 import moefx.ir.ops.token_gather
 import moefx.runtime.topology
 from moefx.errors import ExpertsOverwritten, InvalidInput
-from moefx.runtime.link_costs import EXCHANGES_PER_LAYER, Link, count_gathered_bytes
+from moefx.runtime.link_costs import EXCHANGES_PER_LAYER, HOST_COSTS, Link, count_gathered_bytes
 
 from ..passes.blocks import D, Dropping
 from .launch import sampled
@@ -146,15 +146,22 @@ def explain_experts(plan: moefx.Plan) -> str:
 def case_auto() -> None:
     """Gathers if the host's time decides, over one level, and says why."""
     auto = moefx.Plan(node_size=dist.get_world_size(), validation="symbolic")
-    figures = r"flat \d+\.\d+ \+ 10\.00 ms, dedup \d+\.\d+ \+ 10\.00 ms, gather \d+\.\d+ \+ "
+
+    def host(way: str, max_tokens: int | None = None) -> str:
+        return re.escape(f"{1e3 * HOST_COSTS[way].seconds(max_tokens):.2f} ms")
+
+    exchange = r"\d+\.\d+ \+ "
+    figures = f"flat {exchange}{host('flat')}, dedup {exchange}{host('dedup')}, gather {exchange}"
     with device_beside_the_host():
         check(Model("gated", layers=1).double(), one_axis(), auto)
         line = explain_experts(auto)
         assert "every rank gathers the tokens of all ranks, the hosts agree" in line, line
-        assert re.search(figures + r"8\.10 ms;", line) and "a CUDA graph needs Plan(dispatch='gather'" in line, line
+        assert re.search(f"{figures}{host('gather')};", line) and "a CUDA graph needs Plan(dispatch='gather'" in line, (
+            line
+        )
         line = explain_experts(auto.replace(max_tokens=64))
         assert "at most 64 tokens a rank" in line and "a CUDA graph can hold it" in line, line
-        assert re.search(figures + r"7\.00 ms;", line), line
+        assert re.search(f"{figures}{host('gather', 64)};", line), line
         for fields in (dict(chunks=2), dict(max_tokens=64, tokens=65)):
             assert "one level, and 'dedup'" in explain_experts(auto.replace(**fields))
         assert "gather" not in explain_experts(auto.replace(node_size=2)).partition("; a CUDA graph")[0]
