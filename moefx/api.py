@@ -23,7 +23,7 @@ from .compiler.program_builder import build_program
 from .compiler.specialization import LazySpecializer
 from .compiler.survey_result import MatchedBlock, Refusal, Survey
 from .driver.plan_check import check_effects, check_layout, check_passes
-from .driver.rank_agreement import AgreedProof, agree_on_proof
+from .driver.rank_agreement import AgreedProof, prove_model
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, merge_refusals
 from .ir.argument_binding import ExampleInputs, flatten_arguments
@@ -83,7 +83,7 @@ def compile(
         if find_expert_layouts(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
     with report_progress("moefx.compile"):
-        proven = agree_on_proof(model, example_inputs, plan, mesh)
+        proven = prove_model(model, example_inputs, plan, mesh)
     plan, survey = proven.plan, proven.survey
     if proven.decision and proven.decision.warning:
         warnings.warn(f"moefx: {proven.decision.warning}", stacklevel=2)
@@ -219,7 +219,7 @@ def explain(
             record = dataclasses.replace(record, gradients=vars(model)[SPREAD_MESH].parallelized or record.gradients)
         return _explain_record(type(model).__name__, record, find_forwards(given), trace, verbose)
     with report_progress("moefx.explain"):
-        proven = agree_on_proof(model, example_inputs, _check_plan(plan, mesh), mesh)
+        proven = prove_model(model, example_inputs, _check_plan(plan, mesh), mesh)
     plan, survey, gradients = proven.plan, proven.survey, ()
     if proven.axis is None:
         finished = (m.finish(model.get_submodule(m.names[0]), plan, keeps_captured=False) for m in survey.matched)

@@ -44,7 +44,7 @@ class AgreedProof:
     decision: Decision | None = None
 
 
-def agree_on_proof(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = None) -> AgreedProof:
+def prove_model(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = None) -> AgreedProof:
     """Prove the blocks of a model, with the planner's decision. Over a mesh all ranks of the expert axis find the same
     blocks, or all raise; if the planner decides, all ranks of the mesh. Collective over a mesh.
 
