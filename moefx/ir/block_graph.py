@@ -22,10 +22,11 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from . import graph_codegen, joined_ops
+from . import graph_codegen
 from .argument_binding import Binding, Guard, Path
 from .graph_printer import print_block
 from .node_values import BUILD_PFT, PLACE_CHOICES, WAIT_GATHERED, TensorSpec, format_target
+from .op_joining import join_ops
 
 _EXPERT_OFFSETS = 2  # position among the results of build_pft
 
@@ -113,7 +114,7 @@ class BlockGraph:
         """
         graph, record = self._with_offsets() if record_load else (self, ())
         if join:
-            graph = graph.replace(graph=joined_ops.join_ops(graph.graph, self.name))
+            graph = graph.replace(graph=join_ops(graph.graph, self.name))
         source = graph.source(record)
         return graph_codegen.compile_source(source.text, source.scope, "forward", self.name)
 

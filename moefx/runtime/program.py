@@ -42,6 +42,7 @@ class Program:
         guard: `(block, *values of the placeholders) -> index of the failed guard, or -1`; None without guards.
         unchanged: `(block) -> whether the attributes have their values of capture`. Dynamo traces it and guards them.
             Omits absorbed modules, because they are many.
+        binding: which arguments of a call feed the placeholders.
         leaf_indices: positions of the placeholders' values among the leaves of a call.
         read_names: names of the block's tensors and modules that the graph reads or calls.
     """
@@ -70,6 +71,7 @@ class Program:
         self.guard: Callable[..., int] | None = graph.compile_guards(self.guards) if self.guards else None
         self.unchanged: Callable[..., bool] = self._compile_attributes()
         self.fn_with_load: Callable[..., Any] | None = None
+        self.binding = graph.binding
         self.leaf_indices = graph.binding.indices(key)
         nodes = graph.graph.nodes
         self.read_names = tuple(dict.fromkeys(str(n.target) for n in nodes if n.op in ("get_attr", "call_module")))
@@ -136,21 +138,25 @@ class Program:
 
     def renamed(self, name: str) -> Program:
         """Return a copy for another block of the same structure."""
-        return Program(self.key, self.history.renamed(name), *self._other_fields)
+        return self._copy(history=self.history.renamed(name))
 
     def with_arguments(self, arguments: tuple[tuple[Path, tuple[Any, ...]], ...]) -> Program:
         """Return a copy for other arguments, for example on another device."""
-        return Program(self.key._replace(arguments=arguments), self.history, *self._other_fields)
+        key = self.key._replace(arguments=arguments)
+        return self._copy(key=key, leaf_indices=self.binding.indices(key))
 
-    @property
-    def _other_fields(self) -> tuple[Any, ...]:
-        return self.absorbed, self.guards, self.attributes, self.moves, self.weights
+    def _copy(self, **changes: Any) -> Program:
+        """Return a copy with other attributes. It shares the compiled functions, which take 22 ms for 256 experts."""
+        program = object.__new__(Program)
+        program.__dict__.update(self.__dict__, **changes)
+        return program
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Program, (self.key, self.history, *self._other_fields)
+        fields = self.absorbed, self.guards, self.attributes, self.moves, self.weights
+        return Program, (self.key, self.history, *fields)
 
     def __repr__(self) -> str:
         return f"<Program {self.history.name or 'model'}: {self.key}>"
