@@ -135,7 +135,7 @@ class DataMeshes:
         return select_mesh_axis(self.mesh, "", names)
 
     def _one_rank(self) -> DeviceMesh:
-        """An axis of one rank: what is "sharded" over it stays whole."""
+        """Return an axis of one rank. A parameter that is sharded over it stays whole."""
         if self._whole is None:
             name = (self.mesh.mesh_dim_names or ("",))[-1]
             self._whole = self.mesh[name]._unflatten(0, (self.mesh[name].size(), 1), (name, "whole"))["whole"]

@@ -213,9 +213,9 @@ def _build_plan(use: AxisUse, tried: Sequence[Candidate], facts: Facts) -> Plan:
 
 
 def _has_room_to_gather(chosen: Candidate, facts: Facts) -> bool:
-    """Whether the chosen candidate would also fit with "gather", which `compile` may choose by what it measures.
+    """Return whether the chosen candidate also fits with "gather": `compile` may choose it by measured links.
 
-    True over several levels, where `compile` does not choose it.
+    Over several levels `compile` does not choose it: True.
     """
     assert isinstance(facts.model, Architecture)
     layout, platform = chosen.entry.layout, facts.here.platform

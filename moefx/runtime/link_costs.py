@@ -203,8 +203,8 @@ def count_gathered_bytes(token_bytes: float, top_k: int, tokens: int) -> float:
 
     An all-gather brings each token, and for each slot a routing weight and a destination of four bytes each. A
     reduce-scatter returns the token's sum. The backward gathers the sums' gradients, and scatters those of tokens and
-    weights. Every other rank gets all tokens: W*T rows, of which its experts need
-    `compute_expected_parts(E, K, W) / W`.
+    weights. Every other rank gets all tokens, W*T rows; its experts need `compute_expected_parts(E, K, W) / W` of
+    them.
 
     Args:
         token_bytes: bytes of a token's values.

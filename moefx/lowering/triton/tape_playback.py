@@ -1,7 +1,7 @@
 """Play the steps of a tape (see `launch_replay`) with little work on the host.
 
 Small buffers that only launches use share one allocation, the workspace. Consecutive launches are a batch. A launch
-takes about 20 us of Python, a CUDA graph of all of them 10: a batch that runs again at the same addresses is captured,
+takes the host 9 to 24 us, the replay of a CUDA graph 3. So a batch that runs again at the same addresses is captured,
 and replayed whenever these addresses recur. In training they do, because the caching allocator hands out the same
 memory in each step. The kernels and their arguments are functions of the addresses, so a graph cannot be stale.
 """
@@ -76,7 +76,7 @@ class Launch(NamedTuple):
     Args:
         template: the arguments, None where a pointer or a descriptor of a slot belongs.
         pointers: (index of the argument, slot, offset in bytes).
-        descriptors: the same with a tensor descriptor of which only the address changes.
+        descriptors: the same, and a tensor descriptor; a call changes its address only.
     """
 
     run: Callable[..., Any]
@@ -99,10 +99,10 @@ class Launch(NamedTuple):
     def with_slots(self, moved: dict[int, tuple[int, int]]) -> Launch:
         """Return the launch with other slots and offsets in place of some slots."""
 
-        def move(places: Iterable[Any]) -> tuple[Any, ...]:
+        def move(pointers: Iterable[Any]) -> tuple[Any, ...]:
             return tuple(
                 (i, moved[slot][0], offset + moved[slot][1], *rest) if slot in moved else (i, slot, offset, *rest)
-                for i, slot, offset, *rest in places
+                for i, slot, offset, *rest in pointers
             )
 
         return self._replace(pointers=move(self.pointers), descriptors=move(self.descriptors))
@@ -183,7 +183,8 @@ class Batch:
     """Launches that follow each other.
 
     Attributes:
-        graphs: CUDA graphs by the addresses of `slots`. used: addresses of those that ran since `_make_room` looked.
+        graphs: CUDA graphs by the addresses of `slots`.
+        used: addresses of the graphs that ran since `_make_room` last dropped some.
         seen: addresses that ran once.
     """
 
@@ -218,8 +219,11 @@ class Batch:
             launch(tensors)
 
     def _capture(self, tensors: list[Any], addresses: tuple[int, ...]) -> Any:
-        """Capture the launches, and return their graph; None if there is no room, another thread captures, or it
-        fails."""
+        """Capture the launches, and return their graph.
+
+        Returns:
+            None if there is no room, if another thread captures, or if the capture fails.
+        """
         global _uses_graphs
         if not _capturing.acquire(blocking=False):
             return None
@@ -241,7 +245,7 @@ class Batch:
 
 
 _batches: weakref.WeakSet[Batch] = weakref.WeakSet()
-_capturing = threading.Lock()  # also guards the two below
+_capturing = threading.Lock()  # also guards the sets above and the names below
 _streams: dict[torch.device, Any] = {}
 _attempts_to_skip = 0
 

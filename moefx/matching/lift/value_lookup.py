@@ -59,8 +59,8 @@ class ValueLookup:
     Attributes:
         counted: the slots that add a summand to their token.
         dropped: the slots that add none. The likeliest weight is zero at all of them.
-        doubtful: slots of a token that selected an expert twice, of which one may add nothing. The likeliest weight is
-            zero at most of them.
+        doubtful: slots of a token that selected an expert twice; one of the two may add nothing. The likeliest weight
+            is zero at most of them.
     """
 
     def __init__(
