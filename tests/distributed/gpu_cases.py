@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,9 @@ from moefx.bench.ep import Layer
 from moefx.bench.shapes import Shape
 from moefx.errors import InvalidInput
 from moefx.ir import op_providers
+
+from ..passes.blocks import D
+from .models import Model, compiled_beside
 
 SHAPE = Shape("small", T=300, d=128, h=64, E=16, K=4)
 
@@ -95,6 +100,35 @@ def case_a_model_that_is_elsewhere() -> None:
         assert "is on cpu, the mesh is of cuda" in str(found)
     else:
         raise AssertionError("compiled")
+
+
+def case_training_is_that_of_one_process() -> None:
+    """Three steps of `parallelize` on parts of the batches, in float32."""
+    one_axis()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    batches = torch.randn(3, ranks, 50, D, generator=torch.Generator().manual_seed(0)).cuda()
+
+    def train(model: torch.nn.Module, parts: torch.Tensor, clip: Callable[..., torch.Tensor]) -> torch.nn.Module:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=True)
+        for x in parts:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            clip(model, 0.1)
+            optimizer.step()
+        return model
+
+    for kind, sizes, options in itertools.product(
+        ("joined", "gated"), ((1, ranks), (2, ranks // 2)), ({"data": "fsdp"}, {"data": "ddp"})
+    ):
+        mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("dp", "ep"))
+        plan = moefx.Plan(expert_axis="ep", validation="symbolic")
+        model = compiled_beside(Model(kind, layers=1).cuda(), mesh, plan)
+        train(moefx.parallelize(model, mesh, **options), batches[:, rank], moefx.clip_grad_norm_)
+        clip = lambda of, norm: torch.nn.utils.clip_grad_norm_(of.parameters(), norm)  # noqa: E731
+        wanted = train(Model(kind, layers=1).cuda(), batches.flatten(1, 2), clip).state_dict()
+        for name, value in moefx.full_state_dict(model).items():
+            what = f"{kind} {sizes} {options} {name}"
+            torch.testing.assert_close(value.cpu(), wanted[name].cpu(), rtol=0, atol=2e-3, msg=what)
 
 
 def case_gathered_in_a_cuda_graph() -> None:

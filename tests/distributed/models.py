@@ -122,7 +122,7 @@ def is_of_experts(name: str) -> bool:
 
 
 def compiled_beside(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan) -> nn.Module:
-    inputs = (torch.zeros(9, D, dtype=next(model.parameters()).dtype),)
+    inputs = (torch.zeros(9, D, dtype=next(model.parameters()).dtype, device=mesh.device_type),)
     compiled = moefx.compile(copy.deepcopy(model), mesh=mesh, plan=plan, example_inputs=inputs)
     assert moefx.blocks(compiled)
     return compiled
