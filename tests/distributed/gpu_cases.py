@@ -21,6 +21,8 @@ from .models import Model, compiled_beside
 
 SHAPE = Shape("small", T=300, d=128, h=64, E=16, K=4)
 
+_ALIVE_AT_THE_END: list[object] = []
+
 
 def one_axis():
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
@@ -129,6 +131,36 @@ def case_training_is_that_of_one_process() -> None:
         for name, value in moefx.full_state_dict(model).items():
             what = f"{kind} {sizes} {options} {name}"
             torch.testing.assert_close(value.cpu(), wanted[name].cpu(), rtol=0, atol=2e-3, msg=what)
+
+
+def case_training_in_a_captured_step() -> None:
+    """As the step itself, and with a graph that is alive when the process group ends."""
+    mesh = one_axis()
+    if dist.get_backend() != "nccl":
+        return  # a graph cannot hold gloo's collectives
+    layer = Layer(SHAPE)
+    plan = moefx.Plan(dispatch="gather", max_tokens=SHAPE.T, validation="symbolic", gradients="manual")
+    example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
+    batches = [torch.randn(SHAPE.T, SHAPE.d, device="cuda").bfloat16() for _ in range(6)]
+
+    def build() -> Callable[[torch.Tensor], torch.Tensor]:
+        model = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan, example_inputs=example)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True, foreach=False)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).float().square().mean()
+            loss.backward()
+            dist.all_reduce(model.router.weight.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    plain, captured = build(), moefx.capture_step(build())
+    wanted, found = ([step(x) for x in batches] for step in (plain, captured))
+    assert captured.is_captured and all(map(torch.equal, found, wanted)), (found, wanted)
+    _ALIVE_AT_THE_END.append(captured)
 
 
 def case_gathered_in_a_cuda_graph() -> None:

@@ -1,0 +1,245 @@
+"""`capture_step`: run a training step as one CUDA graph.
+
+A step of small kernels is bound by the host. A graph holds all launches of a step, collectives included, and replays
+them with one call. `torch.cuda.graph` leaves the rest to its caller: static inputs, eager steps before the capture,
+which create the optimizer's state, and the end, because `destroy_process_group` waits for graphs that hold NCCL.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+
+from ..errors import InvalidInput
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def capture_step(step: Callable[P, R], *, warm_up: int = 3) -> CapturedStep[P, R]:
+    """Return a function that runs a training step as one CUDA graph, from its call number `warm_up + 1` on.
+
+    Each call trains: the first ones run `step` as it is, the next one captures it, and all from there on replay it::
+
+        def train(x, target):
+            loss = loss_fn(model(x), target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = moefx.capture_step(train)
+        for x, target in batches:
+            loss = step(x, target)
+
+    A graph repeats kernels, not Python. In a captured step nothing may read a value on the host (`loss.item()`), the
+    optimizer must be capturable (`AdamW(..., capturable=True)`), and numbers of Python keep the values that they had,
+    apart from a learning rate that is a tensor. What Python does besides, such as counting steps, is done in the first
+    calls only. Blocks over several ranks need `Plan(dispatch="gather", max_tokens=...)`.
+
+    Args:
+        step: runs forward, backward and optimizer on the current device. Its arguments and results are trees of tensors
+            and other values.
+        warm_up: the number of eager calls, at least 1: they create the optimizer's state. All ranks use the same.
+
+    Returns:
+        A `CapturedStep`. It frees its graph when it is deleted, by `free()`, and before a process group ends.
+
+    Raises:
+        InvalidInput: `warm_up` is less than 1, or there is no GPU. The captured call raises it if the step cannot be
+            captured, and later calls if their arguments differ from the captured ones in more than values of tensors,
+            or if an option of an optimizer changed.
+    """
+    if warm_up < 1:
+        raise InvalidInput(f"warm_up is {warm_up}: at least one eager step must create the optimizer's state")
+    if not torch.cuda.is_available():
+        raise InvalidInput(
+            "capture_step needs a GPU: a CUDA graph holds launches of kernels. On a CPU call the step itself"
+        )
+    return CapturedStep(step, warm_up)
+
+
+class CapturedStep(Generic[P, R]):
+    """A training step that runs as one CUDA graph: see `capture_step`.
+
+    Attributes:
+        calls: the number of calls so far.
+        is_captured: whether a call replays a graph.
+    """
+
+    def __init__(self, step: Callable[P, R], warm_up: int):
+        self._step, self._warm_up = step, warm_up
+        self._stream = torch.cuda.Stream()
+        self._graph: _Graph | None = None
+        self.calls, self.is_freed = 0, False
+
+    @property
+    def is_captured(self) -> bool:
+        return self._graph is not None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run one step.
+
+        Returns:
+            The results of the step. Tensors are copies: a later call does not overwrite them.
+        """
+        if self.is_freed:
+            raise InvalidInput(
+                "the captured step was freed, by free() or because a process group ended: capture another"
+            )
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        if self.calls < self._warm_up:
+            result = self._run_eagerly(*args, **kwargs)
+        else:
+            if self._graph is None:
+                self._graph = _Graph(self._step, leaves, tree, self._stream)
+                _free_before_groups_end(self)
+            result = self._graph.replay(leaves, tree)
+        self.calls += 1
+        return result
+
+    def _run_eagerly(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the step on the stream of the capture, where its memory will be."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = self._step(*args, **kwargs)
+        current.wait_stream(self._stream)
+        return result
+
+    def free(self) -> None:
+        """Wait for the device and free the graph and its memory. The results of calls stay."""
+        graph, self._graph, self.is_freed = self._graph, None, True
+        if graph is not None:
+            graph.free()
+
+
+class _Graph:
+    """The graph of a step, with its inputs, results, and the options of the optimizers that it runs."""
+
+    def __init__(self, step: Callable[..., Any], leaves: list[Any], tree: pytree.TreeSpec, stream: torch.cuda.Stream):
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise InvalidInput(
+                "an argument of the captured step requires a gradient, which would be that of a copy: detach it, or "
+                "create the leaf inside of the step"
+            )
+        self.tree = tree
+        self.inputs = [leaf.clone() if _is_on_gpu(leaf) else leaf for leaf in leaves]
+        self.optimizers: list[Optimizer] = []
+        self.graph = torch.cuda.CUDAGraph()
+        args, kwargs = pytree.tree_unflatten(self.inputs, tree)
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: self.optimizers.append(optimizer))
+        torch.cuda.synchronize()
+        try:
+            # other threads, such as those of data loaders, may call what CUDA forbids in a capture
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                self.results = step(*args, **kwargs)
+        except Exception as error:
+            raise InvalidInput(
+                f"the step cannot be captured as a CUDA graph: {type(error).__name__}: {error}. A captured step reads "
+                "no value on the host (`.item()`, `print`, `if loss > ...`), copies nothing to or from the CPU, and "
+                "has optimizers with capturable=True"
+            ) from error
+        finally:
+            hook.remove()
+        self.options = dict(self._read_options())
+
+    def replay(self, leaves: list[Any], tree: pytree.TreeSpec) -> Any:
+        if tree != self.tree:
+            raise InvalidInput(
+                f"the step was captured with arguments of the form {self.tree}, and is called with {tree}"
+            )
+        for number, (static, given) in enumerate(zip(self.inputs, leaves, strict=True)):
+            if described := _describe_difference(static, given):
+                raise InvalidInput(
+                    f"argument {number} of the captured step {described}: a graph has the shapes and numbers of its "
+                    "capture. Pad the batch, or call the step itself for this one"
+                )
+        self._check_options()
+        with torch.no_grad():
+            for static, given in zip(self.inputs, leaves, strict=True):
+                if _is_on_gpu(static):
+                    static.copy_(given, non_blocking=True)
+        self.graph.replay()
+        return pytree.tree_map_only(Tensor, torch.clone, self.results)
+
+    def _check_options(self) -> None:
+        now = dict(self._read_options())
+        if now.keys() != self.options.keys():
+            raise InvalidInput(
+                "an optimizer has other groups of parameters than in the capture: capture again"
+            )
+        for name, value in self.options.items():
+            if now[name] != value:
+                raise InvalidInput(
+                    f"{name} is {now[name]}, and was {value} in the capture: the graph goes on with {value}. Make it "
+                    "a tensor (`AdamW(..., lr=torch.tensor(1e-3), capturable=True)`) and fill that, or capture again"
+                )
+
+    def _read_options(self) -> Iterator[tuple[str, Any]]:
+        """Yield the numbers among the options of each group of parameters: the graph holds their values."""
+        for number, optimizer in enumerate(self.optimizers):
+            for i, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if isinstance(value, (bool, int, float, tuple)):
+                        yield f"`{key}` of group {i} of optimizer {number} ({type(optimizer).__name__})", value
+
+    def free(self) -> None:
+        torch.cuda.synchronize()
+        self.graph.reset()
+        self.inputs, self.results = [], None
+
+
+def _is_on_gpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda
+
+
+def _describe_difference(static: Any, given: Any) -> str:
+    """Say how an argument differs from the captured one in more than the values of a tensor on the GPU; "" if not."""
+    if not isinstance(static, Tensor) or not isinstance(given, Tensor):
+        same = type(static) is type(given) and static == given
+        return "" if same else f"is {given!r}, and was {static!r} in the capture"
+    if static.shape != given.shape or static.dtype != given.dtype:
+        captured, now = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (static, given))
+        return f"is {now}, and was {captured} in the capture"
+    if not static.is_cuda and (given.is_cuda or not torch.equal(static, given)):
+        return "was on the CPU in the capture, and has other values now"
+    return ""
+
+
+# -- the end of process groups
+# ------------------------------------------------------------------------------------------------------
+
+_captured: weakref.WeakSet[CapturedStep[Any, Any]] = weakref.WeakSet()
+
+
+def _free_before_groups_end(step: CapturedStep[Any, Any]) -> None:
+    """Free the graph of a step when a process group shuts down: NCCL waits for graphs that hold its communicators."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    _captured.add(step)
+    shutdown = dist.ProcessGroup.shutdown
+    if hasattr(shutdown, "frees_captured_steps"):
+        return
+
+    def free_and_shutdown(group: dist.ProcessGroup) -> None:
+        for captured in list(_captured):
+            captured.free()
+        _captured.clear()
+        _set_shutdown(shutdown)
+        shutdown(group)
+
+    free_and_shutdown.frees_captured_steps = True  # pyright: ignore[reportFunctionMemberAccess]
+    _set_shutdown(free_and_shutdown)
+
+
+def _set_shutdown(method: Callable[[dist.ProcessGroup], None]) -> None:
+    """Replace the method that `destroy_process_group` calls, whatever name the caller imported."""
+    dist.ProcessGroup.shutdown = method  # pyright: ignore[reportAttributeAccessIssue]

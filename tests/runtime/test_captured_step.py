@@ -1,0 +1,125 @@
+"""`capture_step` trains as the step itself does, and refuses calls that a graph would run wrongly."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moefx
+from moefx.errors import InvalidInput
+from moefx.runtime.captured_step import CapturedStep
+
+from ..passes.blocks import D, Gated, Loop
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def test_options_that_cannot_work_raise(monkeypatch):
+    with pytest.raises(InvalidInput, match="warm_up is 0"):
+        moefx.capture_step(print, warm_up=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidInput, match="On a CPU call the step itself"):
+        moefx.capture_step(print)
+
+
+class Training:
+    """Steps of one model, whose losses are of the batch that a call is given."""
+
+    def __init__(self, model: nn.Module, lr: float | Tensor = 1e-2, **options):
+        self.model = model.cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, capturable=True, **options)
+
+    def __call__(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        out = self.model(x)
+        loss = (out * scale).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss.detach(), "out": out.detach()}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> nn.Module:
+    torch.manual_seed(0)
+    model = Loop(Gated).cuda()
+    return moefx.compile(model, example_inputs=(torch.zeros(40, D, device="cuda"),))
+
+
+def batch(seed: int, tokens: int = 40) -> Tensor:
+    return torch.randn(tokens, D, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+@pytest.fixture
+def pair(compiled) -> tuple[Training, CapturedStep]:
+    """Steps that are not captured, and captured ones, of equal models."""
+    return Training(copy.deepcopy(compiled)), moefx.capture_step(Training(copy.deepcopy(compiled)), warm_up=2)
+
+
+class TestOnGpu:
+    pytestmark = on_gpu
+
+    def test_trains_as_the_step_itself(self, pair):
+        plain, step = pair
+        results = []
+        for seed in range(6):
+            found, wanted = step(batch(seed)), plain(batch(seed))
+            results.append((found, wanted))
+            assert step.is_captured is (seed >= 2)
+        for found, wanted in results:  # later calls did not overwrite them
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        parameters = zip(step._step.model.parameters(), plain.model.parameters(), strict=True)
+        assert all(torch.equal(found, wanted) for found, wanted in parameters)
+        assert len({float(found["loss"]) for found, _ in results}) == 6
+
+    def test_other_arguments_raise(self, pair):
+        _, step = pair
+        for seed in range(3):
+            step(batch(seed), scale=2.0)
+        for args, options, said in (
+            ((batch(0, 41),), {"scale": 2.0}, r"is float32\[41, 16\], and was float32\[40, 16\]"),
+            ((batch(0).double(),), {"scale": 2.0}, r"is float64\[40, 16\]"),
+            ((batch(0),), {"scale": 3.0}, "is 3.0, and was 2.0"),
+            ((batch(0),), {}, "is called with"),
+        ):
+            with pytest.raises(InvalidInput, match=said):
+                step(*args, **options)
+        assert torch.isfinite(step(batch(3), scale=2.0)["loss"])
+
+    def test_a_learning_rate_that_is_a_number_may_not_change(self, pair):
+        _, step = pair
+        for seed in range(3):
+            step(batch(seed))
+        step._step.optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(InvalidInput, match=r"`lr` of group 0 of optimizer 0 \(AdamW\) is 0.5, and was 0.01"):
+            step(batch(3))
+
+    def test_a_learning_rate_that_is_a_tensor_may(self, compiled):
+        rates = [torch.tensor(1e-2, device="cuda") for _ in range(2)]
+        plain, captured = (Training(copy.deepcopy(compiled), lr) for lr in rates)
+        step = moefx.capture_step(captured)
+        for seed in range(6):
+            for rate in rates:
+                rate.fill_(1e-2 / (seed + 1))
+            assert torch.equal(step(batch(seed))["out"], plain(batch(seed))["out"])
+
+    def test_a_step_that_reads_a_value_raises(self, compiled):
+        plain = Training(copy.deepcopy(compiled))
+        step = moefx.capture_step(lambda x: plain(x)["loss"].item(), warm_up=1)
+        step(batch(0))
+        before = [p.clone() for p in plain.model.parameters()]
+        with pytest.raises(InvalidInput, match="cannot be captured as a CUDA graph"):
+            step(batch(1))
+        assert all(map(torch.equal, plain.model.parameters(), before))  # the batch is not lost: it trained nothing
+        plain(batch(1))  # the process is as before
+
+    def test_is_freed(self, pair):
+        _, step = pair
+        for seed in range(3):
+            result = step(batch(seed))
+        step.free()
+        assert torch.isfinite(result["loss"]) and not step.is_captured
+        with pytest.raises(InvalidInput, match="was freed"):
+            step(batch(3))
