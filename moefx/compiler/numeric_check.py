@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -14,7 +15,9 @@ from ..capture.side_effects import keep_random_state, silence_hooks
 from ..capture.skipped_calls import patch_skipped_calls
 from ..capture.worker_thread import run_in_worker
 from ..comparison.block_check import verify_block
+from ..comparison.sandbox import Call, Casts, Inputs, RunOptions, execute, make_sandbox
 from ..errors import summarize_error
+from ..ir import op_providers
 from ..ir.argument_binding import find_device, flatten_arguments
 from ..matching.guarded_sizes import find_sequence
 from ..runtime.block_forward import make_signature_binder
@@ -52,9 +55,9 @@ def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: f
             keep_outside_state(block),
             patch_skipped_calls(block, result.skipped),
         ):
-            check = verify_block(
-                block, lambda b, *a, **k: fn(b, *picks(*a, **k)), args, kwargs, name=name, crowd=crowd, seconds=seconds
-            )
+            program = lambda b, *a, **k: fn(b, *picks(*a, **k))  # noqa: E731
+            _compile_kernels(block, program, (args, kwargs))
+            check = verify_block(block, program, args, kwargs, name=name, crowd=crowd, seconds=seconds)
     except Exception as error:
         return NumericCheck(True, f"could not run: {summarize_error(error)[:160]}", was_possible=False)
     if not check.ok:
@@ -63,6 +66,15 @@ def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: f
     own = next((note for note in check.notes if "compared in" in note), "").partition(": ")[2]
     text = f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}" + (f"; {own}" if own else "")
     return NumericCheck(True, text, was_possible=bool(check.rows))
+
+
+def _compile_kernels(block: nn.Module, program: Call, inputs: Inputs) -> None:
+    """Compile the kernels of a program together, on a GPU: its first run compiles them one after the other."""
+    if find_device(block).type != "cuda":
+        return
+    with op_providers.compile_ahead() as is_useful, contextlib.suppress(Exception):  # the check reports its errors
+        if is_useful:
+            execute(make_sandbox(block, Casts(None)), inputs, RunOptions(), call=program)
 
 
 def find_nonfinite(block: nn.Module) -> tuple[str, str] | None:

@@ -37,9 +37,11 @@ _paths: Counter[str] = Counter()
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.paths: Counter[str] = Counter()
+        self.is_compiling = False  # see `compile_ahead`
 
 
 _thread = _Thread()
+_compilers: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
 # Process-wide, because on a GPU the backward runs in autograd's own threads.
 _forced: dict[str, str] = {}
 
@@ -73,8 +75,47 @@ def choose_provider(op: Op, args: Any, kwargs: Any) -> Provider:
     else:
         # "reference" was registered first and supports everything.
         provider = next(p for p in reversed(op.providers.values()) if p.supports(*args, **kwargs))
+    if _thread.is_compiling:
+        return _compile_only(op, provider) if provider.name in _compilers else provider
     _calls[op.name, provider.name] += 1
     return provider
+
+
+def register_compiler(provider: str, compile_ahead: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Let `compile_ahead` compile the kernels of a provider.
+
+    Args:
+        compile_ahead: returns a context in which the provider's code launches no kernel, and at whose end the skipped
+            kernels are compiled.
+    """
+    _compilers[provider] = compile_ahead
+
+
+@contextlib.contextmanager
+def compile_ahead() -> Iterator[bool]:
+    """Compile the kernels of all ops that this thread calls in this context, together: their first real calls do not
+    wait for them. The results of the calls are those of the reference. The calls are not counted.
+
+    Yields:
+        Whether some provider has a compiler. If not, calling ops is of no use.
+    """
+    _load()
+    with contextlib.ExitStack() as stack:
+        for enter in _compilers.values():
+            stack.enter_context(enter())
+        _thread.is_compiling = True
+        try:
+            yield bool(_compilers)
+        finally:
+            _thread.is_compiling = False
+
+
+def _compile_only(op: Op, provider: Provider) -> Provider:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        provider.run(*args, **kwargs)
+        return op.reference(*args, **kwargs)
+
+    return dataclasses.replace(provider, run=run)
 
 
 def counters() -> dict[tuple[str, str], int]:

@@ -173,9 +173,7 @@ class _Graph:
     def _check_options(self) -> None:
         now = dict(self._read_options())
         if now.keys() != self.options.keys():
-            raise InvalidInput(
-                "an optimizer has other groups of parameters than in the capture: capture again"
-            )
+            raise InvalidInput("an optimizer has other groups of parameters than in the capture: capture again")
         for name, value in self.options.items():
             if now[name] != value:
                 raise InvalidInput(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 
 import pytest
 import torch
@@ -143,6 +144,8 @@ def test_inference_mode_keeps_nothing(models):
         with mode(), by_kernels():
             for _ in range(3):
                 compiled(x)  # recorded, and its launches captured
+            out = None
+            gc.collect()  # of other tests
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             out = compiled(x)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import subprocess
 import sys
 import time
@@ -114,6 +116,33 @@ def test_latest_supporting_provider_runs_and_is_counted():
         scale(torch.ones(5, 2), [])
     scale(torch.ones(5, 2), [])
     assert op_providers.counters() == {("test_scale", "only_small"): 3, ("test_scale", "reference"): 4}
+
+
+def test_compiling_ahead_runs_the_host_code_and_returns_the_references_results(monkeypatch):
+    log = []
+
+    @contextlib.contextmanager
+    def compiler():
+        log.append("skip launches")
+        yield
+        log.append("compile")
+
+    def host_code(x, others, by=2.0):
+        log.append(tuple(x.shape))
+        return torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+
+    small = dataclasses.replace(scale.providers["only_small"], run=host_code)
+    monkeypatch.setitem(scale.providers, "only_small", small)
+    monkeypatch.setattr(op_providers, "_compilers", {"only_small": compiler})
+    op_providers.reset_counters()
+    with op_providers.compile_ahead() as is_useful:
+        assert is_useful
+        few, many = scale(torch.ones(2, 2), []), scale(torch.ones(5, 2), [])
+    assert log == ["skip launches", (2, 2), "compile"]  # the provider does not support five rows
+    assert all(map(torch.equal, few, scale.reference(torch.ones(2, 2), [])))
+    assert all(map(torch.equal, many, scale.reference(torch.ones(5, 2), [])))
+    assert not op_providers.counters()
+    assert scale(torch.ones(2, 2), [])[0].isnan().all() and log[-1] == (2, 2)
 
 
 def test_forcing_an_unknown_provider_raises():

@@ -5,6 +5,7 @@ Kernels and Triton are imported on the first call.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...ir.expert_body import ExpertBody
+from ...ir.op_providers import register_compiler
 from ...ir.ops import exchange_routes as ir_routes
 from ...ir.ops import expert_mlp as ir_mlp  # not by the names of this package's modules
 from ...ir.ops import row_packing as ir_packing
@@ -98,6 +100,12 @@ def _lazy_exchange_op(name: str) -> Any:
     return run
 
 
+def _compile_ahead() -> contextlib.AbstractContextManager[None]:
+    from .compile_ahead import compile_ahead
+
+    return compile_ahead()
+
+
 def _supports_sums(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
     # Sums are in float32.
     dtypes = [t.dtype for t in (rows, combine_weights) if t is not None]
@@ -113,6 +121,7 @@ def _supports_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 if importlib.util.find_spec("triton") is not None:
+    register_compiler("triton", _compile_ahead)
     ir_routing.build_pft.provider("triton", supports=_supports_routing, rank=1)(_build_pft)
     ir_routing.build_pft_backward.provider("triton", supports=_on_gpu, rank=1)(_build_pft_backward)
     ir_routing.combine.provider("triton", supports=_supports_sums, rank=1)(_lazy_exchange_op("combine"))

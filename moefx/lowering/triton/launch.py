@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,27 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 # id -> (kernel, names of its constants). By id, because a kernel's hash is a property behind a lock. The entry keeps
 # the kernel alive, so that its id stays unique.
 _kernels: dict[int, tuple[Any, tuple[str, ...]]] = {}
+
+
+class _Thread(threading.local):
+    skipped: dict[Any, Any] | None = None  # of `skip_launches`
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def skip_launches(kernels: dict[Any, Any]) -> Iterator[None]:
+    """Launch nothing in this thread, and add what Triton compiles for the launches to `kernels`."""
+    _thread.skipped = kernels
+    try:
+        yield
+    finally:
+        _thread.skipped = None
+
+
+def are_launches_skipped() -> bool:
+    return _thread.skipped is not None
 
 
 def launch(
@@ -59,6 +81,10 @@ def launch(
     ]  # fmt: skip
     key = (id(kernel), device, warps, stages, *kinds, *values)
     compiled = _compiled.get(key)
+    if (skipped := _thread.skipped) is not None:
+        if compiled is None and key not in skipped:
+            skipped[key] = kernel.warmup(*args, grid=grid, **constants, **options)
+        return lambda *args: None
     if compiled is None:
         assert set(names) == set(constants), f"{kernel}: constants {tuple(constants)}, expected {names}"
         compiled = _compiled[key] = kernel[grid](*args, **constants, **options)

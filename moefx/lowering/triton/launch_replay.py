@@ -228,6 +228,8 @@ def replay_or_record(
     key = (key, *forms, tuple(map(_constant_key, constants)))
     assert inputs[0] is not None
     with launching.use_device(inputs[0].device):
+        if launching.are_launches_skipped():
+            return host_code()
         tape = _tapes.get(key)
         if tape is not None:
             for path, times in tape.weight_paths.items():
