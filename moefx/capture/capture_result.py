@@ -21,6 +21,7 @@ FORCE_MIXED = "mixed"
 # Force a value to vary that was constant although it follows from integers: a number becomes itself, one more, or zero;
 # a choice selects among other numbers; a boolean has both values.
 FORCE_VARIED = "varied"
+LAYOUT = "layout"  # among `modes_read`: the program asks whether a tensor is contiguous, or for its strides
 
 
 @dataclasses.dataclass

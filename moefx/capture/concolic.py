@@ -32,7 +32,9 @@ from .raw_containers import copy_items, restore_items
 from .side_effects import (
     HOOKS,
     collect_effects,
+    copy_registries,
     find_attribute_tensors,
+    find_registry_changes,
     install_stand_ins,
     keep_random_state,
     restore_attributes,
@@ -88,12 +90,14 @@ def capture_block(
     originals = {n: dict(vars(m)) for n, m in unique}
     tracer.named |= install_stand_ins(block, make_stand_in)
     before = {n: dict(vars(m)) for n, m in unique}
+    registries = copy_registries(unique)
     hooks = [(own[k], copy_items(own[k])) for own in before.values() for k in HOOKS & own.keys()]
     outside = OutsideState(block, (args, kwargs))
     try:
         out, drawn = _run_block(tracer, block, state, args, kwargs, names, outside.generators)
         with torch.DisableTorchFunction():
-            effects = collect_effects(tracer, block, before, given, state, inputs)
+            effects = collect_effects(tracer, unique, before, given, state, inputs)
+            effects += find_registry_changes(registries)
             foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
             effects += [Effect("record", path, None) for path in [*outside.list_changes(), *foreign]]
             effects += [Effect("draw", name, None) for name in drawn]
@@ -103,7 +107,9 @@ def capture_block(
             out = open_dataclasses(out, lambda t: _find_result_node(tracer, t, written))
             tracer.refuse_lost_gradients([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
     finally:
-        for n, m in block.named_modules():
+        for _, now, old in registries:
+            restore_items(now, old)
+        for n, m in unique:
             restore_attributes(m, originals[n])
         for now, old in hooks:  # models may install hooks at their first call
             if now or old:

@@ -11,7 +11,7 @@ import pickle
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from .capture_result import Effect
+from .raw_containers import copy_items
 from .tensor_trees import collect_tensors, is_float, map_tensors
 from .tracer import Tracer
 
@@ -61,6 +62,8 @@ def install_stand_ins(block: nn.Module, stand_in: Callable[[torch.Tensor, str], 
     return named
 
 
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+Registries = list[tuple[str, dict[str, Any], dict[str, Any]]]  # path of a module, one of its registries, a copy
 HOOKS = {k for k in vars(nn.Module()) if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
 
 
@@ -128,7 +131,7 @@ def keep_random_state(more: Mapping[str, Any] | None = None) -> Iterator[Callabl
 
 def collect_effects(
     tracer: Tracer,
-    block: nn.Module,
+    modules: list[tuple[str, nn.Module]],
     before: dict[str, dict[str, Any]],
     given: dict[str, torch.Tensor],
     state: dict[str, torch.Tensor],
@@ -137,7 +140,8 @@ def collect_effects(
     """Collect the effects of a call.
 
     Args:
-        before: `vars` of each module before the call, by path.
+        modules: those of the block before the call, with their paths.
+        before: their `vars` before the call, by path.
         given, state: parameters and buffers before and after the call.
         inputs: tensor arguments with their position and node.
     """
@@ -150,15 +154,10 @@ def collect_effects(
     for _, t, node in inputs:
         if tracer.versions.get(id(t)):
             found.append(Effect("input", node, tracer.node_of(t)))
-    for n, m in block.named_modules():
+    for n, m in modules:
         for key, value in vars(m).items():
             old = before[n].get(key, None)
-            if (
-                value is old
-                or key in ("_parameters", "_buffers", "_modules")
-                or key.startswith("_forward")
-                or key.startswith("_backward")
-            ):
+            if value is old or key in REGISTRIES or key.startswith("_forward") or key.startswith("_backward"):
                 continue
             path = f"{n}.{key}" if n else key
             if _holds_stand_ins(value, old, tracer):  # `nn.GRU` lists its parameters again if they were replaced
@@ -170,6 +169,21 @@ def collect_effects(
             elif not _is_equal(value, old):
                 found.append(Effect("state", path, value))
     return found
+
+
+def find_registry_changes(registries: Registries) -> list[Effect]:
+    """Find submodules, parameters and buffers that a call registered, replaced or removed."""
+    found = []
+    for path, now, before in registries:
+        for name in now.keys() | before.keys():
+            if name not in now or name not in before or now[name] is not before[name]:
+                found.append(Effect("state", f"{path}.{name}" if path else name, now.get(name)))
+    return found
+
+
+def copy_registries(modules: Iterable[tuple[str, nn.Module]]) -> Registries:
+    """Copy what is registered in each module, for `find_registry_changes` and `restore_items`."""
+    return [(path, vars(m)[key], copy_items(vars(m)[key])) for path, m in modules for key in REGISTRIES]
 
 
 def _holds_results(value: Any, tracer: Tracer) -> bool:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from . import device_autocast
+from .capture_result import LAYOUT
 from .code_locations import is_user_asking_tensor
 from .functionalize import require_one_dtype_under
 from .idle_tests import ROWS
@@ -131,6 +132,8 @@ class TorchFunctions(TorchFunctionMode):
             return int(self._wrap_numbers(args[0], func(*args, **options)))
         if func == _REQUIRES_GRAD:
             return self.tracer.read_requires_grad(args[0])
+        if func in _LAYOUT and is_user_asking_tensor():
+            self.tracer.modes_read.add(LAYOUT)
         if func in _AUTOGRAD_STATE and is_user_asking_tensor():
             self.tracer.refuse(
                 f"the block reads {_AUTOGRAD_STATE[func]} of a tensor, which differs between calls",
@@ -344,6 +347,7 @@ _LISTS = {
 }  # fmt: skip
 _NO_QUERY = object()
 _NUMBERS = {torch.Tensor.item, torch.Tensor.tolist}
+_LAYOUT = {torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _AUTOGRAD_STATE = {getattr(torch.Tensor, name).__get__: name for name in ("grad_fn", "grad", "is_leaf", "output_nr")}

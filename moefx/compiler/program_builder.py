@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..capture.capture_result import LAYOUT
 from ..ir.argument_binding import (
     Guard,
     Specialization,
@@ -123,6 +124,9 @@ def _build_guards(result: BlockRewrite) -> list[Guard]:
                 fixed = "features, or fixed"
                 why = f"the proof takes this axis as {fixed if isinstance(n, int) else 'tokens'}"
                 guards.append(Guard(f"{own} == {there}", why, one_way=True))
+    if LAYOUT in result.match.modes_read:
+        why = "the block reads the layout of a tensor, which is contiguous in the proof"
+        guards += [Guard(f"{name}.is_contiguous()", why) for name in names]
     objects = [placeholder_name(path) for path in result.graph.binding.objects]
     for a, b in itertools.combinations(objects, 2):  # the block may have compared identities
         guards.append(Guard(f"{a} is None or {a} is not {b}", "they were different objects"))

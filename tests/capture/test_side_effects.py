@@ -306,3 +306,92 @@ def test_state_in_a_partial_is_restored():
     with pytest.raises(moefx.NoMoEBlockFound, match="log"):
         moefx.compile(nn.Sequential(Logs()), example_inputs=(torch.randn(7, D),))
     assert CALLS == []
+
+
+def register_buffer(block, x):
+    if not hasattr(block, "scale"):
+        block.register_buffer("scale", torch.ones(D))
+
+
+def register_parameter(block, x):
+    if not hasattr(block, "scale"):
+        block.scale = nn.Parameter(torch.ones(D))
+
+
+def replace_expert(block, x):
+    block.experts[0] = nn.Identity()
+
+
+def add_expert(block, x):
+    block.experts.append(nn.Identity())
+
+
+def delete_module(block, x):
+    if hasattr(block, "extra"):
+        del block.extra
+
+
+class Registers(Loop):
+    """Changes what is registered in it, after its experts ran."""
+
+    def __init__(self, change, tokens=0):
+        super().__init__()
+        self.extra, self.change, self.tokens = nn.Linear(2, 2), change, tokens
+
+    def forward(self, x):
+        out = super().forward(x)
+        if len(x) > self.tokens:
+            self.change(self, x)
+        return out
+
+
+def registered(model: nn.Module) -> list[tuple[str, int]]:
+    named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+    return [(name, id(value)) for name, value in named]
+
+
+CHANGES = [register_buffer, register_parameter, replace_expert, add_expert, delete_module]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_that_registers_modules_or_tensors_is_refused_without_trace(change):
+    model, x = Registers(change), torch.randn(9, D)
+    before = registered(model)
+    (refused,) = moefx.explain(model, (x,)).refused
+    assert "sets its attribute" in refused.reason
+    assert registered(model) == before
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_many_tokens_register_is_not_registered_by_compile(change):
+    torch.manual_seed(0)
+    model, x = Registers(change, tokens=40), torch.randn(9, D)
+    names = [name for name, _ in registered(model)]
+    compiled = moefx.compile(model, (x,))
+    assert [name for name, _ in registered(compiled)] == names
+    torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+class Contiguous(Loop):
+    """Routes tokens whose memory is not contiguous to other experts."""
+
+    def forward(self, x):
+        return super().forward(x if x.is_contiguous() else -x)
+
+
+class Strided(Loop):
+    def forward(self, x):
+        return super().forward(x if x.stride(-1) == 1 else -x)
+
+
+@pytest.mark.parametrize("block", [Contiguous, Strided])
+def test_a_layout_that_the_block_reads_is_a_guard(block):
+    torch.manual_seed(0)
+    model, x = block(), torch.randn(9, D)
+    compiled = moefx.compile(model, (x,))
+    torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
+    turned = x.t().contiguous().t()
+    torch.testing.assert_close(compiled(turned), model(turned))
+    assert moefx.blocks(compiled)[0].fallbacks == 1
