@@ -8,7 +8,8 @@ Protects from a call that depends on the call before it::
     self.last = weights.mean()
 
 A capture starts from the attributes that the user has set, so it does not show the second call. The probe puts other
-values there, captures again, and refuses the block if the form or the operations change.
+values there, captures again, and refuses the block if the form or the operations change. Buffers are read when the call
+runs, but a capture takes their shapes as fixed: those that get another shape are changed, too.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ def vary_state_between_calls(state: ProofState) -> None:
         Refused: the next call depends on these attributes.
     """
     first = state.reference.capture
-    buffers = dict(state.block.named_buffers())  # buffers are read when the call runs
-    written = {str(e.target): e.node for e in first.effects if e.kind == "attribute" and e.target not in buffers}
+    buffers = dict(state.block.named_buffers())
+    attributes = {str(e.target): e.node for e in first.effects if e.kind == "attribute"}
+    written = {path: node for path, node in attributes.items() if not _has_shape_of(buffers.get(path), node)}
     if not written:
         return
     with contextlib.ExitStack() as stack:
         for path, node in written.items():
             owner, _, key = path.rpartition(".")
-            values = vars(state.block.get_submodule(owner))
+            module = state.block.get_submodule(owner)
+            values: dict[str, Any] = module._buffers if path in buffers else vars(module)
             stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
             values[key] = pytree.tree_map_only(fx.Node, _change_value, node)
         try:
@@ -51,6 +54,11 @@ def vary_state_between_calls(state: ProofState) -> None:
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
     if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in written for n in again.capture.nodes):
         raise _refuse_carried(written)
+
+
+def _has_shape_of(buffer: torch.Tensor | None, node: Any) -> bool:
+    """Return whether the call leaves a buffer with the shape that it had."""
+    return buffer is not None and isinstance(node, fx.Node) and node.meta["val"].shape == buffer.shape
 
 
 def _refuse_carried(written: dict[str, Any]) -> Refused:

@@ -1,0 +1,65 @@
+"""A call that depends on what the call before it left behind is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moefx
+
+from ...passes.blocks import D, Loop
+
+
+class KeepsChoice(Loop):
+    """Keeps its choice, as a buffer or as an attribute, and uses it again for as many tokens."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        last = torch.zeros(0, self.k, dtype=torch.long)
+        if is_buffer:
+            self.register_buffer("last", last, persistent=False)
+        else:
+            self.last = last
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(-1)
+        if self.last.size(0) == len(x):
+            ids = self.last
+        else:
+            ids = scores.topk(self.k, -1).indices
+            self.last = ids.detach()
+        weights, out = scores.gather(-1, ids), torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class LogsChoice(KeepsChoice):
+    def forward(self, x):
+        weights, ids = self.route(x)
+        self.last, out = ids.detach(), torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_choice_that_the_next_call_uses_again_is_refused(is_buffer):
+    model, x = KeepsChoice(is_buffer), torch.randn(9, D)
+    (refused,) = moefx.explain(model, (x,)).refused
+    assert "reads an attribute that its previous call has set" in refused.reason
+    assert model.last.shape == (0, model.k)
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_choice_that_is_only_logged_is_rewritten(is_buffer):
+    torch.manual_seed(0)
+    model = LogsChoice(is_buffer)
+    compiled = moefx.compile(model, (torch.randn(9, D),))
+    for tokens in (9, 9, 5, 20):
+        x = torch.randn(tokens, D)
+        torch.testing.assert_close(compiled(x), model(x))
+        assert torch.equal(compiled.last, model.last)
+    assert moefx.blocks(compiled)[0].fallbacks == 0
