@@ -6,6 +6,8 @@ set is not a safer one.
 
 from __future__ import annotations
 
+from ..capture.op_sets import SHAPE_ONLY
+
 # Comparisons of elements.
 ORDERED = {"lt", "le", "gt", "ge"}
 TWO_SIDED = {*ORDERED, "eq", "ne"}
@@ -27,14 +29,8 @@ AXIS_MOVES = VIEWS - {
 ELEMENT_MOVES = {*VIEWS, "cat", "flip", "index_select", "repeat", "stack", "t"} - {
     "flatten"
 }  # also ops on several tensors
-NEW_TENSORS = {
-    "_to_copy",
-    "clone",
-    "where",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-}  # as large as another tensor, with no computed numbers
+# As large as another tensor, with no computed numbers.
+NEW_TENSORS = {"_to_copy", "clone", "where", "zero", *(op.overloadpacket.__name__ for op in SHAPE_ONLY)}
 
 # Lookups: elements of a tensor by integers.
 LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}  # `graph_nodes.find_lookups` has their axes

@@ -519,3 +519,67 @@ class Counts(Loop):
 def test_refused(kind, why):
     with pytest.raises(moefx.NoMoEBlockFound, match=why):
         moefx.compile(nn.Sequential(kind()), example_inputs=(torch.randn(9, D),))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.zeros_like,
+        lambda x: x.new_zeros(x.shape),
+        lambda x: x.new_zeros(len(x), D),
+        lambda x: x.new_full(x.shape, 0.0),
+        lambda x: x.new_empty(x.shape).zero_(),
+        lambda x: torch.zeros(x.shape, dtype=x.dtype),
+        lambda x: x * 0,
+    ],
+)
+def test_ways_to_make_the_output(make):
+    class Made(Loop):
+        def forward(self, x):
+            (w, ids), out = self.route(x), make(x)
+            for e, expert in enumerate(self.experts):
+                t, k = torch.where(ids == e)
+                out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+            return out
+
+    model, x = Made(), torch.randn(9, D)
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x,))
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+class Positions(Loop):
+    """A table of positions with 32 rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(32, D))
+
+    def forward(self, x):
+        return super().forward(x + self.positions[torch.arange(len(x))])
+
+
+def test_a_table_that_is_too_short_for_many_tokens_is_named():
+    (refused,) = moefx.explain(Positions(), (torch.randn(9, D),)).refused
+    assert "an index is out of bounds for axes of the sizes [32]" in refused.reason
+    assert "give it rows for more tokens" in refused.remedy
+
+
+class Heads(nn.Module):
+    """A mixture of attention heads, whose biases are cut into parts by a reshape."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.router, self.out = nn.Linear(16, 48), nn.Linear(16, 4, bias=False), nn.Linear(16, 16)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, length, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        gates = self.router(x).softmax(-1)
+        gates = gates * torch.zeros_like(gates).scatter(-1, gates.topk(2).indices, 1.0)
+        return self.out(torch.einsum("bhsd,bsh->bshd", scores, gates).reshape(x.shape))
+
+
+def test_a_mixture_of_heads_is_refused_for_a_reason():
+    (refused,) = moefx.explain(Heads(), (torch.randn(2, 6, 16),)).refused
+    assert "itself failed" not in refused.reason and "share one selection" in refused.reason

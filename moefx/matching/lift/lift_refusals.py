@@ -29,12 +29,19 @@ _MASKED_OPS = {"masked_fill", "masked_scatter", "nonzero", "where"}
 
 
 class NothingRouted(Refused):
-    """Every expert's result is masked in this capture."""
+    """Every expert's result is masked in this capture, or no expert runs in it.
 
-    def __init__(self, capture: Capture, cut: fx.Node):
+    Args:
+        cut: the sum that no result reaches, if there is one.
+    """
+
+    def __init__(self, capture: Capture, cut: fx.Node | None = None):
         has_integers = any(map(depends_on_call, capture.nodes))
         remedy = "an integer argument or buffer that turns all experts off is not followed" if has_integers else ""
-        super().__init__("no expert's result reaches this sum", source=str(cut.meta["source"]), remedy=remedy)
+        what, source = (
+            ("no expert's result reaches this sum", str(cut.meta["source"])) if cut else ("no expert runs", "")
+        )
+        super().__init__(what, source=source, remedy=remedy)
 
 
 def explain_no_cut(capture: Capture, expert_nodes: set[fx.Node], experts: set[str]) -> Refused:
@@ -53,10 +60,12 @@ def explain_no_cut(capture: Capture, expert_nodes: set[fx.Node], experts: set[st
         )
     users = (u for n in capture.nodes if n.op == "get_attr" and n.meta["fqn"] in experts for u in n.users)
     first = next(users, None)
+    if first is None:
+        return NothingRouted(capture)
     return Refused(
         "the experts' results do not come together in one tensor",
         culprits=tuple(sorted(experts)[:3]),
-        source=str(first.meta["source"]) if first is not None else "",
+        source=str(first.meta["source"]),
         remedy="the routed sum must be one tensor before it is used further; if several gates share the experts, "
         "put each gate and its sum into a module of its own, and share the list of experts",
         cause=Cause.NOT_TOGETHER,

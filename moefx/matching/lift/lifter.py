@@ -29,7 +29,7 @@ from ...errors import Cause, Refused
 from ...inspection.proof_trace import CutAttempt, ProofTrace
 from ...ir.expression_check import is_pointwise
 from ..graph_nodes import describe_node, line
-from ..terms.term import TooLarge
+from ..terms.term import OutOfBounds, TooLarge
 from .canonical_form import CanonicalForm
 from .cut_lifter import CutLifter, CutPreference, LiftOptions, has_overwrite
 from .expert_owners import ExpertOwners
@@ -124,6 +124,14 @@ class Lifter:
             raise Refused(
                 "each row depends on too many others to be followed: rows are mixed, as in attention"
             ) from None
+        except OutOfBounds as error:
+            if self.capture.tracer.interventions:  # a forced value, which the program never has
+                raise
+            raise Refused(
+                f"{error}: the program raises an error for some sizes or numbers, such as more tokens than a table of "
+                "positions has rows",
+                remedy="read the table outside of the block, or give it rows for more tokens",
+            ) from error
 
     def _lift_experts(self, experts: set[str]) -> CanonicalForm:
         """Lift at the first cut that works, for these expert parameters."""

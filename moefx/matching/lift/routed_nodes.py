@@ -201,12 +201,15 @@ def _find_stacked(
 
 
 def _find_split_axes(t: Term) -> frozenset[int]:
-    """Return the axes of its parameter at which a slice has one index."""
+    """Return the axes of its parameter at which a slice has one index.
+
+    Of a parameter that the program reshapes first, they are the axes with these numbers, if it has as many.
+    """
     found = frozenset()
     while t.op != "param":
         found = frozenset(axis for axis, _ in t.args[1]) if t.op == "at" else found
         t = t.terms[0]
-    return found
+    return frozenset(axis for axis in found if axis < len(t.shape))
 
 
 def has_integer_choices(uses: ParameterUses) -> bool:

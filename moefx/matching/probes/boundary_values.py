@@ -27,6 +27,7 @@ from ...capture.code_locations import suppress_program_errors
 from ...capture.concrete_routing import Routing, can_hold
 from ...capture.side_effects import has_integers
 from ...errors import MoefxError
+from ...ir.node_values import get_op_name
 from ..graph_nodes import depends_on_call, find_lookups, is_state
 from ..integer_ranges import NARROW
 from .integer_inputs import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
@@ -81,7 +82,8 @@ def _observe_doubtful(
     """
 
     def is_open(observation: Observation) -> bool:
-        return observation.is_doubtful or _is_one_truth(observation)
+        is_one_way = observation.is_doubtful or _is_one_truth(observation)
+        return is_one_way and not _is_test_of_known_elements(observation)
 
     found = {run: observation for run, observation in observe_integers(captured).items() if is_open(observation)}
     ancestors = set().union(*[find_integer_ancestors(observation.node) for observation in found.values()])
@@ -118,6 +120,11 @@ def _has_indices_in_bounds(n: fx.Node) -> bool:
 def _is_one_truth(observation: Observation) -> bool:
     """Return whether a boolean had one value, even if it depends on a single integer, such as a step."""
     return observation.node.meta["val"].dtype is torch.bool and len(observation.values) == 1
+
+
+def _is_test_of_known_elements(observation: Observation) -> bool:
+    """Return whether an `any` or `all` has elements of both kinds: other tokens change it, and no special number."""
+    return get_op_name(observation.node) in ("any", "all") and observation.operand_values == {0, 1}
 
 
 def _find_boundary_value(captured: Capture, observation: Observation, arguments: Arguments) -> ExtraValue | None:

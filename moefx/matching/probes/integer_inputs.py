@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import FORCE_MIXED, Capture
-from ...capture.code_locations import is_internal_error, is_raised_by_program
+from ...capture.code_locations import is_internal_error, is_raised_by_program, suppress_program_errors
 from ...capture.concrete_routing import Routing
 from ...capture.node_origins import is_abstract
 from ...capture.side_effects import has_integers
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 BUFFER_SEEDS = (2, 3, 4)  # seeds of captures in which buffers have other values
 _FIRST_BOUNDARY_SEED = 50  # first seed of captures that use the numbers of `boundary_values`
+_FEW_TOKENS_SEEDS = (70, 71, 72)  # seeds of captures in which few experts have tokens
 OpRun = tuple[Any, str, int]  # call stack, op, and a count of the op's runs there, from 1
 
 
@@ -130,6 +131,7 @@ def vary_integer_inputs(state: ProofState) -> None:
     settled: set[OpRun] = set()
     extra = [*(t.extra_values for t in state.arguments.tensors), *state.arguments.extra_buffer_values.values()]
     more = range(_FIRST_BOUNDARY_SEED, _FIRST_BOUNDARY_SEED + max(map(len, extra), default=0) + 1) if any(extra) else ()
+    few_tokens = iter(_FEW_TOKENS_SEEDS)
     seeds = iter((*(BUFFER_SEEDS if has_integers(state.block) else ()), *more))
     while True:
         columns += [observe_integers(form.capture) for form in state.forms[len(columns) :]]
@@ -140,9 +142,28 @@ def vary_integer_inputs(state: ProofState) -> None:
             form = state.lift(Routing("diverse", seed), state.sizes[0])
             state.add_evidence(state.require_same_form(form), state.sizes[0])
             continue
-        settled.add(run)
         first = next(i for i, column in enumerate(columns) if run in column)
-        _force_other_value(state, columns[first][run].node, first)
+        node = columns[first][run].node
+        if _is_test_of_tokens(node) and (seed := next(few_tokens, None)) is not None:
+            _capture_few_tokens(state, seed)
+            continue
+        settled.add(run)
+        _force_other_value(state, node, first)
+
+
+def _is_test_of_tokens(node: fx.Node) -> bool:
+    """Return whether a node is one boolean, such as whether any token chose an expert: few tokens may change it."""
+    val: Any = node.meta["val"]
+    return val.dtype is torch.bool and not val.dim() and depends_on_arguments(node)
+
+
+def _capture_few_tokens(state: ProofState, seed: int) -> None:
+    """Add a capture of about three tokens, if it has the form of the others: `vary_token_counts` refuses another."""
+    near = state.arguments.choose_tokens_near(3, avoid=(state.reference.slots,))
+    sizes = state.size_choice.choose_sequence(near)
+    if state.size_choice.satisfies_restrictions(sizes):
+        with suppress_program_errors(Refused):
+            state.add_evidence(state.require_same_form(state.lift(Routing("diverse", seed), sizes)), sizes)
 
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:

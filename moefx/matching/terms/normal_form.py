@@ -17,7 +17,7 @@ from .einsum_terms import build_einsum
 from .element_selection import pick, split_axis
 from .index_arithmetic import broadcast, without_row
 from .sum_expansion import resolve
-from .term import Array, Term, TooLarge, Write, constant_value, is_const, is_pw
+from .term import Array, OutOfBounds, Term, TooLarge, Write, constant_value, is_const, is_pw
 
 aten = torch.ops.aten
 _MAX_LISTED = 256
@@ -260,7 +260,7 @@ class Terms:
             in_bounds: no index is negative or out of bounds.
 
         Raises:
-            IndexError: an index is out of bounds, as under a forced outcome.
+            OutOfBounds: an index is not in an axis, as under a forced outcome.
         """
         dims = tuple(dims)
         if not in_bounds:
@@ -372,14 +372,14 @@ def _wrap_negative(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """Replace negative indices [m, *I], counted from the end of axes of these m sizes.
 
     Raises:
-        IndexError: an index is out of bounds: abstract tensors do not check them.
+        OutOfBounds: an index is not in an axis.
     """
     limits = torch.tensor(sizes).reshape(-1, *[1] * (indices.dim() - 1))
     below = indices < 0
     if below.any():
         indices = torch.where(below, indices + limits, indices)
     if ((indices < 0) | (indices >= limits)).any():
-        raise IndexError(f"an index is out of bounds for axes of the sizes {sizes}")
+        raise OutOfBounds(f"an index is out of bounds for axes of the sizes {sizes}")
     return indices
 
 

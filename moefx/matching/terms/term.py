@@ -109,6 +109,10 @@ class TooLarge(Exception):
     """The lift picks more elements than any mixture of experts needs."""
 
 
+class OutOfBounds(IndexError):
+    """An index of the program is out of bounds: abstract tensors do not check them."""
+
+
 OVERWRITTEN = "overwritten"  # pointwise op on the values that one write puts at one index; the CPU keeps the last
 MASKED = -1e8  # scores up to this count as masked: their softmax rounds to 0 beside any other score
 
