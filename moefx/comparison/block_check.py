@@ -3,6 +3,9 @@
 It checks the algebra on weights and routings that the symbolic proof did not choose. Both run in float64 if memory
 allows, with every explicit cast promoted, and under the rule with slack: a wrong term is far above 1e-9, and rounding
 must not reject a correct rewrite. A run in the block's own precision detects wrong casts, such as a missing upcast.
+
+All these runs are under dispatch modes, which see one op at a time. Eager calls of the compiled model run joined ops
+(`ir/joined_ops.py`), which modes switch off. So one more comparison, of the program with its joined form, has no mode.
 """
 
 from __future__ import annotations
@@ -34,28 +37,31 @@ class BlockCheck:
     """The outcome for one block.
 
     Attributes:
-        rows: the compared tensors, over all router states.
+        rows: the tensors compared with the original's, over all router states.
+        joined_rows: the tensors of the joined program, compared with those of the program that runs op by op.
         notes: omitted comparisons and the reasons: memory, time, or an error of the original.
     """
 
     rows: list[Row] = dataclasses.field(default_factory=list)
+    joined_rows: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether no row failed. Also True if nothing was compared: see `rows` and `notes`."""
-        return all(row.ok for row in self.rows)
+        return all(row.ok for row in (*self.rows, *self.joined_rows))
 
     @property
     def reason(self) -> str:
         """One sentence about the worst mismatch; "" without one."""
-        failed = [row for row in self.rows if not row.ok]
+        failed = [row for row in (*self.rows, *self.joined_rows) if not row.ok]
         if not failed:
             return ""
         worst = max(failed, key=lambda row: row.error / row.bound if row.bound else math.inf)
         what = worst.note or f"{worst.norm} error {worst.error:.2g}, allowed {worst.bound:.2g}"
         others = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-        return f"{worst.kind} `{worst.name}` differs from the original on {worst.case}: {what}{others}"
+        other = "the same ops one by one" if worst in self.joined_rows else "the original"
+        return f"{worst.kind} `{worst.name}` differs from {other} on {worst.case}: {what}{others}"
 
 
 def verify_block(
@@ -65,6 +71,7 @@ def verify_block(
     kwargs: dict[str, Any] | None = None,
     *,
     name: str = "",
+    joined: Call | None = None,
     crowd: Inputs | None = None,
     seconds: float = 30.0,
     max_bytes: int = MAX_BYTES,
@@ -82,8 +89,11 @@ def verify_block(
     The original's parameters, `.grad`, buffers and random state do not change. A block that does not run in float64,
     because an op has no float64 kernel, is compared in its own precision.
 
+    If these agree, `joined` is compared with `program` on the given inputs, with gradients and without.
+
     Args:
-        seconds: time limit; the first state always runs.
+        joined: the program as eager calls run it, with joined ops; None if no ops are joined.
+        seconds: time limit; the first state and the comparison of `joined` always run.
         max_bytes: memory limit, which determines the precision and the compared gradients.
 
     Raises:
@@ -94,16 +104,41 @@ def verify_block(
     given = (args, kwargs or {})
     tokens = sum(v.numel() * v.element_size() for _, v in leaves(given) if isinstance(v, Tensor))
     exact, *own = _plan_precisions(original, max_bytes - 64 * tokens, notes)
-    check = functools.partial(_check_states, original, program, given, name, crowd, seconds, seed)
+    check_states = functools.partial(_check_states, original, program, given, name, crowd, seconds, seed)
     try:
-        return check([exact, *own], notes)
+        check = check_states([exact, *own], notes)
     except InvalidInput as error:
         if not own:
             raise
         precision, options, largest = own[0]
         reason = summarize_error(error.__cause__ or error)
         notes.append(f"{name or 'block'}: not in float64 ({reason}), compared in {precision}")
-        return check([(precision, options | {"exact": None}, largest)], notes)
+        check = check_states([(precision, options | {"exact": None}, largest)], notes)
+    if joined is not None and check.ok:
+        *_, largest = (exact, *own)[-1]
+        options = RunOptions(seed, max_gradient_numel=largest)
+        try:
+            check.joined_rows = _compare_joined(original, program, joined, given, name, options)
+        except InvalidInput as error:  # raised by the program without joined ops
+            check.notes.append(f"{name or 'block'}: joined ops not checked ({summarize_error(error)})")
+    return check
+
+
+def _compare_joined(
+    original: nn.Module, program: Call, joined: Call, inputs: Inputs, name: str, options: RunOptions
+) -> list[Row]:
+    """Compare a program that runs op by op with its joined form, in the block's own precision.
+
+    Both run the same providers on the same numbers, so the first one is the truth: see `policy` for the bound, which is
+    above zero because a GPU may add in another order in each run.
+    """
+    subject = Subject(
+        original, original, Casts(None), None, block=name, call_original=program, call_compiled=joined, is_opaque=True
+    )
+    chain, case = CallChain(subject), "the given inputs, with ops joined"
+    with_gradients = chain.compare(inputs, options, case)
+    without = chain.compare(inputs, dataclasses.replace(options, grads=False), f"{case}, without gradients")
+    return with_gradients.rows + without.rows
 
 
 def _check_states(

@@ -47,7 +47,15 @@ def check_numerically(block: nn.Module, result: BlockRewrite, name: str, seconds
 def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
     args, kwargs = _random_arguments(block, result)
     crowd = _random_arguments(block, result, crowd=True) if _is_small(block) else None
-    fn, picks = result.graph.compile(), _placeholder_binder(block, result)
+    fn, joined_fn = result.graph.compile(), result.graph.compile(join=True)
+    picks = _placeholder_binder(block, result)
+
+    def program(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fn(block, *picks(*args, **kwargs))
+
+    def joined(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return joined_fn(block, *picks(*args, **kwargs))
+
     try:
         with (
             keep_random_state(),
@@ -55,9 +63,11 @@ def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: f
             keep_outside_state(block),
             patch_skipped_calls(block, result.skipped),
         ):
-            program = lambda b, *a, **k: fn(b, *picks(*a, **k))  # noqa: E731
             _compile_kernels(block, program, (args, kwargs))
-            check = verify_block(block, program, args, kwargs, name=name, crowd=crowd, seconds=seconds)
+            check = verify_block(
+                block, program, args, kwargs,
+                joined=None if joined_fn is fn else joined, name=name, crowd=crowd, seconds=seconds,
+            )  # fmt: skip
     except Exception as error:
         return NumericCheck(True, f"could not run: {summarize_error(error)[:160]}", was_possible=False)
     if not check.ok:

@@ -1,0 +1,103 @@
+"""The numeric check of `compile` runs joined ops too, as calls of the compiled model do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moefx
+from moefx.compiler.numeric_check import check_numerically
+from moefx.ir import joined_ops, op_joining
+from moefx.ir.joined_ops import JoinedOps
+
+from ..ir.test_joined_ops import Block, D, T
+from ..passes import blocks
+
+SINGLE_OPS = "differs from the same ops one by one on the given inputs, with ops joined"
+
+
+@pytest.fixture(scope="module")
+def rewritten():
+    torch.manual_seed(0)
+    block = Block()
+    return block, blocks.rewritten(block, torch.zeros(T, D))
+
+
+def check(rewritten):
+    return check_numerically(*rewritten, "moe", seconds=30.0)
+
+
+def test_joined_ops_run_with_gradients_and_without(rewritten, monkeypatch):
+    ways = []
+    for name in ("_RecordedOps", "_OpsWithoutGradient", "_DispatchedOps"):
+        way = getattr(joined_ops, name)
+        monkeypatch.setattr(
+            way, "run", lambda *args, run=way.run, name=name, **kwargs: ways.append(name) or run(*args, **kwargs)
+        )
+    assert check(rewritten).ok and set(ways) == {"_RecordedOps", "_OpsWithoutGradient"}
+
+
+def scale_gradients(monkeypatch):
+    run = joined_ops._run_backward
+
+    def run_scaled(ctx, call, wiring, saved, by_value):
+        run(ctx, call, wiring, saved, by_value)
+        if call.index == 0:
+            by_value[: wiring.num_inputs] = [g if g is None else 1.001 * g for g in by_value[: wiring.num_inputs]]
+
+    monkeypatch.setattr(joined_ops, "_run_backward", run_scaled)
+
+
+def lose_gradients(monkeypatch):
+    run = joined_ops._run_backward
+
+    def run_without_sum(ctx, call, wiring, saved, by_value):
+        run(ctx, call, wiring, saved, by_value)
+        by_value[wiring.num_inputs - 1] = None  # of the last weights
+
+    monkeypatch.setattr(joined_ops, "_run_backward", run_without_sum)
+
+
+def exchange_inputs(monkeypatch):
+    wire = op_joining._wire
+
+    def wire_exchanged(inputs, calls, outputs):
+        right = wire(inputs, calls, outputs)
+        last = right.arguments[-1]
+        return right._replace(arguments=(*right.arguments[:-1], (last[1], last[0], *last[2:])))
+
+    monkeypatch.setattr(op_joining, "_wire", wire_exchanged)
+
+
+def scale_outputs_without_gradient(monkeypatch):
+    run = joined_ops._OpsWithoutGradient.run
+
+    def run_scaled(self, op, index, *args, **kwargs):
+        outputs = run(self, op, index, *args, **kwargs)
+        return [1.001 * t for t in outputs] if op.name == "expert_mlp" else outputs
+
+    monkeypatch.setattr(joined_ops._OpsWithoutGradient, "run", run_scaled)
+
+
+@pytest.mark.parametrize("fault", [scale_gradients, lose_gradients, exchange_inputs, scale_outputs_without_gradient])
+def test_a_fault_of_the_joining_is_seen(rewritten, monkeypatch, fault):
+    op_joining._compiled.clear()
+    fault(monkeypatch)
+    verdict = check(rewritten)
+    op_joining._compiled.clear()
+    assert not verdict.ok and SINGLE_OPS in verdict.text, verdict
+
+
+def test_compile_refuses_a_faulty_joining(monkeypatch):
+    scale_gradients(monkeypatch)
+    explanation = moefx.explain(Block(), example_inputs=(torch.randn(T, D),))
+    assert not explanation.matched and SINGLE_OPS in str(explanation)
+
+
+def test_a_joining_that_raises_is_refused(rewritten, monkeypatch):
+    def raise_error(*args):
+        raise RuntimeError("no joining")
+
+    monkeypatch.setattr(JoinedOps, "__call__", raise_error)
+    verdict = check(rewritten)
+    assert not verdict.ok and "raised RuntimeError: no joining" in verdict.text
