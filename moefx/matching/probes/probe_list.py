@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .branch_outcomes import flip_branches
 from .count_functions import vary_count_functions
+from .emptiness_decisions import refuse_emptiness_decisions
 from .equal_selections import separate_selections
 from .expert_counts import vary_expert_counts
 from .expert_coverage import show_all_experts
@@ -16,7 +17,9 @@ from .integer_inputs import vary_integer_inputs
 from .leaked_sizes import guard_constant_expressions, try_round_sizes, vary_leaked_sizes
 from .load_comparisons import vary_loads
 from .probe import Probe
+from .python_integers import refuse_python_integers
 from .repeated_experts import repeat_experts
+from .single_expert import refuse_single_expert
 from .state_between_calls import vary_state_between_calls
 from .token_counts import show_all_slots, vary_token_counts
 from .unreached_limits import overflow_limits
@@ -30,6 +33,7 @@ _OVERFLOW = Probe(overflow_limits, "a capacity that no capture reached, so that 
 COVERAGE = (
     Probe(show_all_slots, "slots that a limit drops in all captures"),
     Probe(show_all_experts, "an expert that differs from the others and was never chosen"),
+    Probe(refuse_single_expert, "a layer that selects nothing"),
 )
 # Each probe shows what no capture has shown: other outcomes, values or sizes. Some only add a guard.
 INTERVENTIONS = (
@@ -54,8 +58,10 @@ INTERVENTIONS = (
     Probe(try_round_sizes, "a plain number that tells powers of two, squares or multiples from other sizes"),
     Probe(guard_constant_expressions, "an expression of sizes with one value at the captures' sizes by chance"),
 )
-# After the code of the block was read.
+# The first two add no captures: they compare what Python did in all captures.
 CONFIRMATIONS = (
+    Probe(refuse_emptiness_decisions, "Python code that decides by which experts are idle, beyond skipping them"),
+    Probe(refuse_python_integers, "an integer that Python counts, whose values no op computes from the routing"),
     Probe(concentrate_tokens, "another form if all tokens choose the same experts, in programs that ask who is idle"),
 )
 PROBES = (*COVERAGE, *INTERVENTIONS, *CONFIRMATIONS)
