@@ -7,7 +7,7 @@ example's own sizes counts as a refusal. The attempts are in stages, from the in
 |---|---|---|---|
 | sizes | all sizes | refused, or the program raises | the example's side of comparisons that had both outcomes |
 | sizes | all sizes | does not hold for the example | the other side of the guards that fail; then other sizes |
-| options | the default options | refused | each of `ProofState.other_options` |
+| options | the default options | refused | each of `list_other_options` |
 | arguments | the likeliest | refused, `CaptureError` | first axes of 1 as a batch of one |
 | arguments | the likeliest | any other error of the program | the next ones, until one is refused for convolutions |
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from torch import nn
@@ -43,6 +43,7 @@ from ..errors import CaptureError, Cause, Refused, summarize_error
 from ..inspection.proof_trace import AttemptRun, CutAttempt, ProofTrace
 from ..matching.drop_rules import explain_drops
 from ..matching.lift.lifter import LiftOptions
+from ..matching.lift.routed_nodes import find_padding_lines, has_rows_of_padding
 from ..matching.match_result import Match
 from ..matching.proof_state import ProofState
 from ..matching.prove import prove
@@ -155,11 +156,26 @@ def list_attempts(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers, pr
 def _vary_options(attempt: Attempt) -> Attempts:
     """List the attempts with some arguments: the most likely interpretation of the program, then the others."""
     first = yield from _vary_sizes(attempt)
-    for name, options in first.state.other_options() if first.refusal else ():
+    for name, options in list_other_options(first.state) if first.refusal else ():
         other = yield from _vary_sizes(attempt.vary(name, options=options))
         if other.refusal is None:
             return other
     return first
+
+
+def list_other_options(state: ProofState) -> Iterator[tuple[str, LiftOptions]]:
+    """List other interpretations of the program with their names, to try if that of a proof is refused."""
+    if state.evidence.compares_floats and not state.options.symbolic:
+        yield "comparisons as parts of activations", LiftOptions(symbolic=True)
+    if state.evidence.drops_slots:
+        yield "the routed sum after all writes to it", LiftOptions(cut_preference="write")
+        yield "the routed sum at any last node", LiftOptions(cut_preference="any")
+    is_masked = any(t.example is not None and not t.is_single for t in state.arguments.tensors)
+    first, width = state.evidence.first, state.arguments.width
+    if first is None or not (is_masked or has_rows_of_padding(first, width)):
+        return
+    if lines := find_padding_lines(state.block, first, width):
+        yield "opaque lines that pad hidden states", LiftOptions(opaque_lines=lines)
 
 
 def _vary_sizes(attempt: Attempt) -> Attempts:
@@ -176,7 +192,7 @@ def _vary_sizes(attempt: Attempt) -> Attempts:
             if failure.refusal is None:
                 return failure
         return first
-    side = first.state.side_guards()
+    side = first.state.evidence.side_guards(first.state.arguments.sizes)
     if not side or not (first.refusal or is_raised_by_program(first.error)):  # an assertion on sizes is the program's
         return first
     refusal = (yield attempt.vary(_name_side(side), side=side)).refusal
@@ -234,18 +250,18 @@ def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
 
 def _explain_refusal(refusal: Refused, state: ProofState) -> Refused:
     """Return a refusal that names the cause in the program, if the match only reports where it stopped."""
-    if state.first is None:
+    if state.evidence.first is None:
         return refusal
     if of_branch := explain_branch(state):
         return of_branch
     if refusal.cause is Cause.NOT_TOGETHER:
-        return explain_limit(state.first) or refusal
+        return explain_limit(state.evidence.first) or refusal
     if refusal.cause not in _STOPPED:
         return refusal
-    sizes, fixed = state.first.sizes.dims, state.arguments.fixed
+    sizes, fixed = state.evidence.first.sizes.dims, state.arguments.fixed
     series = [dim for dim in state.arguments.token_dims[1:] if dim in sizes or dim in fixed]
     positions = {**sizes, **fixed}[series[-1]] if series else None
-    return explain_refusal(state.first, positions) or refusal
+    return explain_refusal(state.evidence.first, positions) or refusal
 
 
 def _explain_images(refusal: Refused) -> Refused:

@@ -1,7 +1,6 @@
-"""The state of a proof: captures with their canonical forms, and guards.
+"""The state of a proof: makes and lifts captures, and holds the evidence and the guards.
 
-`prove` and the probes read a `ProofState` through its properties, and change it through its methods only. The file is
-long because it has every change of this state.
+`prove` and the probes read a `ProofState` through its properties, and change it through its methods only.
 """
 
 from __future__ import annotations
@@ -9,48 +8,42 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from torch import nn
 
 from ..capture.block_arguments import Arguments
 from ..capture.capture_result import Capture
-from ..capture.code_locations import Source
 from ..capture.concolic import capture_block
 from ..capture.concrete_routing import Routing
 from ..capture.host_reads import Interventions
-from ..capture.idle_tests import EmptinessTests
 from ..capture.size_guards import SizeGuard, SizeLog
 from ..errors import Refused
 from ..inspection.proof_trace import ProbeRun
-from .graph_nodes import line
+from .evidence import Evidence, find_value_lines, have_same_lines
 from .lift.canonical_form import CanonicalForm, merge_experts
 from .lift.distinct_choices import has_distinct_slots
 from .lift.lifter import Lifter, LiftOptions
 from .lift.repeated_choices import RepeatedChoiceRefused
-from .lift.routed_nodes import find_padding_lines, has_rows_of_padding
 from .lift.same_form import require_same_form
 from .size_choice import SizeChoice
-from .terms.node_semantics import find_conditions
 from .terms.parameter_slices import find_siblings
 
 _MIN_TOKENS = 29  # of the first capture
 _MAX_GROWTH = 20  # nodes of a capture with forced outcomes, in captures without
-ValueLines = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of the values of each group of experts
 
 
 class ProofState:
-    """The evidence of one proof.
+    """What `prove` and the probes work on.
 
     Args:
         max_experts: an upper bound on the number of experts, which decides the number of tokens of captures.
         size_restrictions: guards that restrict the proof to some sizes; at others the program may do something else.
 
     Attributes:
+        evidence: what captures have shown.
         siblings: numbers of sibling modules (see `find_siblings`).
         size_choice: chooses the sizes of captures.
-        emptiness_tests: the tests for experts without tokens in all captures.
     """
 
     def __init__(
@@ -63,48 +56,21 @@ class ProofState:
     ):
         self.block, self.max_experts, self.size_restrictions = block, max_experts, size_restrictions
         self.options = options or LiftOptions()
+        self.evidence = Evidence()
         self.siblings = find_siblings(block)
         self.size_choice = SizeChoice(self, first_tokens=max(_MIN_TOKENS, max_experts // 4))
-        self.emptiness_tests = EmptinessTests()
         self._arguments = arguments
-        self._first: Capture | None = None
-        self._forms: list[CanonicalForm] = []
-        self._sizes: list[dict[str, int]] = []
         self._guards: list[SizeGuard] = []
         self._expert_parameters: set[str] | None = None
         self._num_experts = 0
         self._weights_per_slot = False
-        self._compares_floats = False
-        self._comparisons: dict[SizeGuard, list[dict[str, int]]] = {}  # with the sizes of the captures
-        self._settled: set[Hashable] = set()
         self._probe_runs: list[ProbeRun] = []
-        self._unforced_lengths: set[tuple[Source, ...]] = set()
 
     # ------------------------------------------------------------------ read
     @property
     def arguments(self) -> Arguments:
         """The arguments of the next captures."""
         return self._arguments
-
-    @property
-    def first(self) -> Capture | None:
-        """The capture that explains a refusal; None before the first capture."""
-        return self._first
-
-    @property
-    def forms(self) -> tuple[CanonicalForm, ...]:
-        """The canonical forms of all captures."""
-        return tuple(self._forms)
-
-    @property
-    def reference(self) -> CanonicalForm:
-        """The form that those of all other captures must equal."""
-        return self._forms[0]
-
-    @property
-    def sizes(self) -> tuple[dict[str, int], ...]:
-        """The sizes of all captures, in the order of `forms`."""
-        return tuple(self._sizes)
 
     @property
     def guards(self) -> tuple[SizeGuard, ...]:
@@ -125,43 +91,6 @@ class ProofState:
     def probe_runs(self) -> tuple[ProbeRun, ...]:
         """The probes that ran, in order."""
         return tuple(self._probe_runs)
-
-    @property
-    def unforced_lengths(self) -> frozenset[tuple[Source, ...]]:
-        """Call sites that read an expert's number of rows, and whose outcome could not be forced."""
-        return frozenset(self._unforced_lengths)
-
-    @property
-    def seen_experts(self) -> set[int]:
-        """Experts that ran in some capture."""
-        return {e for form in self._forms for g in form.groups for e in g.ids}
-
-    def seen_guards(self) -> list[SizeGuard]:
-        """Return the comparisons of sizes that captures made."""
-        return [g for form in self._forms for g in form.capture.sizes.guards]
-
-    def side_guards(self) -> tuple[SizeGuard, ...]:
-        """Return the comparisons of sizes whose outcome at the example's sizes differs from that in some capture, with
-        the example's outcome."""
-        example = self._arguments.sizes
-        sides = dict.fromkeys(
-            g if g.holds(example) else dataclasses.replace(g, value=not g.value) for g in self._comparisons
-        )
-        tried = [sizes for several in self._comparisons.values() for sizes in several]
-        return tuple(g for g in sides if not all(g.holds(sizes) for sizes in tried))
-
-    def other_options(self) -> Iterator[tuple[str, LiftOptions]]:
-        """Yield other interpretations of the program with their names, to try if this one is refused."""
-        if self._compares_floats and not self.options.symbolic:
-            yield "comparisons as parts of activations", LiftOptions(symbolic=True)
-        if any(not form.kept_slots.all() for form in self._forms):
-            yield "the routed sum after all writes to it", LiftOptions(cut_preference="write")
-            yield "the routed sum at any last node", LiftOptions(cut_preference="any")
-        is_masked = any(t.example is not None and not t.is_single for t in self._arguments.tensors)
-        if self._first is None or not (is_masked or has_rows_of_padding(self._first, self._arguments.width)):
-            return
-        if lines := find_padding_lines(self.block, self._first, self._arguments.width):
-            yield "opaque lines that pad hidden states", LiftOptions(opaque_lines=lines)
 
     # --------------------------------------------------------------- capture
     def capture(
@@ -188,8 +117,8 @@ class ProofState:
         self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None, max_nodes: int
     ) -> Capture:
         args, kwargs = self._arguments.build_call(sizes, seed=routing.seed)
-        if interventions and self._forms:  # a forced number may set how often a loop runs
-            max_nodes = _MAX_GROWTH * len(self._forms[0].capture.nodes)
+        if interventions and self.evidence.forms:  # a forced number may set how often a loop runs
+            max_nodes = _MAX_GROWTH * len(self.evidence.reference.capture.nodes)
         log = SizeLog(sizes, tuple(self._arguments.fixed.values()))
         try:
             captured = capture_block(
@@ -197,13 +126,10 @@ class ProofState:
                 extra_values=self._arguments.extra_buffer_values,
             )  # fmt: skip
         finally:  # an assertion on a size tells which sizes the program supports
-            log.unify_names(self._comparisons)
-            for guard in log.guards:
-                self._comparisons.setdefault(guard, []).append(sizes)
+            self.evidence.log_comparisons(log, sizes)
         if captured.tracer.refusals:
             raise captured.tracer.refusals[0]
-        self._compares_floats = self._compares_floats or bool(find_conditions(captured.nodes))
-        self.emptiness_tests.add(captured.tracer.emptiness_tests)
+        self.evidence.log_capture(captured)
         return captured
 
     # ------------------------------------------------------------------ lift
@@ -215,7 +141,7 @@ class ProofState:
 
     def lift_captured(self, captured: Capture) -> CanonicalForm:
         """Lift a capture with the options and expert parameters of the other captures."""
-        return self.lift_with_hint(captured, merge_experts(self._forms) if self._forms else None)
+        return self.lift_with_hint(captured, merge_experts(forms) if (forms := self.evidence.forms) else None)
 
     def lift_with_hint(
         self, captured: Capture, hint: CanonicalForm | None, align_to_last: bool = False
@@ -273,10 +199,6 @@ class ProofState:
         return dataclasses.replace(new, optional_guard=old.optional_guard)
 
     # ------------------------------------------------------------- agreement
-    def require_same_form(self, form: CanonicalForm) -> CanonicalForm:
-        """Return a form with its groups in the order of all captures. Raise `Refused` unless it agrees with theirs."""
-        return require_same_form(self._forms[0], form)
-
     def reconcile_form(self, form: CanonicalForm) -> CanonicalForm:
         """Return a form with its groups in the order of all captures.
 
@@ -287,11 +209,11 @@ class ProofState:
             Refused: the forms differ.
         """
         try:
-            return require_same_form(self._forms[0], form)
+            return self.evidence.require_same_form(form)
         except Refused:
             if form.kept_slots.all():
                 raise
-            self._forms = [self.lift_again(one, form, form) for one in self._forms]
+            self.evidence.replace_forms([self.lift_again(one, form, form) for one in self.evidence.forms])
             return form
 
     def reconcile_evidence(self, index: int) -> None:
@@ -300,10 +222,11 @@ class ProofState:
         Raises:
             Refused: the forms differ.
         """
-        form = self._forms[index]
-        aligned = self.reconcile_form(form)
-        if self._forms[index] is form:  # else all captures were lifted again
-            self._forms[index] = aligned
+        form = self.evidence.forms[index]
+        aligned, forms = self.reconcile_form(form), [*self.evidence.forms]
+        if forms[index] is form:  # else all captures were lifted again
+            forms[index] = aligned
+            self.evidence.replace_forms(forms)
 
     def relift_all_from(self, form: CanonicalForm) -> None:
         """Lift all captures from the nodes of another form.
@@ -311,82 +234,35 @@ class ProofState:
         Raises:
             Refused: some capture cannot be lifted from these nodes.
         """
-        if have_same_lines(find_value_lines(form), find_value_lines(self._forms[0])):
+        if have_same_lines(find_value_lines(form), find_value_lines(self.evidence.reference)):
             return
-        relifted = [self.lift_again(one, form, form) for one in self._forms]
+        relifted = [self.lift_again(one, form, form) for one in self.evidence.forms]
         if not all(have_same_lines(find_value_lines(one), find_value_lines(form)) for one in relifted):
             raise Refused(
                 "the node that supplies a slot's routing weight depends on the routing",
                 source=str(form.cut.meta["source"]),
             )
-        self._forms = relifted
+        self.evidence.replace_forms(relifted)
 
     # ---------------------------------------------------------------- change
-    def set_first(self, captured: Capture) -> None:
-        self._first = captured
-
     def set_num_experts(self, count: int) -> None:
         self._num_experts = count
-
-    def add_evidence(
-        self,
-        form: CanonicalForm,
-        sizes: dict[str, int],
-        optional: SizeGuard | None = None,
-        forced_read: Source | None = None,
-    ) -> None:
-        """Add a capture.
-
-        Args:
-            optional: the guard that replaces the capture if its form turns out to differ.
-            forced_read: the branch of Python code that was forced.
-        """
-        self._forms.append(dataclasses.replace(form, optional_guard=optional, forced_read=forced_read))
-        self._sizes.append(sizes)
-
-    def drop_evidence(self, index: int) -> None:
-        """Drop a capture that the proof can do without, and add the guard that replaces it."""
-        guard = self._forms[index].optional_guard
-        assert guard is not None
-        self.add_guard(guard)
-        del self._forms[index], self._sizes[index]
-
-    def replace_forms(self, forms: list[CanonicalForm]) -> None:
-        """Replace the form of each capture by another form of the same capture."""
-        assert len(forms) == len(self._forms)
-        self._forms = [*forms]
-
-    def set_reference(self, index: int) -> None:
-        """Put a capture first, so that all others must have its form."""
-        self._forms.insert(0, self._forms.pop(index))
-        self._sizes.insert(0, self._sizes.pop(index))
 
     def add_guard(self, guard: SizeGuard) -> None:
         """Restrict the proof to sizes at which a condition holds."""
         self._guards.append(guard)
 
-    def settle(self, key: Hashable) -> None:
-        """Record that a probe has examined the target `key`."""
-        self._settled.add(key)
-
-    def is_settled(self, key: Hashable) -> bool:
-        return key in self._settled
-
-    def add_unforced_length(self, calls: tuple[Source, ...]) -> None:
-        """Record a call site that reads an expert's number of rows, and whose outcome could not be forced."""
-        self._unforced_lengths.add(calls)
-
     @contextlib.contextmanager
     def record_probe(self, name: str, again: str = "") -> Iterator[None]:
         """Record the run of a probe in the body of a `with` statement."""
-        start, captures, guards = time.perf_counter(), len(self._forms), len(self._guards)
+        start, captures, guards = time.perf_counter(), len(self.evidence.forms), len(self._guards)
         refused = True
         try:
             yield
             refused = False
         finally:
             ms = (time.perf_counter() - start) * 1e3
-            counts = len(self._forms) - captures, len(self._guards) - guards
+            counts = len(self.evidence.forms) - captures, len(self._guards) - guards
             self._probe_runs.append(ProbeRun(name, ms, *counts, again, refused))
 
     def use_arguments(self, arguments: Arguments) -> None:
@@ -402,10 +278,6 @@ class ProofState:
         finally:
             self._arguments = before
 
-    def restart(self, arguments: Arguments, form: CanonicalForm) -> None:
-        """Replace the only capture by one with other arguments, and use these for all further captures."""
-        self._arguments, self._forms = arguments, [form]
-
     def capture_again(self, arguments: Arguments) -> None:
         """Repeat all captures with other arguments, and use these for all further captures.
 
@@ -413,19 +285,9 @@ class ProofState:
             Refused: a capture has no canonical form with these arguments.
         """
         self._arguments = arguments
-        routings = [form.capture.tracer.routing.restart() for form in self._forms]
-        self._forms = [self.lift(routing, sizes) for routing, sizes in zip(routings, self._sizes, strict=True)]
+        routings = [form.capture.tracer.routing.restart() for form in self.evidence.forms]
+        sizes = self.evidence.sizes
+        self.evidence.replace_forms([self.lift(*each) for each in zip(routings, sizes, strict=True)])
 
 
-def find_value_lines(form: CanonicalForm) -> ValueLines:
-    """Return the lines that compute the expert index, and the values of each group of experts that the capture met."""
-    chosen = tuple(map(line, form.expert_index.nodes))
-    return chosen, *(tuple(line(n) for ref in g.values for n in ref.nodes) if g.ids else None for g in form.groups)
-
-
-def have_same_lines(lines: ValueLines, others: ValueLines) -> bool:
-    """Compare the lines of two captures, for the groups of experts that both have."""
-    return all(p == q for p, q in zip(lines, others, strict=True) if p is not None and q is not None)
-
-
-__all__ = ["LiftOptions", "ProofState", "ValueLines", "find_value_lines", "have_same_lines"]
+__all__ = ["LiftOptions", "ProofState"]

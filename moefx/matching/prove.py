@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from ..capture.concrete_routing import Routing, RoutingKind
 from ..errors import Refused
 from .drop_rules import refuse_unexplained
+from .evidence import find_value_lines, have_same_lines
 from .lift.canonical_form import CanonicalForm
 from .lift.distinct_choices import has_distinct_slots
 from .lift.lifter import NothingRouted
@@ -20,7 +21,7 @@ from .match_result import Match, ProvenGroup
 from .probes.boundary_values import add_boundary_values, add_larger_flags
 from .probes.probe import Probe
 from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
-from .proof_state import ProofState, find_value_lines, have_same_lines
+from .proof_state import ProofState
 from .terms.parameter_slices import ParameterSlice
 from .unsupported_effects import refuse_effects
 
@@ -46,7 +47,7 @@ def prove(state: ProofState) -> Match:
     read_values_from_same_nodes(state)
     merge_groups(state)  # raises before more captures are made
     full = complete_evidence(state)
-    return build_match(state, [state.forms[i] for i in full], [state.sizes[i] for i in full])
+    return build_match(state, [state.evidence.forms[i] for i in full], [state.evidence.sizes[i] for i in full])
 
 
 def run_probes(state: ProofState, probes: Iterable[Probe]) -> None:
@@ -69,14 +70,14 @@ def capture_first_routings(state: ProofState) -> None:
         ("overloaded", 13),
     ]
     for variant, (kind, n) in enumerate(plans):
-        if kind == "overloaded" and state.reference.slots > 1:
+        if kind == "overloaded" and state.evidence.reference.slots > 1:
             kind = "contested"  # shows which slot of a token comes first
         sizes = state.size_choice.choose(n, variant)
         if variant > 0:
-            state.add_evidence(_lift_routing(state, kind, variant, sizes), sizes)
+            state.evidence.add(_lift_routing(state, kind, variant, sizes), sizes)
             continue
         first = first or state.capture(Routing(kind, variant), sizes)
-        state.set_first(first)
+        state.evidence.set_first(first)
         try:
             form = state.lift_first(first)
         except Refused:
@@ -84,7 +85,7 @@ def capture_first_routings(state: ProofState) -> None:
             if not has_sequence_choices(first) or not state.size_choice.satisfies_restrictions(sizes):
                 raise
             form = state.lift_first(state.capture(Routing(kind, variant), sizes))
-        state.add_evidence(form, sizes)
+        state.evidence.add(form, sizes)
         _try_larger_flags(state, sizes)
 
 
@@ -102,10 +103,11 @@ def _try_larger_flags(state: ProofState, sizes: dict[str, int]) -> None:
     except Refused:  # the integers are masks only
         return
     with contextlib.suppress(Refused):
-        form = state.require_same_form(form)
-        if form.expert_index.position == state.reference.expert_index.position:
+        form = state.evidence.require_same_form(form)
+        if form.expert_index.position == state.evidence.reference.expert_index.position:
             return
-    state.restart(arguments, form)
+    state.use_arguments(arguments)
+    state.evidence.replace_forms([form])
 
 
 def _lift_routing(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int]) -> CanonicalForm:
@@ -140,22 +142,22 @@ def align_with_richest(state: ProofState) -> None:
     """
 
     def richness(i: int) -> tuple[int, ...]:
-        form = state.forms[i]
+        form = state.evidence.forms[i]
         return form.slots, len(form.groups), len(form.shared), -i
 
-    richest = max(range(len(state.forms)), key=richness)
-    best = state.forms[richest]
+    richest = max(range(len(state.evidence.forms)), key=richness)
+    best = state.evidence.forms[richest]
     # poorer captures dropped all second choices, or no token or all tokens chose an identity expert
-    state.replace_forms(
+    state.evidence.replace_forms(
         [
             state.lift_with_hint(form.capture, best)
             if form.slots < best.slots or len(form.shared) != len(best.shared)
             else form
-            for form in state.forms
+            for form in state.evidence.forms
         ]
     )
-    state.set_reference(richest)
-    for i in range(1, len(state.forms)):
+    state.evidence.set_reference(richest)
+    for i in range(1, len(state.evidence.forms)):
         state.reconcile_evidence(i)
 
 
@@ -166,19 +168,20 @@ def check_first_captures(state: ProofState) -> None:
         Refused: parameters, side effects, or slots that are dropped without a rule.
     """
     merge_groups(state)
-    for form in state.forms:
+    for form in state.evidence.forms:
         refuse_effects(form.capture)
     full = _find_full(state)
     if not full:
         return
-    forms, sizes = [state.forms[i] for i in full], [state.sizes[i] for i in full]
+    forms, sizes = [state.evidence.forms[i] for i in full], [state.evidence.sizes[i] for i in full]
     try:
         refuse_unexplained(build_match(state, forms, sizes))
     except Refused as refusal:
-        if not has_distinct_slots(state.reference, state.seen_experts):  # `repeated_experts` gives a better reason
+        reference = state.evidence.reference
+        if not has_distinct_slots(reference, state.evidence.seen_experts):  # `repeated_experts` gives a better reason
             return
         try:  # `read_values_from_same_nodes` may read weights off other nodes, those behind a mask
-            relifted = [state.lift_again(one, state.reference, state.reference, True) for one in forms]
+            relifted = [state.lift_again(one, reference, reference, True) for one in forms]
             refuse_unexplained(build_match(state, relifted, sizes))
         except Refused:
             raise refusal from None
@@ -190,22 +193,22 @@ def read_values_from_same_nodes(state: ProofState) -> None:
     If a mask or limit drops nothing in a capture, a value is found before and after the mask; otherwise only after it.
     If captures have the value at different nodes, such as the branches of a `where`, read it after both.
     """
-    lines = [find_value_lines(form) for form in state.forms]
+    lines = [find_value_lines(form) for form in state.evidence.forms]
     firsts = sorted({own_lines: i for i, own_lines in reversed([*enumerate(lines)])}.values())
     ways = [(i, False) for i in firsts]
     for at, align_to_last in [*ways, (0, True)] if len(firsts) > 1 else ways:
-        source = state.forms[at]
+        source = state.evidence.forms[at]
         if not align_to_last and all(have_same_lines(own_lines, lines[at]) for own_lines in lines):
             continue
         relifted: dict[int, CanonicalForm] = {}
         with contextlib.suppress(Refused):
             for i in sorted(range(len(lines)), key=lambda i: i not in firsts):  # likeliest failures first
-                relifted[i] = state.lift_again(state.forms[i], source, state.reference, align_to_last)
+                relifted[i] = state.lift_again(state.evidence.forms[i], source, state.evidence.reference, align_to_last)
                 expected = find_value_lines(relifted[firsts[0]]) if align_to_last else lines[at]
                 if not have_same_lines(find_value_lines(relifted[i]), expected):
                     break
             else:
-                state.replace_forms([relifted[i] for i in range(len(lines))])
+                state.evidence.replace_forms([relifted[i] for i in range(len(lines))])
                 return
 
 
@@ -220,19 +223,19 @@ def complete_evidence(state: ProofState) -> list[int]:
     """
     for seed in range(_COMPLETING_SEED, _COMPLETING_SEED + _MAX_EXTRA):
         full = _find_full(state)
-        if any(state.forms[i].unrouted_value for i in full):
-            full = [i for i in full if state.forms[i].unrouted_value]
+        if any(state.evidence.forms[i].unrouted_value for i in full):
+            full = [i for i in full if state.evidence.forms[i].unrouted_value]
         if len(full) >= 3 and _do_sizes_vary(state, full):
             return full
         sizes = state.size_choice.choose(max(21, state.max_experts // 4), seed)
-        state.add_evidence(state.lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes), sizes)
+        state.evidence.add(state.lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes), sizes)
         state.reconcile_evidence(-1)
     raise Refused("no routing was found under which all kinds of experts are used")
 
 
 def _find_full(state: ProofState) -> list[int]:
     """Return the indices of the captures in which all groups of experts ran."""
-    return [i for i, form in enumerate(state.forms) if all(g.ids for g in form.groups)]
+    return [i for i, form in enumerate(state.evidence.forms) if all(g.ids for g in form.groups)]
 
 
 def _do_sizes_vary(state: ProofState, captures: list[int]) -> bool:
@@ -242,9 +245,9 @@ def _do_sizes_vary(state: ProofState, captures: list[int]) -> bool:
     """
 
     def count(axes: tuple[str, ...], among: Iterable[int]) -> int:
-        return len({tuple(state.sizes[i][dim] for dim in axes) for i in among})
+        return len({tuple(state.evidence.sizes[i][dim] for dim in axes) for i in among})
 
-    all_captures, dims = range(len(state.sizes)), state.arguments.dims
+    all_captures, dims = range(len(state.evidence.sizes)), state.arguments.dims
     return count(dims, captures) >= min(3, count(dims, all_captures)) and all(
         count((dim,), captures) >= min(2, count((dim,), all_captures)) for dim in dims
     )
@@ -257,12 +260,12 @@ def merge_groups(state: ProofState) -> list[ProvenGroup]:
         Refused: an expert uses different parameters, or computes different functions, in two captures.
     """
     merged_groups = []
-    for g, first in enumerate(state.reference.groups):
-        ids = sorted({e for form in state.forms for e in form.groups[g].ids})
+    for g, first in enumerate(state.evidence.reference.groups):
+        ids = sorted({e for form in state.evidence.forms for e in form.groups[g].ids})
         tables = []
         for j in range(len(first.tables)):
             merged: dict[int, ParameterSlice] = {}
-            for form in state.forms:
+            for form in state.evidence.forms:
                 for e, part in form.groups[g].tables[j].items():
                     if merged.setdefault(e, part) != part:
                         raise Refused(

@@ -74,10 +74,10 @@ def explain_limit(capture: Capture) -> Refused | None:
 
 def explain_branch(state: ProofState) -> Refused | None:
     """Return a refusal that names the buffer whose value disables the selection of experts, or None."""
-    if state.first is None or state.forms:
+    if state.evidence.first is None or state.evidence.forms:
         return None
-    routing, sizes = state.first.tracer.routing.restart(), state.first.sizes.dims
-    for read in state.first.reads:
+    routing, sizes = state.evidence.first.tracer.routing.restart(), state.evidence.first.sizes.dims
+    for read in state.evidence.first.reads:
         if type(read.value) is bool and (buffers := find_buffers(read)):
             with suppress_program_errors(MoefxError):
                 state.lift(routing, sizes, {read.call_stack: not read.value})

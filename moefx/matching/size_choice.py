@@ -40,7 +40,7 @@ class SizeChoice:
         """
         arguments, restrictions = self._state.arguments, self._state.size_restrictions
         sizes = arguments.choose_sizes(tokens, variant)
-        known = {math.prod(one.values()) for one in self._state.sizes}
+        known = {math.prod(one.values()) for one in self._state.evidence.sizes}
         if not restrictions or (self.satisfies_restrictions(sizes) and math.prod(sizes.values()) not in known):
             return sizes
         is_first = variant < _FIRST_VARIANTS
@@ -66,7 +66,7 @@ class SizeChoice:
         choose as few sequences as possible with `tokens` tokens or a few more. Check the result with
         `satisfies_restrictions`: it may be a single sequence that the guards exclude.
         """
-        key = tokens, len(self._state.forms)
+        key = tokens, len(self._state.evidence.forms)
         if key not in self._sequences:
             one = [*map(self._state.arguments.choose_sequence, _SEQUENCE_LENGTHS)]
             guards = [g for g in self._consistent_guards() if not any(g.holds(sizes) for sizes in one)]
@@ -91,10 +91,11 @@ class SizeChoice:
 
     def _consistent_guards(self) -> list[SizeGuard]:
         """Return the comparisons that had one outcome in all captures."""
-        count = len(self._state.forms)
+        evidence = self._state.evidence
+        count = len(evidence.forms)
         if count not in self._guards_by_count:
-            guards = dict.fromkeys(self._state.seen_guards())
-            self._guards_by_count[count] = [g for g in guards if all(g.holds(sizes) for sizes in self._state.sizes)]
+            guards = dict.fromkeys(evidence.seen_guards())
+            self._guards_by_count[count] = [g for g in guards if all(g.holds(sizes) for sizes in evidence.sizes)]
         return self._guards_by_count[count]
 
 

@@ -175,6 +175,7 @@ def prove(monkeypatch, outcomes, *tensors):
         return outcomes[len(ran) - 1]
 
     monkeypatch.setattr(proof_attempts, "run_attempt", run_attempt)
+    monkeypatch.setattr(proof_attempts, "list_other_options", lambda state: iter(state.options))
     log, result = [], None
     try:
         result = prove_and_rewrite(Loop(Mlp), tensors or (torch.zeros(5, D),), {}, Placeholders([], {}), log)
@@ -186,7 +187,8 @@ def prove(monkeypatch, outcomes, *tensors):
 
 
 def fail(error, side=(), options=(), failed=()):
-    state = types.SimpleNamespace(side_guards=lambda: side, other_options=lambda: iter(options))
+    evidence = types.SimpleNamespace(side_guards=lambda sizes: side)
+    state = types.SimpleNamespace(evidence=evidence, arguments=types.SimpleNamespace(sizes={}), options=options)
     return Failure(error, state, failed)
 
 

@@ -13,7 +13,8 @@ from moefx.capture.concrete_routing import Routing
 from moefx.capture.size_collisions import ModelNumbers
 from moefx.capture.size_guards import SizeGuard
 from moefx.errors import Refused
-from moefx.matching.proof_state import ProofState, find_value_lines, have_same_lines
+from moefx.matching.evidence import find_value_lines, have_same_lines
+from moefx.matching.proof_state import ProofState
 
 from .lift.small_blocks import D, E, Small
 
@@ -43,34 +44,13 @@ class TwoKinds(Small):
         return out
 
 
-def test_evidence_keeps_its_order_and_sizes():
-    state = new_state()
-    forms = [lift(state, seed, tokens) for seed, tokens in enumerate((12, 9))]
-    for form, sizes in zip(forms, ({"S": 12}, {"S": 9}), strict=True):
-        state.add_evidence(form, sizes)
-    assert [len(form.ids) for form in state.forms] == [12, 9] and state.sizes == ({"S": 12}, {"S": 9})
-    assert state.reference.capture is forms[0].capture and state.seen_experts == {0, 1, 2}
-    state.set_reference(1)
-    assert state.reference.capture is forms[1].capture and state.sizes[0] == {"S": 9}
-
-
-def test_evidence_that_is_dropped_leaves_its_guard():
-    state = new_state()
-    form = lift(state)
-    for optional in (None, GUARD):
-        state.add_evidence(form, {"S": 12}, optional=optional)
-    assert form.optional_guard is None  # it is not changed
-    state.drop_evidence(1)
-    assert len(state.forms) == len(state.sizes) == 1 and state.guards == (GUARD,)
-
-
 def test_agreement_returns_the_groups_in_the_order_of_the_reference():
     state = new_state(TwoKinds())
-    state.add_evidence(lift(state), {"S": 12})
+    state.evidence.add(lift(state), {"S": 12})
     other = lift(state, seed=1)
     turned = dataclasses.replace(other, groups=other.groups[::-1])
     agreed = state.reconcile_form(turned)
-    assert [g.ids for g in agreed.groups] == [g.ids for g in state.reference.groups] == [[0, 1], [2]]
+    assert [g.ids for g in agreed.groups] == [g.ids for g in state.evidence.reference.groups] == [[0, 1], [2]]
     assert [g.ids for g in turned.groups] == [[2], [0, 1]]  # it is not changed
 
 
@@ -78,18 +58,18 @@ def test_evidence_is_aligned_in_place():
     state = new_state(TwoKinds())
     first, second = lift(state), lift(state, seed=1)
     for form in (first, dataclasses.replace(second, groups=second.groups[::-1])):
-        state.add_evidence(form, {"S": 12})
+        state.evidence.add(form, {"S": 12})
     state.reconcile_evidence(1)
-    assert [g.body for g in state.forms[1].groups] == [g.body for g in state.reference.groups]
+    assert [g.body for g in state.evidence.forms[1].groups] == [g.body for g in state.evidence.reference.groups]
 
 
 def test_a_form_with_other_slots_is_refused_and_changes_nothing():
     state = new_state()
-    state.add_evidence(lift(state), {"S": 12})
-    before = state.forms
+    state.evidence.add(lift(state), {"S": 12})
+    before = state.evidence.forms
     with pytest.raises(Refused, match="the number of slots per token"):
         state.reconcile_form(lift(new_state(Small(k=1))))
-    assert state.forms == before
+    assert state.evidence.forms == before
 
 
 class Masked(Small):
@@ -108,23 +88,14 @@ class Masked(Small):
 def test_all_captures_are_lifted_with_a_mask_of_one():
     block = Masked()
     state = new_state(block)
-    state.add_evidence(lift(state), {"S": 12})
+    state.evidence.add(lift(state), {"S": 12})
     block.drops = True
     dropping = lift(state, seed=1)
     assert not dropping.kept_slots.all() and not have_same_lines(
-        find_value_lines(dropping), find_value_lines(state.reference)
+        find_value_lines(dropping), find_value_lines(state.evidence.reference)
     )
     state.relift_all_from(dropping)
-    assert have_same_lines(find_value_lines(dropping), find_value_lines(state.reference))
-
-
-def test_restart_replaces_the_only_capture_and_the_arguments():
-    state = new_state()
-    state.add_evidence(lift(state), {"S": 12})
-    form, arguments = lift(state, seed=1), copy.copy(state.arguments)
-    state.restart(arguments, form)
-    assert [one.capture for one in state.forms] == [form.capture] and state.arguments is arguments
-    assert state.sizes == ({"S": 12},)
+    assert have_same_lines(find_value_lines(dropping), find_value_lines(state.evidence.reference))
 
 
 def test_arguments_are_tried_in_a_block_only():
@@ -139,16 +110,9 @@ def test_arguments_are_tried_in_a_block_only():
 def test_a_probe_is_recorded_with_its_captures_and_guards():
     state = new_state()
     with state.record_probe("first"):
-        state.add_evidence(lift(state), {"S": 12})
+        state.evidence.add(lift(state), {"S": 12})
         state.add_guard(GUARD)
     with pytest.raises(Refused), state.record_probe("second"):
         raise Refused("no")
     assert [(run.name, run.refused) for run in state.probe_runs] == [("first", False), ("second", True)]
     assert (state.probe_runs[0].captures, state.probe_runs[0].guards) == (1, 1)
-
-
-def test_a_target_is_settled_once():
-    state = new_state()
-    assert not state.is_settled("target")
-    state.settle("target")
-    assert state.is_settled("target") and not state.is_settled("another")

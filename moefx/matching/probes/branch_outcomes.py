@@ -85,7 +85,7 @@ def flip_branches(state: ProofState) -> None:
                 _force_values(state, open_read, values)
             if values and is_first_round:
                 flips.append((open_read.read, values[0]))
-            state.settle(open_read.read.call_stack)
+            state.evidence.settle(open_read.read.call_stack)
         is_first_round = False
     _flip_together(state, flips)
 
@@ -123,7 +123,7 @@ def _force_values(state: ProofState, open_read: _OpenRead, values: list[Any]) ->
         interventions: Interventions = {read.call_stack: repeat_outcome(open_read.capture, read.call_stack, value)}
         runs = force_outcome(state, step, interventions, open_read.capture)
         if not runs and read.node is None:
-            state.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
+            state.evidence.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
 
 
 def _describe_step(state: ProofState, open_read: _OpenRead) -> ForcedStep:
@@ -147,7 +147,7 @@ def _flip_together(state: ProofState, flips: list[tuple[HostRead, Any]]) -> None
         Refused: outcomes change the form together that do not change it alone.
     """
     pairs = itertools.combinations(flips, 2) if 2 < len(flips) <= _MAX_PAIRED_READS else ()
-    captured = state.reference.capture
+    captured = state.evidence.reference.capture
     for together in itertools.chain([flips] if len(flips) > 1 else [], pairs):
         interventions: Interventions = {
             read.call_stack: repeat_outcome(captured, read.call_stack, value) for read, value in together
@@ -160,7 +160,7 @@ def _find_open_reads(state: ProofState) -> list[_OpenRead]:
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     without_rows: dict[tuple[Source, ...], set[Any]] = {}
     first_reads: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
-    for form in state.forms:
+    for form in state.evidence.forms:
         for read in form.capture.reads:
             seen = outcomes if not _is_about_rows(read) or _has_rows(read) else without_rows
             seen.setdefault(read.call_stack, set()).add(read.value)
@@ -174,7 +174,7 @@ def _find_open_reads(state: ProofState) -> list[_OpenRead]:
         for calls, (read, _) in first_reads.items()
         if _is_single_token_test(read) and outcomes[calls] == {True, False}
     }
-    for form in state.forms:
+    for form in state.evidence.forms:
         constant = [read for read in form.capture.reads if len(outcomes[read.call_stack]) == 1]
         ranges = IntegerRanges.with_more_tokens(form.capture) if constant else None
         for read in constant:
@@ -191,7 +191,7 @@ def _find_open_reads(state: ProofState) -> list[_OpenRead]:
     return [
         _OpenRead(first_reads[calls][0], outcomes[calls], first_reads[calls][1])
         for calls in open_calls
-        if not state.is_settled(calls)
+        if not state.evidence.is_settled(calls)
     ]
 
 
@@ -202,7 +202,7 @@ def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
     """
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     found: dict[tuple[Source, ...], set[bool | None]] = {}
-    for form in state.forms:
+    for form in state.evidence.forms:
         for read in filter(zero_sum_tests.is_zero_test, form.capture.reads):
             outcomes.setdefault(read.call_stack, set()).add(read.value)
             if _has_rows(read):
@@ -220,7 +220,7 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
     """
     equal: dict[tuple[Source, ...], list[HostRead | None]] = {}  # for each capture a read of equal numbers
     limits_at: dict[tuple[Source, ...], dict[float, list[HostRead]]] = {}
-    for form in state.forms:
+    for form in state.evidence.forms:
         ranges = IntegerRanges.with_more_tokens(form.capture)
         equal_here: dict[tuple[Source, ...], HostRead | None] = {}
         for read in form.capture.reads:
@@ -246,7 +246,7 @@ def _is_limit_test(state: ProofState, read: HostRead) -> bool:
     """Return whether a read compares a number that grows with the tokens to a fixed number."""
     if read.comparison is None or type(read.comparison[1]) not in (int, float):
         return False
-    captures = (form.capture for form in state.forms if any(read is r for r in form.capture.reads))
+    captures = (form.capture for form in state.evidence.forms if any(read is r for r in form.capture.reads))
     return any(is_unbounded(IntegerRanges.with_more_tokens(captured), read) for captured in captures)
 
 
@@ -270,12 +270,12 @@ def _find_boundary_values(
     """
     if (at := find_capture(state, captured, {read.call_stack: None})) is None:
         return []
-    tracer = state.forms[at].capture.tracer
+    tracer = state.evidence.forms[at].capture.tracer
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
         interventions = {**tracer.interventions, read.call_stack: value}
         try:
-            nodes = state.capture(tracer.routing.restart(), state.sizes[at], interventions).nodes
+            nodes = state.capture(tracer.routing.restart(), state.evidence.sizes[at], interventions).nodes
         except MoefxError:
             return value, [], {}  # a program that no capture follows is like no other one
         except Exception as error:  # the program may check the value

@@ -67,10 +67,10 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     made: dict[tuple[Source, str, Any], set[Any]] = {}
     operand_values: dict[tuple[Source, str, Any], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
-    for form in state.forms:
-        for site, limit in find_limits(form.capture, state.unforced_lengths).items():
+    for form in state.evidence.forms:
+        for site, limit in find_limits(form.capture, state.evidence.unforced_lengths).items():
             limited.setdefault(site, set()).add(limit)
-    for form in state.forms:
+    for form in state.evidence.forms:
         ranges = IntegerRanges.with_more_tokens(form.capture)
         sizes = find_token_sizes(form.capture)
         for n in filter(follows_from_integers, form.capture.nodes):
@@ -104,7 +104,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
 def _is_constant(state: ProofState, site: tuple[Source, str]) -> bool:
     """Return whether an op has one value in all captures, even those in which it does not depend on crowds."""
     seen: set[Any] = set()
-    for form in state.forms:
+    for form in state.evidence.forms:
         for n in filter(follows_from_integers, form.capture.nodes):
             if n.op == "call_function" and (n.meta["source"], str(n.target)) == site:
                 seen |= _find_outcomes(form.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
@@ -181,7 +181,7 @@ def _is_unbounded(ranges: IntegerRanges, node: fx.Node) -> bool:
 def _find_unclamped_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     """Find ops with fixed limits that no capture reached: `positions % 700`, `counts.clamp(max=300)`."""
     limits_at: dict[tuple[Source, str], set[str]] = {}
-    for form in state.forms:
+    for form in state.evidence.forms:
         for n in form.capture.nodes:
             if get_op_name(n) not in COUNT_CLAMPS or not follows_from_integers(n) or n.meta["val"].dtype is torch.bool:
                 continue

@@ -30,4 +30,4 @@ def refuse_emptiness_decisions(state: ProofState) -> None:
     Raises:
         Refused: the program decides more by them than to skip an expert.
     """
-    check_emptiness_tests(state.emptiness_tests)
+    check_emptiness_tests(state.evidence.emptiness_tests)

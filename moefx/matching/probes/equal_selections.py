@@ -62,7 +62,7 @@ def separate_selections(state: ProofState) -> None:
     """
     equal_forms: dict[DecisionSite, list[CanonicalForm]] = {}
     differing: set[DecisionSite] = set()
-    for form in state.forms:
+    for form in state.evidence.forms:
         for n in _find_other_choices(form):
             for site in map(locate_decision, find_float_decisions(n)):
                 if site in form.capture.tracer.interventions or not _are_alike(n.meta["val"], form.ids, form):
@@ -86,7 +86,7 @@ def _find_equal_numbers(state: ProofState) -> dict[DecisionSite, CanonicalForm]:
     """
     equal: dict[DecisionSite, CanonicalForm] = {}
     differing: set[DecisionSite] = set()
-    for form in state.forms:
+    for form in state.evidence.forms:
         index = form.expert_index.nodes
         ranges = IntegerRanges.with_more_tokens(form.capture)
         for n in collect_ancestors(form.cut) - collect_ancestors(*index):
@@ -206,7 +206,7 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
     """
     if (at := find_capture(state, captured, {site: force})) is None:
         return
-    tracer, sizes = state.forms[at].capture.tracer, state.sizes[at]
+    tracer, sizes = state.evidence.forms[at].capture.tracer, state.evidence.sizes[at]
     try:
         step = ForcedStep(OutcomeKind.OP, site[0], what)
         force_outcome(state, step, {site: force}, captured, is_safe=False)
@@ -215,7 +215,7 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
         try:
             parted = state.lift_with_hint(state.capture(tracer.routing.restart(), sizes, interventions), None)
             state.relift_all_from(parted)
-            parted = state.require_same_form(parted)
+            parted = state.evidence.require_same_form(parted)
         except Refused:
             raise refusal from None
-        state.add_evidence(parted, sizes)
+        state.evidence.add(parted, sizes)

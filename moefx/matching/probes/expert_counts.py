@@ -43,9 +43,9 @@ def vary_expert_counts(state: ProofState) -> None:
     seen = _find_seen_counts(state)
     routings: list[tuple[RoutingKind, int, int]] = []
     routings.extend(("spared", 0, count) for count in _COUNTS if count not in seen)
-    if any(_depends_on_floats(read) for form in state.forms for read in form.capture.reads):
+    if any(_depends_on_floats(read) for form in state.evidence.forms for read in form.capture.reads):
         routings.extend([("unsure", 0, 1), ("unsure", state.num_experts, 1)])
-    experts = max(state.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
+    experts = max(state.evidence.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
     for sizes, expert in itertools.product(_choose_few_sizes(state) if routings else (), experts):
         controls = (Routing("spared", expert, (expert,) * count) for count in _CONTROLS)
         if not any(isinstance(_capture_count(state, expert, control, sizes), CanonicalForm) for control in controls):
@@ -55,7 +55,7 @@ def vary_expert_counts(state: ProofState) -> None:
             if isinstance(found, MoefxError):
                 raise found
             if found is not None:
-                state.add_evidence(found, sizes)
+                state.evidence.add(found, sizes)
         return
 
 
@@ -66,16 +66,16 @@ def _depends_on_floats(read: HostRead) -> bool:
 def _find_seen_counts(state: ProofState) -> set[int]:
     """Return the numbers of tokens per expert in captures of several tokens without forced outcomes."""
     seen: set[int] = set()
-    for form in state.forms:
+    for form in state.evidence.forms:
         if form.optional_guard is None and len(form.ids) > 1 and not form.capture.tracer.interventions:
-            experts = [e for group in state.reference.groups for e in group.ids]
+            experts = [e for group in state.evidence.reference.groups for e in group.ids]
             seen |= {int((form.ids == e).sum()) for e in experts}
     return seen
 
 
 def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
     """Return small sizes that allow an expert two tokens, on the captures' side of comparisons; empty if none exist."""
-    slots, experts = state.reference.slots, state.num_experts
+    slots, experts = state.evidence.reference.slots, state.num_experts
     if experts <= slots:
         return []
     sizes = state.size_choice.choose_as_captured(state.arguments.choose_tokens_near(7, avoid=(slots,)))
@@ -95,7 +95,7 @@ def _capture_count(
         form = state.lift(routing, sizes)
         if int((form.ids == expert).sum()) != len(routing.prefer):
             return None
-        return state.require_same_form(form)
+        return state.evidence.require_same_form(form)
     except MoefxError as refusal:
         return refusal
     except Exception as error:

@@ -44,9 +44,9 @@ def show_all_experts(state: ProofState) -> None:
     """
     extra = 0
     state.set_num_experts(_count_experts(state))
-    if missing := set(range(state.num_experts)) - state.seen_experts - _find_zero_experts(state):
+    if missing := set(range(state.num_experts)) - state.evidence.seen_experts - _find_zero_experts(state):
         _choose_by_numbers(state, missing)
-    while missing := sorted(set(range(state.num_experts)) - state.seen_experts - _find_zero_experts(state)):
+    while missing := sorted(set(range(state.num_experts)) - state.evidence.seen_experts - _find_zero_experts(state)):
         if extra == _MAX_EXTRA:
             raise Refused(
                 f"{len(missing)} of {state.num_experts} experts were never chosen under any routing tried, "
@@ -56,8 +56,9 @@ def show_all_experts(state: ProofState) -> None:
         sizes = state.size_choice.choose(max(17, min(len(missing), 4 * state.max_experts)), extra)
         before = set(missing)
         prefer = tuple(missing) * max(1, 16 // len(missing))
-        state.add_evidence(state.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes), sizes)
-        if before == set(range(state.num_experts)) - state.seen_experts - _find_zero_experts(state) and extra > 2:
+        state.evidence.add(state.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes), sizes)
+        after = set(range(state.num_experts)) - state.evidence.seen_experts - _find_zero_experts(state)
+        if after == before and extra > 2:
             extra = _MAX_EXTRA
 
 
@@ -66,7 +67,7 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
 
     The example may lack the tokens that choose them, and a table of experts that is loaded later is all zeros.
     """
-    first = state.reference
+    first = state.evidence.reference
     if not all(map(depends_on_call, first.expert_index.nodes)):
         return
     found: set[ExtraValue] = set()
@@ -82,7 +83,7 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
         for leaf in (n for n in ancestors if n.op == "get_attr" and not n.meta["val"].is_floating_point()):
             found |= {(leaf.meta["fqn"], e) for e in missing if can_hold(leaf.meta["val"], e)}
     arguments = state.arguments.with_extra_values(found)
-    if found and can_run(state, arguments, state.sizes[0]):
+    if found and can_run(state, arguments, state.evidence.sizes[0]):
         state.capture_again(arguments)
 
 
@@ -111,7 +112,7 @@ def _find_zero_experts(state: ProofState) -> set[int]:
     They must be chosen too often for chance, both in slots and in captures. Masks, a capacity, or a buffer that allows
     some experts only may drop the slots of an expert that works.
     """
-    chosen = [(one, one.ids.flatten().tolist()) for one in state.forms]
+    chosen = [(one, one.ids.flatten().tolist()) for one in state.evidence.forms]
     slots = [seen for one, ids in chosen for seen in zip(ids, one.kept_slots.flatten().tolist(), strict=True)]
     captures = [(e, bool(one.kept_slots[one.ids == e].any())) for one, ids in chosen for e in set(ids)]
     by_slots, by_captures = _find_never_true(slots), _find_never_true(captures)
@@ -120,8 +121,8 @@ def _find_zero_experts(state: ProofState) -> set[int]:
 
 def _count_experts(state: ProofState) -> int:
     """Return the number of experts: the maximum over lengths of stacks, counts of sibling modules, and ids + 1."""
-    first = state.reference
-    total = max(state.seen_experts) + 1
+    first = state.evidence.reference
+    total = max(state.evidence.seen_experts) + 1
     for group in first.groups:
         for table in group.tables:
             total = max(total, _count_siblings(state, table), _count_stacked(state, table, group.tables))

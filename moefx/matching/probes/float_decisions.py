@@ -73,7 +73,7 @@ def mix_decisions(state: ProofState) -> None:
 def _find_decisions(state: ProofState) -> list[_Decision]:
     """Return the decisions that no capture forced, one per op and call stack."""
     found: dict[tuple[Any, str, str], _Decision] = {}
-    for form in state.forms:
+    for form in state.evidence.forms:
         for n in form.capture.nodes:
             made_of = find_float_decisions(n)
             sites = set(map(locate_decision, made_of))
@@ -103,9 +103,9 @@ def _force_each(
     """Force mixed outcomes in one capture of each kind of routing, once."""
     step = ForcedStep(OutcomeKind.OP, source, what)
     for captured in choose_captures(forms):
-        if not state.is_settled((sites, captured.tracer)):
+        if not state.evidence.is_settled((sites, captured.tracer)):
             force_outcome(state, step, dict.fromkeys(sites, FORCE_MIXED), captured, is_safe=False)
-            state.settle((sites, captured.tracer))
+            state.evidence.settle((sites, captured.tracer))
 
 
 def _name_operand(a: Any) -> Any:

@@ -80,16 +80,17 @@ def force_outcome(
     at = find_capture(state, base, interventions)
     if at is None:  # a guard excludes calls like it
         return True
-    tracer, sizes, optional = state.forms[at].capture.tracer, state.sizes[at], state.forms[at].optional_guard
+    form, sizes = state.evidence.forms[at], state.evidence.sizes[at]
+    tracer, optional = form.capture.tracer, form.optional_guard
     try:
         forced = state.lift(tracer.routing.restart(), sizes, {**tracer.interventions, **interventions})
-        forced = state.require_same_form(forced)
+        forced = state.evidence.require_same_form(forced)
         if not _has_forced(forced.capture, interventions):
             raise refuse_change(step)
     except MoefxError as refusal:
         if optional is None:
             raise refuse_change(step) from refusal
-        state.drop_evidence(at)
+        state.add_guard(state.evidence.drop(at))
         return True
     except Exception as error:
         if is_internal_error(error):
@@ -97,7 +98,7 @@ def force_outcome(
         if is_safe or is_raised_by_program(error):
             return False
         raise refuse_change(step) from error
-    state.add_evidence(forced, sizes, optional, step.source if step.kind is not OutcomeKind.OP else None)
+    state.evidence.add(forced, sizes, optional, step.source if step.kind is not OutcomeKind.OP else None)
     return True
 
 
@@ -119,12 +120,12 @@ def find_capture(state: ProofState, base: Capture | None, interventions: Interve
 
     If the proof has dropped the capture, return another one with something to force, or None if there is none.
     """
-    indices = range(len(state.forms))
+    indices = range(len(state.evidence.forms))
     if base is None:
         return 0
-    if (at := next((i for i in indices if state.forms[i].capture is base), None)) is not None:
+    if (at := next((i for i in indices if state.evidence.forms[i].capture is base), None)) is not None:
         return at
-    return next((i for i in indices if _can_force(state.forms[i].capture, interventions)), None)
+    return next((i for i in indices if _can_force(state.evidence.forms[i].capture, interventions)), None)
 
 
 def _can_force(capture: Capture, interventions: Interventions) -> bool:

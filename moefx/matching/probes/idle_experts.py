@@ -58,7 +58,7 @@ def leave_experts_idle(state: ProofState) -> None:
 
     Captures that do not have the form of the others are left to the probes that force an outcome.
     """
-    captured, changed = state.reference.capture, dict[Concentration, set[fx.Node]]()
+    captured, changed = state.evidence.reference.capture, dict[Concentration, set[fx.Node]]()
     open_ = set(find_doubtful_nodes(state)[:_MAX_NODES])
     for node in open_:
         for concentration in _find_concentrations(state, captured, node):
@@ -69,8 +69,8 @@ def leave_experts_idle(state: ProofState) -> None:
             return
         open_ -= changed.pop(best)
         with contextlib.suppress(Refused):
-            form = state.lift(Routing("diverse", 0), state.sizes[0], {best.position: best})
-            state.add_evidence(state.require_same_form(form), state.sizes[0])
+            form = state.lift(Routing("diverse", 0), state.evidence.sizes[0], {best.position: best})
+            state.evidence.add(state.evidence.require_same_form(form), state.evidence.sizes[0])
 
 
 def concentrate_tokens(state: ProofState) -> None:
@@ -79,11 +79,11 @@ def concentrate_tokens(state: ProofState) -> None:
     Raises:
         Refused: the form differs.
     """
-    if not state.emptiness_tests.sites:
+    if not state.evidence.emptiness_tests.sites:
         return
-    most = max(range(len(state.sizes)), key=lambda i: math.prod(state.sizes[i].values()))
+    most = max(range(len(state.evidence.sizes)), key=lambda i: math.prod(state.evidence.sizes[i].values()))
     for seed in (0, state.num_experts - 1):
-        state.require_same_form(state.lift(Routing("concentrated", seed), state.sizes[most]))
+        state.evidence.require_same_form(state.lift(Routing("concentrated", seed), state.evidence.sizes[most]))
 
 
 def _find_concentrations(state: ProofState, captured: Capture, node: fx.Node) -> Iterator[Concentration]:

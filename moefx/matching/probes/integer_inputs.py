@@ -134,13 +134,13 @@ def vary_integer_inputs(state: ProofState) -> None:
     few_tokens = iter(_FEW_TOKENS_SEEDS)
     seeds = iter((*(BUFFER_SEEDS if has_integers(state.block) else ()), *more))
     while True:
-        columns += [observe_integers(form.capture) for form in state.forms[len(columns) :]]
+        columns += [observe_integers(form.capture) for form in state.evidence.forms[len(columns) :]]
         run = next((p for p in _find_doubtful_runs(columns) if p not in settled), None)
         if run is None:
             return
         if (seed := next(seeds, None)) is not None:
-            form = state.lift(Routing("diverse", seed), state.sizes[0])
-            state.add_evidence(state.require_same_form(form), state.sizes[0])
+            form = state.lift(Routing("diverse", seed), state.evidence.sizes[0])
+            state.evidence.add(state.evidence.require_same_form(form), state.evidence.sizes[0])
             continue
         first = next(i for i, column in enumerate(columns) if run in column)
         node = columns[first][run].node
@@ -168,7 +168,7 @@ def _capture_few_tokens(state: ProofState, seed: int) -> None:
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
     """Return the nodes of the first capture that had one outcome in all captures."""
-    columns = [observe_integers(form.capture) for form in state.forms]
+    columns = [observe_integers(form.capture) for form in state.evidence.forms]
     return [columns[0][run].node for run in _find_doubtful_runs(columns) if run in columns[0]]
 
 
@@ -196,7 +196,7 @@ def _force_other_value(state: ProofState, node: fx.Node, index: int) -> None:
     Raises:
         Refused: the form, the lines that values are read from, or the kept slots change.
     """
-    source, tracer, sizes = node.meta["source"], state.forms[index].capture.tracer, state.sizes[index]
+    source, tracer, sizes = node.meta["source"], state.evidence.forms[index].capture.tracer, state.evidence.sizes[index]
     what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {get_op_name(node)}"
     refusal = Refused(
         f"the experts depend on {what} of given integers or buffers, which had the same outcome for all values that "
@@ -206,18 +206,18 @@ def _force_other_value(state: ProofState, node: fx.Node, index: int) -> None:
     )
     interventions = {**tracer.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:
-        form = state.require_same_form(state.lift(tracer.routing.restart(), sizes, interventions))
+        form = state.evidence.require_same_form(state.lift(tracer.routing.restart(), sizes, interventions))
     except Exception as error:
         if is_internal_error(error):
             raise
         if is_raised_by_program(error):  # the original raises the error, too
             return
         raise refusal from error
-    if _find_read_lines(form) != _find_read_lines(state.forms[index]) or not torch.equal(
-        form.kept_slots, state.forms[index].kept_slots
+    if _find_read_lines(form) != _find_read_lines(state.evidence.forms[index]) or not torch.equal(
+        form.kept_slots, state.evidence.forms[index].kept_slots
     ):
         raise refusal
-    state.add_evidence(form, sizes)
+    state.evidence.add(form, sizes)
 
 
 def _find_read_lines(form: CanonicalForm) -> list[Any]:

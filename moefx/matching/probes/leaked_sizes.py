@@ -46,22 +46,22 @@ class _CommonBehaviour:
     """The lines that ran in all captures, and the numbers that were equal in all."""
 
     def __init__(self, state: ProofState):
-        many = [form.capture for form in state.forms if math.prod(form.tokens) > 1]
+        many = [form.capture for form in state.evidence.forms if math.prod(form.tokens) > 1]
         self.state = state
         self.all_lines = set().union(*map(_collect_lines, many))
         self.common_lines = set.intersection(*map(_collect_lines, many))
         columns = list(map(_collect_numbers, many))
         self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
         self.max_nodes = 4 * max(len(c.nodes) for c in many)
-        self.leaked_routing = any(form.capture.sizes.leaked_routing for form in state.forms)
-        self.has_drops = any(not form.kept_slots.all() for form in state.forms)
+        self.leaked_routing = any(form.capture.sizes.leaked_routing for form in state.evidence.forms)
+        self.has_drops = any(not form.kept_slots.all() for form in state.evidence.forms)
         # Share of the tokens that an expert gets, by kind of routing.
-        even = state.reference.slots / state.num_experts
+        even = state.evidence.reference.slots / state.num_experts
         self.crowds: dict[RoutingKind, float] = {"diverse": even if self.leaked_routing else 1.0}
         if self.leaked_routing:
             self.crowds["concentrated"] = 1.0
         # comparisons that had both outcomes exclude no size
-        self.guards = [g for g in state.seen_guards() if all(g.holds(sizes) for sizes in state.sizes)]
+        self.guards = [g for g in state.evidence.seen_guards() if all(g.holds(sizes) for sizes in state.evidence.sizes)]
         self.answers: dict[tuple[RoutingKind, int], tuple[bool, bool]] = {}
 
     def has_moved(self, captured: Capture) -> bool:
@@ -119,7 +119,7 @@ class _CommonBehaviour:
         A plain number of the routing, such as an entry of a list of budgets, may change this without changing lines.
         """
         try:
-            form = self.state.require_same_form(self.state.lift_captured(captured))
+            form = self.state.evidence.require_same_form(self.state.lift_captured(captured))
         except Refused:
             return True
         return not self.has_drops and not form.kept_slots.all()
@@ -131,19 +131,20 @@ def vary_leaked_sizes(state: ProofState) -> None:
     If other lines run than in all captures, guard the form to hold below that size. If a constant number changes, add a
     capture there, which must agree.
     """
-    leaked_routing = any(form.capture.sizes.leaked_routing for form in state.forms)
+    leaked_routing = any(form.capture.sizes.leaked_routing for form in state.evidence.forms)
     if not leaked_routing and not _has_leaks(state) and not _changes_later(state):
         return
     usual, moved = _CommonBehaviour(state), False
     # the tokens of one sequence: a number equal for 5 sequences of 19 may differ for one of 40
     arguments = state.arguments
-    below = max(sizes[arguments.dims[-1]] * arguments.tokens_per_unit for sizes in state.sizes) if arguments.dims else 1
+    last_axis = [sizes[arguments.dims[-1]] for sizes in state.evidence.sizes] if arguments.dims else []
+    below = max(last_axis) * arguments.tokens_per_unit if last_axis else 1
 
     def only_below(high: int) -> SizeGuard:
         return SizeGuard(arguments.tokens, "lt", str(high), True)
 
-    proven = max(math.prod(form.tokens) for form in state.forms)
-    longest = max_capture_tokens(state.forms, times=4)
+    proven = max(math.prod(form.tokens) for form in state.evidence.forms)
+    longest = max_capture_tokens(state.evidence.forms, times=4)
     for tokens in map(arguments.choose_tokens_near, _LEAK_SIZES):
         if tokens <= below:
             continue
@@ -180,7 +181,7 @@ def try_round_sizes(state: ProofState) -> None:
         n for n in trace_closure(collect_code(state.block)).numbers if type(n) is int and _FEW < n <= MAX_CROWD_TOKENS
     ]
     sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MAX_NAMED]})
-    for n in itertools.takewhile(lambda n: n < max_capture_tokens(state.forms, times=4), sizes):
+    for n in itertools.takewhile(lambda n: n < max_capture_tokens(state.evidence.forms, times=4), sizes):
         try:
             if not any(own := usual.differs(n)):
                 continue
@@ -190,7 +191,7 @@ def try_round_sizes(state: ProofState) -> None:
             state.add_guard(SizeGuard(state.arguments.tokens, "lt", str(n), True))
             return
         if any(at and not (low or high) for at, low, high in zip(own, before, after, strict=True)):
-            leaks = sorted(set().union(*[form.capture.sizes.leaks for form in state.forms]))
+            leaks = sorted(set().union(*[form.capture.sizes.leaks for form in state.evidence.forms]))
             raise Refused(
                 f"the block computes something different for {n} tokens than for {beside[0]} or {beside[1]}, by sizes "
                 f"that became plain Python numbers ({', '.join(leaks[:3])})",
@@ -208,15 +209,15 @@ def _find_next(state: ProofState, tokens: int, step: int) -> int:
 
 
 def _has_leaks(state: ProofState) -> bool:
-    return any(form.capture.sizes.leaks for form in state.forms)
+    return any(form.capture.sizes.leaks for form in state.evidence.forms)
 
 
 def guard_constant_expressions(state: ProofState) -> None:
     """Guard each expression of sizes (`S % 2`) that is constant over the captures, but not over sizes between them."""
-    largest = state.arguments.tokens_per_unit * max(math.prod(sizes.values()) for sizes in state.sizes)
-    for text in sorted(set().union(*[form.capture.sizes.used for form in state.forms])):
+    largest = state.arguments.tokens_per_unit * max(math.prod(sizes.values()) for sizes in state.evidence.sizes)
+    for text in sorted(set().union(*[form.capture.sizes.used for form in state.evidence.forms])):
         with contextlib.suppress(ArithmeticError, ValueError):
-            seen = {evaluate_size(text, sizes) for sizes in state.sizes}
+            seen = {evaluate_size(text, sizes) for sizes in state.evidence.sizes}
             between = {evaluate_size(text, state.size_choice.choose_sequence(n)) for n in range(2, largest + 1)}
             if len(seen) == 1 and between != seen:
                 state.add_guard(SizeGuard(text, "eq", str(seen.pop()), True))
@@ -228,9 +229,10 @@ def _changes_later(state: ProofState) -> bool:
     `max(S // 16, 1)` is 1 at 3, 17 and 29 tokens, and the capture of 3 tokens need not even show the division.
     """
     later = [state.size_choice.choose_sequence(tokens) for tokens in _LEAK_SIZES]
-    for text in set().union(*[form.capture.sizes.used for form in state.forms]):
+    for text in set().union(*[form.capture.sizes.used for form in state.evidence.forms]):
         with contextlib.suppress(ArithmeticError, ValueError):
-            used = [s for li, s in zip(state.forms, state.sizes, strict=True) if text in li.capture.sizes.used]
+            captures = zip(state.evidence.forms, state.evidence.sizes, strict=True)
+            used = [sizes for form, sizes in captures if text in form.capture.sizes.used]
             seen = {evaluate_size(text, sizes) for sizes in used}
             if len(seen) == 1 and {evaluate_size(text, sizes) for sizes in later} != seen:
                 return True
@@ -253,12 +255,12 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
     if sizes is None:
         return False
     try:
-        form = state.require_same_form(state.lift(Routing("diverse", 8), sizes))
+        form = state.evidence.require_same_form(state.lift(Routing("diverse", 8), sizes))
     except Refused:
         return False
     if not has_moved(form.capture):
         return False  # the number has changed back
-    state.add_evidence(form, sizes, optional=below)
+    state.evidence.add(form, sizes, optional=below)
     return True
 
 

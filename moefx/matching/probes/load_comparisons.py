@@ -91,7 +91,7 @@ def vary_loads(state: ProofState) -> None:
     """
     if not (comparisons := _find_comparisons(state)):
         return
-    first = state.reference.capture
+    first = state.evidence.reference.capture
     bases = [first]
     for side in _find_sides(state):
         captures = [_add_capture(state, routing, side, comparisons) for routing in _list_routings(state)]
@@ -126,7 +126,7 @@ def _force_all_large(state: ProofState, ordered: list[_Comparison], bases: list[
 def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
     """Return comparisons of numbers that grow with the tokens, one per call site, except tests for zero tokens."""
     found: dict[_Calls, _Comparison] = {}
-    for form in state.forms:
+    for form in state.evidence.forms:
         for read in form.capture.reads:
             op, other = (compared := _read_comparison(read)) or ("", None)
             if compared is None or read.call_stack in found or op not in TWO_SIDED:
@@ -195,7 +195,7 @@ def _list_routings(state: ProofState) -> list[Routing]:
 def _find_sides(state: ProofState) -> list[_Side]:
     """Return the sides of comparisons of sizes that captures of several tokens took, those of most tokens first."""
     found: dict[tuple[bool, ...], _Side] = {}
-    for form, sizes in zip(state.forms, state.sizes, strict=True):
+    for form, sizes in zip(state.evidence.forms, state.evidence.sizes, strict=True):
         outcomes, tokens = _compare_sizes(state, sizes), math.prod(form.tokens)
         known = found.get(outcomes)
         best = -1 if known is None else _rank_tokens(math.prod(known.sizes.values()))
@@ -211,14 +211,14 @@ def _rank_tokens(tokens: int) -> float:
 
 def _compare_sizes(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]:
     """Return the outcomes at `sizes` of the comparisons of sizes that had both outcomes among the captures."""
-    guards = dict.fromkeys(state.seen_guards())
-    return tuple(g.holds(sizes) for g in guards if len({g.holds(one) for one in state.sizes}) == 2)
+    guards = dict.fromkeys(state.evidence.seen_guards())
+    return tuple(g.holds(sizes) for g in guards if len({g.holds(one) for one in state.evidence.sizes}) == 2)
 
 
 def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[Any]]:
     """Return the values of Python's reads by call site, on one side or on all."""
     outcomes: dict[_Calls, set[Any]] = {}
-    for form, sizes in zip(state.forms, state.sizes, strict=True):
+    for form, sizes in zip(state.evidence.forms, state.evidence.sizes, strict=True):
         if side is None or _compare_sizes(state, sizes) == side.outcomes:
             for read in form.capture.reads:
                 outcomes.setdefault(read.call_stack, set()).add(read.value)
@@ -252,13 +252,13 @@ def _add_capture(
             raise refuse_change(ForcedStep(OutcomeKind.LOAD, source)) from refusal
         state.add_guard(side.optional)
         return None
-    state.add_evidence(form, side.sizes, side.optional)
+    state.evidence.add(form, side.sizes, side.optional)
     return captured
 
 
 def _find_new_outcome(state: ProofState, captured: Capture, comparisons: dict[_Calls, _Comparison]) -> HostRead:
     """Return a comparison with an outcome that the first capture does not have; any comparison if all have."""
-    first = {(read.call_stack, read.value) for read in state.reference.capture.reads}
+    first = {(read.call_stack, read.value) for read in state.evidence.reference.capture.reads}
     new = [r for r in captured.reads if r.call_stack in comparisons and (r.call_stack, r.value) not in first]
     return next(iter(new), next(iter(comparisons.values())).read)
 
@@ -300,7 +300,7 @@ def _force_large_load(
                 and not comparison.read.origins
                 and not _load_every_expert(state, comparison)
             ):
-                slots = state.reference.slots
+                slots = state.evidence.reference.slots
                 state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "lt", str(limit), True))
                 return
 
@@ -311,7 +311,7 @@ def _load_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     Returns:
         Whether the comparison had the outcome of a crowd for each expert, and the form agrees with the others.
     """
-    slots, experts = state.reference.slots, state.num_experts
+    slots, experts = state.evidence.reference.slots, state.num_experts
     if (limit := comparison.limit) is None:
         return False
     if comparison.read.origins:  # a number computed from the load
@@ -322,7 +322,7 @@ def _load_every_expert(state: ProofState, comparison: _Comparison) -> bool:
         form = state.reconcile_form(state.lift(Routing("even"), sizes))
         outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}
         if outcomes == {comparison.outcome_if_large}:
-            state.add_evidence(form, sizes)
+            state.evidence.add(form, sizes)
             return True
     return False
 

@@ -47,8 +47,8 @@ def repeat_experts(state: ProofState) -> None:
     Raises:
         Refused: the two weights do not add up, or no capture shows that they do.
     """
-    first, sizes, experts = state.reference, state.sizes[0], state.seen_experts
-    if has_distinct_slots(first, experts, state.forms):
+    first, sizes, experts = state.evidence.reference, state.evidence.sizes[0], state.evidence.seen_experts
+    if has_distinct_slots(first, experts, state.evidence.forms):
         return
     made = _find_makers(first, experts)
     pairs = _pair_slots(first.slots)
@@ -99,7 +99,7 @@ def _lift_with_choices(
             raise
         return None
     try:
-        form = state.require_same_form(state.lift_captured(captured))
+        form = state.evidence.require_same_form(state.lift_captured(captured))
         state.relift_all_from(form)
     except Refused as cause:
         raise refusal from cause

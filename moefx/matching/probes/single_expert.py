@@ -26,8 +26,8 @@ def refuse_single_expert(state: ProofState) -> None:
     """
     if state.num_experts >= 2:
         return
-    if any(_has_other_choice(form) for form in state.forms):
-        raise Refused(ONE_EXPERT, source=str(state.reference.cut.meta["source"]))
+    if any(_has_other_choice(form) for form in state.evidence.forms):
+        raise Refused(ONE_EXPERT, source=str(state.evidence.reference.cut.meta["source"]))
     raise Refused("there is only one expert, and every token uses it: nothing is selected")
 
 

@@ -34,7 +34,7 @@ def vary_state_between_calls(state: ProofState) -> None:
     Raises:
         Refused: the next call depends on these attributes.
     """
-    first = state.reference.capture
+    first = state.evidence.reference.capture
     buffers = dict(state.block.named_buffers())
     attributes = {str(e.target): e.node for e in first.effects if e.kind == "attribute"}
     written = {path: node for path, node in attributes.items() if not _has_shape_of(buffers.get(path), node)}
@@ -48,7 +48,8 @@ def vary_state_between_calls(state: ProofState) -> None:
             stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
             values[key] = pytree.tree_map_only(fx.Node, _change_value, node)
         try:
-            again = state.require_same_form(state.lift(first.tracer.routing.restart(), state.sizes[0]))
+            again = state.lift(first.tracer.routing.restart(), state.evidence.sizes[0])
+            again = state.evidence.require_same_form(again)
         except Refused as refusal:
             raise _refuse_carried(written) from refusal
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]

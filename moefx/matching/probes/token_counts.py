@@ -32,12 +32,12 @@ _MAX_TRIALS_ELSEWHERE = 2  # at sizes at which the program may take a branch wit
 
 def show_all_slots(state: ProofState) -> None:
     """Capture a few tokens, which fit into the capacity with all slots, if some capture drops slots."""
-    if all(bool(form.kept_slots.all()) for form in state.forms):
+    if all(bool(form.kept_slots.all()) for form in state.evidence.forms):
         return
     sizes = state.size_choice.choose_sequence(state.arguments.choose_tokens_near(5))
     form = _try_lift(state, Routing("diverse", 6), sizes) if state.size_choice.satisfies_restrictions(sizes) else None
-    if isinstance(form, CanonicalForm) and form.slots > state.reference.slots:
-        state.add_evidence(form, sizes)
+    if isinstance(form, CanonicalForm) and form.slots > state.evidence.reference.slots:
+        state.evidence.add(form, sizes)
 
 
 def vary_token_counts(state: ProofState) -> None:
@@ -61,12 +61,12 @@ def _vary_few_token_counts(state: ProofState) -> None:
     Raises:
         Refused: they have another form.
     """
-    near = state.arguments.choose_tokens_near(3, avoid=(state.reference.slots,))
+    near = state.arguments.choose_tokens_near(3, avoid=(state.evidence.reference.slots,))
     tried = [state.size_choice.choose_sequence(near), state.arguments.choose_sequence(near)]
-    before = len(state.forms)
+    before = len(state.evidence.forms)
     for sizes in filter(state.size_choice.satisfies_restrictions, tried if tried[0] != tried[1] else tried[:1]):
         _vary_few_tokens(state, sizes)
-    if len(state.forms) > before:
+    if len(state.evidence.forms) > before:
         return
     sizes = state.size_choice.choose_as_captured(near)
     if state.size_choice.satisfies_restrictions(sizes) and sizes not in tried:
@@ -80,7 +80,7 @@ def _vary_one_token(state: ProofState, sizes: dict[str, int]) -> None:
     """
     more_than_one = SizeGuard("*".join(state.arguments.dims), "gt", "1", True)
     guards = _find_one_sided_guards(state)
-    largest_group = max(state.reference.groups, key=lambda g: len(g.ids)).ids
+    largest_group = max(state.evidence.reference.groups, key=lambda g: len(g.ids)).ids
     routings = [Routing("diverse", 5, (e,)) for e in largest_group[:3]]
     routings += [Routing("diverse", seed) for seed in range(6, 10)]
     if not state.size_choice.is_as_captured(sizes):
@@ -88,7 +88,7 @@ def _vary_one_token(state: ProofState, sizes: dict[str, int]) -> None:
     for routing in [Routing("diverse", 5), *routings]:
         form = _lift_with_form(state, routing, sizes)
         if isinstance(form, CanonicalForm):
-            state.add_evidence(form, sizes, optional=more_than_one)
+            state.evidence.add(form, sizes, optional=more_than_one)
             return
     if all(g.holds(sizes) for g in guards):
         state.add_guard(more_than_one)
@@ -110,14 +110,14 @@ def _vary_many_tokens(state: ProofState, sizes: dict[str, int]) -> None:
         if not isinstance(form, NothingRouted):
             break
     if isinstance(form, CanonicalForm):
-        state.add_evidence(form, sizes, optional=optional)
+        state.evidence.add(form, sizes, optional=optional)
     elif optional is None:
         raise form
 
 
 def _find_one_sided_guards(state: ProofState) -> list[SizeGuard]:
     """Find the comparisons of sizes with one outcome in all captures: others do not exclude any sizes."""
-    return [g for g in state.seen_guards() if all(g.holds(sizes) for sizes in state.sizes)]
+    return [g for g in state.evidence.seen_guards() if all(g.holds(sizes) for sizes in state.evidence.sizes)]
 
 
 def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:
@@ -125,7 +125,7 @@ def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) 
     found = _try_lift(state, routing, sizes)
     if isinstance(found, CanonicalForm):
         try:
-            return state.require_same_form(found)
+            return state.evidence.require_same_form(found)
         except Refused as refusal:
             return refusal
     return found
@@ -139,7 +139,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     Raises:
         Refused: one of the captures has another form, or only one of them can be lifted.
     """
-    first = state.reference
+    first = state.evidence.reference
     busy = max(first.groups, key=lambda g: len(g.ids)).ids[0]
     forms: list[CanonicalForm] = []
     unclear: list[MoefxError] = []  # a few tokens may show too little
@@ -156,15 +156,15 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
         if isinstance(form, MoefxError):
             unclear.append(form)
         elif isinstance(form, CanonicalForm):
-            is_elsewhere = not all(g.holds(state.sizes[0]) for g in form.capture.sizes.guards)
+            is_elsewhere = not all(g.holds(state.evidence.sizes[0]) for g in form.capture.sizes.guards)
             try:
-                forms.append(state.require_same_form(form))
+                forms.append(state.evidence.require_same_form(form))
             except Refused as refusal:
                 (unclear if is_elsewhere else differs).append(refusal)
     if differs or (unclear and forms):
         raise (differs or unclear)[-1]
     for form in forms if len(forms) == 2 else ():
-        state.add_evidence(form, sizes)
+        state.evidence.add(form, sizes)
 
 
 def _lift_first_routed(

@@ -53,7 +53,7 @@ def overflow_limits(state: ProofState) -> None:
     while (lowest := _find_lowest_unreached(state)) is not None:
         attempt = next(attempts, None)
         if attempt is None or not _add_crowd_beyond(state, lowest, attempt):
-            slots = state.reference.slots
+            slots = state.evidence.reference.slots
             state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
             return
     _overflow_every_expert(state)
@@ -67,7 +67,7 @@ def _find_lowest_unreached(state: ProofState) -> int | None:
     """
     limits_by_capture = _find_limits_by_capture(state)
     sites = find_unreached(limits_by_capture)
-    highest_counts = [_count_most(form) for form in state.forms]
+    highest_counts = [_count_most(form) for form in state.evidence.forms]
     unreached: set[int] = set()
     for site, limits in sites.items():
         if len(limits) == 1:
@@ -89,7 +89,7 @@ def _find_lowest_unreached(state: ProofState) -> int | None:
 
 
 def _find_limits_by_capture(state: ProofState) -> list[dict[OpSite, int | None]]:
-    return [find_limits(form.capture, state.unforced_lengths) for form in state.forms]
+    return [find_limits(form.capture, state.evidence.unforced_lengths) for form in state.evidence.forms]
 
 
 def _add_crowd_beyond(state: ProofState, limit: int, attempt: int) -> bool:
@@ -104,14 +104,14 @@ def _add_crowd_beyond(state: ProofState, limit: int, attempt: int) -> bool:
     sizes = state.size_choice.choose_sequence(tokens)
     if tokens > MAX_CROWD_TOKENS or not state.size_choice.satisfies_restrictions(sizes):
         return False
-    kind = "contested" if state.reference.slots > 1 and attempt % 2 == 0 else "overloaded"
+    kind = "contested" if state.evidence.reference.slots > 1 and attempt % 2 == 0 else "overloaded"
     try:
         form = state.reconcile_form(state.lift(Routing(kind, 3 + attempt), sizes))
     except Exception as error:  # an error of the program, too, at sizes that it does not support
         if is_internal_error(error):
             raise
         return False
-    state.add_evidence(form, sizes)
+    state.evidence.add(form, sizes)
     return True
 
 
@@ -133,13 +133,13 @@ def _overflow_every_expert(state: ProofState) -> None:
         if not is_program_error(error):
             raise
         return
-    state.add_evidence(state.reconcile_form(form), sizes)
+    state.evidence.add(state.reconcile_form(form), sizes)
 
 
 def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:
     """Choose sizes at which an even routing gives each expert more choices than `limit`. None if these take more than
     `MAX_CROWD_TOKENS` tokens, or the proof does not cover them."""
-    slots, experts = state.reference.slots, state.num_experts
+    slots, experts = state.evidence.reference.slots, state.num_experts
     tokens = state.arguments.choose_tokens_near(experts * -(-(limit + 1) // slots) + experts)
     sizes = state.size_choice.choose_sequence(tokens)
     return sizes if tokens <= MAX_CROWD_TOKENS and state.size_choice.satisfies_restrictions(sizes) else None

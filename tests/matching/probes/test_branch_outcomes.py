@@ -221,11 +221,11 @@ class Clipped(Small):
 @pytest.mark.parametrize("bound, changes_form", [(torch.clone, False), (torch.tanh, True)])
 def test_a_branch_is_settled_after_its_verdict(bound, changes_form):
     state = new_state(Clipped(bound))
-    state.add_evidence(lift(state), {"S": 12})
-    reads = {read.call_stack for read in state.reference.capture.reads}
+    state.evidence.add(lift(state), {"S": 12})
+    reads = {read.call_stack for read in state.evidence.reference.capture.reads}
     if changes_form:
         with pytest.raises(Refused, match="a value that Python reads"):
             flip_branches(state)
     else:
         flip_branches(state)
-    assert reads and {state.is_settled(calls) for calls in reads} == {not changes_form}
+    assert reads and {state.evidence.is_settled(calls) for calls in reads} == {not changes_form}

@@ -11,7 +11,7 @@ from torch import nn
 
 import moefx
 from moefx.capture.concrete_routing import Routing
-from moefx.matching.proof_state import ProofState
+from moefx.matching.evidence import Evidence
 
 D, E, K = 8, 4, 2
 STATISTICS = {
@@ -127,14 +127,14 @@ def test_statistics_of_loads_that_change_rows_are_refused(least_tokens):
 def _loads_of_captures(monkeypatch: pytest.MonkeyPatch, least_tokens: int) -> list[tuple[int, list[int]]]:
     """Tokens and loads of the captures that agreed."""
     found: list[tuple[int, list[int]]] = []
-    add = ProofState.add_evidence
+    add = Evidence.add
 
     def noted(self: Any, form: Any, *more: Any, **options: Any) -> None:
         loads = torch.bincount(form.ids.flatten(), minlength=E).tolist()
         found.append((len(form.ids), loads))
         add(self, form, *more, **options)
 
-    monkeypatch.setattr(ProofState, "add_evidence", noted)
+    monkeypatch.setattr(Evidence, "add", noted)
     torch.manual_seed(0)
     model = Weighted(lambda n: 0, least_tokens)
     moefx.compile(model, example_inputs=(torch.randn(4, 12, D),), plan=moefx.Plan(validation="symbolic"))

@@ -1,0 +1,169 @@
+"""The evidence of a proof: what the captures of a block have shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+from ..capture.capture_result import Capture
+from ..capture.code_locations import Source
+from ..capture.idle_tests import EmptinessTests
+from ..capture.size_guards import SizeGuard, SizeLog
+from .graph_nodes import line
+from .lift.canonical_form import CanonicalForm
+from .lift.same_form import require_same_form
+from .terms.node_semantics import find_conditions
+
+ValueLines = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of the values of each group of experts
+
+
+class Evidence:
+    """The canonical forms of captures, which agree, and what the program did in all captures.
+
+    `prove` and the probes read it through its properties, and change it through its methods only.
+
+    Attributes:
+        emptiness_tests: the tests for experts without tokens in all captures.
+    """
+
+    def __init__(self) -> None:
+        self.emptiness_tests = EmptinessTests()
+        self._first: Capture | None = None
+        self._forms: list[CanonicalForm] = []
+        self._sizes: list[dict[str, int]] = []
+        self._comparisons: dict[SizeGuard, list[dict[str, int]]] = {}  # with the sizes of the captures
+        self._compares_floats = False
+        self._unforced_lengths: set[tuple[Source, ...]] = set()
+        self._settled: set[Hashable] = set()
+
+    # ------------------------------------------------------------------ read
+    @property
+    def first(self) -> Capture | None:
+        """The capture that explains a refusal; None before the first capture."""
+        return self._first
+
+    @property
+    def forms(self) -> tuple[CanonicalForm, ...]:
+        """The canonical forms of all captures."""
+        return tuple(self._forms)
+
+    @property
+    def reference(self) -> CanonicalForm:
+        """The form that those of all other captures must equal."""
+        return self._forms[0]
+
+    @property
+    def sizes(self) -> tuple[dict[str, int], ...]:
+        """The sizes of all captures, in the order of `forms`."""
+        return tuple(self._sizes)
+
+    @property
+    def seen_experts(self) -> set[int]:
+        """Experts that ran in some capture."""
+        return {e for form in self._forms for g in form.groups for e in g.ids}
+
+    @property
+    def compares_floats(self) -> bool:
+        """Whether some capture compares floats."""
+        return self._compares_floats
+
+    @property
+    def drops_slots(self) -> bool:
+        """Whether some capture drops a slot."""
+        return any(not form.kept_slots.all() for form in self._forms)
+
+    @property
+    def unforced_lengths(self) -> frozenset[tuple[Source, ...]]:
+        """Call sites that read an expert's number of rows, and whose outcome could not be forced."""
+        return frozenset(self._unforced_lengths)
+
+    def seen_guards(self) -> list[SizeGuard]:
+        """Return the comparisons of sizes that captures made."""
+        return [g for form in self._forms for g in form.capture.sizes.guards]
+
+    def side_guards(self, example: dict[str, int]) -> tuple[SizeGuard, ...]:
+        """Return the comparisons of sizes whose outcome at the example's sizes differs from that in some capture, with
+        the example's outcome."""
+        sides = dict.fromkeys(
+            g if g.holds(example) else dataclasses.replace(g, value=not g.value) for g in self._comparisons
+        )
+        tried = [sizes for several in self._comparisons.values() for sizes in several]
+        return tuple(g for g in sides if not all(g.holds(sizes) for sizes in tried))
+
+    def require_same_form(self, form: CanonicalForm) -> CanonicalForm:
+        """Return a form with its groups in the order of all captures. Raise `Refused` unless it agrees with theirs."""
+        return require_same_form(self._forms[0], form)
+
+    # ---------------------------------------------------------------- change
+    def log_capture(self, captured: Capture) -> None:
+        """Log what the program did in a capture, whether or not it gets a form."""
+        self._compares_floats = self._compares_floats or bool(find_conditions(captured.nodes))
+        self.emptiness_tests.add(captured.tracer.emptiness_tests)
+
+    def log_comparisons(self, log: SizeLog, sizes: dict[str, int]) -> None:
+        """Log the comparisons of sizes in a capture, which may have failed."""
+        log.unify_names(self._comparisons)
+        for guard in log.guards:
+            self._comparisons.setdefault(guard, []).append(sizes)
+
+    def add_unforced_length(self, calls: tuple[Source, ...]) -> None:
+        """Log a call site that reads an expert's number of rows, and whose outcome could not be forced."""
+        self._unforced_lengths.add(calls)
+
+    def settle(self, key: Hashable) -> None:
+        """Log that a probe has examined the target `key`."""
+        self._settled.add(key)
+
+    def is_settled(self, key: Hashable) -> bool:
+        return key in self._settled
+
+    def set_first(self, captured: Capture) -> None:
+        self._first = captured
+
+    def add(
+        self,
+        form: CanonicalForm,
+        sizes: dict[str, int],
+        optional: SizeGuard | None = None,
+        forced_read: Source | None = None,
+    ) -> None:
+        """Add the form of a capture.
+
+        Args:
+            optional: the guard that replaces the capture if its form turns out to differ.
+            forced_read: the branch of Python code that was forced.
+        """
+        self._forms.append(dataclasses.replace(form, optional_guard=optional, forced_read=forced_read))
+        self._sizes.append(sizes)
+
+    def drop(self, index: int) -> SizeGuard:
+        """Drop a capture that the proof can do without, and return the guard that replaces it."""
+        guard = self._forms[index].optional_guard
+        assert guard is not None
+        del self._forms[index], self._sizes[index]
+        return guard
+
+    def replace_forms(self, forms: list[CanonicalForm]) -> None:
+        """Replace the form of each capture, by another form of the same capture or of one with the same sizes."""
+        assert len(forms) == len(self._forms)
+        self._forms = [*forms]
+
+    def set_reference(self, index: int) -> None:
+        """Put a capture first, so that all others must have its form."""
+        self._forms.insert(0, self._forms.pop(index))
+        self._sizes.insert(0, self._sizes.pop(index))
+
+
+def find_value_lines(form: CanonicalForm) -> ValueLines:
+    """Return the lines that compute the expert index, and the values of each group of experts that the capture met."""
+    chosen = tuple(map(line, form.expert_index.nodes))
+    return chosen, *(tuple(line(n) for ref in g.values for n in ref.nodes) if g.ids else None for g in form.groups)
+
+
+def have_same_lines(lines: ValueLines, others: ValueLines) -> bool:
+    """Compare the lines of two captures, for the groups of experts that both have."""
+    return all(p == q for p, q in zip(lines, others, strict=True) if p is not None and q is not None)
+
+
+__all__ = ["Evidence", "ValueLines", "find_value_lines", "have_same_lines"]
