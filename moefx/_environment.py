@@ -87,11 +87,13 @@ def kernels() -> dict[str, str]:
     }
     lines = {name: f"{chosen.text}; {why}" for name, (chosen, why, _) in found.items()}
     kept, seconds = autotune.read_cached_lines(tuning.gpu_name(device)), autotune.seconds_left()
-    place = _without_home(autotune.cache_directory())
-    return lines | {"tuned here": f"{len(kept)} shapes ({place}), {seconds:.0f} s for more in a process"}
+    directory = _without_home(autotune.cache_directory())
+    return lines | {"tuned here": f"{len(kept)} shapes ({directory}), {seconds:.0f} s for more in a process"}
 
 
-def _without_home(place: Path | None) -> str:
+def _without_home(directory: Path | None) -> str:
     """Replace the home directory by `~`, so that the report does not name the user."""
     home = Path(os.path.expanduser("~"))
-    return f"~/{place.relative_to(home)}" if place and home.name and home in place.parents else str(place)
+    return (
+        f"~/{directory.relative_to(home)}" if directory and home.name and home in directory.parents else str(directory)
+    )

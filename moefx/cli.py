@@ -279,7 +279,7 @@ def write_page(ranking: Ranking, path: Path | None) -> None:
     try:
         ranking.html(path, tell=lambda text: print(f"page: {text}", file=sys.stderr))
     except OSError as error:
-        raise UsageError(f"the page {path} cannot be written: {error.strerror}; --page names another place") from None
+        raise UsageError(f"the page {path} cannot be written: {error.strerror}; --page names another file") from None
     missing = "" if has_plots() else f", without pictures: they need matplotlib ({INSTALL})"
     print(f"\npage: {path}{missing}")
 

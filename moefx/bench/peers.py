@@ -153,10 +153,10 @@ def build_scattermoe(inputs: Inputs) -> Work:
     (_, num_slots), num_experts = inputs.ids.shape, inputs.shape.E
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        places = flatten_sort_count(inputs.ids, num_experts=num_experts)
-        hidden = parallel_linear(x, w1.transpose(1, 2), num_slots, *places, grouped_out=True)
+        order = flatten_sort_count(inputs.ids, num_experts=num_experts)
+        hidden = parallel_linear(x, w1.transpose(1, 2), num_slots, *order, grouped_out=True)
         act, gates = activation(inputs.shape, hidden), weights.to(x.dtype)
-        return parallel_linear(act, w2.transpose(1, 2), 1, *places, gates=gates, grouped_in=True)
+        return parallel_linear(act, w2.transpose(1, 2), 1, *order, gates=gates, grouped_in=True)
 
     return time_autograd(inputs, function)
 

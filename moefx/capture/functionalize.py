@@ -95,8 +95,8 @@ _OF_ONE_DTYPE = {
 
 def require_one_dtype(func: Any, args: tuple) -> None:
     """Raise RuntimeError for a mixture of dtypes, as the kernel of an op does and its fake does not."""
-    places = _OF_ONE_DTYPE.get(func.overloadpacket, ())
-    _require_one(str(func.overloadpacket), [args[i] for i in places if i < len(args)])
+    positions = _OF_ONE_DTYPE.get(func.overloadpacket, ())
+    _require_one(str(func.overloadpacket), [args[i] for i in positions if i < len(args)])
 
 
 def require_one_dtype_under(dtype: torch.dtype | None, name: str, tensors: list[torch.Tensor]) -> None:

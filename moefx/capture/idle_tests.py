@@ -87,9 +87,9 @@ class _Code:
             node, owner = stack.pop()
             if isinstance(node, (ast.expr, ast.stmt)):
                 self.owner[node] = owner
-                place = node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0
-                if isinstance(node, ast.expr) or place not in self.at:
-                    self.at[place] = node
+                span = node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0
+                if isinstance(node, ast.expr) or span not in self.at:
+                    self.at[span] = node
             inner: list[ast.AST] = []  # defaults and decorators run in the outer function
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 first = min([node.lineno, *[d.lineno for d in node.decorator_list]])

@@ -94,7 +94,7 @@ class ExpertLayout:
         return dataclasses.replace(result, match=match, history=history)
 
     def __str__(self) -> str:
-        place, levels = self.placement, " x ".join(map(str, self.routes.sizes))
+        placement, levels = self.placement, " x ".join(map(str, self.routes.sizes))
         way = "halo" if self.routes.splits_intra_node else "rbd" if len(self.routes.levels) > 1 else "one exchange"
         rows = "one row for each of its " + ("ranks" if self.routes.dedup else "experts")
         parts = f", in {self.routes.chunks} parts" if self.routes.chunks > 1 else ""
@@ -102,12 +102,12 @@ class ExpertLayout:
             limit = self.routes.max_tokens
             agreement = f"at most {limit} tokens a rank" if limit else "the hosts agree on the number of tokens"
             return (
-                f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r}, {place.num_slots} each; every rank "
-                f"gathers the tokens of all ranks, {agreement} ({self.reason})"
+                f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r}, "
+                f"{placement.num_slots} each; every rank gathers the tokens of all ranks, {agreement} ({self.reason})"
             )
         return (
-            f"experts over {place.num_ranks} ranks of mesh axis {place.axis!r} ({levels}), {place.num_slots} each; a "
-            f"token travels as {rows}, {way}{parts} ({self.reason})"
+            f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r} ({levels}), "
+            f"{placement.num_slots} each; a token travels as {rows}, {way}{parts} ({self.reason})"
         )
 
     def keep_own_experts(self, block: nn.Module, axis: ExpertAxis) -> None:

@@ -35,8 +35,8 @@ class AttributeRange:
     def expression(self, root: str, read: str) -> str:
         """Return the text of a call of `read_range` (under the name `read`) that lists the attributes in order."""
         owner, _, stem = self.before.rpartition(".")
-        place = attribute_expression(root, owner)
-        return f"{read}({place}, {quote(stem)}, {self.start}, {self.stop}, {quote(self.after)})"
+        owner_expression = attribute_expression(root, owner)
+        return f"{read}({owner_expression}, {quote(stem)}, {self.start}, {self.stop}, {quote(self.after)})"
 
 
 def read_range(owner: nn.Module, stem: str, start: int, stop: int, after: str) -> list[Any]:

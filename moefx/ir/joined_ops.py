@@ -92,7 +92,7 @@ class _OpCall:
     Attributes:
         index: the op's position.
         needs: whether each argument, or any element of it, needs a gradient.
-        places: positions of its saved tensors among those of the joined node.
+        saved_positions: positions of its saved tensors among those of the joined node.
         num_results: the number of its results.
         next_functions: as of an autograd node, of its last argument only.
         saved_tensors: set while the backward runs.
@@ -102,7 +102,7 @@ class _OpCall:
         self.dialect_op, self.index, self.needs = op, index, needs
         self.next_functions = [(last_maker, 0)]
         self.to_save: Sequence[Any] = ()
-        self.places: Sequence[int] = ()
+        self.saved_positions: Sequence[int] = ()
         self.constant: Sequence[int] = ()  # ids of results without gradient, while the forward runs
         self.choice: recomputed_choice.RoutingChoice | None = None
         self.num_results = 1
@@ -137,14 +137,14 @@ class _RecordedOps:
         self.makers: list[_OpCall | None] = [None] * wiring.num_values
         self.calls: list[_OpCall] = []
         self.saved: list[Any] = []
-        self._places: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
 
     def save(self, tensor: Any) -> int:
         """Save a tensor for the backward, and return its position."""
-        place = self._places.setdefault(id(tensor), len(self.saved))
-        if place == len(self.saved):
+        position = self._positions.setdefault(id(tensor), len(self.saved))
+        if position == len(self.saved):
             self.saved.append(tensor)
-        return place
+        return position
 
     def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
         numbers, needs = self.wiring.arguments[index], self.needs
@@ -155,7 +155,7 @@ class _RecordedOps:
         call = _OpCall(op, index, needed, self.makers[numbers[-1][-1]] if numbers[-1] else None)
         op.derivative.save(call, used, kwargs, outputs)
         call.choice = recomputed_choice.note_choice(op.name, [used[i] for i in op.choice_arguments], call.to_save)
-        call.places, call.to_save = [self.save(t) for t in call.to_save], ()
+        call.saved_positions, call.to_save = [self.save(t) for t in call.to_save], ()
         results = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
         call.num_results = len(results)
         for number, tensor in zip(self.wiring.results[index], results, strict=False):  # the last ones may be unused
@@ -233,7 +233,7 @@ def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any],
     numbers, is_list = wiring.arguments[call.index], wiring.is_list[call.index]
     if call.next_functions[0][0] is None and numbers[-1] and numbers[-1][-1] < wiring.num_inputs:
         call.next_functions = [(_find_maker(ctx, numbers[-1][-1]), 0)]
-    call.saved_tensors = [saved[place] for place in call.places]
+    call.saved_tensors = [saved[position] for position in call.saved_positions]
     assert call.dialect_op.derivative is not None
     found = call.dialect_op.derivative.backward(call, grads)
     call.saved_tensors = ()

@@ -156,7 +156,7 @@ class Rewriter:
         ]
         self.residual.graph.output(flat)
         _drop_dead(self.residual.graph)
-        absorbed = sorted({place.fqn for g in self.match.groups for table in g.tables for place in table})
+        absorbed = sorted({part.fqn for g in self.match.groups for table in g.tables for part in table})
         return RewriteResult(self.residual.graph, spec, absorbed, self.residual.walk.repeated, attributes)
 
     def _belongs_to_call(self, effect: Effect, leaves: list[Any], calls: list[SubmoduleCall]) -> bool:

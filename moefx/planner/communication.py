@@ -122,7 +122,7 @@ def exchange_symbol(way: str) -> str:
     return "T_all_gather" if way == "gather" else f"T_{way}"  # T_gather is that of SSMB
 
 
-def row_bytes(width: int, choices: int, places: int, is_weighted: bool = True) -> tuple[int, int, int, int]:
+def row_bytes(width: int, choices: int, experts_per_rank: int, is_weighted: bool = True) -> tuple[int, int, int, int]:
     """Bytes of a row in (dispatch, combine, backward of combine, backward of dispatch).
 
     A row has the token's values of two bytes each. In dispatch each slot adds its routing weight (four bytes) and its
@@ -131,12 +131,12 @@ def row_bytes(width: int, choices: int, places: int, is_weighted: bool = True) -
 
     Args:
         choices: slots in a row.
-        places: experts on a rank.
+        experts_per_rank: experts on a rank.
         is_weighted: whether routing weights travel. They do not for k = 1.
     """
-    place = next((num_bytes for num_bytes in (1, 2) if places <= 2 ** (8 * num_bytes - 1)), 4)
+    bytes_per_number = next((num_bytes for num_bytes in (1, 2) if experts_per_rank <= 2 ** (8 * num_bytes - 1)), 4)
     values, weights = _aligned(2 * width), _aligned(4 * choices * is_weighted)
-    return values + weights + _aligned(place * choices), 2 * width, 2 * width, values + weights
+    return values + weights + _aligned(bytes_per_number * choices), 2 * width, 2 * width, values + weights
 
 
 def _aligned(num_bytes: int) -> int:

@@ -138,10 +138,10 @@ def _read_attention(model: nn.Module, layer: nn.Module, d: int, has_attention: b
     """Return the sizes of attention, and a note on assumed ones."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
-    places = [config, *layer.modules()]
+    owners = [config, *layer.modules()]
 
     def first(names: tuple[str, ...]) -> int | None:
-        found = (getattr(place, name, None) for place in places for name in names)
+        found = (getattr(place, name, None) for place in owners for name in names)
         return next((value for value in found if type(value) is int and value > 0), None)
 
     named = first(_HEADS)

@@ -31,12 +31,12 @@ def place_labels(
     figure: Any = axes.figure
     figure.draw_without_rendering()  # computes the layout, so that the axes have their final size
     on_screen = axes.transData.transform
-    points = on_screen([place for place, _, _ in named])
+    points = on_screen([point for point, _, _ in named])
     crossed = [at for line in lines for at in _sample_points(on_screen(line.get_xydata()))]
     taken: list[Any] = []
     found = []
-    for place, name, weight in named:
-        text = axes.annotate(name, place, (0, 0), textcoords="offset points", fontweight=weight, **style)
+    for point, name, weight in named:
+        text = axes.annotate(name, point, (0, 0), textcoords="offset points", fontweight=weight, **style)
         tried = []
         for distance in _DISTANCES:
             for right, above, ha, va in _SIDES:

@@ -114,13 +114,13 @@ def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
 
     figure = Figure((9.6, 5.6), layout="constrained")
     axes = figure.subplots()
-    places: dict[tuple[int, int], list[str]] = {}
+    points: dict[tuple[int, int], list[str]] = {}
     for each in (model, *(m for name, m in MODELS.items() if not name.startswith("x-moe"))):
-        names = places.setdefault((each.expert_size, each.top_k), [])
+        names = points.setdefault((each.expert_size, each.top_k), [])
         names += [each.name] if each.name not in names else []
-    widths = [width for width, _ in places]
+    widths = [width for width, _ in points]
     ends = (0.7 * min(widths), 1.6 * max(widths))
-    top = 2.5 * max(choices for _, choices in places)  # room for names
+    top = 2.5 * max(choices for _, choices in points)  # room for names
     lines = [
         axes.plot(
             ends, [ssmb_border(length) * w for w in ends], style, color=_DARK, lw=1.2, label=f"border, s = {length}"
@@ -130,7 +130,7 @@ def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
     here = [ssmb_border(tokens) * w for w in ends]
     axes.fill_between(ends, here, [top] * 2, color=_CYAN, alpha=0.25, lw=0, label=f"SSMB saves more, s = {tokens}")
     axes.fill_between(ends, [0.3] * 2, here, color=_SAND, alpha=0.3, lw=0, label=f"TED saves more, s = {tokens}")
-    for (width, choices), names in places.items():
+    for (width, choices), names in points.items():
         mine = model.name in names
         axes.plot([width], [choices], "*" if mine else "o", color=_WINE if mine else _INDIGO, ms=13 if mine else 6)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, top), xlabel="hidden width of an expert (elements)")
@@ -138,7 +138,7 @@ def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
     _set_plain_ticks(axes.xaxis, [512 * 2**i for i in range(7) if ends[0] < 512 * 2**i < ends[1]])
     _set_plain_ticks(axes.yaxis, [2**i for i in range(8) if 0.5 < 2**i < top])
     figure.legend(loc="outside right upper", fontsize=8)
-    named = [(place, "\n".join(names), "bold" if model.name in names else "normal") for place, names in places.items()]
+    named = [(point, "\n".join(names), "bold" if model.name in names else "normal") for point, names in points.items()]
     place_labels(axes, named, lines, fontsize=8, parse_math=False)
     return figure
 

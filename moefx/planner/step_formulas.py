@@ -216,8 +216,12 @@ def row_widths(model: Architecture, layout: Layout) -> dict[str, float]:
     """
     on_rank, is_weighted, anywhere = model.num_experts // layout.ep, model.top_k > 1, 2**31
     return {
-        name: sum(row_bytes(model.hidden_size, choices, places, is_weighted)) / 4
-        for name, choices, places in (("w", model.top_k, on_rank), ("w1", 1, on_rank), ("w_all", model.top_k, anywhere))
+        name: sum(row_bytes(model.hidden_size, choices, experts_per_rank, is_weighted)) / 4
+        for name, choices, experts_per_rank in (
+            ("w", model.top_k, on_rank),
+            ("w1", 1, on_rank),
+            ("w_all", model.top_k, anywhere),
+        )
     }
 
 

@@ -224,12 +224,12 @@ def resize_inputs(inputs: Inputs, interpretation: Arguments, sizes: Sizes, gener
 
     def index(name: str) -> Tensor:
         """Indices into the given inputs along an axis such as `S`, `B*S` or `B*10`."""
-        places = torch.zeros(1, dtype=torch.int64)
+        indices = torch.zeros(1, dtype=torch.int64)
         for part in name.split("*"):
             size = int(part) if part.isdigit() else interpretation.sizes[part]
             own = torch.arange(size) if part.isdigit() else order[part]
-            places = (places[:, None] * size + own).flatten()
-        return places
+            indices = (indices[:, None] * size + own).flatten()
+        return indices
 
     def changed(value: Any, leaf: Any) -> Any:
         if not isinstance(leaf, TensorArgument):

@@ -129,8 +129,8 @@ def _check_fixed_sizes(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes:
             other[n].append(int(expr.subs(symbols)))
             if expr.is_Integer:
                 found[int(expr)].append((n, i))
-    for number, places in found.items():
-        for chosen in [places, *([p] for p in places if len(places) > 1)]:
+    for number, axes in found.items():
+        for chosen in [axes, *([axis] for axis in axes if len(axes) > 1)]:
             changed = {n: [s + 1 if (n, i) in chosen else s for i, s in enumerate(shape)] for n, shape in other.items()}
             if _runs_at(gm, examples, changed):
                 n, i = chosen[0]

@@ -2,7 +2,7 @@
 
 Dynamo writes the example's sizes into a graph as numbers, unless sizes are dynamic. Here the region runs without data
 at other sizes. A number that must change for that is an expression, such as `B*S`. If both readings run, a number in a
-shape is a token dim if the entry has it at the same place; other numbers are constants. Choices that fail later are
+shape is a token dim if the entry has it at the same position; other numbers are constants. Choices that fail later are
 undone.
 """
 
@@ -202,16 +202,16 @@ class GeneralizedRegion:
             yield from self._try_side_input(n)
             return
         leaves: list[list[Any]] = []
-        is_shape, place = get_op_name(n) in _SHAPED, itertools.count()
+        is_shape, position = get_op_name(n) in _SHAPED, itertools.count()
         shape = self._collect_numbers((n.args, n.kwargs))
 
         def candidates(a: Any) -> None:
             if isinstance(a, fx.Node):
                 if self.analysis.is_number(a):
                     leaves.append(self._list_meanings(self.analysis.value[a], node=a))
-                    next(place)
+                    next(position)
             elif type(a) is int:
-                at = next(place)
+                at = next(position)
                 if a > 1:
                     is_token = (
                         self.dims.is_token_position([a], 0)

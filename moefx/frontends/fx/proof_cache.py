@@ -171,7 +171,7 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
     call = SurveyedCall(region.name, args, {})
     matched = MatchedBlock((region.name,), call, result, seconds, frozenset(), verdict)
     report = dataclasses.replace(build_report(matched, program, block), kind="region of a graph")
-    tables = [places for group in result.match.groups for places in group.tables]
+    tables = [slices for group in result.match.groups for slices in group.tables]
     fixed = [SizeGuard(dim, "eq", str(n), True) for dim, n in result.match.arguments.fixed.items()]
     guards = (*result.match.guards, *fixed)
     return CachedProof(report, program, guards, frozenset(p.fqn for places in tables for p in places))

@@ -37,11 +37,11 @@ class Region(nn.Module):
         self.code, self.names = code, names
         for name, t in zip(names, weights, strict=True):
             owner, _, own = name.rpartition(".")
-            place = _make_submodule(self, owner)
+            module = _make_submodule(self, owner)
             if isinstance(t, nn.Parameter):
-                place.register_parameter(own, t)
+                module.register_parameter(own, t)
             else:
-                place.register_buffer(own, t)
+                module.register_buffer(own, t)
 
     def forward(self, x: torch.Tensor, *args: torch.Tensor) -> tuple[Any, ...]:
         return self.code.run((x, *args), [_find_tensor(self, name) for name in self.names])
@@ -66,7 +66,7 @@ class RegionCall(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ExtractedRegion:
-    """A region with its place in the graph.
+    """A region with its position in the graph.
 
     Attributes:
         name: the user's module, or the line that selects.

@@ -79,15 +79,17 @@ class TokenDims:
                 found.append((times, SizeExpression(_format_expression(product))))
         return [size for _, size in sorted(found, key=lambda f: f[0])]
 
-    def is_token_position(self, shape: Sequence[int], place: int) -> bool:
-        """Return whether the number at `place` of a shape is probably a token dim: the entry has it at the same place,
-        with or without axes of size one, or it is a multiple of all tokens and leads the shape.
+    def is_token_position(self, shape: Sequence[int], position: int) -> bool:
+        """Return whether the number at `position` of a shape is probably a token dim.
+
+        It is one if the entry has it at the same position, with or without axes of size one, or if it is a multiple of
+        all tokens and leads the shape.
         """
         units = [i for i in range(self.rank - 1) if i not in self.axes]
         has_units = all(shape[i : i + 1] == [1] for i in units)
-        sizes, n = list(self.sizes.values()), shape[place]
+        sizes, n = list(self.sizes.values()), shape[position]
         at = dict(zip(self.axes if has_units else range(len(sizes)), sizes, strict=True))
-        return at.get(place) == n or (place == 0 and n % math.prod(sizes) == 0)
+        return at.get(position) == n or (position == 0 and n % math.prod(sizes) == 0)
 
     def interpret_symbol(self, value: Any, node: fx.Node | None = None) -> list[SizeExpression | int | float]:
         """List the meanings of a symbolic number over the token dims, the most likely first. Empty if it does not
@@ -137,7 +139,7 @@ class TokenDims:
         return [SizeExpression(_format_expression(e)) for e in (*self._scale_by_fixed(expr), expr)]
 
     def _scale_by_fixed(self, expr: sympy.Expr) -> Iterator[sympy.Expr]:
-        """Yield `expr` with fixed token dims in place of factors of equal size: `3*S` may be `B*S`."""
+        """Yield `expr` with fixed token dims in position of factors of equal size: `3*S` may be `B*S`."""
         for count in range(len(self.fixed), 0, -1):
             for chosen in itertools.combinations(self.fixed, count):
                 size = math.prod(self.sizes[self.names[i]] for i in chosen)

@@ -136,15 +136,15 @@ def record_reads(block: nn.Module, watched: Iterable[AttributeLocation]) -> Iter
         before = getattr(owner, where.attribute, MISSING)
         by_class.setdefault((type(owner), where.attribute), {})[id(owner)] = where, before
     with contextlib.ExitStack() as stack:
-        for (cls, name), places in by_class.items():
+        for (cls, name), locations in by_class.items():
             before, found = vars(cls).get(name, MISSING), inspect.getattr_static(cls, name, MISSING)
             if found is not MISSING and not is_plain(found):  # a descriptor that the class needs, such as a slot
-                read |= {where for where, _ in places.values()}
+                read |= {where for where, _ in locations.values()}
                 continue
             try:
-                setattr(cls, name, _RecordingAttribute(cls, name, places, read))
+                setattr(cls, name, _RecordingAttribute(cls, name, locations, read))
             except (TypeError, AttributeError):  # an extension class: any of its attributes may be read
-                read |= {where for where, _ in places.values()}
+                read |= {where for where, _ in locations.values()}
                 continue
             if before is MISSING:
                 stack.callback(delattr, cls, name)
@@ -233,30 +233,30 @@ class _RecordingAttribute:
     """A data descriptor that stands in for an attribute and records its reads.
 
     Args:
-        places: for each object's id, the attribute's location and its value before the call.
+        locations: for each object's id, the attribute's location and its value before the call.
     """
 
     def __init__(
-        self, cls: type, name: str, places: dict[int, tuple[AttributeLocation, Any]], read: set[AttributeLocation]
+        self, cls: type, name: str, locations: dict[int, tuple[AttributeLocation, Any]], read: set[AttributeLocation]
     ):
-        self.name, self.places, self.read = name, places, read
+        self.name, self.locations, self.read = name, locations, read
         self.default = getattr(cls, name, MISSING)
 
     def __get__(self, owner: Any, cls: type) -> Any:
         if owner is None:  # `Block.temperature`
-            self.read |= {where for where, _ in self.places.values()}
+            self.read |= {where for where, _ in self.locations.values()}
             value = self.default
         else:
             value = _instance_dict(owner).get(self.name, self.default)
-            if id(owner) in self.places and value is self.places[id(owner)][1]:
-                self.read.add(self.places[id(owner)][0])
+            if id(owner) in self.locations and value is self.locations[id(owner)][1]:
+                self.read.add(self.locations[id(owner)][0])
         if value is MISSING:
             raise AttributeError(f"{cls.__name__!r} object has no attribute {self.name!r}")
         return value
 
     def __set__(self, owner: Any, value: Any) -> None:
-        if id(owner) in self.places and is_same(value, self.places[id(owner)][1]):
-            self.read.add(self.places[id(owner)][0])
+        if id(owner) in self.locations and is_same(value, self.locations[id(owner)][1]):
+            self.read.add(self.locations[id(owner)][0])
         _instance_dict(owner)[self.name] = value
 
     def __delete__(self, owner: Any) -> None:

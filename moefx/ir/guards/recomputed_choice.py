@@ -44,7 +44,7 @@ class RoutingChoice(NamedTuple):
     """The routing tensors of an op's forward, and their positions among the op's saved tensors."""
 
     name: str
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     tensors: tuple[Tensor, ...]
 
 
@@ -58,8 +58,8 @@ def note_choice(op: str, arguments: Sequence[Any], saved: Sequence[Any]) -> Rout
     found = [(i, a) for a in arguments for i, s in enumerate(saved) if s is a]
     if not found or any(type(tensor) is not Tensor for _, tensor in found):
         return None
-    places, tensors = zip(*found, strict=True)
-    return RoutingChoice(running.block or f"moefx::{op}", places, tensors)
+    positions, tensors = zip(*found, strict=True)
+    return RoutingChoice(running.block or f"moefx::{op}", positions, tensors)
 
 
 def require_same_choice(choice: RoutingChoice, saved: Sequence[Any]) -> None:
@@ -68,7 +68,7 @@ def require_same_choice(choice: RoutingChoice, saved: Sequence[Any]) -> None:
     Free of cost while the tensors are identical. On a GPU the host reads the result after the whole backward is
     enqueued; `backward()` raises then.
     """
-    now = tuple(saved[i] for i in choice.places)
+    now = tuple(saved[i] for i in choice.positions)
     if any(type(t) is not Tensor for t in now):
         return
     if any(a is not b for a, b in zip(now, choice.tensors, strict=True)):

@@ -53,11 +53,11 @@ def _receive_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], g
     times as long (benchmarks/NOTES.md).
     """
     arrived, rank, size = rows.new_empty((sum(received), *rows.shape[1:])), group.rank(), group.size()
-    parts, places = rows.split(list(sent)), arrived.split(list(received))
+    parts, received_parts = rows.split(list(sent)), arrived.split(list(received))
     others = [(rank + i) % size for i in range(1, size)]
-    works = [group.recv([places[other]], other, _TAG) for other in reversed(others) if received[other]]
+    works = [group.recv([received_parts[other]], other, _TAG) for other in reversed(others) if received[other]]
     works += [group.send([parts[other]], other, _TAG) for other in others if sent[other]]
-    places[rank].copy_(parts[rank])
+    received_parts[rank].copy_(parts[rank])
     for work in works:  # `wait_tensor` waits for all of them
         torch._C._distributed_c10d._register_work(arrived, work)  # type: ignore[attr-defined]
     return arrived

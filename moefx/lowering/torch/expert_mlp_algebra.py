@@ -49,18 +49,18 @@ def forward(call: ExpertMlpCall, gemms: Gemms, keep: str, reduce: bool) -> list[
         rows = x.index_select(0, by_row.token_ids[group.index])
         hidden = []
         for g in range(len(up_widths)):
-            place = kept_up[g].place(group) if kept_up else None
-            h = parameters.project_up(g, group, rows, place)
+            up = kept_up[g].find_slice(group) if kept_up else None
+            h = parameters.project_up(g, group, rows, up)
             hidden.append(kept_up[g].put(group, h) if kept_up else h)
         env = by_row.with_weight(group, call.parts(parameters.biased(group, hidden)))
         act = act_of(env)
         if kept_act is not None:  # outputs of an op must not share storage
             act = kept_act.put(group, act.clone() if isinstance(call.act, str) else act)
-        place = None if result is None else result.place(group)
+        down = None if result is None else result.find_slice(group)
         if call.body.out == "y":
-            out = parameters.project_down(group, act, place)
+            out = parameters.project_down(group, act, down)
         elif by_row.scale is not None and scale_in_place:
-            out = parameters.project_down(group, act, place).mul_(by_row.scale[group.index])
+            out = parameters.project_down(group, act, down).mul_(by_row.scale[group.index])
         else:
             out = out_of({**env, "y": parameters.project_down(group, act)})
         return out if result is None else result.put(group, out)

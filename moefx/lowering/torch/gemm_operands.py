@@ -24,18 +24,18 @@ class Buffer:
 
     def __init__(self, gemms: Gemms, tensor: Tensor | None):
         self.tensor = tensor
-        self.places: Sequence[Tensor] = [] if tensor is None else gemms.places(tensor)
+        self.slices: Sequence[Tensor] = [] if tensor is None else gemms.slices(tensor)
 
-    def place(self, group: Group) -> Tensor | None:
+    def find_slice(self, group: Group) -> Tensor | None:
         """Return the slice of the result for the group's rows, or None without a tensor."""
-        return self.places[group.index] if self.places else None
+        return self.slices[group.index] if self.slices else None
 
     def put(self, group: Group, rows: Tensor) -> Tensor:
         """Store the group's rows, with a copy unless they are in their slice already. Returns the rows."""
         if self.tensor is None:
             self.tensor = rows
-        elif rows is not (place := self.places[group.index]):
-            place.copy_(group.own(rows))
+        elif rows is not (part := self.slices[group.index]):
+            part.copy_(group.own(rows))
         return rows
 
 

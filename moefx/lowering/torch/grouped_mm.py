@@ -105,7 +105,7 @@ class GroupedGemms:
     def read(self, rows: Tensor) -> list[Tensor]:
         return [rows]
 
-    def places(self, rows: Tensor) -> list[Tensor]:
+    def slices(self, rows: Tensor) -> list[Tensor]:
         return [rows]
 
     def new_rows(self, like: Tensor, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:

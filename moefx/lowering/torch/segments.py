@@ -168,7 +168,7 @@ class SegmentGemms:
         last = rows[self.num_valid - 1].expand(stop - self.num_valid, *rows.shape[1:])
         return torch.cat([rows[start : self.num_valid], last])
 
-    def places(self, rows: Tensor) -> Sequence[Tensor]:
+    def slices(self, rows: Tensor) -> Sequence[Tensor]:
         """Return the slice of a result that each group writes."""
         return torch.split_with_sizes(rows[: self.num_valid], [group.num_rows for group in self.groups])
 
@@ -271,7 +271,7 @@ class TokenSum:
     """
 
     def __init__(self, gemms: SegmentGemms, index: PftIndex, width: int, dtype: torch.dtype):
-        self.token_ids = gemms.places(index.token_ids.long())  # index_add_ is twice as fast with int64
+        self.token_ids = gemms.slices(index.token_ids.long())  # index_add_ is twice as fast with int64
         self.dtype = dtype
         shape, wide = (index.inverse.shape[0], width), torch.promote_types(dtype, torch.float32)
         self.total = torch.zeros(shape, dtype=wide, device=index.token_ids.device)
@@ -291,10 +291,10 @@ class RowsToSum:
     def __init__(self, gemms: SegmentGemms, index: PftIndex, width: int, dtype: torch.dtype):
         shape, device = (index.token_ids.shape[0], width), index.token_ids.device
         self.index, self.rows = index, torch.empty(shape, dtype=dtype, device=device)
-        self.places = gemms.places(self.rows)
+        self.slices = gemms.slices(self.rows)
 
     def add(self, group: Group, rows: Tensor) -> None:
-        self.places[group.index].copy_(group.own(rows))
+        self.slices[group.index].copy_(group.own(rows))
 
     def result(self) -> Tensor:
         return combine(self.rows, None, self.index.token_ids, self.index.expert_offsets, self.index.inverse)
@@ -325,17 +325,17 @@ def _grouped_mm(
     num_in, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
     gemms = SegmentGemms(expert_offsets, dtype, num_in * num_out)
     out, operands = new_buffer(rows, (rows.shape[0], num_out)), gemms.weights(w, transposed)
-    read, places = gemms.read(rows), gemms.places(out)
+    read, slices = gemms.read(rows), gemms.slices(out)
     summands = None if summand is None else gemms.read(summand)
 
     def run(group: Group) -> None:
-        place = places[group.index]
+        part = slices[group.index]
         if summands is None:
-            product = gemms.multiply(group, read[group.index], operands, place)
+            product = gemms.multiply(group, read[group.index], operands, part)
         else:
-            product = gemms.multiply_add(group, read[group.index], operands, summands[group.index], place)
-        if product is not place:
-            place.copy_(group.own(product))
+            product = gemms.multiply_add(group, read[group.index], operands, summands[group.index], part)
+        if product is not part:
+            part.copy_(group.own(product))
 
     gemms.for_each_group(run, multiplications=num_in * num_out)
     return gemms.finish_rows(out)

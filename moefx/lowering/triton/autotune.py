@@ -158,8 +158,8 @@ def cache_directory() -> Path | None:
 
 def cache_file(gpu: str) -> Path | None:
     """Return the cache file for a kind of GPU, or None without a directory."""
-    place = cache_directory()
-    return place and place / f"tuning-{re.sub(r'[^0-9A-Za-z]+', '_', gpu)}-{_source_hash()}.jsonl"
+    directory = cache_directory()
+    return directory and directory / f"tuning-{re.sub(r'[^0-9A-Za-z]+', '_', gpu)}-{_source_hash()}.jsonl"
 
 
 @functools.cache

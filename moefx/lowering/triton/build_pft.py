@@ -225,11 +225,11 @@ def select_kernel(
         equal = (here & (key == threshold)).to(tl.int32)
         rank = equal_before + tl.cumsum(equal, 0) - equal
         keep = (begin + offset < num_eligible) & ((key > threshold) | ((equal > 0) & (rank < wanted)))
-        place = row + tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.store(token_ids + place, entry // K, mask=keep)
-        tl.store(slot_ids + place, entry % K, mask=keep)
-        tl.store(combine_weights + place, weight, mask=keep)
-        tl.store(inverse + entry, tl.where(keep, place, -1), mask=here)
+        position = row + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(token_ids + position, entry // K, mask=keep)
+        tl.store(slot_ids + position, entry % K, mask=keep)
+        tl.store(combine_weights + position, weight, mask=keep)
+        tl.store(inverse + entry, tl.where(keep, position, -1), mask=here)
         row += tl.sum(keep.to(tl.int32), 0)
         equal_before += tl.sum(equal, 0)
 

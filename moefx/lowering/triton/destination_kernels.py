@@ -1,6 +1,7 @@
 """Kernels over the destinations of slots: they assign destinations, find pilots, and count rows.
 
-A program has a block of tokens with all their slots. A place is rank * (places of a rank) + position on the rank.
+A program has a block of tokens with all their slots. A destination (`place`) is rank * (destinations of a
+rank) + position on the rank.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def place_kernel(
 
 @triton.jit
 def _unit(place, token, k: tl.constexpr, in_list, begin, end, near, slots, K: tl.constexpr):
-    """Destination unit (of `slots` places) of slot k of each token, or -1 if the slot does not count.
+    """Destination unit (of `slots` destinations) of slot k of each token, or -1 if the slot does not count.
 
-    Slots at the places begin ... end - 1 do not count; with near = 1 only they count.
+    Slots with the destinations begin ... end - 1 do not count; with near = 1 only they count.
     """
     at = tl.load(place + token * K + k, mask=in_list, other=-1)
     inside = ((at >= begin) & (at < end)).to(tl.int32)
@@ -62,7 +63,7 @@ def pilots_kernel(place, pilot, num_tokens, num_slots, K: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=_VARYING)
 def count_rows_kernel(place, counts, wanted, num_tokens, K: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """counts[stored + u] += number of rows for unit u of `slots` places, for each row n of `wanted`.
+    """counts[stored + u] += number of rows for unit u of `slots` destinations, for each row n of `wanted`.
 
     wanted[n] = (stored, units, slots, dedup, near, begin, end). With near = 1 units are numbered from place `begin`.
     The sums are of integers, so they do not depend on the order of the atomics.

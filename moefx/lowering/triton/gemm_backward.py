@@ -14,8 +14,8 @@ from .tiles import (
     accumulate,
     left_rows,
     load_parts,
-    outer_place,
-    rows_place,
+    locate_outer,
+    locate_rows,
     safe_indices,
     split_halves,
     store_parts,
@@ -69,7 +69,7 @@ def _act_backward_tile(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
+    expert, first_row, n, end = locate_rows(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
     is_mine = row < end
     column = n * BN + tl.arange(0, BN)
@@ -209,7 +209,7 @@ def _outer_tile(
     PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    expert, m, n, begin, end = outer_place(tile, height, width, expert_offsets, BM, BN, GROUP)
+    expert, m, n, begin, end = locate_outer(tile, height, width, expert_offsets, BM, BN, GROUP)
     i, j = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
     i_safe, j_safe = safe_indices(i, height, EVEN, VECTOR), safe_indices(j, width, EVEN, VECTOR)
     acc = tl.zeros((BM, BN), tl.float32)

@@ -14,8 +14,8 @@ from .tiles import (
     VARYING,
     accumulate,
     left_rows,
+    locate_rows,
     matrix_of,
-    rows_place,
     safe_indices,
     split_pairs,
     store_tile,
@@ -39,7 +39,7 @@ def _up_tile(
     PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
+    expert, first_row, n, end = locate_rows(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
     is_mine, is_full = row < end, first_row + BM <= end
     column, ks = n * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -155,7 +155,7 @@ def _rows_tile(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    expert, first_row, n, end = rows_place(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
+    expert, first_row, n, end = locate_rows(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
     is_mine = row < end
     left_row = left_rows(token_ids, row, is_mine, first_row, GATHER)

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .tiles import outer_place, rows_place
+from .tiles import locate_outer, locate_rows
 
 # Names of triton 3.6 and of later versions.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -139,7 +139,7 @@ def in_pieces(acc):
 
 
 @gluon.jit
-def places(
+def locate_block(
     row_stride, first_row, first_column, end, width, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Offsets of a block, and the mask of those before row `end` and column `width`."""
@@ -167,7 +167,7 @@ def _outer_load(
     ks = gl.arange(0, BK, gl.SliceLayout(1, LAYOUT))
     block = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, m, n, begin, end = outer_place(tile, height, width, expert_offsets, BM, BN, GROUP)
+        _, m, n, begin, end = locate_outer(tile, height, width, expert_offsets, BM, BN, GROUP)
         tokens = ks
         if GATHER_LEFT or GATHER_RIGHT:
             tokens = gl.load(token_ids + begin + ks, mask=begin + ks < end, other=0)
@@ -212,7 +212,7 @@ def _outer_multiply(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     block = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, m, n, begin, end = outer_place(tile, height, width, expert_offsets, BM, BN, GROUP)
+        expert, m, n, begin, end = locate_outer(tile, height, width, expert_offsets, BM, BN, GROUP)
         acc = gl.zeros([BM, BN], gl.float32, MMA)
         for k in range(begin, end, BK):
             a, b = left_buffers.index(block % STAGES).permute((1, 0)), right_buffers.index(block % STAGES)
@@ -299,10 +299,10 @@ def rows_load(
     within = gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
     num_row_tiles = gl.load(schedule + 3 * max_tiles)
     # The position and rows of the next tile are loaded while a tile is loaded.
-    next_expert, next_row, next_n, next_end = rows_place(
+    next_expert, next_row, next_n, next_end = locate_rows(
         gl.program_id(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP
     )
-    then_expert, then_row, then_n, then_end = rows_place(
+    then_expert, then_row, then_n, then_end = locate_rows(
         gl.program_id(0) + gl.num_programs(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP
     )
     next_tokens = _tokens(token_ids, next_row + within, next_end, GATHER)
@@ -311,7 +311,7 @@ def rows_load(
         tokens, is_mine = next_tokens, first_row + within < end
         next_expert, next_row, next_n, next_end = then_expert, then_row, then_n, then_end
         next_tokens = _tokens(token_ids, next_row + within, next_end, GATHER)
-        then_expert, then_row, then_n, then_end = rows_place(
+        then_expert, then_row, then_n, then_end = locate_rows(
             tile + 2 * gl.num_programs(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP
         )
         for term in gl.static_range(TERMS):
@@ -354,7 +354,7 @@ def _rows_multiply(
     block, num_blocks = 0, TERMS * gl.cdiv(inner, row_buffers.shape[2])
     num_row_tiles = gl.load(schedule + 3 * max_tiles)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, first_row, n, end = rows_place(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
+        expert, first_row, n, end = locate_rows(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
         acc = gl.zeros([BM, BN], gl.float32, MMA)
         acc = multiply_blocks(acc, row_buffers, w_buffers, full, empty, block, num_blocks, COLUMNS_FIRST, GATHER)
         block += num_blocks
@@ -374,7 +374,7 @@ def _rows_multiply(
                 fence_async_shared()
                 _tma_store(out_desc, [first_row, n * BN + i * PIECE], staged.index(i % 2))
             else:  # TMA would overwrite the next expert's rows
-                at, mask = places(width, first_row, n * BN + i * PIECE, end, width, BM, PIECE, LAYOUT)
+                at, mask = locate_block(width, first_row, n * BN + i * PIECE, end, width, BM, PIECE, LAYOUT)
                 gl.store(out + at, staged.index(i % 2).load(LAYOUT), mask=mask)
     tma.store_wait(0)
 

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .hopper import PIECE, eights, in_pieces, multiply_blocks, places, row_ring, rows_load, view
-from .tiles import rows_place
+from .hopper import PIECE, eights, in_pieces, locate_block, multiply_blocks, row_ring, rows_load, view
+from .tiles import locate_rows
 
 
 @gluon.jit
@@ -52,7 +52,7 @@ def _point_multiply(
         for i in gl.static_range(BN // PIECE):
             piece = pieces[i]
             if HAS_BIAS:
-                expert, _, n, _ = rows_place(tile, num_row_tiles, width, schedule, max_tiles, TILE, GROUP)
+                expert, _, n, _ = locate_rows(tile, num_row_tiles, width, schedule, max_tiles, TILE, GROUP)
                 column = i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, piece.type.layout))
                 is_first = column % 2 == 0 if JOINED else column < TILE
                 within = n * TILE + (column // 2 if JOINED else column % TILE)
@@ -85,7 +85,7 @@ def _store_act(
     ROWS: gl.constexpr = v0.shape[0]
     COLUMNS: gl.constexpr = v0.shape[1]
     LAYOUT: gl.constexpr = v0.type.layout
-    at, mask = places(width, first_row, n * TILE + c * COLUMNS, end, width, ROWS, COLUMNS, LAYOUT)
+    at, mask = locate_block(width, first_row, n * TILE + c * COLUMNS, end, width, ROWS, COLUMNS, LAYOUT)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     w = gl.expand_dims(_load_weights(row_weights, row, end, USES_WEIGHT), 1)
     value = ACT(v0.to(gl.float32), v1.to(gl.float32), w)
@@ -110,17 +110,19 @@ def _up_point(
     NUM_PIECES: gl.constexpr = PIECES // 2 if PAIRED else PIECES
     turn = 0
     num_row_tiles = gl.load(schedule + 3 * max_tiles)
-    _, next_row, next_n, next_end = rows_place(gl.program_id(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP)
+    _, next_row, next_n, next_end = locate_rows(
+        gl.program_id(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP
+    )
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         first_row, n, end = next_row, next_n, next_end
-        _, next_row, next_n, next_end = rows_place(
+        _, next_row, next_n, next_end = locate_rows(
             tile + gl.num_programs(0), num_row_tiles, width, schedule, max_tiles, TILE, GROUP
         )
         mbarrier.wait(staged_full, turn & 1)
         for r in range(CHUNKS):
             here = first_row + r * ROWS
             for c in gl.static_range(NUM_PIECES):
-                h_at, mask = places(
+                h_at, mask = locate_block(
                     h_row, here, (n * NUM_PIECES + c) * PIECE, end, 2 * width if JOINED else width, ROWS, PIECE, LAYOUT
                 )
                 v0 = chunks.index(c * CHUNKS + r).load(LAYOUT)
@@ -191,12 +193,12 @@ def _load_parts(
     """Load 64 columns of the parts of H as stored. A single part is returned twice. JOINED: pairs of columns in one."""
     if JOINED:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-        at, mask = places(h_row, first_row, 2 * first_column, end, 2 * width, ROWS, 2 * PIECE, LAYOUT)
+        at, mask = locate_block(h_row, first_row, 2 * first_column, end, 2 * width, ROWS, 2 * PIECE, LAYOUT)
         a0 = gl.load(h0 + at, mask=mask, other=0.0)
         a1 = a0
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        at, mask = places(h_row, first_row, first_column, end, width, ROWS, PIECE, LAYOUT)
+        at, mask = locate_block(h_row, first_row, first_column, end, width, ROWS, PIECE, LAYOUT)
         a0 = gl.load(h0 + at, mask=mask, other=0.0)
         a1 = a0
         if PARTS == 2:
@@ -211,12 +213,12 @@ def _store_parts(
 ):  # fmt: skip
     if JOINED:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-        at, mask = places(h_row, first_row, 2 * first_column, end, 2 * width, ROWS, 2 * COLUMNS, LAYOUT)
+        at, mask = locate_block(h_row, first_row, 2 * first_column, end, 2 * width, ROWS, 2 * COLUMNS, LAYOUT)
         pairs = gl.join(d0, d1).reshape([ROWS, 2 * COLUMNS])
         gl.store(h0 + at, gl.convert_layout(pairs, LAYOUT, assert_trivial=True), mask=mask)
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        at, mask = places(h_row, first_row, first_column, end, width, ROWS, COLUMNS, LAYOUT)
+        at, mask = locate_block(h_row, first_row, first_column, end, width, ROWS, COLUMNS, LAYOUT)
         gl.store(h0 + at, d0, mask=mask)
         if PARTS == 2:
             gl.store(h1 + at, d1, mask=mask)
@@ -241,14 +243,14 @@ def _act_backward_point(
     HAS_WEIGHT: gl.constexpr = HAS_SCALE or USES_WEIGHT
     within, turn = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), 0
     num_row_tiles = gl.load(schedule + 3 * max_tiles)
-    _, next_row, next_n, next_end = rows_place(gl.program_id(0), num_row_tiles, width, schedule, max_tiles, BN, GROUP)
+    _, next_row, next_n, next_end = locate_rows(gl.program_id(0), num_row_tiles, width, schedule, max_tiles, BN, GROUP)
     next_w = _load_weights(row_weights, next_row + within, next_end, HAS_WEIGHT)
     ahead = ()
     for c in gl.static_range(PIECES):
         ahead += (_load_parts(h0, h1, h_row, next_row, next_n * BN + c * PIECE, next_end, width, ROWS, PARTS, JOINED),)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         first_row, n, end = next_row, next_n, next_end
-        _, next_row, next_n, next_end = rows_place(
+        _, next_row, next_n, next_end = locate_rows(
             tile + gl.num_programs(0), num_row_tiles, width, schedule, max_tiles, BN, GROUP
         )
         mbarrier.wait(staged_full, turn & 1)
@@ -277,7 +279,7 @@ def _act_backward_point(
                 column = then_column + c * PIECE
                 ahead += (_load_parts(h0, h1, h_row, then_row, column, then_end, width, ROWS, PARTS, JOINED),)
                 column = n * BN + c * PIECE
-                at, mask = places(width, first_row + r * ROWS, column, end, width, ROWS, PIECE, LAYOUT)
+                at, mask = locate_block(width, first_row + r * ROWS, column, end, width, ROWS, PIECE, LAYOUT)
                 grad = chunks.index(c * CHUNKS + r).load(LAYOUT).to(gl.float32)
                 value, d0, d1, dw = VJP(a0, a1, w, grad * scale)
                 dot += gl.where(mask, grad * value, 0.0)

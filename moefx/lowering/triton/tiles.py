@@ -48,7 +48,7 @@ def schedule_kernel(expert_offsets, schedule, max_tiles, E: tl.constexpr, E_BINS
 
 
 @triton.jit
-def place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
+def locate(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
     """(row tile, column tile): GROUP row tiles at a time, and all their columns."""
     group = tile // (GROUP * num_column_tiles)
     first = group * GROUP
@@ -58,25 +58,25 @@ def place(tile, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def rows_place(tile, num_row_tiles, width, schedule, max_tiles, TILE: tl.constexpr, GROUP: tl.constexpr):
+def locate_rows(tile, num_row_tiles, width, schedule, max_tiles, TILE: tl.constexpr, GROUP: tl.constexpr):
     """(expert, first row, column tile, end of the expert's rows) of a tile of rows. The end is 0 after the last tile.
 
     No load waits for another.
     """
     num_column_tiles = tl.cdiv(width, TILE)
-    m, n = place(tile, num_row_tiles, num_column_tiles, GROUP)
+    m, n = locate(tile, num_row_tiles, num_column_tiles, GROUP)
     there, at = tile < num_row_tiles * num_column_tiles, schedule + m
     expert, first_row = tl.load(at, mask=there, other=0), tl.load(at + max_tiles, mask=there, other=0)
     return expert, first_row, n, tl.load(at + 2 * max_tiles, mask=there, other=0)
 
 
 @triton.jit
-def outer_place(tile, height, width, expert_offsets, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+def locate_outer(tile, height, width, expert_offsets, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
     """(expert, row tile, column tile, first row, end of the expert's rows) of a tile of an expert's [height,width]."""
     num_row_tiles, num_column_tiles = tl.cdiv(height, BM), tl.cdiv(width, BN)
     expert = tile // (num_row_tiles * num_column_tiles)
     within = tile - expert * (num_row_tiles * num_column_tiles)
-    m, n = place(within, num_row_tiles, num_column_tiles, GROUP)
+    m, n = locate(within, num_row_tiles, num_column_tiles, GROUP)
     return expert, m, n, tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
 
 

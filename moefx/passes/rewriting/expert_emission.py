@@ -101,8 +101,8 @@ class ExpertBodyEmitter:
             case "shared":
                 return BodyValue(self.parameters.emit_one(b.args[0]), "fixed", len(b.shape))
             case "expert" if self.number is not None:
-                place = self.group.tables[b.args[0]][self.number]
-                return BodyValue(self.parameters.emit_one(place), "fixed", len(b.shape))
+                part = self.group.tables[b.args[0]][self.number]
+                return BodyValue(self.parameters.emit_one(part), "fixed", len(b.shape))
             case "expert":
                 return BodyValue(self.parameters.emit_all(self.group.tables[b.args[0]]), "expert", len(b.shape))
             case "value":

@@ -120,10 +120,10 @@ def estimate_ring(platform: Platform, ranks: Sequence[int]) -> float:
         return 0.0
     links = build_fabric(platform, ranks)
     nodes: dict[int, list[int]] = {}
-    for place, node in enumerate(links.units[0].tolist()):
-        nodes.setdefault(node, []).append(place)
+    for rank, node in enumerate(links.units[0].tolist()):
+        nodes.setdefault(node, []).append(rank)
     number = min(map(len, nodes.values())) if len(nodes) > 1 else 1
-    orders = [[place for node in nodes.values() for place in node[i:] + node[:i]] for i in range(number)]
+    orders = [[rank for node in nodes.values() for rank in node[i:] + node[:i]] for i in range(number)]
     sources = torch.tensor(orders)
     flows = torch.full((sources.numel(),), 1 / number, dtype=torch.float32)
     return float(links.busiest_link_seconds_of_flows(sources.flatten(), sources.roll(-1, 1).flatten(), flows))

@@ -21,8 +21,8 @@ _MOST = 2**40  # weight of the most popular expert. Integer weights exclude that
 
 def popularity(num_experts: int, skew: float) -> Tensor:
     """int64 [E]: weights of the experts, the most popular first, by Zipf's law: the n-th has n^-skew of the first."""
-    places = torch.arange(1, num_experts + 1, dtype=torch.float64)
-    return (_MOST * places**-skew).round().long().clamp(min=1)
+    order = torch.arange(1, num_experts + 1, dtype=torch.float64)
+    return (_MOST * order**-skew).round().long().clamp(min=1)
 
 
 def draw_choices(weights: Tensor, num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:

@@ -29,7 +29,7 @@ def test_groups_cover_the_valid_rows_once(routing, group_rows):
     assert [e for g in gemms.groups for e in g.experts] == [e for e, n in enumerate(sizes) if n]
     assert [n for g in gemms.groups for n in g.sizes] == [n for n in sizes if n]
     rows = torch.arange(len(routing.build()[0]))
-    assert torch.cat([*gemms.places(rows), rows[:0]]).tolist() == list(range(offsets[-1]))
+    assert torch.cat([*gemms.slices(rows), rows[:0]]).tolist() == list(range(offsets[-1]))
     assert torch.cat([*gemms.read(rows), rows[:0]]).tolist() == list(range(offsets[-1]))
     assert all(g.num_rows <= group_rows or len(g.experts) == 1 for g in gemms.groups)
 
