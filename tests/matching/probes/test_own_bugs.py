@@ -7,7 +7,7 @@ import torch
 
 from moefx.capture.argument_interpretations import interpret_arguments
 from moefx.capture.size_collisions import ModelNumbers
-from moefx.matching import proof_state
+from moefx.matching import evidence
 from moefx.matching.proof_state import ProofState
 from moefx.matching.prove import prove
 from moefx.util.user_code import PACKAGE_DIR
@@ -45,9 +45,9 @@ def fail(nodes):
     ("block", "last"), [(Asking, 4), (Asking, 9), (ChosenByArgument, 1), (ChosenByArgument, 7), (ChosenByArgument, 12)]
 )
 def test_a_bug_in_a_capture_is_raised(monkeypatch, block, last):
-    names = {"find_conditions": proof_state.find_conditions, "captures": [], "last": last}
+    names = {"find_conditions": evidence.find_conditions, "captures": [], "last": last}
     exec(compile(CODE, f"{PACKAGE_DIR}/bug.py", "exec"), names)
-    monkeypatch.setattr(proof_state, "find_conditions", names["fail"])
+    monkeypatch.setattr(evidence, "find_conditions", names["fail"])
     model, args = block(), (torch.zeros(5, D), torch.arange(5))[: 1 + (block is ChosenByArgument)]
     state = ProofState(model, next(iter(interpret_arguments(args, {}, ModelNumbers.of(model)))))
     with pytest.raises(AssertionError):
