@@ -26,9 +26,9 @@ from .driver.plan_check import check_effects, check_layout, check_passes
 from .driver.rank_agreement import AgreedProof, prove_model
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, merge_refusals
-from .ir.argument_binding import ExampleInputs, flatten_arguments
+from .ir.argument_binding import ExampleInputs, flatten_arguments, make_signature_binder
 from .ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
-from .runtime.block_forward import BlockForward, install_forward, make_signature_binder
+from .runtime.block_forward import BlockForward, install_forward
 from .runtime.program import Program
 from .util.model_copy import copy_model
 from .util.progress import report_progress

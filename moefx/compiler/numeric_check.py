@@ -18,9 +18,8 @@ from ..comparison.block_check import verify_block
 from ..comparison.sandbox import Call, Casts, Inputs, RunOptions, execute, make_sandbox
 from ..errors import summarize_error
 from ..ir import op_providers
-from ..ir.argument_binding import find_device, flatten_arguments
+from ..ir.argument_binding import find_device, flatten_arguments, make_signature_binder
 from ..matching.guarded_sizes import find_sequence
-from ..runtime.block_forward import make_signature_binder
 from .pipeline import BlockRewrite
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ from ..capture.skipped_calls import SkippedCall, SkipPlan, patch_skipped_calls
 from ..errors import Cause, Refused
 from ..inspection.history import History
 from ..inspection.proof_trace import AttemptRun
-from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path, placeholder_name
+from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path, make_signature_binder, placeholder_name
 from ..ir.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, set_name
@@ -35,11 +36,19 @@ from ..passes.checkpoint import set_checkpoint_policy
 from ..passes.fuse import fuse
 from ..passes.pass_manager import PassManager, get_pass_name
 from ..passes.rewrite import Placeholders, RewriteResult
-from ..runtime.block_forward import make_signature_binder
 from .proof_attempts import prove_and_rewrite
 
 if TYPE_CHECKING:
-    from ..distribution.block_distribution import ExpertLayout
+    from ..runtime.block_layout import BlockLayout
+
+
+class StandIns(enum.Enum):
+    """Which objects among the arguments of a block get stand-ins, in the order of trial."""
+
+    HOLDING_TENSORS = enum.auto()
+    NONE = enum.auto()
+    ALL = enum.auto()
+
 
 PASSES = (fuse, set_checkpoint_policy)
 T = TypeVar("T")
@@ -129,13 +138,13 @@ def rewrite_with_objects(
         Refused: no way was proven. The refusal is that with stand-ins, unless nothing is routed with them: the experts
             themselves may receive the object.
     """
-    refused: dict[str, Refused] = {}
-    for way in ("holding tensors", "themselves", "all"):
-        if way == "all" and (len(refused) > 1 or ARGUMENT not in refused["themselves"].culprits):
+    refused: dict[StandIns, Refused] = {}
+    for stand_ins in StandIns:
+        if stand_ins is StandIns.ALL and (len(refused) > 1 or ARGUMENT not in refused[StandIns.NONE].culprits):
             break
         try:
-            skipping = None if way == "themselves" else find_skipping(way == "all")
-            if skipping is None and way != "themselves":
+            skipping = None if stand_ins is StandIns.NONE else find_skipping(stand_ins is StandIns.ALL)
+            if skipping is None and stand_ins is not StandIns.NONE:
                 continue
             with refusing_errors():
                 if skipping is None:
@@ -144,8 +153,8 @@ def rewrite_with_objects(
             skipping.check_reads(attributes_read)
             return result
         except Refused as why:
-            refused[way] = why
-    own = refused.pop("themselves")
+            refused[stand_ins] = why
+    own = refused.pop(StandIns.NONE)
     with_stand_ins = next(iter(refused.values()), None)
     if with_stand_ins is None or with_stand_ins.cause is Cause.NOT_ROUTED:
         raise own
@@ -168,7 +177,7 @@ def finish_block(
     block: nn.Module,
     result: BlockRewrite,
     plan: Plan,
-    expert_layout: ExpertLayout | None = None,
+    expert_layout: BlockLayout | None = None,
     keeps_captured: bool = True,
 ) -> BlockRewrite:
     """Run the steps after the numeric check: the plan's capacity, and over a mesh the collectives.

@@ -16,12 +16,12 @@ from ..ir.argument_binding import (
     Specialization,
     find_device,
     flatten_arguments,
+    make_signature_binder,
     placeholder_name,
     specialize_call,
 )
 from ..ir.guards.attribute_reads import BLOCK_MODE, AttributeLocation, find_globals, read_value
 from ..ir.guards.stored_values import StoredFieldNames, StoredForward, can_snapshot, is_configuration, snapshot
-from ..runtime.block_forward import make_signature_binder
 from ..runtime.change_detection import find_absorbed_names
 from ..runtime.program import Program
 from .pipeline import BlockRewrite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ..capture.module_structure import compute_signature
 from ..capture.skipped_calls import SkippedCall, SkipPlan
 from ..capture.worker_thread import run_in_worker
 from ..errors import Refused, summarize_error
-from ..ir.argument_binding import Path, Specialization, describe_leaf, flatten_arguments
+from ..ir.argument_binding import Path, Specialization, describe_leaf, flatten_arguments, make_signature_binder
 from ..ir.guards.attribute_reads import (
     BLOCK_MODE,
     AttributeLocation,
@@ -33,7 +34,7 @@ from ..ir.guards.attribute_reads import (
 )
 from ..ir.guards.stored_values import StoredForward, is_same
 from ..ir.passed_objects import replace_objects
-from ..runtime.block_forward import BlockForward, get_signature, make_signature_binder
+from ..runtime.block_forward import BlockForward
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
 from .numeric_check import check_numerically
@@ -206,7 +207,7 @@ class LazySpecializer:
             Refused: the kinds of the arguments do not determine them.
         """
         args, kwargs = self.arguments.build_call(self.arguments.sizes)
-        bound = get_signature(block).bind(*args, **kwargs)
+        bound = inspect.signature(block.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
             mine = dict(flatten_arguments([(name, value)]))

@@ -15,7 +15,7 @@ from ..ir.guards.attribute_reads import AttributeLocation
 from .pipeline import BlockRewrite, finish_block
 
 if TYPE_CHECKING:
-    from ..distribution.block_distribution import ExpertLayout
+    from ..runtime.block_layout import BlockLayout
 
 
 @dataclasses.dataclass
@@ -67,7 +67,7 @@ class MatchedBlock:
     seconds: float
     attributes_read: frozenset[AttributeLocation]
     verdict: str = ""
-    expert_layout: ExpertLayout | None = None
+    expert_layout: BlockLayout | None = None
 
     def finish(self, block: nn.Module, plan: Plan, keeps_captured: bool = True) -> MatchedBlock:
         """Run `finish_block` on the first of the modules, `block`."""
@@ -96,6 +96,6 @@ class Survey:
     unchecked: tuple[str, ...] = ()
 
     @property
-    def layout_by_name(self) -> dict[str, ExpertLayout]:
+    def layout_by_name(self) -> dict[str, BlockLayout]:
         """The layout of each block whose experts are spread over a mesh, by the block's name."""
         return {name: m.expert_layout for m in self.matched for name in m.names if m.expert_layout is not None}

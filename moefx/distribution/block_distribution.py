@@ -27,6 +27,7 @@ from ..passes.pass_manager import PassManager
 from ..passes.ssmb import shard_sequence
 from ..runtime import gradient_clipping, state_dicts
 from ..runtime.block_forward import find_rewritten_blocks
+from ..runtime.block_layout import BlockLayout
 from ..runtime.saved_routing import save_routing as save_routing
 from ..runtime.sharding import (
     ExpertParameters,
@@ -332,7 +333,7 @@ def own_experts(model: nn.Module) -> dict[str, str]:
     }
 
 
-def find_expert_layouts(model: nn.Module) -> dict[str, ExpertLayout]:
+def find_expert_layouts(model: nn.Module) -> dict[str, BlockLayout]:
     """Find the blocks of a model whose experts are spread, by name."""
     found = {name: forward.expert_layout for name, forward in find_rewritten_blocks(model).items()}
     return {name: layout for name, layout in found.items() if layout is not None}

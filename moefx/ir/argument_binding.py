@@ -253,6 +253,11 @@ def make_binder(signature: inspect.Signature) -> Callable[..., tuple[tuple[str, 
     return _binder(", ".join(declared), tuple(names), _ById(tuple(defaults)))
 
 
+def make_signature_binder(block: torch.nn.Module) -> Callable[..., tuple[tuple[str, Any], ...]]:
+    """Make the binder of the user's forward of a block, rewritten or not."""
+    return make_binder(inspect.signature(block.forward))
+
+
 def format_path(path: Path) -> str:
     """`("kwargs", "pair", 1)` -> `"kwargs['pair'][1]"`, `("hidden_states",)` -> `"hidden_states"`."""
     return str(path[0]) + "".join(f"[{part!r}]" for part in path[1:])

@@ -30,7 +30,7 @@ from .program import Program
 from .surrounding_modes import is_transformed, suspend_observers
 
 if TYPE_CHECKING:
-    from ..distribution.block_distribution import ExpertLayout
+    from .block_layout import BlockLayout
     from .overwrite_detection import OverwritingWatch
 
 # Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
@@ -82,7 +82,7 @@ class BlockForward:
         *,
         name: str = "",
         specialize: Specialize | None = None,
-        expert_layout: ExpertLayout | None = None,
+        expert_layout: BlockLayout | None = None,
         watch: OverwritingWatch | None = None,
     ):
         self.block = block
@@ -401,26 +401,13 @@ class BlockForward:
         return f"<rewritten forward of {name}, {len(self._entries)} program(s)>"
 
 
-def get_signature(block: nn.Module) -> inspect.Signature:
-    """Return the signature of the user's forward of `block`, rewritten or not."""
-    forward = vars(block).get("forward")
-    if isinstance(forward, BlockForward):
-        forward = forward.original
-    return inspect.signature(forward if forward is not None else type(block).forward.__get__(block))
-
-
-def make_signature_binder(block: nn.Module) -> Callable[..., Any]:
-    """Return a function that binds the arguments of a call of `block` to the names of its signature."""
-    return make_binder(get_signature(block))
-
-
 def install_forward(
     block: nn.Module,
     programs: Sequence[Program],
     *,
     name: str = "",
     specialize: Specialize | None = None,
-    expert_layout: ExpertLayout | None = None,
+    expert_layout: BlockLayout | None = None,
     watch: OverwritingWatch | None = None,
 ) -> BlockForward:
     """Make `block` run its programs. A block that is already rewritten keeps the user's original forward.

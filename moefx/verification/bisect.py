@@ -11,7 +11,7 @@ from torch import nn
 from ..comparison.compare import Subject, compare
 from ..comparison.sandbox import Call, Casts, Inputs, RunOptions, call_forward
 from ..inspection.history import Snapshot
-from ..ir.argument_binding import flatten_arguments, make_binder, specialize_call
+from ..ir.argument_binding import flatten_arguments, make_binder, make_signature_binder, specialize_call
 from ..ir.block_graph import BlockGraph
 from ..runtime.block_forward import BlockForward
 from ..runtime.program import Program
@@ -22,7 +22,7 @@ def wrap_graph(graph: BlockGraph) -> Call:
     run = graph.compile()
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        named = make_binder(inspect.signature(block.forward))(*args, **kwargs)
+        named = make_signature_binder(block)(*args, **kwargs)
         leaves = dict(flatten_arguments(named, graph.binding.objects))
         return run(block, *(leaves[path] for path in graph.binding.paths))
 
