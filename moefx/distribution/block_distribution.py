@@ -244,7 +244,7 @@ def _refuse_layout(model: nn.Module, matched: MatchedBlock, why: MoefxError) -> 
     ]
 
 
-def check_owners(model: nn.Module, layouts: dict[str, ExpertLayout], blocks: Sequence[str], mesh: DeviceMesh) -> None:
+def check_owners(model: nn.Module, layouts: dict[str, BlockLayout], blocks: Sequence[str], mesh: DeviceMesh) -> None:
     """Check that the parameters that will be spread are on the mesh's kind of device or on meta, and belong to such
     blocks alone.
 

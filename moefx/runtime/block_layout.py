@@ -9,6 +9,7 @@ from torch import nn
 if TYPE_CHECKING:
     from ..ir.expert_placement import ExchangeRoutes, Placement, SharedTokens
     from .sharding import ExpertParameters
+    from .topology import ExpertAxis
 
 
 class BlockLayout(Protocol):
@@ -35,6 +36,10 @@ class BlockLayout(Protocol):
 
     def add_collectives(self, block: nn.Module, result: Any) -> Any:
         """Return a `BlockRewrite` whose history ends with the graph of one rank."""
+        ...
+
+    def keep_own_experts(self, block: nn.Module, axis: ExpertAxis) -> None:
+        """Reduce a block's parameters to those of this rank's experts."""
         ...
 
     def copy_with_all_experts(self, block: nn.Module) -> nn.Module:
