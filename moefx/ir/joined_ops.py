@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._device import DeviceContext
 
 from .guards import recomputed_choice
-from .ops.op_definition import NAMESPACE, Op, is_profiled, joined, raise_double_backward, skip_in_dynamo
+from .ops.op_definition import NAMESPACE, Op, is_profiled, iterate_items, joined, raise_double_backward, skip_in_dynamo
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _DEVICES = ("cpu", "cuda")
@@ -68,8 +68,7 @@ def _run_op(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequen
 
 def _find_tensor(args: Sequence[Any]) -> Tensor:
     """Return the first tensor among arguments, which may be lists."""
-    flat = (item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,)))
-    return next(item for item in flat if isinstance(item, Tensor))
+    return next(item for item in iterate_items(args) if isinstance(item, Tensor))
 
 
 class _DispatchedOps:

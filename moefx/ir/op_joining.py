@@ -17,7 +17,6 @@ from .joined_ops import JoinedOps, Wiring
 from .op_providers import registry
 from .ops.op_definition import NAMESPACE, Op
 
-_KEEP_ACTIVATIONS = frozenset({"expert_mlp", "grouped_mm"})
 _HOISTED_METHODS = frozenset({"to_local"})  # reads of parameters, which may run before the joined ops
 
 
@@ -47,7 +46,7 @@ def join_ops(graph: Graph, title: str) -> Graph:
         if node in values or is_joined:  # a result of ops that were joined, or one that nothing uses
             continue
         if _is_joinable(node):
-            if _get_op(node).name in _KEEP_ACTIVATIONS and any(_get_op(n).name in _KEEP_ACTIVATIONS for n in run):
+            if _get_op(node).keeps_activations and any(_get_op(n).keeps_activations for n in run):
                 finish_run()
             run.append(node)
             parts[node] = None

@@ -17,6 +17,7 @@ from .op_definition import op, unpack_saved
     "grouped_mm(Tensor rows, Tensor[] w, Tensor expert_offsets, Tensor? summand=None, *, bool transposed, "
     "ScalarType? dtype=None) -> Tensor",
     contract="rows[B,D], w[*], expert_offsets[E+1], summand[B,F]? -> out[B,F]",
+    keeps_activations=True,
 )
 def grouped_mm(
     rows: Tensor,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -93,10 +94,11 @@ class Op:
         schema: the schema without its namespace, such as `"dispatch(Tensor x, ...) -> Tensor"`.
         contract: the shapes, one line.
         reference: the readable implementation on plain torch tensors (any device, any floating dtype).
+        keeps_activations: its backward keeps rows of activations. At most one such op is in a node of joined ops.
     """
 
-    def __init__(self, schema: str, *, contract: str, reference: Callable[..., Any]):
-        self.name = schema.partition("(")[0]
+    def __init__(self, schema: str, *, contract: str, reference: Callable[..., Any], keeps_activations: bool = False):
+        self.name, self.keeps_activations = schema.partition("(")[0], keeps_activations
         self.contract = Contract.parse(contract)
         self.reference = reference
         self.providers: dict[str, Provider] = {}
@@ -291,22 +293,20 @@ def unpack_saved(ctx: Any) -> Sequence[Any]:
     return saved
 
 
-def op(schema: str, *, contract: str) -> Callable[[Callable[..., Any]], Op]:
-    """Decorator: `Op(schema, contract=contract, reference=the decorated function)`."""
-    return lambda reference: Op(schema, contract=contract, reference=reference)
+def op(schema: str, *, contract: str, keeps_activations: bool = False) -> Callable[[Callable[..., Any]], Op]:
+    """Decorator: `Op(schema, ..., reference=the decorated function)`."""
+    return lambda reference: Op(schema, contract=contract, reference=reference, keeps_activations=keeps_activations)
+
+
+def iterate_items(args: Sequence[Any]) -> Iterator[Any]:
+    """Iterate over arguments, and over the items of those that are lists."""
+    return itertools.chain.from_iterable(arg if isinstance(arg, (list, tuple)) else (arg,) for arg in args)
 
 
 def _flatten(args: Sequence[Any]) -> tuple[tuple[int | None, ...], list[Any]]:
     """Flatten lists of tensors, because autograd.Function does not look into them."""
-    lengths, flat = [], []
-    for arg in args:
-        if isinstance(arg, (list, tuple)):
-            lengths.append(len(arg))
-            flat.extend(arg)
-        else:
-            lengths.append(None)
-            flat.append(arg)
-    return tuple(lengths), flat
+    lengths = tuple([len(arg) if isinstance(arg, (list, tuple)) else None for arg in args])
+    return lengths, list(iterate_items(args))
 
 
 def _unflatten(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
