@@ -17,6 +17,7 @@ from moefx.errors import DoubleBackward
 from moefx.ir import op_providers
 from moefx.ir.block_graph import BlockGraph
 from moefx.ir.joined_ops import JoinedOps
+from moefx.ir.op_providers import registry
 from moefx.runtime.block_forward import find_rewritten_blocks
 
 from ..proof_memory import proving_once
@@ -179,8 +180,8 @@ def test_frozen_experts_and_frozen_inputs(compiled):
         ]
 
 
-def test_gradients_of_matrices_wait_in_another_joined_node(compiled):
-    """`weights_later` and its `expert_mlp` are joined apart, because an op of the user stands between them."""
+def put_off_matrices(compiled) -> BlockGraph:
+    """Return the graph with `weights_later`, which is joined apart, because an op of the user stands behind it."""
     (forward,) = find_rewritten_blocks(compiled).values()
     block = forward.programs[0].history.graph.copy()
     (mlp,) = block.find(torch.ops.moefx.expert_mlp.default)
@@ -191,6 +192,11 @@ def test_gradients_of_matrices_wait_in_another_joined_node(compiled):
         place_choices = torch.ops.moefx.place_choices.default  # unused: one op alone is not joined
         block.graph.call_function(place_choices, (pft.args[0], None), {"places": list(range(E))})
     mlp.args = (*mlp.args, later)
+    return block
+
+
+def test_gradients_of_matrices_wait_in_another_joined_node(compiled):
+    block = put_off_matrices(compiled)
     function = block.compile(join=True)
     assert sum(isinstance(v, JoinedOps) for v in function.__globals__.values()) == 2
     results, x = [], torch.randn(T, D, requires_grad=True)
@@ -202,6 +208,25 @@ def test_gradients_of_matrices_wait_in_another_joined_node(compiled):
         assert calls["expert_mlp_backward"] == 2, "one call for the rows, a later one for the matrices"
         results.append([x.grad, *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("join", [True, False])
+def test_factors_of_matrices_that_are_not_wanted_are_freed_with_the_graph(compiled, monkeypatch, join):
+    """The node of `weights_later` does not run, and must not make a circle that waits for the garbage collector."""
+    factors = []
+    backward = registry["expert_mlp_backward"]
+    monkeypatch.setattr(backward, "observe", lambda outputs: factors.extend(map(weakref.ref, outputs)))
+    x = torch.randn(T, D, requires_grad=True)
+    out = put_off_matrices(compiled).compile(join=join)(compiled, x)
+    gc.collect()
+    gc.disable()
+    try:
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert len(factors) > 1
+        del out, grad
+        assert not any(factor() is not None for factor in factors)
+    finally:
+        gc.enable()
 
 
 def test_an_in_place_change_of_a_saved_tensor_raises(compiled):

@@ -32,6 +32,7 @@ _CONTRACT = (
     f'expert_mlp({_SIGNATURE}, Tensor? later=None, *, str body, str keep="h", bool reduce=False, '
     "ScalarType? dtype=None) -> Tensor[]",
     contract=f"{_CONTRACT} -> rows[B,D]",
+    keeps_activations=True,
 )
 def expert_mlp(
     *args: Any, body: str, keep: str = "h", reduce: bool = False, dtype: torch.dtype | None = None
@@ -326,12 +327,14 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     gradients = [grad_x, None, None, None, grad_w, *of_parameters]
     if later is None:
         return gradients if len(ctx.needs) == 9 else [*gradients, None]
-    factors = list(results)
+    factors, all_parts = list(results), ctx.kwargs
 
+    # Without `ctx`, which leads back to this function: if the other node does not run, as for `autograd.grad` by x
+    # alone, the graph holds the factors until it is freed.
     def compute_matrices(need_up: bool, need_down: bool) -> Sequence[Any]:
         needs = [False, False, need_up, False, need_down, False]
         arguments = (grads[0], *fixed, *lists[:4], factors)
-        found = iter(expert_mlp_backward(*arguments, **ctx.kwargs, needs=needs, part="weights"))
+        found = iter(expert_mlp_backward(*arguments, **all_parts, needs=needs, part="weights"))
         return _take_group(found, up, body.up, 2, need_up), _take_group(found, down, (body.down,), 2, need_down)
 
     later.compute_matrices = compute_matrices  # pyright: ignore[reportAttributeAccessIssue]
