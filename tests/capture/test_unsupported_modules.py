@@ -152,3 +152,38 @@ def test_a_model_that_cannot_be_copied_is_returned_as_it_is():
     model.handle = Uncopyable()
     assert moefx.compile(model, example_inputs=(torch.randn(9, D),), strict=False) is model
     assert "cannot be copied" in moefx.explain(model).refused[0].reason
+
+
+class ThroughNumpy(Loop):
+    """The rows of each expert go through NumPy, which needs memory with values."""
+
+    def mixed(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            rows = torch.from_numpy(x[t].detach().cpu().numpy()).to(x.device)
+            out[t] += expert(rows) * w[t, k, None]
+        return out
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+        ),
+    ],
+)
+def test_a_failed_capture_leaves_the_model_on_its_device(device):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ThroughNumpy()).to(device), torch.randn(9, D, device=device)
+    wanted = model(x)
+    compiled = moefx.compile(model, example_inputs=(x,), strict=False)
+    (refused,) = moefx.explain(model, example_inputs=(x,)).refused
+    assert refused.reason and refused.source.startswith("test_unsupported_modules.py:")
+    assert not moefx.blocks(compiled) and {t.device.type for t in model.state_dict().values()} == {device}
+    assert torch.equal(compiled(x), wanted)
+    compiled(x).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert len(moefx.blocks(moefx.compile(nn.Sequential(Loop()).to(device), example_inputs=(x,)))) == 1

@@ -617,6 +617,28 @@ def test_threads_that_lift_at_once(x, hasty_threads):
         assert counts(c) == (1, 0), (forward.refusals, forward.counts.last_failed_guard)
 
 
+def test_threads_that_call_one_compiled_model_at_once(x, hasty_threads):
+    """Forward and backward, in train and without gradients: no thread sees values or kinds of call of another one."""
+    model, compiled = pair(x, Loop())
+    inputs = [torch.randn(n, D, dtype=torch.float64) for n in (9, 20)]
+
+    def train(run, x):
+        out = run(x)
+        return [out, *torch.autograd.grad(out.square().sum(), [*run.parameters()])]
+
+    def infer(run, x):
+        with torch.no_grad():
+            return [run(x)]
+
+    work = [functools.partial(step, x=x) for x in inputs for step in (train, infer)]
+    several = at_once(*[lambda step=step: [step(compiled) for _ in range(10)] for step in work])
+    for step, results in zip(work, several, strict=True):
+        for result in results:
+            torch.testing.assert_close(result, step(model))
+    (block,) = moefx.blocks(compiled)
+    assert not block.fallbacks and len(block.forward.programs) == 1
+
+
 def test_threads_that_share_a_block_lift_it_once(x, hasty_threads, monkeypatch):
     _, compiled = pair(x, Moody())
     lifted = []
