@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lowering.triton import build_pft, tuning
-from ..lowering.triton.expert_mlp_call import KernelCall
+from ..lowering.triton.expert_mlp_backward_call import BackwardCall
 from ..lowering.triton.tile_configs import Config
 from .routing import sort_by_expert
 from .shapes import Shape, activation, expert_body, random_routing, random_tensors
@@ -25,7 +25,7 @@ class MlpPieces:
         self.ids, self.weights = random_routing(shape, device, kind)
         self.token_ids, _, self.offsets, self.inverse, row_weights = self.route()
         args = (self.x, self.token_ids, self.offsets, self.inverse, row_weights, [self.w1], [], [self.w2], [])
-        self.run = KernelCall(args, expert_body(shape).to_json(), "h", None)
+        self.run = BackwardCall(args, expert_body(shape).to_json(), "h", None)
         rows = shape.T * shape.K
 
         def empty(*size: int) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...ir.ops.expert_mlp import split_gradient
+from .expert_mlp_backward_call import BackwardCall
 from .expert_mlp_call import KernelCall, make_rows_contiguous, matmul_precision
 from .launch_replay import apply, replay_or_record
 
@@ -53,7 +54,7 @@ def expert_mlp_backward(
     key = (*key, *map(len, forward[5:]))
 
     def host_code() -> list[Tensor]:
-        run = KernelCall(forward, body, keep, dtype, is_beside=part == "weights")
+        run = BackwardCall(forward, body, keep, dtype, is_beside=part == "weights")
         if part == "weights":
             return _weight_backward(run, grad, kept, reduce, needs)
         return _backward(run, grad, kept, reduce, needs, overwrite, defer=part == "rows")
@@ -82,7 +83,7 @@ def _forward(run: KernelCall, keep: str, reduce: bool) -> list[Tensor]:
 
 
 def _backward(
-    run: KernelCall,
+    run: BackwardCall,
     grad: Tensor,
     kept: Sequence[Tensor],
     reduce: bool,
@@ -139,7 +140,7 @@ def _backward(
 
 
 def _weight_backward(
-    run: KernelCall, grad: Tensor, sides: Sequence[Tensor], reduce: bool, needs: Sequence[bool]
+    run: BackwardCall, grad: Tensor, sides: Sequence[Tensor], reduce: bool, needs: Sequence[bool]
 ) -> list[Tensor]:
     if run.call.num_rows == 0:
         return _zero_gradients(run, needs)
@@ -148,20 +149,20 @@ def _weight_backward(
     return [*grad_up, *(_down_gradients(run, _prepare_gradient(run, grad), reduce, scaled_act) if needs[4] else [])]
 
 
-def _prepare_gradient(run: KernelCall, grad: Tensor) -> Tensor:
+def _prepare_gradient(run: BackwardCall, grad: Tensor) -> Tensor:
     if grad.dtype is not run.dtype:
         grad = apply(lambda tensor, dtype=run.dtype: tensor.to(dtype), grad)
     return make_rows_contiguous(grad)
 
 
-def _down_gradients(run: KernelCall, grad: Tensor, by_token: bool, act: Tensor) -> list[Tensor]:
+def _down_gradients(run: BackwardCall, grad: Tensor, by_token: bool, act: Tensor) -> list[Tensor]:
     sides = ((grad, by_token), (act, False))
     left, right = sides if run.down.out_dim == 0 else sides[::-1]
     parameters = run.call.down
     return split_gradient(run.outer("grad_down", left, right, parameters[0].dtype), parameters, 2)
 
 
-def _up_gradients(run: KernelCall, grad_hidden: Sequence[Tensor]) -> list[Tensor]:
+def _up_gradients(run: BackwardCall, grad_hidden: Sequence[Tensor]) -> list[Tensor]:
     gradients = []
     for grad, w, parameters in zip(grad_hidden, run.up, run.call.up, strict=True):
         sides = ((grad, False), (run.x, True))
@@ -170,7 +171,7 @@ def _up_gradients(run: KernelCall, grad_hidden: Sequence[Tensor]) -> list[Tensor
     return gradients
 
 
-def _zero_gradients(run: KernelCall, needs: Sequence[bool]) -> list[Tensor]:
+def _zero_gradients(run: BackwardCall, needs: Sequence[bool]) -> list[Tensor]:
     call = run.call
     results = [torch.zeros_like(call.x)] if needs[0] else []
     results += [torch.zeros(0, dtype=run.w.dtype, device=run.device)] if needs[1] else []

@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .hopper import PIECE, eights, in_pieces, locate_block, multiply_blocks, row_ring, rows_load, view
+from .hopper import rows_load
+from .hopper_ring import PIECE, eights, in_pieces, locate_block, multiply_blocks, row_ring, view
 from .tiles import locate_rows
 
 

@@ -1,4 +1,4 @@
-"""Launch the kernels of `hopper` and `hopper_point` for a `KernelCall`, if they support its tensors.
+"""Launch the kernels of `hopper`, `hopper_outer` and `hopper_point` for a `KernelCall`, if they support its tensors.
 
 They support 16-bit operands that TMA can describe: the last dimension a multiple of 8 elements, all other strides
 multiples of 16 bytes. They do not support separate parameters at arbitrary addresses.
@@ -118,7 +118,7 @@ def act_backward(
     constants: dict[str, Any],
     cut: Config,
 ) -> None:
-    """See `KernelCall.act_backward`; `hidden` and `grad_hidden` are the parts."""
+    """See `BackwardCall.act_backward`; `hidden` and `grad_hidden` are the parts."""
     from .hopper_point import hopper_act_backward_kernel
 
     call = run.call
@@ -139,8 +139,8 @@ def act_backward(
 
 
 def try_outer(run: KernelCall, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
-    """See `KernelCall.outer`. Returns False if the kernel does not support the tensors."""
-    from .hopper import hopper_outer_kernel
+    """See `BackwardCall.outer`. Returns False if the kernel does not support the tensors."""
+    from .hopper_outer import hopper_outer_kernel
 
     (a, gather_left), (b, gather_right) = left, right
     if not _fit(a, b, out):
