@@ -53,7 +53,7 @@ def gradient(is_wrong: Callable[[Tensor], bool]) -> Callable[[nn.Module, Forward
 CALLS: dict[str, tuple[Any, str]] = {
     **{f"T % 7 == {r}": (if_(lambda model, ids, r=r: ids.numel() % 7 == r), "") for r in range(7)},
     "T % 5 == 3": (if_(lambda model, ids: ids.numel() % 5 == 3), ""),
-    "above 1024 tokens": (if_(lambda model, ids: ids.numel() > 1024), "for this token count or these values"),
+    "above 1024 tokens": (if_(lambda model, ids: ids.numel() > 1024), "so the token count or the values matter"),
     "gradient above 1024 tokens": (gradient(lambda ids: ids.numel() > 1024), ""),
     "gradient below the given count": (gradient(lambda ids: ids.numel() < 18), ""),
     "second call": (second_call, "the calls before it left something behind"),
