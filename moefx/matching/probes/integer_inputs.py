@@ -159,11 +159,11 @@ def _is_test_of_tokens(node: fx.Node) -> bool:
 
 def _capture_few_tokens(state: ProofState, seed: int) -> None:
     """Add a capture of about three tokens, if it has the form of the others: `vary_token_counts` refuses another."""
-    near = state.arguments.choose_tokens_near(3, avoid=(state.reference.slots,))
+    near = state.arguments.choose_tokens_near(3, avoid=(state.evidence.reference.slots,))
     sizes = state.size_choice.choose_sequence(near)
     if state.size_choice.satisfies_restrictions(sizes):
         with suppress_program_errors(Refused):
-            state.add_evidence(state.require_same_form(state.lift(Routing("diverse", seed), sizes)), sizes)
+            state.evidence.add(state.evidence.require_same_form(state.lift(Routing("diverse", seed), sizes)), sizes)
 
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
