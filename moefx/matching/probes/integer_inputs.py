@@ -33,7 +33,7 @@ from ...ir.node_values import get_op_name
 from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, follows_from_integers, line
 from ..integer_ranges import NARROW, IntegerRanges
 from ..lift.canonical_form import CanonicalForm
-from ..op_classes import CLAMPS, INTEGER_FUNCTIONS, LOOKUPS, SATURATING
+from ..op_classes import CLAMPS, COPIES, INTEGER_FUNCTIONS, LOOKUPS, SATURATING, VIEWS
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 BUFFER_SEEDS = (2, 3, 4)  # seeds of captures in which buffers have other values
 _FIRST_BOUNDARY_SEED = 50  # first seed of captures that use the numbers of `boundary_values`
 _FEW_TOKENS_SEEDS = (70, 71, 72)  # seeds of captures in which few experts have tokens
+_FILLS = {f"{kind}{suffix}" for kind in ("ones", "zeros", "full") for suffix in ("", "_like")}
+_FILLS |= {f"new_{kind}" for kind in ("ones", "zeros", "full")}
 OpRun = tuple[Any, str, int]  # call stack, op, and a count of the op's runs there, from 1
 
 
@@ -82,8 +84,10 @@ def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
         operand_values = set().union(
             *[find_extremes(capture, a) for a in (made_of[:1] if get_op_name(n) in LOOKUPS else made_of)]
         )
-        is_same = _can_saturate(n) and any(
-            are_equal(capture.concrete_value(a), capture.concrete_value(n)) for a in made_of
+        is_same = (
+            _can_saturate(n)
+            and not _is_mask_of_constant(n)
+            and any(are_equal(capture.concrete_value(a), capture.concrete_value(n)) for a in made_of)
         )
         observation = Observation(n, find_extremes(capture, n), operand_values, is_same)
         # doubtful, alone or together with other captures
@@ -106,6 +110,18 @@ def _is_decided(ranges: IntegerRanges, n: fx.Node) -> bool:
 
 def _can_saturate(n: fx.Node) -> bool:
     return get_op_name(n) in SATURATING or (get_op_name(n) == "_to_copy" and n.meta["val"].dtype in NARROW)
+
+
+def _is_mask_of_constant(n: fx.Node) -> bool:
+    """Return whether a boolean op returns an operand for all inputs: `mask = ones(...); mask &= ids != 0`."""
+    return n.meta["val"].dtype is torch.bool and any(map(_is_filled, find_operands(n)))
+
+
+def _is_filled(node: fx.Node) -> bool:
+    """Return whether all elements of a tensor are one number, because the program filled it."""
+    while get_op_name(node) in {*COPIES, *VIEWS} and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return get_op_name(node) in _FILLS
 
 
 def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:

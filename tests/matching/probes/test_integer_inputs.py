@@ -118,6 +118,13 @@ def masked_in_place(b, w, g):
     return w * pad(ok)
 
 
+def masked_by_a_chain(b, w, g):
+    ok = torch.ones_like(g, dtype=torch.bool)
+    for s in (0, 77):
+        ok = ok & (g != s)
+    return w * pad(ok)
+
+
 def masked_where_some_are(b, w, g):
     return w * pad(g != 0) if (g == 0).any() else w
 
@@ -192,6 +199,7 @@ OF_WEIGHTS = {
     "one of several is there": (masked_in_a_loop, PADS, PADS, (ids(76, 79),), (ids(-101, -98),)),
     "nearly all are masked": (masked_in_a_loop, (MASKED,), PADS, (ids(76, 79),)),
     "in place": (masked_in_place, PLAIN, PADS, (ids(76, 79),)),
+    "a chain": (masked_by_a_chain, PLAIN, PADS, (ids(76, 79),)),
     "moved": (lambda b, w, g: w * pad(g != 0) * pad(g.roll(1, -1) != 0), PLAIN, PADS),
     "a function, twice": (
         lambda b, w, g, h: w * differs(g, 0) * differs(h, 7),
