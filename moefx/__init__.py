@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         save_routing,
     )
     from .distribution.data_parallelism import parallelize
+    from .distribution.pipeline_model import Pipeline
+    from .distribution.pipeline_parallelism import pipeline
     from .frontends.dynamo.backend import rewrite_graph
     from .planner.platforms import Platform
     from .planner.ranking import plan
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
     from .runtime.host_order import order_hosts
 
 __all__ = [
-    "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Plan", "Platform",
+    "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Pipeline", "Plan", "Platform",
     "blocks", "capture_step", "clip_grad_norm_", "compile", "expert_parameter_names", "explain", "full_state_dict",
-    "graph", "history", "order_hosts", "parallelize", "plan", "rewrite_graph", "save_routing", "verify",
+    "graph", "history", "order_hosts", "parallelize", "pipeline", "plan", "rewrite_graph", "save_routing", "verify",
 ]  # fmt: skip
 # torch.distributed takes a while to load, and is not in every build.
 _OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_dict", "save_routing")
@@ -37,7 +39,8 @@ _PLANNER = {"Platform": ".planner.platforms", "plan": ".planner.ranking"}
 _MODULES = _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribution.block_distribution")
 _MODULES |= dict.fromkeys(("Block", "blocks", "graph", "history"), ".compiled_blocks")
 _MODULES |= {"order_hosts": ".runtime.host_order", "rewrite_graph": ".frontends.dynamo.backend"}
-_MODULES |= {"parallelize": ".distribution.data_parallelism", "capture_step": ".runtime.captured_step"}
+_MODULES |= {"parallelize": ".distribution.data_parallelism", "pipeline": ".distribution.pipeline_parallelism"}
+_MODULES |= {"Pipeline": ".distribution.pipeline_model", "capture_step": ".runtime.captured_step"}
 
 
 def __dir__() -> list[str]:

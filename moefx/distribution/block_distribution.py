@@ -43,6 +43,7 @@ from ..runtime.topology import ExpertAxis
 from ..util.user_code import forward_line
 from .dispatch_choice import choose_routes
 from .expert_storage import find_expert_parameters
+from .stage_state import find_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +292,10 @@ def full_state_dict(model: nn.Module, *, cpu: bool = False, rank: int | None = N
         A dict with the names, order and shapes of the original's `state_dict`, and whole tensors for DTensors.
     """
     found = {name: (s.parameters, s.placement, s.routes) for name, s in find_expert_layouts(model).items()}
-    return state_dicts.full_state_dict(model, found, cpu=cpu, rank=rank)
+    stages = find_stages(model)
+    if stages is None:
+        return state_dicts.full_state_dict(model, found, cpu=cpu, rank=rank)
+    return stages.gather_state(state_dicts.full_state_dict(model, found, cpu=cpu), cpu=cpu, rank=rank)
 
 
 def clip_grad_norm_(
@@ -310,7 +314,9 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: `error_if_nonfinite`, and the norm is not finite.
     """
-    return gradient_clipping.clip_grad_norm_(model, own_experts(model), max_norm, norm_type, error_if_nonfinite)
+    stages = find_stages(model)
+    group = "" if stages is None else stages.group.group_name
+    return gradient_clipping.clip_grad_norm_(model, own_experts(model), max_norm, norm_type, error_if_nonfinite, group)
 
 
 def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[str]:

@@ -85,3 +85,9 @@ def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
     vars(compiled)[SPREAD_MESH] = SpreadMesh(axis.mesh, reductions)
     vars(compiled)[DDP_IGNORED] = IgnoredByDDP(compiled, getattr(compiled, DDP_IGNORED, ()), advice)
     vars(compiled)[GRADIENT_WATCH] = GradientWatch(compiled, expert_parameter_names(compiled), reductions, manual)
+
+
+def mark_as_spread(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Let `parallelize` take a model without MoE blocks, such as a pipeline stage of dense layers."""
+    reductions = build_reductions(mesh, resolve_expert_axes(mesh, plan.expert_axis), plan.sequence_axis)
+    vars(model)[SPREAD_MESH] = SpreadMesh(mesh, reductions)

@@ -21,11 +21,13 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    stages: str = "",
 ) -> Tensor:
     """See `moefx.clip_grad_norm_`.
 
     Args:
         own_experts: for parameters of separate experts, the name of the process group whose ranks hold others.
+        stages: the name of the process group whose ranks hold the stages of a pipeline, "" without one.
     """
     if not norm_type > 0:
         raise MoefxError(f"norm_type={norm_type!r}: expected a number > 0")
@@ -45,6 +47,8 @@ def clip_grad_norm_(
             norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=zero.dtype).to(zero.device))
     norms = [_reduce_norm(_combine_norms(norms, norm_type, zero), over, norm_type) for over, norms in groups.items()]
     total = _combine_norms(norms, norm_type, zero)
+    if stages:  # which may have other dtypes
+        total = _reduce_norm(total.double(), (stages,), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
