@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..errors import InvalidInput, MoefxError
 from ..runtime.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
@@ -134,6 +135,9 @@ class Pipeline(nn.Module):
         finally:
             for stage in self._parts:
                 stage.port.inputs, stage.port.targets = [], None
+                for module in stage.model.modules():  # they stay gathered after a forward, and would hide new values
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
 
     def _agree(self, error: Exception | None, seen: Any) -> None:
         """Build torch's schedule for inputs of new shapes, if all ranks of the pipeline have the same ones."""

@@ -162,5 +162,7 @@ def _build_stage(
             mark_as_spread(stage_model, stage_mesh, plan)
     install_stage(stage_model, cut, number, port)
     if stage_mesh is not None:
-        parallelize(stage_model, stage_mesh)
+        # Parameters stay gathered in a step: micro-batches in flight would gather them again and again, and torch finds
+        # the delayed gradients of weights by the parameters of the forward.
+        parallelize(stage_model, stage_mesh, reshard_after_forward=False)
     return Stage(number, stage_model, port), why

@@ -6,14 +6,18 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefx
 
 from ..passes.blocks import D
 from .models import BLOCKS
+from .state_cases import loaded, shared_folder
 
 VOCAB, LENGTH, STEPS = 11, 3, 3
 EXAMPLE = (torch.zeros(2, LENGTH, dtype=torch.long),)
@@ -101,15 +105,22 @@ def train(pipe: Any, mesh: DeviceMesh, microbatches: int) -> Training:
     for step in range(STEPS):
         optimizer.zero_grad()
         ids, target = (each[number] for each in batch(step, ranks, 2 * microbatches))
-        seen += [pipe.step(ids, target=target), moefx.clip_grad_norm_(pipe, 0.1)]
+        loss = pipe.step(ids, target=target)
+        for parameter in pipe.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        seen += [loss, moefx.clip_grad_norm_(pipe, 0.1)]
         optimizer.step()
     return seen, moefx.full_state_dict(pipe)
 
 
+def build(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
+    options = dict(plan=PLAN, loss_fn=loss_fn, microbatches=4, example_inputs=EXAMPLE) | options
+    return moefx.pipeline(model, mesh, **options)
+
+
 def check_training(kinds: tuple[str | None, ...], sizes: dict[str, int], microbatches: int = 4, **options: Any) -> Any:
     mesh = mesh_of(**sizes)
-    options = dict(plan=PLAN, loss_fn=loss_fn, microbatches=microbatches, example_inputs=EXAMPLE) | options
-    pipe = moefx.pipeline(Decoder(*kinds).double(), mesh, **options)
+    pipe = build(Decoder(*kinds).double(), mesh, microbatches=microbatches, **options)
     seen, parameters = train(pipe, mesh, microbatches)
     wanted, reference = train_in_one_process(kinds, find_data_rank(mesh)[1], microbatches)
     assert all(norm > 0.1 for norm in wanted[1::2])  # clipping changes something
@@ -129,3 +140,86 @@ def case_schedules_with_several_stages_on_a_rank() -> None:
     kinds = ("gated", "joined", "gated", "gated")
     for schedule in ("zb-h1", "interleaved", "zbv", "dualpipev"):
         check_training(kinds, dict(pp=2, ep=2), schedule=schedule)
+
+
+def case_stages_without_experts() -> None:
+    check_training((None, "gated"), dict(pp=2, ep=2))
+    check_training((None, "gated", None, "joined"), dict(pp=4), split={"layers": [1, 1, 1, 1]})
+    check_training((None, "gated", None, "joined"), dict(pp=4), schedule="zb-h1")
+
+
+def case_evaluation_and_inference() -> None:
+    mesh, kinds = mesh_of(pp=2, ep=2), ("gated", None, None, "joined")
+    number, ranks = find_data_rank(mesh)
+    for schedule in ("1f1b", "zbv"):
+        pipe, model = build(Decoder(*kinds).double(), mesh, schedule=schedule), Decoder(*kinds).double()
+        for size in (8, 4):  # of the batch: other shapes between the stages
+            ids, target = batch(0, ranks, size)
+            wanted = loss_fn(model(ids.flatten(0, 1)), target.flatten(0, 1))
+            torch.testing.assert_close(pipe.evaluate(ids[number], target=target[number]), wanted)
+            output = pipe(ids[number])
+            assert (output is not None) == (3 // (2 if schedule == "1f1b" else 1) in pipe.stages)
+            if output is not None:
+                torch.testing.assert_close(output, model(ids[number]))
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+        model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+        pipe.load_state_dict(model.state_dict())  # after a forward, which gathered the parameters
+        wanted = loss_fn(model(ids.flatten(0, 1)), target.flatten(0, 1))
+        torch.testing.assert_close(pipe.evaluate(ids[number], target=target[number]), wanted)
+        assert not any(module.training for stage in pipe.eval().stages.values() for module in stage.modules())
+
+
+def case_arguments_of_the_model() -> None:
+    """Each stage computes masks and positions from the inputs. All micro-batches share a tensor of one row."""
+    mesh, model = mesh_of(pp=2, ep=2), Decoder("gated", "joined").double()
+    number, ranks = find_data_rank(mesh)
+    pipe, (ids, target) = build(Decoder("gated", "joined").double(), mesh), batch(0, ranks, 8)
+    for shift in (torch.rand(1, LENGTH).double(), torch.rand(8, LENGTH).double()):
+        dist.broadcast(shift, 0)
+        wanted = [loss_fn(model(x, shift=shift), y) for x, y in zip(ids, target, strict=True)]
+        torch.testing.assert_close(pipe.evaluate(ids[number], shift=shift, target=target[number]), sum(wanted) / ranks)
+
+
+def case_models_on_meta() -> None:
+    """Each rank allocates its own stages only."""
+    mesh, model = mesh_of(pp=2, ep=2), Decoder("gated", "joined").double()
+    with torch.device("meta"):
+        pipe = build(Decoder("gated", "joined").double(), mesh)
+    assert all(parameter.is_meta for parameter in pipe.parameters())
+    pipe.to_empty(device="cpu")
+    pipe.load_state_dict(model.state_dict())
+    wanted, found = model.state_dict(), moefx.full_state_dict(pipe, cpu=True, rank=0)
+    assert list(found) == (list(wanted) if dist.get_rank() == 0 else [])
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    assert len(list(pipe.parameters())) < len(list(model.parameters()))
+    number, ranks = find_data_rank(mesh)
+    ids, target = batch(0, ranks, 8)
+    wanted_loss = loss_fn(model(ids.flatten(0, 1)), target.flatten(0, 1))
+    torch.testing.assert_close(pipe.step(ids[number], target=target[number]), wanted_loss)
+
+
+def case_checkpoints_reshard() -> None:
+    """Between splits, schedules and meshes, with the optimizer's state: the same bits."""
+    kinds, folder = ("gated", "joined", None, "gated"), shared_folder()
+    saved = build(Decoder(*kinds).double(), mesh_of(pp=2, ep=2), schedule="zbv")
+    other = build(Decoder(*kinds).double(), mesh_of(pp=4))
+    plain = Decoder(*kinds).double()
+    for model in (other, plain):
+        for parameter in model.parameters():
+            parameter.data.zero_()
+    train(saved, mesh_of(pp=2, ep=2), 4)
+    optimizer, of_other, of_plain = (torch.optim.AdamW(model.parameters()) for model in (saved, other, plain))
+    number, ranks = find_data_rank(mesh_of(pp=2, ep=2))
+    ids, target = (each[number] for each in batch(7, ranks, 8))
+    saved.step(ids, target=target)
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(saved, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    loaded(other, of_other, folder)
+    loaded(plain, of_plain, folder)
+    wanted = moefx.full_state_dict(saved)
+    for found in (moefx.full_state_dict(other), plain.state_dict()):
+        assert list(wanted) == list(found) and all(torch.equal(found[name], value) for name, value in wanted.items())
+    for name, parameter in other.named_parameters():
+        moment = of_other.state[parameter]["exp_avg"]
+        assert torch.equal(moment, of_plain.state[plain.get_parameter(name)]["exp_avg"]), name
