@@ -21,6 +21,7 @@ from ..runtime.sharding import format_mesh
 from ..runtime.state_dicts import ShardOnLoad, join_name
 from .block_distribution import find_expert_layouts
 from .data_axes import DataMeshes, choose_data_axes
+from .stage_state import refuse_pipeline
 from .training_wiring import SPREAD_MESH, SpreadMesh
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -65,6 +66,7 @@ def parallelize(
             shard.
     """
     root = getattr(model, "_orig_mod", model)
+    refuse_pipeline(root, "parallelize")
     spread = _find_spread_mesh(root, mesh)
     of_experts, others = spread.reductions["experts"], spread.reductions["others"]
     axes = choose_data_axes(mesh, others.axes, data, shard_axes, replicate_axes)

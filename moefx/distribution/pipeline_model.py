@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..errors import InvalidInput, MoefxError
+from ..runtime.block_forward import STAGED
 from ..runtime.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
 from ..runtime.state_dicts import ShardOnLoad
 from .micro_batches import describe_inputs, split_inputs, split_tree
 from .pipeline_schedules import Stage, StageOrder, run_forwards
 from .stage_split import StageSplit, check_boundary
-from .stage_state import STAGED, StageGroup
+from .stage_state import StageGroup
 
 
 class Pipeline(nn.Module):
@@ -39,8 +39,6 @@ class Pipeline(nn.Module):
         self._device = torch.device(group.mesh.device_type)
         if self._device.type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
-        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        self._defaults: dict[str, Any] = {"use_cache": False} if takes_cache else {}
         self._seen: Any = None  # a description of the inputs that `_schedule` is built for
         self._schedule: Any = None
         own: dict[str, nn.Module] = {}
@@ -107,7 +105,6 @@ class Pipeline(nn.Module):
             InvalidInput: on every rank of the pipeline, if the inputs of one rank have shapes that are new to it.
         """
         calls, targets, error, seen = [], None, None, None
-        kwargs = self._defaults | kwargs
         try:
             calls, batch = split_inputs(args, kwargs, self._order.microbatches)
             if needs_target and self._last is not None:

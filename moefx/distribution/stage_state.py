@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import InvalidInput, MoefxError
+from ..errors import InvalidInput
+from ..runtime.block_forward import STAGED
 from .pipeline_stages import STAGES
-
-STAGED = "_moefx_stages"  # the attribute of a Pipeline that holds its `StageGroup`
 
 
 class StageGroup:
@@ -95,9 +94,9 @@ def find_stages(model: nn.Module) -> StageGroup | None:
 
 
 def refuse_pipeline(model: nn.Module, call: str) -> None:
-    """Raises: MoefxError: the model is a Pipeline, whose stages are compiled and parallelized already."""
+    """Raises: InvalidInput: the model is a Pipeline, whose stages are compiled and parallelized already."""
     if find_stages(model) is not None:
-        raise MoefxError(
-            f"moefx.{call} takes the original model: moefx.pipeline compiles and parallelizes the stages of a Pipeline "
-            "itself"
+        raise InvalidInput(
+            f"moefx.{call} takes the original model, not a Pipeline: moefx.pipeline compiles and parallelizes the "
+            "stages"
         )

@@ -94,7 +94,7 @@ def find_data_rank(mesh: DeviceMesh) -> tuple[int, int]:
     """The number of this rank among those with other tokens, and their number."""
     number, ranks = 0, 1
     for name in mesh.mesh_dim_names or ():
-        if name != "pp":
+        if name not in ("pp", "tp"):
             number, ranks = number * mesh[name].size() + mesh[name].get_local_rank(), ranks * mesh[name].size()
     return number, ranks
 
@@ -223,3 +223,10 @@ def case_checkpoints_reshard() -> None:
     for name, parameter in other.named_parameters():
         moment = of_other.state[parameter]["exp_avg"]
         assert torch.equal(moment, of_plain.state[plain.get_parameter(name)]["exp_avg"]), name
+
+
+def pipelines_of_eight() -> None:
+    """Stages, experts and replicas of them."""
+    for schedule in ("1f1b", "zbv"):
+        check_training(("gated", "joined", None, "gated"), dict(pp=2, dp=2, ep=2), schedule=schedule)
+    check_training(("gated", "joined", None, "gated"), dict(pp=2, ep=2, tp=2))

@@ -116,6 +116,25 @@ def test_pipelines_and_transformers(ranks):
     ranks("pipeline_cases")
 
 
+def test_trained_pipelines(ranks):
+    ranks("pipeline_training_cases")
+
+
+def test_mistakes_with_pipelines(ranks):
+    ranks("pipeline_mistake_cases")
+
+
+@pytest.mark.hf
+def test_pipelines_of_transformers(ranks):
+    pytest.importorskip("transformers")
+    ranks("pipeline_transformers_cases")
+
+
+@pytest.mark.exhaustive
+def test_pipelines_of_eight():
+    launch(8, "tests.distributed.pipeline_training_cases", "pipelines_of_eight")
+
+
 def test_models_of_the_corpus(pair):
     pair("corpus_cases")
 

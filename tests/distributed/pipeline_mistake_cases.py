@@ -1,0 +1,158 @@
+"""Natural mistakes with `moefx.pipeline`: each raises with the right call, on every rank that it would stop."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import moefx
+from moefx.errors import CaptureError, InvalidInput, InvalidPlan, NoMoEBlockFound
+
+from ..passes.blocks import D
+from .parallelize_cases import mesh_of, raises
+from .pipeline_training_cases import EXAMPLE, LENGTH, PLAN, Decoder, Layer, build
+
+IDS = torch.zeros(8, LENGTH, dtype=torch.long)
+
+
+def case_arguments_of_the_call() -> None:
+    mesh, model = mesh_of(pp=2, ep=2), Decoder("gated", None)
+    for text, options in (
+        ("'zb-h2' is simulated by the planner only", dict(schedule="zb-h2")),
+        ("expected one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zbv', 'dualpipev'", dict(schedule="1F1B")),
+        ("microbatches=0: expected a whole number", dict(microbatches=0)),
+        ("microbatches=1, and schedule='1f1b' of 2 stages takes 2 or more", dict(microbatches=1)),
+        ("microbatches=3, and schedule='zb-h1' on 2 ranks of the pipeline axis takes a multiple of 2",
+         dict(microbatches=3, schedule="zb-h1")),
+        ("microbatches=2, and schedule='dualpipev' of 4 stages", dict(microbatches=2, schedule="dualpipev")),
+        ("2 layers, fewer than the 4 stages", dict(schedule="interleaved")),
+        ("split has 3 stages, and schedule='1f1b' takes 2", dict(split={"layers": [1, 1, 1]})),
+        ("such as {'model.layers': [3, 5]}", dict(split=[1, 1])),
+        ("no list of modules of that name. Its layers seem to be 'layers'", dict(split={"blocks": [1, 1]})),
+        ("has 3 layers, the model 2", dict(split={"layers": [1, 2]})),
+        ("moefx.plan ranks layouts with stages", dict(plan="auto")),
+        ("moefx.plan ranks layouts with stages", dict(plan=PLAN.replace(expert_axis="auto"))),
+    ):  # fmt: skip
+        raises(InvalidPlan, text, build, model, mesh, **options)
+    raises(InvalidPlan, 'mesh_dim_names=("pp", "ep")', build, model, mesh_of(dp=2, ep=2))
+    raises(InvalidInput, "expected a function of (output, target)", build, model, mesh, loss_fn=None)
+    raises(NoMoEBlockFound, "no stage of the pipeline has a block", build, Decoder(None, None), mesh)
+    compiled = moefx.compile(Decoder("gated", "gated"), EXAMPLE, plan=PLAN)
+    raises(InvalidInput, "pass the original model", build, compiled, mesh)
+    loss = functools.partial(lambda model, output, target: model.layers[0].balance, model)
+    raises(InvalidInput, "loss_fn uses Decoder of the model", build, model, mesh, loss_fn=loss)
+
+
+def case_inputs_of_a_step() -> None:
+    mesh = mesh_of(pp=2, ep=2)
+    pipe = build(Decoder("gated", "joined"), mesh)
+    raises(InvalidInput, "the batch of 6 cannot be cut into microbatches=4", pipe.step, IDS[:6], target=IDS[:6])
+    raises(InvalidInput, "Ranks of one pipeline pass the same inputs", pipe.step, target=IDS)
+    raises(InvalidInput, "step(..., target=) is missing", pipe.step, IDS)
+    raises(InvalidInput, "the target has the shape [24], and the batch is 8", pipe.step, IDS, target=IDS.flatten())
+    shift = torch.zeros(5, LENGTH)
+    raises(InvalidInput, "an input has the shape [5, 3]", pipe.step, IDS, shift=shift, target=IDS)
+    own = IDS[:, : 1 + mesh["pp"].get_local_rank()]
+    raises(InvalidInput, "ranks of a pipeline pass inputs of different shapes", pipe.step, own, target=own)
+    assert pipe.step(IDS, target=IDS) > 0  # the calls above left the pipeline as it was
+    raises(InvalidInput, "the batch of 6 cannot be cut", pipe.step, IDS[:6], target=IDS[:6])
+    assert pipe.step(IDS, target=IDS) > 0
+
+
+def case_other_calls() -> None:
+    mesh = mesh_of(pp=2, ep=2)
+    pipe = build(Decoder("gated", "joined"), mesh)
+    for call in (moefx.compile, moefx.explain):
+        raises(InvalidInput, "moefx.explain(pipe.stages[number]) shows a stage", call, pipe, EXAMPLE)
+    assert all(moefx.explain(model).matched for model in pipe.stages.values())
+    raises(InvalidInput, "moefx.parallelize takes the original model", moefx.parallelize, pipe, mesh)
+    raises(InvalidInput, "moefx.pipeline takes the original model", build, pipe, mesh)
+    raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel, pipe)
+    assert "schedule='1f1b', microbatches=4, layers: 1 + 1" in repr(pipe)
+
+
+class Odd(Decoder):
+    """A decoder with one thing that stages cannot reproduce."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("gated", "joined")
+        self.what = what
+        if what == "own parameter":
+            self.scale = nn.Parameter(torch.ones(D))
+        if what == "shared parameter":
+            self.layers[1].mix.weight = self.layers[0].mix.weight
+
+    def forward(self, ids, shift=None):
+        x = first = self.tokens(ids)
+        mask = (ids != 0)[..., None]
+        if self.what == "learned mask":
+            mask = self.positions(ids % LENGTH)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, mask)
+            if self.what == "between" and i == 0:
+                x = x + first
+            if self.what == "in place" and i == 0:
+                x *= 2
+            if self.what == "norm between" and i == 0:
+                self.norm(x)
+        if self.what == "attribute":
+            x = x + self.layers[0].moe.gate.weight.sum()
+        if self.what == "repeated":
+            x = self.layers[0](x, mask)
+        if self.what == "skip":
+            x = x + first
+        x = self.norm(x)
+        if self.what == "late skip":
+            return self.head(x) + first.sum()
+        if self.what == "called twice":
+            x = self.tokens(ids) + x
+        return {"scores": self.head(x)} if self.what == "dictionary" else self.head(x)
+
+
+def case_models_that_cannot_be_cut() -> None:
+    for what, text in (
+        ("own parameter", "scale is a parameter of Odd"),
+        ("shared parameter", "layers.0.mix.weight and layers.1.mix.weight are the same parameter, in stages 0 and 1"),
+        ("learned mask", "layers.0 receives a second tensor that depends on parameters outside"),
+        ("between", "layers.1 does not receive the layer's output as it is (pipeline_mistake_cases.py"),
+        ("in place", "layers.1 does not receive the layer's output as it is"),
+        ("norm between", "norm runs between the layers"),
+        ("attribute", "its forward does not run when its layers only pass hidden states on"),
+        ("repeated", "layers.0 runs as number 2"),
+        ("skip", "norm runs after the layers on a tensor from before them"),
+        ("late skip", "its output depends on a tensor from before the layers"),
+        ("called twice", "tokens runs before the first and after the last layer"),
+        ("dictionary", "an output with a field 'logits'"),
+    ):
+        raises(InvalidInput, text, build, Odd(what), mesh_of(pp=2, ep=2))
+    raises(InvalidInput, "no nn.ModuleList of layers", build, Layer(None), mesh_of(pp=2, ep=2))
+
+
+def case_results_of_a_stage() -> None:
+    """Found by one stage alone: the others would wait for it, so its forward runs by itself."""
+    pipe = build(Decoder("gated", "joined"), mesh_of(pp=2, ep=2), loss_fn=lambda output, target: output.sum(-1))
+    (stage,) = pipe._parts
+    stage.port.boundary = torch.empty(8, LENGTH, D, device="meta")
+    stage.port.inputs, stage.port.targets = [((IDS,), {})], [IDS]
+    if stage.number == 0:
+        stage.model.layers[0].register_forward_hook(lambda *args: args[-1].double())
+        text = "the last layer of stage 0 returned [8, 3, 6] in torch.float64, and the first layer of the model takes"
+        raises(InvalidInput, text, stage.model)
+    else:
+        text = "loss_fn(output, target) returned [8, 3], expected a tensor of one number"
+        raises(InvalidInput, text, stage.model, torch.zeros(8, LENGTH, D))
+
+
+def case_a_stage_that_fails() -> None:
+    """Every rank raises, those of the other stage too."""
+    mesh, model = mesh_of(pp=2, ep=2), Decoder("gated", "joined")
+    model.layers[0].mix.register_forward_hook(lambda *args: args[-1].double())
+    if mesh["pp"].get_local_rank() == 0:
+        raises(CaptureError, "does not run on the example inputs", build, model, mesh)
+    else:
+        raises(
+            InvalidInput, "rank 0 of the pipeline axis failed: CaptureError: Decoder does not run", build, model, mesh
+        )

@@ -1,0 +1,90 @@
+"""`moefx.pipeline` on models of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import moefx
+from moefx.errors import InvalidInput
+
+from .parallelize_cases import mesh_of, raises
+
+PLAN = moefx.Plan(validation="symbolic")
+VOCAB, LENGTH = 32, 5
+
+
+def build_model(layers: int = 2, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "head_dim": 8,
+             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}  # fmt: skip
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**sizes, **options)
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def build(model: nn.Module, **options: Any) -> Any:
+    return moefx.pipeline(model, mesh_of(pp=2, ep=2), plan=PLAN, loss_fn=loss_fn, microbatches=2, **options)
+
+
+def case_gradients_of_a_causal_model() -> None:
+    """With padded sequences and positions of packed ones."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB, (2, 4, LENGTH), generator=generator)
+    padded = torch.ones(2, 4, LENGTH, dtype=torch.long)
+    padded[:, 1, :2] = 0
+    positions = torch.tensor([0, 1, 2, 0, 1]).expand(2, 4, LENGTH)
+    number = mesh_of(pp=2, ep=2)["ep"].get_local_rank()
+    model, pipe = build_model(), build(build_model())
+    for kwargs, options in (
+        ({}, {}),
+        ({"attention_mask": padded}, {}),
+        ({"position_ids": positions}, {"use_cache": False}),
+    ):
+        model.zero_grad()
+        pipe.zero_grad()
+        losses = []
+        for rank in range(2):
+            for part in range(2):
+                piece = slice(2 * part, 2 * part + 2)
+                inputs = {name: value[rank, piece] for name, value in kwargs.items()}
+                losses.append(loss_fn(model(ids[rank, piece], **inputs, **options).logits, ids[rank, piece]))
+        wanted = torch.stack(losses).mean()
+        wanted.backward()
+        own = {name: value[number] for name, value in kwargs.items()}
+        loss = pipe.step(input_ids=ids[number], target=ids[number], **own, **options)
+        torch.testing.assert_close(loss, wanted.detach(), rtol=0, atol=1e-9)
+        compared = 0
+        for name, parameter in pipe.named_parameters():
+            gradient = model.get_parameter(name).grad
+            gradient = torch.zeros_like(parameter.full_tensor()) if gradient is None else gradient
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=0, atol=1e-9)
+            compared += 1
+        assert compared > 8
+
+
+def case_losses_over_several_layers() -> None:
+    """Refused, because a stage has the router logits of its own layers only."""
+    text = "asks for a loss of the router logits of all layers"
+    raises(InvalidInput, text, build, build_model(output_router_logits=True))
+    pipe, ids = build(build_model()), torch.zeros(2, LENGTH, dtype=torch.long)
+    raises(InvalidInput, text, pipe.step, ids, target=ids, output_router_logits=True)
+    raises(InvalidInput, "the model's output has 'loss'", pipe.step, ids, target=ids, labels=ids)
+    model = build_model()
+    text = "loss_fn uses Qwen3MoeForCausalLM of the model"
+    loss = lambda logits, labels: model.loss_function(logits, labels, VOCAB)  # noqa: E731
+    raises(InvalidInput, text, moefx.pipeline, model, mesh_of(pp=2, ep=2), loss_fn=loss, microbatches=2)
+
+
+def case_tied_embeddings() -> None:
+    text = "model.embed_tokens.weight and lm_head.weight are the same parameter, in stages 0 and 1"
+    raises(InvalidInput, text, build, build_model(tie_word_embeddings=True))
