@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import moefx
 
@@ -36,15 +38,28 @@ class Layer(nn.Module):
         return x + self.moe(self.norm(x).flatten(0, 1)).view_as(x)
 
 
+class RecomputedLayer(Layer):
+    def forward(self, x, mask):
+        return checkpoint(super().forward, x, mask, use_reentrant=False)
+
+
+class InPlaceLayer(Layer):
+    """Writes to its input, which may be what the stage has received."""
+
+    def forward(self, x, mask):
+        x += super().forward(x.clone(), mask) - x
+        return x
+
+
 class Decoder(nn.Module):
     """An embedding with positions, layers that get a mask, a norm and a head."""
 
-    def __init__(self, *kinds: str | None) -> None:
+    def __init__(self, *kinds: str | None, layer: type[Layer] = Layer) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.head = nn.Linear(D, VOCAB, bias=False)  # before the layers: order of definition does not matter
         self.tokens, self.positions = nn.Embedding(VOCAB, D), nn.Embedding(LENGTH, D)
-        self.layers = nn.ModuleList([Layer(kind) for kind in kinds])
+        self.layers = nn.ModuleList([layer(kind) for kind in kinds])
         self.norm = nn.LayerNorm(D)
 
     def forward(self, ids, shift=None):
@@ -118,17 +133,20 @@ def build(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
     return moefx.pipeline(model, mesh, **options)
 
 
-def check_training(kinds: tuple[str | None, ...], sizes: dict[str, int], microbatches: int = 4, **options: Any) -> Any:
-    mesh = mesh_of(**sizes)
-    pipe = build(Decoder(*kinds).double(), mesh, microbatches=microbatches, **options)
-    seen, parameters = train(pipe, mesh, microbatches)
+def check_training(
+    kinds: tuple[str | None, ...], sizes: dict[str, int], *, layer: type[Layer] = Layer, **options: Any
+) -> None:
+    mesh, microbatches = mesh_of(**sizes), 4
+    pipe = build(Decoder(*kinds, layer=layer).double(), mesh, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "moefx")  # nothing warns that gradients are not reduced
+        seen, parameters = train(pipe, mesh, microbatches)
     wanted, reference = train_in_one_process(kinds, find_data_rank(mesh)[1], microbatches)
     assert all(norm > 0.1 for norm in wanted[1::2])  # clipping changes something
     what = functools.partial(str.format, "{} {} {}: {}", kinds, sizes, options)
     torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-9, msg=what)
     assert list(parameters) == list(reference)
     torch.testing.assert_close(parameters, dict(reference), rtol=0, atol=1e-9, msg=what)
-    return pipe
 
 
 def case_training_is_that_of_one_process() -> None:
@@ -142,10 +160,34 @@ def case_schedules_with_several_stages_on_a_rank() -> None:
         check_training(kinds, dict(pp=2, ep=2), schedule=schedule)
 
 
+def case_layers_that_recompute() -> None:
+    for schedule in ("gpipe", "1f1b"):
+        check_training(("gated", "joined"), dict(pp=2, ep=2), schedule=schedule, layer=RecomputedLayer)
+
+
+def case_layers_that_recompute_with_delayed_weights() -> None:
+    check_training(("gated", "joined"), dict(pp=2, ep=2), schedule="zb-h1", layer=RecomputedLayer)
+
+
+def case_gradients_add_up() -> None:
+    """Over steps without `zero_grad`, and each one is new after it."""
+    mesh, kinds = mesh_of(pp=2, ep=2), ("gated", "joined")
+    pipe, (ids, target) = build(Decoder(*kinds).double(), mesh), batch(0, 2, 8)
+    number, _ = find_data_rank(mesh)
+    assert not pipe.step(ids[number], target=target[number]).requires_grad
+    once = [parameter.grad.clone() for parameter in pipe.parameters()]
+    pipe.step(ids[number], target=target[number])
+    for parameter, gradient in zip(pipe.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient)
+    blocks = moefx.blocks(pipe)
+    assert [block.name for block in blocks] == [f"layers.{stage}.moe" for stage in pipe.stages]
+    assert all(block.fallbacks == 0 for block in blocks)
+
+
 def case_stages_without_experts() -> None:
     check_training((None, "gated"), dict(pp=2, ep=2))
     check_training((None, "gated", None, "joined"), dict(pp=4), split={"layers": [1, 1, 1, 1]})
-    check_training((None, "gated", None, "joined"), dict(pp=4), schedule="zb-h1")
+    check_training((None, "gated", None, "joined"), dict(pp=4), schedule="zb-h1", layer=InPlaceLayer)
 
 
 def case_evaluation_and_inference() -> None:
