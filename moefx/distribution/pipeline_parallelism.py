@@ -47,7 +47,8 @@ def pipeline(
         model: the original model, not compiled. On the meta device, each rank allocates its own stages only, by
             `Pipeline.to_empty`.
         mesh: a mesh with an axis "pp". The other axes mean what they mean for `compile` and `parallelize`.
-        plan: as for `compile`, but without "auto".
+        plan: as for `compile`, but without "auto". The plan of a planner's entry goes with the entry's schedule and
+            micro-batches.
         loss_fn: `loss_fn(output, target)`: the mean loss of a micro-batch. `output` is the model's output if it is a
             tensor, else its field `logits`.
         schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zbv" or "dualpipev". "zb-h2" is simulated by the planner
@@ -65,7 +66,7 @@ def pipeline(
         InvalidInput: the model cannot be cut into stages; the message has the line and the change that helps.
         NoMoEBlockFound: no block of any stage was rewritten.
     """
-    plan = _check_call(model, mesh, plan, loss_fn)
+    plan = _settle_layout(_check_call(model, mesh, plan, loss_fn), mesh, microbatches)
     name, counts = read_split(split)
     order = order_stages(schedule, mesh[STAGES].size(), microbatches, None if counts is None else len(counts))
     group = StageGroup(mesh, list(model.state_dict()))
@@ -119,6 +120,25 @@ def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, loss_fn: 
                 "writes, and lose the losses of layers in other stages: compute the loss from (output, target) alone"
             )
     return plan
+
+
+def _settle_layout(plan: Plan, mesh: DeviceMesh, microbatches: int) -> Plan:
+    """Take out of a planner's layout what `pipeline` does: stages, micro-batches and ZeRO-1. `compile` checks the rest.
+
+    Raises:
+        InvalidPlan: the layout has other stages or micro-batches.
+    """
+    counts = dict(plan.layout or ())
+    here = {"pp": mesh[STAGES].size(), "microbatches": microbatches}
+    for name, size in here.items():
+        if counts.get(name, size) != size:
+            raise InvalidPlan(
+                f"the planner's layout has {name}={counts[name]}, and pipeline was given {name}={size}: take "
+                "init_device_mesh(device_type, **entry.mesh), schedule=entry.layout.schedule and "
+                "microbatches=entry.layout.microbatches"
+            )
+    done = {*here, *(["zero"] if counts.get("zero", 0) <= 1 else [])}
+    return plan.replace(layout={name: size for name, size in counts.items() if name not in done} or None)
 
 
 def _find_modules(function: Any) -> list[nn.Module]:

@@ -31,8 +31,9 @@ def check_stages(model: nn.Module, mesh: DeviceMesh) -> None:
         rest = ", ".join(repr(name) for name in mesh.mesh_dim_names or () if name != STAGES)
         raise InvalidPlan(
             f"the mesh has a pipeline axis {STAGES!r}, and stages {', '.join(map(str, alike))} hold the same model: "
-            "compile does not split a model. Give it the module of this rank's stage "
-            "(torch.distributed.pipelining), or a mesh of one stage's ranks" + (f", mesh[{rest}]" if rest else "")
+            "compile does not split a model, moefx.pipeline(model, mesh, ...) does. Or give compile the module of this "
+            "rank's stage (torch.distributed.pipelining), or a mesh of one stage's ranks"
+            + (f", mesh[{rest}]" if rest else "")
         )
 
 

@@ -20,6 +20,8 @@ IDS = torch.zeros(8, LENGTH, dtype=torch.long)
 
 def case_arguments_of_the_call() -> None:
     mesh, model = mesh_of(pp=2, ep=2), Decoder("gated", None)
+    counts = {"pp": 2, "ep": 2, "zero": 1, "microbatches": 8}
+    build(model, mesh, plan=PLAN.replace(expert_axis="ep", layout=counts), microbatches=8)
     for text, options in (
         ("'zb-h2' is simulated by the planner only", dict(schedule="zb-h2")),
         ("expected one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zbv', 'dualpipev'", dict(schedule="1F1B")),
@@ -33,6 +35,8 @@ def case_arguments_of_the_call() -> None:
         ("such as {'model.layers': [3, 5]}", dict(split=[1, 1])),
         ("no list of modules of that name. Its layers seem to be 'layers'", dict(split={"blocks": [1, 1]})),
         ("has 3 layers, the model 2", dict(split={"layers": [1, 2]})),
+        ("the planner's layout has pp=4, and pipeline was given pp=2", dict(plan=PLAN.replace(layout={"pp": 4}))),
+        ("layout has microbatches=8, and pipeline was given microbatches=4", dict(plan=PLAN.replace(layout=counts))),
         ("moefx.plan ranks layouts with stages", dict(plan="auto")),
         ("moefx.plan ranks layouts with stages", dict(plan=PLAN.replace(expert_axis="auto"))),
     ):  # fmt: skip
