@@ -52,7 +52,7 @@ class Pipeline(nn.Module):
         self._elsewhere = [name for name in group.names if not name.startswith(prefixes)]
         self.register_load_state_dict_pre_hook(ShardOnLoad())
         self.register_load_state_dict_pre_hook(self._drop_other_stages)
-        self.train(model.training)
+        self.training = model.training
 
     @property
     def stages(self) -> dict[int, nn.Module]:
@@ -72,6 +72,8 @@ class Pipeline(nn.Module):
         Raises:
             InvalidInput: the inputs or the target do not fit.
         """
+        if not torch.is_grad_enabled():
+            raise InvalidInput("step() trains, and gradients are disabled here: call pipe.evaluate(...) for the loss")
         with self._prepared(inputs, kwargs, target, needs_target=True):
             losses = {"target": torch.arange(self._order.microbatches)} if self._last is not None else {}
             self._schedule.step(**losses)
@@ -129,6 +131,9 @@ class Pipeline(nn.Module):
             stage.port.targets = targets if stage.port.is_last else None
         try:
             yield
+        except BaseException:
+            self._seen = self._schedule = None  # torch's schedule keeps the losses of a step that failed
+            raise
         finally:
             for stage in self._parts:
                 stage.port.inputs, stage.port.targets = [], None

@@ -97,6 +97,20 @@ class StageOrder:
         return make(numbered[0] if is_single else numbered, self.microbatches, loss_fn=_return_loss, scale_grads=False)
 
 
+def check_backend(name: str, group: dist.ProcessGroup) -> None:
+    """Check that torch runs a schedule over the backend of a pipeline axis.
+
+    Raises:
+        InvalidPlan: it does not.
+    """
+    if KINDS[name].is_v_shaped and torch.__version__ < (2, 13) and dist.get_backend(group) == "gloo":
+        raise InvalidPlan(
+            f"schedule={name!r} on torch {torch.__version__} sends from a rank to itself before the first step, and "
+            "gloo "
+            "cannot do that: use torch 2.13, NCCL, or 'zb-h1'"
+        )
+
+
 def order_stages(name: str, ranks: int, microbatches: int, num_stages: int | None) -> StageOrder:
     """Lay a schedule over the ranks of a pipeline axis.
 
@@ -150,11 +164,8 @@ class NumberedStage(pipelining.PipelineStage):
     """torch's stage, which tells a stage's port the number of the micro-batch."""
 
     def __init__(self, stage: Stage, order: StageOrder, device: torch.device, group: dist.ProcessGroup):
-        hidden = stage.port.boundary
-        if hidden is None:
-            raise AssertionError("the shapes at the cuts are not known yet")
-        hidden = torch.empty_like(hidden, device="meta", requires_grad=True)
-        loss = torch.empty(1, device="meta", requires_grad=True)
+        hidden = stage.port.make_hidden("meta", requires_grad=True)
+        loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
         super().__init__(
             stage.model,
             stage.number,
@@ -188,7 +199,7 @@ def run_forwards(
         for stage in stages:
             stage.port.microbatch = microbatch
             if stage.number and stage.number - 1 not in local:
-                hidden = torch.empty_like(stage.port.boundary, device=device)
+                hidden = stage.port.make_hidden(device)
                 dist.recv(hidden, ranks[order.find_rank(stage.number - 1)], group=group)
             result = stage.model() if hidden is None else stage.model(hidden)
             if stage.port.is_last:

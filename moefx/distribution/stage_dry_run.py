@@ -173,7 +173,8 @@ class DryRun:
                 "its output depends on a tensor from before the layers, which the last stage does not have",
                 "compute it from the hidden states only",
             )
-        return torch.empty_like(state.hidden, device="meta"), dict(state.owners)
+        hidden = torch.empty(state.hidden.shape, dtype=state.hidden.dtype, device="meta")
+        return hidden, dict(state.owners)
 
 
 def replace_submodule(model: nn.Module, name: str, module: nn.Module) -> None:

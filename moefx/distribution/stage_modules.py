@@ -61,6 +61,12 @@ class StagePort:
     def __deepcopy__(self, memo: dict[int, Any]) -> StagePort:
         return self
 
+    def make_hidden(self, device: torch.device | str, requires_grad: bool = False) -> Tensor:
+        """Return room for the hidden states of a micro-batch between two stages."""
+        if self.boundary is None:
+            raise AssertionError("the shape between stages is not known before the first step")
+        return torch.empty_like(self.boundary, device=device, requires_grad=requires_grad)
+
 
 def find_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """Return the hidden states among a layer's arguments, the first positional argument or the first tensor by
@@ -189,7 +195,7 @@ class StageForward:
             shown = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidInput(f"loss_fn(output, target) returned {shown}, expected a tensor of one number: its mean")
         port.losses.append(loss.detach().reshape(()))
-        return loss.reshape(1) / port.num_microbatches
+        return loss.double().reshape(1) / port.num_microbatches  # torch is told the dtype before the first step
 
 
 def select_output(output: Any) -> Tensor:

@@ -154,7 +154,7 @@ def split_model(
     owners = {each: 0 if called.get(each, FIRST) == FIRST else last for each in with_parameters}
     shared = tuple(each for each in outer if each not in owners)
     split = StageSplit(layers, keys, counts, owners, shared, dry_run)
-    _check_shared_parameters(model, split)
+    _check_parameters(model, split)
     return split
 
 
@@ -192,14 +192,17 @@ def _run_examples(dry_run: DryRun, model: nn.Module, example_inputs: Any) -> dic
     raise error
 
 
-def _check_shared_parameters(model: nn.Module, split: StageSplit) -> None:
-    """Check that no parameter is in two stages.
+def _check_parameters(model: nn.Module, split: StageSplit) -> None:
+    """Check that each stage has parameters, and that no parameter is in two stages.
 
     Raises:
         InvalidInput: such as for tied embeddings.
     """
     first: dict[int, tuple[int, str]] = {}
     units = [(stage, unit) for stage in range(split.num_stages) for unit in split.list_units(stage)]
+    for stage in range(split.num_stages):
+        if not any(next(model.get_submodule(unit).parameters(), None) is not None for unit in split.list_units(stage)):
+            raise InvalidInput(f"stage {stage} would have no parameters: name other numbers of layers by split=")
     for stage, unit in units:
         for name, parameter in model.get_submodule(unit).named_parameters(remove_duplicate=False):
             other, other_name = first.setdefault(id(parameter), (stage, f"{unit}.{name}"))
