@@ -18,7 +18,7 @@ from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.sharding import format_mesh
 from .data_parallelism import parallelize
 from .pipeline_model import Pipeline
-from .pipeline_schedules import Stage, check_backend, order_stages
+from .pipeline_schedules import Stage, order_stages
 from .pipeline_stages import STAGES
 from .stage_modules import StagePort
 from .stage_split import Split, StageSplit, install_stage, read_split, reduce_to_stage, split_model
@@ -70,7 +70,6 @@ def pipeline(
     name, counts = read_split(split)
     order = order_stages(schedule, mesh[STAGES].size(), microbatches, None if counts is None else len(counts))
     group = StageGroup(mesh, list(model.state_dict()))
-    check_backend(schedule, group.group)
     cut = split_model(model, name, counts, order.num_stages, example_inputs)
     stages: list[Stage] = []
     missing: list[str] = []

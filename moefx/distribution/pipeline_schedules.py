@@ -97,20 +97,6 @@ class StageOrder:
         return make(numbered[0] if is_single else numbered, self.microbatches, loss_fn=_return_loss, scale_grads=False)
 
 
-def check_backend(name: str, group: dist.ProcessGroup) -> None:
-    """Check that torch runs a schedule over the backend of a pipeline axis.
-
-    Raises:
-        InvalidPlan: it does not.
-    """
-    if KINDS[name].is_v_shaped and torch.__version__ < (2, 13) and dist.get_backend(group) == "gloo":
-        raise InvalidPlan(
-            f"schedule={name!r} on torch {torch.__version__} sends from a rank to itself before the first step, and "
-            "gloo "
-            "cannot do that: use torch 2.13, NCCL, or 'zb-h1'"
-        )
-
-
 def order_stages(name: str, ranks: int, microbatches: int, num_stages: int | None) -> StageOrder:
     """Lay a schedule over the ranks of a pipeline axis.
 
@@ -128,6 +114,12 @@ def order_stages(name: str, ranks: int, microbatches: int, num_stages: int | Non
     if name not in KINDS:
         raise InvalidPlan(f"schedule={name!r}: expected one of {', '.join(map(repr, KINDS))}")
     kind = KINDS[name]
+    if kind.splits_backward and torch.__version__ < (2, 13):
+        raise InvalidPlan(
+            f"schedule={name!r} delays gradients of weights, which torch {torch.__version__} cannot do for the "
+            "autograd "
+            "functions of rewritten blocks: use torch 2.13 or later, or 'interleaved'"
+        )
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise InvalidPlan(f"microbatches={microbatches!r}: expected a whole number > 0")
     chunks = kind.chunks
