@@ -12,6 +12,7 @@ import moefx
 from moefx.errors import InvalidInput
 
 from .parallelize_cases import mesh_of, raises
+from .pipeline_training_cases import DELAYED
 
 PLAN = moefx.Plan(validation="symbolic")
 VOCAB, LENGTH = 32, 5
@@ -36,40 +37,54 @@ def build(model: nn.Module, **options: Any) -> Any:
     return moefx.pipeline(model, mesh_of(pp=2, ep=2), plan=PLAN, loss_fn=loss_fn, microbatches=2, **options)
 
 
+def check_gradients(pipe: Any, model: Any, **kwargs: Any) -> None:
+    """Compare a step with the mean loss of all micro-batches in one process.
+
+    Args:
+        kwargs: further inputs; tensors are [data ranks, batch, ...].
+    """
+    ids = torch.randint(VOCAB, (2, 4, LENGTH), generator=torch.Generator().manual_seed(0))
+    number, losses = mesh_of(pp=2, ep=2)["ep"].get_local_rank(), []
+    for rank, part in ((rank, slice(first, first + 2)) for rank in range(2) for first in (0, 2)):
+        inputs = {name: v[rank, part] if isinstance(v, Tensor) else v for name, v in kwargs.items()}
+        losses.append(loss_fn(model(ids[rank, part], **inputs).logits, ids[rank, part]))
+    wanted = torch.stack(losses).mean()
+    for each in (model, pipe):
+        each.zero_grad()
+    wanted.backward()
+    own = {name: value[number] if isinstance(value, Tensor) else value for name, value in kwargs.items()}
+    loss = pipe.step(input_ids=ids[number], target=ids[number], **own)
+    torch.testing.assert_close(loss, wanted.detach(), rtol=0, atol=1e-9)
+    assert len(list(pipe.parameters())) > 8
+    for name, parameter in pipe.named_parameters():
+        gradient = model.get_parameter(name).grad
+        gradient = torch.zeros_like(parameter.full_tensor()) if gradient is None else gradient
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=0, atol=1e-9)
+
+
 def case_gradients_of_a_causal_model() -> None:
-    """With padded sequences and positions of packed ones."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCAB, (2, 4, LENGTH), generator=generator)
+    """With padded sequences, and with positions of packed ones."""
     padded = torch.ones(2, 4, LENGTH, dtype=torch.long)
     padded[:, 1, :2] = 0
     positions = torch.tensor([0, 1, 2, 0, 1]).expand(2, 4, LENGTH)
-    number = mesh_of(pp=2, ep=2)["ep"].get_local_rank()
     model, pipe = build_model(), build(build_model())
-    for kwargs, options in (
-        ({}, {}),
-        ({"attention_mask": padded}, {}),
-        ({"position_ids": positions}, {"use_cache": False}),
-    ):
-        model.zero_grad()
-        pipe.zero_grad()
-        losses = []
-        for rank in range(2):
-            for part in range(2):
-                piece = slice(2 * part, 2 * part + 2)
-                inputs = {name: value[rank, piece] for name, value in kwargs.items()}
-                losses.append(loss_fn(model(ids[rank, piece], **inputs, **options).logits, ids[rank, piece]))
-        wanted = torch.stack(losses).mean()
-        wanted.backward()
-        own = {name: value[number] for name, value in kwargs.items()}
-        loss = pipe.step(input_ids=ids[number], target=ids[number], **own, **options)
-        torch.testing.assert_close(loss, wanted.detach(), rtol=0, atol=1e-9)
-        compared = 0
-        for name, parameter in pipe.named_parameters():
-            gradient = model.get_parameter(name).grad
-            gradient = torch.zeros_like(parameter.full_tensor()) if gradient is None else gradient
-            torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=0, atol=1e-9)
-            compared += 1
-        assert compared > 8
+    for kwargs in ({}, {"attention_mask": padded}, {"position_ids": positions, "use_cache": False}):
+        check_gradients(pipe, model, **kwargs)
+
+
+def case_activation_checkpointing() -> None:
+    """By the model's own switch, under a schedule that delays gradients of weights."""
+    checkpointed, calls = build_model(layers=4), []
+    getattr(checkpointed, "activation_checkpointing_enable", checkpointed.gradient_checkpointing_enable)()
+    for schedule in ("1f1b", *DELAYED[1:2]):
+        pipe = build(checkpointed, schedule=schedule)
+        for stage in pipe.stages.values():
+            for module in stage.modules():
+                if type(module).__name__ == "Qwen3MoeAttention":
+                    module.register_forward_hook(lambda *_: calls.append(1))
+        check_gradients(pipe, build_model(layers=4), use_cache=False)
+        assert len(calls) >= 2 * 2 * 2  # layers, micro-batches, and again in the backward
+        calls.clear()
 
 
 def case_losses_over_several_layers() -> None:

@@ -1,0 +1,116 @@
+"""The parts of `moefx.pipeline` that need one process: schedules, shares of layers, micro-batches, the dry run."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import schedules
+
+from moefx.distribution.micro_batches import split_inputs, split_tree
+from moefx.distribution.pipeline_schedules import KINDS, SIMULATED, order_stages
+from moefx.distribution.stage_split import count_layers, find_layers, read_split, split_model
+from moefx.errors import InvalidInput, InvalidPlan
+from moefx.planner.layout import Schedule
+
+from .pipeline_training_cases import EXAMPLE, LENGTH, D, Decoder
+
+AVAILABLE = [name for name, kind in KINDS.items() if torch.__version__ >= (2, 13) or not kind.splits_backward]
+
+
+def test_schedules_have_the_names_of_the_planner():
+    assert {*get_args(Schedule)} <= {*KINDS, SIMULATED}
+    assert all(inspect.isclass(getattr(schedules, kind.torch_class)) for kind in KINDS.values())
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_stage_has_one_rank(name, ranks):
+    order = order_stages(name, ranks, 8, None)
+    stages = [order.list_stages(rank) for rank in range(ranks)]
+    assert sorted(itertools.chain(*stages)) == list(range(order.num_stages)) == list(range(ranks * KINDS[name].chunks))
+    assert all(sorted(own) == own for own in stages)
+    assert [order.find_rank(stage) for own in stages for stage in own] == [r for r in range(ranks) for _ in stages[r]]
+    if order.kind.is_v_shaped:
+        assert stages[0][-1] == order.num_stages - 1
+
+
+def test_a_split_decides_the_stages_of_a_rank():
+    assert order_stages("interleaved", 2, 4, 6).list_stages(1) == [1, 3, 5]
+    for name, num_stages in (("interleaved", 2), ("interleaved", 5), ("gpipe", 4)):
+        with pytest.raises(InvalidPlan, match=f"split has {num_stages} stages"):
+            order_stages(name, 2, 4, num_stages)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "counts"),
+    [(4, 2, (2, 2)), (2, 2, (1, 1)), (6, 4, (1, 2, 2, 1)), (9, 3, (3, 4, 2)), (61, 8, (7, 8, 8, 8, 8, 8, 8, 6))],
+)  # fmt: skip
+def test_layers_are_shared_out_with_the_embedding_and_the_head(num_layers, num_stages, counts):
+    assert count_layers(num_layers, num_stages) == counts
+
+
+def test_the_longest_stage_is_as_short_as_can_be():
+    for num_stages in range(2, 9):
+        for num_layers in range(num_stages, 40):
+            counts = count_layers(num_layers, num_stages)
+            loads = [count + (stage in (0, num_stages - 1)) for stage, count in enumerate(counts)]
+            assert sum(counts) == num_layers and min(counts) >= 1
+            assert max(loads) == max(2, -(-(num_layers + 2) // num_stages))
+
+
+def test_inputs_are_cut_along_the_batch():
+    ids, mask, positions = torch.arange(12).view(6, 2), torch.rand(6, 2), torch.arange(2).view(1, 2)
+    calls, batch = split_inputs((ids,), {"mask": [mask], "positions": positions, "flag": True, "scale": mask[0, 0]}, 3)
+    assert batch == 6 and len(calls) == 3
+    (first,), kwargs = calls[1]
+    assert torch.equal(first, ids[2:4]) and torch.equal(kwargs["mask"][0], mask[2:4])
+    assert kwargs["positions"] is positions and kwargs["flag"] is True and kwargs["scale"].dim() == 0
+    with pytest.raises(InvalidInput, match=r"an input has the shape \[2, 6\], and the batch is 6"):
+        split_inputs((ids, mask.T), {}, 3)
+    with pytest.raises(InvalidInput, match="batch of 6 cannot be cut into microbatches=4"):
+        split_inputs((ids,), {}, 4)
+    assert [part["y"].tolist() for part in split_tree({"y": torch.arange(4)}, 4, 2, "the target")] == [[0, 1], [2, 3]]
+
+
+def test_what_a_split_may_be():
+    assert read_split("auto") == (None, None)
+    assert read_split({"model.layers": [3, 5]}) == ("model.layers", (3, 5))
+    wrong: list[Any] = ["even", {"layers": []}, {"layers": [1, 0]}, {"layers": 2}, {"a": [1], "b": [1]}, {3: [1]}, None]
+    for split in wrong:
+        with pytest.raises(InvalidPlan, match="expected 'auto'"):
+            read_split(split)
+
+
+def test_modules_outside_of_layers_belong_to_the_ends():
+    model = Decoder("gated", None)
+    assert find_layers(model) == "layers"
+    split = split_model(model, None, None, 2, EXAMPLE)
+    assert split.owners == {"tokens": 0, "positions": 0, "norm": 1, "head": 1}  # the head is defined first
+    assert split.list_units(0) == ["layers.0", "tokens", "positions"]
+    hidden, _ = split.dry_run.run((torch.zeros(5, LENGTH, dtype=torch.long),), {})
+    assert hidden.is_meta and hidden.shape == (5, LENGTH, D)
+
+
+class Small(nn.Module):
+    """A decoder whose second layer has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(5, D), nn.ModuleList([nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_stages_without_parameters_are_refused():
+    assert split_model(Small(), None, (1, 2), 2, None).owners == {"embed": 0}
+    with pytest.raises(InvalidInput, match="stage 1 would have no parameters"):
+        split_model(Small(), None, (1, 1, 1), 3, None)
