@@ -36,6 +36,7 @@ class Pipeline(nn.Module):
         vars(self)[STAGED] = group
         vars(self)[DDP_IGNORED] = RefuseDDP()
         self._parts, self._split, self._order, self._group = stages, split, order, group
+        self._sharded = [m for stage in stages for m in stage.model.modules() if isinstance(m, FSDPModule)]
         self._device = torch.device(group.mesh.device_type)
         if self._device.type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -137,9 +138,8 @@ class Pipeline(nn.Module):
         finally:
             for stage in self._parts:
                 stage.port.inputs, stage.port.targets = [], None
-                for module in stage.model.modules():  # they stay gathered after a forward, and would hide new values
-                    if isinstance(module, FSDPModule):
-                        module.reshard()
+            for module in self._sharded:  # they stay gathered after a forward, and would hide new values
+                module.reshard()
 
     def _agree(self, error: Exception | None, seen: Any) -> None:
         """Build torch's schedule for inputs of new shapes, if all ranks of the pipeline have the same ones."""

@@ -172,7 +172,7 @@ def _build_stage(
         The stage, and the reason if none of its blocks was rewritten.
     """
     names = tuple(name for name in mesh.mesh_dim_names or () if name != STAGES)
-    stage_mesh = mesh[names] if names and mesh.size() > mesh[STAGES].size() else None
+    stage_mesh = mesh[names] if names else None
     reduced, why = reduce_to_stage(model, cut, number), ""
     try:
         stage_model = compile_model(reduced, example_inputs, mesh=stage_mesh, plan=plan)
@@ -181,7 +181,7 @@ def _build_stage(
         if stage_mesh is not None:
             mark_as_spread(stage_model, stage_mesh, plan)
     install_stage(stage_model, cut, number, port)
-    if stage_mesh is not None:
+    if stage_mesh is not None and stage_mesh.size() > 1:
         # Parameters stay gathered in a step: micro-batches in flight would gather them again and again, and torch finds
         # the delayed gradients of weights by the parameters of the forward.
         parallelize(stage_model, stage_mesh, reshard_after_forward=False)

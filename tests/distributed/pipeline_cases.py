@@ -70,7 +70,7 @@ def case_two_stages_of_two_ranks() -> None:
 
 
 def case_a_pipeline_axis_without_stages() -> None:
-    """Nothing cuts a model into stages; of a mesh without the axis each stage takes a part."""
+    """`compile` cuts no model into stages; of a mesh without the axis each stage takes a part."""
     mesh, model, example = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep")), Model("gated"), (TOKENS,)
     with torch.device("meta"):
         meta = Model("gated")
@@ -82,6 +82,7 @@ def case_a_pipeline_axis_without_stages() -> None:
                     call(copy.deepcopy(whole), mesh=mesh, plan=plan, example_inputs=example)
                 except InvalidPlan as found:
                     assert "stages 0, 1 hold the same model: compile does not split a model" in str(found), found
+                    assert "moefx.pipeline(model, mesh, ...) does" in str(found), found
                     assert "mesh['ep']" in str(found), found
                 else:
                     raise AssertionError("was accepted")

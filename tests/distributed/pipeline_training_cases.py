@@ -281,3 +281,8 @@ def pipelines_of_eight() -> None:
     for schedule in ("1f1b", V_SHAPED):
         check_training(("gated", "joined", None, "gated"), dict(pp=2, dp=2, ep=2), schedule=schedule)
     check_training(("gated", "joined", None, "gated"), dict(pp=2, ep=2, tp=2))
+
+
+def pipelines_of_two() -> None:
+    """The expert axis has one rank."""
+    check_training(("gated", "joined"), dict(pp=2, ep=1), plan=PLAN.replace(expert_axis="ep"))

@@ -120,6 +120,10 @@ def test_trained_pipelines(ranks):
     ranks("pipeline_training_cases")
 
 
+def test_trained_pipelines_of_two(pair):
+    pair("pipeline_training_cases", "pipelines_of_two")
+
+
 def test_mistakes_with_pipelines(ranks):
     ranks("pipeline_mistake_cases")
 
