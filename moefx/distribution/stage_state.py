@@ -54,24 +54,24 @@ class StageGroup:
             cpu, rank: as for `moefx.full_state_dict`.
         """
         here, device = rank is None or dist.get_rank() == rank, torch.device(self.mesh.device_type)
-        entries = self.gather(
-            {name: (v.shape, v.dtype) if isinstance(v, Tensor) else v for name, v in own.items()},
-        )
+        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        described = {name: (value.shape, value.dtype) for name, value in tensors.items()}
+        answers = self.gather((described, {name: value for name, value in own.items() if name not in tensors}))
         found: dict[str, Any] = {}
-        for owner, entry in zip(self.ranks, entries, strict=True):
-            for name, described in entry.items():
-                if any(name in earlier for earlier in entries[: self.ranks.index(owner)]):
+        seen: set[str] = set()
+        for owner, (shapes, others) in zip(self.ranks, answers, strict=True):
+            for name, (shape, dtype) in shapes.items():
+                if name in seen:
                     continue  # a buffer that every stage has
-                value: Any = described
-                if isinstance(described, tuple):
-                    shape, dtype = described
-                    mine = owner == dist.get_rank()
-                    value = (
-                        own[name].to(device).contiguous() if mine else torch.empty(shape, dtype=dtype, device=device)
-                    )
-                    dist.broadcast(value, owner, group=self.group)
+                seen.add(name)
+                if owner == dist.get_rank():
+                    value = own[name].to(device).contiguous()
+                else:
+                    value = torch.empty(shape, dtype=dtype, device=device)
+                dist.broadcast(value, owner, group=self.group)
                 if here:
-                    found[name] = value.cpu() if cpu and isinstance(value, Tensor) else value
+                    found[name] = value.cpu() if cpu else value
+            found |= others if here else {}
         order = [name for name in self.names if name in found]
         return {name: found[name] for name in dict.fromkeys([*order, *found])}
 
