@@ -114,10 +114,9 @@ def order_stages(name: str, ranks: int, microbatches: int, num_stages: int | Non
     if name not in KINDS:
         raise InvalidPlan(f"schedule={name!r}: expected one of {', '.join(map(repr, KINDS))}")
     kind = KINDS[name]
-    if kind.splits_backward and torch.__version__ < (2, 13):
+    if kind.splits_backward and torch.__version__ < "2.13":
         raise InvalidPlan(
-            f"schedule={name!r} delays gradients of weights, which torch {torch.__version__} cannot do for the "
-            "autograd "
+            f"schedule={name!r} delays gradients of weights, which torch {torch.__version__} cannot do for the autograd "
             "functions of rewritten blocks: use torch 2.13 or later, or 'interleaved'"
         )
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:

@@ -18,6 +18,7 @@ from moefx.ir import op_providers
 
 from ..passes.blocks import D
 from .models import Model, compiled_beside
+from .pipeline_training_cases import LENGTH, VOCAB, Decoder, loss_fn
 
 SHAPE = Shape("small", T=300, d=128, h=64, E=16, K=4)
 
@@ -131,6 +132,36 @@ def case_training_is_that_of_one_process() -> None:
         for name, value in moefx.full_state_dict(model).items():
             what = f"{kind} {sizes} {options} {name}"
             torch.testing.assert_close(value.cpu(), wanted[name].cpu(), rtol=0, atol=2e-3, msg=what)
+
+
+def case_pipelines() -> None:
+    """Three steps of `pipeline`, a stage on each GPU, in float32."""
+    one_axis()
+    if dist.get_backend() != "nccl":
+        return  # gloo sends no tensors of a GPU from rank to rank
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("pp",))
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randint(VOCAB, (3, 8, LENGTH + 1), generator=generator).cuda()
+    kinds = ("joined", "gated") * ranks
+    for schedule in ("gpipe", "1f1b", "interleaved"):
+        pipe = moefx.pipeline(
+            Decoder(*kinds).cuda(), mesh, plan=moefx.Plan(validation="symbolic"), loss_fn=loss_fn, schedule=schedule,
+            microbatches=4, example_inputs=(batches[0, :2, :-1],),
+        )  # fmt: skip
+        plain = Decoder(*kinds).cuda()
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (pipe, plain)]
+        for ids in batches:
+            found = pipe.step(ids[:, :-1], target=ids[:, 1:])
+            wanted = loss_fn(plain(ids[:, :-1]), ids[:, 1:])
+            wanted.backward()
+            torch.testing.assert_close(float(found), wanted.item(), rtol=0, atol=1e-3, msg=schedule)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = plain.state_dict()
+        for name, value in moefx.full_state_dict(pipe).items():
+            torch.testing.assert_close(value.cpu(), state[name].cpu(), rtol=0, atol=2e-3, msg=f"{schedule} {name}")
 
 
 def case_training_in_a_captured_step() -> None:
