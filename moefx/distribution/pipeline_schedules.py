@@ -116,8 +116,8 @@ def order_stages(name: str, ranks: int, microbatches: int, num_stages: int | Non
     kind = KINDS[name]
     if kind.splits_backward and torch.__version__ < "2.13":
         raise InvalidPlan(
-            f"schedule={name!r} delays gradients of weights, which torch {torch.__version__} cannot do for the autograd "
-            "functions of rewritten blocks: use torch 2.13 or later, or 'interleaved'"
+            f"schedule={name!r} delays gradients of weights, which torch {torch.__version__} cannot do for rewritten "
+            "blocks: use torch 2.13 or later, or 'interleaved'"
         )
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise InvalidPlan(f"microbatches={microbatches!r}: expected a whole number > 0")
