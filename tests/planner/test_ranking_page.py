@@ -249,7 +249,7 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys, without_matplotlib):
     assert cli.main([*SMALL, "--page", str(tmp_path / "missing" / "page.html")]) == 2
     printed = capsys.readouterr()
     assert "layouts fit" in printed.out  # the table is there
-    assert "cannot be written: No such file or directory; --page names another place" in printed.err
+    assert "cannot be written: No such file or directory; --page names another file" in printed.err
 
 
 def test_the_page_without_a_fitting_layout(tmp_path, monkeypatch, capsys):

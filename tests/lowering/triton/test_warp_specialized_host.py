@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from moefx.ir.expert_body import ExpertBody, Gemm
-from moefx.lowering.triton import exchange_ops, expert_mlp_steps, warp_specialized
-from moefx.lowering.triton import expert_mlp_call as run_module
+from moefx.lowering.triton import (
+    exchange_ops,
+    expert_mlp_backward_call,
+    expert_mlp_call,
+    expert_mlp_steps,
+    warp_specialized,
+)
 
 from ...ir.routings import Routing
 from .test_warp_specialized import CONFIGS, GATHERED, NARROW
@@ -18,10 +23,10 @@ ALL = {"hopper_up_kernel", "hopper_rows_kernel", "hopper_act_backward_kernel", "
 
 def launched(monkeypatch, h: int, interleaved: bool, transposed: bool, keep: str, configs=CONFIGS, x=None) -> set[str]:
     names: set[str] = set()
-    for module in (exchange_ops, warp_specialized, run_module):
+    for module in (exchange_ops, warp_specialized, expert_mlp_call, expert_mlp_backward_call):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: names.add(kernel.__name__))
     monkeypatch.setattr(expert_mlp_steps, "replay_or_record", lambda key, inputs, constants, host_code, *_: host_code())
-    monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
+    monkeypatch.setattr(expert_mlp_call, "config", lambda kernel, *_: configs[kernel])
     parts = ((0, None, None, 2), (0, 1, None, 2)) if interleaved else ((0, None, h, 1), (0, h, None, 1))
     act = ("mul.Tensor", ("silu", "a0"), "a1")
     body = ExpertBody(
