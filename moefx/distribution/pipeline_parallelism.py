@@ -74,17 +74,29 @@ def pipeline(
     stages: list[Stage] = []
     missing: list[str] = []
     error: Exception | None = None
+    names = tuple(axis for axis in mesh.mesh_dim_names or () if axis != STAGES)
+    stage_mesh = mesh[names] if names else None
     try:
         for number in order.list_stages(mesh[STAGES].get_local_rank()):
             port = StagePort(number, number == cut.num_stages - 1, loss_fn, microbatches)
-            stage, why = _build_stage(model, cut, number, port, plan, mesh, example_inputs)
+            stage, why = _build_stage(model, cut, number, port, plan, stage_mesh, example_inputs)
             stages.append(stage)
             missing += [why] if why else []
     except Exception as found:
         error = found
     num_blocks = sum(len(find_rewritten_blocks(stage.model)) for stage in stages)
+    # before process groups are made: ranks that made different numbers of them could make no further ones together
     if not any(group.raise_together(error, num_blocks)):
         raise NoMoEBlockFound(f"no stage of the pipeline has a block that was rewritten: {missing[0]}")
+    if stage_mesh is not None and stage_mesh.size() > 1:
+        try:
+            for stage in stages:
+                # Parameters stay gathered in a step: micro-batches in flight would gather them again and again, and
+                # torch finds the delayed gradients of weights by the parameters of the forward.
+                parallelize(stage.model, stage_mesh, reshard_after_forward=False)
+        except Exception as found:
+            error = found
+        group.raise_together(error, num_blocks)
     return Pipeline(model, stages, cut, order, group)
 
 
@@ -106,8 +118,7 @@ def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, loss_fn: 
     if blocks := list(find_rewritten_blocks(model)):
         raise InvalidInput(
             f"{type(model).__name__} is compiled already ({blocks[0]}): pass the original model, moefx.pipeline "
-            "compiles "
-            "each stage over its part of the mesh"
+            "compiles each stage over its part of the mesh"
         )
     if not callable(loss_fn):
         raise InvalidInput(f"loss_fn={loss_fn!r}: expected a function of (output, target) that returns the mean loss")
@@ -116,8 +127,8 @@ def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, loss_fn: 
         if id(module) in held:
             raise InvalidInput(
                 f"loss_fn uses {type(module).__name__} of the model. The stages are copies, so it would read what no "
-                "step "
-                "writes, and lose the losses of layers in other stages: compute the loss from (output, target) alone"
+                "step writes, and lose the losses of layers in other stages: compute the loss from (output, target) "
+                "alone"
             )
     return plan
 
@@ -163,26 +174,20 @@ def _build_stage(
     number: int,
     port: StagePort,
     plan: Plan,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     example_inputs: ExampleInputs | None,
 ) -> tuple[Stage, str]:
-    """Compile and parallelize a stage. Collective over the ranks of the stage.
+    """Compile a stage over its part of the mesh. Collective over the ranks of the stage.
 
     Returns:
         The stage, and the reason if none of its blocks was rewritten.
     """
-    names = tuple(name for name in mesh.mesh_dim_names or () if name != STAGES)
-    stage_mesh = mesh[names] if names else None
     reduced, why = reduce_to_stage(model, cut, number), ""
     try:
-        stage_model = compile_model(reduced, example_inputs, mesh=stage_mesh, plan=plan)
+        stage_model = compile_model(reduced, example_inputs, mesh=mesh, plan=plan)
     except NoMoEBlockFound as error:  # a stage of dense layers
         stage_model, why = reduced, str(error)
-        if stage_mesh is not None:
-            mark_as_spread(stage_model, stage_mesh, plan)
+        if mesh is not None:
+            mark_as_spread(stage_model, mesh, plan)
     install_stage(stage_model, cut, number, port)
-    if stage_mesh is not None and stage_mesh.size() > 1:
-        # Parameters stay gathered in a step: micro-batches in flight would gather them again and again, and torch finds
-        # the delayed gradients of weights by the parameters of the forward.
-        parallelize(stage_model, stage_mesh, reshard_after_forward=False)
     return Stage(number, stage_model, port), why

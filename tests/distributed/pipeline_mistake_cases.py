@@ -6,6 +6,7 @@ import functools
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
@@ -161,3 +162,5 @@ def case_a_stage_that_fails() -> None:
         raises(
             InvalidInput, "rank 0 of the pipeline axis failed: CaptureError: Decoder does not run", build, model, mesh
         )
+    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))  # the ranks made as many groups before
+    assert build(Decoder("gated", "joined"), again).stages
