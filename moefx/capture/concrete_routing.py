@@ -1,7 +1,8 @@
 """Concrete routing: invent the values of router scores, and so the routing decisions of a capture.
 
-A `Routing` invents the outputs of contractions, router logits among them, where the block extra_values a float into an
-integer. A proof demands one canonical form under several kinds of routing. Each kind tests something else:
+A `Routing` invents the values from which a block computes integers, router logits for instance. It does so at the
+outputs of contractions. A proof demands one canonical form under several kinds of routing. Each kind tests something
+else:
 
 * `diverse`: each expert is the first choice of some token, pairs of experts vary, counts are uneven, some scores tie;
 * `skewed`: some experts get most tokens, and about a third of the experts gets none;
@@ -84,8 +85,8 @@ class Routing:
     def _permute(self, value: torch.Tensor, name: str) -> torch.Tensor:
         """Return the values of a parameter or buffer, permuted if `seed` is not 0.
 
-        A single number is scaled. Equal numbers, such as an untrained bias, become different. The specialization does
-        not depend on which of them is large or zero.
+        A single number is scaled. Equal numbers, such as an untrained bias, become different. A proof must not
+        depend on which of them is large or zero.
         """
         if not self.seed or self.keep_values or not value.numel():
             return value

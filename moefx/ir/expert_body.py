@@ -44,7 +44,7 @@ class Gemm:
 class ExpertBody:
     """GEMM(s) -> pointwise -> GEMM -> pointwise.
 
-        h_g  = rows @ up[g] (+ bias)              a bias with `bias_dtype` is added in a_i instead
+        h_g  = rows @ up[g] (+ bias)              a bias with `bias_dtype` is added in `a_i`
         a_i  = h_g[:, start:stop:step]            with (g, start, stop, step) = parts[i]
         act  = act(a_0, a_1, ..., w)              w: the row's routing weight, a column [B,1]
         rows = out(act @ down (+ bias), w)        variables y and w

@@ -57,7 +57,7 @@ def test_axes_stay_in_the_fast_domain():
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_both_save_equally_on_the_border(name, tokens):
-    """X-MoE eq. 1 and 2; sides of figure 17's own models are in test_papers."""
+    """X-MoE eq. 1 and 2; sides of figure 17's own models are in `test_paper_formulas`."""
     model = find_model(name)
     found = X_MOE(k=model.top_k, H_FFN=model.expert_size, H=model.hidden_size, S=tokens, c=1, G=4)
     assert (model.top_k / model.expert_size > ssmb_border(tokens)) == (found["A_saving"] > found["M_mincost"])

@@ -220,7 +220,7 @@ def test_mfu_counts_the_flop_of_the_model():
 
 
 def test_the_command_prints_a_ranking(capsys, tmp_path, monkeypatch):
-    """Pages are in test_page."""
+    """`test_ranking_page` tests the pages."""
     monkeypatch.chdir(tmp_path)
     asked = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--batch", "64", "--no-page"]
     assert cli.main([*asked, "--top", "3"]) == 0

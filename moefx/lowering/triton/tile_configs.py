@@ -18,7 +18,7 @@ class Config:
 
     Attributes:
         bm, bn, bk: tile sizes. bn counts columns of the result (in the up-projection, of each part).
-        warps, stages: Triton's num_warps and num_stages.
+        warps, stages: Triton's `num_warps` and `num_stages`.
         group: row tiles that run together.
         persistent: programs for each multiprocessor; 0: one program for each tile.
         flatten: run persistent loops as one software pipeline.

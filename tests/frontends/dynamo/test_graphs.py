@@ -63,7 +63,7 @@ def test_printed(idiom, is_decomposed):
     text = str(block.graph.replace(header=""))
     name = f"region_{idiom}{'_decomposed' if is_decomposed else ''}"
     if idiom == "gshard" and any("_assert_async" in str(node.target) for node in gm.graph.nodes):
-        name += "_asserted"  # torch 2.13's one_hot looks at its ids there: they leave the region
+        name += "_asserted"  # torch 2.13's `one_hot` looks at its ids there: they leave the region
     golden.check(f"{name}.txt", re.sub(r"\S+\.py:\d+", "", text))
 
 
