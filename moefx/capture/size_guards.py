@@ -29,6 +29,8 @@ COMPARE = {
     "eq": operator.eq,
     "ne": operator.ne,
 }
+_SYMBOLS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_NEGATIONS = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 
 
 def evaluate_size(expr: str, dims: Mapping[str, int]) -> Any:
@@ -66,9 +68,9 @@ class SizeGuard:
         return COMPARE[self.op](left, right) is self.value
 
     def __str__(self) -> str:
-        symbol = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}[self.op]
+        symbol = _SYMBOLS[self.op if self.value else _NEGATIONS[self.op]]
         unless = f", or {self.unless} == 0" if self.unless else ""
-        return f"{self.left} {symbol} {self.right} is {self.value}{unless}"
+        return f"{self.left} {symbol} {self.right}{unless}"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -98,12 +98,12 @@ class TestGuards:
     @pytest.mark.parametrize(
         ("op", "text"),
         [
-            (operator.lt, "S < 5 is True"),
-            (operator.le, "S <= 5 is True"),
-            (operator.gt, "S > 5 is False"),
-            (operator.ge, "S >= 5 is False"),
-            (operator.eq, "S == 5 is False"),
-            (operator.ne, "S != 5 is True"),
+            (operator.lt, "S < 5"),
+            (operator.le, "S <= 5"),
+            (operator.gt, "S <= 5"),
+            (operator.ge, "S < 5"),
+            (operator.eq, "S != 5"),
+            (operator.ne, "S != 5"),
         ],
     )
     def test_comparisons_are_noted(self, op, text):
@@ -114,7 +114,7 @@ class TestGuards:
     def test_truth_is_a_comparison_with_zero(self):
         log = SizeLog({"S": 4})
         assert bool(Size(4, "S", log))
-        assert [str(g) for g in log.guards] == ["S != 0 is True"]
+        assert [str(g) for g in log.guards] == ["S != 0"]
 
     def test_noted_once(self):
         log = SizeLog({"S": 4})

@@ -217,7 +217,7 @@ def test_a_proof_ends_the_attempts(monkeypatch):
 def test_the_examples_side_follows_a_failure(monkeypatch, error):
     result, ran = prove(monkeypatch, [fail(error, SIDE), PROOF])
     assert result is PROOF and [attempt.side for attempt in ran] == [(), SIDE]
-    assert ran[1].name == f"[S, {D}], S < 32 is True"
+    assert ran[1].name == f"[S, {D}], S < 32"
 
 
 def test_no_side_follows_a_failing_op(monkeypatch):
