@@ -36,9 +36,14 @@ def read_table(page: str, heading: str) -> list[list[str]]:
 
 def test_the_page_on_soundness_lists_the_probes_in_order():
     listed = [
-        (name.strip("`"), protects_from) for name, _, protects_from, _ in read_table("concepts/soundness.md", "Probes")
+        (name.strip("`"), module.strip("`"), protects_from)
+        for name, module, _, protects_from, _ in read_table("concepts/soundness.md", "Probes")
     ]
-    assert listed == [(probe.name, probe.protects_from) for probe in PROBES if not probe.again]
+    assert listed == [
+        (probe.name, probe.run.__module__.rpartition(".")[2], probe.protects_from)
+        for probe in PROBES
+        if not probe.again
+    ]
 
 
 def test_the_page_on_soundness_quotes_limitations():
