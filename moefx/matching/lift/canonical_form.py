@@ -1,6 +1,6 @@
 """The canonical form of one capture, as data.
 
-    out[t] = shared(x[t]) + sum over k of F(x[t], weight[t,k]; parameters of expert index[t,k])
+    out[t] = residual(t) + sum over k of F(x[t], weight[t,k]; parameters of expert index[t,k])
 
 `Body` is F, `NodeRef` names the nodes that supply index, weights and shared summands, and `CapturedGroup` lists the
 experts that compute one F. `Lifter` builds a `CanonicalForm`; `require_same_form` compares two.

@@ -1,6 +1,6 @@
 """Lift one capture to its canonical form.
 
-    out[t] = shared(x[t]) + sum over k of F(x[t], weight[t,k]; parameters of expert index[t,k])
+    out[t] = residual(t) + sum over k of F(x[t], weight[t,k]; parameters of expert index[t,k])
 
 No idiom has a pattern here. The lifter works on terms, the expressions of single rows:
 
