@@ -1,4 +1,4 @@
-"""Time routing metadata alone: from expert ids and weights to the ERI arrays.
+"""Time routing metadata alone: from expert ids and weights to the index arrays.
 
     python -m moefx bench routing [--tokens 1048576] [--choices 128/8,256/8] [--out routing.jsonl]
 

@@ -11,18 +11,20 @@ example's own sizes counts as a refusal. The attempts are in stages, from the in
 | arguments | the likeliest | refused, `CaptureError` | first axes of 1 as a batch of one |
 | arguments | the likeliest | any other error of the program | the next ones, until one is refused for convolutions |
 
-Any other failure of the first ends the stage, and a bug of moefx ends all of them. If all attempts of a stage fail, its
-error is:
+If the first attempt fails in another way, the stage ends. A bug of moefx ends all stages. If all attempts of a stage
+fail, its error is:
 
 | stage | error |
 |---|---|
-| sizes, the example's side | its refusal, if that is telling or the first is an error of the program; else the first |
-| sizes, does not hold for the example | the first that is no refusal, which also ends the stage; else the first |
-| options | the first that is no refusal, which also ends the stage; else the first |
-| arguments, a batch of one | the first |
-| arguments, the next interpretations | the first refusal, or a later one for mixed positions; else the first |
+| sizes, the example's side | the refusal of that side, unless it says less than the first error |
+| sizes, does not hold for the example | a later error that is no refusal, which also ends the stage |
+| options | a later error that is no refusal, which also ends the stage |
+| arguments, a batch of one | none |
+| arguments, the next interpretations | the first refusal, or a later one for mixed positions |
 
-A refusal names the cause in the program, and keeps the trace of its proof.
+If the table names no error, the error is that of the first attempt. The refusal of the example's side says less if the
+first attempt was refused, too, and the cause of the refusal is `NOT_ROUTED` or `NO_SIZES`. A refusal names the cause in
+the program, and keeps the trace of its proof.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The block keeps its class, its submodules and its `state_dict`; only the instance attribute `forward` is new. Each call
 binds the arguments, finds a program whose specialization and guards admit the call, and runs it on the block. If no
 program admits the call, the block is specialized lazily, or runs the original forward and counts the call. The same
-code runs in eager mode and is traced by `torch.compile(fullgraph=True)`. The file is long because it is one class.
+code runs in eager mode and is traced by `torch.compile(fullgraph=True)`.
 """
 
 from __future__ import annotations

@@ -90,8 +90,11 @@ class OverwritingWatch:
             select(self)
 
     def _compare_now_and_then(self) -> None:
-        """For exchanges without a number that the host reads: compare the samples at calls 1, 2, 4, 8 and so on, not
-        while a CUDA graph is being captured. Collective, and a synchronisation of the host."""
+        """Compare the samples of all ranks at calls 1, 2, 4, 8 and so on, but never while a CUDA graph is captured.
+
+        Exchanges from which the host reads no number cannot carry the samples. So this makes a collective of its own,
+        and synchronises the host with the device.
+        """
         self.calls += 1
         if self.calls & (self.calls - 1) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return

@@ -1,4 +1,4 @@
-"""Provider "triton" of `build_pft`: the ERI arrays by a counting sort, in three launches (four with drop="weight").
+"""Provider "triton" of `build_pft`: the index arrays by a counting sort, in three launches (four with drop="weight").
 
 There is no global sort, no atomic on memory and no host sync. The sort is stable, so results equal the reference bit by
 bit:

@@ -68,8 +68,9 @@ def force_outcome(
 
     Args:
         base: the capture to repeat; the first one if None. If the proof has dropped it, see `find_capture`.
-        is_safe: the forced outcomes can occur together. If not, only an error that the program itself raises is
-            accepted: only one of two masks that are equal in the program may have been forced.
+        is_safe: the forced outcomes can occur together, so any error of the run is the original's, too. Otherwise
+            only one of two masks that are always equal may have been forced. An error that torch raises then refuses
+            the block, and only an error that the program itself raises is the original's.
 
     Returns:
         Whether the program ran to its end.
