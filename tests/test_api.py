@@ -48,7 +48,7 @@ def same(compiled: nn.Module, reference: nn.Module, x: torch.Tensor, **tolerance
 
 
 class TestErrors:
-    def test_nothing_found(self):
+    def test_a_model_without_a_block_is_refused(self):
         with pytest.raises(NoMoEBlockFound, match=r"no MoE block was found in Mlp: no submodules of one kind"):
             moefx.compile(Mlp(), example_inputs=EXAMPLE)
 
@@ -66,15 +66,15 @@ class TestErrors:
             moefx.compile(reference, example_inputs=(torch.zeros(5, D + 1),))
 
     @pytest.mark.parametrize("plan", ["fast", 3, {"fuse": False}])
-    def test_unknown_plan(self, reference, plan):
+    def test_a_plan_of_another_type_is_refused(self, reference, plan):
         with pytest.raises(InvalidPlan, match=r"expected a moefx\.Plan"):
             moefx.compile(reference, plan=plan)
 
-    def test_mesh(self, reference):
+    def test_a_mesh_of_another_type_is_refused(self, reference):
         with pytest.raises(InvalidPlan, match=r"mesh is a object; expected a torch\.distributed\.DeviceMesh"):
             moefx.compile(reference, mesh=object())
 
-    def test_unknown_names(self, compiled):
+    def test_unknown_names_are_refused_with_the_known_ones(self, compiled):
         with pytest.raises(MoefxError, match="no rewritten block 'mo'; there is 'moe'"):
             moefx.graph(compiled, "mo")
         with pytest.raises(NoSuchPass, match="no pass 'nothing' ran on moe; there is rewrite_block"):
@@ -83,7 +83,7 @@ class TestErrors:
             moefx.history(Mlp(), "moe")
 
     @pytest.mark.parametrize("model", [Mlp, len, "moe"], ids=["class", "function", "text"])
-    def test_no_model(self, model):
+    def test_a_model_that_is_no_module_is_refused(self, model):
         for call in (moefx.compile, moefx.explain):
             with pytest.raises(InvalidInput, match=r"an instance of nn\.Module"):
                 call(model)
@@ -96,7 +96,7 @@ class TestErrors:
         ],
         ids=["text", "disable"],
     )
-    def test_no_plan(self, plan, text):
+    def test_what_is_no_plan_is_refused(self, plan, text):
         for call in (moefx.compile, moefx.explain):
             with pytest.raises(InvalidPlan, match=text):
                 call(Mlp(), example_inputs=EXAMPLE, plan=plan)
@@ -157,7 +157,7 @@ class TestInspection:
         assert "expert_mlp" in str(moefx.graph(compiled, "moe"))
         assert "expert_mlp" not in str(moefx.graph(compiled, "moe", after="rewrite_block"))
 
-    def test_load(self, reference):
+    def test_loads_are_recorded_on_demand(self, reference):
         compiled = moefx.compile(reference, example_inputs=EXAMPLE)
         (block,) = moefx.blocks(compiled)
         with pytest.raises(MoefxError, match="routing statistics of moe are off"):
@@ -168,7 +168,7 @@ class TestInspection:
 
 
 class TestStays:
-    def test_state(self, reference, compiled):
+    def test_class_parameters_and_state_dict_stay(self, reference, compiled):
         assert type(compiled) is Model and list(compiled.state_dict()) == list(reference.state_dict())
         assert all(a is b for a, b in zip(compiled.parameters(), reference.parameters(), strict=True))
         assert compiled is not reference and "forward" not in vars(reference.moe)
@@ -176,7 +176,7 @@ class TestStays:
     @pytest.mark.parametrize(
         "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
     )
-    def test_copies(self, compiled, again):
+    def test_a_copy_runs_rewritten_with_its_own_weights(self, compiled, again):
         twin = again(compiled)
         with torch.no_grad():
             for expert in twin.moe.experts:
@@ -236,10 +236,10 @@ class TestFound:
 
 class TestCalls:
     @pytest.mark.parametrize("shape", [(1, D), (0, D), (2, 0, D), (33, D)])
-    def test_sizes(self, compiled, reference, shape):
+    def test_calls_of_other_sizes_equal_the_original(self, compiled, reference, shape):
         same(compiled, reference, torch.randn(shape))
 
-    def test_non_contiguous(self, compiled, reference):
+    def test_strided_inputs_give_the_original_results(self, compiled, reference):
         same(compiled, reference, torch.randn(D, 9).t())
         same(compiled, reference, torch.randn(18, 2 * D)[::2, ::2])
 
@@ -250,16 +250,16 @@ class TestCalls:
         torch.testing.assert_close(compiled(x)[good], reference(x)[good])
         assert compiled(x)[3].isnan().any()
 
-    def test_no_grad(self, compiled, reference):
+    def test_a_call_without_gradients_equals_the_original(self, compiled, reference):
         with torch.no_grad():
             same(compiled, reference, torch.randn(9, D))
 
-    def test_eval(self, reference):
+    def test_eval_mode_runs_rewritten(self, reference):
         compiled = moefx.compile(reference, example_inputs=EXAMPLE).eval()
         same(compiled, reference, torch.randn(9, D))
         assert moefx.blocks(compiled)[0].fallbacks == 0
 
-    def test_dtype(self):
+    def test_another_dtype_equals_the_original(self):
         model = Model()
         compiled = moefx.compile(model, example_inputs=EXAMPLE)
         same(compiled.double(), model.double(), torch.randn(9, D, dtype=torch.float64))

@@ -19,7 +19,7 @@ def test_train_deepseek_style(capsys):
 
 
 @pytest.mark.hf
-def test_qwen3_moe(capsys):
+def test_the_qwen3_example_trains_rewritten(capsys):
     pytest.importorskip("transformers", minversion="5.0")
     example = importlib.import_module("examples.qwen3_moe")
     assert example.main(steps=4) < 1e-9

@@ -139,7 +139,7 @@ def test_versions_agree():
         ("RULES = {'_softmax', '_mine', 'f_', '_'}\nf'{1}_softmax'", [], ["_softmax"]),
     ],
 )
-def test_finder(tmp_path, code, paths, attributes):
+def test_names_are_found_by_path_and_attribute(tmp_path, code, paths, attributes):
     (tmp_path / "module.py").write_text(code)
     found = find_private_names(tmp_path, _of_torch, _of_operators)
     assert (sorted(found[0]), sorted(found[1])) == (sorted(paths), sorted(attributes))

@@ -109,7 +109,7 @@ def test_saved_bytes(inputs, keep, columns):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "hot"])
-def test_routings(kind):
+def test_routings_have_the_loads_of_their_kind(kind):
     ids, weights = random_routing(SMALL, device="cpu", kind=kind)
     loads = torch.bincount(ids.reshape(-1), minlength=SMALL.E)
     assert loads.sum() == SMALL.T * SMALL.K and (kind == "hot") == (int(loads.max()) == SMALL.T)
@@ -139,7 +139,7 @@ def test_invalid_options_raise(arguments, why, capsys):
 
 
 @pytest.mark.parametrize("module", [moe, layers, tune, routing, stages])
-def test_help(module, capsys):
+def test_help_names_the_command_and_its_output(module, capsys):
     with pytest.raises(SystemExit) as ended:
         module.main(["--help"])
     assert ended.value.code == 0

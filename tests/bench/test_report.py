@@ -36,7 +36,7 @@ def results(tmp_path):
     return path
 
 
-def test_table(results, capsys):
+def test_the_table_shows_medians_and_parts_of_the_ceiling(results, capsys):
     assert cli.main(["bench", "report", str(results)]) == 0
     steps, forwards, end = capsys.readouterr().out.split("\n\n")
     title, head, a, zipf, hot, b, c = steps.splitlines()
@@ -60,7 +60,7 @@ def test_saved_bytes_have_no_ceiling(tmp_path):
     assert peak.splitlines()[-1].split() == ["a", "5"]
 
 
-def test_plot(results, tmp_path):
+def test_the_plot_is_a_png(results, tmp_path):
     pytest.importorskip("matplotlib")
     assert cli.main(["bench", "report", str(results), "--plot", str(tmp_path / "plot.png")]) == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -48,7 +48,7 @@ class OfTheFile(Loop):
 
 
 @pytest.mark.parametrize("kind", [OfTheModule, OfTheFile])
-def test_gradients(kind):
+def test_gradients_equal_the_original(kind):
     torch.manual_seed(0)
     model, x = kind().double(), torch.randn(9, D, dtype=torch.float64)
     compiled = moefx.compile(model, plan=moefx.Plan(validation="symbolic"), example_inputs=(x,))

@@ -28,7 +28,7 @@ class TestLeaves:
         arguments = Arguments((x,), {"mask": mask, "positions": positions, "flat": flat, "table": torch.zeros(6, 6)})
         assert shapes(arguments) == [("B", "S", 6), ("B", "S"), (1, "S"), ("B*S",), (6, 6)]
 
-    def test_square_masks(self):
+    def test_both_axes_of_a_square_mask_are_positions(self):
         arguments = Arguments((torch.zeros(2, 7, 6), torch.zeros(2, 1, 7, 7)), {})
         assert shapes(arguments)[1] == ("B", 1, "S", "S")
 
@@ -43,7 +43,7 @@ class TestLeaves:
     def test_width_is_no_token_axis(self):
         assert shapes(Arguments((torch.zeros(6, 6),), {})) == [("S", 6)]
 
-    def test_ids_only(self):
+    def test_axes_of_ids_count_tokens(self):
         arguments = Arguments((torch.arange(10).view(2, 5),), {})
         assert arguments.dims == ("B", "S") and arguments.width == 0
 
@@ -52,7 +52,7 @@ class TestLeaves:
         args, kwargs = Arguments((torch.zeros(4, 6), 3, None), {"flag": True, "m": marker}).build_call({"S": 9})
         assert args[0].shape == (9, 6) and args[1:] == (3, None) and kwargs == {"flag": True, "m": marker}
 
-    def test_no_tensor(self):
+    def test_a_call_without_tensors_is_rebuilt(self):
         assert Arguments((3,), {}).build_call({"S": 4})[0] == (3,)
 
 
@@ -63,18 +63,18 @@ class TestAt:
         assert x.is_meta and x.dtype == torch.bfloat16 and x.shape == (9, 6)
         assert ids.tolist() == [3, 5, 3, 5, 3, 5, 3, 5, 3]
 
-    def test_seeds_shuffle(self):
+    def test_seeds_vary_the_values_of_integer_arguments(self):
         arguments = Arguments((torch.zeros(8, 6), torch.arange(8)), {})
         first, second = arguments.build_call({"S": 20})[0][1], arguments.build_call({"S": 20}, seed=1)[0][1]
         assert not torch.equal(first, second) and set(second.tolist()) <= set(range(8))
         assert torch.equal(second, arguments.build_call({"S": 20}, seed=1)[0][1])
 
-    def test_nested_structures(self):
+    def test_tensors_in_containers_are_resized(self):
         arguments = Arguments(({"h": torch.zeros(4, 6), "rest": [torch.ones(4)]},), {})
         ((tree,), _) = arguments.build_call({"S": 3})
         assert tree["h"].shape == (3, 6) and tree["rest"][0].shape == (3,)
 
-    def test_products(self):
+    def test_an_axis_may_be_a_product_of_sizes(self):
         arguments = Arguments((torch.zeros(2, 7, 6), torch.zeros(14, 3)), {})
         assert arguments.build_call({"B": 3, "S": 5})[0][1].shape == (15, 3)
 
@@ -133,6 +133,6 @@ class TestChoose:
             (2, 3, 6),
         ],
     )
-    def test_variants_differ(self, dims):
+    def test_variants_of_sizes_differ(self, dims):
         arguments = Arguments((torch.zeros(dims),), {})
         assert len({tuple(arguments.choose_sizes(25, v).values()) for v in range(3)}) == 3

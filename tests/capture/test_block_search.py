@@ -60,7 +60,7 @@ X = torch.zeros(5, D)
 
 
 class TestChains:
-    def test_innermost_first(self):
+    def test_the_innermost_module_comes_first(self):
         assert search_blocks(Layer(), (X,), {}).chains == [["moe.gate", "moe", ""]]
 
     def test_at_most_four(self):
@@ -76,7 +76,7 @@ class TestChains:
         calls = search_blocks(Layer(), (X,), {}).calls
         assert calls["moe"].args[0].shape == (5, D) and calls["moe"].name == "moe"
 
-    def test_nothing_chosen(self):
+    def test_a_model_that_selects_nothing_has_no_chain(self):
         assert search_blocks(nn.Sequential(nn.Linear(D, D), nn.ReLU()), (X,), {}).chains == []
 
 
@@ -175,7 +175,7 @@ class TestStructural:
         found = search_blocks(Deep(), (X,), {})
         assert found.branches == set() and found.structural == {""}
 
-    def test_stacked_parameters(self):
+    def test_stacked_parameters_make_a_candidate(self):
         class Stacked(nn.Module):
             def __init__(self):
                 super().__init__()

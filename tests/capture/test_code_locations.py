@@ -34,7 +34,7 @@ def test_refusals_are_suppressed_by_name_only(refusal):
 
 
 @pytest.mark.parametrize("bug", ["assert False", "{}[0]", "{}.pop(0)", "None.name", "missing"])
-def test_bugs_pass(bug):
+def test_bugs_of_moefx_are_not_suppressed(bug):
     with pytest.raises(Exception) as raised, suppress_program_errors(MoefxError):
         run_in_package(bug)
     assert is_internal_error(raised.value)

@@ -198,7 +198,7 @@ class TestFunctionalisation:
 
 
 class TestEffects:
-    def test_buffer(self):
+    def test_writes_to_a_buffer_are_effects(self):
         class Block(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -233,7 +233,7 @@ class TestEffects:
         assert (taken.concrete_value(taken.effects[0].node) - before).sum() == 9
         assert block.load.sum() == 0
 
-    def test_input(self):
+    def test_writes_to_an_input_are_effects(self):
         taken = run(Fn(lambda self, x: x.mul_(2).sum()), meta(3))
         (effect,) = taken.effects
         assert effect.kind == "input" and effect.target.op == "placeholder"
@@ -260,7 +260,7 @@ class TestEffects:
         taken = run(Fn(lambda self, x: self.inner(x), inner=Fn(inner)), meta(3))
         assert [(e.kind, e.target) for e in taken.effects] == [("attribute", "inner.last")]
 
-    def test_none(self):
+    def test_a_pure_module_has_no_effects(self):
         assert run(nn.Linear(4, 4), meta(3, 4)).effects == []
 
 
@@ -281,7 +281,7 @@ class Busy(nn.Module):
 
 
 class TestUntouched:
-    def test_state_stays(self):
+    def test_a_capture_leaves_the_block_unchanged(self):
         block = Busy()
         calls = []
         block.lin.register_forward_hook(lambda m, args, out: calls.append(type(out)))
@@ -361,7 +361,7 @@ class TestWhole:
             (lambda self, x: torch.mm(x, self.w), aten.mm.default),
         ],
     )
-    def test_contractions(self, fn, target):
+    def test_contractions_are_captured_as_one_operation(self, fn, target):
         block = Fn(fn, w=nn.Parameter(torch.randn(4, 4)))
         taken = run(block, meta(3, 4))
         assert taken.out.target is target
@@ -376,7 +376,7 @@ class TestWhole:
         assert all(outer.start <= c.start and c.stop <= outer.stop for c in taken.calls[:2])
         assert taken.calls[-1].args[0] is outer.out and taken.calls[-1].out is taken.out
 
-    def test_dataclass_outputs(self):
+    def test_outputs_in_dataclasses_are_recorded(self):
         @dataclasses.dataclass
         class Out:
             logits: torch.Tensor
@@ -466,7 +466,7 @@ class TestValues:
         nodes = {n.target: n for n in run(Fn(forward), meta(3)).nodes if n.op == "call_function"}
         assert nodes[aten.mul.Tensor].meta["grad"] is False and nodes[aten.add.Tensor].meta["grad"] is True
 
-    def test_modes_read(self):
+    def test_modes_that_python_reads_are_recorded(self):
         assert run(Fn(lambda self, x: x if torch.is_grad_enabled() else -x), meta(3)).modes_read == {"is_grad_enabled"}
         assert run(Fn(lambda self, x: torch.relu(x)), meta(3)).modes_read == set()
 
@@ -501,19 +501,19 @@ def _scale_read(self, x):
 
 
 class TestHostReads:
-    def test_bool(self):
+    def test_a_branch_on_a_boolean_is_recorded(self):
         taken = run(Fn(_branch, w=nn.Parameter(torch.randn(4, 3))), meta(5, 4))
         (read,) = taken.reads
         assert read.value is False and taken.out.target is aten.add.Tensor
         assert read.node.meta["val"].dtype == torch.bool and "amax()" in read.source.text
 
-    def test_bool_flipped(self):
+    def test_a_boolean_can_be_forced_to_the_other_branch(self):
         block = Fn(_branch, w=nn.Parameter(torch.randn(4, 3)))
         (read,) = run(block, meta(5, 4)).reads
         flipped = capture_block(block, (meta(5, 4),), {}, Routing("diverse", 0), interventions={read.call_stack: True})
         assert flipped.out.target is aten.mul.Tensor and flipped.reads[0].value is True
 
-    def test_float_flipped(self):
+    def test_a_float_that_python_reads_can_be_forced(self):
         block = Fn(_scale_read, w=nn.Parameter(torch.randn(4, 3)))
         taken = run(block, meta(5, 4))
         (read,) = taken.reads
@@ -548,7 +548,7 @@ class TestHostReads:
 
 
 class TestPieces:
-    def test_constants(self):
+    def test_tensors_of_closures_are_constants(self):
         offset = torch.tensor([1.0, 2.0, 3.0])
         taken = run(Fn(lambda self, x: x + offset + self.own, own=torch.ones(3)), meta(3))
         kinds = {n.meta["fqn"]: n.meta["kind"] for n in taken.nodes if n.op == "get_attr"}
@@ -561,7 +561,7 @@ class TestPieces:
         taken = run(nn.Sequential(a, b), meta(2, 3))
         assert sum(n.op == "get_attr" for n in taken.nodes) == 1
 
-    def test_sizes_guard(self):
+    def test_a_comparison_of_sizes_makes_a_guard(self):
         block = Fn(lambda self, x: x * 2 if x.shape[0] > 4 else x)
         taken = capture_block(block, (meta(7, 3),), {}, Routing(), dims={"S": 7})
         assert [str(g) for g in taken.sizes.guards] == ["S > 4"]

@@ -159,7 +159,7 @@ def test_passes_keep_the_dtypes_of_the_device():
         assert weights.meta["val"].dtype is expected
 
 
-def test_inside_vmap():
+def test_autocast_of_a_device_applies_inside_vmap():
     def shares(row):
         return row.softmax(-1) / row.exp().sum()
 

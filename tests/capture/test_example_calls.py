@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 
 class TestGiven:
-    def test_forms(self):
+    def test_examples_may_be_tensors_sequences_or_mappings(self):
         model, x = Model(nn.Linear(4, 4)), torch.zeros(3, 4)
         assert example_arguments(model, x) == ((x,), {})
         assert example_arguments(model, (x, None)) == ((x, None), {})
@@ -40,7 +40,7 @@ class TestGiven:
             example_arguments(Model(nn.Linear(4, 4)), wrong)
 
     @pytest.mark.parametrize("wrong", [3, "ids", 2.5])
-    def test_wrong_type(self, wrong):
+    def test_other_types_of_examples_are_refused(self, wrong):
         with pytest.raises(
             InvalidInput,
             match=f"example_inputs is a {type(wrong).__name__}; expected a tuple, a dict or a tensor",
@@ -56,7 +56,7 @@ class TestDummies:
         args, kwargs = example_arguments(Own(nn.Linear(4, 4)), None)
         assert args == () and set(kwargs) == {"x"}
 
-    def test_without_cache(self):
+    def test_dummy_inputs_are_called_without_a_cache(self):
         class Own(nn.Module):
             dummy_inputs = {"x": torch.ones(1, 4)}  # noqa: RUF012
 

@@ -69,7 +69,7 @@ class Reduced(Loop):
 
 
 @pytest.mark.parametrize("kind", [Exchanged, Reduced])
-def test_one_rank(alone, kind):
+def test_collectives_of_one_rank_are_rewritten(alone, kind):
     torch.manual_seed(0)
     model = kind().double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(16, D, dtype=torch.float64),))

@@ -114,7 +114,7 @@ def test_three_small_axes():
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed == 314 else pytest.mark.exhaustive) for seed in range(500)]
 )
-def test_any_sizes(seed):
+def test_random_sizes_run_rewritten(seed):
     draw = random.Random(seed)
     num_experts = draw.randint(2, draw.choice([12, 160]))
     top_k, dim, hidden = draw.randint(1, min(8, num_experts)), draw.randint(16, 160), draw.randint(16, 160)

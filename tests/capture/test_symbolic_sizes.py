@@ -40,7 +40,7 @@ class TestArithmetic:
         assert size == plain
         assert evaluate(size.expr, S=n) == plain
 
-    def test_kinds(self):
+    def test_arithmetic_keeps_whole_numbers_and_ratios_apart(self):
         size = Size(10, "S", SizeLog())
         assert type(size * 2) is Size and type(size / 4) is Ratio
         assert type(math.ceil(size / 4)) is Size and math.ceil(size / 4).expr == "ceil((S/4))"
@@ -71,7 +71,7 @@ class TestArithmetic:
         compute(Size(10, "S", log))
         assert log.leaks and not log.guards
 
-    def test_two_sizes(self):
+    def test_a_product_of_sizes_has_both_names(self):
         log = SizeLog({"B": 3, "S": 7})
         b, s = Size(3, "B", log), Size(7, "S", log)
         assert (b * s).expr == "(B*S)" and b * s == 21
@@ -88,7 +88,7 @@ class TestArithmetic:
         for again in (copy.deepcopy(size), pickle.loads(pickle.dumps(size))):
             assert type(again) is int and again == 4
 
-    def test_unknown_partner(self):
+    def test_arithmetic_with_other_types_raises(self):
         assert Size(4, "S", SizeLog()).__add__("x") is NotImplemented
         with pytest.raises(TypeError):
             Size(4, "S", SizeLog()) + "x"
@@ -116,7 +116,7 @@ class TestGuards:
         assert bool(Size(4, "S", log))
         assert [str(g) for g in log.guards] == ["S != 0"]
 
-    def test_noted_once(self):
+    def test_equal_comparisons_make_one_guard(self):
         log = SizeLog({"S": 4})
         size = Size(4, "S", log)
         assert size > 2 and size > 2

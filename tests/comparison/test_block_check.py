@@ -119,7 +119,7 @@ def test_nothing_is_touched():
     assert x.grad is None and all(torch.equal(p.grad, torch.ones_like(p)) for p in plain.parameters())
 
 
-def test_memory_budget():
+def test_a_memory_limit_leaves_out_large_gradients():
     plain = block()
     total = sum(p.numel() for p in plain.parameters())
     # Not enough for all gradients: the small parameters are still compared.
@@ -136,7 +136,7 @@ def test_memory_budget():
             assert not check(plain, fault, max_bytes=4 * total).ok, fault
 
 
-def test_time_budget():
+def test_a_time_limit_leaves_out_later_cases():
     result = check(block(), seconds=0)
     assert {row.case for row in result.rows} == {"the given inputs, float64"}
     assert len(result.notes) == 3 and "limit of 0 s is reached" in result.notes[0]

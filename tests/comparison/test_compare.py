@@ -150,7 +150,7 @@ def test_a_loss_of_the_users():
     assert check(original, compiled, tokens(2, 20), loss=lambda out: out[1].square().mean()).ok
 
 
-def test_under_autocast():
+def test_faults_are_found_under_autocast():
     original, compiled = pair()
     with torch.autocast("cpu", torch.bfloat16):
         assert check(original, compiled, tokens(2, 20)).ok

@@ -130,7 +130,7 @@ def test_a_refused_block_has_the_cause(cause):
     assert cause.name not in str(raised.value)
 
 
-def test_no_sizes():
+def test_guards_without_a_size_are_refused():
     block, x = Loop(Mlp), torch.zeros(5, D)
     arguments = next(iter(interpret_arguments((x,), {}, ModelNumbers.of(block))))
     state = ProofState(block, arguments, size_restrictions=(SizeGuard(next(iter(arguments.sizes)), "lt", "1", True),))
@@ -140,7 +140,7 @@ def test_no_sizes():
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens(tokens):
+def test_a_graph_of_one_token_or_none_is_refused(tokens):
     torch._dynamo.reset()
     block = Block(select_top_experts)
     compiled = torch.compile(block, backend=backend, options={"backend": "eager"}, dynamic=False)

@@ -131,7 +131,7 @@ def test_progress_names_modules(monkeypatch):
     assert announced == ["running Model on abstract tensors", "proving layers.0"]
 
 
-def test_refusal_text():
+def test_a_refusal_prints_block_reason_line_and_remedy():
     assert str(Refusal("", "why")) == "the model: why"
     assert str(Refusal("a.b", "why", "m.py:3", ("x", "y"), "do z")) == "a.b: why [x, y] (m.py:3); do z"
 

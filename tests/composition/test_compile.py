@@ -55,7 +55,7 @@ def test_inference_has_a_graph_of_its_own(kind):
 @pytest.mark.slow
 @pytest.mark.exhaustive  # a minute each
 @pytest.mark.parametrize("kind", ALL)
-def test_inductor(kind):
+def test_inductor_compiles_the_model_as_one_graph(kind):
     original, compiled = pair(kind, layers=1)
     compiled.compile(fullgraph=True, backend="inductor")
     for size in SIZES[:2]:
@@ -77,7 +77,7 @@ def test_layer_by_layer():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
-def test_export(kind, strict):
+def test_exported_models_hold_the_rewritten_blocks(kind, strict):
     original, compiled = pair(kind)
     compiled.eval()
     original.eval()

@@ -109,7 +109,7 @@ def test_a_graph_is_replayed_with_other_tokens(models):
         assert_close(results, step(original, fresh))
 
 
-def test_another_stream(models):
+def test_another_stream_gives_the_same_step(models):
     original, compiled = models
     x, stream = inputs(), torch.cuda.Stream()
     expected = step(compiled, x)  # recorded on the usual stream
@@ -157,7 +157,7 @@ def test_inference_mode_keeps_nothing(models):
     assert_close(step(compiled, x)[:1], [expected])  # training goes on
 
 
-def test_gradient_checkpointing(models):
+def test_gradient_checkpointing_gives_the_same_step(models):
     _, compiled = models
     x = inputs()
     expected = step(compiled, x)
@@ -204,7 +204,7 @@ ROUTERS = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(router, dtype):
+def test_autocast_is_as_near_to_the_original(router, dtype):
     class Routed(Stacked):
         def scores(self, x: Tensor) -> Tensor:
             return router(self, x)

@@ -125,7 +125,7 @@ def with_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 @example(scores=[[0.0] * E] * 9)  # ties everywhere
 @example(scores=[[2.0, 0.0, -1.0, -1.0]] * 20)  # all to the same experts, the others empty; overflow
 @example(scores=[[-1.0, -1.0, 0.5, 2.0]])  # one token
-def test_any_routing(kind, scores):
+def test_any_routing_gives_outputs_and_gradients_of_the_original(kind, scores):
     model, compiled = pair(kind)
     x = torch.zeros(len(scores), D, dtype=torch.float64)
     if scores:

@@ -55,7 +55,7 @@ COPIES = {
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("how", COPIES)
-def test_whole_modules(kind, how):
+def test_copies_of_a_model_run_rewritten_and_share_nothing(kind, how):
     original, compiled = pair(kind)
     twin = COPIES[how](compiled)
     assert type(twin) is type(original)
@@ -147,7 +147,7 @@ def test_to_another_dtype_and_back(kind):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ALL)
-def test_bfloat16_weights(kind):
+def test_rounded_weights_are_as_exact_as_in_the_original(kind):
     original, compiled = pair(kind)
     rounded = copy.deepcopy(original).bfloat16()
     truth = logits(copy.deepcopy(rounded).double(), ids())
@@ -182,7 +182,7 @@ def test_meta_with_assign(kind):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_functional_call(kind):
+def test_functional_call_uses_the_given_parameters(kind):
     original, compiled = pair(kind)
     other = dict(perturb(build(kind)).named_parameters())
     out = torch.func.functional_call(compiled, other, kwargs={"input_ids": ids(), "labels": ids()})
@@ -194,7 +194,7 @@ def test_functional_call(kind):
     torch.testing.assert_close(a, b, msg=lambda text: f"{name}: {text}", **NEAR)
 
 
-def test_frozen_experts():
+def test_frozen_experts_get_no_gradients():
     original, compiled = pair("loop")
     for model in (original, compiled):
         experts_of(model).requires_grad_(False)

@@ -49,7 +49,7 @@ def as_close_to_the_truth(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
-def test_autocast(kind):
+def test_a_step_under_autocast_equals_the_original(kind):
     original, compiled = pair(kind, torch.float32)
 
     def run(model):
@@ -123,7 +123,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("keep", ["h", "x", "all"])
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
-def test_activation_checkpointing(kind, keep, use_reentrant):
+def test_recomputed_blocks_run_rewritten(kind, keep, use_reentrant):
     original, compiled = pair(kind, plan=moefx.Plan(checkpoint=keep))
     wrapped = [Checkpointed(m, use_reentrant=use_reentrant) for m in (original, compiled)]
     assert_same(step(wrapped[1], ids()), step(wrapped[0], ids()))

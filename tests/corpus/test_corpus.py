@@ -41,13 +41,13 @@ def passes(name: str, **options) -> None:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", cases("plain", FULLGRAPH))
-def test_plain(name):
+def test_plain_models_pass(name):
     passes(name, fullgraph=name in FULLGRAPH)
 
 
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", cases("unseen", FULLGRAPH))
-def test_unseen(name, request):
+def test_unseen_models_pass_except_known_gaps(name, request):
     if name in GAPS:
         request.applymarker(pytest.mark.xfail(reason=GAPS[name], strict=True))
     passes(name, fullgraph=name in FULLGRAPH)
@@ -56,7 +56,7 @@ def test_unseen(name, request):
 @pytest.mark.sampled(19)
 @pytest.mark.hf
 @pytest.mark.parametrize("name", cases("hf", FULLGRAPH_HF))
-def test_transformers(name, request):
+def test_models_of_transformers_pass(name, request):
     transformers = Version(importlib.metadata.version("transformers"))
     if name == "switch_transformers" and Version("5") <= transformers < Version("5.23"):
         reason = "its router keeps the logits to itself: they are computed again, and a hook in it is refused"
@@ -65,7 +65,7 @@ def test_transformers(name, request):
 
 
 @pytest.mark.parametrize("name", list(models.suite("pypi").specs))
-def test_pypi(name):
+def test_models_of_packages_pass(name):
     if name not in models.names("pypi"):
         pytest.skip("its package is not installed")
     passes(name)

@@ -37,7 +37,7 @@ def compiler(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["i1_one_hot_index_add", "i6_sort_counts_slices", "x_in_place_jitter"])
-def test_identity_passes(compiler, name):
+def test_an_unchanged_model_passes(compiler, name):
     compiler(lambda model: None)
     result = harness.run_case(name)
     assert result.ok, result.error

@@ -115,5 +115,5 @@ def test_progress_in_a_pipe_is_about_ten_lines(capsys):
     assert "200/200" in lines[-1]
 
 
-def test_tables():
+def test_columns_of_a_table_are_aligned():
     assert terminal.table(("", "a"), [("x", "1"), ("yy", "23")]) == "       a\n  x    1\n  yy  23"

@@ -45,7 +45,7 @@ def pair() -> Iterator[Callable[..., str]]:
     yield from keep_world(2)
 
 
-def test_exchanges(ranks):
+def test_exchanges_move_rows_to_their_experts_and_back(ranks):
     ranks("exchange_cases")
 
 
@@ -53,7 +53,7 @@ def test_exchanges_of_two(pair):
     pair("exchange_cases")
 
 
-def test_compiled_models(pair):
+def test_models_over_ranks_equal_the_original(pair):
     pair("compile_cases")
 
 
@@ -61,19 +61,19 @@ def test_models_compiled_over_two_axes(ranks):
     ranks("compile_cases", "case_the_graphs", "case_two_axes", "case_axes_that_are_not_said")
 
 
-def test_states(ranks):
+def test_states_are_saved_and_loaded_over_ranks(ranks):
     ranks("state_cases")
 
 
-def test_wrappers(ranks):
+def test_wrappers_of_models_work_over_ranks_or_are_refused(ranks):
     ranks("wrapper_cases")
 
 
-def test_parallelized_models(ranks):
+def test_parallelized_models_train_as_the_original(ranks):
     ranks("parallelize_cases")
 
 
-def test_hops(ranks):
+def test_exchanges_of_several_hops_equal_one_hop(ranks):
     ranks("hop_cases")
 
 
@@ -82,11 +82,11 @@ def test_hops_of_eight():
     launch(8, "tests.distributed.hop_cases")
 
 
-def test_gathered_tokens(ranks):
+def test_gathered_tokens_give_the_same_sums(ranks):
     ranks("gather_cases")
 
 
-def test_volumes(ranks):
+def test_exchanges_send_the_predicted_rows(ranks):
     ranks("volume_cases")
 
 
@@ -95,15 +95,15 @@ def test_volumes_of_eight():
     launch(8, "tests.distributed.volume_cases")
 
 
-def test_sequences(ranks):
+def test_sharded_sequences_equal_the_original(ranks):
     ranks("sequence_cases")
 
 
-def test_planner_decisions(ranks):
+def test_ranks_agree_on_the_decision_of_the_planner(ranks):
     ranks("auto_cases")
 
 
-def test_programs(ranks):
+def test_programs_run_over_ranks(ranks):
     ranks("program_cases")
 
 
@@ -116,7 +116,7 @@ def test_pipelines_and_transformers(ranks):
     ranks("pipeline_cases")
 
 
-def test_trained_pipelines(ranks):
+def test_pipelines_train_as_one_device(ranks):
     ranks("pipeline_training_cases")
 
 
@@ -149,7 +149,7 @@ def test_every_model_of_the_corpus():
     launch(2, "tests.distributed.corpus_cases", "every_model", timeout=2300)
 
 
-def test_verification(ranks):
+def test_verify_finds_faults_over_ranks(ranks):
     ranks("verify_cases")
 
 

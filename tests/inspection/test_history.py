@@ -37,7 +37,7 @@ def history(num_experts: int = 64) -> History:
     return History(start.name, (first, fused))
 
 
-def test_lookup():
+def test_a_snapshot_is_found_by_pass_or_index():
     h = history()
     assert h.passes == ("rewrite", "fuse") and len(h) == 2 and list(h) == [h[0], h["fuse"]]
     assert h.graph is h["fuse"].graph
@@ -52,7 +52,7 @@ def test_the_diff_of_a_pass_is_readable():
     assert lines and all(line.startswith("+ ") for line in lines)
 
 
-def test_printed():
+def test_a_history_prints_every_graph():
     golden.check("history.txt", str(history()))
     assert str(history()["fuse"]).splitlines()[0] == (
         "# layers.3.mlp   after 2/2 fuse   1.9 ms   +1 -7   passes/fuse.py:88"
@@ -160,7 +160,7 @@ def test_a_repro_needs_shapes(tmp_path):
         history(4).repro(tmp_path / "repro.py")
 
 
-def test_snapshots_run():
+def test_every_snapshot_runs():
     torch.manual_seed(0)
     block, x = Block(), torch.randn(3, D)
     for snapshot in history(4):

@@ -70,7 +70,7 @@ def test_leaves_include_and_distinguish_containers():
     assert specialize_call(block, as_list) != specialize_call(block, leaves)
 
 
-def test_kinds():
+def test_leaves_are_described_by_kind():
     assert describe_leaf(torch.zeros(2, 3, dtype=torch.bfloat16)) == ("tensor", torch.bfloat16, "cpu", 2)
     assert len({describe_leaf(v) for v in (1, True, 1.0, "1", None, Colour.RED, torch.float32)}) == 7
     assert describe_leaf(nn.Identity()) == describe_leaf(nn.Identity())  # objects: the type only
@@ -91,7 +91,7 @@ def test_the_specialization_of_a_call():
     assert specialize_call(block, bind(forward, torch.zeros(2, 3, device="meta"))).autocast is None
 
 
-def test_admits():
+def test_a_specialization_admits_calls_of_its_kind_only():
     call = Specialization(True, True, None, ((("h",), describe_leaf(torch.zeros(1))),))
     assert call.admits(call)
     assert call._replace(training=None, grad=None).admits(call)
@@ -111,6 +111,6 @@ def test_placeholders_find_their_leaves():
     ("path", "text", "identifier"),
     [(("h",), "h", "h"), (("kwargs", "m", 0), "kwargs['m'][0]", "m_0"), (("args", 1), "args[1]", "arg_1")],
 )
-def test_names(path, text, identifier):
+def test_paths_are_printed_and_become_identifiers(path, text, identifier):
     assert format_path(path) == text
     assert placeholder_name(path) == identifier

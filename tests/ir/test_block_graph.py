@@ -261,7 +261,7 @@ def test_text_of_values():
     assert [format_dtype(d) for d in (torch.bool, torch.uint8, torch.float16)] == ["bool", "u8", "f16"]
 
 
-def test_find():
+def test_nodes_are_found_by_name_or_operation():
     graph = block_graph(fused=False)
     assert [n.op for n in graph.find("router")] == ["call_module"]
     assert graph.find("moefx::combine") == graph.find(torch.ops.moefx.combine.default) != []

@@ -177,7 +177,7 @@ def test_dispatch_and_combine_are_the_naive_ones(routing: Routing):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ids", [[[0, 2], [2, 1], [0, 1]], [[0, 0], [0, 0], [0, -1]], [[3, -1], [9, 3], [-5, 7]]])
-def test_gradcheck(ids, weighted):
+def test_gradients_of_dispatch_and_combine_are_numerically_right(ids, weighted):
     routing = Routing(torch.tensor(ids), torch.rand(3, 2, dtype=torch.float64), 3)
     valid = routing.build()[2][-1]
 
@@ -220,7 +220,7 @@ def test_gradients_of_a_weighted_combine_keep_the_tail_clean():
     assert torch.isfinite(rows.grad[:3]).all()
 
 
-def test_double_backward():
+def test_dispatch_and_combine_are_differentiable_twice():
     token_ids, _, offsets, inverse, weights = random_routing(4, 2, 3).build()
     x, w = leaf(4, 3), weights.detach().requires_grad_()
     rows = dialect.dispatch(x, token_ids, offsets, inverse)
@@ -455,7 +455,7 @@ def test_checkpoint_inference_mode_and_no_grad():
         assert torch.equal(steps(*args), expected)
 
 
-def test_meta_tensors():
+def test_steps_run_on_the_meta_device():
     args = inputs(6)
     meta = [t.to("meta") for t in args[:3]]
     out = steps(*meta, [m.to("meta") for m in args[3]], [u.to("meta") for u in args[4]])
@@ -499,7 +499,7 @@ def _opcheck_cases():
 
 
 @pytest.mark.parametrize(("name", "args", "kwargs"), list(_opcheck_cases()))
-def test_opcheck(name, args, kwargs):
+def test_ops_pass_opcheck(name, args, kwargs):
     opcheck(getattr(dialect, name).overload, args, kwargs)
 
 

@@ -32,7 +32,7 @@ def test_lists_and_tuples_are_the_same_body():
     assert spelled.to_json() == BODY.to_json()
 
 
-def test_pretty():
+def test_a_body_is_printed_as_a_formula():
     assert BODY.pretty() == "silu(g)*u | y*w"
     assert ExpertBody(BODY.up, BODY.parts, BODY.act, BODY.down).pretty() == "silu(g)*u"
 

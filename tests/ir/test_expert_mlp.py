@@ -123,7 +123,7 @@ def test_biases_that_are_added_in_another_dtype(provider, keep, reduce, out):
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-def test_gradcheck(make):
+def test_gradients_are_numerically_right(make):
     layer, routing = (
         make(3, 4, 2),
         Routing(torch.tensor([[0, 2], [2, 0], [0, -1]]), torch.rand(3, 2).double(), 3),
@@ -297,7 +297,7 @@ def test_an_in_place_update_before_the_backward_raises(which):
         out.sum().backward()
 
 
-def test_double_backward():
+def test_a_second_derivative_raises():
     layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights).square().sum(), x, create_graph=True)
@@ -329,7 +329,7 @@ def saved_bytes(run: Callable[[], Tensor], parameters: list[Tensor]) -> int:
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
 @pytest.mark.parametrize("keep", ["h", "x", "all"])
 @pytest.mark.parametrize("reduce", [False, True], ids=["rows", "reduce"])
-def test_saved_bytes(keep, stacked, gated, autocast, reduce):
+def test_only_the_tensors_of_the_policy_are_kept(keep, stacked, gated, autocast, reduce):
     num_tokens, k, num_experts, d, h = 256, 4, 8, 64, 32
     dtype = torch.float32 if autocast else torch.bfloat16
     num_up = 2 if gated else 1
@@ -468,7 +468,7 @@ def test_mixed_dtypes_are_an_error_outside_autocast():
         ({"weights": None}, r"uses the routing weight w, but row_weights is None"),
     ],
 )
-def test_refuses(change, message):
+def test_arguments_that_do_not_fit_are_refused(change, message):
     layer, routing = swiglu_list(2, 4, 2), random_routing(4, 2, 2)
     token_ids, _, offsets, inverse, row_weights = routing.build()
     up = layer.up[: change.get("up", 4)]
@@ -553,7 +553,7 @@ def test_fake_outputs_follow_the_policy_and_the_promotion():
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("keep", "reduce"), [("h", False), ("h", True), ("x", True), ("all", False)])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-def test_opcheck(make, keep, reduce):
+def test_the_op_passes_opcheck(make, keep, reduce):
     layer, routing = (
         make(3, 4, 2, torch.float32),
         Routing(torch.tensor([[0, 2], [2, 1], [0, 1]]), torch.rand(3, 2), 3),

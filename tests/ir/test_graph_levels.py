@@ -40,7 +40,7 @@ def nodes():
     return g, made, pure
 
 
-def test_effects():
+def test_nodes_with_effects_are_known():
     _, effects, pure = nodes()
     assert all(has_effect(node) for node in effects.values())
     assert not any(has_effect(node) for node in pure.values())

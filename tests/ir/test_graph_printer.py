@@ -15,7 +15,7 @@ from .graphs import D, E, block_graph, ops, spec
 aten = torch.ops.aten
 
 
-def test_fused():
+def test_a_fused_graph_prints_as_before():
     graph = block_graph(64).replace(header="after 2/4 fuse   1.9 ms   +4 -11   passes/fuse.py:88")
     golden.check("printer_fused.txt", str(graph))
 
@@ -74,7 +74,7 @@ def test_stacked_biases_and_drops():
         (3, ("add.Tensor", "a0", ("mul.Tensor", "a1", "a2")), "y", "a0 + a1*a2"),
     ],
 )  # fmt: skip
-def test_bodies(parts, act, out, text):
+def test_bodies_print_as_formulas(parts, act, out, text):
     gemm = Gemm(1, True)
     body = ExpertBody((gemm,) * parts, tuple((i, None, None, 1) for i in range(parts)), act, gemm, out)
     assert format_body(body.to_json()) == text

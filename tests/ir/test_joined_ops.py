@@ -114,7 +114,7 @@ def test_a_derivative_by_the_incoming_gradient_raises(compiled):
         torch.autograd.functional.jvp(compiled, x.detach(), v.detach())
 
 
-def test_meta_tensors(compiled):
+def test_joined_ops_run_on_the_meta_device(compiled):
     model = copy.deepcopy(compiled).to("meta")
     assert model(torch.empty(T, D, device="meta")).shape == (T, D)
 

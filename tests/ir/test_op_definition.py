@@ -51,7 +51,7 @@ def _small(x: Tensor, w: list[Tensor], *, by: float = 2.0) -> list[Tensor]:
     return [x * by + sum(w), torch.ones_like(x)]
 
 
-def test_contract():
+def test_a_contract_is_parsed():
     contract = Contract.parse("x[S,D], w[*], offsets[E+1], v[S]? -> rows[B,D]")
     assert contract.inputs == {"x": ("S", "D"), "offsets": ("E+1",), "v": ("S",)}
     assert contract.outputs == {"rows": ("B", "D")}
@@ -153,7 +153,7 @@ def test_forcing_an_unknown_provider_raises():
         pass
 
 
-def test_opcheck():
+def test_a_defined_op_passes_opcheck():
     x = torch.randn(4, 2, requires_grad=True)
     torch.library.opcheck(scale.overload, (x, [torch.randn(4, 2, requires_grad=True)]), {"by": 3.0})
 

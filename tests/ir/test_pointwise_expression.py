@@ -79,7 +79,7 @@ def test_unbound_variable_is_a_key_error():
         ("y", "y"),
     ],
 )
-def test_pretty(expr, text):
+def test_expressions_print_as_formulas(expr, text):
     assert format_expression(expr) == text
 
 
@@ -114,7 +114,7 @@ def test_canonical_is_the_same_for_lists_and_tuples():
         (("_to_copy", "y", {"dtype": "int8"}), False),
     ],
 )
-def test_is_linear(expr, linear):
+def test_linear_expressions_are_recognised(expr, linear):
     assert is_linear(expr, "y") is linear
 
 

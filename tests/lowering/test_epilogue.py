@@ -397,7 +397,7 @@ def test_the_text_does_not_depend_on_the_process():
         (2.0**80, repr(2.0**80)),
     ],
 )
-def test_numbers(number, text):
+def test_numbers_are_written_exactly(number, text):
     product = derive_formula(("mul.Tensor", "a0", number))
     assert write_function("f", ("a0",), [product]) == f"def f(a0):\n    return (a0 * {text})\n"
 

@@ -42,7 +42,7 @@ def test_formula_gives_all_points_and_nearby_ones(p, q, up, low, high):
         (lambda t: 2 * t, "floor(2*S)"),
     ],
 )
-def test_usual_formulas(formula, text):
+def test_usual_formulas_of_capacities_are_recovered(formula, text):
     linear = find_clamped_linear([(t, formula(t)) for t in TOKENS])
     if text is None:  # a floor and a ceiling at once: right where it was looked at
         assert linear is None or all(linear(t) == formula(t) for t in TOKENS)
@@ -62,7 +62,7 @@ def test_points_without_a_formula():
         (ClampedLinearFormula(Fraction(3, 2), False, None, 64), "min(floor(3/2*S), 64)"),
     ],
 )
-def test_text(linear, text):
+def test_a_clamped_linear_function_prints_as_python(linear, text):
     assert str(linear) == text
 
 

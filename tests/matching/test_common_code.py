@@ -377,7 +377,7 @@ def results(model, x):
 @pytest.mark.sampled(32)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_rewritten(name, training):
+def test_common_blocks_are_rewritten(name, training):
     torch.manual_seed(0)
     kind, *arguments = BLOCKS[name]
     model = nn.Sequential(kind(*arguments)).double().train(training)

@@ -92,7 +92,7 @@ def test_the_rule_is_found_and_applied(block, order):
     ],
     ids=["ceil", "clamped", "rounded_up", "even", "round", "capped", "plus_one", "times_two", "divided"],
 )
-def test_capacities(room):
+def test_capacities_hold_for_all_sizes(room):
     capacity = rewritten(Queue(room)).match.drop_rule.capacity
     assert [capacity({"S": n}) for n in range(1, 600)] == [room(n) for n in range(1, 600)]
 
@@ -354,7 +354,7 @@ class Buffers(nn.Module):
         return torch.zeros_like(x).index_add(0, token, y[e, rank] * w.reshape(-1)[keep, None])
 
 
-def test_buffers():
+def test_a_block_with_buffers_of_slots_is_rewritten():
     same(Buffers(), 1, 2, 9, 50, 333)
 
 

@@ -202,7 +202,7 @@ KINDS = [
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rewritten(kind):
+def test_idioms_are_rewritten(kind):
     torch.manual_seed(0)
     model = nn.Sequential(kind()).double()
     model.train(kind is not Normalised)
@@ -516,7 +516,7 @@ class Counts(Loop):
         (lambda: KeepsWeights(Mlp), r"set attributes in their forward, .* \[kept\]"),
     ],
 )
-def test_refused(kind, why):
+def test_blocks_that_are_no_token_choice_are_refused(kind, why):
     with pytest.raises(moefx.NoMoEBlockFound, match=why):
         moefx.compile(nn.Sequential(kind()), example_inputs=(torch.randn(9, D),))
 

@@ -69,7 +69,7 @@ def ranges(fn):
         (lambda s: s, None),
     ],
 )
-def test_bounds(fn, bounds):
+def test_ranges_have_the_bounds_of_the_program(fn, bounds):
     assert ranges(fn)[0] == bounds
 
 
@@ -88,7 +88,7 @@ def test_bounds(fn, bounds):
         (lambda s: (s.argmax(-1) - 1).any(), False),
     ],
 )
-def test_decided(fn, decided):
+def test_comparisons_with_one_outcome_are_decided(fn, decided):
     found = ranges(fn)[1]
     assert found == decided or not found  # undecided is always safe
     if decided:
@@ -143,6 +143,6 @@ def test_a_query_reads_the_capture_up_to_its_node():
     assert ranges._read <= first.meta["index"]
 
 
-def test_one_hot():
+def test_a_one_hot_tensor_is_between_zero_and_one():
     bounds, _ = ranges(lambda s: F.one_hot(s.argmax(-1), E + 2))
     assert bounds is None or bounds == (0, 1)

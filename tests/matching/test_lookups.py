@@ -24,7 +24,7 @@ LOOKUPS = {
 
 
 @pytest.mark.parametrize(("lookup", "expected"), LOOKUPS.values(), ids=LOOKUPS)
-def test_axes(lookup, expected):
+def test_a_lookup_names_the_axes_that_it_indexes(lookup, expected):
     table = torch.arange(12).view(4, 3)
     taken = capture_block(Block(lambda b, i: lookup(table, i)), (torch.tensor([0, 2]),), {}, Routing())
     found = {node: [at for _, *at in find_lookups(node)] for node in taken.nodes}

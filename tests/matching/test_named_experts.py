@@ -115,7 +115,7 @@ CASES = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
-def test_rewritten(case):
+def test_experts_that_are_named_in_python_are_rewritten(case):
     torch.manual_seed(0)
     make, calls = CASES[case]
     model = make().double()
@@ -200,6 +200,6 @@ class OneModule(nn.Module):
     [(Merged, (torch.arange(9) % 3, torch.randn(3, 4))), (OneModule, (torch.randn(9, D), torch.arange(9) > 4))],
     ids=["image features", "one module twice"],
 )
-def test_no_candidates(make, args):
+def test_modules_without_experts_are_no_candidates(make, args):
     report = moefx.explain(make(), example_inputs=args)
     assert not report.matched and not report.refused

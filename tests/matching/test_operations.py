@@ -126,7 +126,7 @@ class Embedded(nn.Module):
         return (torch.einsum("tkh,tkhd->tkd", h, down) * w[..., None]).sum(1)
 
 
-def test_embeddings():
+def test_experts_with_embeddings_are_rewritten():
     torch.manual_seed(0)
     compared(Embedded())
 

@@ -17,7 +17,7 @@ from ..passes.blocks import D, E, K, Loop, Mlp, rewritten
 
 
 class TestForms:
-    def test_plain_loop(self):
+    def test_a_plain_loop_is_proven_without_guards(self):
         match = rewritten(Loop()).match
         assert match.num_experts == E and match.slots == K and match.keep_masks is None and not match.guards
         assert len(match.evidence) >= 3 and [g.ids for g in match.groups] == [list(range(E))]
@@ -33,7 +33,7 @@ class TestForms:
     def test_the_match_has_k_slots(self, k):
         assert rewritten(Loop(k=k)).match.slots == k
 
-    def test_batched_input(self):
+    def test_axes_of_a_batch_are_sizes_of_the_match(self):
         class Batched(Loop):
             def forward(self, x):
                 return super().forward(x.flatten(0, 1)).view_as(x)

@@ -114,7 +114,7 @@ def check(model: nn.Module) -> moefx.Block:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Threshold, Where, Scores, Kth, Largest, Fixed])
-def test_thresholds(kind):
+def test_selections_by_a_threshold_are_rewritten(kind):
     torch.manual_seed(0)
     model = kind().double()
     with torch.no_grad():

@@ -114,7 +114,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_uses_of_stored_integers_that_may_differ_are_refused(name):
     use, why = REFUSED[name]
     with pytest.raises(NoMoEBlockFound, match=why):
         moefx.compile(Held(use, "buffer"), example_inputs=(torch.randn(20, D),))

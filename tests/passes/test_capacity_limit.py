@@ -93,6 +93,6 @@ def test_capacity_factor_that_cannot_apply_raises(block, text):
 
 
 @pytest.mark.parametrize("wrong", [{"capacity_factor": 0}, {"capacity_factor": "1"}, {"drop": "random"}, {"chunks": 0}])
-def test_fields(wrong):
+def test_a_plan_with_a_wrong_field_is_refused(wrong):
     with pytest.raises(InvalidPlan, match=next(iter(wrong))):
         moefx.Plan(**wrong)

@@ -50,23 +50,23 @@ def agrees(block: nn.Module, graph, **tolerance: float) -> None:
 
 
 class TestBodies:
-    def test_separate(self):
+    def test_gate_and_up_of_separate_experts_are_two_products(self):
         body = body_of(Loop(Gated))
         assert len(body.up) == 2 and body.parts == ((0, None, None, 1), (1, None, None, 1))
         assert body.pretty() == "silu(g)*u | y*w" and body.up[0].num == E and body.up[0].transposed
 
-    def test_biases(self):
+    def test_biases_of_all_products_are_fused(self):
         body = body_of(Loop(lambda: Gated(bias=True)))
         assert all(g.bias for g in (*body.up, body.down))
 
-    def test_plain(self):
+    def test_an_expert_without_a_gate_has_one_product(self):
         body = body_of(Loop(lambda: Mlp(F.relu)))
         assert body.pretty() == "relu(h) | y*w" and len(body.up) == 1
 
-    def test_keyword_arguments(self):
+    def test_keyword_arguments_of_the_activation_are_kept(self):
         assert "tanh" in body_of(Loop(lambda: Mlp(lambda x: F.gelu(x, approximate="tanh")))).pretty()
 
-    def test_concatenated(self):
+    def test_concatenated_gate_and_up_are_one_product(self):
         def experts(self, x):
             gate, up = torch.bmm(x, self.gate_up).chunk(2, -1)
             return torch.bmm(F.silu(gate) * up, self.down)
@@ -75,7 +75,7 @@ class TestBodies:
         assert len(body.up) == 1 and body.up[0].num == 1 and not body.up[0].transposed
         assert sorted((p[1] or 0, p[3]) for p in body.parts) == [(0, 1), (H, 1)]
 
-    def test_interleaved(self):
+    def test_interleaved_gate_and_up_are_one_product(self):
         def experts(self, x):
             h = torch.bmm(x, self.gate_up)
             return torch.bmm(F.silu(h[..., ::2]) * (h[..., 1::2] + 1), self.down)
@@ -83,7 +83,7 @@ class TestBodies:
         body = body_of(Stacked(experts, gate_up=(D, 2 * H), down=(H, D)))
         assert sorted((p[1] or 0, p[3]) for p in body.parts) == [(0, 2), (1, 2)]
 
-    def test_stacked_biases(self):
+    def test_biases_of_stacked_experts_are_fused(self):
         def experts(self, x):
             h = torch.baddbmm(self.b1[:, None], x, self.w1)
             return torch.baddbmm(self.b2[:, None], h.clamp(max=7.0).relu(), self.w2)
@@ -91,7 +91,7 @@ class TestBodies:
         body = body_of(Stacked(experts, w1=(D, H), b1=(H,), w2=(H, D), b2=(D,)))
         assert body.up[0].bias and body.down.bias and "clamp" in body.pretty()
 
-    def test_weight_before(self):
+    def test_a_weight_before_the_experts_moves_into_the_body(self):
         class Before(Loop):
             def expert(self, e, x, w):
                 return self.experts[e](x * w)
@@ -99,7 +99,7 @@ class TestBodies:
         body = body_of(Before(Gated))
         assert body.out == "y" and "w" in body.pretty() and body.uses_row_weight
 
-    def test_weight_inside(self):
+    def test_a_weight_inside_of_the_experts_stays_in_the_body(self):
         class Inside(Loop):
             def expert(self, e, x, w):
                 expert = self.experts[e]
@@ -124,7 +124,7 @@ class TestBodies:
         body = body_of(Cast(Gated), rtol=1e-5, atol=1e-5)  # a part of it is in float32
         assert "exp(w" in body.pretty() and (body.out == "y") is before
 
-    def test_no_weight(self):
+    def test_experts_without_weights_use_none(self):
         class Hard(Loop):
             def expert(self, e, x, w):
                 return self.experts[e](x)
@@ -133,10 +133,10 @@ class TestBodies:
 
 
 class TestUnfused:
-    def test_one_matrix(self):
+    def test_an_expert_of_one_matrix_is_not_fused(self):
         assert unfused(Loop(lambda: nn.Linear(D, D))) == "dispatch is not pointwise"
 
-    def test_norm_inside(self):
+    def test_a_norm_between_the_products_is_not_fused(self):
         class Normed(Mlp):
             def forward(self, x):
                 return self.down(F.layer_norm(self.up(x), (H,)))
@@ -151,14 +151,14 @@ class TestUnfused:
 
         assert unfused(Loop(Reduced)) == "max is not pointwise"
 
-    def test_softmax_after(self):
+    def test_a_softmax_after_the_last_product_is_not_fused(self):
         class After(Mlp):
             def forward(self, x):
                 return self.down(self.up(x).relu()).softmax(-1)
 
         assert "stands after the last matrix product" in unfused(Loop(After))
 
-    def test_three_matrices(self):
+    def test_an_expert_of_three_matrices_is_not_fused(self):
         class Deep(Mlp):
             def __init__(self):
                 super().__init__()
@@ -189,7 +189,7 @@ class TestUnfused:
         (combine,) = graph.find(ops.combine.default)
         assert combine.meta["unfused"] == "the matrix products are in torch.bfloat16 and torch.float32"
 
-    def test_detached(self):
+    def test_a_detached_part_is_not_fused(self):
         class Detached(Gated):
             def forward(self, x):
                 return self.down(F.silu(self.gate(x)).detach() * self.up(x))
@@ -223,7 +223,7 @@ class TestBiasInAnotherDtype:
     @pytest.mark.sampled(2)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("scale", [1.0, 100.0])
-    def test_autocast(self, dtype, scale):
+    def test_a_bias_is_added_as_under_autocast(self, dtype, scale):
         torch.manual_seed(0)
         block, x = WithBias(scale), torch.randn(33, D, requires_grad=True)
         with torch.autocast("cpu", dtype):
@@ -232,7 +232,7 @@ class TestBiasInAnotherDtype:
         (mlp,) = graph.find(ops.expert_mlp.default)
         assert all(n.op == "get_attr" for group in mlp.args[5:] for n in group)
 
-    def test_mixed_parameters(self):
+    def test_a_bias_in_another_dtype_than_the_weights_is_added_as_before(self):
         torch.manual_seed(0)
         block = WithBias().to(torch.bfloat16)
         block.b1, block.b2 = (nn.Parameter(b.float()) for b in (block.b1, block.b2))
@@ -268,14 +268,14 @@ class TestBiasInAnotherDtype:
 class TestReduce:
     """Sums of the rows of each token are part of the op where nothing else reads the rows."""
 
-    def test_sums_only(self):
+    def test_rows_that_are_only_summed_are_reduced(self):
         block = Loop(Gated)
         graph = rewritten(block).graph
         (mlp,) = graph.find(ops.expert_mlp.default)
         assert mlp.kwargs["reduce"] and not graph.find(ops.combine.default)
         agrees(block, graph)
 
-    def test_weighted(self):
+    def test_rows_that_are_weighted_later_are_kept(self):
         block, graph = self.plain()
         (combine,) = graph.find(ops.combine.default)
         (w,) = [n for n in combine.args[3].args[0].users if n.args[1] == 4]
@@ -304,7 +304,7 @@ class TestReduce:
         assert torch.allclose(fused.compile()(block, x), graph.compile()(block, x), atol=1e-6)
 
 
-def test_off():
+def test_a_plan_without_fusion_keeps_grouped_products():
     result = rewritten(Loop(), plan=Plan(fuse=False))
     assert not result.graph.find(ops.expert_mlp.default) and len(result.graph.find(ops.grouped_mm.default)) == 3
 

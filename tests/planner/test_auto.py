@@ -59,7 +59,7 @@ def mesh_of(**sizes: int) -> types.SimpleNamespace:
         (dict(pp=2, ep=2, tp=2), ["ep x tp (4), SSMB over tp", "ep (2)"]),
     ],
 )
-def test_uses(sizes, found):
+def test_the_uses_of_mesh_axes_are_listed(sizes, found):
     made = list_axis_uses(mesh_of(**sizes), AUTO)
     assert [str(use) for use in made] == [f"experts over {text}" for text in found]
     stage = torch.Size(sizes.values()).numel() // sizes.get("pp", 1)
@@ -201,7 +201,7 @@ def keeps(compiled: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_one_device(device):
+def test_on_one_device_the_checkpoint_policy_is_decided(device):
     with torch.device(device):
         model = Decoder()
     example = (torch.zeros(4, 32, dtype=torch.int64, device=device),)
@@ -231,7 +231,7 @@ def test_later_specializations_keep_the_decision():
     assert len(programs) == 2 and all('keep="x"' in str(p.history.graph) for p in programs)
 
 
-def test_tokens():
+def test_tokens_come_from_the_plan_or_the_example():
     model = Decoder()
     for plan, example, tokens, sequences in (
         (AUTO, IDS, 128, 4),
@@ -273,7 +273,7 @@ def test_nothing_to_rewrite():
     assert moefx.compile(model, plan="auto", example_inputs=(torch.zeros(9, D),), strict=False) is model
 
 
-def test_explained(monkeypatch):
+def test_the_decision_is_explained_and_written_as_json(monkeypatch):
     monkeypatch.setenv("MOEFX_PLATFORM", "h200")  # a machine with a GPU may be known
     model = Decoder()
     compiled = moefx.compile(model, plan=AUTO, example_inputs=IDS)
@@ -299,7 +299,7 @@ def decoder() -> tuple[nn.Module, tuple]:
     return Decoder(), IDS
 
 
-def test_the_command(capsys, monkeypatch):
+def test_the_command_takes_an_undecided_plan(capsys, monkeypatch):
     monkeypatch.setenv("MOEFX_PLATFORM", "h200")
     for plan in ("auto", '{"checkpoint": "auto"}'):
         assert cli.main(["explain", "tests.planner.test_auto:decoder", "--meta", "--plan", plan]) == 0

@@ -139,7 +139,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(device_times, "_ATTENTION", ((1, 64, 2, 16),))
 
 
-def test_this_machine(quick, tmp_path, capsys, monkeypatch):
+def test_this_machine_becomes_a_platform_file(quick, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     out, raw = tmp_path / "here.json", tmp_path / "raw.jsonl"
     platform.main(["--device", "cpu", "--only", "device", "--out", str(out), "--raw", str(raw), "--name", "mine"])

@@ -19,7 +19,7 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("model", RELEASED, ids=lambda m: m.name)
-def test_published_totals(model):
+def test_parameters_equal_the_published_totals(model):
     total, active = model.published
     assert model.parameters() == pytest.approx(total, rel=0.02)
     found = OTHERWISE.get(model.name, lambda m: m.parameters(m.top_k))(model)
@@ -110,7 +110,7 @@ def test_against_the_modules(name):
     assert sum(p.numel() for p in built.parameters()) + buffers == model.parameters()
 
 
-def test_names():
+def test_models_are_found_by_name_and_close_names_are_proposed():
     assert find_model("DeepSeek-V3") is MODELS["deepseek-v3"]
     with pytest.raises(UnknownArchitecture, match="no model 'deepsek-v3' in the catalogue; did you mean deepseek-v3"):
         find_model("deepsek-v3")

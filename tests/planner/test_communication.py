@@ -73,7 +73,7 @@ class TestPlacement:
             (8, 2, (2, 4)),
         ],
     )
-    def test_spans(self, group, stride, found):
+    def test_a_group_spans_the_nodes_of_its_ranks(self, group, stride, found):
         assert count_nodes(group, stride, 8) == found
 
     def test_small_experts_first_large_replicas_first(self):

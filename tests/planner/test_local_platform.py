@@ -45,7 +45,7 @@ def gpu(monkeypatch, name: str, memory: float) -> None:
         ("NVIDIA B200", None),
     ],
 )
-def test_recognised(device, platform):
+def test_devices_are_recognised_by_their_names(device, platform):
     assert recognize_device(device) == platform
 
 
@@ -83,7 +83,7 @@ def test_other_types_of_devices():
         find_local_platform("xpu")
 
 
-def test_named(monkeypatch, tmp_path):
+def test_the_environment_names_a_platform_or_a_file(monkeypatch, tmp_path):
     for device_type in ("cpu", "xpu"):
         monkeypatch.setenv("MOEFX_PLATFORM", "frontier")
         here = find_local_platform(device_type, 2)
@@ -98,7 +98,7 @@ def test_named(monkeypatch, tmp_path):
     ("name", "message"),
     [("h300", "MOEFX_PLATFORM=h300: no platform 'h300'; did you mean h200"), ("no.json", "no platform file no.json")],
 )
-def test_wrong_names(monkeypatch, name, message):
+def test_a_wrong_name_in_the_environment_is_refused(monkeypatch, name, message):
     monkeypatch.setenv("MOEFX_PLATFORM", name)
     with pytest.raises(UnknownPlatform, match=message):
         find_local_platform("cpu")

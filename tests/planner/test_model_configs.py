@@ -40,7 +40,7 @@ def saved(path, config, **changes):
     return str(path)
 
 
-def test_a_file(tmp_path, capsys, recwarn):
+def test_the_command_takes_a_config_file(tmp_path, capsys, recwarn):
     path = saved(tmp_path, transformers.OlmoeConfig(num_hidden_layers=2))
     assert cli.main(["plan", path, "--platform", "h200", "--gpus", "2", "--batch", "8", "--no-page"]) == 0
     assert "OlmoeForCausalLM on 2 x NVIDIA H200" in capsys.readouterr().out

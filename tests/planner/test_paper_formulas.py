@@ -109,7 +109,7 @@ class TestXMoe:
             ("Arctic", 2, 4864, {2048: "TED", 4096: "TED", 8192: "SSMB"}),
         ],
     )
-    def test_figure_17(self, name, k, width, wins):
+    def test_figure_17_is_reproduced(self, name, k, width, wins):
         for length, better in wins.items():
             found = X_MOE(k=k, H_FFN=width, H=4096, S=length, c=1, G=4)
             assert ("SSMB" if found["A_saving"] > found["M_mincost"] else "TED") == better

@@ -23,13 +23,13 @@ def test_every_figure_has_a_source(platform):
 
 
 @ALL
-def test_files(platform, tmp_path):
+def test_a_platform_is_read_back_from_its_file(platform, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(platform.to_json())
     assert find_platform(str(path)) == platform
 
 
-def test_names():
+def test_platforms_are_found_by_name_and_close_names_are_proposed():
     assert find_platform("Frontier").capacity == 64 * 2**30
     with pytest.raises(UnknownPlatform, match="no platform 'frontiere'; did you mean frontier"):
         find_platform("frontiere")

@@ -132,7 +132,7 @@ def test_entries_are_plans_and_meshes(small):
     assert alone == (1, "dp")
 
 
-def test_explained(small):
+def test_an_explanation_shows_formulas_and_sources(small):
     text = small.explain()
     for line in (
         "M_gpu = ",
@@ -363,7 +363,7 @@ def test_layers_that_run_again_exchange_again():
     assert again["T_alltoall"] - once["T_alltoall"] == pytest.approx(24 * moved)  # of 48 layers a stage has 24
 
 
-def test_divisors():
+def test_divisors_are_complete_and_ascending():
     from moefx.planner.search import _divisors
 
     for number in (1, 2, 12, 36, 97, 1024):

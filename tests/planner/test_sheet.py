@@ -18,7 +18,7 @@ SHEET = Sheet(
 )
 
 
-def test_results():
+def test_a_sheet_computes_all_formulas_from_its_inputs():
     assert SHEET.inputs == ["a", "b"]
     assert SHEET(a=7, b=2) == {"total": 18, "half": 9, "most": 7}
 
@@ -28,7 +28,7 @@ def test_whole_numbers_stay_whole():
     assert SHEET(a=2**60 + 1, b=1)["total"] == 2 * (2**60 + 1)
 
 
-def test_shown():
+def test_a_result_is_shown_with_its_formula_and_source():
     text = SHEET.format_results("half", a=4096, b=1024)
     assert text.splitlines() == [
         "half = total/2    # half of it",
@@ -67,5 +67,5 @@ def test_distinct():
         (671e9, "1", "671 G"),
     ],
 )  # fmt: skip
-def test_amounts(value, unit, text):
+def test_amounts_are_printed_in_units(value, unit, text):
     assert amount(value, unit) == text

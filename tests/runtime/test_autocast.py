@@ -49,7 +49,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("experts", ["", None, torch.bfloat16], ids=["experts", "experts_off", "experts_on"])
 @pytest.mark.parametrize("outside", [False, True], ids=["outside_off", "outside_on"])
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["eager", "traced"])
-def test_regions(router, experts, outside, traced):
+def test_regions_of_autocast_are_kept(router, experts, outside, traced):
     _regions(router, experts, outside, traced)
 
 

@@ -102,7 +102,7 @@ def test_modes_are_part_of_the_key_only_if_read():
     assert (forward.counts.original, forward.counts.rewritten) == (1, 1)
 
 
-def test_guards():
+def test_a_call_that_fails_a_guard_runs_the_original():
     block, x = Block(), torch.randn(S, D)
     block.top_k = 2
     guards = (Guard("self.top_k == 2", "top_k was read", "model.py:3"), Guard("hidden_states.shape[0] > 4"))
@@ -199,7 +199,7 @@ def test_running_another_form():
     assert forward.counts.rewritten == 3
 
 
-def test_routing_statistics():
+def test_loads_are_recorded_on_demand():
     block, forward, x, expected = rewritten_block()
     with pytest.raises(MoefxError, match="off; call record_load"):
         forward.load()
@@ -509,7 +509,7 @@ def test_guards_are_guards_of_dynamo_too():
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_export(strict):
+def test_a_rewritten_block_can_be_exported(strict):
     model, x = Model(), torch.randn(S, D)
     expected = model(x)
     rewrite(model, x)
@@ -521,7 +521,7 @@ def test_export(strict):
     assert any("expert_mlp" in str(n.target) for n in exported.graph.nodes)
 
 
-def test_gradient_checkpointing():
+def test_gradients_are_equal_under_gradient_checkpointing():
     model, x = Model(), torch.randn(S, D, requires_grad=True)
     rewrite(model, x)
     (wanted,) = torch.autograd.grad(model(x).sum(), x)

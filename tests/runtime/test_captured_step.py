@@ -115,7 +115,7 @@ class TestOnGpu:
         assert all(map(torch.equal, plain.model.parameters(), before))  # the batch is not lost: it trained nothing
         plain(batch(1))  # the process is as before
 
-    def test_is_freed(self, pair):
+    def test_a_freed_step_keeps_its_results_and_refuses_calls(self, pair):
         _, step = pair
         for seed in range(3):
             result = step(batch(seed))

@@ -22,7 +22,7 @@ def test_groups_stay_in_a_switch_group_then_in_a_rack():
     assert order.inside == (3, 1, 0)  # n3 and n4 are of two switch groups, in one rack
 
 
-def test_one_level():
+def test_hosts_of_a_switch_are_neighbours():
     order = order_hosts({"a": "x", "b": "y", "c": "x", "d": "y", "e": "x", "f": "y"}, group=3)
     assert order.hosts == ("a", "c", "e", "b", "d", "f") and order.inside == (2, 0)
 

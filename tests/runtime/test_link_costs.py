@@ -186,7 +186,7 @@ def test_each_dispatch_is_chosen_over_racks():
     assert picked(1e-9, 1e-10, 1e-12, sizes=(2, 4, 8), latency=1.0) in ("flat", "dedup")
 
 
-def test_topologies():
+def test_a_topology_follows_from_ranks_and_level_sizes():
     assert Topology.from_ranks(range(8), [4]) == Topology((2, 4), tuple(range(8)))
     assert Topology.from_ranks(range(8), [8]).sizes == Topology.from_ranks(range(8), [1]).sizes == (8,)
     assert Topology.from_ranks([0, 2, 4, 6], [4]) == Topology((2, 2), (0, 1, 2, 3))
@@ -209,7 +209,7 @@ def test_topologies_that_are_uneven(ranks, units, message):
         Topology.from_ranks(ranks, units)
 
 
-def test_node_size(monkeypatch):
+def test_the_node_size_comes_from_the_plan_or_the_launcher(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert resolve_node_size(None, 8) == 8 and resolve_node_size(2, 8) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

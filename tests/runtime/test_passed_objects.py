@@ -234,7 +234,7 @@ def test_verify_leaves_the_cache(pair):
 
 
 @pytest.mark.exhaustive
-def test_under_autocast(pair):
+def test_a_cache_is_filled_under_autocast(pair):
     (model, compiled), caches, x = pair, (Cache(), Cache()), hidden()
     before, _ = calls(compiled)
     with torch.autocast("cpu", torch.bfloat16):

@@ -103,7 +103,7 @@ def test_the_block_itself(result):
 
 
 @pytest.mark.parametrize("result", [output])
-def test_fullgraph(result):
+def test_results_of_any_kind_are_traced_as_one_graph(result):
     model, x = Block(result).double(), torch.randn(30, D).double()
     compiled = moefx.compile(model, example_inputs=(x,))
     torch._dynamo.reset()

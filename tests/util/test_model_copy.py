@@ -181,7 +181,7 @@ def test_a_rewritten_model_can_be_copied(model):
     assert get_rewritten_forward(model.layers[0]).counts.rewritten == 0
 
 
-def test_meta_models():
+def test_a_copy_shares_parameters_on_the_meta_device():
     with torch.device("meta"):
         model = Model(layers=1)
     duplicate, _ = copy_model(model)

@@ -212,7 +212,7 @@ def test_a_compiled_model_runs_as_torch_compiles_it(in_place, backend):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_inductor(dtype):
+def test_later_calls_of_an_inductor_model_agree(dtype):
     original, _ = models(True)
     original = copy.deepcopy(original).to(dtype)
     compiled = torch.compile(moefx.compile(original, example_inputs=(IDS,)))

@@ -216,7 +216,7 @@ def test_the_model_is_the_block():
     assert report.first_block == "" and report.first_pass == "fuse (passes/fuse.py:1)"
 
 
-def test_bad_calls():
+def test_calls_without_comparable_inputs_are_refused():
     original, compiled = compiled_pair()
     with pytest.raises(InvalidInput, match="meta device"):
         verify(compiled, Model().to("meta"), (IDS,))
@@ -228,7 +228,7 @@ def test_bad_calls():
         verify(torch.compile(original), original, (IDS,))
 
 
-def test_json():
+def test_the_report_as_json_has_results_and_rows():
     original, compiled = compiled_pair()
     data = json.loads(verify(compiled, original, (IDS,)).to_json())
     assert data["ok"] is True and data["rows"][0]["kind"] == "output" and data["routing"][0]["block"] == "layers.0"
@@ -240,7 +240,7 @@ def test_an_empty_report_is_not_a_pass():
     assert not VerifyReport(()).ok
 
 
-def test_the_table(golden_text=None):
+def test_the_table_names_what_differs_and_the_first_pass(golden_text=None):
     original, compiled = compiled_pair({"fuse": swapped})
     lines = str(verify(compiled, original, (IDS,))).splitlines()
     assert lines[0].startswith("moefx.verify: FAILED, ")

@@ -118,7 +118,7 @@ def test_columns_of_one_product(split, wide, is_decomposed):
     assert "expert_mlp(" in str(block.graph) and "einsum" not in str(block.graph)
 
 
-def test_symbolic_sizes():
+def test_a_graph_with_symbolic_sizes_runs_rewritten_at_other_sizes():
     module = model("dense_masked")
     out = moefx.rewrite_graph(exported(module, x_of(module, 2, 9), dynamic=True), (x_of(module, 2, 9),), PLAN)
     for shape in ((2, 9), (4, 5), (3, 30)):
@@ -127,7 +127,7 @@ def test_symbolic_sizes():
     assert all(b.forward.counts.rewritten == 3 and not b.fallbacks for b in moefx.blocks(out))
 
 
-def test_inspection():
+def test_blocks_of_a_graph_can_be_inspected():
     module = model("stack_gather")
     x = x_of(module, 2, 9)
     out = moefx.rewrite_graph(exported(module, x), (x,), PLAN)
@@ -299,7 +299,7 @@ class Checked(IDIOMS["weight_gather"]):
 
 
 @pytest.mark.parametrize("decompose", [False, True])
-def test_checks_stay(decompose):
+def test_checks_of_the_graph_still_raise(decompose):
     module, x = Checked().double(), torch.randn(2, 9, D, dtype=torch.float64)
     gm = decomposed(module, x) if decompose else exported(module, x)
     out = moefx.rewrite_graph(gm, (x,), PLAN)

@@ -83,7 +83,7 @@ SAMPLE = [m for base in WHOLE for m in run.select([f"{base}/*"], sample=2)]
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("mutant", [*SAMPLE, *run.select(list(NAMED))], ids=lambda m: m.name)
-def test_mutant(mutant):
+def test_a_mutant_of_a_graph_is_refused_or_equal(mutant):
     check(mutant)
 
 
@@ -91,7 +91,7 @@ def test_mutant(mutant):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("base", WHOLE)
-def test_all_mutants(base, part):
+def test_all_mutants_of_a_graph_are_refused_or_equal(base, part):
     for mutant in run.select([f"{base}/*"])[part::PARTS]:
         check(mutant)
 

@@ -238,7 +238,7 @@ def test_floats_that_seldom_change_are_constants(dynamic, caplog):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
-def test_no_tokens(shape):
+def test_a_call_without_tokens_runs(shape):
     call = check(Dense(), [(tokens(*shape),), (tokens(3, 7),)])
     assert moefx.blocks(call)
 

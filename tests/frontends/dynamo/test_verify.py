@@ -56,7 +56,7 @@ def _first(forward, x):
     return forward(x)[0]
 
 
-def test_other_weights():
+def test_verify_finds_other_weights():
     mine = model("stack_gather", num_layers=1)
     other = copy.deepcopy(mine)
     assert moefx.verify(compiled(mine), other, (X,), routings=False).ok

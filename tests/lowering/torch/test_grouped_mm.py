@@ -34,7 +34,7 @@ def everywhere(provider: str = "grouped_mm"):
     keep=st.sampled_from(["h", "x", "all"]),
     reduce=st.booleans(),
 )
-def test_equals_segments(make, routing, keep, reduce):
+def test_grouped_products_equal_segments(make, routing, keep, reduce):
     if routing.topk_ids.numel() == 0:
         return  # not supported, see below
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def test_equals_segments(make, routing, keep, reduce):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_unfused_ops():
+def test_unfused_products_equal_the_reference():
     routing = random_routing(7, 2, 4, torch.float32)
     _, _, offsets, _, _ = routing.build()
     rows = torch.randn(14, 8, requires_grad=True)
@@ -81,7 +81,7 @@ def test_is_not_chosen_on_the_cpu(dtype):
     assert op_providers.counters()["expert_mlp", "segments"] == 1
 
 
-def test_readable_layouts():
+def test_layouts_that_torch_can_read_are_recognised():
     w = torch.empty(4, 16, 24, dtype=torch.bfloat16)
     assert grouped_mm._readable(w)
     assert grouped_mm._readable(w.transpose(1, 2))

@@ -103,7 +103,7 @@ def test_under_autocast_only_hit_experts_are_cast(monkeypatch):
 @pytest.mark.parametrize("shape", [(64, 64, 64), (70, 1100, 65), (200, 130, 96), (3, 5, 7), (64, 0, 64)])
 @pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("add", [False, True])
-def test_linear_into(shape, onednn, add, monkeypatch):
+def test_a_product_is_written_into_a_slice(shape, onednn, add, monkeypatch):
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("a torch without oneDNN")
     monkeypatch.setattr(cpu_gemm, "onednn_is_faster", lambda: onednn)

@@ -78,7 +78,7 @@ def test_equal_spacing_across_storages_is_an_accident_not_a_view():
     ],
     ids=["stacked", "view", "stacked_copy"],
 )
-def test_stack(w, path, dtype):
+def test_weights_are_stacked_without_needless_copies(w, path, dtype):
     op_providers.reset_counters()
     result = stack_weights(w, dtype)
     assert result.dtype is dtype

@@ -34,7 +34,7 @@ SIZES = {"90-3-10": (90, 3, 10), "64-1-4": (64, 1, 4), "40-8-24": (40, 8, 24)}
 @pytest.mark.parametrize(
     "num_tokens, num_slots, num_experts, drop", covering(SIZES, {drop: drop for drop in dialect.DROP_RULES}, of=1)
 )
-def test_many_blocks(device, drop, num_tokens, num_slots, num_experts):
+def test_a_routing_of_many_blocks_equals_the_reference(device, drop, num_tokens, num_slots, num_experts):
     scores = torch.randn(num_tokens, num_experts) + torch.randn(num_experts)
     weights, ids = scores.softmax(1).topk(num_slots, 1)
     weights = (weights * 64).round() / 64  # ties
@@ -82,7 +82,7 @@ def test_gradient_of_the_weights(device):
     assert torch.equal(got.cpu(), dialect.build_pft_backward.reference(grad, inverse))
 
 
-def test_no_tokens(device):
+def test_a_routing_without_tokens_has_no_rows(device):
     got = build_pft.build_pft(torch.zeros((0, 2), dtype=torch.int64, device=device), None, None, num_experts=3)
     assert [tuple(t.shape) for t in got] == [(0,), (0,), (4,), (0, 2), (0,)]
     assert got[2].tolist() == [0, 0, 0, 0]

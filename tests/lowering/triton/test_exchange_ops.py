@@ -54,7 +54,7 @@ def test_pack_and_split(device, dtype, width, dedup):
         same(a, b)
 
 
-def test_no_rows(device):
+def test_exchanges_without_rows_run(device):
     none = torch.zeros(0, 3, device=device)
     packed = exchange_ops.join_columns([none])
     assert packed.shape == (0, 16)
@@ -68,7 +68,7 @@ def test_no_rows(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_combine(device, dtype, weighted):
+def test_combine_equals_the_reference(device, dtype, weighted):
     ids = torch.randint(-1, 5, (37, 3))
     token_ids, _, offsets, inverse, weights = token_routing.build_pft(ids, torch.rand(37, 3), None, num_experts=5)
     rows = torch.randn(token_ids.shape[0], 130).to(dtype)
@@ -85,7 +85,7 @@ def test_combine(device, dtype, weighted):
 
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_place_choices(device, moved, keep):
+def test_destinations_equal_the_reference(device, moved, keep):
     ids = torch.randint(-2, 9, (300, 5))
     places = torch.randperm(7).tolist() if moved else list(range(7))
     kept = torch.rand(ids.shape) < 0.5 if keep else None

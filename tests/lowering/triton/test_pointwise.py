@@ -245,7 +245,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_parts(device, name):
+def test_parts_of_the_up_projections_reach_the_activation(device, name):
     parts, num_up, joined = PARTS[name]
     act = SILU if len(parts) == 1 else SWIGLU
     point = build_pointwise(ExpertBody((Gemm(1, True),) * num_up, tuple(parts), act, Gemm(1, True)).to_json())

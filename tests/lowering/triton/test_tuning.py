@@ -203,7 +203,7 @@ class TestTuning:
         assert gpu.config() == tuning.find_nearest_config("up", CPU, torch.bfloat16, FAR)[0] and not gpu.tried
 
     @pytest.mark.parametrize("setting, seconds", [("", 0), ("5", 5), ("0", 0)])
-    def test_settings(self, gpu, monkeypatch, setting, seconds):
+    def test_the_environment_limits_the_seconds_of_tuning(self, gpu, monkeypatch, setting, seconds):
         monkeypatch.setenv("MOEFX_AUTOTUNE", setting)
         assert autotune.seconds_left() == seconds
         gpu.config()

@@ -86,7 +86,7 @@ def test_more_tiles_than_multiprocessors(monkeypatch, launched, make, configs):
     assert launched == PRODUCT | POINT
 
 
-def test_dropped_choices(monkeypatch, launched):
+def test_dropped_choices_launch_the_specialized_kernels(monkeypatch, launched):
     monkeypatch.setattr(run_module, "config", lambda kernel, *_: CONFIGS[kernel])
     routing = random_routing(300, 2, 4)
     routing = dataclasses.replace(routing, keep=torch.rand(300, 2) < 0.7)

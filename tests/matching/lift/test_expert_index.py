@@ -12,7 +12,7 @@ from moefx.matching.lift.expert_index import enumerate_slot_views
 from .small_blocks import Small, lift
 
 
-def test_slot_views():
+def test_an_index_is_found_in_each_order_of_its_axes():
     ids = torch.tensor([[0, 2], [1, 0], [2, 1]])  # [T, K]
     spellings = {("t", "k"): ids, ("k", "t"): ids.t(), ("tk",): ids.flatten(), ("kt",): ids.t().flatten()}
     for axes, spelling in spellings.items():

@@ -36,7 +36,7 @@ SUMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("row", "count"), SUMS.values(), ids=SUMS)
-def test_summands(row, count):
+def test_a_row_is_split_into_its_summands(row, count):
     assert len(OWNERS.split_summands(row)) == count
 
 

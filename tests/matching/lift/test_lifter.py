@@ -9,7 +9,7 @@ from moefx.errors import Refused
 from .small_blocks import TOKENS, E, K, Small, lift
 
 
-def test_canonical_form():
+def test_a_loop_has_the_canonical_form():
     form = lift(Small())
     assert (form.tokens, form.slots, form.shared, form.unrouted_value) == ((TOKENS,), K, [], None)
     assert form.cut is form.capture.out and form.kept_slots.all()

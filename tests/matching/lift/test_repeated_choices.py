@@ -12,7 +12,7 @@ from .small_blocks import TOKENS, Small, lift
 IDS = torch.tensor([[0, 1], [1, 1], [2, 0], [1, 2], [0, 2], [2, 1]])
 
 
-def test_find_repeated():
+def test_a_repeated_choice_is_found_by_its_missing_slot():
     ids = torch.tensor([[0, 1], [1, 1], [2, 2]])
     assert find_repeated(ids, [[0, 1], [0], [0]], None) == {1: {1}}  # expert 2 is known from no other token
 

@@ -65,7 +65,7 @@ def test_a_submodule_keeps_values_that_it_does_not_return():
     assert not inside & set(products)
 
 
-def test_integer_choices():
+def test_blocks_that_choose_by_integers_are_recognised():
     assert has_integer_choices(uses(Small())) and not has_integer_choices(uses(nn.Linear(4, 4)))
 
 

@@ -92,7 +92,7 @@ def test_expert_ids_that_the_example_lacks(keeps):
     check(keeps, [(tokens(18), none), (tokens(18), some)], is_rewritten=True)
 
 
-def test_a_step():
+def test_a_comparison_with_a_step_is_rewritten():
     check(
         lambda w, i, p, c, step: (w, torch.where(step > 5, (i + 1) % E, i)),
         [(tokens(18), torch.tensor(0)), (tokens(18), torch.tensor(9))],

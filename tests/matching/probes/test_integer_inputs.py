@@ -217,7 +217,7 @@ OF_WEIGHTS = {
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", OF_WEIGHTS)
-def test_weights(name):
+def test_weights_from_integers_are_rewritten(name):
     torch.manual_seed(0)
     use, example, *later = OF_WEIGHTS[name]
     check(Chosen("weights", use), example, later)
@@ -286,7 +286,7 @@ OF_FLOATS = {
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OF_FLOATS)
-def test_floats(name):
+def test_floats_made_of_integers_are_rewritten(name):
     torch.manual_seed(0)
     use, example = OF_FLOATS[name]
     check(Chosen("weights", use), (example,), [(ids(0, 10).double(),)])
@@ -323,7 +323,7 @@ REFUSED = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_uses_of_integers_that_may_differ_are_refused(name):
     use, example, reason = REFUSED[name]
     with pytest.raises(NoMoEBlockFound, match=reason):
         check(Chosen("weights", use), example, [])

@@ -19,7 +19,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("term", SPELLINGS.values(), ids=SPELLINGS)
-def test_spellings(term):
+def test_spellings_of_a_product_are_one_term(term):
     assert term is PRODUCT
 
 

@@ -8,13 +8,13 @@ import torch
 from moefx.matching.terms.index_arithmetic import broadcast, positions, reshape_group, unravel
 
 
-def test_broadcast():
+def test_shapes_are_broadcast_as_in_torch():
     assert broadcast([(3, 1), (4,), ()]) == broadcast([(4,), (3, 1)]) == (3, 4)
     with pytest.raises(ValueError, match="do not broadcast"):
         broadcast([(3,), (4,)])
 
 
-def test_coordinates():
+def test_flat_indices_become_coordinates():
     assert [unravel(i, (2, 3)) for i in range(6)] == positions((2, 3)).flatten(1).t().tolist()
     assert torch.arange(6).view(2, 3)[tuple(unravel(4, (2, 3)))] == 4
 

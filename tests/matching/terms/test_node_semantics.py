@@ -187,12 +187,12 @@ def _no_grad(x):
 
 
 @pytest.mark.parametrize("name", STATELESS)
-def test_stateless(name):
+def test_terms_of_stateless_ops_evaluate_to_their_results(name):
     agrees(Fn(STATELESS[name]), X)
 
 
 class TestParameters:
-    def test_gathered_weights(self):
+    def test_terms_of_gathered_weights_evaluate_to_the_result(self):
         block = Fn(lambda s, x: torch.einsum("td,tkdf->tkf", x, s.w[IDS]), w=torch.randn(E, D, 3))
         agrees(block, X)
 
@@ -205,7 +205,7 @@ class TestParameters:
         agrees(block, X)
 
     @pytest.mark.parametrize("transposed", [False, True])
-    def test_grouped_mm(self, transposed):
+    def test_terms_of_grouped_products_evaluate_to_the_result(self, transposed):
         if not hasattr(F, "grouped_mm"):
             pytest.skip("no grouped_mm in this torch")
         w = torch.randn(E, 8, 16) if transposed else torch.randn(E, 16, 8)
@@ -242,7 +242,7 @@ class TestSelections:
             lambda p: p.sort(0),
         ],
     )
-    def test_values(self, select):
+    def test_selected_values_are_picks_of_the_scores(self, select):
         block = Fn(lambda s, x: select(x @ s.w), w=torch.randn(D, E))
         taken, S = terms_of(block, X)
         values, ids = taken.out
@@ -268,11 +268,11 @@ class TestSelections:
 
 
 class TestTakenAsItIs:
-    def test_unknown_op(self):
+    def test_an_unknown_op_is_taken_as_a_node(self):
         taken, S = terms_of(Fn(lambda s, x: torch.linalg.inv(x[:4])), X)
         assert S.term(taken.out).op == "node"
 
-    def test_opaque_function(self):
+    def test_an_autograd_function_is_taken_as_a_node(self):
         class Own(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x):
@@ -281,7 +281,7 @@ class TestTakenAsItIs:
         taken, S = terms_of(Fn(lambda s, x: Own.apply(x)), X)
         assert S.term(taken.out).op == "node"
 
-    def test_bits(self):
+    def test_a_view_of_the_bits_is_taken_as_a_node(self):
         taken, S = terms_of(Fn(lambda s, x: x.view(torch.int32).view(torch.float32)), X)
         assert all(t.op == "node" for t in (S.term(taken.out), *S.term(taken.out).terms) if t.op != "pw")
 

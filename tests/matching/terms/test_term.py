@@ -280,7 +280,7 @@ class TestNormalForm:
         assert T.reshape(T.reshape(a, (6,)), (2, 3)) is a
         assert T.slice(a, 0, 0, 2) is a and T.expand(a, (2, 3)) is a and T.sum(a, ()) is a
 
-    def test_slices_compose(self):
+    def test_a_slice_of_a_slice_is_one_slice(self):
         T = Terms()
         a = T.make("param", ("a",), (12,))
         assert T.slice(T.slice(a, 0, 2, 12, 2), 0, 1, 4, 2) is T.slice(a, 0, 4, 9, 4)
@@ -298,7 +298,7 @@ class TestNormalForm:
         assert T.pick(joined, 0, 4) is T.pick(b, 0, 1)
 
     @pytest.mark.parametrize("name", ["mul", "div"])
-    def test_zeros_fold(self, name):
+    def test_an_operation_on_zero_is_zero(self, name):
         T = Terms()
         a, zero = T.make("param", ("a",), (3,)), T.const(0, (3,))
         assert is_const(T.pw(name, zero, a), 0)
@@ -388,14 +388,14 @@ class TestNormalForm:
                     expert = T.pick(w, 0, int(chosen[0, t, k]))
                     assert found is act(T.ein(("d", "df"), "f", (T.pick(x, 0, t), expert)))
 
-    def test_too_large(self):
+    def test_too_many_picks_raise(self):
         T = Terms(max_picks=3)
         a = T.make("param", ("a",), (9,))
         with pytest.raises(TooLarge):
             for i in range(9):
                 T.pick(a, 0, i)
 
-    def test_show(self):
+    def test_terms_print_shortened(self):
         T = Terms()
         a = T.make("param", ("gate.weight",), (3,))
         assert repr(T.pw("mul", a, T.const(2.5))) == "mul(gate.weight, 2.5)"
