@@ -1,3 +1,5 @@
+"""`bench report`: the table and the plot of measured results."""
+
 from __future__ import annotations
 
 import json

@@ -204,7 +204,7 @@ ROUTERS = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_is_as_near_to_the_original(router, dtype):
+def test_autocast_gives_the_original_results(router, dtype):
     class Routed(Stacked):
         def scores(self, x: Tensor) -> Tensor:
             return router(self, x)

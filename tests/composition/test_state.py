@@ -194,7 +194,7 @@ def test_functional_call_uses_the_given_parameters(kind):
     torch.testing.assert_close(a, b, msg=lambda text: f"{name}: {text}", **NEAR)
 
 
-def test_frozen_experts_get_no_gradients():
+def test_frozen_experts_train_as_in_the_original():
     original, compiled = pair("loop")
     for model in (original, compiled):
         experts_of(model).requires_grad_(False)

@@ -45,7 +45,7 @@ def pair() -> Iterator[Callable[..., str]]:
     yield from keep_world(2)
 
 
-def test_exchanges_move_rows_to_their_experts_and_back(ranks):
+def test_exchanges_equal_all_experts_on_one_rank(ranks):
     ranks("exchange_cases")
 
 
@@ -86,7 +86,7 @@ def test_gathered_tokens_give_the_same_sums(ranks):
     ranks("gather_cases")
 
 
-def test_exchanges_send_the_predicted_rows(ranks):
+def test_exchanges_send_the_predicted_bytes(ranks):
     ranks("volume_cases")
 
 

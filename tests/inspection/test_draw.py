@@ -1,3 +1,5 @@
+"""Drawings of graphs: loops over experts collapse, boxes do not overlap, data flows down."""
+
 import itertools
 import operator
 import xml.etree.ElementTree as ElementTree

@@ -1,3 +1,5 @@
+"""The history of a block: lookup, diffs, scripts that reproduce a graph, and the captured graph."""
+
 import operator
 import os
 import pickle

@@ -1,3 +1,5 @@
+"""The page of a history: self-contained, with the changes of each pass marked."""
+
 import dataclasses
 import re
 import xml.etree.ElementTree as ElementTree

@@ -1,3 +1,5 @@
+"""Binding of arguments to placeholders, and the specializations that admit a call."""
+
 import enum
 import inspect
 

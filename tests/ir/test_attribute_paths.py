@@ -1,3 +1,5 @@
+"""Attribute paths as ranges and as expressions that read them through any container."""
+
 import pytest
 import torch
 from torch import nn

@@ -1,3 +1,5 @@
+"""Block graphs: compiled graphs equal the block, rebuild its containers and free values early."""
+
 import gc
 import linecache
 import operator

@@ -1,3 +1,5 @@
+"""Ops of the dialect against naive loops, with rows behind the last expert poisoned."""
+
 from __future__ import annotations
 
 import pytest

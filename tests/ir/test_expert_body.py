@@ -1,3 +1,5 @@
+"""Expert bodies: their text in JSON and as a formula, and the dtypes of their parts."""
+
 from __future__ import annotations
 
 import torch

@@ -1,3 +1,5 @@
+"""`expert_mlp` against plain experts: results, gradients, kept tensors, and deferred gradients of weights."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,3 +1,5 @@
+"""Levels of graphs: effects stay, dead code goes, illegal nodes name the user's line."""
+
 import operator
 
 import torch

@@ -1,3 +1,5 @@
+"""Printed graphs, compared with stored texts."""
+
 import json
 import operator
 
@@ -15,7 +17,7 @@ from .graphs import D, E, block_graph, ops, spec
 aten = torch.ops.aten
 
 
-def test_a_fused_graph_prints_as_before():
+def test_a_fused_graph_prints_like_a_listing():
     graph = block_graph(64).replace(header="after 2/4 fuse   1.9 ms   +4 -11   passes/fuse.py:88")
     golden.check("printer_fused.txt", str(graph))
 

@@ -1,3 +1,5 @@
+"""Joined ops equal single ops bit by bit, and are one autograd node."""
+
 from __future__ import annotations
 
 import contextlib

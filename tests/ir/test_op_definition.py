@@ -1,3 +1,5 @@
+"""Definitions of ops: contracts of shapes, gradients, and the choice of the provider."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,3 +1,5 @@
+"""Pointwise expressions: evaluation, text, result dtypes, and derivatives as autograd has them."""
+
 from __future__ import annotations
 
 import pytest

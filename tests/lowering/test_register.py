@@ -1,3 +1,5 @@
+"""Registered providers: their order, their choice by the environment, and when they run."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""The pass manager: snapshots, checks of each result, and passes that break a rule."""
+
 import functools
 import operator
 import re

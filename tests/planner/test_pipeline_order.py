@@ -1,3 +1,5 @@
+"""The order of a pipeline's events, and the share of the time that stages wait."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""The forward of a rewritten block: guards, modes, hooks, copies, and calls of a new kind."""
+
 import copy
 import functools
 import gc

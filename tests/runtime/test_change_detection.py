@@ -1,3 +1,5 @@
+"""Detected changes: which submodules are absorbed, kept or watched, and the cost of the check."""
+
 import timeit
 
 import pytest

@@ -1,3 +1,5 @@
+"""Copies of models: new modules around the same tensors, also in closures and shared parts."""
+
 import functools
 import types
 

@@ -1,3 +1,5 @@
+"""Buffers on huge pages: only large buffers request them, and only on Linux."""
+
 from __future__ import annotations
 
 import sys

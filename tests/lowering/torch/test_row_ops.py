@@ -1,3 +1,5 @@
+"""Providers that move or sum rows equal the reference."""
+
 from __future__ import annotations
 
 from unittest import mock

@@ -1,3 +1,5 @@
+"""The provider "segments": groups of rows, threads, casts and oneDNN's products."""
+
 from __future__ import annotations
 
 import time

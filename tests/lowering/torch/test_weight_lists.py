@@ -1,3 +1,5 @@
+"""Lists of weights: which layouts are read as one view, and which are copied."""
+
 from __future__ import annotations
 
 import copy

@@ -1,3 +1,5 @@
+"""`build_pft` in Triton equals the reference bit by bit."""
+
 from __future__ import annotations
 
 import pytest

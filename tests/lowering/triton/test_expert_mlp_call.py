@@ -1,3 +1,5 @@
+"""`expert_mlp` in Triton against the reference, for each way to launch it."""
+
 from __future__ import annotations
 
 import dataclasses

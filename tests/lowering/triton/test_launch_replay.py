@@ -1,3 +1,5 @@
+"""Replayed calls equal their host code, and calls that differ are recorded anew."""
+
 from __future__ import annotations
 
 import contextlib

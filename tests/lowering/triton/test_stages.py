@@ -1,3 +1,5 @@
+"""`bench stages`: the stages of a step and the parts of a forward."""
+
 from __future__ import annotations
 
 import itertools

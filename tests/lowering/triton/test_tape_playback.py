@@ -1,3 +1,5 @@
+"""Tapes: buffers that overlap, the order of launches, and batches as CUDA graphs."""
+
 from __future__ import annotations
 
 import itertools

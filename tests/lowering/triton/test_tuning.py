@@ -1,3 +1,5 @@
+"""Tile configurations: the nearest tuned shape, defaults, tables of the user, and trials."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -286,7 +286,7 @@ OF_FLOATS = {
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OF_FLOATS)
-def test_floats_made_of_integers_are_rewritten(name):
+def test_comparisons_of_float_arguments_are_rewritten(name):
     torch.manual_seed(0)
     use, example = OF_FLOATS[name]
     check(Chosen("weights", use), (example,), [(ids(0, 10).double(),)])

@@ -65,7 +65,7 @@ def test_several_results_and_python_numbers():
     same(Sequences(), (2, 5, D), (1, 1, D), (3, 4, D), (5, 7, D))
 
 
-def test_constants_of_the_block_stay():
+def test_tensors_that_a_forward_makes_are_in_the_residual():
     same(Constants(), *((n, D) for n in (5, 1, 12)))
 
 
