@@ -57,7 +57,7 @@ class TestErrors:
         assert moefx.compile(model, example_inputs=EXAMPLE, strict=False) is model
 
     @pytest.mark.parametrize("wrong", [(), {"y": 1}, 3, "x"])
-    def test_wrong_example_inputs(self, reference, wrong):
+    def test_wrong_example_inputs_are_refused(self, reference, wrong):
         with pytest.raises(InvalidInput):
             moefx.compile(reference, example_inputs=wrong)
 

@@ -71,7 +71,7 @@ def test_load_a_model_or_a_pair(user_module):
     assert list(cli.load("user_code:model_and_kwargs").inputs) == ["input"]
 
 
-def test_load_on_meta(user_module):
+def test_models_are_loaded_on_meta_on_request(user_module):
     assert cli.load("user_code:model", "meta").model.weight.is_meta
     assert not cli.load("user_code:model").model.weight.is_meta
 

@@ -11,7 +11,7 @@ import torch
 from .distributed.launch import torchrun
 
 
-def test_train_deepseek_style(capsys):
+def test_the_deepseek_example_trains_rewritten(capsys):
     example = importlib.import_module("examples.train_deepseek_style")
     assert example.main(steps=4) < 1e-9
     printed = capsys.readouterr().out

@@ -46,7 +46,7 @@ def mesh_of(**sizes: int) -> types.SimpleNamespace:
 
 
 @pytest.mark.parametrize("fields", [*OF_A_MESH, *NEVER], ids=str)
-def test_fields_without_effect(fields):
+def test_fields_without_effect_are_refused(fields):
     (field,) = fields
     for call in (moefx.compile, moefx.explain):
         with pytest.raises(InvalidPlan, match=rf"Plan\({field}=.*has no effect"):

@@ -37,7 +37,7 @@ ON_A_CPU = ["moefx", "torch grouped_mm", "transformers", "transformers eager"]
 
 
 @pytest.mark.parametrize("name", ON_A_CPU)
-def test_outputs_and_gradients(inputs, name):
+def test_every_peer_computes_the_same_outputs_and_gradients(inputs, name):
     if name.startswith("transformers"):
         pytest.importorskip("transformers.models.qwen3_moe")
     errors = moe.result_errors(inputs, PEERS[name](inputs).step())

@@ -47,7 +47,7 @@ class TestLeaves:
         arguments = Arguments((torch.arange(10).view(2, 5),), {})
         assert arguments.dims == ("B", "S") and arguments.width == 0
 
-    def test_other_values_stay(self):
+    def test_values_that_are_no_tensors_stay(self):
         marker = object()
         args, kwargs = Arguments((torch.zeros(4, 6), 3, None), {"flag": True, "m": marker}).build_call({"S": 9})
         assert args[0].shape == (9, 6) and args[1:] == (3, None) and kwargs == {"flag": True, "m": marker}

@@ -63,7 +63,7 @@ class TestChains:
     def test_the_innermost_module_comes_first(self):
         assert search_blocks(Layer(), (X,), {}).chains == [["moe.gate", "moe", ""]]
 
-    def test_at_most_four(self):
+    def test_a_chain_has_at_most_four_modules(self):
         model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(Layer()))))
         (chain,) = search_blocks(model, (X,), {}).chains
         assert len(chain) == 4 and chain[0].endswith("moe.gate")
@@ -141,7 +141,7 @@ class TestNoChoice:
 
         assert search_blocks(First(), (X,), {}).chains == [[""]]
 
-    def test_argmax_of_integers(self):
+    def test_an_argmax_of_integers_is_no_selection(self):
         class Ids(nn.Module):
             def forward(self, ids):
                 return ids.argmax(-1)
@@ -161,7 +161,7 @@ class Dense(nn.Module):
 
 
 class TestStructural:
-    def test_side_by_side(self):
+    def test_experts_side_by_side_make_a_candidate(self):
         found = search_blocks(Dense(), (X,), {})
         assert found.structural == {""} and found.branches == {""} and found.chains == [[""]]
 

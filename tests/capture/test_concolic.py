@@ -165,7 +165,7 @@ IN_PLACE = [
 
 class TestFunctionalisation:
     @pytest.mark.parametrize("fn", IN_PLACE, ids=lambda f: f.__name__.strip("_"))
-    def test_updates_through_views(self, fn):
+    def test_writes_through_views_reach_the_result(self, fn):
         block = Fn(fn)
         taken = run(block, meta(4, 4))
         x = torch.arange(16.0).view(4, 4)
@@ -216,7 +216,7 @@ class TestEffects:
         assert value.tolist() == [1.0, 6.0, 6.0]
         assert block.total.tolist() == [1.0, 1.0, 1.0]
 
-    def test_integer_buffer_counts(self):
+    def test_a_count_in_an_integer_buffer_is_an_effect(self):
         class Block(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -239,7 +239,7 @@ class TestEffects:
         assert effect.kind == "input" and effect.target.op == "placeholder"
         assert replay(taken, effect.node, {0: torch.ones(3)}).tolist() == [2.0] * 3
 
-    def test_attribute_and_state(self):
+    def test_attributes_that_change_are_effects(self):
         def forward(self, x):
             self.aux = (x * x).mean()
             self.calls = self.calls + 1
@@ -485,7 +485,7 @@ class TestValues:
             ("<ipython-input-3>", True),
         ],
     )
-    def test_is_user_file(self, file, users):
+    def test_files_of_the_user_are_recognised(self, file, users):
         assert is_user_file(file) is users
 
 

@@ -76,7 +76,7 @@ def test_even_gives_each_expert_the_same_but_for_the_first(rows):
     assert counts[1:].unique().tolist() == [rows // 6] and (first.diff() >= 0).all()
 
 
-def test_reproducible_and_unlike():
+def test_scores_are_reproducible_and_differ_by_seed_and_draw():
     a, b, c = Routing("diverse", 1), Routing("diverse", 1), Routing("diverse", 2)
     first = a.draw_scores(9, 6)
     assert torch.equal(first, b.draw_scores(9, 6)) and not torch.equal(first, c.draw_scores(9, 6))
@@ -91,7 +91,7 @@ class TestInvent:
         node.meta.update(val=torch.empty(shape, device="meta", dtype=meta.pop("dtype", torch.float32)), **meta)
         return node
 
-    def test_scores_for_results(self):
+    def test_invented_scores_have_shape_and_dtype_of_the_result(self):
         value = Routing().invent_value(self.node("call_function", 2, 3, 5, dtype=torch.bfloat16))
         assert value.shape == (2, 3, 5) and value.dtype == torch.bfloat16
 
@@ -143,7 +143,7 @@ class TestIntegers:
         value = Routing("diverse", 3).vary_integers(ids, "b")
         assert not torch.equal(value, ids) and torch.equal(value.sort().values, ids)
 
-    def test_meta_and_scalars(self):
+    def test_integers_on_meta_are_zero_and_scalars_vary_by_little(self):
         assert Routing().vary_integers(torch.empty(3, dtype=torch.long, device="meta"), "b").tolist() == [0, 0, 0]
         counts = {Routing("diverse", seed).vary_integers(torch.tensor(5), "b").item() for seed in range(30)}
         assert counts == {4, 5, 6, 7}

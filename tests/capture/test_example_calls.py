@@ -35,7 +35,7 @@ class TestGiven:
         assert example_arguments(model, UserDict(x=x)) == ((), {"x": x})
 
     @pytest.mark.parametrize("wrong", [(), (1, 2, 3), {"y": 1}, {"x": 1, "z": 2}])
-    def test_does_not_fit(self, wrong):
+    def test_examples_that_do_not_fit_the_forward_are_refused(self, wrong):
         with pytest.raises(InvalidInput, match=r"example_inputs do not fit Model\.forward: "):
             example_arguments(Model(nn.Linear(4, 4)), wrong)
 
@@ -49,7 +49,7 @@ class TestGiven:
 
 
 class TestDummies:
-    def test_the_models_own(self):
+    def test_a_model_may_bring_its_own_example(self):
         class Own(Model):
             dummy_inputs = {"x": torch.ones(1, 4)}  # noqa: RUF012
 

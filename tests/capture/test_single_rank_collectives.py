@@ -138,7 +138,7 @@ _FUNCTIONAL = pytest.mark.xfail(
         pytest.param((functional_gather, functional_scatter), id="functional", marks=_FUNCTIONAL),
     ],
 )
-def test_gather_and_scatter(alone, pair):
+def test_pairs_of_gather_and_scatter_are_rewritten(alone, pair):
     torch.manual_seed(0)
     model = Gathered(*pair).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(16, D, dtype=torch.float64),))

@@ -76,7 +76,7 @@ class TestArithmetic:
         b, s = Size(3, "B", log), Size(7, "S", log)
         assert (b * s).expr == "(B*S)" and b * s == 21
 
-    def test_is_an_int(self):
+    def test_a_size_behaves_as_an_int_without_a_hash(self):
         size = Size(4, "S", SizeLog())
         assert isinstance(size, int) and list(range(size)) == [0, 1, 2, 3] and [0] * size == [0] * 4
         with pytest.raises(TypeError, match="unhashable"):
@@ -142,7 +142,7 @@ class TestGuards:
             assert guard.holds({"S": s})
             assert guard.holds({"S": t}) == ((math.ceil(t / d) > c) == first)
 
-    def test_holds_by_hand(self):
+    def test_a_guard_holds_for_sizes_that_fulfil_it(self):
         guard = SizeGuard("(B*S)", "le", "ceil((S/2))", True)
         assert guard.holds({"B": 1, "S": 1}) and not guard.holds({"B": 2, "S": 5})
 

@@ -178,7 +178,7 @@ def _lora(targets: list[str]):
 @needs_transformers
 @pytest.mark.hf
 @pytest.mark.parametrize("when", ["after", "before"])
-def test_lora_on_attention(when):
+def test_lora_on_attention_leaves_the_blocks_rewritten(when):
     peft, config = _lora(["q_proj", "v_proj"])
     original, compiled = pair("qwen3")
     torch.manual_seed(5)
@@ -196,7 +196,7 @@ def test_lora_on_attention(when):
 
 
 @pytest.mark.parametrize("when", ["after", "before"])
-def test_lora_on_routers(when):
+def test_lora_on_routers_trains_as_in_the_original(when):
     peft, config = _lora(["router"])
     original, compiled = pair("loop")
     torch.manual_seed(5)

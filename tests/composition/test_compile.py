@@ -63,7 +63,7 @@ def test_inductor_compiles_the_model_as_one_graph(kind):
     assert_rewritten(compiled, calls=False)
 
 
-def test_layer_by_layer():
+def test_compiling_layer_by_layer_traces_like_layers_once():
     original, compiled = pair("loop")
     backend = CompileCounterWithBackend("aot_eager")
     for moe in compiled.moes:

@@ -224,7 +224,7 @@ def test_autocast_gives_the_original_results(router, dtype):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_under_torch_compile(models, mode):
+def test_torch_compile_gives_the_original_step(models, mode):
     original, compiled = models
     torch._dynamo.reset()
     fast = torch.compile(compiled, fullgraph=True, mode=mode)

@@ -173,7 +173,7 @@ def test_from_meta_through_to_empty(kind):
 
 
 @pytest.mark.parametrize("kind", ["loop", "stacked"])
-def test_meta_with_assign(kind):
+def test_a_model_compiled_on_meta_takes_assigned_weights(kind):
     original = build(kind)
     compiled = moefx.compile(copy.deepcopy(original).to("meta"), example_inputs=(ids().to("meta"),))
     compiled.load_state_dict(copy.deepcopy(original.state_dict()), assign=True)

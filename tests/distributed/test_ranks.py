@@ -49,7 +49,7 @@ def test_exchanges_equal_all_experts_on_one_rank(ranks):
     ranks("exchange_cases")
 
 
-def test_exchanges_of_two(pair):
+def test_exchanges_of_two_ranks_equal_all_experts_on_one_rank(pair):
     pair("exchange_cases")
 
 
@@ -57,7 +57,7 @@ def test_models_over_ranks_equal_the_original(pair):
     pair("compile_cases")
 
 
-def test_models_compiled_over_two_axes(ranks):
+def test_models_over_two_axes_equal_the_original(ranks):
     ranks("compile_cases", "case_the_graphs", "case_two_axes", "case_axes_that_are_not_said")
 
 
@@ -78,7 +78,7 @@ def test_exchanges_of_several_hops_equal_one_hop(ranks):
 
 
 @pytest.mark.exhaustive  # minutes where eight processes share two cores
-def test_hops_of_eight():
+def test_exchanges_of_several_hops_of_eight_ranks_equal_one_hop():
     launch(8, "tests.distributed.hop_cases")
 
 
@@ -91,7 +91,7 @@ def test_exchanges_send_the_predicted_bytes(ranks):
 
 
 @pytest.mark.exhaustive
-def test_volumes_of_eight():
+def test_exchanges_of_eight_ranks_send_the_predicted_bytes():
     launch(8, "tests.distributed.volume_cases")
 
 
@@ -108,7 +108,7 @@ def test_programs_run_over_ranks(ranks):
 
 
 @pytest.mark.exhaustive
-def test_programs_through_inductor(ranks):
+def test_programs_run_through_inductor(ranks):
     ranks("program_cases", "through_inductor")
 
 
@@ -120,32 +120,32 @@ def test_pipelines_train_as_one_device(ranks):
     ranks("pipeline_training_cases")
 
 
-def test_trained_pipelines_of_two(pair):
+def test_pipelines_of_two_ranks_train_as_one_device(pair):
     pair("pipeline_training_cases", "pipelines_of_two")
 
 
-def test_mistakes_with_pipelines(ranks):
+def test_mistakes_with_pipelines_are_refused(ranks):
     ranks("pipeline_mistake_cases")
 
 
 @pytest.mark.hf
-def test_pipelines_of_transformers(ranks):
+def test_pipelines_of_transformers_train_as_one_device(ranks):
     pytest.importorskip("transformers")
     ranks("pipeline_transformers_cases")
 
 
 @pytest.mark.exhaustive
-def test_pipelines_of_eight():
+def test_pipelines_of_eight_ranks_train_as_one_device():
     launch(8, "tests.distributed.pipeline_training_cases", "pipelines_of_eight")
 
 
-def test_models_of_the_corpus(pair):
+def test_models_of_the_corpus_equal_the_original(pair):
     pair("corpus_cases")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(2400)
-def test_every_model_of_the_corpus():
+def test_every_model_of_the_corpus_equals_the_original():
     launch(2, "tests.distributed.corpus_cases", "every_model", timeout=2300)
 
 
@@ -179,7 +179,7 @@ def test_a_lost_rank_raises(name):
     ("auto", "compile", "corpus", "gather", "hop", "lost", "pipeline")
     + ("program", "reduction", "sequence", "state", "verify", "wrapper"),
 )
-def test_all_sampled_cases(name):
+def test_all_cases_pass_without_sampling(name):
     launch(4, f"tests.distributed.{name}_cases", environment={ALL: "1"})
 
 

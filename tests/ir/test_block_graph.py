@@ -188,7 +188,7 @@ def test_expert_parameters_are_read_in_a_loop():
     assert len(text.splitlines()) < 12
 
 
-def test_recording_the_load():
+def test_a_graph_may_record_the_load():
     torch.manual_seed(0)
     block, x = Block(), torch.randn(5, D)
     out, (offsets,) = block_graph().compile(record_load=True)(block, x)
@@ -245,7 +245,7 @@ def test_fake_values_become_specs_in_a_pickle():
     assert "closure" not in meta
 
 
-def test_text_of_values():
+def test_values_print_their_dtype_and_letters():
     graph = Graph()
     node = graph.placeholder("x")
     assert format_value(node) == ""

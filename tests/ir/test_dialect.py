@@ -151,7 +151,7 @@ def test_gradient_of_the_weights_goes_to_the_kept_ones(routing: Routing):
         ),
     ],
 )
-def test_build_pft_refuses(arguments, options, message):
+def test_build_pft_refuses_arguments_that_do_not_fit(arguments, options, message):
     with pytest.raises(InvalidInput, match=message):
         dialect.build_pft(*arguments, **{"num_experts": 4, **options})
 
@@ -428,7 +428,7 @@ def test_all_dtypes_and_sizes(dtype, num_tokens):
         assert torch.isfinite(grad).all()
 
 
-def test_non_contiguous_inputs():
+def test_strided_inputs_give_the_same_results():
     x, ids, weights, w, v = inputs(6)
     expected = steps(x, ids, weights, w, v)
     strided = [t.detach().repeat_interleave(2, -1)[..., ::2] for t in (x, ids, weights)]

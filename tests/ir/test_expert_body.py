@@ -15,7 +15,7 @@ BODY = ExpertBody(
 )
 
 
-def test_json_round_trip():
+def test_a_body_is_read_back_from_its_json():
     again = ExpertBody.from_json(BODY.to_json())
     assert again == BODY
     assert hash(again) == hash(BODY)

@@ -79,7 +79,7 @@ def test_results_equal_those_of_single_ops_bit_by_bit(compiled, autocast):
     assert joined[0].isfinite().all() and all(grad.any() for grad in joined[1:])
 
 
-def test_one_autograd_node(compiled):
+def test_a_call_is_one_autograd_node(compiled):
     out = compiled(torch.randn(T, D, requires_grad=True))
     assert type(out.grad_fn).__name__ == "_JoinedNodeBackward"
 

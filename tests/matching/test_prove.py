@@ -88,7 +88,7 @@ class TestVerdicts:
         block, x = Mixed(), torch.randn(7, D)
         assert torch.allclose(rewritten(block).graph.compile()(block, x), block(x), atol=1e-6)
 
-    def test_a_constant_capacity(self):
+    def test_a_constant_capacity_is_found(self):
         class Dropping(Loop):
             def forward(self, x):
                 w, ids = self.route(x)
@@ -114,7 +114,7 @@ class TestVerdicts:
         with pytest.raises(Refused):
             rewritten(Positional())
 
-    def test_experts_looked_up(self):
+    def test_vectors_that_are_looked_up_are_no_experts(self):
         class Retrieval(nn.Module):
             def __init__(self):
                 super().__init__()

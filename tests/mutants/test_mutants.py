@@ -29,7 +29,7 @@ def test_mutants_differ_from_their_base():
 
 
 @pytest.mark.timeout(1200)
-def test_sample_of_mutants():
+def test_a_sample_of_mutants_is_refused_or_equal():
     verdicts = report(select([], sample=SAMPLE)[1::2])
     assert {v.outcome for v in verdicts} == {"rewritten", "refused"}
 

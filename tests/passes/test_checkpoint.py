@@ -134,7 +134,7 @@ def expected(kind: str, keep: str) -> int:
         {keep: keep for keep in POLICIES}, {kind: kind for kind in BLOCKS}, {"bfloat16": False, "autocast": True}, of=2
     ),
 )
-def test_bytes_a_token(kind, keep, autocast):
+def test_the_policy_keeps_the_predicted_bytes_a_token(kind, keep, autocast):
     dtype = torch.float32 if autocast else torch.bfloat16
     x = torch.randn(S, D, dtype=dtype)
     plan = moefx.Plan(checkpoint=keep, validation="symbolic")  # the numbers have a test of their own

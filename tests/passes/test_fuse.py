@@ -143,7 +143,7 @@ class TestUnfused:
 
         assert "is not pointwise" in unfused(Loop(Normed))
 
-    def test_reduced_hidden_units(self):
+    def test_a_reduction_of_hidden_units_is_not_fused(self):
         class Reduced(Mlp):
             def forward(self, x):
                 h = self.up(x)

@@ -75,7 +75,7 @@ def test_fit_recovers_the_rates():
     assert all(made.sources[name] == "fitted to measured times: by hand" for name in FITTED)
 
 
-def test_without_a_base():
+def test_a_platform_without_a_base_has_the_measured_figures():
     made = findings().platform("mine")
     assert [(n.name, n.ranks) for n in made.networks] == [("node", 4), ("nodes", 0)]
     assert made.peak == max(g.flop / g.seconds for g in findings().device.gemms)

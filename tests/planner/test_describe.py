@@ -52,7 +52,7 @@ class Decoder(nn.Module):
 
 @pytest.mark.parametrize(("expert", "matrices"), [(Gated, 3), (Mlp, 2)])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_plain_model(device, expert, matrices):
+def test_sizes_of_a_plain_model_are_found(device, expert, matrices):
     with torch.device(device):
         model = Decoder(expert=expert)
     found = describe(model, (torch.zeros(2, 5, dtype=torch.int64, device=device),))
@@ -156,7 +156,7 @@ def test_plan_takes_modules():
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
 
 
-def test_models_without_blocks():
+def test_models_without_blocks_are_refused():
     with pytest.raises(UnknownArchitecture, match="Linear has no experts: no module in it looks like a MoE block"):
         describe(nn.Linear(4, 4), (torch.zeros(2, 4),))
     with pytest.raises(UnknownArchitecture, match=r"no block of Memory is rewritten\n.*single vectors looked up"):

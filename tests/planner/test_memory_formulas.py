@@ -91,7 +91,7 @@ NAMES = st.sampled_from(sorted(MODELS))
 
 @settings(deadline=None)  # the first one prints and compiles formulas
 @given(LAYOUTS, NAMES)
-def test_more_needs_more(layout, name):
+def test_more_tokens_need_no_less_memory(layout, name):
     model = find_model(name)
     assume(model.num_experts % layout.ep == 0)
     found = memory(model, layout)

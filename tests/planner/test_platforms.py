@@ -57,7 +57,7 @@ def test_other_files_raise(text, tmp_path):
         (8, 2, (2, 4), ["switch group", "node"]),
     ],
 )
-def test_levels_of_frontier(group, stride, sizes, names):
+def test_a_group_on_frontier_crosses_the_levels_of_its_ranks(group, stride, sizes, names):
     found, networks = find_platform("frontier").levels(group, stride)
     assert (found, [network.name for network in networks]) == (sizes, names)
 

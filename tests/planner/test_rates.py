@@ -78,7 +78,7 @@ def test_fit_recovers_the_rates():
     assert list(found.values()) == pytest.approx(wanted, rel=1e-6)
 
 
-def test_too_few_times():
+def test_too_few_times_are_refused():
     with pytest.raises(ValueError, match="3 times do not tell"):
         fit_expert_rates(GRID[:3])
     with pytest.raises(ValueError, match="8 times do not tell"):

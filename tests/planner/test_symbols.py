@@ -65,7 +65,7 @@ def test_each_symbol_of_an_entry_is_explained_once(ranking):
     assert seconds_of["peak"] == "1.915e+14 FLOP/s" and seconds_of["z_o"] == str(ranking[0].layout.dp)
 
 
-def test_units_and_functions():
+def test_symbols_have_values_with_units_and_functions():
     E, k, EP, BW = quantities("E k EP BW")
     shown = explain_formulas(
         Sheet([Formula("D", distinct(E, k, EP) / BW, "s", "a test")]), "D", E=8, k=2, BW=2e12, EP=4

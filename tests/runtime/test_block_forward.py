@@ -188,7 +188,7 @@ def test_capture_may_run_the_block_itself():
     assert (forward.counts.rewritten, forward.counts.original) == (1, 1)
 
 
-def test_running_another_form():
+def test_a_block_can_run_as_the_original_or_after_any_pass():
     block, forward, x, expected = rewritten_block()
     with forward.running("original"):
         torch.testing.assert_close(block(x), expected)

@@ -66,7 +66,7 @@ def test_hooks_of_the_block_stay_outside_of_it(kind, x):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_inside_a_checkpoint(reentrant, x):
+def test_a_new_kind_of_call_inside_of_a_checkpoint_equals_the_original(reentrant, x):
     model, compiled = pair(x, Moody())
     results = []
     for m in (model, compiled):
@@ -190,7 +190,7 @@ def test_features_as_long_as_the_sequence():
     assert counts(compiled) == (3, 0)
 
 
-def test_a_deleted_bias(x):
+def test_a_deleted_bias_raises(x):
     _, compiled = pair(x, Loop(Mlp))
     compiled.experts[2].up.bias = None
     with pytest.raises(moefx.MoefxError, match=r"experts\.2\.up\.bias was removed"):

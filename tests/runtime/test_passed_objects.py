@@ -258,14 +258,14 @@ def test_one_program_for_masks_of_all_lengths():
     assert calls(compiled) == (4, 0) and len(forward.programs) == 1
 
 
-def test_copies_and_pickles(pair):
+def test_copies_and_pickles_decode_as_the_original(pair):
     model, compiled = pair
     for other in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
         check_decoding(model, other, Cache, steps=2)
 
 
 @pytest.mark.exhaustive
-def test_traced_by_dynamo(pair):
+def test_dynamo_traces_a_block_with_a_cache(pair):
     model, compiled = pair[0], torch.compile(pair[1], backend="eager", fullgraph=True)
     caches, x = (Cache(), Cache()), hidden()
     with torch.no_grad():

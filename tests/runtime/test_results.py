@@ -90,7 +90,7 @@ def same(actual, expected):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("result", [output, checked, nested])
-def test_the_block_itself(result):
+def test_a_block_returns_any_kind_of_result(result):
     model, x = Block(result).double(), torch.randn(30, D).double()
     compiled = moefx.compile(model, example_inputs=(x,))
     same(compiled(x), model(x))

@@ -38,7 +38,7 @@ HOW = {
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("shape", [(3, 7), (3, 7, 1), (21,)], ids=str)
-def test_numbers_of_tokens(how, shape):
+def test_float_inputs_serve_other_numbers_of_tokens(how, shape):
     torch.manual_seed(0)
     model = Given(HOW[how]).double()
     call = torch.compile(model, backend=backend, options={"backend": "eager", "validation": "symbolic"})

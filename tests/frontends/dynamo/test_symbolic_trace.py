@@ -217,7 +217,7 @@ def test_another_rank_than_the_examples():
     assert "expect_rank" in out.graph.python_code("self").src
 
 
-def test_arguments_with_defaults():
+def test_arguments_with_defaults_may_be_left_out():
     class Biased(Mixture):
         def forward(self, x, bias=None, scale=2.0):
             return super().forward(x)
@@ -310,7 +310,7 @@ def saved(m, x):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("tracer", [saved, lambda m, x: make_fx(m)(x)], ids=["saved", "make_fx"])
 @pytest.mark.parametrize("way", ["an expert", "rows", "a weight", "features"])
-def test_writes_through_views(way, tracer):
+def test_writes_through_views_reach_the_result(way, tracer):
     m = Masked(way).double().requires_grad_(False)
     gm = tracer(m, torch.randn(9, D, dtype=torch.float64))
     out = moefx.rewrite_graph(gm, (torch.randn(9, D, dtype=torch.float64),))

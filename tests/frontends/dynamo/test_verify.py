@@ -73,7 +73,7 @@ def test_the_pass_that_broke_a_region_is_named():
 
 
 @pytest.mark.parametrize("of_a_layer", [False, True])
-def test_compiled_in_place(of_a_layer):
+def test_a_model_compiled_in_place_is_compared_with_itself(of_a_layer):
     mine = model("dense_masked", num_layers=1)
     (mine.layers[0]["moe"] if of_a_layer else mine).compile(backend=backend, options=OPTIONS)
     report = moefx.verify(mine, mine, (X.float(),), dtype=torch.float32, routings=False)

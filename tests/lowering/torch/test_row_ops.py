@@ -56,7 +56,7 @@ def test_half_types_are_summed_in_float32(dtype, routing: Routing, weighted: boo
     torch.testing.assert_close(got, expected)
 
 
-def test_blocks_of_rows():
+def test_gradients_in_several_blocks_of_rows_equal_the_reference():
     token_ids, _, offsets, inverse, weights = random_routing(700, 4, 5).build()  # several blocks
     rows, weights = torch.randn(2800, 2).double().requires_grad_(), weights.detach().requires_grad_()
     out = dialect.combine(rows, weights, token_ids, offsets, inverse)

@@ -30,7 +30,7 @@ def test_equally_spaced_storages_are_one_view(spacing, offset):
         assert torch.equal(got, expected)
 
 
-def test_transposed_views_too():
+def test_transposed_views_are_one_view():
     w = [p.detach().t() for p in views()]
     view = strided_view(w)
     assert view is not None

@@ -22,7 +22,7 @@ def same(got: Tensor, want: Tensor) -> None:
     "dtype, width", [(torch.bfloat16, 32), (torch.bfloat16, 7), (torch.float64, 3), (torch.float32, 5000)]
 )
 @pytest.mark.parametrize("dedup", [True, False])
-def test_pack_and_split(device, dtype, width, dedup):
+def test_packed_rows_split_into_the_same_columns(device, dtype, width, dedup):
     ranks, slots, tokens, top_k = 3, 200, 21, 4
     place = torch.stack([torch.randperm(ranks * slots)[:top_k] for _ in range(tokens)]).int()
     place[torch.rand(place.shape) < 0.2] = -1
@@ -96,7 +96,7 @@ def test_destinations_equal_the_reference(device, moved, keep):
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("dedup", [True, False])
 @pytest.mark.parametrize("levels", [[4], [2, 3], [2, 2, 2]])
-def test_plans_and_counts(device, dedup, levels):
+def test_plans_and_counts_equal_the_reference(device, dedup, levels):
     ranks = math.prod(levels)
     place = torch.randint(-1, ranks * 5, (261, 4)).int()
     there = place.to(device)

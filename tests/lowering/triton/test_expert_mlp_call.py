@@ -90,7 +90,7 @@ def check(
     [(torch.float32, "x", False), (torch.bfloat16, "h", False), (torch.float16, "all", True)],
     ids=str,
 )
-def test_forward_and_backward(device, monkeypatch, make, dtype, keep, reduce):
+def test_outputs_and_gradients_equal_the_reference(device, monkeypatch, make, dtype, keep, reduce):
     monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
     routing = random_routing(40, 2, 4)
     routing.topk_ids[routing.topk_ids == 3] = 1  # an expert that nobody goes to

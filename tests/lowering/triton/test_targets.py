@@ -85,7 +85,7 @@ def kernels(*targets: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_kernels_with_biases():
+def test_kernels_with_biases_compile():
     lines = compiled("--dtypes", "bfloat16", "--targets", "sm90,gfx942", "--cases", "interleaved")
     check(lines)
     assert {line["target"] for line in lines} == {"sm90", "gfx942"}

@@ -70,7 +70,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize(
     "configs", [CONFIGS, NARROW, GATHERED, SEPARATE], ids=["fused", "narrow", "gathered", "separate"]
 )
-def test_forward_and_backward(monkeypatch, launched, make, dtype, keep, reduce, configs):
+def test_outputs_and_gradients_equal_the_reference(monkeypatch, launched, make, dtype, keep, reduce, configs):
     monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
     routing = random_routing(700, 3, 6)
     routing.topk_ids[routing.topk_ids == 3] = 1  # an expert that nobody goes to

@@ -73,7 +73,7 @@ def test_rows_that_are_not_aligned(monkeypatch):
     assert "hopper_up_kernel" not in names and "hopper_act_backward_kernel" in names
 
 
-def test_tensors_that_fit():
+def test_only_aligned_tensors_of_16_bits_fit():
     assert not warp_specialized._fit(torch.empty(8, 8)) and warp_specialized._fit(
         torch.empty(8, 8, dtype=torch.float16)
     )

@@ -110,7 +110,7 @@ def test_slots_that_may_hold_the_same_expert(number):
         rewritten(Choosing(experts(number), scatter))
 
 
-def test_draws_without_replacement():
+def test_draws_without_replacement_are_distinct():
     drawn = experts(lambda p: p.multinomial(2))
     assert rewritten(Choosing(drawn, scatter)).match.num_experts == E
 

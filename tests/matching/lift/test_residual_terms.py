@@ -16,7 +16,7 @@ from moefx.matching.terms.normal_form import Terms
 from .small_blocks import D, E, Small, find_nodes, lift
 
 
-def test_a_shared_expert():
+def test_a_shared_expert_is_in_the_residual():
     class WithShared(Small):
         def __init__(self):
             super().__init__()

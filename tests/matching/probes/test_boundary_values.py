@@ -67,7 +67,7 @@ REFUSED = ("a square", "scaled", "float16", "int16")
 
 @pytest.mark.exhaustive  # `test_counts_that_overflow_a_byte` is similar
 @pytest.mark.parametrize("turn", TURNS)
-def test_functions_of_ranks(turn):
+def test_functions_of_ranks_are_rewritten_or_refused(turn):
     keep = TURNS[turn]
     calls = [(tokens(18),), (tokens(2500),)]
     check(lambda w, i, p, c: (w * keep(p, c, i), i), calls, is_rewritten=turn not in REFUSED)

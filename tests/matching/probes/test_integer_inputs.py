@@ -268,7 +268,7 @@ BY_IDS = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BY_IDS)
-def test_experts_by_ids(name):
+def test_experts_chosen_by_ids_are_rewritten(name):
     torch.manual_seed(0)
     block, use, example, later = BY_IDS[name]
     check(block(use), (example,), [(later,)])
@@ -351,7 +351,7 @@ COUNTED = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", [2, 4])
 @pytest.mark.parametrize("name", COUNTED)
-def test_masks_that_count(name, first):
+def test_masks_that_are_counted_are_rewritten(name, first):
     torch.manual_seed(0)
     check(Counted(COUNTED[name]), (ids(0, first),), [(ids(0, 4),), (ids(1, 2),)])
 

@@ -28,7 +28,7 @@ SLICES = {
 
 
 @pytest.mark.parametrize("text", SLICES)
-def test_text_and_experts(text):
+def test_a_slice_prints_as_python_and_tells_its_experts(text):
     term, experts = SLICES[text]
     place = ParameterSlice.from_term(term)
     assert str(place) == text and guess_experts(place, {}) == experts

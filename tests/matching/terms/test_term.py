@@ -290,7 +290,7 @@ class TestNormalForm:
         a = T.make("param", ("a",), (8, 2))
         assert T.index(a, (0,), torch.tensor([[2, 3, 4]]), 0) is T.slice(a, 0, 2, 5)
 
-    def test_slice_of_cat(self):
+    def test_a_slice_of_joined_tensors_is_one_of_them(self):
         T = Terms()
         a, b = T.make("param", ("a",), (3, 2)), T.make("param", ("b",), (2, 2))
         joined = T.cat([a, b], 0)
@@ -347,7 +347,7 @@ class TestNormalForm:
         weights = T.row("softmax", [1], True, (), masked)
         assert is_const(T.pick_axes(weights, {0: 0, 1: 1}), 0) and not is_const(T.pick_axes(weights, {0: 0, 1: 0}))
 
-    def test_detach_and_cast(self):
+    def test_repeated_detaches_are_one_and_casts_stay_apart(self):
         T = Terms()
         a = T.make("param", ("a",), (3,))
         once = T.pw("detach", a)

@@ -101,6 +101,6 @@ def test_no_row_is_lost(sizes, top_k, skew, seed):
     assert made["rbd"].hops[0].sum() <= dedup.sum()
 
 
-def test_deterministic_by_seed():
+def test_a_seed_determines_the_draw():
     one, again, other = (drawn((4,), 16, 2, 50, 1.0, seed)[0] for seed in (3, 3, 4))
     assert (one == again).all() and (one != other).any()

@@ -185,7 +185,7 @@ def test_stragglers_take_longer(way):
     assert simulate(model, layout, DGX).seconds == without.seconds  # nobody measured any
 
 
-def test_deterministic_by_seed():
+def test_a_seed_determines_the_simulation():
     one, again, other = (simulate(*SMALL, skew=0.5, seed=seed) for seed in (1, 1, 2))
     assert one == again and one.seconds != other.seconds
     assert one.seconds == pytest.approx(other.seconds, rel=0.1)
