@@ -92,7 +92,7 @@ def chunk_choices(place: Tensor, *, chunks: int) -> list[Tensor]:
 def plan_dispatch(
     place: Tensor, *, num_ranks: int, num_slots: int, dedup: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Build the ERI arrays of a hop, with ranks in place of experts.
+    """Build the index arrays of a hop, with ranks in place of experts.
 
     Args:
         place: destinations modulo num_ranks * num_slots. num_slots: destinations behind each of the hop's ranks.

@@ -132,7 +132,7 @@ def _count_table(
 
 
 class _SendArrays(NamedTuple):
-    """The ERI arrays that map sent rows to their slots."""
+    """The index arrays that map sent rows to their slots."""
 
     place: Tensor
     token_ids: Tensor
