@@ -27,7 +27,7 @@ def build_report(matched: MatchedBlock, program: Program, block: nn.Module) -> B
     )
     unfused = "; ".join(str(n.meta["unfused"]) for n in combines if "unfused" in n.meta)
     drop = str(match.drop_rule or (_MASK if match.keep_masks else ""))
-    if match.keep_masks and "m" in match.evidence[0].expert_index.axes:
+    if match.keep_masks and "m" in match.forms[0].expert_index.axes:
         drop += ", which leaves a token any number of experts"
     if not match.drop_rule and (
         rules := {str(n.kwargs.get("drop", "none")) for n in graph.find(torch.ops.moefx.build_pft.default)} - {"none"}
@@ -36,7 +36,7 @@ def build_report(matched: MatchedBlock, program: Program, block: nn.Module) -> B
     return BlockReport(
         names=tuple(matched.names), kind=type(block).__name__, num_experts=match.num_experts, top_k=match.slots,
         expert=expert,
-        drop=drop, holds_for=program.holds_for, routings=len(match.evidence), validation=matched.verdict,
+        drop=drop, holds_for=program.holds_for, routings=len(match.forms), validation=matched.verdict,
         seconds=matched.seconds,
         saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
         bodies=tuple(_read_body(n) for n in mlps),

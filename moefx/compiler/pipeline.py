@@ -210,7 +210,7 @@ def _apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> Block
 
 def _keep_captured_graph(result: BlockRewrite) -> BlockRewrite:
     names = [placeholder_name(path) for path in result.graph.binding.paths]
-    captured = build_captured_graph(result.history.name, result.match.evidence[0].capture, names)
+    captured = build_captured_graph(result.history.name, result.match.forms[0].capture, names)
     return dataclasses.replace(result, history=dataclasses.replace(result.history, captured=captured))
 
 

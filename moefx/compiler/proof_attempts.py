@@ -242,7 +242,7 @@ def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
     others = [f", such as {text(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
     refusal = Refused(
         f"the proof does not hold for the example's own sizes ({own}): it requires {failed}",
-        source=failed.source or str(match.evidence[0].cut.meta["source"]),
+        source=failed.source or str(match.forms[0].cut.meta["source"]),
         remedy=f"pass example_inputs of sizes for which it holds{(*others, '')[0]}; "
         "calls like this one then run the original",
     )

@@ -42,8 +42,8 @@ def find_masks(match: Match, find_tie_break: Callable[[], TieBreak | None]) -> l
     Raises:
         Refused: the program has no mask.
     """
-    found = [_find_mask_candidates(form) for form in match.evidence]
-    for ref in _sort_by_directness(found[0], match.evidence[0]):
+    found = [_find_mask_candidates(form) for form in match.forms]
+    for ref in _sort_by_directness(found[0], match.forms[0]):
         refs = [ref]
         for other in found[1:]:
             twin = next((r for r in other if r.signature == ref.signature and _are_same_op(r.node, ref.node)), None)
@@ -52,7 +52,7 @@ def find_masks(match: Match, find_tie_break: Callable[[], TieBreak | None]) -> l
             refs.append(twin)
         if len(refs) == len(found):
             return refs
-    if all(_is_explained_by_zeros(match, i) for i in range(len(match.evidence))):
+    if all(_is_explained_by_zeros(match, i) for i in range(len(match.forms))):
         return None
     raise _explain_no_mask(match, find_tie_break)
 
@@ -66,20 +66,20 @@ def _explain_no_mask(match: Match, find_tie_break: Callable[[], TieBreak | None]
             source=str(varied),
             remedy="compute the mask for all slots at once, before the experts, and multiply the routing weights by it",
         )
-    skips = [form.forced_read for form in match.evidence if not form.kept_slots.all()]
+    skips = [form.forced_read for form in match.forms if not form.kept_slots.all()]
     if (source := skips[0]) is not None and None not in skips:
         return Refused(
             f"a number read from a tensor decides whether an expert runs: {source.text}",
             source=str(source),
             remedy=ASK_ROWS,
         )
-    if (skipped := _explain_left_out(match.evidence)) is not None:
+    if (skipped := _explain_left_out(match.forms)) is not None:
         return skipped
     tie_break = find_tie_break()
     if tie_break == "unstable":
         return Refused(
             "among equal weights, an expert does not keep the first tokens, although its sort is stable",
-            source=str(match.evidence[0].cut.meta["source"]),
+            source=str(match.forms[0].cut.meta["source"]),
             remedy="sort the weights in the order of the tokens, as in "
             "weights.argsort(descending=True, stable=True)[:capacity]",
         )
@@ -87,13 +87,13 @@ def _explain_no_mask(match: Match, find_tie_break: Callable[[], TieBreak | None]
         return Refused(
             "an expert keeps all weights above a threshold, so equal weights are kept or dropped together; moefx "
             "supports capacities that are numbers of rows",
-            source=str(match.evidence[0].cut.meta["source"]),
+            source=str(match.forms[0].cut.meta["source"]),
             remedy="select a number of rows, as in weights.argsort(descending=True, stable=True)[:capacity], or "
             "multiply the routing weights, before the experts, by a mask [tokens, slots] of the kept slots",
         )
     return Refused(
         "some slots are dropped by no known rule, and the program has no mask [tokens, slots] of the kept ones",
-        source=str(match.evidence[0].cut.meta["source"]),
+        source=str(match.forms[0].cut.meta["source"]),
         remedy="compute a mask over all slots instead of dropping them in Python, as in kept = ranks < capacity, and "
         "multiply the routing weights by it",
         cause=Cause.UNEXPLAINED_DROPS,
@@ -128,8 +128,8 @@ def _explain_left_out(several: Sequence[CanonicalForm]) -> Refused | None:
 
 def _find_varied_value(match: Match) -> Source | None:
     """Find the value whose variation (`FORCE_VARIED`) made a capture drop slots that it keeps otherwise."""
-    full = {(str(one.capture.tracer.routing), one.tokens) for one in match.evidence if one.kept_slots.all()}
-    for form in match.evidence:
+    full = {(str(one.capture.tracer.routing), one.tokens) for one in match.forms if one.kept_slots.all()}
+    for form in match.forms:
         if not form.kept_slots.all() and (str(form.capture.tracer.routing), form.tokens) in full:
             for at, how in form.capture.tracer.interventions.items():
                 if how == FORCE_VARIED and isinstance(at, tuple) and isinstance(at[0], Source):
@@ -139,7 +139,7 @@ def _find_varied_value(match: Match) -> Source | None:
 
 def _is_explained_by_zeros(match: Match, capture: int) -> bool:
     """Return whether each dropped slot of a capture has a zero weight or row that makes its summand zero."""
-    form = match.evidence[capture]
+    form = match.forms[capture]
     semantics = Semantics(form.capture.nodes, form.capture.concrete_value)
     terms = semantics.terms
 

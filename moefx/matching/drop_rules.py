@@ -40,7 +40,7 @@ def explain_drops(match: Match) -> Match:
         Refused: neither a rule nor a mask of the program explains which slots count.
     """
     owned = {e for group in match.groups for e in group.ids}
-    if all(torch.equal(torch.isin(form.ids, torch.tensor([*owned])), form.kept_slots) for form in match.evidence):
+    if all(torch.equal(torch.isin(form.ids, torch.tensor([*owned])), form.kept_slots) for form in match.forms):
         return match
 
     @functools.cache  # needs another capture
@@ -65,12 +65,12 @@ def refuse_unexplained(match: Match) -> None:
         Refused: neither an order nor a mask explains the drops of some capture. More captures would not help.
     """
     owned = {e for group in match.groups for e in group.ids}
-    if all(torch.equal(torch.isin(form.ids, torch.tensor([*owned])), form.kept_slots) for form in match.evidence):
+    if all(torch.equal(torch.isin(form.ids, torch.tensor([*owned])), form.kept_slots) for form in match.forms):
         return
     for order in _ORDERS:
-        ranks = [_rank_slots(form, order, owned) for form in match.evidence]
+        ranks = [_rank_slots(form, order, owned) for form in match.forms]
         if all(
-            r is not None and _bound_capacity(one, r) is not None for one, r in zip(match.evidence, ranks, strict=True)
+            r is not None and _bound_capacity(one, r) is not None for one, r in zip(match.forms, ranks, strict=True)
         ):
             return
     find_masks(match, lambda: None)
@@ -80,10 +80,10 @@ def _find_rule(match: Match, owned: set[int]) -> DropRule | None:
     """Return the rule that explains the drops of all captures, or None unless there is exactly one."""
     found = []
     for order in _ORDERS:
-        ranks = [_rank_slots(form, order, owned) for form in match.evidence]
+        ranks = [_rank_slots(form, order, owned) for form in match.forms]
         if any(r is None for r in ranks):
             continue
-        bounds = [_bound_capacity(form, r) for form, r in zip(match.evidence, ranks, strict=True)]  # type: ignore[arg-type]
+        bounds = [_bound_capacity(form, r) for form, r in zip(match.forms, ranks, strict=True)]  # type: ignore[arg-type]
         if any(b is None for b in bounds):
             continue
         capacity = _find_capacity(match, bounds)  # type: ignore[arg-type]
@@ -102,18 +102,18 @@ def _find_tie_break(match: Match, owned: set[int]) -> TieBreak | None:
         has a tie at the capacity.
     """
     bounds = []
-    for form in match.evidence:
+    for form in match.forms:
         ranks = _rank_slots(form, "weight", owned)
         if ranks is None or (found := _bound_capacity(form, ranks)) is None:
             return None
         bounds.append(found)
-    for form, sizes, (fewest, most) in zip(match.evidence, match.sizes, bounds, strict=True):
+    for form, sizes, (fewest, most) in zip(match.forms, match.sizes, bounds, strict=True):
         if most is None or form.optional_guard:
             continue
         tracer = form.capture.tracer
         tied = None
         with suppress_program_errors(MoefxError):
-            tied = match.lift_at(Routing("tied", tracer.routing.seed), sizes, tracer.interventions)
+            tied = match.capturer.lift(Routing("tied", tracer.routing.seed), sizes, tracer.interventions)
         if tied is None:
             continue
         ranks = _rank_slots(tied, "weight", owned, is_tied=True)
@@ -207,7 +207,7 @@ def _find_capacity(match: Match, bounds: Sequence[tuple[int, int | None]]) -> Fo
     overflow = next((i for i, (_, most) in enumerate(bounds) if most is not None), None)
     if overflow is None:
         return None
-    found_numbers = [collect_numbers(form.capture.nodes) for form in match.evidence]
+    found_numbers = [collect_numbers(form.capture.nodes) for form in match.forms]
     # if one expert has nearly all tokens, the program runs its code that drops
     more = [(sizes, collect_numbers(capture.nodes)) for sizes, capture in match.sample_sizes("overloaded")]
     constant: Formula | None = None

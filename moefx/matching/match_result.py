@@ -10,8 +10,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -21,6 +20,7 @@ from ..capture.block_arguments import Arguments
 from ..capture.capture_result import Capture
 from ..capture.code_locations import suppress_program_errors
 from ..capture.concrete_routing import Routing, RoutingKind
+from ..capture.host_reads import Interventions
 from ..capture.size_guards import SizeGuard, evaluate_size
 from ..errors import MoefxError
 from ..inspection.proof_trace import ProbeRun
@@ -75,18 +75,29 @@ class ProvenGroup:
     values: list[list[NodeRef]]
 
 
+class Capturer(Protocol):
+    """Captures a block under a routing, and lifts a capture like those of its proof; `ProofState` is one."""
+
+    def capture(
+        self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None, max_nodes: int = 0
+    ) -> Capture: ...
+
+    def lift(
+        self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None
+    ) -> CanonicalForm: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Match:
     """The proof of a block: one canonical form, and the captures that agree on it.
 
     Attributes:
-        evidence: the forms of the captures; users see the first.
+        forms: the forms of the captures; users see the first.
         sizes: the sizes of each capture.
         groups: the experts, with complete tables.
         extra_guards: size guards besides the comparisons of the captures.
         modes_read: modes that the block reads, such as `training`.
-        capture_at: makes another capture, from a routing and sizes.
-        lift_at: makes another capture and lifts it.
+        capturer: makes more captures of the block.
         drop_rule: the capacity by which slots are dropped, if there is one (see `drop_rules`).
         keep_masks: otherwise, for each capture, the program's mask of the slots that count, if slots are dropped.
         size_restrictions: comparisons of sizes that decide between two forms, with the example's results.
@@ -97,14 +108,13 @@ class Match:
 
     block: nn.Module
     arguments: Arguments
-    evidence: list[CanonicalForm]
+    forms: list[CanonicalForm]
     sizes: list[dict[str, int]]
     groups: list[ProvenGroup]
     num_experts: int
     extra_guards: list[SizeGuard]
     modes_read: set[str]
-    capture_at: Callable[..., Capture]
-    lift_at: Callable[..., CanonicalForm]
+    capturer: Capturer
     drop_rule: DropRule | None = None
     keep_masks: list[NodeRef] | None = None
     size_restrictions: tuple[SizeGuard, ...] = ()
@@ -120,8 +130,8 @@ class Match:
         """
         if kind not in self.size_samples:
             samples = self.size_samples[kind] = []
-            max_nodes = 4 * max(len(form.capture.nodes) for form in self.evidence)
-            most = max_capture_tokens(self.evidence, times=2)
+            max_nodes = 4 * max(len(form.capture.nodes) for form in self.forms)
+            most = max_capture_tokens(self.forms, times=2)
             guards = [*self.size_restrictions, *self.guards]
             counts = itertools.takewhile(
                 lambda tokens: tokens <= most, sorted({*_SAMPLED_TOKENS, *self._delicate_sizes})
@@ -134,7 +144,7 @@ class Match:
                 is_long = self.arguments.tokens_per_unit * math.prod(sizes.values()) > 512
                 with suppress_program_errors(MoefxError):
                     samples.append(
-                        (sizes, self.capture_at(Routing(kind, 0), sizes, max_nodes=max_nodes if is_long else 0))
+                        (sizes, self.capturer.capture(Routing(kind, 0), sizes, max_nodes=max_nodes if is_long else 0))
                     )
         return self.size_samples[kind]
 
@@ -151,7 +161,7 @@ class Match:
                 exact = [n for n, v in zip(tokens, values, strict=True) if v == int(v)]
                 if len(exact) < len(values):
                     found |= {n for least in _MIN_EXACT for n in exact[bisect.bisect(exact, least) :][:1]}
-        for guard in dict.fromkeys(g for form in self.evidence for g in form.capture.sizes.guards):
+        for guard in dict.fromkeys(g for form in self.forms for g in form.capture.sizes.guards):
             with contextlib.suppress(ArithmeticError, ValueError, TypeError):
                 sides = [guard.holds(self.arguments.choose_sequence(n)) for n in tokens]
                 changes = [n for n, (a, b) in zip(tokens, itertools.pairwise(sides), strict=False) if a is not b]
@@ -164,8 +174,8 @@ class Match:
         Returns:
             None if no capture has one, or too few remain.
         """
-        remaining = [i for i, form in enumerate(self.evidence) if not form.optional_guard]
-        if len(remaining) == len(self.evidence) or len(remaining) < 2:
+        remaining = [i for i, form in enumerate(self.forms) if not form.optional_guard]
+        if len(remaining) == len(self.forms) or len(remaining) < 2:
             return None
 
         def select(column: list[Any]) -> list[Any]:
@@ -173,12 +183,12 @@ class Match:
 
         narrower = dataclasses.replace(
             self,
-            evidence=select(self.evidence),
+            forms=select(self.forms),
             sizes=select(self.sizes),
             groups=[dataclasses.replace(g, values=[select(refs) for refs in g.values]) for g in self.groups],
             keep_masks=select(self.keep_masks) if self.keep_masks else self.keep_masks,
         )
-        excluded = [(self.sizes[i], form.optional_guard) for i, form in enumerate(self.evidence) if form.optional_guard]
+        excluded = [(self.sizes[i], form.optional_guard) for i, form in enumerate(self.forms) if form.optional_guard]
         more = list[SizeGuard]()
         for sizes, guard in excluded:
             if all(g.holds(sizes) for g in [*narrower.guards, *more]):  # no comparison of the program excludes them
@@ -191,7 +201,7 @@ class Match:
 
         A comparison with both results does not matter, since the captures agree on the form.
         """
-        several = [form.capture.sizes.guards for form in self.evidence]
+        several = [form.capture.sizes.guards for form in self.forms]
         comparisons: list[dict[Any, list[SizeGuard]]] = [defaultdict(list) for _ in several]
         for by_expression, guards in zip(comparisons, several, strict=True):
             for g in guards:
@@ -224,7 +234,7 @@ class Match:
         for dim in self.arguments.dims:
             capture = None
             with suppress_program_errors(MoefxError):
-                capture = self.capture_at(Routing("diverse", 0), {**self.sizes[0], dim: 0})
+                capture = self.capturer.capture(Routing("diverse", 0), {**self.sizes[0], dim: 0})
             if capture is None:
                 return False
             values = [leaf.meta.get("val") for leaf in pytree.tree_leaves(capture.out) if isinstance(leaf, fx.Node)]
@@ -252,13 +262,13 @@ class Match:
     @property
     def expressions(self) -> set[str]:
         """Expressions over sizes that the program computed."""
-        logs = [form.capture.sizes for form in self.evidence]
+        logs = [form.capture.sizes for form in self.forms]
         return set().union(*[log.used | log.leaks for log in logs])
 
     @property
     def slots(self) -> int:
         """Slots per token, K."""
-        return self.evidence[0].slots
+        return self.forms[0].slots
 
 
 def _without_number(guard: SizeGuard) -> tuple[str, str, bool]:

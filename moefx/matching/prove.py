@@ -287,16 +287,15 @@ def build_match(state: ProofState, forms: list[CanonicalForm], sizes: list[dict[
         merged.values = [list(refs) for refs in zip(*[form.groups[group].values for form in forms], strict=True)]
     compared = {g for form in forms for g in form.capture.sizes.guards if all(g.holds(one) for one in sizes)}
     return Match(
-        state.block,
-        state.arguments,
-        forms,
-        sizes,
-        groups,
-        state.num_experts,
-        [g for g in dict.fromkeys((*state.size_restrictions, *state.guards)) if g not in compared],
-        set().union(*[form.capture.modes_read for form in forms]),
-        state.capture,
-        state.lift,
+        block=state.block,
+        arguments=state.arguments,
+        forms=forms,
+        sizes=sizes,
+        groups=groups,
+        num_experts=state.num_experts,
+        extra_guards=[g for g in dict.fromkeys((*state.size_restrictions, *state.guards)) if g not in compared],
+        modes_read=set().union(*[form.capture.modes_read for form in forms]),
+        capturer=state,
         size_restrictions=state.size_restrictions,
         probe_runs=state.probe_runs,
     )

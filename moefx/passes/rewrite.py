@@ -86,7 +86,7 @@ class Rewriter:
     """Builds the graph of a match: the residual, the routed sum in its place, and the side effects."""
 
     def __init__(self, match: Match, names: Placeholders):
-        self.match, self.form = match, match.evidence[0]
+        self.match, self.form = match, match.forms[0]
         self.residual = ResidualGraph(match, lambda: RoutedSum(match, self.residual).emit_sum())
         self.residual.add_inputs(names.tensors)
         self.residual.add_objects(names.objects)
@@ -191,27 +191,27 @@ class Rewriter:
             *[v for g in self.match.groups for v in g.values],
             *([self.match.keep_masks] if self.match.keep_masks else []),
         ]
-        refs += [[form.shared[i] for form in self.match.evidence] for i in range(len(self.form.shared))]
+        refs += [[form.shared[i] for form in self.match.forms] for i in range(len(self.form.shared))]
         if self.form.unrouted_value:
-            refs.append([form.unrouted_value for form in self.match.evidence])  # type: ignore[misc]
+            refs.append([form.unrouted_value for form in self.match.forms])  # type: ignore[misc]
         return [AlignedNodes(column) for ref in refs for column in zip(*[r.nodes for r in ref], strict=True)]
 
     @property
     def index(self) -> list[NodeRef]:
-        return [form.expert_index for form in self.match.evidence]
+        return [form.expert_index for form in self.match.forms]
 
     def _find_random_draws(self) -> list[AlignedNodes]:
         """Return all draws of random numbers. Unused draws stay too, so that the stream equals the original's."""
         draws = [
             [n for n in c.nodes if is_random(n) and n not in form.replaced_nodes]
-            for c, form in zip(self.residual.captures, self.match.evidence, strict=True)
+            for c, form in zip(self.residual.captures, self.match.forms, strict=True)
         ]
         if len({len(d) for d in draws}) != 1:
             raise Refused(
                 "how often random numbers are drawn depends on the routing",
                 source=str(next(n for d in draws for n in d).meta["source"]),
             )
-        for form in self.match.evidence:
+        for form in self.match.forms:
             for n in form.replaced_nodes:
                 if is_random(n):
                     raise refuse_random(n)

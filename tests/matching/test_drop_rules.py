@@ -242,7 +242,7 @@ class PassesThrough(Loop):
 
 def test_tokens_without_an_expert_may_pass_through():
     match = same(PassesThrough(), 1, 7, 50, 333)
-    assert match.evidence[0].unrouted_value is not None and match.drop_rule is not None
+    assert match.forms[0].unrouted_value is not None and match.drop_rule is not None
 
 
 def test_padding_goes_to_no_expert():
@@ -329,7 +329,7 @@ def test_weights_that_differ_in_some_captures_only():
     torch.manual_seed(0)
     match = same(Generous(), 1, 2, 7, 50, 333)
     assert match.drop_rule is not None and match.drop_rule.order == "position_slot"
-    assert not all(lifted.kept_slots.all() for lifted in match.evidence)
+    assert not all(lifted.kept_slots.all() for lifted in match.forms)
 
 
 class Buffers(nn.Module):

@@ -20,7 +20,7 @@ class TestForms:
     def test_a_plain_loop_is_proven_without_guards(self):
         match = rewritten(Loop()).match
         assert match.num_experts == E and match.slots == K and match.keep_masks is None and not match.guards
-        assert len(match.evidence) >= 3 and [g.ids for g in match.groups] == [list(range(E))]
+        assert len(match.forms) >= 3 and [g.ids for g in match.groups] == [list(range(E))]
 
     def test_tables_name_every_expert(self):
         (group,) = rewritten(Loop()).match.groups

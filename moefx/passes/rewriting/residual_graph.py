@@ -47,7 +47,7 @@ class ResidualGraph:
 
     def __init__(self, match: Match, make_cut: Callable[[], fx.Node]):
         self.match = match
-        self.captures = [form.capture for form in match.evidence]
+        self.captures = [form.capture for form in match.forms]
         self.graph = fx.Graph()
         self.new_nodes: dict[fx.Node, fx.Node] = {}  # node of the first capture -> emitted node
         self.make_cut = make_cut
@@ -188,8 +188,8 @@ class ResidualGraph:
         if it is none."""
         if values[0].dim() != 1:
             return None
-        index, E = self.match.evidence[0].expert_index, len(values[0])
-        chosen = [torch.bincount(li.ids[li.ids >= 0], minlength=E) for li in self.match.evidence]
+        index, E = self.match.forms[0].expert_index, len(values[0])
+        chosen = [torch.bincount(li.ids[li.ids >= 0], minlength=E) for li in self.match.forms]
         is_load = all(v.shape == c.shape and torch.equal(v.to(c.dtype), c) for v, c in zip(values, chosen, strict=True))
         if not is_load or index.columns or {"m", "s"} & set(index.axes) or index.node not in self.new_nodes:
             return None
@@ -358,7 +358,7 @@ class ResidualGraph:
         """Return the letter of an axis from its sizes in the captures, or its number."""
         match = self.match
         if len(set(sizes)) > 1:
-            tokens = [math.prod(form.tokens) for form in match.evidence]
+            tokens = [math.prod(form.tokens) for form in match.forms]
             if sizes == tokens:
                 return "S"
             if sizes == [t * match.slots for t in tokens]:

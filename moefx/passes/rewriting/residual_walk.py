@@ -36,9 +36,9 @@ class ResidualWalk:
 
     def __init__(self, match: Match, reads: ScalarReads):
         self.match, self.reads = match, reads
-        self.captures = [form.capture for form in match.evidence]
-        self.cut = AlignedNodes(form.cut for form in match.evidence)
-        self.absorbed = match.evidence[0].replaced_nodes
+        self.captures = [form.capture for form in match.forms]
+        self.cut = AlignedNodes(form.cut for form in match.forms)
+        self.absorbed = match.forms[0].replaced_nodes
         self.aligned: dict[fx.Node, AlignedNodes] = {}
         self.inlined: set[int] = set()
         self.repeated: list[str] = []

@@ -88,7 +88,7 @@ class SizeExpressions:
         if len(set(values)) < 2:
             return None
         points = list(zip(self.match.sizes, values, strict=True))
-        always = set.intersection(*[form.capture.sizes.used for form in self.match.evidence])
+        always = set.intersection(*[form.capture.sizes.used for form in self.match.forms])
         # Expressions that only some captures used, as in `max(S / 8, 1)`, may match by chance.
         formula = _find_float_formula(always, points)
         if formula is None and (more := self._probe_numbers(path)) is not None:
@@ -167,7 +167,7 @@ class SizeExpressions:
         if path is None:
             return None
         turns = {
-            self._nodes_of_line(form.capture, t).index(t) for form, t in zip(self.match.evidence, path[0], strict=True)
+            self._nodes_of_line(form.capture, t).index(t) for form, t in zip(self.match.forms, path[0], strict=True)
         }
         if len(turns) != 1:
             return None

@@ -22,7 +22,7 @@ def find_module_calls(match: Match, inlined: set[int]) -> list[list[SubmoduleCal
         inlined: start indices of calls that are taken apart.
     """
     per_capture: list[dict[tuple[str, int], SubmoduleCall]] = []
-    for form in match.evidence:
+    for form in match.forms:
         routed = sorted(n.meta["index"] for n in form.replaced_nodes if n.op != "get_attr")
         counts: dict[str, int] = {}
         found: dict[tuple[str, int], SubmoduleCall] = {}
