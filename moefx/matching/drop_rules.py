@@ -107,13 +107,13 @@ def _find_tie_break(match: Match, owned: set[int]) -> TieBreak | None:
         if ranks is None or (found := _bound_capacity(form, ranks)) is None:
             return None
         bounds.append(found)
-    for form, sizes, (fewest, most) in zip(match.forms, match.sizes, bounds, strict=True):
+    for form, (fewest, most) in zip(match.forms, bounds, strict=True):
         if most is None or form.optional_guard:
             continue
         tracer = form.capture.tracer
         tied = None
         with suppress_program_errors(MoefxError):
-            tied = match.capturer.lift(Routing("tied", tracer.routing.seed), sizes, tracer.interventions)
+            tied = match.capturer.lift(Routing("tied", tracer.routing.seed), form.sizes, tracer.interventions)
         if tied is None:
             continue
         ranks = _rank_slots(tied, "weight", owned, is_tied=True)

@@ -31,7 +31,7 @@ class Evidence:
         self.emptiness_tests = EmptinessTests()
         self._first: Capture | None = None
         self._forms: list[CanonicalForm] = []
-        self._sizes: list[dict[str, int]] = []
+        self._are_aligned = True  # the forms
         self._comparisons: dict[SizeGuard, list[dict[str, int]]] = {}  # with the sizes of the captures
         self._compares_floats = False
         self._unforced_lengths: set[tuple[Source, ...]] = set()
@@ -56,7 +56,7 @@ class Evidence:
     @property
     def sizes(self) -> tuple[dict[str, int], ...]:
         """The sizes of all captures, in the order of `forms`."""
-        return tuple(self._sizes)
+        return tuple(form.sizes for form in self._forms)
 
     @property
     def seen_experts(self) -> set[int]:
@@ -121,27 +121,49 @@ class Evidence:
     def set_first(self, captured: Capture) -> None:
         self._first = captured
 
+    def add_unaligned(self, form: CanonicalForm) -> None:
+        """Add the form of a capture that is compared with the others later. The first form agrees with itself."""
+        self._are_aligned = not self._forms
+        self._store(form)
+
+    def mark_aligned(self) -> None:
+        """Log that all forms agree: from now on `add` compares each new one with the reference."""
+        self._are_aligned = True
+
     def add(
-        self,
-        form: CanonicalForm,
-        sizes: dict[str, int],
-        optional: SizeGuard | None = None,
-        forced_read: Source | None = None,
-    ) -> None:
-        """Add the form of a capture.
+        self, form: CanonicalForm, optional: SizeGuard | None = None, forced_read: Source | None = None
+    ) -> CanonicalForm:
+        """Add the form of a capture, which must agree with the others.
 
         Args:
             optional: the guard that replaces the capture if its form turns out to differ.
             forced_read: the branch of Python code that was forced.
+
+        Returns:
+            The form as it is stored, with its groups in the order of all captures.
+
+        Raises:
+            Refused: the form differs.
         """
+        assert self._are_aligned
+        return self._store(self.require_same_form(form), optional, forced_read)
+
+    def add_aligned(self, form: CanonicalForm, optional: SizeGuard | None = None) -> CanonicalForm:
+        """Add a form that `ProofState.reconcile_form` has aligned, perhaps by lifting all others from its nodes."""
+        assert self._are_aligned and [g.body for g in form.groups] == [g.body for g in self.reference.groups]
+        return self._store(form, optional)
+
+    def _store(
+        self, form: CanonicalForm, optional: SizeGuard | None = None, forced_read: Source | None = None
+    ) -> CanonicalForm:
         self._forms.append(dataclasses.replace(form, optional_guard=optional, forced_read=forced_read))
-        self._sizes.append(sizes)
+        return self._forms[-1]
 
     def drop(self, index: int) -> SizeGuard:
         """Drop a capture that the proof can do without, and return the guard that replaces it."""
         guard = self._forms[index].optional_guard
         assert guard is not None
-        del self._forms[index], self._sizes[index]
+        del self._forms[index]
         return guard
 
     def replace_forms(self, forms: list[CanonicalForm]) -> None:
@@ -152,7 +174,6 @@ class Evidence:
     def set_reference(self, index: int) -> None:
         """Put a capture first, so that all others must have its form."""
         self._forms.insert(0, self._forms.pop(index))
-        self._sizes.insert(0, self._sizes.pop(index))
 
 
 def find_value_lines(form: CanonicalForm) -> ValueLines:

@@ -93,7 +93,6 @@ class Match:
 
     Attributes:
         forms: the forms of the captures; users see the first.
-        sizes: the sizes of each capture.
         groups: the experts, with complete tables.
         extra_guards: size guards besides the comparisons of the captures.
         modes_read: modes that the block reads, such as `training`.
@@ -109,7 +108,6 @@ class Match:
     block: nn.Module
     arguments: Arguments
     forms: list[CanonicalForm]
-    sizes: list[dict[str, int]]
     groups: list[ProvenGroup]
     num_experts: int
     extra_guards: list[SizeGuard]
@@ -184,16 +182,20 @@ class Match:
         narrower = dataclasses.replace(
             self,
             forms=select(self.forms),
-            sizes=select(self.sizes),
             groups=[dataclasses.replace(g, values=[select(refs) for refs in g.values]) for g in self.groups],
             keep_masks=select(self.keep_masks) if self.keep_masks else self.keep_masks,
         )
-        excluded = [(self.sizes[i], form.optional_guard) for i, form in enumerate(self.forms) if form.optional_guard]
+        excluded = [(form.sizes, form.optional_guard) for form in self.forms if form.optional_guard]
         more = list[SizeGuard]()
         for sizes, guard in excluded:
             if all(g.holds(sizes) for g in [*narrower.guards, *more]):  # no comparison of the program excludes them
                 more.append(guard)
         return dataclasses.replace(narrower, extra_guards=[*self.extra_guards, *more])
+
+    @property
+    def sizes(self) -> list[dict[str, int]]:
+        """The sizes of each capture."""
+        return [form.sizes for form in self.forms]
 
     @property
     def guards(self) -> list[SizeGuard]:

@@ -216,17 +216,20 @@ class ProofState:
             self.evidence.replace_forms([self.lift_again(one, form, form) for one in self.evidence.forms])
             return form
 
-    def reconcile_evidence(self, index: int) -> None:
-        """Require a capture of the evidence to agree with the first one, and store it with its groups in that order.
+    def reconcile_evidence(self, start: int = 1) -> None:
+        """Require the captures of the evidence, from index `start` on, to agree with the first one, and store them with
+        their groups in that order.
 
         Raises:
             Refused: the forms differ.
         """
-        form = self.evidence.forms[index]
-        aligned, forms = self.reconcile_form(form), [*self.evidence.forms]
-        if forms[index] is form:  # else all captures were lifted again
-            forms[index] = aligned
-            self.evidence.replace_forms(forms)
+        for index in range(start, len(self.evidence.forms)):
+            form = self.evidence.forms[index]
+            aligned, forms = self.reconcile_form(form), [*self.evidence.forms]
+            if forms[index] is form:  # else all captures were lifted again
+                forms[index] = aligned
+                self.evidence.replace_forms(forms)
+        self.evidence.mark_aligned()
 
     def relift_all_from(self, form: CanonicalForm) -> None:
         """Lift all captures from the nodes of another form.

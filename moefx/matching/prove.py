@@ -47,7 +47,7 @@ def prove(state: ProofState) -> Match:
     read_values_from_same_nodes(state)
     merge_groups(state)  # raises before more captures are made
     full = complete_evidence(state)
-    return build_match(state, [state.evidence.forms[i] for i in full], [state.evidence.sizes[i] for i in full])
+    return build_match(state, [state.evidence.forms[i] for i in full])
 
 
 def run_probes(state: ProofState, probes: Iterable[Probe]) -> None:
@@ -74,7 +74,7 @@ def capture_first_routings(state: ProofState) -> None:
             kind = "contested"  # shows which slot of a token comes first
         sizes = state.size_choice.choose(n, variant)
         if variant > 0:
-            state.evidence.add(_lift_routing(state, kind, variant, sizes), sizes)
+            state.evidence.add_unaligned(_lift_routing(state, kind, variant, sizes))
             continue
         first = first or state.capture(Routing(kind, variant), sizes)
         state.evidence.set_first(first)
@@ -85,7 +85,7 @@ def capture_first_routings(state: ProofState) -> None:
             if not has_sequence_choices(first) or not state.size_choice.satisfies_restrictions(sizes):
                 raise
             form = state.lift_first(state.capture(Routing(kind, variant), sizes))
-        state.evidence.add(form, sizes)
+        state.evidence.add_unaligned(form)
         _try_larger_flags(state, sizes)
 
 
@@ -157,8 +157,7 @@ def align_with_richest(state: ProofState) -> None:
         ]
     )
     state.evidence.set_reference(richest)
-    for i in range(1, len(state.evidence.forms)):
-        state.reconcile_evidence(i)
+    state.reconcile_evidence()
 
 
 def check_first_captures(state: ProofState) -> None:
@@ -173,16 +172,16 @@ def check_first_captures(state: ProofState) -> None:
     full = _find_full(state)
     if not full:
         return
-    forms, sizes = [state.evidence.forms[i] for i in full], [state.evidence.sizes[i] for i in full]
+    forms = [state.evidence.forms[i] for i in full]
     try:
-        refuse_unexplained(build_match(state, forms, sizes))
+        refuse_unexplained(build_match(state, forms))
     except Refused as refusal:
         reference = state.evidence.reference
         if not has_distinct_slots(reference, state.evidence.seen_experts):  # `repeated_experts` gives a better reason
             return
         try:  # `read_values_from_same_nodes` may read weights off other nodes, those behind a mask
             relifted = [state.lift_again(one, reference, reference, True) for one in forms]
-            refuse_unexplained(build_match(state, relifted, sizes))
+            refuse_unexplained(build_match(state, relifted))
         except Refused:
             raise refusal from None
 
@@ -228,8 +227,8 @@ def complete_evidence(state: ProofState) -> list[int]:
         if len(full) >= 3 and _do_sizes_vary(state, full):
             return full
         sizes = state.size_choice.choose(max(21, state.max_experts // 4), seed)
-        state.evidence.add(state.lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes), sizes)
-        state.reconcile_evidence(-1)
+        state.evidence.add_unaligned(state.lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes))
+        state.reconcile_evidence(len(state.evidence.forms) - 1)
     raise Refused("no routing was found under which all kinds of experts are used")
 
 
@@ -280,17 +279,16 @@ def merge_groups(state: ProofState) -> list[ProvenGroup]:
     return merged_groups
 
 
-def build_match(state: ProofState, forms: list[CanonicalForm], sizes: list[dict[str, int]]) -> Match:
+def build_match(state: ProofState, forms: list[CanonicalForm]) -> Match:
     """Build the match of some captures, with the parameters that any capture has shown."""
     groups = merge_groups(state)
     for group, merged in enumerate(groups):
         merged.values = [list(refs) for refs in zip(*[form.groups[group].values for form in forms], strict=True)]
-    compared = {g for form in forms for g in form.capture.sizes.guards if all(g.holds(one) for one in sizes)}
+    compared = {g for form in forms for g in form.capture.sizes.guards if all(g.holds(one.sizes) for one in forms)}
     return Match(
         block=state.block,
         arguments=state.arguments,
         forms=forms,
-        sizes=sizes,
         groups=groups,
         num_experts=state.num_experts,
         extra_guards=[g for g in dict.fromkeys((*state.size_restrictions, *state.guards)) if g not in compared],

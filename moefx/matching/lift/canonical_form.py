@@ -132,6 +132,11 @@ class CanonicalForm:
     optional_guard: SizeGuard | None = None
     forced_read: Source | None = None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the capture, by dim."""
+        return self.capture.sizes.dims
+
 
 def count_sequences(capture: Capture, tokens: tuple[int, ...]) -> int:
     """Count the sequences of the hidden states; 0 if these have no sequence axis. The model may fix the length."""

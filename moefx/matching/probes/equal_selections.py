@@ -206,7 +206,8 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
     """
     if (at := find_capture(state, captured, {site: force})) is None:
         return
-    tracer, sizes = state.evidence.forms[at].capture.tracer, state.evidence.sizes[at]
+    form = state.evidence.forms[at]
+    tracer, sizes = form.capture.tracer, form.sizes
     try:
         step = ForcedStep(OutcomeKind.OP, site[0], what)
         force_outcome(state, step, {site: force}, captured, is_safe=False)
@@ -215,7 +216,6 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
         try:
             parted = state.lift_with_hint(state.capture(tracer.routing.restart(), sizes, interventions), None)
             state.relift_all_from(parted)
-            parted = state.evidence.require_same_form(parted)
+            state.evidence.add(parted)
         except Refused:
             raise refusal from None
-        state.evidence.add(parted, sizes)

@@ -15,6 +15,7 @@ single token also scores all experts nearly alike, for branches such as `if weig
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...capture.capture_result import HostRead
@@ -48,14 +49,13 @@ def vary_expert_counts(state: ProofState) -> None:
     experts = max(state.evidence.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
     for sizes, expert in itertools.product(_choose_few_sizes(state) if routings else (), experts):
         controls = (Routing("spared", expert, (expert,) * count) for count in _CONTROLS)
-        if not any(isinstance(_capture_count(state, expert, control, sizes), CanonicalForm) for control in controls):
+        compare, add = state.evidence.require_same_form, state.evidence.add
+        if not any(isinstance(_lift_count(state, expert, one, sizes, compare), CanonicalForm) for one in controls):
             continue
         for kind, offset, count in routings:
-            found = _capture_count(state, expert, Routing(kind, expert + offset, (expert,) * count), sizes)
+            found = _lift_count(state, expert, Routing(kind, expert + offset, (expert,) * count), sizes, add)
             if isinstance(found, MoefxError):
                 raise found
-            if found is not None:
-                state.evidence.add(found, sizes)
         return
 
 
@@ -82,10 +82,17 @@ def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
     return [sizes] if state.size_choice.satisfies_restrictions(sizes) else []
 
 
-def _capture_count(
-    state: ProofState, expert: int, routing: Routing, sizes: dict[str, int]
+def _lift_count(
+    state: ProofState,
+    expert: int,
+    routing: Routing,
+    sizes: dict[str, int],
+    accept: Callable[[CanonicalForm], CanonicalForm],
 ) -> CanonicalForm | MoefxError | None:
     """Lift a capture in which only the tokens that prefer an expert choose it.
+
+    Args:
+        accept: compares the form with the evidence, or also adds it.
 
     Returns:
         The form; the refusal if there is none, or it differs; None if other tokens choose the expert, or the program
@@ -95,7 +102,7 @@ def _capture_count(
         form = state.lift(routing, sizes)
         if int((form.ids == expert).sum()) != len(routing.prefer):
             return None
-        return state.evidence.require_same_form(form)
+        return accept(form)
     except MoefxError as refusal:
         return refusal
     except Exception as error:

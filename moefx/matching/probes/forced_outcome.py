@@ -81,13 +81,13 @@ def force_outcome(
     at = find_capture(state, base, interventions)
     if at is None:  # a guard excludes calls like it
         return True
-    form, sizes = state.evidence.forms[at], state.evidence.sizes[at]
+    form = state.evidence.forms[at]
     tracer, optional = form.capture.tracer, form.optional_guard
     try:
-        forced = state.lift(tracer.routing.restart(), sizes, {**tracer.interventions, **interventions})
-        forced = state.evidence.require_same_form(forced)
+        forced = state.lift(tracer.routing.restart(), form.sizes, {**tracer.interventions, **interventions})
         if not _has_forced(forced.capture, interventions):
             raise refuse_change(step)
+        state.evidence.add(forced, optional, step.source if step.kind is not OutcomeKind.OP else None)
     except MoefxError as refusal:
         if optional is None:
             raise refuse_change(step) from refusal
@@ -99,7 +99,6 @@ def force_outcome(
         if is_safe or is_raised_by_program(error):
             return False
         raise refuse_change(step) from error
-    state.evidence.add(forced, sizes, optional, step.source if step.kind is not OutcomeKind.OP else None)
     return True
 
 

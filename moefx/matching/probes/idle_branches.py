@@ -174,10 +174,10 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
         try:
             if (form := _lift_few_tokens(state, read, seed)) is None:
                 continue
+            state.evidence.add(form)
         except MoefxError as refusal:
             last_refusal = refusal  # a few tokens may not show the form: try others
             continue
-        state.evidence.add(form, state.size_choice.choose_sequence(2 + seed % 2))
         return True
     if test is None:
         return False
@@ -202,4 +202,4 @@ def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalF
     if all(other.value == read.value for other in captured.reads if other.call_stack == read.call_stack):
         return None
     # a second capture under the same `Routing` chooses other experts
-    return state.evidence.require_same_form(state.lift_captured(captured))
+    return state.lift_captured(captured)

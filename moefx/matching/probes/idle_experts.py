@@ -69,8 +69,7 @@ def leave_experts_idle(state: ProofState) -> None:
             return
         open_ -= changed.pop(best)
         with contextlib.suppress(Refused):
-            form = state.lift(Routing("diverse", 0), state.evidence.sizes[0], {best.position: best})
-            state.evidence.add(state.evidence.require_same_form(form), state.evidence.sizes[0])
+            state.evidence.add(state.lift(Routing("diverse", 0), state.evidence.sizes[0], {best.position: best}))
 
 
 def concentrate_tokens(state: ProofState) -> None:

@@ -155,8 +155,7 @@ def vary_integer_inputs(state: ProofState) -> None:
         if run is None:
             return
         if (seed := next(seeds, None)) is not None:
-            form = state.lift(Routing("diverse", seed), state.evidence.sizes[0])
-            state.evidence.add(state.evidence.require_same_form(form), state.evidence.sizes[0])
+            state.evidence.add(state.lift(Routing("diverse", seed), state.evidence.sizes[0]))
             continue
         first = next(i for i, column in enumerate(columns) if run in column)
         node = columns[first][run].node
@@ -179,7 +178,7 @@ def _capture_few_tokens(state: ProofState, seed: int) -> None:
     sizes = state.size_choice.choose_sequence(near)
     if state.size_choice.satisfies_restrictions(sizes):
         with suppress_program_errors(Refused):
-            state.evidence.add(state.evidence.require_same_form(state.lift(Routing("diverse", seed), sizes)), sizes)
+            state.evidence.add(state.lift(Routing("diverse", seed), sizes))
 
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
@@ -212,7 +211,7 @@ def _force_other_value(state: ProofState, node: fx.Node, index: int) -> None:
     Raises:
         Refused: the form, the lines that values are read from, or the kept slots change.
     """
-    source, tracer, sizes = node.meta["source"], state.evidence.forms[index].capture.tracer, state.evidence.sizes[index]
+    source, base = node.meta["source"], state.evidence.forms[index]
     what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {get_op_name(node)}"
     refusal = Refused(
         f"the experts depend on {what} of given integers or buffers, which had the same outcome for all values that "
@@ -220,20 +219,19 @@ def _force_other_value(state: ProofState, node: fx.Node, index: int) -> None:
         source=str(source),
         remedy="pass example_inputs with which both outcomes occur, or set the buffers so",
     )
-    interventions = {**tracer.interventions, (source, str(node.target), True): FORCE_MIXED}
+    interventions = {**base.capture.tracer.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:
-        form = state.evidence.require_same_form(state.lift(tracer.routing.restart(), sizes, interventions))
+        form = state.lift(base.capture.tracer.routing.restart(), base.sizes, interventions)
+        aligned = state.evidence.require_same_form(form)
     except Exception as error:
         if is_internal_error(error):
             raise
         if is_raised_by_program(error):  # the original raises the error, too
             return
         raise refusal from error
-    if _find_read_lines(form) != _find_read_lines(state.evidence.forms[index]) or not torch.equal(
-        form.kept_slots, state.evidence.forms[index].kept_slots
-    ):
+    if _find_read_lines(aligned) != _find_read_lines(base) or not torch.equal(aligned.kept_slots, base.kept_slots):
         raise refusal
-    state.evidence.add(form, sizes)
+    state.evidence.add(form)
 
 
 def _find_read_lines(form: CanonicalForm) -> list[Any]:

@@ -231,9 +231,7 @@ def _changes_later(state: ProofState) -> bool:
     later = [state.size_choice.choose_sequence(tokens) for tokens in _LEAK_SIZES]
     for text in set().union(*[form.capture.sizes.used for form in state.evidence.forms]):
         with contextlib.suppress(ArithmeticError, ValueError):
-            captures = zip(state.evidence.forms, state.evidence.sizes, strict=True)
-            used = [sizes for form, sizes in captures if text in form.capture.sizes.used]
-            seen = {evaluate_size(text, sizes) for sizes in used}
+            seen = {evaluate_size(text, form.sizes) for form in state.evidence.forms if text in form.capture.sizes.used}
             if len(seen) == 1 and {evaluate_size(text, sizes) for sizes in later} != seen:
                 return True
     return False
@@ -255,12 +253,12 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
     if sizes is None:
         return False
     try:
-        form = state.evidence.require_same_form(state.lift(Routing("diverse", 8), sizes))
+        form = state.lift(Routing("diverse", 8), sizes)
+        if not has_moved(form.capture):
+            return False  # the number has changed back
+        state.evidence.add(form, optional=below)
     except Refused:
         return False
-    if not has_moved(form.capture):
-        return False  # the number has changed back
-    state.evidence.add(form, sizes, optional=below)
     return True
 
 

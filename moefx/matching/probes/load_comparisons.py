@@ -195,8 +195,9 @@ def _list_routings(state: ProofState) -> list[Routing]:
 def _find_sides(state: ProofState) -> list[_Side]:
     """Return the sides of comparisons of sizes that captures of several tokens took, those of most tokens first."""
     found: dict[tuple[bool, ...], _Side] = {}
-    for form, sizes in zip(state.evidence.forms, state.evidence.sizes, strict=True):
-        outcomes, tokens = _compare_sizes(state, sizes), math.prod(form.tokens)
+    for form in state.evidence.forms:
+        sizes, tokens = form.sizes, math.prod(form.tokens)
+        outcomes = _compare_sizes(state, sizes)
         known = found.get(outcomes)
         best = -1 if known is None else _rank_tokens(math.prod(known.sizes.values()))
         if tokens > 1 and _rank_tokens(math.prod(sizes.values())) > best:
@@ -218,8 +219,8 @@ def _compare_sizes(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]
 def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[Any]]:
     """Return the values of Python's reads by call site, on one side or on all."""
     outcomes: dict[_Calls, set[Any]] = {}
-    for form, sizes in zip(state.evidence.forms, state.evidence.sizes, strict=True):
-        if side is None or _compare_sizes(state, sizes) == side.outcomes:
+    for form in state.evidence.forms:
+        if side is None or _compare_sizes(state, form.sizes) == side.outcomes:
             for read in form.capture.reads:
                 outcomes.setdefault(read.call_stack, set()).add(read.value)
     return outcomes
@@ -252,7 +253,7 @@ def _add_capture(
             raise refuse_change(ForcedStep(OutcomeKind.LOAD, source)) from refusal
         state.add_guard(side.optional)
         return None
-    state.evidence.add(form, side.sizes, side.optional)
+    state.evidence.add_aligned(form, side.optional)
     return captured
 
 
@@ -322,7 +323,7 @@ def _load_every_expert(state: ProofState, comparison: _Comparison) -> bool:
         form = state.reconcile_form(state.lift(Routing("even"), sizes))
         outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}
         if outcomes == {comparison.outcome_if_large}:
-            state.evidence.add(form, sizes)
+            state.evidence.add_aligned(form)
             return True
     return False
 

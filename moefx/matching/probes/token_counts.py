@@ -37,7 +37,7 @@ def show_all_slots(state: ProofState) -> None:
     sizes = state.size_choice.choose_sequence(state.arguments.choose_tokens_near(5))
     form = _try_lift(state, Routing("diverse", 6), sizes) if state.size_choice.satisfies_restrictions(sizes) else None
     if isinstance(form, CanonicalForm) and form.slots > state.evidence.reference.slots:
-        state.evidence.add(form, sizes)
+        state.evidence.add_unaligned(form)
 
 
 def vary_token_counts(state: ProofState) -> None:
@@ -86,9 +86,7 @@ def _vary_one_token(state: ProofState, sizes: dict[str, int]) -> None:
     if not state.size_choice.is_as_captured(sizes):
         routings = routings[:_MAX_TRIALS_ELSEWHERE]
     for routing in [Routing("diverse", 5), *routings]:
-        form = _lift_with_form(state, routing, sizes)
-        if isinstance(form, CanonicalForm):
-            state.evidence.add(form, sizes, optional=more_than_one)
+        if isinstance(_try_add(state, routing, sizes, more_than_one), CanonicalForm):
             return
     if all(g.holds(sizes) for g in guards):
         state.add_guard(more_than_one)
@@ -106,12 +104,10 @@ def _vary_many_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     routings = [Routing("diverse", seed) for seed in (5, 8, 9)] + [Routing("overloaded", seed) for seed in (5, 6)]
     form: CanonicalForm | Exception = Refused("no routing was tried")
     for routing in routings:
-        form = _lift_with_form(state, routing, sizes)
+        form = _try_add(state, routing, sizes, optional)
         if not isinstance(form, NothingRouted):
             break
-    if isinstance(form, CanonicalForm):
-        state.evidence.add(form, sizes, optional=optional)
-    elif optional is None:
+    if not isinstance(form, CanonicalForm) and optional is None:
         raise form
 
 
@@ -120,12 +116,14 @@ def _find_one_sided_guards(state: ProofState) -> list[SizeGuard]:
     return [g for g in state.evidence.seen_guards() if all(g.holds(sizes) for sizes in state.evidence.sizes)]
 
 
-def _lift_with_form(state: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:
-    """Return a form that agrees with the other captures, or the reason why there is none."""
+def _try_add(
+    state: ProofState, routing: Routing, sizes: dict[str, int], optional: SizeGuard | None
+) -> CanonicalForm | Exception:
+    """Add the form of a capture, and return it, or the reason why there is none that agrees with the others."""
     found = _try_lift(state, routing, sizes)
     if isinstance(found, CanonicalForm):
         try:
-            return state.evidence.require_same_form(found)
+            return state.evidence.add(found, optional)
         except Refused as refusal:
             return refusal
     return found
@@ -158,13 +156,14 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
         elif isinstance(form, CanonicalForm):
             is_elsewhere = not all(g.holds(state.evidence.sizes[0]) for g in form.capture.sizes.guards)
             try:
-                forms.append(state.evidence.require_same_form(form))
+                state.evidence.require_same_form(form)
+                forms.append(form)
             except Refused as refusal:
                 (unclear if is_elsewhere else differs).append(refusal)
     if differs or (unclear and forms):
         raise (differs or unclear)[-1]
     for form in forms if len(forms) == 2 else ():
-        state.evidence.add(form, sizes)
+        state.evidence.add(form)
 
 
 def _lift_first_routed(

@@ -111,7 +111,7 @@ def _add_crowd_beyond(state: ProofState, limit: int, attempt: int) -> bool:
         if is_internal_error(error):
             raise
         return False
-    state.evidence.add(form, sizes)
+    state.evidence.add_aligned(form)
     return True
 
 
@@ -133,7 +133,7 @@ def _overflow_every_expert(state: ProofState) -> None:
         if not is_program_error(error):
             raise
         return
-    state.evidence.add(state.reconcile_form(form), sizes)
+    state.evidence.add_aligned(state.reconcile_form(form))
 
 
 def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:
