@@ -62,7 +62,7 @@ class Cause(enum.Enum):
         UNEXPLAINED_DROPS: neither a drop rule nor a mask says which slots are dropped.
         MIXED_POSITIONS: the experts compute with several positions of a sequence at once.
         CONVOLUTIONS: the experts are convolutions over neighbouring tokens.
-        NO_SIZES: no sizes for further captures fulfil the guards of the proof.
+        NO_SIZES: no sizes for further captures satisfy the restrictions of the attempt.
         FEW_TOKENS: a graph's inputs have one token or none, so sizes do not identify the token dims.
     """
 

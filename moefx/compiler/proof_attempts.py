@@ -5,8 +5,8 @@ example's own sizes counts as a refusal. The attempts are in stages, from the in
 
 | stage | first attempt | failure of the first | what follows |
 |---|---|---|---|
-| sizes | all sizes | refused, or the program raises | the example's side of comparisons that had both outcomes |
-| sizes | all sizes | does not hold for the example | the other side of the guards that fail; then other sizes |
+| sizes | all sizes | refused, or the program raises | restrictions to the example's outcomes of comparisons with both |
+| sizes | all sizes | does not hold for the example | restrictions to the other outcomes of failed guards; other sizes |
 | options | the default options | refused | each of `list_other_options` |
 | arguments | the likeliest | refused, `CaptureError` | first axes of 1 as a batch of one |
 | arguments | the likeliest | any other error of the program | the next ones, until one is refused for convolutions |
@@ -16,13 +16,13 @@ fail, its error is:
 
 | stage | error |
 |---|---|
-| sizes, the example's side | the refusal of that side, unless it says less than the first error |
+| sizes, restrictions | the refusal under them, unless it says less than the first error |
 | sizes, does not hold for the example | a later error that is no refusal, which also ends the stage |
 | options | a later error that is no refusal, which also ends the stage |
 | arguments, a batch of one | none |
 | arguments, the next interpretations | the first refusal, or a later one for mixed positions |
 
-If the table names no error, the error is that of the first attempt. The refusal of the example's side says less if the
+If the table names no error, the error is that of the first attempt. The refusal under restrictions says less if the
 first attempt was refused, too, and the cause of the refusal is `NOT_ROUTED` or `NO_SIZES`. A refusal names the cause in
 the program, and keeps the trace of its proof.
 """
@@ -65,13 +65,13 @@ class Attempt:
         name: what differs from the first attempt, for the trace.
         arguments: which axes are token axes.
         options: how to read the program.
-        side: comparisons of sizes whose outcome all captures must have.
+        size_restrictions: comparisons of sizes whose outcome the attempt fixes in all captures.
     """
 
     name: str
     arguments: Arguments
     options: LiftOptions = dataclasses.field(default_factory=LiftOptions)
-    side: tuple[SizeGuard, ...] = ()
+    size_restrictions: tuple[SizeGuard, ...] = ()
 
     def vary(self, name: str, **changes: Any) -> Attempt:
         return dataclasses.replace(self, name=f"{self.name}, {name}", **changes)
@@ -184,27 +184,28 @@ def _vary_sizes(attempt: Attempt) -> Attempts:
     """List the attempts with some arguments and options: for all sizes, then for those that are like the example's."""
     first = yield attempt
     if first.failed_guards:
-        side = tuple(dataclasses.replace(g, value=not g.value) for g in first.failed_guards)
+        restrictions = tuple(dataclasses.replace(g, value=not g.value) for g in first.failed_guards)
         options = dataclasses.replace(attempt.options, cut_preference="")
         for other in (
-            attempt.vary(_name_side(side), side=side),
+            attempt.vary(_name_restrictions(restrictions), size_restrictions=restrictions),
             attempt.vary("other sizes", arguments=attempt.arguments.at_other_sizes(), options=options),
         ):
             failure = yield other
             if failure.refusal is None:
                 return failure
         return first
-    side = first.state.evidence.side_guards(first.state.arguments.sizes)
-    if not side or not (first.refusal or is_raised_by_program(first.error)):  # an assertion on sizes is the program's
+    restrictions = first.state.evidence.list_comparisons_unlike(first.state.arguments.sizes)
+    # an assertion on sizes is raised by the program
+    if not restrictions or not (first.refusal or is_raised_by_program(first.error)):
         return first
-    refusal = (yield attempt.vary(_name_side(side), side=side)).refusal
+    refusal = (yield attempt.vary(_name_restrictions(restrictions), size_restrictions=restrictions)).refusal
     # The captures of the first proof may have taken branches that the example does not.
     is_telling = refusal and (refusal.cause not in (Cause.NOT_ROUTED, Cause.NO_SIZES) or not first.refusal)
     return dataclasses.replace(first, error=refusal) if refusal and is_telling else first
 
 
-def _name_side(side: tuple[SizeGuard, ...]) -> str:
-    return " and ".join(map(str, side))
+def _name_restrictions(restrictions: tuple[SizeGuard, ...]) -> str:
+    return " and ".join(map(str, restrictions))
 
 
 # ------------------------------------------------------------------ one attempt
@@ -216,7 +217,7 @@ def run_attempt(
     Args:
         max_experts: an upper bound on the number of experts.
     """
-    state = ProofState(block, attempt.arguments, max_experts, attempt.side, attempt.options)
+    state = ProofState(block, attempt.arguments, max_experts, attempt.size_restrictions, attempt.options)
     try:
         try:
             match, rewritten = rewrite(explain_drops(prove(state)), names)

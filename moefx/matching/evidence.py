@@ -82,14 +82,14 @@ class Evidence:
         """Return the comparisons of sizes that captures made."""
         return [g for form in self._forms for g in form.capture.sizes.guards]
 
-    def side_guards(self, example: dict[str, int]) -> tuple[SizeGuard, ...]:
-        """Return the comparisons of sizes whose outcome at the example's sizes differs from that in some capture, with
-        the example's outcome."""
-        sides = dict.fromkeys(
+    def list_comparisons_unlike(self, example: dict[str, int]) -> tuple[SizeGuard, ...]:
+        """Return the comparisons of sizes that some capture decided otherwise than the example, with the example's
+        outcome."""
+        outcomes = dict.fromkeys(
             g if g.holds(example) else dataclasses.replace(g, value=not g.value) for g in self._comparisons
         )
         tried = [sizes for several in self._comparisons.values() for sizes in several]
-        return tuple(g for g in sides if not all(g.holds(sizes) for sizes in tried))
+        return tuple(g for g in outcomes if not all(g.holds(sizes) for sizes in tried))
 
     def require_same_form(self, form: CanonicalForm) -> CanonicalForm:
         """Return a form with its groups in the order of all captures. Raise `Refused` unless it agrees with theirs."""

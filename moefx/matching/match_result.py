@@ -99,7 +99,7 @@ class Match:
         capturer: makes more captures of the block.
         drop_rule: the capacity by which slots are dropped, if there is one (see `drop_rules`).
         keep_masks: otherwise, for each capture, the program's mask of the slots that count, if slots are dropped.
-        size_restrictions: comparisons of sizes that decide between two forms, with the example's results.
+        size_restrictions: the restrictions of the attempt, whose outcome all captures have.
         without_tokens: the form also holds for calls without tokens, if all that the block returns is empty then.
             Ranks without tokens must take part in the exchanges of the others.
         size_samples: cache of `sample_sizes`.

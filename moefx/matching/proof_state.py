@@ -38,7 +38,8 @@ class ProofState:
 
     Args:
         max_experts: an upper bound on the number of experts, which decides the number of tokens of captures.
-        size_restrictions: guards that restrict the proof to some sizes; at others the program may do something else.
+        size_restrictions: comparisons of sizes whose outcome all captures must have; at other sizes the program may do
+            something else.
 
     Attributes:
         evidence: what captures have shown.

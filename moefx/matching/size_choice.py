@@ -1,4 +1,4 @@
-"""Choose the sizes of captures: a number of tokens, and the proof's outcome of each comparison of sizes."""
+"""Choose the sizes of captures, with some number of tokens and within the restrictions of the attempt."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class SizeChoice:
     def choose(self, tokens: int, variant: int) -> dict[str, int]:
         """Choose sizes with about `tokens` tokens.
 
-        If the guards of the proof exclude them, choose more or fewer tokens. The first variants then avoid numbers of
-        tokens that a capture has: a program proven at one size would take sizes for constants.
+        If the restrictions of the attempt exclude them, choose more or fewer tokens. The first variants then avoid
+        numbers of tokens that a capture has: a program proven at one size would take sizes for constants.
 
         Raises:
-            Refused: no sizes fulfil the guards of the proof.
+            Refused: no sizes satisfy the restrictions of the attempt.
         """
         arguments, restrictions = self._state.arguments, self._state.size_restrictions
         sizes = arguments.choose_sizes(tokens, variant)
@@ -62,9 +62,9 @@ class SizeChoice:
     def choose_sequence(self, tokens: int) -> dict[str, int]:
         """Choose one sequence of `tokens` tokens.
 
-        If the guards of the proof exclude single sequences, or the captures' comparisons exclude all lengths of them,
-        choose as few sequences as possible with `tokens` tokens or a few more. Check the result with
-        `satisfies_restrictions`: it may be a single sequence that the guards exclude.
+        If the restrictions of the attempt exclude single sequences, or the captures' comparisons exclude all lengths of
+        them, choose as few sequences as possible with `tokens` tokens or a few more. Check the result with
+        `satisfies_restrictions`: it may be a single sequence that the restrictions exclude.
         """
         key = tokens, len(self._state.evidence.forms)
         if key not in self._sequences:
@@ -86,7 +86,7 @@ class SizeChoice:
         return all(g.holds(sizes) for g in self._consistent_guards())
 
     def satisfies_restrictions(self, sizes: dict[str, int]) -> bool:
-        """Return whether the guards of the proof hold at these sizes."""
+        """Return whether these sizes satisfy the restrictions of the attempt."""
         return all(g.holds(sizes) for g in self._state.size_restrictions)
 
     def _consistent_guards(self) -> list[SizeGuard]:

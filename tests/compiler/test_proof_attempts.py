@@ -186,8 +186,8 @@ def prove(monkeypatch, outcomes, *tensors):
     return result, ran
 
 
-def fail(error, side=(), options=(), failed=()):
-    evidence = types.SimpleNamespace(side_guards=lambda sizes: side)
+def fail(error, restrictions=(), options=(), failed=()):
+    evidence = types.SimpleNamespace(list_comparisons_unlike=lambda sizes: restrictions)
     state = types.SimpleNamespace(evidence=evidence, arguments=types.SimpleNamespace(sizes={}), options=options)
     return Failure(error, state, failed)
 
@@ -200,7 +200,7 @@ def catch(function, *args):
 
 
 PROOF = object()
-SIDE = (SizeGuard("S", "lt", "32", True),)
+RESTRICTIONS = (SizeGuard("S", "lt", "32", True),)
 OPTIONS = [("one", LiftOptions(symbolic=True)), ("two", LiftOptions(cut_preference="any"))]
 NO, OTHER = Refused("no"), Refused("other")
 ASSERTION = catch(raise_error, AssertionError("no"))
@@ -215,14 +215,14 @@ def test_a_proof_ends_the_attempts(monkeypatch):
 
 @pytest.mark.parametrize("error", [NO, ASSERTION], ids=str)
 def test_the_examples_side_follows_a_failure(monkeypatch, error):
-    result, ran = prove(monkeypatch, [fail(error, SIDE), PROOF])
-    assert result is PROOF and [attempt.side for attempt in ran] == [(), SIDE]
+    result, ran = prove(monkeypatch, [fail(error, RESTRICTIONS), PROOF])
+    assert result is PROOF and [attempt.size_restrictions for attempt in ran] == [(), RESTRICTIONS]
     assert ran[1].name == f"[S, {D}], S < 32"
 
 
 def test_no_side_follows_a_failing_op(monkeypatch):
-    result, ran = prove(monkeypatch, [fail(FAILING_OP, SIDE), PROOF])
-    assert result is PROOF and [attempt.side for attempt in ran] == [(), ()]  # of the next interpretation
+    result, ran = prove(monkeypatch, [fail(FAILING_OP, RESTRICTIONS), PROOF])
+    assert result is PROOF and [attempt.size_restrictions for attempt in ran] == [(), ()]  # of the next interpretation
 
 
 @pytest.mark.parametrize(
@@ -235,31 +235,31 @@ def test_no_side_follows_a_failing_op(monkeypatch):
     ],
 )
 def test_a_telling_refusal_of_the_side_is_raised(monkeypatch, first, second, raised):
-    result, ran = prove(monkeypatch, [fail(first, SIDE), fail(second)])
+    result, ran = prove(monkeypatch, [fail(first, RESTRICTIONS), fail(second)])
     assert result is raised and len(ran) == 2
 
 
 def test_any_refusal_of_the_side_replaces_an_error_of_the_program(monkeypatch):
     refusal = Refused("none", cause=Cause.NOT_ROUTED)
-    result, ran = prove(monkeypatch, [fail(ASSERTION, SIDE, OPTIONS), fail(refusal), fail(NO), fail(NO)])
+    result, ran = prove(monkeypatch, [fail(ASSERTION, RESTRICTIONS, OPTIONS), fail(refusal), fail(NO), fail(NO)])
     assert result is refusal and [attempt.options for attempt in ran[2:]] == [options for _, options in OPTIONS]
 
 
 def test_other_sizes_follow_a_proof_that_does_not_hold_for_the_example(monkeypatch):
-    outcomes = [fail(NO, options=OPTIONS[1:]), fail(OTHER, failed=SIDE), fail(OTHER), PROOF]
+    outcomes = [fail(NO, options=OPTIONS[1:]), fail(OTHER, failed=RESTRICTIONS), fail(OTHER), PROOF]
     result, ran = prove(monkeypatch, outcomes)
-    assert result is PROOF and ran[2].side == (SizeGuard("S", "lt", "32", False),)
+    assert result is PROOF and ran[2].size_restrictions == (SizeGuard("S", "lt", "32", False),)
     assert [attempt.arguments.variant_offset for attempt in ran] == [0, 0, 0, 1] and ran[3].name.endswith(
         "two, other sizes"
     )
     assert [attempt.options.cut_preference for attempt in ran] == ["", "any", "any", ""]
-    result, ran = prove(monkeypatch, [fail(NO, failed=SIDE), fail(OTHER), fail(OTHER)])
+    result, ran = prove(monkeypatch, [fail(NO, failed=RESTRICTIONS), fail(OTHER), fail(OTHER)])
     assert result is NO and len(ran) == 3
 
 
 def test_an_error_after_a_proof_that_does_not_hold_ends_the_interpretation(monkeypatch):
-    result, ran = prove(monkeypatch, [fail(NO, options=OPTIONS, failed=SIDE), fail(FAILING_OP), PROOF])
-    assert result is PROOF and not ran[2].side and ran[2].arguments is not ran[0].arguments
+    result, ran = prove(monkeypatch, [fail(NO, options=OPTIONS, failed=RESTRICTIONS), fail(FAILING_OP), PROOF])
+    assert result is PROOF and not ran[2].size_restrictions and ran[2].arguments is not ran[0].arguments
 
 
 def test_other_options_follow_a_refusal(monkeypatch):
