@@ -173,10 +173,10 @@ def list_other_options(state: ProofState) -> Iterator[tuple[str, LiftOptions]]:
         yield "the routed sum after all writes to it", LiftOptions(cut_preference="write")
         yield "the routed sum at any last node", LiftOptions(cut_preference="any")
     is_masked = any(t.example is not None and not t.is_single for t in state.arguments.tensors)
-    first, width = state.evidence.first, state.arguments.width
-    if first is None or not (is_masked or has_rows_of_padding(first, width)):
+    captured, width = state.evidence.diagnosed_capture, state.arguments.width
+    if captured is None or not (is_masked or has_rows_of_padding(captured, width)):
         return
-    if lines := find_padding_lines(state.block, first, width):
+    if lines := find_padding_lines(state.block, captured, width):
         yield "opaque lines that pad hidden states", LiftOptions(opaque_lines=lines)
 
 
@@ -253,18 +253,18 @@ def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
 
 def _explain_refusal(refusal: Refused, state: ProofState) -> Refused:
     """Return a refusal that names the cause in the program, if the match only reports where it stopped."""
-    if state.evidence.first is None:
+    if (captured := state.evidence.diagnosed_capture) is None:
         return refusal
     if of_branch := explain_branch(state):
         return of_branch
     if refusal.cause is Cause.NOT_TOGETHER:
-        return explain_limit(state.evidence.first) or refusal
+        return explain_limit(captured) or refusal
     if refusal.cause not in _STOPPED:
         return refusal
-    sizes, fixed = state.evidence.first.sizes.dims, state.arguments.fixed
+    sizes, fixed = captured.sizes.dims, state.arguments.fixed
     series = [dim for dim in state.arguments.token_dims[1:] if dim in sizes or dim in fixed]
     positions = {**sizes, **fixed}[series[-1]] if series else None
-    return explain_refusal(state.evidence.first, positions) or refusal
+    return explain_refusal(captured, positions) or refusal
 
 
 def _explain_images(refusal: Refused) -> Refused:

@@ -110,10 +110,10 @@ def _find_tie_break(match: Match, owned: set[int]) -> TieBreak | None:
     for form, (fewest, most) in zip(match.forms, bounds, strict=True):
         if most is None or form.optional_guard:
             continue
-        tracer = form.capture.tracer
-        tied = None
+        tracer, tied = form.capture.tracer, None
+        routing = Routing("tied", tracer.routing.seed)
         with suppress_program_errors(MoefxError):
-            tied = match.capturer.lift(Routing("tied", tracer.routing.seed), form.sizes, tracer.interventions)
+            tied = match.capturer.capture_and_lift(routing, form.sizes, tracer.interventions)
         if tied is None:
             continue
         ranks = _rank_slots(tied, "weight", owned, is_tied=True)

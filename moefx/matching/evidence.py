@@ -29,7 +29,7 @@ class Evidence:
 
     def __init__(self) -> None:
         self.emptiness_tests = EmptinessTests()
-        self._first: Capture | None = None
+        self._diagnosed: Capture | None = None
         self._forms: list[CanonicalForm] = []
         self._are_aligned = True  # the forms
         self._comparisons: dict[SizeGuard, list[dict[str, int]]] = {}  # with the sizes of the captures
@@ -39,9 +39,9 @@ class Evidence:
 
     # ------------------------------------------------------------------ read
     @property
-    def first(self) -> Capture | None:
-        """The capture that explains a refusal; None before the first capture."""
-        return self._first
+    def diagnosed_capture(self) -> Capture | None:
+        """The capture in which the cause of a refusal is looked for; None before the first capture."""
+        return self._diagnosed
 
     @property
     def forms(self) -> tuple[CanonicalForm, ...]:
@@ -118,8 +118,8 @@ class Evidence:
     def is_settled(self, key: Hashable) -> bool:
         return key in self._settled
 
-    def set_first(self, captured: Capture) -> None:
-        self._first = captured
+    def set_diagnosed_capture(self, captured: Capture) -> None:
+        self._diagnosed = captured
 
     def add_unaligned(self, form: CanonicalForm) -> None:
         """Add the form of a capture that is compared with the others later. The first form agrees with itself."""
@@ -149,7 +149,7 @@ class Evidence:
         return self._store(self.require_same_form(form), optional, forced_read)
 
     def add_aligned(self, form: CanonicalForm, optional: SizeGuard | None = None) -> CanonicalForm:
-        """Add a form that `ProofState.reconcile_form` has aligned, perhaps by lifting all others from its nodes."""
+        """Add a form that `ProofState.align_form` has aligned, perhaps by lifting all others from its nodes."""
         assert self._are_aligned and [g.body for g in form.groups] == [g.body for g in self.reference.groups]
         return self._store(form, optional)
 

@@ -82,7 +82,7 @@ class Capturer(Protocol):
         self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None, max_nodes: int = 0
     ) -> Capture: ...
 
-    def lift(
+    def capture_and_lift(
         self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None
     ) -> CanonicalForm: ...
 

@@ -134,13 +134,13 @@ class ProofState:
         return captured
 
     # ------------------------------------------------------------------ lift
-    def lift(
+    def capture_and_lift(
         self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None
     ) -> CanonicalForm:
         """Capture the block once, and lift the capture like the others."""
-        return self.lift_captured(self.capture(routing, sizes, interventions))
+        return self.lift(self.capture(routing, sizes, interventions))
 
-    def lift_captured(self, captured: Capture) -> CanonicalForm:
+    def lift(self, captured: Capture) -> CanonicalForm:
         """Lift a capture with the options and expert parameters of the other captures."""
         return self.lift_with_hint(captured, merge_experts(forms) if (forms := self.evidence.forms) else None)
 
@@ -188,10 +188,10 @@ class ProofState:
             raise refusal
         return form
 
-    def lift_again(
+    def relift(
         self, old: CanonicalForm, hint: CanonicalForm, reference: CanonicalForm, align_to_last: bool = False
     ) -> CanonicalForm:
-        """Lift a capture once more, from the nodes of another form, or from the last ones that fit.
+        """Lift a capture of the evidence once more, from the nodes of another form, or from the last ones that fit.
 
         Raises:
             Refused: the new form differs from `reference`.
@@ -200,7 +200,7 @@ class ProofState:
         return dataclasses.replace(new, optional_guard=old.optional_guard)
 
     # ------------------------------------------------------------- agreement
-    def reconcile_form(self, form: CanonicalForm) -> CanonicalForm:
+    def align_form(self, form: CanonicalForm) -> CanonicalForm:
         """Return a form with its groups in the order of all captures.
 
         If only the new capture drops slots, weights may have to be read from other nodes, which are zero for a dropped
@@ -214,10 +214,10 @@ class ProofState:
         except Refused:
             if form.kept_slots.all():
                 raise
-            self.evidence.replace_forms([self.lift_again(one, form, form) for one in self.evidence.forms])
+            self.evidence.replace_forms([self.relift(one, form, form) for one in self.evidence.forms])
             return form
 
-    def reconcile_evidence(self, start: int = 1) -> None:
+    def align_evidence(self, start: int = 1) -> None:
         """Require the captures of the evidence, from index `start` on, to agree with the first one, and store them with
         their groups in that order.
 
@@ -226,21 +226,21 @@ class ProofState:
         """
         for index in range(start, len(self.evidence.forms)):
             form = self.evidence.forms[index]
-            aligned, forms = self.reconcile_form(form), [*self.evidence.forms]
+            aligned, forms = self.align_form(form), [*self.evidence.forms]
             if forms[index] is form:  # else all captures were lifted again
                 forms[index] = aligned
                 self.evidence.replace_forms(forms)
         self.evidence.mark_aligned()
 
-    def relift_all_from(self, form: CanonicalForm) -> None:
-        """Lift all captures from the nodes of another form.
+    def relift_evidence(self, form: CanonicalForm) -> None:
+        """Lift all evidence from the nodes of another form.
 
         Raises:
             Refused: some capture cannot be lifted from these nodes.
         """
         if have_same_lines(find_value_lines(form), find_value_lines(self.evidence.reference)):
             return
-        relifted = [self.lift_again(one, form, form) for one in self.evidence.forms]
+        relifted = [self.relift(one, form, form) for one in self.evidence.forms]
         if not all(have_same_lines(find_value_lines(one), find_value_lines(form)) for one in relifted):
             raise Refused(
                 "the node that supplies a slot's routing weight depends on the routing",
@@ -282,8 +282,8 @@ class ProofState:
         finally:
             self._arguments = before
 
-    def capture_again(self, arguments: Arguments) -> None:
-        """Repeat all captures with other arguments, and use these for all further captures.
+    def remake_evidence(self, arguments: Arguments) -> None:
+        """Make all evidence again with other arguments, and use these for all further captures.
 
         Raises:
             Refused: a capture has no canonical form with these arguments.
@@ -291,7 +291,7 @@ class ProofState:
         self._arguments = arguments
         routings = [form.capture.tracer.routing.restart() for form in self.evidence.forms]
         sizes = self.evidence.sizes
-        self.evidence.replace_forms([self.lift(*each) for each in zip(routings, sizes, strict=True)])
+        self.evidence.replace_forms([self.capture_and_lift(*each) for each in zip(routings, sizes, strict=True)])
 
 
 __all__ = ["LiftOptions", "ProofState"]

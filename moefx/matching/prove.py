@@ -77,7 +77,7 @@ def capture_first_routings(state: ProofState) -> None:
             state.evidence.add_unaligned(_lift_routing(state, kind, variant, sizes))
             continue
         first = first or state.capture(Routing(kind, variant), sizes)
-        state.evidence.set_first(first)
+        state.evidence.set_diagnosed_capture(first)
         try:
             form = state.lift_first(first)
         except Refused:
@@ -122,7 +122,7 @@ def _lift_routing(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
     tried: list[tuple[RoutingKind, int]] = [(kind, 0), (kind, 3), (kind, 6)]
     for name, more in [*tried, ("overloaded", 0)] if keep_values else tried:
         try:
-            found = state.lift(Routing(name, seed + more, keep_values=keep_values), sizes)
+            found = state.capture_and_lift(Routing(name, seed + more, keep_values=keep_values), sizes)
         except NothingRouted as refusal:
             found = found or refusal
             continue
@@ -157,7 +157,7 @@ def align_with_richest(state: ProofState) -> None:
         ]
     )
     state.evidence.set_reference(richest)
-    state.reconcile_evidence()
+    state.align_evidence()
 
 
 def check_first_captures(state: ProofState) -> None:
@@ -180,7 +180,7 @@ def check_first_captures(state: ProofState) -> None:
         if not has_distinct_slots(reference, state.evidence.seen_experts):  # `repeated_experts` gives a better reason
             return
         try:  # `read_values_from_same_nodes` may read weights off other nodes, those behind a mask
-            relifted = [state.lift_again(one, reference, reference, True) for one in forms]
+            relifted = [state.relift(one, reference, reference, True) for one in forms]
             refuse_unexplained(build_match(state, relifted))
         except Refused:
             raise refusal from None
@@ -202,7 +202,7 @@ def read_values_from_same_nodes(state: ProofState) -> None:
         relifted: dict[int, CanonicalForm] = {}
         with contextlib.suppress(Refused):
             for i in sorted(range(len(lines)), key=lambda i: i not in firsts):  # likeliest failures first
-                relifted[i] = state.lift_again(state.evidence.forms[i], source, state.evidence.reference, align_to_last)
+                relifted[i] = state.relift(state.evidence.forms[i], source, state.evidence.reference, align_to_last)
                 expected = find_value_lines(relifted[firsts[0]]) if align_to_last else lines[at]
                 if not have_same_lines(find_value_lines(relifted[i]), expected):
                     break
@@ -227,8 +227,8 @@ def complete_evidence(state: ProofState) -> list[int]:
         if len(full) >= 3 and _do_sizes_vary(state, full):
             return full
         sizes = state.size_choice.choose(max(21, state.max_experts // 4), seed)
-        state.evidence.add_unaligned(state.lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes))
-        state.reconcile_evidence(len(state.evidence.forms) - 1)
+        state.evidence.add_unaligned(state.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes))
+        state.align_evidence(len(state.evidence.forms) - 1)
     raise Refused("no routing was found under which all kinds of experts are used")
 
 

@@ -74,13 +74,14 @@ def explain_limit(capture: Capture) -> Refused | None:
 
 def explain_branch(state: ProofState) -> Refused | None:
     """Return a refusal that names the buffer whose value disables the selection of experts, or None."""
-    if state.evidence.first is None or state.evidence.forms:
+    diagnosed = state.evidence.diagnosed_capture
+    if diagnosed is None or state.evidence.forms:
         return None
-    routing, sizes = state.evidence.first.tracer.routing.restart(), state.evidence.first.sizes.dims
-    for read in state.evidence.first.reads:
+    routing, sizes = diagnosed.tracer.routing.restart(), diagnosed.sizes.dims
+    for read in diagnosed.reads:
         if type(read.value) is bool and (buffers := find_buffers(read)):
             with suppress_program_errors(MoefxError):
-                state.lift(routing, sizes, {read.call_stack: not read.value})
+                state.capture_and_lift(routing, sizes, {read.call_stack: not read.value})
                 return Refused(
                     f"the buffer {', '.join(buffers)} decides whether experts are chosen, and none are with its value: "
                     f"{read.source.text}",

@@ -37,7 +37,7 @@ def test_forms_are_compared_from_their_alignment_on():
     state.evidence.add_unaligned(lift(state, seed=2))
     with pytest.raises(AssertionError):
         state.evidence.add(lift(state, seed=3))
-    state.reconcile_evidence()
+    state.align_evidence()
     with pytest.raises(Refused, match="the number of slots per token"):
         state.evidence.add(lift(new_state(Small(k=1))))
     assert len(state.evidence.forms) == 3

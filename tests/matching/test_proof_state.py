@@ -29,7 +29,7 @@ def new_state(block=None) -> ProofState:
 
 
 def lift(state: ProofState, seed: int = 0, tokens: int = 12):
-    return state.lift(Routing("diverse", seed), {"S": tokens})
+    return state.capture_and_lift(Routing("diverse", seed), {"S": tokens})
 
 
 class TwoKinds(Small):
@@ -49,7 +49,7 @@ def test_agreement_returns_the_groups_in_the_order_of_the_reference():
     state.evidence.add_unaligned(lift(state))
     other = lift(state, seed=1)
     turned = dataclasses.replace(other, groups=other.groups[::-1])
-    agreed = state.reconcile_form(turned)
+    agreed = state.align_form(turned)
     assert [g.ids for g in agreed.groups] == [g.ids for g in state.evidence.reference.groups] == [[0, 1], [2]]
     assert [g.ids for g in turned.groups] == [[2], [0, 1]]  # it is not changed
 
@@ -59,7 +59,7 @@ def test_evidence_is_aligned_in_place():
     first, second = lift(state), lift(state, seed=1)
     for form in (first, dataclasses.replace(second, groups=second.groups[::-1])):
         state.evidence.add_unaligned(form)
-    state.reconcile_evidence(1)
+    state.align_evidence(1)
     assert [g.body for g in state.evidence.forms[1].groups] == [g.body for g in state.evidence.reference.groups]
 
 
@@ -68,7 +68,7 @@ def test_a_form_with_other_slots_is_refused_and_changes_nothing():
     state.evidence.add_unaligned(lift(state))
     before = state.evidence.forms
     with pytest.raises(Refused, match="the number of slots per token"):
-        state.reconcile_form(lift(new_state(Small(k=1))))
+        state.align_form(lift(new_state(Small(k=1))))
     assert state.evidence.forms == before
 
 
@@ -94,7 +94,7 @@ def test_all_captures_are_lifted_with_a_mask_of_one():
     assert not dropping.kept_slots.all() and not have_same_lines(
         find_value_lines(dropping), find_value_lines(state.evidence.reference)
     )
-    state.relift_all_from(dropping)
+    state.relift_evidence(dropping)
     assert have_same_lines(find_value_lines(dropping), find_value_lines(state.evidence.reference))
 
 

@@ -215,7 +215,7 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
         interventions: dict[Any, Any] = {**tracer.interventions, site: force}
         try:
             parted = state.lift_with_hint(state.capture(tracer.routing.restart(), sizes, interventions), None)
-            state.relift_all_from(parted)
+            state.relift_evidence(parted)
             state.evidence.add(parted)
         except Refused:
             raise refusal from None

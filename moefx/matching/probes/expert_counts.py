@@ -99,7 +99,7 @@ def _lift_count(
         raises an error.
     """
     try:
-        form = state.lift(routing, sizes)
+        form = state.capture_and_lift(routing, sizes)
         if int((form.ids == expert).sum()) != len(routing.prefer):
             return None
         return accept(form)

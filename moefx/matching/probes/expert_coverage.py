@@ -56,7 +56,7 @@ def show_all_experts(state: ProofState) -> None:
         sizes = state.size_choice.choose(max(17, min(len(missing), 4 * state.max_experts)), extra)
         before = set(missing)
         prefer = tuple(missing) * max(1, 16 // len(missing))
-        state.evidence.add_unaligned(state.lift(Routing("diverse", 10 + extra, prefer=prefer), sizes))
+        state.evidence.add_unaligned(state.capture_and_lift(Routing("diverse", 10 + extra, prefer=prefer), sizes))
         after = set(range(state.num_experts)) - state.evidence.seen_experts - _find_zero_experts(state)
         if after == before and extra > 2:
             extra = _MAX_EXTRA
@@ -84,7 +84,7 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
             found |= {(leaf.meta["fqn"], e) for e in missing if can_hold(leaf.meta["val"], e)}
     arguments = state.arguments.with_extra_values(found)
     if found and can_run(state, arguments, state.evidence.sizes[0]):
-        state.capture_again(arguments)
+        state.remake_evidence(arguments)
 
 
 def _find_choosing_numbers(captured: Capture, node: fx.Node, leaf: fx.Node, experts: set[int]) -> dict[int, int]:

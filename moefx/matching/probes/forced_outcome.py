@@ -84,7 +84,7 @@ def force_outcome(
     form = state.evidence.forms[at]
     tracer, optional = form.capture.tracer, form.optional_guard
     try:
-        forced = state.lift(tracer.routing.restart(), form.sizes, {**tracer.interventions, **interventions})
+        forced = state.capture_and_lift(tracer.routing.restart(), form.sizes, {**tracer.interventions, **interventions})
         if not _has_forced(forced.capture, interventions):
             raise refuse_change(step)
         state.evidence.add(forced, optional, step.source if step.kind is not OutcomeKind.OP else None)

@@ -202,4 +202,4 @@ def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalF
     if all(other.value == read.value for other in captured.reads if other.call_stack == read.call_stack):
         return None
     # a second capture under the same `Routing` chooses other experts
-    return state.lift_captured(captured)
+    return state.lift(captured)

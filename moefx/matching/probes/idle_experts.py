@@ -69,7 +69,8 @@ def leave_experts_idle(state: ProofState) -> None:
             return
         open_ -= changed.pop(best)
         with contextlib.suppress(Refused):
-            state.evidence.add(state.lift(Routing("diverse", 0), state.evidence.sizes[0], {best.position: best}))
+            form = state.capture_and_lift(Routing("diverse", 0), state.evidence.sizes[0], {best.position: best})
+            state.evidence.add(form)
 
 
 def concentrate_tokens(state: ProofState) -> None:
@@ -80,9 +81,9 @@ def concentrate_tokens(state: ProofState) -> None:
     """
     if not state.evidence.emptiness_tests.sites:
         return
-    most = max(range(len(state.evidence.sizes)), key=lambda i: math.prod(state.evidence.sizes[i].values()))
+    most = max(state.evidence.sizes, key=lambda sizes: math.prod(sizes.values()))
     for seed in (0, state.num_experts - 1):
-        state.evidence.require_same_form(state.lift(Routing("concentrated", seed), state.evidence.sizes[most]))
+        state.evidence.require_same_form(state.capture_and_lift(Routing("concentrated", seed), most))
 
 
 def _find_concentrations(state: ProofState, captured: Capture, node: fx.Node) -> Iterator[Concentration]:

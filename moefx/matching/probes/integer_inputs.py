@@ -155,7 +155,7 @@ def vary_integer_inputs(state: ProofState) -> None:
         if run is None:
             return
         if (seed := next(seeds, None)) is not None:
-            state.evidence.add(state.lift(Routing("diverse", seed), state.evidence.sizes[0]))
+            state.evidence.add(state.capture_and_lift(Routing("diverse", seed), state.evidence.sizes[0]))
             continue
         first = next(i for i, column in enumerate(columns) if run in column)
         node = columns[first][run].node
@@ -178,7 +178,7 @@ def _capture_few_tokens(state: ProofState, seed: int) -> None:
     sizes = state.size_choice.choose_sequence(near)
     if state.size_choice.satisfies_restrictions(sizes):
         with suppress_program_errors(Refused):
-            state.evidence.add(state.lift(Routing("diverse", seed), sizes))
+            state.evidence.add(state.capture_and_lift(Routing("diverse", seed), sizes))
 
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
@@ -221,7 +221,7 @@ def _force_other_value(state: ProofState, node: fx.Node, index: int) -> None:
     )
     interventions = {**base.capture.tracer.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:
-        form = state.lift(base.capture.tracer.routing.restart(), base.sizes, interventions)
+        form = state.capture_and_lift(base.capture.tracer.routing.restart(), base.sizes, interventions)
         aligned = state.evidence.require_same_form(form)
     except Exception as error:
         if is_internal_error(error):

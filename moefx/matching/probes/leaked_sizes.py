@@ -119,7 +119,7 @@ class _CommonBehaviour:
         A plain number of the routing, such as an entry of a list of budgets, may change this without changing lines.
         """
         try:
-            form = self.state.evidence.require_same_form(self.state.lift_captured(captured))
+            form = self.state.evidence.require_same_form(self.state.lift(captured))
         except Refused:
             return True
         return not self.has_drops and not form.kept_slots.all()
@@ -253,7 +253,7 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
     if sizes is None:
         return False
     try:
-        form = state.lift(Routing("diverse", 8), sizes)
+        form = state.capture_and_lift(Routing("diverse", 8), sizes)
         if not has_moved(form.capture):
             return False  # the number has changed back
         state.evidence.add(form, optional=below)

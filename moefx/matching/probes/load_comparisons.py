@@ -244,7 +244,7 @@ def _add_capture(
             raise
         return None
     try:
-        form = state.reconcile_form(state.lift_captured(captured))
+        form = state.align_form(state.lift(captured))
     except NothingRouted:
         return None
     except Refused as refusal:
@@ -320,7 +320,7 @@ def _load_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     if (sizes := choose_even_sizes(state, limit)) is None:
         return False
     with suppress_program_errors(MoefxError):
-        form = state.reconcile_form(state.lift(Routing("even"), sizes))
+        form = state.align_form(state.capture_and_lift(Routing("even"), sizes))
         outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}
         if outcomes == {comparison.outcome_if_large}:
             state.evidence.add_aligned(form)

@@ -54,7 +54,7 @@ def repeat_experts(state: ProofState) -> None:
     pairs = _pair_slots(first.slots)
     if len(first.ids) < _TOKENS_PER_CHANGE * len(pairs):  # one token for each pair, and others that show the form
         sizes = state.size_choice.choose(_TOKENS_PER_CHANGE * len(pairs), 0)
-        first = require_same_form(first, state.lift(Routing("diverse", 0), sizes))
+        first = require_same_form(first, state.capture_and_lift(Routing("diverse", 0), sizes))
         made = _find_makers(first, experts)
     culprits = tuple(dict.fromkeys(get_op_name(node) for node, _ in made))
     source = str(made[-1][0].meta["source"])
@@ -99,8 +99,8 @@ def _lift_with_choices(
             raise
         return None
     try:
-        form = state.evidence.require_same_form(state.lift_captured(captured))
-        state.relift_all_from(form)
+        form = state.evidence.require_same_form(state.lift(captured))
+        state.relift_evidence(form)
     except Refused as cause:
         raise refusal from cause
     return form

@@ -187,6 +187,6 @@ def _try_lift(state: ProofState, routing: Routing, sizes: dict[str, int]) -> Can
             raise
         return error
     try:
-        return state.lift_captured(captured)
+        return state.lift(captured)
     except Refused as refusal:
         return refusal

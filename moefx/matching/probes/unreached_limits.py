@@ -106,7 +106,7 @@ def _add_crowd_beyond(state: ProofState, limit: int, attempt: int) -> bool:
         return False
     kind = "contested" if state.evidence.reference.slots > 1 and attempt % 2 == 0 else "overloaded"
     try:
-        form = state.reconcile_form(state.lift(Routing(kind, 3 + attempt), sizes))
+        form = state.align_form(state.capture_and_lift(Routing(kind, 3 + attempt), sizes))
     except Exception as error:  # an error of the program, too, at sizes that it does not support
         if is_internal_error(error):
             raise
@@ -128,12 +128,12 @@ def _overflow_every_expert(state: ProofState) -> None:
     if (sizes := next(filter(None, candidates), None)) is None:
         return
     try:
-        form = state.lift(Routing("even"), sizes)
+        form = state.capture_and_lift(Routing("even"), sizes)
     except Exception as error:
         if not is_program_error(error):
             raise
         return
-    state.evidence.add_aligned(state.reconcile_form(form))
+    state.evidence.add_aligned(state.align_form(form))
 
 
 def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:
