@@ -64,7 +64,7 @@ class BlockCheck:
         return f"{worst.kind} `{worst.name}` differs from {other} on {worst.case}: {what}{others}"
 
 
-def verify_block(
+def check_block(
     original: nn.Module,
     program: Call,
     args: tuple[Any, ...],

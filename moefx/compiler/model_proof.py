@@ -22,7 +22,7 @@ from .survey import survey_model
 from .survey_result import MatchedBlock, Refusal, Survey
 
 
-def survey_and_verify(model: nn.Module, example_inputs: Any, plan: Plan, survey: Survey | None = None) -> Survey:
+def survey_and_check(model: nn.Module, example_inputs: Any, plan: Plan, survey: Survey | None = None) -> Survey:
     """Prove the blocks of a model and check each rewrite numerically. Autocast is off: calls under autocast are proven
     when they occur.
 
@@ -50,21 +50,21 @@ def _check_blocks(survey: Survey, plan: Plan) -> Survey:
     modules = dict(survey.twin.named_modules())
     seconds_left = plan.validation_seconds
     matched, refused, unchecked = [], [*survey.refused], [*survey.unchecked]
-    for unverified in survey.matched:
-        if reason := _find_reason_to_skip(modules[unverified.names[0]], plan, seconds_left):
-            matched.append(dataclasses.replace(unverified, verdict=reason))
+    for unchecked_block in survey.matched:
+        if reason := _find_reason_to_skip(modules[unchecked_block.names[0]], plan, seconds_left):
+            matched.append(dataclasses.replace(unchecked_block, verdict=reason))
             continue
         start = time.perf_counter()
-        check, cannot_tell = _check_block(unverified, modules, max(seconds_left, 1.0))
+        check, cannot_tell = _check_block(unchecked_block, modules, max(seconds_left, 1.0))
         seconds_left -= time.perf_counter() - start
         if not check.was_possible:
-            unchecked.append(f"{quote_name(unverified.names[0])}: {check.text}")
+            unchecked.append(f"{quote_name(unchecked_block.names[0])}: {check.text}")
         if check.ok:
-            matched.append(dataclasses.replace(unverified, verdict=check.text))
+            matched.append(dataclasses.replace(unchecked_block, verdict=check.text))
             continue
         reason, remedy = cannot_tell or (check.text, "please report this model")
         refused += [
-            Refusal(name, reason, source=forward_line(modules[name]), remedy=remedy) for name in unverified.names
+            Refusal(name, reason, source=forward_line(modules[name]), remedy=remedy) for name in unchecked_block.names
         ]
     return dataclasses.replace(survey, matched=tuple(matched), refused=tuple(refused), unchecked=tuple(unchecked))
 

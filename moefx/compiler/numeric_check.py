@@ -14,7 +14,7 @@ from ..capture.outside_state import keep_outside_state
 from ..capture.side_effects import keep_random_state, silence_hooks
 from ..capture.skipped_calls import patch_skipped_calls
 from ..capture.worker_thread import run_in_worker
-from ..comparison.block_check import verify_block
+from ..comparison.block_check import check_block
 from ..comparison.sandbox import Call, Casts, Inputs, RunOptions, execute, make_sandbox
 from ..errors import summarize_error
 from ..ir import op_providers
@@ -63,7 +63,7 @@ def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: f
             patch_skipped_calls(block, result.skipped),
         ):
             _compile_kernels(block, program, (args, kwargs))
-            check = verify_block(
+            check = check_block(
                 block, program, args, kwargs,
                 joined=None if joined_fn is fn else joined, name=name, crowd=crowd, seconds=seconds,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Agree on the proof of a model: with the planner's decision, and with the other ranks of a mesh.
+"""Prove a model for `compile`: survey and check it, let the planner decide, and make all ranks of a mesh agree.
 
 torch.distributed and the planner are imported on first use because they load slowly.
 """
@@ -15,7 +15,7 @@ from .._plan import Plan
 from ..capture.default_device import neutral_device
 from ..capture.device_autocast import use_device_autocast
 from ..capture.worker_thread import run_in_worker
-from ..compiler.model_proof import quote_name, survey_and_verify
+from ..compiler.model_proof import quote_name, survey_and_check
 from ..compiler.pipeline import reapply_checkpoint
 from ..compiler.survey import survey_model
 from ..compiler.survey_result import Survey
@@ -61,12 +61,12 @@ def prove_model(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = N
         survey, decision = _survey_and_decide(model, example_inputs, plan, mesh)
         plan = decision.plan
     if mesh is None:
-        return AgreedProof(plan, survey_and_verify(model, example_inputs, plan, survey), None, decision)
+        return AgreedProof(plan, survey_and_check(model, example_inputs, plan, survey), None, decision)
     from ..distribution.block_distribution import check_agreement, planned_axis
 
     axis = planned_axis(mesh, plan)
     try:
-        survey = survey_and_verify(model, example_inputs, plan, survey)
+        survey = survey_and_check(model, example_inputs, plan, survey)
     except Exception as error:
         check_agreement(axis, plan, f"none, {type(error).__name__}: {error}")
         raise

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._plan import Plan
-from ..compiler.model_proof import survey_and_verify
+from ..compiler.model_proof import survey_and_check
 from ..compiler.survey_result import Survey
 from ..errors import UnknownArchitecture
 from ..ir.expert_body import ExpertBody
@@ -38,7 +38,7 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
         UnknownArchitecture: no block was rewritten, or the blocks differ. The message has the reasons or the sizes.
     """
     model = getattr(model, "_orig_mod", model)  # the module inside of torch.compile's wrapper
-    found = survey_and_verify(model, example_inputs, Plan(validation="symbolic"))
+    found = survey_and_check(model, example_inputs, Plan(validation="symbolic"))
     return describe_survey(model, found)
 
 

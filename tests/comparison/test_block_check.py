@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.comparison.block_check import BlockCheck, verify_block
+from moefx.comparison.block_check import BlockCheck, check_block
 from moefx.comparison.routing_tape import RecordingMode, Scope, Tape
 from moefx.comparison.work_count import WorkCount
 from moefx.errors import InvalidInput
@@ -35,7 +35,7 @@ def block(dtype=torch.float32, **kwargs) -> Plain:
 
 def check(plain, fault="", x=None, **kwargs) -> BlockCheck:
     x = tokens(2, 9).to(plain.router.weight.dtype) if x is None else x
-    return verify_block(plain, program(fault), (x,), **kwargs)
+    return check_block(plain, program(fault), (x,), **kwargs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -81,7 +81,7 @@ def test_a_cast_of_the_program_alone_is_seen_in_the_blocks_own_precision(narrow)
         out, scores = program()(block, x)
         return out.to(narrow).float(), scores
 
-    result = verify_block(block(dropout=0.0), rounds, (tokens(2, 9),))
+    result = check_block(block(dropout=0.0), rounds, (tokens(2, 9),))
     assert {row.case for row in result.rows if not row.ok} == {"the given inputs, its own precision"}
 
 
@@ -94,7 +94,7 @@ def test_a_fault_that_only_a_skewed_router_shows():
         return out * (0 if int(load.max()) > 14 else 1), scores
 
     plain = block(dropout=0.0)
-    result = verify_block(plain, capped, (tokens(2, 9),))
+    result = check_block(plain, capped, (tokens(2, 9),))
     assert {row.case for row in result.rows if not row.ok} == {"inputs that starve experts, float64"}
 
 
@@ -148,10 +148,10 @@ def test_a_program_that_raises_is_a_mismatch_and_an_original_that_raises_is_an_e
     def broken(block, x):
         raise IndexError("out of range")
 
-    result = verify_block(block(), broken, (tokens(2, 9),))
+    result = check_block(block(), broken, (tokens(2, 9),))
     assert not result.ok and "IndexError: out of range" in result.reason
     with pytest.raises(InvalidInput, match=r"the reference does not run on .*RuntimeError"):
-        verify_block(block(), program(), (torch.randn(3, 5),))
+        check_block(block(), program(), (torch.randn(3, 5),))
 
 
 def test_keyword_arguments_and_no_floating_point_inputs():
@@ -165,7 +165,7 @@ def test_keyword_arguments_and_no_floating_point_inputs():
     def embedded(block, ids, *, scale):
         return program()(block, block.router.weight[ids] * scale)
 
-    result = verify_block(plain, embedded, (torch.arange(8),), {"scale": 2.0})
+    result = check_block(plain, embedded, (torch.arange(8),), {"scale": 2.0})
     assert result.ok and {row.case.split(", ")[0] for row in result.rows} == {"the given inputs"}
 
 
@@ -183,7 +183,7 @@ class Rows(nn.Module):
 
 def _of_a_crowd(rows: Rows, tokens: int) -> BlockCheck:
     few, many = torch.randn(2, 8), torch.randn(tokens, 8)
-    return verify_block(rows, lambda block, x: block.inner(x), (few,), crowd=((many,), {}))
+    return check_block(rows, lambda block, x: block.inner(x), (few,), crowd=((many,), {}))
 
 
 def test_a_busy_machine_checks_many_tokens_too():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.comparison.block_check import verify_block
+from moefx.comparison.block_check import check_block
 from moefx.comparison.float64_ops import grouped_mm
 from tests.verification.models import FAULTS, Plain, Rewritten
 
@@ -144,6 +144,6 @@ def test_every_mistake_is_seen_without_float64(fault):
 
     plain = WithoutFloat64()
     plain.aux_loss = torch.zeros(())
-    result = verify_block(plain, program, (torch.randn(24, 16, requires_grad=True),))
+    result = check_block(plain, program, (torch.randn(24, 16, requires_grad=True),))
     assert result.ok == (not fault) and result.rows
     assert any("compared in its own precision" in note for note in result.notes)
