@@ -62,31 +62,39 @@ def capture_first_routings(state: ProofState) -> None:
     """Capture and lift the block under three routings with different numbers of tokens: tokens that spread out, that
     prefer some experts, and that crowd on a few."""
     tokens = state.size_choice.first_tokens
+    _capture_reference(state, tokens)
+    _capture_contrast(state, "skewed", 1, max(25, tokens * 3 // 4))
+    # a contest of two slots shows which slot of a token comes first
+    crowd: RoutingKind = "contested" if state.evidence.reference.slots > 1 else "overloaded"
+    _capture_contrast(state, crowd, 2, 13)
+
+
+def _capture_reference(state: ProofState, tokens: int) -> None:
+    """Capture and lift tokens that spread out, with integers that change the outcomes of tests on them.
+
+    Raises:
+        Refused: no such capture can be lifted, also not with several sequences if each selects its experts.
+    """
     arguments, first = add_boundary_values(state, state.size_choice.choose(tokens, 0))
     state.use_arguments(arguments)
-    plans: list[tuple[RoutingKind, int]] = [
-        ("diverse", tokens),
-        ("skewed", max(25, tokens * 3 // 4)),
-        ("overloaded", 13),
-    ]
-    for variant, (kind, n) in enumerate(plans):
-        if kind == "overloaded" and state.evidence.reference.slots > 1:
-            kind = "contested"  # shows which slot of a token comes first
-        sizes = state.size_choice.choose(n, variant)
-        if variant > 0:
-            state.evidence.add_unaligned(_lift_routing(state, kind, variant, sizes))
-            continue
-        first = first or state.capture(Routing(kind, variant), sizes)
-        state.evidence.set_diagnosed_capture(first)
-        try:
-            form = state.lift_first(first)
-        except Refused:
-            sizes = state.arguments.choose_sequences()
-            if not has_sequence_choices(first) or not state.size_choice.satisfies_restrictions(sizes):
-                raise
-            form = state.lift_first(state.capture(Routing(kind, variant), sizes))
-        state.evidence.add_unaligned(form)
-        _try_larger_flags(state, sizes)
+    sizes = state.size_choice.choose(tokens, 0)
+    first = first or state.capture(Routing("diverse", 0), sizes)
+    state.evidence.set_diagnosed_capture(first)
+    try:
+        form = state.lift_first(first)
+    except Refused:
+        sizes = state.arguments.choose_sequences()
+        if not has_sequence_choices(first) or not state.size_choice.satisfies_restrictions(sizes):
+            raise
+        form = state.lift_first(state.capture(Routing("diverse", 0), sizes))
+    state.evidence.add_unaligned(form)
+    _try_larger_flags(state, sizes)
+
+
+def _capture_contrast(state: ProofState, kind: RoutingKind, variant: int, tokens: int) -> None:
+    """Capture and lift about `tokens` tokens under another routing than that of the reference."""
+    sizes = state.size_choice.choose(tokens, variant)
+    state.evidence.add_unaligned(_lift_routing(state, kind, variant, sizes))
 
 
 def _try_larger_flags(state: ProofState, sizes: dict[str, int]) -> None:
