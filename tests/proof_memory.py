@@ -20,8 +20,8 @@ import moefx.compiler.model_proof
 import moefx.compiler.survey
 from moefx.capture.block_search import BlockCandidates, SurveyedCall
 from moefx.capture.module_structure import compute_signature
+from moefx.compiler.block_compiler import BlockRewrite
 from moefx.compiler.numeric_check import NumericCheck, check_numerically
-from moefx.compiler.pipeline import BlockRewrite
 from moefx.ir.guards.attribute_reads import AttributeLocation, find_globals, find_tied_tensors, read_value
 from moefx.ir.guards.code_closure import FUNCTION_TYPES
 from moefx.ir.guards.stored_values import StoredFieldNames, is_configuration, is_same, snapshot

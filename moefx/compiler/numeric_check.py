@@ -20,7 +20,7 @@ from ..errors import summarize_error
 from ..ir import op_providers
 from ..ir.argument_binding import find_device, flatten_arguments, make_signature_binder
 from ..matching.guarded_sizes import find_sequence
-from .pipeline import BlockRewrite
+from .block_compiler import BlockRewrite
 
 
 @dataclasses.dataclass(frozen=True)

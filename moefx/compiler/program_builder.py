@@ -24,7 +24,7 @@ from ..ir.guards.attribute_reads import BLOCK_MODE, AttributeLocation, find_glob
 from ..ir.guards.stored_values import StoredFieldNames, StoredForward, can_snapshot, is_configuration, snapshot
 from ..runtime.change_detection import find_absorbed_names
 from ..runtime.program import Program
-from .pipeline import BlockRewrite
+from .block_compiler import BlockRewrite
 
 
 def build_program(

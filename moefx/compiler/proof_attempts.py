@@ -220,7 +220,9 @@ def run_attempt(
     state = ProofState(block, attempt.arguments, max_experts, attempt.size_restrictions, attempt.options)
     try:
         try:
-            match, rewritten = rewrite(explain_drops(prove(state)), names)
+            match = prove(state)  # captures and matches
+            match = explain_drops(match)
+            match, rewritten = rewrite(match, names)
         except Refused as refusal:
             trace = ProofTrace(state.probe_runs, _find_failed_cuts(refusal))
             explained = _explain_refusal(refusal, state)

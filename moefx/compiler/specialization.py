@@ -37,8 +37,8 @@ from ..ir.passed_objects import replace_objects
 from ..runtime.block_forward import BlockForward
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
+from .block_compiler import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
 from .numeric_check import check_numerically
-from .pipeline import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
 from .program_builder import build_program, move_kind
 
 Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # paths and kinds of arguments, see `Specialization`

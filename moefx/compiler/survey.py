@@ -40,7 +40,7 @@ from ..runtime.change_detection import find_absorbed_names, find_hook_kind
 from ..util.model_copy import copy_model
 from ..util.progress import announce
 from ..util.user_code import forward_line, user_line
-from .pipeline import BlockRewrite, rewrite_block, rewrite_with_objects
+from .block_compiler import BlockRewrite, rewrite_block, rewrite_with_objects
 from .survey_result import MatchedBlock, Refusal, Survey
 
 _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"

@@ -12,7 +12,7 @@ from ..capture.block_search import SurveyedCall
 from ..errors import Cause
 from ..inspection.proof_trace import ProofTrace
 from ..ir.guards.attribute_reads import AttributeLocation
-from .pipeline import BlockRewrite, finish_block
+from .block_compiler import BlockRewrite, finish_block
 
 if TYPE_CHECKING:
     from ..runtime.block_layout import BlockLayout

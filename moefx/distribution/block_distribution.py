@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._plan import Plan
 from .._version import __version__
-from ..compiler.pipeline import BlockRewrite
+from ..compiler.block_compiler import BlockRewrite
 from ..compiler.survey_result import MatchedBlock, Refusal, Survey
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
 from ..ir.expert_placement import ExchangeRoutes, Placement, SharedTokens

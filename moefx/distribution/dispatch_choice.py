@@ -11,7 +11,7 @@ import dataclasses
 import torch.distributed as dist
 
 from .._plan import Plan
-from ..compiler.pipeline import BlockRewrite
+from ..compiler.block_compiler import BlockRewrite
 from ..errors import InvalidPlan
 from ..ir.expert_placement import ExchangeRoutes
 from ..ir.ops.uneven_all_to_all import get_group

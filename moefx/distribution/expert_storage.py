@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..compiler.pipeline import BlockRewrite
+from ..compiler.block_compiler import BlockRewrite
 from ..errors import Refused
 from ..matching.lift.canonical_form import has_matrix_products
 from ..matching.terms.parameter_slices import ParameterSlice

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from .._plan import Plan
-from ..compiler.pipeline import PASSES
+from ..compiler.block_compiler import PASSES
 from ..errors import InvalidPlan
 from ..passes.pass_manager import get_pass_name
 

@@ -15,8 +15,8 @@ from .._plan import Plan
 from ..capture.default_device import neutral_device
 from ..capture.device_autocast import use_device_autocast
 from ..capture.worker_thread import run_in_worker
+from ..compiler.block_compiler import reapply_checkpoint
 from ..compiler.model_proof import quote_name, survey_and_check
-from ..compiler.pipeline import reapply_checkpoint
 from ..compiler.survey import survey_model
 from ..compiler.survey_result import Survey
 from ..ir.argument_binding import find_device

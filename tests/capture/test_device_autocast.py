@@ -16,7 +16,7 @@ import moefx
 from moefx.capture.concolic import capture_block
 from moefx.capture.concrete_routing import Routing
 from moefx.capture.device_autocast import get_autocast_dtype, use_device_autocast
-from moefx.compiler.pipeline import rewrite_block
+from moefx.compiler.block_compiler import rewrite_block
 from moefx.errors import CaptureError
 
 from ..passes.blocks import D, Loop

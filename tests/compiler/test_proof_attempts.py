@@ -17,7 +17,7 @@ from moefx.capture.size_guards import SizeGuard
 from moefx.capture.skipped_calls import SkipPlan
 from moefx.capture.symbolic_sizes import NumberNotTaken
 from moefx.compiler import proof_attempts
-from moefx.compiler.pipeline import rewrite_with_objects
+from moefx.compiler.block_compiler import rewrite_with_objects
 from moefx.compiler.proof_attempts import Failure, prove_and_rewrite
 from moefx.errors import CaptureError, Cause, Refused
 from moefx.frontends.dynamo.backend import backend

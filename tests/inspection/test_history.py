@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_structure
 
 import moefx
 from moefx import Plan
-from moefx.compiler import pipeline
+from moefx.compiler import block_compiler
 from moefx.inspection.history import History, Snapshot
 from moefx.ir.block_graph import BlockGraph
 from moefx.ir.node_values import TensorSpec
@@ -142,7 +142,7 @@ def test_the_captured_graph_of_a_block_is_saved_with_its_history():
 
 def test_explain_builds_no_captured_graph(monkeypatch):
     built = []
-    monkeypatch.setattr(pipeline, "build_captured_graph", lambda *args: built.append(args))
+    monkeypatch.setattr(block_compiler, "build_captured_graph", lambda *args: built.append(args))
     assert moefx.explain(Gated(tuple), example_inputs=(torch.randn(9, D),)).matched and not built
     moefx.compile(Gated(tuple), example_inputs=(torch.randn(9, D),))
     assert len(built) == 1

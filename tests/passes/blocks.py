@@ -10,7 +10,7 @@ from torch import nn
 
 from moefx import Plan
 from moefx.capture.worker_thread import run_in_worker
-from moefx.compiler.pipeline import BlockRewrite, rewrite_block
+from moefx.compiler.block_compiler import BlockRewrite, rewrite_block
 
 D, H, E, K = 6, 8, 4, 2
 

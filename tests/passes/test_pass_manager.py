@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 import moefx
 from moefx import Plan
-from moefx.compiler import pipeline
+from moefx.compiler import block_compiler
 from moefx.driver import plan_check
 from moefx.ir.block_graph import BlockGraph
 from moefx.passes.pass_manager import PassError, PassManager, find_pass_location, get_pass_name, graph_pass
@@ -220,13 +220,13 @@ class TestPassBehindCheckpoint:
         def count(graph, plan):
             return graph
 
-        for module in (pipeline, plan_check):
-            monkeypatch.setattr(module, "PASSES", (*pipeline.PASSES, count))
+        for module in (block_compiler, plan_check):
+            monkeypatch.setattr(module, "PASSES", (*block_compiler.PASSES, count))
 
     def test_passes_run_again_if_the_planner_changes_the_policy(self):
         block = Loop(Mlp)
-        result = pipeline.rewrite_block(block, "", (torch.randn(24, 6),), {}, Plan(checkpoint="h"))
-        again = pipeline.reapply_checkpoint(block, result, Plan(checkpoint="x"))
+        result = block_compiler.rewrite_block(block, "", (torch.randn(24, 6),), {}, Plan(checkpoint="h"))
+        again = block_compiler.reapply_checkpoint(block, result, Plan(checkpoint="x"))
         assert again.history.passes == result.history.passes == ("rewrite_block", "fuse", "checkpoint", "count-nodes")
         assert 'keep="h"' in str(result.graph) and 'keep="x"' in str(again.graph)
 

@@ -17,9 +17,9 @@ from ...capture.default_device import neutral_device
 from ...capture.device_autocast import use_device_autocast
 from ...capture.size_guards import SizeGuard
 from ...capture.worker_thread import run_in_worker
+from ...compiler.block_compiler import BlockRewrite, finish_block, rewrite_block
 from ...compiler.block_report import build_report
 from ...compiler.numeric_check import check_numerically
-from ...compiler.pipeline import BlockRewrite, finish_block, rewrite_block
 from ...compiler.program_builder import build_program
 from ...compiler.survey_result import MatchedBlock
 from ...errors import CaptureError, MoefxError, Refused, summarize_error

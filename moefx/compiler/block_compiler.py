@@ -1,6 +1,8 @@
 """Compile one block: from the user's module to its rewritten graph.
 
-capture -> match -> rewrite -> fuse -> checkpoint
+prove and rewrite -> fuse -> checkpoint
+
+The first step, `prove_and_rewrite`, repeats capture, match and rewrite for each attempt.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def rewrite_block(
         refuse_identity_tests(block)
     refuse_opaque_state(block)
     start = time.perf_counter()
-    # capture, match and rewrite into the dialect
+    # prove and rewrite into the dialect
     with silence_hooks(block), patch_skipped_calls(block, skipped) as forbidden_reads:
         names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
         match, rewritten = prove_and_rewrite(block, args, kwargs, names, log)
