@@ -176,8 +176,8 @@ class Match:
         if len(remaining) == len(self.forms) or len(remaining) < 2:
             return None
 
-        def select(column: list[Any]) -> list[Any]:
-            return [column[i] for i in remaining]
+        def select(by_capture: list[Any]) -> list[Any]:
+            return [by_capture[i] for i in remaining]
 
         narrower = dataclasses.replace(
             self,

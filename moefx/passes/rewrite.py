@@ -114,13 +114,13 @@ class Rewriter:
                 self.residual.new_nodes[effect.target] = self.residual.call(
                     aten.clone.default, (placeholder,), {}, dict(placeholder.meta)
                 )
-        columns = list(zip(*[flat for flat, _ in outs], strict=True))
+        aligned_leaves = list(zip(*[flat for flat, _ in outs], strict=True))
         roots: list[AlignedNodes] = []
-        for column in columns:
-            if any(isinstance(leaf, fx.Node) for leaf in column):
-                if not all(isinstance(leaf, fx.Node) for leaf in column):
+        for leaves in aligned_leaves:
+            if any(isinstance(leaf, fx.Node) for leaf in leaves):
+                if not all(isinstance(leaf, fx.Node) for leaf in leaves):
                     raise Refused("whether the block returns a tensor depends on the routing")
-                roots.append(AlignedNodes(column))
+                roots.append(AlignedNodes(leaves))
         roots += [aligned for _, leaves in effects for aligned in leaves if isinstance(aligned, AlignedNodes)]
         roots += self._find_inputs_of_cut()
         draws = self._find_random_draws() + self._find_skipped_calls()
@@ -147,12 +147,12 @@ class Rewriter:
                 source=str(inlined.meta["source"]),
                 remedy="pass it tensors, numbers and the object, and return tensors that it makes",
             )
-        flat = [self.residual.zip_value(list(column), "the output") for column in columns]
+        flat = [self.residual.zip_value(list(leaves), "the output") for leaves in aligned_leaves]
         attributes = self._emit_effects(effects)
         changed = {leaves[0].first: self.overwritten[e.target] for e, leaves in effects if e.kind == "input"}
         flat = [  # `x.add_(y); return x`
-            changed.get(column[0], value) if isinstance(column[0], fx.Node) else value
-            for value, column in zip(flat, columns, strict=True)
+            changed.get(leaves[0], value) if isinstance(leaves[0], fx.Node) else value
+            for value, leaves in zip(flat, aligned_leaves, strict=True)
         ]
         self.residual.graph.output(flat)
         _drop_dead(self.residual.graph)

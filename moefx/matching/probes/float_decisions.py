@@ -43,14 +43,14 @@ class _Decision:
 
     Attributes:
         forms: the forms whose captures have the decision.
-        columns: the outcomes of each group of elements.
+        outcomes_by_group: the outcomes of each group of elements.
     """
 
     source: Source
     what: str
     made_of: set[DecisionSite] = dataclasses.field(default_factory=set)  # to force
     forms: list[CanonicalForm] = dataclasses.field(default_factory=list)
-    columns: list[set[int]] = dataclasses.field(default_factory=list)
+    outcomes_by_group: list[set[int]] = dataclasses.field(default_factory=list)
 
 
 def mix_decisions(state: ProofState) -> None:
@@ -60,7 +60,7 @@ def mix_decisions(state: ProofState) -> None:
     Raises:
         Refused: mixed outcomes change the form.
     """
-    doubtful = [d for d in _find_decisions(state) if any(len(values) == 1 for values in d.columns)]
+    doubtful = [d for d in _find_decisions(state) if any(len(values) == 1 for values in d.outcomes_by_group)]
     by_nodes = {frozenset(d.made_of): d for d in reversed(doubtful)}  # the first iteration of each loop
     for sites, decision in reversed(by_nodes.items()):
         _force_each(state, decision.source, sites, decision.what, decision.forms)
@@ -87,13 +87,13 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
             decision = found.setdefault(site, _Decision(decided.meta["source"], what))
             decision.made_of |= sites
             decision.forms.append(form)
-            columns = [
-                set(v.unique().tolist()) for v in _split_columns(n.meta["val"], decided, form, state.num_experts)
+            outcomes_by_group = [
+                set(v.unique().tolist()) for v in _split_groups(n.meta["val"], decided, form, state.num_experts)
             ]
-            if columns:
+            if outcomes_by_group:
                 # the last positions of a long order do not occur in every capture
-                known = decision.columns or columns
-                decision.columns = [a | b for a, b in zip(known, columns, strict=False)]
+                known = decision.outcomes_by_group or outcomes_by_group
+                decision.outcomes_by_group = [a | b for a, b in zip(known, outcomes_by_group, strict=False)]
     return list(found.values())
 
 
@@ -128,7 +128,7 @@ def locate_decision(n: fx.Node) -> DecisionSite:
     return n.meta["source"], str(n.target), all(a.meta.get("from_integers") for a in n.all_input_nodes)
 
 
-def _split_columns(val: torch.Tensor, decided: fx.Node, form: CanonicalForm, experts: int) -> Sequence[torch.Tensor]:
+def _split_groups(val: torch.Tensor, decided: fx.Node, form: CanonicalForm, experts: int) -> Sequence[torch.Tensor]:
     """Split a decision into groups of elements that may have one outcome.
 
     The groups are slots and experts for a value per choice, positions for an order, otherwise one group of all.

@@ -143,22 +143,22 @@ def vary_integer_inputs(state: ProofState) -> None:
         Refused: the experts seem to depend on the result. The forced capture need not show how: it may have changed
             one of several equal masks alone, which no ids would do.
     """
-    columns: list[dict[OpRun, Observation]] = []
+    observed: list[dict[OpRun, Observation]] = []  # by capture
     settled: set[OpRun] = set()
     extra = [*(t.extra_values for t in state.arguments.tensors), *state.arguments.extra_buffer_values.values()]
     more = range(_FIRST_BOUNDARY_SEED, _FIRST_BOUNDARY_SEED + max(map(len, extra), default=0) + 1) if any(extra) else ()
     few_tokens = iter(_FEW_TOKENS_SEEDS)
     seeds = iter((*(BUFFER_SEEDS if has_integers(state.block) else ()), *more))
     while True:
-        columns += [observe_integers(form.capture) for form in state.evidence.forms[len(columns) :]]
-        run = next((p for p in _find_doubtful_runs(columns) if p not in settled), None)
+        observed += [observe_integers(form.capture) for form in state.evidence.forms[len(observed) :]]
+        run = next((p for p in _find_doubtful_runs(observed) if p not in settled), None)
         if run is None:
             return
         if (seed := next(seeds, None)) is not None:
             state.evidence.add(state.capture_and_lift(Routing("diverse", seed), state.evidence.sizes[0]))
             continue
-        first = next(i for i, column in enumerate(columns) if run in column)
-        node = columns[first][run].node
+        first = next(i for i, by_run in enumerate(observed) if run in by_run)
+        node = observed[first][run].node
         if _is_test_of_tokens(node) and (seed := next(few_tokens, None)) is not None:
             _capture_few_tokens(state, seed)
             continue
@@ -183,17 +183,17 @@ def _capture_few_tokens(state: ProofState, seed: int) -> None:
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
     """Return the nodes of the first capture that had one outcome in all captures."""
-    columns = [observe_integers(form.capture) for form in state.evidence.forms]
-    return [columns[0][run].node for run in _find_doubtful_runs(columns) if run in columns[0]]
+    observed = [observe_integers(form.capture) for form in state.evidence.forms]
+    return [observed[0][run].node for run in _find_doubtful_runs(observed) if run in observed[0]]
 
 
-def _find_doubtful_runs(columns: list[dict[OpRun, Observation]]) -> list[OpRun]:
+def _find_doubtful_runs(observed: list[dict[OpRun, Observation]]) -> list[OpRun]:
     """Return the runs with one outcome in all captures.
 
     Each iteration of a loop is a run of its own, unless the number of iterations depends on the routing: an iteration
     then belongs to different experts in different captures.
     """
-    all_pairs = [(run, observation) for column in columns for run, observation in column.items()]
+    all_pairs = [(run, observation) for by_run in observed for run, observation in by_run.items()]
     num_runs: dict[Any, set[int]] = {}
     for run, observation in all_pairs:
         num_runs.setdefault(run[:2], set()).add(observation.num_runs)

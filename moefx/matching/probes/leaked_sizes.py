@@ -50,8 +50,12 @@ class _CommonBehaviour:
         self.state = state
         self.all_lines = set().union(*map(_collect_lines, many))
         self.common_lines = set.intersection(*map(_collect_lines, many))
-        columns = list(map(_collect_numbers, many))
-        self.same = {at: v for at, v in columns[0].items() if v is not None and all(c.get(at) == v for c in columns)}
+        numbers_by_capture = [*map(_collect_numbers, many)]
+        self.same = {
+            at: v
+            for at, v in numbers_by_capture[0].items()
+            if v is not None and all(numbers.get(at) == v for numbers in numbers_by_capture)
+        }
         self.max_nodes = 4 * max(len(c.nodes) for c in many)
         self.leaked_routing = any(form.capture.sizes.leaked_routing for form in state.evidence.forms)
         self.has_drops = any(not form.kept_slots.all() for form in state.evidence.forms)

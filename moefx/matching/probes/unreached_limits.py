@@ -207,15 +207,15 @@ def _find_op_limits(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
             yield limit, is_reached or (is_routed and _is_highest(capture, ranges, number, limit))
 
 
-def find_unreached(columns: Sequence[dict[OpSite, int | None]]) -> dict[OpSite, set[int]]:
+def find_unreached(limits_by_capture: Sequence[dict[OpSite, int | None]]) -> dict[OpSite, set[int]]:
     """Return the limits that no capture reached, by op and source line."""
-    return {site: seen for site, seen in _group_by_site(columns).items() if None not in seen}  # type: ignore[misc]
+    return {site: seen for site, seen in _group_by_site(limits_by_capture).items() if None not in seen}  # type: ignore[misc]
 
 
-def _group_by_site(columns: Sequence[dict[OpSite, int | None]]) -> dict[OpSite, set[int | None]]:
+def _group_by_site(limits_by_capture: Sequence[dict[OpSite, int | None]]) -> dict[OpSite, set[int | None]]:
     """Return what several captures found at each op, see `find_limits`."""
-    sites = dict.fromkeys(site for column in columns for site in column)
-    return {site: {column[site] for column in columns if site in column} for site in sites}
+    sites = dict.fromkeys(site for limits in limits_by_capture for site in limits)
+    return {site: {limits[site] for limits in limits_by_capture if site in limits} for site in sites}
 
 
 def _find_ends(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
