@@ -28,7 +28,7 @@ class ProbeRun:
     """One run of a probe.
 
     Attributes:
-        captures: number of captures that it added to the evidence, less those that it replaced by a guard.
+        added_forms: number of forms that it added to the evidence, less those that it replaced by a guard.
         guards: number of guards that it added.
         again: why it ran again, or "".
         refused: the block was refused there.
@@ -36,7 +36,7 @@ class ProbeRun:
 
     name: str
     ms: float
-    captures: int
+    added_forms: int
     guards: int
     again: str = ""
     refused: bool = False
@@ -115,10 +115,10 @@ def _format_probes(probes: Sequence[ProbeRun]) -> list[str]:
     if not probes:
         return []
     width = max(len(probe.name) for probe in probes)
-    lines = [f"{'probe':{width}}      ms  captures  guards"]
+    lines = [f"{'probe':{width}}      ms  added forms  guards"]
     for probe in probes:
         note = "   refused" if probe.refused else f"   again: {probe.again}" if probe.again else ""
-        lines.append(f"{probe.name:{width}} {probe.ms:7.1f}  {probe.captures:8}  {probe.guards:6}{note}")
+        lines.append(f"{probe.name:{width}} {probe.ms:7.1f}  {probe.added_forms:11}  {probe.guards:6}{note}")
     return lines
 
 

@@ -259,14 +259,14 @@ class ProofState:
     @contextlib.contextmanager
     def record_probe(self, name: str, again: str = "") -> Iterator[None]:
         """Record the run of a probe in the body of a `with` statement."""
-        start, captures, guards = time.perf_counter(), len(self.evidence.forms), len(self._guards)
+        start, forms, guards = time.perf_counter(), len(self.evidence.forms), len(self._guards)
         refused = True
         try:
             yield
             refused = False
         finally:
             ms = (time.perf_counter() - start) * 1e3
-            counts = len(self.evidence.forms) - captures, len(self._guards) - guards
+            counts = len(self.evidence.forms) - forms, len(self._guards) - guards
             self._probe_runs.append(ProbeRun(name, ms, *counts, again, refused))
 
     def use_arguments(self, arguments: Arguments) -> None:

@@ -47,7 +47,7 @@ def test_a_rewritten_block_lists_all_probes(explanation):
     (block,) = explanation.matched
     assert [run.name for run in block.trace.probes] == [probe.name for probe in PROBES]
     assert not any(run.refused for run in block.trace.probes)
-    assert sum(run.captures for run in block.trace.probes) > 0
+    assert sum(run.added_forms for run in block.trace.probes) > 0
     assert len(block.guards) >= sum(run.guards for run in block.trace.probes)
     assert "    flip_branches " in str(explanation)
 

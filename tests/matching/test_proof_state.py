@@ -107,7 +107,7 @@ def test_arguments_are_tried_in_a_block_only():
     assert state.arguments is before
 
 
-def test_a_probe_is_recorded_with_its_captures_and_guards():
+def test_a_probe_is_recorded_with_its_forms_and_guards():
     state = new_state()
     with state.record_probe("first"):
         state.evidence.add_unaligned(lift(state))
@@ -115,4 +115,4 @@ def test_a_probe_is_recorded_with_its_captures_and_guards():
     with pytest.raises(Refused), state.record_probe("second"):
         raise Refused("no")
     assert [(run.name, run.refused) for run in state.probe_runs] == [("first", False), ("second", True)]
-    assert (state.probe_runs[0].captures, state.probe_runs[0].guards) == (1, 1)
+    assert (state.probe_runs[0].added_forms, state.probe_runs[0].guards) == (1, 1)
