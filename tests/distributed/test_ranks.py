@@ -128,12 +128,6 @@ def test_mistakes_with_pipelines_are_refused(ranks):
     ranks("pipeline_mistake_cases")
 
 
-@pytest.mark.hf
-def test_pipelines_of_transformers_train_as_one_device(ranks):
-    pytest.importorskip("transformers")
-    ranks("pipeline_transformers_cases")
-
-
 @pytest.mark.exhaustive
 def test_pipelines_of_eight_ranks_train_as_one_device():
     launch(8, "tests.distributed.pipeline_training_cases", "pipelines_of_eight")
@@ -165,6 +159,13 @@ def test_ranks_that_disagree_raise(ranks):
 def test_unreduced_gradients_are_reported(ranks):
     """Last of the cases on these ranks: it forgets the proofs that they share."""
     ranks("reduction_cases")
+
+
+@pytest.mark.hf
+def test_pipelines_of_transformers_train_as_one_device(ranks):
+    """After the reductions: FSDP or transformers keeps one of these models, and its watch of gradients, for a while."""
+    pytest.importorskip("transformers")
+    ranks("pipeline_transformers_cases")
 
 
 @pytest.mark.sampled(2)
