@@ -63,8 +63,9 @@ class Pipeline(nn.Module):
         """Run a training step on all micro-batches, and add the gradients of the mean loss to `.grad`. Collective.
 
         Args:
-            inputs, kwargs: the model's inputs. All ranks of a pipeline pass the same ones. Tensors are cut along their
-                first dimension, except those in which it is 1.
+            *inputs: the model's inputs. All ranks of a pipeline pass the same ones. Tensors are cut along their first
+                dimension, except those in which it is 1.
+            **kwargs: further inputs, by name.
             target: the target, cut along its first dimension. The ranks of the last stage need it.
 
         Returns:
