@@ -41,8 +41,8 @@ def capture_step(step: Callable[P, R], *, warm_up: int = 3) -> CapturedStep[P, R
 
     A graph repeats kernels, not Python. In a captured step nothing may read a value on the host (`loss.item()`), the
     optimizer must be capturable (`AdamW(..., capturable=True)`), and numbers of Python keep the values that they had,
-    apart from a learning rate that is a tensor. What Python does besides, such as counting steps, is done in the first
-    calls only. Blocks over several ranks need `Plan(dispatch="gather", max_tokens=...)`.
+    apart from a learning rate that is a tensor on the GPU. What Python does besides, such as counting steps, is done in
+    the first calls only. Blocks over several ranks need `Plan(dispatch="gather", max_tokens=...)`.
 
     Args:
         step: runs forward, backward and optimizer on the current device. Its arguments and results are trees of tensors
@@ -53,7 +53,7 @@ def capture_step(step: Callable[P, R], *, warm_up: int = 3) -> CapturedStep[P, R
         A `CapturedStep`. It frees its graph when it is deleted, by `free()`, and before a process group ends.
 
     Raises:
-        InvalidInput: `warm_up` is less than 1, or there is no GPU. The captured call raises it if the step cannot be
+        InvalidInput: `warm_up` is less than 1, or torch finds no GPU. The captured call raises it if the step cannot be
             captured, and later calls if their arguments differ from the captured ones in more than values of tensors,
             or if an option of an optimizer changed.
     """
@@ -178,14 +178,17 @@ class _Graph:
             if now[name] != value:
                 raise InvalidInput(
                     f"{name} is {now[name]}, and was {value} in the capture: the graph goes on with {value}. Make it "
-                    "a tensor (`AdamW(..., lr=torch.tensor(1e-3), capturable=True)`) and fill that, or capture again"
+                    'a tensor on the GPU (`lr=torch.tensor(1e-3, device="cuda")`) and fill that, or capture again'
                 )
 
     def _read_options(self) -> Iterator[tuple[str, Any]]:
-        """Yield the numbers among the options of each group of parameters: the graph holds their values."""
+        """Yield the numbers among the options of each group of parameters, those in tensors on the CPU, too: the graph
+        holds their values."""
         for number, optimizer in enumerate(self.optimizers):
             for i, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
+                    if isinstance(value, Tensor) and not value.is_cuda and value.numel() == 1:
+                        value = value.item()
                     if isinstance(value, (bool, int, float, tuple)):
                         yield f"`{key}` of group {i} of optimizer {number} ({type(optimizer).__name__})", value
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import moefx
 from moefx.errors import InvalidInput
-from moefx.runtime.captured_step import CapturedStep
+from moefx.runtime.captured_step import CapturedStep, _Graph
 
 from ..passes.blocks import D, Gated, Loop
 
@@ -23,6 +23,17 @@ def test_options_that_cannot_work_raise(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidInput, match="On a CPU call the step itself"):
         moefx.capture_step(print)
+
+
+def test_options_in_tensors_on_the_cpu_are_numbers_of_the_graph():
+    rate = torch.tensor(0.5)
+    graph = object.__new__(_Graph)
+    graph.optimizers = [torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=rate)]
+    graph.options = dict(graph._read_options())
+    graph._check_options()
+    rate.fill_(0.25)
+    with pytest.raises(InvalidInput, match=r"`lr` of group 0 of optimizer 0 \(AdamW\) is 0.25, and was 0.5"):
+        graph._check_options()
 
 
 class Training:
