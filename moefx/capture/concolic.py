@@ -28,9 +28,9 @@ from .concrete_routing import Routing
 from .filled_caches import clear_filled_caches
 from .host_reads import Interventions
 from .outside_state import OutsideState
-from .raw_containers import copy_items, restore_items
 from .side_effects import (
     HOOKS,
+    REGISTRIES,
     collect_effects,
     copy_registries,
     find_attribute_tensors,
@@ -38,6 +38,7 @@ from .side_effects import (
     install_stand_ins,
     keep_random_state,
     restore_attributes,
+    restore_registries,
 )
 from .size_guards import SizeLog
 from .tensor_trees import collect_tensors, is_float
@@ -90,8 +91,7 @@ def capture_block(
     originals = {n: dict(vars(m)) for n, m in unique}
     tracer.named |= install_stand_ins(block, make_stand_in)
     before = {n: dict(vars(m)) for n, m in unique}
-    registries = copy_registries(unique)
-    hooks = [(own[k], copy_items(own[k])) for own in before.values() for k in HOOKS & own.keys()]
+    registries, hooks = copy_registries(unique, REGISTRIES), copy_registries(unique, HOOKS)
     outside = OutsideState(block, (args, kwargs))
     try:
         out, drawn = _run_block(tracer, block, state, args, kwargs, names, outside.generators)
@@ -107,13 +107,10 @@ def capture_block(
             out = open_dataclasses(out, lambda t: _find_result_node(tracer, t, written))
             tracer.refuse_lost_gradients([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
     finally:
-        for _, now, old in registries:
-            restore_items(now, old)
+        restore_registries(registries)
         for n, m in unique:
             restore_attributes(m, originals[n])
-        for now, old in hooks:  # models may install hooks at their first call
-            if now or old:
-                restore_items(now, old)
+        restore_registries(hooks)  # models may install hooks at their first call
         outside.restore()
         with torch.no_grad(), torch.DisableTorchFunction():
             for t, value in tracer.overwritten.values():

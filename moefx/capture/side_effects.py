@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from .capture_result import Effect
-from .raw_containers import copy_items
+from .raw_containers import copy_items, restore_items
 from .tensor_trees import collect_tensors, is_float, map_tensors
 from .tracer import Tracer
 
@@ -181,9 +181,15 @@ def find_registry_changes(registries: Registries) -> list[Effect]:
     return found
 
 
-def copy_registries(modules: Iterable[tuple[str, nn.Module]]) -> Registries:
-    """Copy what is registered in each module, for `find_registry_changes` and `restore_items`."""
-    return [(path, vars(m)[key], copy_items(vars(m)[key])) for path, m in modules for key in REGISTRIES]
+def copy_registries(modules: Iterable[tuple[str, nn.Module]], keys: Iterable[str]) -> Registries:
+    """Copy the dictionaries `keys` of each module: `REGISTRIES`, or `HOOKS`."""
+    return [(path, vars(m)[key], copy_items(vars(m)[key])) for path, m in modules for key in keys if key in vars(m)]
+
+
+def restore_registries(registries: Registries) -> None:
+    for _, now, before in registries:
+        if now or before:
+            restore_items(now, before)
 
 
 def _holds_results(value: Any, tracer: Tracer) -> bool:

@@ -67,10 +67,14 @@ class SizeGuard:
         left, right = (evaluate_size(side, dims) for side in (self.left, self.right))
         return COMPARE[self.op](left, right) is self.value
 
+    @property
+    def symbol(self) -> str:
+        """The comparison that holds, in Python: `<=` if `>` was False."""
+        return _SYMBOLS[self.op if self.value else _NEGATIONS[self.op]]
+
     def __str__(self) -> str:
-        symbol = _SYMBOLS[self.op if self.value else _NEGATIONS[self.op]]
         unless = f", or {self.unless} == 0" if self.unless else ""
-        return f"{self.left} {symbol} {self.right}{unless}"
+        return f"{self.left} {self.symbol} {self.right}{unless}"
 
 
 @functools.lru_cache(maxsize=4096)

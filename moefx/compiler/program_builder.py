@@ -108,13 +108,10 @@ def _build_guards(result: BlockRewrite) -> list[Guard]:
     def size(expression: str) -> str:
         return re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], expression)
 
-    symbols = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-    opposite = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
     guards = []
     for g in result.match.guards:
         sides = [size(side) for side in (g.left, g.right, g.unless)]
-        symbol = symbols[g.op if g.value else opposite[g.op]]
-        condition, why = f"{sides[0]} {symbol} {sides[1]}", f"the block compares sizes: {g}"
+        condition, why = f"{sides[0]} {g.symbol} {sides[1]}", f"the block compares sizes: {g}"
         condition = f"{sides[2]} == 0 or {condition}" if g.unless else condition
         guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
     for name, leaf in followed.items():

@@ -20,7 +20,7 @@ def split_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> 
         The arguments of each micro-batch, and the size of the batch.
 
     Raises:
-        InvalidInput: there is no tensor, the batch cannot be cut evenly, or a tensor has another first dimension.
+        InvalidInput: the inputs hold no tensor, the batch cannot be cut evenly, or first dimensions differ.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors:

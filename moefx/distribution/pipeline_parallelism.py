@@ -46,7 +46,7 @@ def pipeline(
     Args:
         model: the original model, not compiled. On the meta device, each rank allocates its own stages only, by
             `Pipeline.to_empty`.
-        mesh: a mesh with an axis "pp". The other axes mean what they mean for `compile` and `parallelize`.
+        mesh: has an axis "pp". `compile` and `parallelize` use the other axes.
         plan: as for `compile`, but without "auto". The plan of a planner's entry goes with the entry's schedule and
             micro-batches.
         loss_fn: `loss_fn(output, target)`: the mean loss of a micro-batch. `output` is the model's output if it is a

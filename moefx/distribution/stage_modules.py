@@ -171,7 +171,7 @@ class StageForward:
     """The forward of a stage's model: runs the user's forward on the current micro-batch.
 
     Takes the hidden states of the stage before, or nothing in the first stage. Returns the hidden states for the next
-    stage. The last stage returns its share of the step's loss, [1], or the model's output if there are no targets.
+    stage. The last stage returns its share of the loss, [1]. Without targets it returns the model's output.
     """
 
     def __init__(self, model: nn.Module, port: StagePort):

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,13 @@ Line = tuple[Any, Any]  # op, source
 def line(node: fx.Node) -> Line:
     """Return the op and the source line of a node: equal for all runs of a loop."""
     return node.target, node.meta["source"]
+
+
+def skip_moves(node: fx.Node, moves: Collection[str]) -> fx.Node:
+    """Follow a tensor back through ops that only move its elements."""
+    while node.args and isinstance(node.args[0], fx.Node) and get_op_name(node) in moves:
+        node = node.args[0]
+    return node
 
 
 # ops that return (values, indices): functions that give the selected dim, and whether the result keeps it

@@ -29,6 +29,8 @@ AXIS_MOVES = VIEWS - {
 ELEMENT_MOVES = {*VIEWS, "cat", "flip", "index_select", "repeat", "stack", "t"} - {
     "flatten"
 }  # also ops on several tensors
+# All elements are one number.
+FILLS = {name for kind in ("ones", "zeros", "full") for name in (kind, f"{kind}_like", f"new_{kind}")}
 # As large as another tensor, with no computed numbers.
 NEW_TENSORS = {"_to_copy", "clone", "where", "zero", *(op.overloadpacket.__name__ for op in SHAPE_ONLY)}
 

@@ -332,7 +332,7 @@ def delete_module(block, x):
 
 
 class Registers(Loop):
-    """Changes what is registered in it, after its experts ran."""
+    """Registers, replaces or removes a part of itself, after its experts ran."""
 
     def __init__(self, change, tokens=0):
         super().__init__()

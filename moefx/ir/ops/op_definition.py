@@ -299,7 +299,7 @@ def op(schema: str, *, contract: str, keeps_activations: bool = False) -> Callab
 
 
 def iterate_items(args: Sequence[Any]) -> Iterator[Any]:
-    """Iterate over arguments, and over the items of those that are lists."""
+    """Iterate over arguments. Enter lists."""
     return itertools.chain.from_iterable(arg if isinstance(arg, (list, tuple)) else (arg,) for arg in args)
 
 

@@ -122,7 +122,7 @@ def in_pieces(acc):
 def locate_block(
     row_stride, first_row, first_column, end, width, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Offsets of a block, and the mask of those before row `end` and column `width`."""
+    """Return the offsets of a block, and a mask that is true before row `end` and column `width`."""
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     return row[:, None].to(gl.int64) * row_stride + column[None, :], (row < end)[:, None] & (column < width)[None, :]

@@ -219,10 +219,10 @@ class Batch:
             launch(tensors)
 
     def _capture(self, tensors: list[Any], addresses: tuple[int, ...]) -> Any:
-        """Capture the launches, and return their graph.
+        """Capture the launches.
 
         Returns:
-            None if there is no room, if another thread captures, or if the capture fails.
+            The graph. None without room, while another thread captures, or after a failed capture.
         """
         global _uses_graphs
         if not _capturing.acquire(blocking=False):

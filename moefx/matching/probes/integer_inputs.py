@@ -30,10 +30,10 @@ from ...capture.node_origins import is_abstract
 from ...capture.side_effects import has_integers
 from ...errors import Refused
 from ...ir.node_values import get_op_name
-from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, follows_from_integers, line
+from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, follows_from_integers, line, skip_moves
 from ..integer_ranges import NARROW, IntegerRanges
 from ..lift.canonical_form import CanonicalForm
-from ..op_classes import CLAMPS, COPIES, INTEGER_FUNCTIONS, LOOKUPS, SATURATING, VIEWS
+from ..op_classes import CLAMPS, COPIES, FILLS, INTEGER_FUNCTIONS, LOOKUPS, SATURATING, VIEWS
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 BUFFER_SEEDS = (2, 3, 4)  # seeds of captures in which buffers have other values
 _FIRST_BOUNDARY_SEED = 50  # first seed of captures that use the numbers of `boundary_values`
 _FEW_TOKENS_SEEDS = (70, 71, 72)  # seeds of captures in which few experts have tokens
-_FILLS = {f"{kind}{suffix}" for kind in ("ones", "zeros", "full") for suffix in ("", "_like")}
-_FILLS |= {f"new_{kind}" for kind in ("ones", "zeros", "full")}
 OpRun = tuple[Any, str, int]  # call stack, op, and a count of the op's runs there, from 1
 
 
@@ -119,9 +117,7 @@ def _is_mask_of_constant(n: fx.Node) -> bool:
 
 def _is_filled(node: fx.Node) -> bool:
     """Return whether all elements of a tensor are one number, because the program filled it."""
-    while get_op_name(node) in {*COPIES, *VIEWS} and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return get_op_name(node) in _FILLS
+    return get_op_name(skip_moves(node, COPIES | VIEWS)) in FILLS
 
 
 def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:

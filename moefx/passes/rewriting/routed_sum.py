@@ -11,9 +11,8 @@ from torch import fx
 
 from ...errors import Refused
 from ...ir.memory_order import invert_permutation, memory_order
-from ...ir.node_values import get_op_name
 from ...ir.ops import dialect  # registers the ops
-from ...matching.graph_nodes import depends_on_arguments
+from ...matching.graph_nodes import depends_on_arguments, skip_moves
 from ...matching.lift.canonical_form import Body, NodeRef, walk_body
 from ...matching.match_result import Match, ProvenGroup
 from .aligned_nodes import AlignedNodes
@@ -186,11 +185,11 @@ class RoutedSum:
     def _count_indexed_experts(self, moves: set[str]) -> int:
         """Return the size of the parameter axis that the ids index, behind ops in `moves`; 0 if they index none. In an
         index, negative ids count from the end."""
-        chosen = {_origin(n, moves) for n in self.form.expert_index.nodes}
+        chosen = {skip_moves(n, moves) for n in self.form.expert_index.nodes}
         for n in (n for n in self.form.replaced_nodes if n.target is aten.index.Tensor):
             base, indices = n.args
             for dim, i in enumerate(indices):  # type: ignore[arg-type]
-                if i is not None and _origin(i, moves) in chosen and base in self.form.replaced_nodes:
+                if i is not None and skip_moves(i, moves) in chosen and base in self.form.replaced_nodes:
                     return base.meta["val"].shape[dim]  # type: ignore[union-attr]
         return 0
 
@@ -249,13 +248,6 @@ class RoutedSum:
         return self.emit.call(torch.tensor, (values,), options, fake=torch.int64, shape=(len(values),))
 
 
-def _origin(n: fx.Node, moves: set[str]) -> fx.Node:
-    """Follow integers back through ops that only move them."""
-    while n.args and isinstance(n.args[0], fx.Node) and get_op_name(n) in moves:
-        n = n.args[0]
-    return n
-
-
 def _used_values(body: Body) -> list[int]:
     return sorted({b.args[0] for b in walk_body(body) if b.op == "value"})
 
@@ -267,7 +259,7 @@ def _value_shape(body: Body, i: int) -> tuple[int, ...]:
 def _explain_constant(group: ProvenGroup) -> Refused:
     if group.body.op == "const" and math.isnan(group.body.args[0]):
         return Refused(
-            f"tokens with the number {group.ids[0]}, which is no expert's, keep memory that was never written",
+            f"tokens with the number {group.ids[0]}, which is no expert's, keep memory that was never written, or NaN",
             remedy="start from torch.zeros_like(x) instead of torch.empty_like(x)",
         )
     return Refused("the result of the experts does not depend on the token")
