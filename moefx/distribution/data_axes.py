@@ -63,8 +63,7 @@ def choose_data_axes(
         rest = ", ".join(repr(name) for name in sizes if name != PIPELINE_AXIS)
         raise InvalidPlan(
             f"the mesh ({format_mesh(mesh)}) has a pipeline axis, whose ranks hold other stages: call moefx.pipeline, "
-            "or "
-            f"compile and parallelize the model of a stage over the ranks of the stage, mesh[{rest}]"
+            f"or compile and parallelize the model of a stage over the ranks of the stage, mesh[{rest}]"
         )
     if layout == "fsdp" and replicate:
         raise InvalidPlan(f"parallelize(data='fsdp', replicate_axes={replicate!r}): use data='hsdp' to replicate")

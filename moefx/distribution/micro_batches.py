@@ -26,8 +26,7 @@ def split_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> 
     if not tensors:
         raise InvalidInput(
             "step() needs the model's inputs on every rank: all stages compute masks and positions from them. Ranks of "
-            "one "
-            "pipeline pass the same inputs"
+            "one pipeline pass the same inputs"
         )
     batch = len(tensors[0])
     if batch % number or not batch:
@@ -53,8 +52,7 @@ def split_tree(tree: Any, batch: int, number: int, what: str) -> list[Any]:
         else:
             raise InvalidInput(
                 f"{what} has the shape {list(leaf.shape)}, and the batch is {batch}: the first dimension of each "
-                "tensor is "
-                "the batch, or 1 if all micro-batches share it"
+                "tensor is the batch, or 1 if all micro-batches share it"
             )
     return [tree_unflatten([part[i] for part in parts], spec) for i in range(number)]
 

@@ -141,8 +141,7 @@ def order_stages(name: str, ranks: int, microbatches: int, num_stages: int | Non
     if name in ("interleaved", "zb-h1") and microbatches % ranks:
         raise InvalidPlan(
             f"microbatches={microbatches}, and schedule={name!r} on {ranks} ranks of the pipeline axis takes a "
-            "multiple "
-            f"of {ranks}"
+            f"multiple of {ranks}"
         )
     return order
 

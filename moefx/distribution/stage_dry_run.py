@@ -154,8 +154,8 @@ class DryRun:
         if getattr(getattr(self.skeleton, "config", None), "output_router_logits", False) if asked is None else asked:
             raise InvalidInput(
                 "output_router_logits=True asks for a loss of the router logits of all layers, and a stage has those "
-                "of its "
-                "own layers only: set model.config.output_router_logits = False, or train without a pipeline axis"
+                "of its own layers only: set model.config.output_router_logits = False, or train without a pipeline "
+                "axis"
             )
         try:
             with torch.enable_grad():

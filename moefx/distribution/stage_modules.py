@@ -119,10 +119,8 @@ class EndLayer(SkippedLayer):
         if hidden.shape != expected.shape or hidden.dtype != expected.dtype:
             raise InvalidInput(
                 f"the last layer of stage {self.port.stage} returned {list(hidden.shape)} in {hidden.dtype}, and the "
-                "first "
-                f"layer of the model takes {list(expected.shape)} in {expected.dtype}: a pipeline needs hidden states "
-                "of "
-                "one shape and dtype between all layers"
+                f"first layer of the model takes {list(expected.shape)} in {expected.dtype}: a pipeline needs hidden "
+                "states of one shape and dtype between all layers"
             )
         raise StageEnd(hidden)
 
@@ -211,14 +209,12 @@ def select_output(output: Any) -> Tensor:
         if fields.get(name) is not None:
             raise InvalidInput(
                 f"the model's output has {name!r}, which a stage of a pipeline computes from its own layers only: "
-                "leave "
-                "labels and output_router_logits out, and pass labels as step(..., target=labels) to your loss_fn"
+                "leave labels and output_router_logits out, and pass labels as step(..., target=labels) to your loss_fn"
             )
     if not isinstance(fields.get("logits"), Tensor):
         raise InvalidInput(
             f"the model returned {type(output).__name__}: a pipeline takes models that return a tensor, or an output "
-            "with "
-            "a field 'logits'"
+            "with a field 'logits'"
         )
     return fields["logits"]
 

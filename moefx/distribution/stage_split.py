@@ -96,8 +96,7 @@ def find_layers(model: nn.Module) -> str:
     if not found:
         raise InvalidInput(
             f"{type(model).__name__} has no nn.ModuleList of layers to cut into stages: a pipeline takes decoders, "
-            "with an "
-            "embedding, a list of layers, a norm and a head as modules"
+            "with an embedding, a list of layers, a norm and a head as modules"
         )
     return max(found, key=found.__getitem__)
 
@@ -138,8 +137,7 @@ def split_model(
     if not layers or not isinstance(container, _CONTAINERS):
         raise InvalidPlan(
             f"split={{{layers!r}: ...}}: {type(model).__name__} has no list of modules of that name. Its layers seem "
-            "to be "
-            f"{find_layers(model)!r}"
+            f"to be {find_layers(model)!r}"
         )
     keys = tuple(key for key, _ in container.named_children())
     if counts is None:
@@ -170,8 +168,7 @@ def _list_outer_modules(model: nn.Module, layers: str) -> list[str]:
         for name, _ in module.named_parameters(recurse=False):
             raise InvalidInput(
                 f"{path + '.' if path else ''}{name} is a parameter of {type(module).__name__}, which would be in "
-                "every stage "
-                "of a pipeline: put it into a module that runs before or after the layers"
+                "every stage of a pipeline: put it into a module that runs before or after the layers"
             )
         found += [f"{path}.{key}" if path else key for key, _ in module.named_children() if key != step]
         path = f"{path}.{step}" if path else step
@@ -209,10 +206,8 @@ def _check_parameters(model: nn.Module, split: StageSplit) -> None:
             if other != stage:
                 raise InvalidInput(
                     f"{other_name} and {unit}.{name} are the same parameter, in stages {other} and {stage}: their "
-                    "gradients "
-                    "would have to be summed over stages. Untie them (transformers: tie_word_embeddings=False, then "
-                    "copy "
-                    "the weights)"
+                    "gradients would have to be summed over stages. Untie them (transformers: "
+                    "tie_word_embeddings=False, then copy the weights)"
                 )
 
 
@@ -254,7 +249,6 @@ def check_boundary(split: StageSplit, args: tuple[Any, ...], kwargs: dict[str, A
         if split.owners[name] != (0 if end == FIRST else last):
             raise InvalidInput(
                 f"{name} is in stage {split.owners[name]}, because the example inputs use it there or not at all, and "
-                "these "
-                f"inputs use it in the {end} stage: pass pipeline(..., example_inputs=) of this kind"
+                f"these inputs use it in the {end} stage: pass pipeline(..., example_inputs=) of this kind"
             )
     return hidden
