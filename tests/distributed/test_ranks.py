@@ -157,13 +157,15 @@ def test_ranks_that_disagree_raise(ranks):
 
 
 def test_unreduced_gradients_are_reported(ranks):
-    """Last of the cases on these ranks: it forgets the proofs that they share."""
     ranks("reduction_cases")
+
+
+def test_hooks_of_optimizers_are_removed():
+    launch(2, "tests.distributed.reduction_cases", "hooks_of_optimizers")
 
 
 @pytest.mark.hf
 def test_pipelines_of_transformers_train_as_one_device(ranks):
-    """After the reductions: FSDP or transformers keeps one of these models, and its watch of gradients, for a while."""
     pytest.importorskip("transformers")
     ranks("pipeline_transformers_cases")
 
