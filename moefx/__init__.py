@@ -20,8 +20,8 @@ if TYPE_CHECKING:
         save_routing,
     )
     from .distribution.data_parallelism import parallelize
-    from .distribution.pipeline_model import Pipeline
-    from .distribution.pipeline_parallelism import pipeline
+    from .distribution.pipelines.pipeline_model import Pipeline
+    from .distribution.pipelines.pipeline_parallelism import pipeline
     from .frontends.dynamo.backend import rewrite_graph
     from .planner.platforms import Platform
     from .planner.ranking import plan

@@ -28,8 +28,9 @@ from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, merge_refusals
 from .ir.argument_binding import ExampleInputs, flatten_arguments, make_signature_binder
 from .ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
-from .runtime.block_forward import STAGED, BlockForward, install_forward
+from .runtime.block_forward import BlockForward, install_forward
 from .runtime.program import Program
+from .runtime.staged_models import refuse_pipeline
 from .util.model_copy import copy_model
 from .util.progress import report_progress
 from .verification.verify_report import VerifyReport, verify
@@ -76,7 +77,8 @@ def compile(
         UnknownPlatform: the plan is `"auto"`, and MOEFX_PLATFORM names no platform.
     """
     plan = _check_plan(plan, mesh)
-    model = _refuse_pipeline(unwrap_model(model))
+    model = unwrap_model(model)
+    refuse_pipeline(model, "compile")
     if mesh is not None:
         from .distribution.block_distribution import find_expert_layouts  # torch.distributed takes a while
 
@@ -122,16 +124,6 @@ def compile(
         gradients = describe_reductions(compiled, survey.layout_by_name, proven.axis, plan)
     vars(compiled)[RECORD] = Record(tuple(reports), survey.refused, survey.seconds, proven.decision, gradients)
     return compiled
-
-
-def _refuse_pipeline(model: nn.Module) -> nn.Module:
-    """Return the model, if it is no Pipeline, whose stages are compiled one by one."""
-    if STAGED in vars(model):
-        raise InvalidInput(
-            "moefx.compile and moefx.explain take a model, not a Pipeline, whose stages are compiled already: "
-            "moefx.explain(pipe.stages[number]) shows a stage"
-        )
-    return model
 
 
 def _list_warnings(survey: Survey, strict: bool) -> list[str]:
@@ -218,7 +210,8 @@ def explain(
     if is_compiled_function(given):
         record, forwards = find_graph_regions(given)
         return _explain_record(given.__name__, record or Record((), (), 0.0), forwards, trace, verbose)
-    model = _refuse_pipeline(unwrap_model(given))
+    model = unwrap_model(given)
+    refuse_pipeline(model, "explain")
     record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
         record = UNCHANGED.get(model) or find_graph_regions(given)[0]

@@ -112,7 +112,7 @@ def guess_inputs(model: nn.Module) -> tuple | dict:
     import torch
     from torch.utils._pytree import tree_map_only
 
-    from .capture.example_calls import find_example_calls
+    from .capture.search.example_calls import find_example_calls
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
         return torch.randn(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor

@@ -18,8 +18,8 @@ from torch import nn
 import moefx
 import moefx.compiler.model_proof
 import moefx.compiler.survey
-from moefx.capture.block_search import BlockCandidates, SurveyedCall
-from moefx.capture.module_structure import compute_signature
+from moefx.capture.search.block_search import BlockCandidates, SurveyedCall
+from moefx.capture.search.module_structure import compute_signature
 from moefx.compiler.block_compiler import BlockRewrite
 from moefx.compiler.numeric_check import NumericCheck, check_numerically
 from moefx.ir.guards.attribute_reads import AttributeLocation, find_globals, find_tied_tensors, read_value

@@ -14,7 +14,7 @@ import moefx
 from moefx import Plan
 from moefx.errors import CaptureError, InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound, NoSuchPass
 
-from .passes.blocks import D, E, K, Loop, Mlp
+from .blocks import D, E, K, Loop, Mlp
 
 
 class Model(nn.Module):

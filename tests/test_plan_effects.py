@@ -24,7 +24,7 @@ from moefx.planner.mesh_axes import list_axis_uses
 from moefx.planner.platforms import find_platform
 from moefx.runtime.sharding import resolve_expert_axes
 
-from .passes.blocks import D, Gated, Loop
+from .blocks import D, Gated, Loop
 
 EXAMPLE = (torch.zeros(9, D),)
 OF_A_MESH = (

@@ -12,7 +12,7 @@ import moefx
 import moefx.compiler.survey
 
 from . import proof_memory
-from .passes.blocks import D, Gated, Loop, Mlp
+from .blocks import D, Gated, Loop, Mlp
 
 SCALE = 2.0
 _route = Loop.route

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .code_locations import Source
-from .size_guards import SizeLog
+from ..util.code_locations import Source
+from .sizes.size_guards import SizeLog
 
 # Force mixed outcomes, element by element: both outcomes of a comparison, an integer or one more. Choices select among
 # arbitrary numbers.

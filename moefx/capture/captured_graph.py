@@ -12,7 +12,7 @@ from torch import fx
 from ..ir.block_graph import BlockGraph
 from ..ir.node_values import TensorSpec
 from .capture_result import Capture
-from .node_origins import collect_ancestors
+from .tracing.node_origins import collect_ancestors
 
 MAX_NODES = 4096  # a copy of a node takes about as long as its capture
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

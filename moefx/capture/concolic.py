@@ -21,14 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.dataclass_fields import open_dataclasses
 from ..util.fake_tensor_log import without_fake_tensor_errors
-from .call_recording import record_calls
-from .capture_observer import CaptureObserver
+from ..util.tensor_trees import collect_tensors, is_float
 from .capture_result import Capture, Effect
-from .concrete_routing import Routing
-from .filled_caches import clear_filled_caches
-from .host_reads import Interventions
-from .outside_state import OutsideState
-from .side_effects import (
+from .sizes.size_guards import SizeLog
+from .state.filled_caches import clear_filled_caches
+from .state.outside_state import OutsideState
+from .state.side_effects import (
     HOOKS,
     REGISTRIES,
     collect_effects,
@@ -40,10 +38,12 @@ from .side_effects import (
     restore_attributes,
     restore_registries,
 )
-from .size_guards import SizeLog
-from .tensor_trees import collect_tensors, is_float
-from .torch_functions import TorchFunctions
-from .tracer import Tracer
+from .tracing.call_recording import record_calls
+from .tracing.capture_observer import CaptureObserver
+from .tracing.concrete_routing import Routing
+from .tracing.host_reads import Interventions
+from .tracing.torch_functions import TorchFunctions
+from .tracing.tracer import Tracer
 
 aten = torch.ops.aten
 

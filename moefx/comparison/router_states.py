@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.tensor_trees import has_values
 from ..util.model_copy import copy_model
+from ..util.tensor_trees import has_values
 from .sandbox import Inputs, change_tensors, leaves
 
 GIVEN, UNRELATED = "the given inputs", "unrelated inputs"

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.default_device import users_device
-from ..capture.side_effects import keep_random_state
+from ..capture.state.side_effects import keep_random_state
 from ..capture.worker_thread import check_interrupt
 from ..ir.passed_objects import is_passed
+from ..util.default_device import users_device
 from ..util.model_copy import copy_model
 from .input_layouts import Layout, apply_layout
 

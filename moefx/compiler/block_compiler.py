@@ -20,11 +20,11 @@ from torch import nn
 
 from .._plan import Plan
 from ..capture.captured_graph import build_captured_graph
-from ..capture.identity_tests import refuse_identity_tests
-from ..capture.opaque_state import refuse_opaque_state
-from ..capture.outside_state import ARGUMENT
-from ..capture.side_effects import silence_hooks
-from ..capture.skipped_calls import SkippedCall, SkipPlan, patch_skipped_calls
+from ..capture.search.skipped_calls import SkippedCall, SkipPlan, patch_skipped_calls
+from ..capture.state.identity_tests import refuse_identity_tests
+from ..capture.state.opaque_state import refuse_opaque_state
+from ..capture.state.outside_state import ARGUMENT
+from ..capture.state.side_effects import silence_hooks
 from ..errors import Cause, Refused
 from ..inspection.history import History
 from ..inspection.proof_trace import AttemptRun

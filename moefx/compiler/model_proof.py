@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from .._plan import Plan
-from ..capture.default_device import neutral_device
 from ..capture.device_autocast import use_device_autocast
 from ..capture.worker_thread import run_in_worker
 from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
+from ..util.default_device import neutral_device
 from ..util.progress import announce
 from ..util.user_code import forward_line
 from .numeric_check import NumericCheck, check_numerically, find_nonfinite

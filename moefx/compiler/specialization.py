@@ -13,14 +13,12 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
-from ..capture.block_arguments import Arguments
-from ..capture.block_search import search_blocks
-from ..capture.code_locations import is_internal_error
-from ..capture.default_device import neutral_device
+from ..capture.arguments.block_arguments import Arguments
 from ..capture.device_autocast import use_device_autocast
-from ..capture.inner_calls import copy_abstract, iterate_objects, iterate_tensors
-from ..capture.module_structure import compute_signature
-from ..capture.skipped_calls import SkippedCall, SkipPlan
+from ..capture.search.block_search import search_blocks
+from ..capture.search.module_structure import compute_signature
+from ..capture.search.skipped_calls import SkippedCall, SkipPlan
+from ..capture.state.inner_calls import copy_abstract, iterate_objects, iterate_tensors
 from ..capture.worker_thread import run_in_worker
 from ..errors import Refused, summarize_error
 from ..ir.argument_binding import Path, Specialization, describe_leaf, flatten_arguments, make_signature_binder
@@ -37,6 +35,8 @@ from ..ir.passed_objects import replace_objects
 from ..runtime.block_forward import BlockForward
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
+from ..util.code_locations import is_internal_error
+from ..util.default_device import neutral_device
 from .block_compiler import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
 from .numeric_check import check_numerically
 from .program_builder import build_program, move_kind

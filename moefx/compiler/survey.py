@@ -15,14 +15,12 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._plan import Plan
-from ..capture.block_search import BlockCandidates, SurveyedCall, search_blocks
-from ..capture.code_locations import is_internal_error, suppress_program_errors
 from ..capture.concolic import capture_block
-from ..capture.concrete_routing import Routing
-from ..capture.example_calls import find_example_calls
-from ..capture.isolated_run import run_copy
-from ..capture.module_structure import compute_signature
-from ..capture.tensor_trees import has_values
+from ..capture.search.block_search import BlockCandidates, SurveyedCall, search_blocks
+from ..capture.search.example_calls import find_example_calls
+from ..capture.search.isolated_run import run_copy
+from ..capture.search.module_structure import compute_signature
+from ..capture.tracing.concrete_routing import Routing
 from ..errors import CaptureError, Cause, InvalidInput, MoefxError, Refused, refuse_own_bug, summarize_error
 from ..inspection.proof_trace import AttemptRun, ProofTrace
 from ..ir.guards.attribute_reads import (
@@ -37,8 +35,10 @@ from ..ir.guards.stored_values import is_same
 from ..matching.unsupported_effects import NO_CACHE
 from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.change_detection import find_absorbed_names, find_hook_kind
+from ..util.code_locations import is_internal_error, suppress_program_errors
 from ..util.model_copy import copy_model
 from ..util.progress import announce
+from ..util.tensor_trees import has_values
 from ..util.user_code import forward_line, user_line
 from .block_compiler import BlockRewrite, rewrite_block, rewrite_with_objects
 from .survey_result import MatchedBlock, Refusal, Survey

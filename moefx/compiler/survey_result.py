@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from .._plan import Plan
-from ..capture.block_search import SurveyedCall
+from ..capture.search.block_search import SurveyedCall
 from ..errors import Cause
 from ..inspection.proof_trace import ProofTrace
 from ..ir.guards.attribute_reads import AttributeLocation

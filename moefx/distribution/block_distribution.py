@@ -43,7 +43,7 @@ from ..runtime.topology import ExpertAxis
 from ..util.user_code import forward_line
 from .dispatch_choice import choose_routes
 from .expert_storage import find_expert_parameters
-from .stage_state import find_stages
+from .pipelines.stage_state import find_stages
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from .._plan import Plan
-from ..capture.default_device import neutral_device
 from ..capture.device_autocast import use_device_autocast
 from ..capture.worker_thread import run_in_worker
 from ..compiler.block_compiler import reapply_checkpoint
@@ -21,6 +20,7 @@ from ..compiler.survey import survey_model
 from ..compiler.survey_result import Survey
 from ..ir.argument_binding import find_device
 from ..util.compile_lock import compile_lock
+from ..util.default_device import neutral_device
 
 if TYPE_CHECKING:
     from ..planner.decision import Decision
@@ -54,7 +54,7 @@ def prove_model(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = N
     """
     survey, decision, axis = None, None, None
     if mesh is not None:
-        from ..distribution.pipeline_stages import check_stages
+        from ..distribution.pipelines.pipeline_stages import check_stages
 
         check_stages(model, mesh)
     if plan.is_undecided:

@@ -13,9 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.capture_result import FORCE_VARIED
-from ..capture.code_locations import Source
 from ..errors import Cause, Refused
 from ..ir.node_values import get_op_name
+from ..util.code_locations import Source
 from .graph_nodes import collect_numbers, find_comparison
 from .lift.canonical_form import Body, CanonicalForm, NodeRef
 from .lift.expert_index import enumerate_slot_views

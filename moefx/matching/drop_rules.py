@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..capture.code_locations import suppress_program_errors
-from ..capture.concrete_routing import Routing
+from ..capture.tracing.concrete_routing import Routing
 from ..errors import MoefxError, Refused
+from ..util.code_locations import suppress_program_errors
 from .capacity_formulas import Formula, find_formula
 from .drop_masks import TieBreak, find_masks
 from .graph_nodes import collect_numbers

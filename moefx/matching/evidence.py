@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from typing import Any
 
 from ..capture.capture_result import Capture
-from ..capture.code_locations import Source
-from ..capture.idle_tests import EmptinessTests
-from ..capture.size_guards import SizeGuard, SizeLog
+from ..capture.emptiness.idle_tests import EmptinessTests
+from ..capture.sizes.size_guards import SizeGuard, SizeLog
+from ..util.code_locations import Source
 from .graph_nodes import line
 from .lift.canonical_form import CanonicalForm
 from .lift.same_form import require_same_form

@@ -16,14 +16,14 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..capture.block_arguments import Arguments
+from ..capture.arguments.block_arguments import Arguments
 from ..capture.capture_result import Capture
-from ..capture.code_locations import suppress_program_errors
-from ..capture.concrete_routing import Routing, RoutingKind
-from ..capture.host_reads import Interventions
-from ..capture.size_guards import SizeGuard, evaluate_size
+from ..capture.sizes.size_guards import SizeGuard, evaluate_size
+from ..capture.tracing.concrete_routing import Routing, RoutingKind
+from ..capture.tracing.host_reads import Interventions
 from ..errors import MoefxError
 from ..inspection.proof_trace import ProbeRun
+from ..util.code_locations import suppress_program_errors
 from .capacity_formulas import Formula, find_formula
 from .guarded_sizes import find_sequence, find_sizes
 from .lift.canonical_form import Body, CanonicalForm, NodeRef, max_capture_tokens

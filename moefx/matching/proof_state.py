@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..capture.block_arguments import Arguments
+from ..capture.arguments.block_arguments import Arguments
 from ..capture.capture_result import Capture
 from ..capture.concolic import capture_block
-from ..capture.concrete_routing import Routing
-from ..capture.host_reads import Interventions
-from ..capture.size_guards import SizeGuard, SizeLog
+from ..capture.sizes.size_guards import SizeGuard, SizeLog
+from ..capture.tracing.concrete_routing import Routing
+from ..capture.tracing.host_reads import Interventions
 from ..errors import Refused
 from ..inspection.proof_trace import ProbeRun
 from .evidence import Evidence, find_value_lines, have_same_lines

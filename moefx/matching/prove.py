@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from ..capture.concrete_routing import Routing, RoutingKind
+from ..capture.tracing.concrete_routing import Routing, RoutingKind
 from ..errors import Refused
 from .drop_rules import refuse_unexplained
 from .evidence import find_value_lines, have_same_lines

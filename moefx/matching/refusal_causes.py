@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from ..capture.capture_result import Capture
-from ..capture.code_locations import suppress_program_errors
-from ..capture.routed_numbers import is_emptiness_test
+from ..capture.sizes.routed_numbers import is_emptiness_test
 from ..errors import Cause, MoefxError, Refused
 from ..ir.node_values import get_op_name
+from ..util.code_locations import suppress_program_errors
 from .graph_nodes import depends_on_routing, find_comparison
 from .op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
 from .probes.branch_outcomes import find_buffers

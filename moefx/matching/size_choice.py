@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..capture.size_guards import SizeGuard
+from ..capture.sizes.size_guards import SizeGuard
 from ..errors import Cause, Refused
 from .guarded_sizes import find_sequence, find_sizes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..capture.capture_result import Capture
-from ..capture.outside_state import ARGUMENT
+from ..capture.state.outside_state import ARGUMENT
 from ..errors import Refused
 
 NO_CACHE = (

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..capture.node_origins import collect_ancestors
+from ..capture.tracing.node_origins import collect_ancestors
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_body import ExpertBody, Gemm
 from ..ir.expression_check import is_pointwise

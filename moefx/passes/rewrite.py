@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from ..capture.capture_result import Effect, SubmoduleCall
 from ..capture.device_autocast import get_autocast_dtype
-from ..capture.op_sets import CONTRACTIONS
+from ..capture.tracing.op_sets import CONTRACTIONS
 from ..errors import Refused
 from ..ir.passed_objects import check_structure
 from ..matching.graph_nodes import is_random, is_skipped

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..capture.default_device import neutral_device
 from ..errors import NothingFits, UnknownArchitecture, UnknownPlatform
 from ..ir.argument_binding import ExampleInputs
+from ..util.default_device import neutral_device
 from ..util.unit_text import amount
 from .architecture import Architecture
 from .catalogue import find_model

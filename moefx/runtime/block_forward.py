@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 # Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
 MAX_SPECIALIZATIONS = 16
-STAGED = "_moefx_stages"  # the attribute of a Pipeline that holds its `StageGroup`
 _NOT_SPECIALIZED = "not specialized"
 _log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from ..capture.argument_interpretations import interpret_arguments
-from ..capture.block_arguments import Arguments, TensorArgument
-from ..capture.size_collisions import ModelNumbers
+from ..capture.arguments.argument_interpretations import interpret_arguments
+from ..capture.arguments.block_arguments import Arguments, TensorArgument
+from ..capture.arguments.size_collisions import ModelNumbers
 from ..comparison.input_layouts import Layout
 from ..comparison.sandbox import Inputs, Parameters, RunOptions, copy_detached, execute, leaves, make_sandbox
 from ..errors import summarize_error

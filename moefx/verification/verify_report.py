@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.default_device import neutral_device
 from ..comparison.policy import Row
 from ..comparison.routing_tape import RoutingRow
 from ..comparison.sandbox import Inputs
 from ..errors import InvalidInput, VerificationFailed
 from ..ir.argument_binding import ExampleInputs
 from ..runtime.block_forward import find_rewritten_blocks
+from ..util.default_device import neutral_device
 from .compiled_parts import CompiledPart, find_compiled_parts
 from .expert_shares import find_shares
 from .model_verifier import ModelVerifier, copy_with_original_regions, is_graph, is_region

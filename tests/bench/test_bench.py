@@ -200,7 +200,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.bench import mirror_group as mirror
-from tests.passes.blocks import D, Gated, Loop
+from tests.blocks import D, Gated, Loop
 
 mirror.init_mirror_group(4, lambda leaving: 0.0)
 mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))

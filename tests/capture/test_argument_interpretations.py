@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.capture.argument_interpretations import MAX_INTERPRETATIONS, interpret_arguments
-from moefx.capture.size_collisions import ModelNumbers
+from moefx.capture.arguments.argument_interpretations import MAX_INTERPRETATIONS, interpret_arguments
+from moefx.capture.arguments.size_collisions import ModelNumbers
 
 D, H, E, LENGTH = 16, 12, 4, 10
 

@@ -8,8 +8,8 @@ import torch
 import moefx
 from moefx.errors import Refused
 
+from ..blocks import D, Loop, Mlp, rewritten
 from ..models.case import gradients
-from ..passes.blocks import D, Loop, Mlp, rewritten
 
 
 class Doubled(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.capture.block_arguments import Arguments
+from moefx.capture.arguments.block_arguments import Arguments
 
 
 def shapes(arguments: Arguments) -> list[tuple]:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moefx.capture.block_search import search_blocks
-from moefx.capture.module_structure import compute_signature
+from moefx.capture.search.block_search import search_blocks
+from moefx.capture.search.module_structure import compute_signature
 
 D, E = 4, 3
 

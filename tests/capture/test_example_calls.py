@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.capture.example_calls import find_example_calls
+from moefx.capture.search.example_calls import find_example_calls
 from moefx.errors import InvalidInput
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moefx.capture.functionalize import find_functional_form
+from moefx.capture.tracing.functionalize import find_functional_form
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from moefx.errors import Refused
 
-from ..passes.blocks import Loop, rewritten
+from ..blocks import Loop, rewritten
 
 _LOG = logging.getLogger(__name__)
 

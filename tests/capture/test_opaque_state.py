@@ -10,7 +10,7 @@ import torch
 
 import moefx
 
-from ..passes.blocks import D, Loop, Mlp
+from ..blocks import D, Loop, Mlp
 
 _OPAQUE = {
     "count": (itertools.count, lambda clock: next(clock) > 30),

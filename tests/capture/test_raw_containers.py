@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.capture import filled_caches
-from moefx.capture.outside_state import OutsideState
+from moefx.capture.state import filled_caches
+from moefx.capture.state.outside_state import OutsideState
 
-from ..passes.blocks import D, Loop
+from ..blocks import D, Loop
 
 
 def _refuses(*names: str) -> Callable[[type], type]:

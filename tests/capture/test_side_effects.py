@@ -14,7 +14,7 @@ from torch import nn
 
 import moefx
 
-from ..passes.blocks import D, Loop
+from ..blocks import D, Loop
 
 LOSSES: list[torch.Tensor] = []
 COUNT = 0

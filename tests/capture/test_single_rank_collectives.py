@@ -11,8 +11,8 @@ import torch.distributed._functional_collectives as functional
 
 import moefx
 
+from ..blocks import D, E, Loop, Mlp
 from ..models.case import gradients
-from ..passes.blocks import D, E, Loop, Mlp
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
-from moefx.capture.block_arguments import Arguments
-from moefx.capture.size_collisions import EXACT, ModelNumbers
+from moefx.capture.arguments.block_arguments import Arguments
+from moefx.capture.arguments.size_collisions import EXACT, ModelNumbers
 
 
 class Stacked(nn.Module):

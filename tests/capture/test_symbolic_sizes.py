@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.capture.size_guards import SizeGuard, SizeLog
-from moefx.capture.symbolic_sizes import Ratio, Size, wrap_sizes
+from moefx.capture.sizes.size_guards import SizeGuard, SizeLog
+from moefx.capture.sizes.symbolic_sizes import Ratio, Size, wrap_sizes
 
 
 def evaluate(expr: str, **dims: int) -> float:

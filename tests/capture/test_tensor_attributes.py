@@ -8,7 +8,7 @@ from torch import nn
 
 import moefx
 
-from ..passes.blocks import D, E, K
+from ..blocks import D, E, K
 
 
 class Loop(nn.Module):

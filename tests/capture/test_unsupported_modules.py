@@ -9,7 +9,7 @@ from torch import nn
 import moefx
 from moefx.errors import CaptureError
 
-from ..passes.blocks import D, Loop
+from ..blocks import D, Loop
 
 
 class PackedWeight(nn.Parameter):

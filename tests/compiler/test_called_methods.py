@@ -8,8 +8,8 @@ from torch import nn
 
 import moefx
 
+from ..blocks import D, E, H
 from ..models.case import gradients
-from ..passes.blocks import D, E, H
 
 
 class Stacked(nn.Module):

@@ -10,8 +10,8 @@ from moefx.compiler.numeric_check import check_numerically
 from moefx.ir import joined_ops, op_joining
 from moefx.ir.joined_ops import JoinedOps
 
+from .. import blocks
 from ..ir.test_joined_ops import Block, D, T
-from ..passes import blocks
 
 SINGLE_OPS = "differs from the same ops one by one on the given inputs, with ops joined"
 

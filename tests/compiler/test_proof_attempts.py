@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.capture.argument_interpretations import interpret_arguments
-from moefx.capture.outside_state import ARGUMENT
-from moefx.capture.size_collisions import ModelNumbers
-from moefx.capture.size_guards import SizeGuard
-from moefx.capture.skipped_calls import SkipPlan
-from moefx.capture.symbolic_sizes import NumberNotTaken
+from moefx.capture.arguments.argument_interpretations import interpret_arguments
+from moefx.capture.arguments.size_collisions import ModelNumbers
+from moefx.capture.search.skipped_calls import SkipPlan
+from moefx.capture.sizes.size_guards import SizeGuard
+from moefx.capture.sizes.symbolic_sizes import NumberNotTaken
+from moefx.capture.state.outside_state import ARGUMENT
 from moefx.compiler import proof_attempts
 from moefx.compiler.block_compiler import rewrite_with_objects
 from moefx.compiler.proof_attempts import Failure, prove_and_rewrite
@@ -26,7 +26,7 @@ from moefx.matching.proof_state import ProofState
 from moefx.passes.rewrite import Placeholders
 from moefx.util.user_code import PACKAGE_DIR
 
-from ..passes.blocks import Block, D, E, Loop, Mlp, rewritten
+from ..blocks import Block, D, E, Loop, Mlp, rewritten
 
 
 def return_norm(b, x):

@@ -13,7 +13,7 @@ from moefx import Plan
 from moefx.compiler.survey import survey_model
 from moefx.compiler.survey_result import Refusal
 
-from ..passes.blocks import D, Loop, Mlp
+from ..blocks import D, Loop, Mlp
 
 
 class Layer(Loop):

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import moefx
 
-from ..passes.blocks import Loop
+from ..blocks import Loop
 from . import models
 from .models import ALL, CLOSE, NEAR, assert_rewritten, assert_same, ids, logits, loss, pair, step
 

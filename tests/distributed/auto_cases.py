@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import moefx
 from moefx.errors import InvalidPlan, UnknownPlatform
 
-from ..passes.blocks import D, E
+from ..blocks import D, E
 from .launch import sampled
 from .lost_cases import differs
 from .models import Model

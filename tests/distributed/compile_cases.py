@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import InvalidPlan, NotRewritten, Refused
 
-from ..passes.blocks import D, Loop, Mlp, WithBias
+from ..blocks import D, Loop, Mlp, WithBias
 from .launch import sampled
 from .models import BLOCKS, Model, check, compiled_beside
 

@@ -21,7 +21,7 @@ import moefx.runtime.topology
 from moefx.errors import ExpertsOverwritten, InvalidInput
 from moefx.runtime.link_costs import EXCHANGES_PER_LAYER, HOST_COSTS, Link, count_gathered_bytes
 
-from ..passes.blocks import D, Dropping
+from ..blocks import D, Dropping
 from .launch import sampled
 from .models import BLOCKS, Model, check, compiled_beside, is_of_experts
 from .sequence_cases import PLAN as SHARED_TOKENS

@@ -16,7 +16,7 @@ from moefx.bench.shapes import Shape
 from moefx.errors import InvalidInput
 from moefx.ir import op_providers
 
-from ..passes.blocks import D
+from ..blocks import D
 from .models import Model, compiled_beside
 from .pipeline_training_cases import LENGTH, VOCAB, Decoder, loss_fn
 

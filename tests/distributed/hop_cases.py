@@ -16,7 +16,7 @@ from moefx.errors import InvalidPlan
 from moefx.ir.expert_placement import TopologyLevel
 from moefx.runtime.link_costs import Link
 
-from ..passes.blocks import D
+from ..blocks import D
 from .launch import sampled
 from .models import Model, check, compiled_beside
 

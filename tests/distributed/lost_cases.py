@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import InvalidPlan, NoMoEBlockFound, RanksLost
 
-from ..passes.blocks import D, Gated, Loop
+from ..blocks import D, Gated, Loop
 from .launch import sampled
 from .models import BLOCKS, Model, compiled_beside
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import moefx
 
-from ..passes.blocks import D, E, Gated, Loop, Mlp, Stacked
+from ..blocks import D, E, Gated, Loop, Mlp, Stacked
 
 
 def dense(self, x):

@@ -22,7 +22,7 @@ import moefx
 from moefx.distribution.data_parallelism import _find_layers, choose_placements
 from moefx.errors import InvalidInput, InvalidPlan
 
-from ..passes.blocks import D, Gated, Loop
+from ..blocks import D, Gated, Loop
 from .models import BLOCKS, Model, compiled_beside, is_of_experts
 from .state_cases import loaded, shared_folder
 

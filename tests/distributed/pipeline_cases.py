@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import moefx
 from moefx.errors import InvalidPlan
 
-from ..passes.blocks import D
+from ..blocks import D
 from .launch import sampled
 from .models import Model, is_of_experts
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moefx
 from moefx.errors import CaptureError, InvalidInput, InvalidPlan, NoMoEBlockFound
 
-from ..passes.blocks import D
+from ..blocks import D
 from .parallelize_cases import mesh_of, raises
 from .pipeline_training_cases import DELAYED, EXAMPLE, LENGTH, PLAN, Decoder, Layer, build
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import moefx
 from moefx.errors import InvalidInput
 
-from ..passes.blocks import D
+from ..blocks import D
 from .models import BLOCKS
 from .parallelize_cases import raises
 from .state_cases import loaded, shared_folder

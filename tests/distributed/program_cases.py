@@ -18,7 +18,7 @@ import moefx.ir.ops.row_exchange
 from moefx.ir.ops.op_definition import registry
 from moefx.ir.ops.uneven_all_to_all import start, wait
 
-from ..passes.blocks import D, K
+from ..blocks import D, K
 from .launch import sampled
 from .models import Model, compiled_beside
 

@@ -17,7 +17,7 @@ from torch import nn
 import moefx
 import moefx.planner
 
-from ..passes.blocks import D, Dropping
+from ..blocks import D, Dropping
 from ..proof_memory import proving_once
 from .models import BLOCKS, Model
 

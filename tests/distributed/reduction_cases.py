@@ -20,7 +20,7 @@ import moefx
 from moefx.runtime.reductions import Reduction, build_reductions
 
 from .. import proof_memory
-from ..passes.blocks import D
+from ..blocks import D
 from .launch import sampled
 from .models import Model, compiled_beside, is_of_experts
 

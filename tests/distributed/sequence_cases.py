@@ -17,7 +17,7 @@ import moefx.ir.ops.sequence_shards
 from moefx.errors import InvalidInput, InvalidPlan
 from moefx.ir.ops.uneven_all_to_all import wait
 
-from ..passes.blocks import D, Dropping
+from ..blocks import D, Dropping
 from .launch import sampled
 from .models import BLOCKS, Model, compiled_beside, is_of_experts
 

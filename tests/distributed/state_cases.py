@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moefx
 from moefx.errors import InvalidInput, MoefxError, Refused
 
-from ..passes.blocks import D, E
+from ..blocks import D, E
 from .launch import sampled
 from .models import BLOCKS, Model, compiled_beside, is_of_experts
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from moefx.distribution.micro_batches import split_inputs, split_tree
-from moefx.distribution.pipeline_schedules import KINDS, SIMULATED, order_stages
-from moefx.distribution.stage_split import count_layers, find_layers, read_split, split_model
+from moefx.distribution.pipelines.micro_batches import split_inputs, split_tree
+from moefx.distribution.pipelines.pipeline_schedules import KINDS, SIMULATED, order_stages
+from moefx.distribution.pipelines.stage_split import count_layers, find_layers, read_split, split_model
 from moefx.errors import InvalidInput, InvalidPlan
 from moefx.planner.layout import Schedule
 

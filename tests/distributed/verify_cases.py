@@ -16,7 +16,7 @@ import moefx.ir.ops.row_exchange
 from moefx.errors import InvalidInput
 from moefx.ir.ops.uneven_all_to_all import start
 
-from ..passes.blocks import D
+from ..blocks import D
 from .launch import sampled
 from .models import Model, compiled_beside
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moefx
 from moefx.errors import ExpertsOverwritten
 
-from ..passes.blocks import D
+from ..blocks import D
 from .launch import sampled
 from .models import BLOCKS, Model, compiled_beside, is_of_experts
 

@@ -11,7 +11,7 @@ from torch import nn
 import moefx
 from moefx.matching.probes.probe_list import PROBES
 
-from ..passes.blocks import D, E, Loop, Mlp
+from ..blocks import D, E, Loop, Mlp
 
 
 class Neighbour(Loop):

@@ -14,8 +14,8 @@ import moefx
 from moefx.matching import prove
 from moefx.matching.probes.probe import Probe
 
+from ..blocks import D, E, Loop, Mlp
 from ..models.case import gradients
-from ..passes.blocks import D, E, Loop, Mlp
 
 BETWEEN_ROWS = r"compute each output row of an expert from one input row"
 

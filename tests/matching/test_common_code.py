@@ -11,7 +11,7 @@ from torch.distributions import Normal
 
 import moefx
 
-from ..passes.blocks import D, E, Loop, Mlp
+from ..blocks import D, E, Loop, Mlp
 
 
 class TouchesIdle(Loop):

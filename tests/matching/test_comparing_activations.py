@@ -11,7 +11,7 @@ from torch import nn
 
 import moefx
 
-from ..passes.blocks import D, E, Loop
+from ..blocks import D, E, Loop
 
 ROWS, H = 33, 24
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import moefx
 
-from ..passes.blocks import D, E, Loop, Mlp
+from ..blocks import D, E, Loop, Mlp
 
 ROWS = 33
 

@@ -11,7 +11,7 @@ from torch import nn
 import moefx
 from moefx.errors import NoMoEBlockFound
 
-from ..passes.blocks import D, E, Loop, Mlp
+from ..blocks import D, E, Loop, Mlp
 
 
 class Base(Loop):

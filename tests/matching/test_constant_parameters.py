@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import moefx
 
-from ..passes.blocks import D, E, K, Loop, Mlp
+from ..blocks import D, E, K, Loop, Mlp
 
 HELD = {"bias": torch.zeros(E), "most": torch.full((E,), 100.0),
         "ones": torch.ones(E), "noise": torch.zeros(()), "offset": torch.zeros(E),

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import moefx
 
-from ..passes.blocks import D, E, H, Loop, Mlp
+from ..blocks import D, E, H, Loop, Mlp
 
 
 class Rounded(torch.autograd.Function):

@@ -14,8 +14,8 @@ import moefx
 from moefx.errors import Refused
 from moefx.matching.match_result import Match
 
+from ..blocks import D, E, H, K, Loop, Mlp, rewritten
 from ..models.unseen import capacity
-from ..passes.blocks import D, E, H, K, Loop, Mlp, rewritten
 
 
 class Queue(Loop):

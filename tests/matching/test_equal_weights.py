@@ -11,7 +11,7 @@ from torch import nn
 import moefx
 from moefx.errors import Refused
 
-from ..passes.blocks import D, E, K, Loop, Mlp, rewritten
+from ..blocks import D, E, K, Loop, Mlp, rewritten
 
 PLACES = 8
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import moefx
 
-from ..passes.blocks import D, Mlp
+from ..blocks import D, Mlp
 
 T, K = 23, 2
 

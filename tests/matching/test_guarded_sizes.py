@@ -13,9 +13,9 @@ from torch import nn
 
 import moefx
 
+from .. import blocks
+from ..blocks import D, Loop, Mlp
 from ..models.case import gradients
-from ..passes import blocks
-from ..passes.blocks import D, Loop, Mlp
 
 
 class Block(blocks.Block):

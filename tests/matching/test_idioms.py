@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moefx
 
-from ..passes.blocks import D, E, H, Loop, Mlp
+from ..blocks import D, E, H, Loop, Mlp
 
 
 class EinsumOfRows(Loop):

@@ -9,7 +9,7 @@ from torch import nn
 import moefx
 from moefx.errors import Refused
 
-from ..passes.blocks import D, E, Loop, Mlp, rewritten
+from ..blocks import D, E, Loop, Mlp, rewritten
 
 
 class Limited(Loop):

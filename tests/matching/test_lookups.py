@@ -9,10 +9,10 @@ import torch
 
 import moefx
 from moefx.capture.concolic import capture_block
-from moefx.capture.concrete_routing import Routing
+from moefx.capture.tracing.concrete_routing import Routing
 from moefx.matching.graph_nodes import find_lookups
 
-from ..passes.blocks import Block, D, E, Loop
+from ..blocks import Block, D, E, Loop
 
 LOOKUPS = {
     "index": (lambda t, i: t[:, i], [(1, range(-3, 3))]),

@@ -10,7 +10,7 @@ from torch import nn
 from moefx.errors import Refused
 from moefx.matching.lift.value_lookup import ValueLookup
 
-from ..passes.blocks import D, H, Loop, Mlp, rewritten
+from ..blocks import D, H, Loop, Mlp, rewritten
 
 ODD = 37
 COUNTS = [40, pytest.param(512, marks=pytest.mark.exhaustive)]

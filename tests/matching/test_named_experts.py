@@ -9,8 +9,8 @@ from torch import nn
 
 import moefx
 
+from ..blocks import D, Gated, H, Mlp
 from ..models.case import gradients
-from ..passes.blocks import D, Gated, H, Mlp
 
 
 def write(x, *pairs):

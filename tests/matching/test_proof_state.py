@@ -8,10 +8,10 @@ import dataclasses
 import pytest
 import torch
 
-from moefx.capture.argument_interpretations import interpret_arguments
-from moefx.capture.concrete_routing import Routing
-from moefx.capture.size_collisions import ModelNumbers
-from moefx.capture.size_guards import SizeGuard
+from moefx.capture.arguments.argument_interpretations import interpret_arguments
+from moefx.capture.arguments.size_collisions import ModelNumbers
+from moefx.capture.sizes.size_guards import SizeGuard
+from moefx.capture.tracing.concrete_routing import Routing
 from moefx.errors import Refused
 from moefx.matching.evidence import find_value_lines, have_same_lines
 from moefx.matching.proof_state import ProofState

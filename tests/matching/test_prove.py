@@ -13,7 +13,7 @@ import moefx
 from moefx.capture.worker_thread import run_in_worker
 from moefx.errors import Refused
 
-from ..passes.blocks import D, E, K, Loop, Mlp, rewritten
+from ..blocks import D, E, K, Loop, Mlp, rewritten
 
 
 class TestForms:

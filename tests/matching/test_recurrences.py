@@ -8,8 +8,8 @@ from torch import nn
 
 import moefx
 
+from ..blocks import D, Loop, Mlp
 from ..models.case import gradients
-from ..passes.blocks import D, Loop, Mlp
 
 
 def sequences(batch, steps):

@@ -10,7 +10,7 @@ from torch import nn
 import moefx
 from moefx.compiler import proof_attempts
 
-from ..passes.blocks import Block, D, E
+from ..blocks import Block, D, E
 
 
 def keep_random_tokens(b, x):

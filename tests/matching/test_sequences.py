@@ -10,8 +10,8 @@ from torch import nn
 import moefx
 from moefx.errors import NoMoEBlockFound
 
+from ..blocks import D, E, H, Loop, Mlp
 from ..models.case import gradients
-from ..passes.blocks import D, E, H, Loop, Mlp
 
 C = 5
 

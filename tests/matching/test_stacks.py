@@ -10,7 +10,7 @@ from torch import nn
 import moefx
 from tests.models.case import gradients
 
-from ..passes.blocks import D, E, H, K
+from ..blocks import D, E, H, K
 
 
 class Threshold(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 import moefx
 from moefx.errors import NoMoEBlockFound
 
-from ..passes.blocks import D, E, Loop, Mlp
+from ..blocks import D, E, Loop, Mlp
 
 HELD = {"steps": torch.tensor(0), "limit": torch.tensor(0), "counts": torch.zeros(E, dtype=torch.int64),
         "place": torch.arange(E), "of_vocabulary": torch.arange(50) % E}  # fmt: skip

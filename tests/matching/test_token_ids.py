@@ -9,8 +9,8 @@ from torch import nn
 
 import moefx
 
+from ..blocks import D, E, H, Loop, Mlp
 from ..models.case import gradients
-from ..passes.blocks import D, E, H, Loop, Mlp
 
 V = 30
 

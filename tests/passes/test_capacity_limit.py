@@ -11,7 +11,7 @@ import moefx
 from moefx.errors import InvalidPlan
 from moefx.ir.ops.token_routing import build_pft
 
-from .blocks import D, Dropping, E, Gated, Loop
+from ..blocks import D, Dropping, E, Gated, Loop
 
 
 class Kept(Loop):

@@ -11,7 +11,7 @@ from moefx import Plan
 from moefx.ir.expert_body import ExpertBody
 from moefx.passes.fuse import fuse
 
-from .blocks import D, E, Gated, H, Loop, Mlp, Stacked, WithBias, rewritten
+from ..blocks import D, E, Gated, H, Loop, Mlp, Stacked, WithBias, rewritten
 
 ops = torch.ops.moefx
 

@@ -16,8 +16,8 @@ from moefx.driver import plan_check
 from moefx.ir.block_graph import BlockGraph
 from moefx.passes.pass_manager import PassError, PassManager, find_pass_location, get_pass_name, graph_pass
 
+from ..blocks import Loop, Mlp
 from ..ir.graphs import Block, D, S, block_graph, ops
-from .blocks import Loop, Mlp
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from moefx.planner.local_platform import LocalPlatform
 from moefx.planner.mesh_axes import list_axis_uses
 from moefx.planner.platforms import find_platform
 
-from ..passes.blocks import D, E, Gated, Loop
+from ..blocks import D, E, Gated, Loop
 from .test_describe import Decoder
 
 AUTO = Plan(expert_axis="auto", checkpoint="auto", validation="symbolic")

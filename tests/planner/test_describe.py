@@ -13,8 +13,8 @@ from moefx.errors import NoMoEBlockFound, UnknownArchitecture
 from moefx.planner.constants import render_assumptions
 from moefx.planner.describe import describe
 
+from ..blocks import D, E, Gated, H, K, Loop, Mlp
 from ..distributed.models import Model
-from ..passes.blocks import D, E, Gated, H, K, Loop, Mlp
 
 
 def count(model: nn.Module) -> int:

@@ -21,7 +21,7 @@ from moefx.planner.memory_formulas import MEMORY
 from moefx.planner.platforms import PLATFORMS
 from moefx.planner.step_formulas import evaluate_memory_by_zero
 
-from ..passes.blocks import D, E, Gated, H, K, Loop, Mlp
+from ..blocks import D, E, Gated, H, K, Loop, Mlp
 
 
 def memory(model, layout: Layout, stage: int = 0) -> dict[str, float]:

@@ -12,7 +12,7 @@ import moefx
 from moefx.errors import InvalidInput
 from moefx.runtime.captured_step import CapturedStep, _Graph
 
-from ..passes.blocks import D, Gated, Loop
+from ..blocks import D, Gated, Loop
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

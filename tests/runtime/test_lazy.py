@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import moefx
 from moefx.compiler import specialization, survey
 
-from ..passes.blocks import D, E, Loop, Mlp
+from ..blocks import D, E, Loop, Mlp
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ...capture.op_sets import SELECTION_OPS
+from ...capture.tracing.op_sets import SELECTION_OPS
 from ...errors import InvalidInput, Refused, summarize_error
 from ...ir.memory_order import invert_permutation
 from ...ir.node_values import get_op_name

@@ -20,7 +20,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
-from ...capture.op_sets import SELECTION_OPS
+from ...capture.tracing.op_sets import SELECTION_OPS
 from ...errors import Cause, Refused
 from ...ir.node_values import get_op_name
 from .graph_analysis import GraphAnalysis

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from ..._plan import Plan
-from ...capture.op_sets import SELECTION_OPS
+from ...capture.tracing.op_sets import SELECTION_OPS
 from ...compiler.survey_result import Refusal
 from ...driver.plan_check import check_graph_plan, check_passes
 from ...errors import Cause, InvalidInput, InvalidPlan, Refused, refuse_own_bug

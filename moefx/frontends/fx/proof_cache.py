@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from ..._plan import Plan
-from ...capture.block_search import SurveyedCall
-from ...capture.default_device import neutral_device
 from ...capture.device_autocast import use_device_autocast
-from ...capture.size_guards import SizeGuard
+from ...capture.search.block_search import SurveyedCall
+from ...capture.sizes.size_guards import SizeGuard
 from ...capture.worker_thread import run_in_worker
 from ...compiler.block_compiler import BlockRewrite, finish_block, rewrite_block
 from ...compiler.block_report import build_report
@@ -28,6 +27,7 @@ from ...ir.node_values import get_op_name
 from ...runtime.program import Program
 from ...runtime.surrounding_modes import suspend_observers
 from ...util.compile_lock import compile_lock
+from ...util.default_device import neutral_device
 from .graph_analysis import GraphAnalysis
 from .region_module import ExtractedRegion
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...capture.op_sets import SELECTION_OPS
+from ...capture.tracing.op_sets import SELECTION_OPS
 from ...ir.node_values import get_op_name
 from .graph_analysis import GraphAnalysis
 from .node_queries import get_size_hint, is_hinted

@@ -13,8 +13,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.printers import PythonPrinter
 
-from ...capture.block_arguments import NAMES
-from ...capture.symbolic_sizes import SYMBOLIC_FUNCTIONS
+from ...capture.arguments.block_arguments import NAMES
+from ...capture.sizes.symbolic_sizes import SYMBOLIC_FUNCTIONS
 from ...errors import Cause, Refused
 from ...ir.graph_codegen import INFIX
 from ...ir.node_values import get_op_name

@@ -31,7 +31,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
-from ...capture.op_sets import SHAPE_ONLY
+from ...capture.tracing.op_sets import SHAPE_ONLY
 from ...ir.node_values import get_argument, get_op_name
 from ..graph_nodes import SELECTION_DIMS, collect_numbers, is_random, position_axis
 from ..integer_ranges import find_token_sizes

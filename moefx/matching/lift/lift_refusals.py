@@ -12,7 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
-from ...capture.node_origins import find_float_decisions
+from ...capture.tracing.node_origins import find_float_decisions
 from ...errors import Cause, Refused
 from ...ir.node_values import get_op_name
 from ..graph_nodes import Line, depends_on_arguments, depends_on_call, is_random, line

@@ -28,7 +28,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
-from ...capture.node_origins import collect_ancestors, find_float_decisions, fold_ancestors
+from ...capture.tracing.node_origins import collect_ancestors, find_float_decisions, fold_ancestors
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from ...ir.node_values import get_op_name

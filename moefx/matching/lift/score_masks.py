@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ...capture.op_sets import CONTRACTIONS
+from ...capture.tracing.op_sets import CONTRACTIONS
 from ...ir.node_values import get_op_name
 from ..graph_nodes import is_random
 from ..terms.term import MASKED

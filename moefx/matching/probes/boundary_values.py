@@ -21,13 +21,13 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.node import map_arg
 
-from ...capture.block_arguments import Arguments, ExtraValue
+from ...capture.arguments.block_arguments import Arguments, ExtraValue
 from ...capture.capture_result import Capture
-from ...capture.code_locations import suppress_program_errors
-from ...capture.concrete_routing import Routing, can_hold
-from ...capture.side_effects import has_integers
+from ...capture.state.side_effects import has_integers
+from ...capture.tracing.concrete_routing import Routing, can_hold
 from ...errors import MoefxError
 from ...ir.node_values import get_op_name
+from ...util.code_locations import suppress_program_errors
 from ..graph_nodes import depends_on_call, find_lookups, is_state
 from ..integer_ranges import NARROW
 from .integer_inputs import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers

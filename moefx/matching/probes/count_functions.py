@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import FORCE_VARIED, Capture
-from ...capture.code_locations import Source
-from ...capture.node_origins import fold_ancestors
-from ...capture.op_sets import CONTRACTIONS, SHAPE_ONLY
+from ...capture.tracing.node_origins import fold_ancestors
+from ...capture.tracing.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ...ir.node_values import get_op_name
+from ...util.code_locations import Source
 from ..graph_nodes import (
     SELECTION_DIMS,
     depends_on_routing,

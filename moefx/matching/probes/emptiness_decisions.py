@@ -11,14 +11,14 @@ Protects from a number of idle experts that Python counts::
         ...
     return out * 0.5 if idle == 5 else out
 
-`capture.idle_tests` reads the code of the block after all captures have logged their tests.
+`capture.emptiness.idle_tests` reads the code of the block after all captures have logged their tests.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...capture.idle_tests import check_emptiness_tests
+from ...capture.emptiness.idle_tests import check_emptiness_tests
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState

@@ -29,13 +29,13 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ...capture.capture_result import FORCE_MIXED, Capture
-from ...capture.code_locations import is_internal_error
-from ...capture.concrete_routing import Routing
-from ...capture.concrete_values import recompute_values
-from ...capture.node_origins import collect_ancestors, find_float_decisions
-from ...capture.tensor_trees import is_float
+from ...capture.tracing.concrete_routing import Routing
+from ...capture.tracing.concrete_values import recompute_values
+from ...capture.tracing.node_origins import collect_ancestors, find_float_decisions
 from ...errors import Refused
 from ...ir.node_values import get_op_name
+from ...util.code_locations import is_internal_error
+from ...util.tensor_trees import is_float
 from ..graph_nodes import follows_from_integers
 from ..integer_ranges import IntegerRanges
 from ..lift.canonical_form import CanonicalForm, count_sequences

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...capture.capture_result import HostRead
-from ...capture.code_locations import is_internal_error
-from ...capture.concrete_routing import Routing, RoutingKind
-from ...capture.node_origins import find_float_decisions, is_abstract
+from ...capture.tracing.concrete_routing import Routing, RoutingKind
+from ...capture.tracing.node_origins import find_float_decisions, is_abstract
 from ...errors import MoefxError
+from ...util.code_locations import is_internal_error
 from ..lift.canonical_form import CanonicalForm
 
 if TYPE_CHECKING:

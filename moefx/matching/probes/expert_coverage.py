@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.block_arguments import ExtraValue
+from ...capture.arguments.block_arguments import ExtraValue
 from ...capture.capture_result import Capture
-from ...capture.code_locations import is_program_error
-from ...capture.concrete_routing import Routing, can_hold
+from ...capture.tracing.concrete_routing import Routing, can_hold
 from ...errors import Refused
 from ...ir.node_values import get_op_name
+from ...util.code_locations import is_program_error
 from ..graph_nodes import depends_on_call
 from ..integer_ranges import UNBOUNDED, IntegerRanges
 from ..terms.parameter_slices import ParameterSlice, Siblings, get_tensor, guess_experts

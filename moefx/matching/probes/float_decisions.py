@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import FORCE_MIXED, Capture
-from ...capture.code_locations import Source
-from ...capture.node_origins import find_float_decisions
+from ...capture.tracing.node_origins import find_float_decisions
 from ...ir.node_values import get_op_name
+from ...util.code_locations import Source
 from ..lift.canonical_form import CanonicalForm
 from .forced_outcome import ForcedStep, OutcomeKind, force_outcome
 

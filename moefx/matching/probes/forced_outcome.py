@@ -10,10 +10,10 @@ import enum
 from typing import TYPE_CHECKING, Any
 
 from ...capture.capture_result import Capture, LimitedOutcome
-from ...capture.code_locations import Source, is_internal_error, is_raised_by_program
-from ...capture.host_reads import Interventions
-from ...capture.symbolic_sizes import peek_value
+from ...capture.sizes.symbolic_sizes import peek_value
+from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
+from ...util.code_locations import Source, is_internal_error, is_raised_by_program
 
 if TYPE_CHECKING:
     from ..proof_state import ProofState

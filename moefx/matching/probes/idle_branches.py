@@ -19,12 +19,12 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import HostRead
-from ...capture.code_locations import is_program_error
-from ...capture.concrete_routing import Routing
-from ...capture.routed_numbers import RoutedInt, is_emptiness_test
-from ...capture.size_guards import COMPARE
+from ...capture.sizes.routed_numbers import RoutedInt, is_emptiness_test
+from ...capture.sizes.size_guards import COMPARE
+from ...capture.tracing.concrete_routing import Routing
 from ...errors import MoefxError
 from ...ir.node_values import get_op_name
+from ...util.code_locations import is_program_error
 from ..graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
 from ..integer_ranges import NARROW
 from ..op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS

@@ -24,9 +24,9 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
-from ...capture.code_locations import suppress_program_errors
-from ...capture.concrete_routing import Routing
+from ...capture.tracing.concrete_routing import Routing
 from ...errors import Refused
+from ...util.code_locations import suppress_program_errors
 from .boundary_values import evaluate_path, find_integer_ancestors, find_path
 from .integer_inputs import find_doubtful_nodes
 

@@ -24,12 +24,12 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import FORCE_MIXED, Capture
-from ...capture.code_locations import is_internal_error, is_raised_by_program, suppress_program_errors
-from ...capture.concrete_routing import Routing
-from ...capture.node_origins import is_abstract
-from ...capture.side_effects import has_integers
+from ...capture.state.side_effects import has_integers
+from ...capture.tracing.concrete_routing import Routing
+from ...capture.tracing.node_origins import is_abstract
 from ...errors import Refused
 from ...ir.node_values import get_op_name
+from ...util.code_locations import is_internal_error, is_raised_by_program, suppress_program_errors
 from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, follows_from_integers, line, skip_moves
 from ..integer_ranges import NARROW, IntegerRanges
 from ..lift.canonical_form import CanonicalForm

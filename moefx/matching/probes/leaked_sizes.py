@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch.utils._pytree as pytree
 
 from ...capture.capture_result import Capture
-from ...capture.concrete_routing import Routing, RoutingKind
-from ...capture.size_guards import SizeGuard, evaluate_size
-from ...capture.symbolic_sizes import unwrap_numbers
+from ...capture.sizes.size_guards import SizeGuard, evaluate_size
+from ...capture.sizes.symbolic_sizes import unwrap_numbers
+from ...capture.tracing.concrete_routing import Routing, RoutingKind
 from ...errors import CaptureError, Refused
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ..graph_nodes import collect_numbers

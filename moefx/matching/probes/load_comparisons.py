@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import fx
 
 from ...capture.capture_result import Capture, HostRead
-from ...capture.code_locations import Source, is_program_error, suppress_program_errors
-from ...capture.concrete_routing import Routing
-from ...capture.host_reads import Interventions
-from ...capture.routed_numbers import RoutedFloat, RoutedInt, is_emptiness_test
-from ...capture.size_guards import SizeGuard
+from ...capture.sizes.routed_numbers import RoutedFloat, RoutedInt, is_emptiness_test
+from ...capture.sizes.size_guards import SizeGuard
+from ...capture.tracing.concrete_routing import Routing
+from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
 from ...ir.node_values import get_op_name
+from ...util.code_locations import Source, is_program_error, suppress_program_errors
 from ..graph_nodes import depends_on_routing
 from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.lifter import NothingRouted

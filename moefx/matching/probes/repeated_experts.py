@@ -20,11 +20,11 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
-from ...capture.code_locations import is_internal_error
-from ...capture.concrete_routing import Routing
-from ...capture.host_reads import Interventions
+from ...capture.tracing.concrete_routing import Routing
+from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
 from ...ir.node_values import get_op_name
+from ...util.code_locations import is_internal_error
 from ..lift.canonical_form import CanonicalForm
 from ..lift.distinct_choices import MOVES, has_distinct_slots, view_as_slots
 from ..lift.repeated_choices import RepeatedChoiceRefused

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...capture.code_locations import is_internal_error
-from ...capture.concrete_routing import Routing, RoutingKind
-from ...capture.size_guards import SizeGuard
+from ...capture.sizes.size_guards import SizeGuard
+from ...capture.tracing.concrete_routing import Routing, RoutingKind
 from ...errors import MoefxError, Refused
+from ...util.code_locations import is_internal_error
 from ..lift.canonical_form import CanonicalForm
 from ..lift.lifter import NothingRouted
 

@@ -20,11 +20,11 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
-from ...capture.code_locations import Source, is_internal_error, is_program_error
-from ...capture.concrete_routing import Routing
-from ...capture.size_guards import SizeGuard
+from ...capture.sizes.size_guards import SizeGuard
+from ...capture.tracing.concrete_routing import Routing
 from ...errors import Refused
 from ...ir.node_values import get_op_name
+from ...util.code_locations import Source, is_internal_error, is_program_error
 from ..graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
 from ..integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
 from ..lift.canonical_form import CanonicalForm

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import HostRead
-from ...capture.node_origins import find_float_decisions, hash_computation, is_abstract
+from ...capture.tracing.node_origins import find_float_decisions, hash_computation, is_abstract
 from ...ir.node_values import get_op_name
 from ..op_classes import NOT_NEGATIVE, PICKS, PRODUCTS, SIZE_REDUCTIONS, VIEWS
 

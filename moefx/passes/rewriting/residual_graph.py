@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import SubmoduleCall
 from ...capture.device_autocast import get_autocast_dtype
-from ...capture.tensor_trees import is_float
 from ...errors import Refused
 from ...ir.node_values import get_op_name
 from ...ir.passed_objects import check_structure, check_tensor, get_name, is_passed
 from ...matching.capacity_formulas import find_formula
 from ...matching.graph_nodes import is_skipped
 from ...matching.match_result import Match
+from ...util.tensor_trees import is_float
 from .aligned_nodes import AlignedNodes, leaf_nodes
 from .residual_walk import LOOP_OVER_STEPS, ResidualWalk
 from .scalar_reads import ARITHMETIC, RuntimeScalar, ScalarReads

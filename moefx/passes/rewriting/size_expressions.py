@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
-from ...capture.concrete_routing import RoutingKind
-from ...capture.size_guards import evaluate_size
+from ...capture.sizes.size_guards import evaluate_size
+from ...capture.tracing.concrete_routing import RoutingKind
 from ...errors import Refused
 from ...ir.graph_codegen import FUNCTIONS
 from ...matching.capacity_formulas import Formula, find_formula

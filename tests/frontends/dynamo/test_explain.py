@@ -11,7 +11,7 @@ import moefx
 from moefx.errors import InvalidInput, MoefxError
 from moefx.frontends.dynamo.backend import backend
 
-from ...passes import blocks
+from ... import blocks
 from .models import D, model
 
 

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from moefx.capture.capture_result import Capture
 from moefx.capture.concolic import capture_block
-from moefx.capture.concrete_routing import Routing
+from moefx.capture.tracing.concrete_routing import Routing
 from moefx.ir.node_values import get_op_name
 from moefx.matching.lift.canonical_form import CanonicalForm
 from moefx.matching.lift.lifter import Lifter, LiftOptions

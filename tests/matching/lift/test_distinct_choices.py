@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefx.capture.concolic import capture_block
-from moefx.capture.concrete_routing import Routing
+from moefx.capture.tracing.concrete_routing import Routing
 from moefx.errors import Refused
 from moefx.matching.lift.canonical_form import NodeRef
 from moefx.matching.lift.distinct_choices import has_distinct_slots
 
-from ...passes.blocks import rewritten
+from ...blocks import rewritten
 from ..probes.test_repeated_experts import Choosing, E, check, scatter
 
 

@@ -17,7 +17,7 @@ from moefx.compiler.numeric_check import check_numerically
 from moefx.matching import prove
 from moefx.matching.probes.count_functions import vary_count_functions
 
-from ...passes.blocks import D, E, K, Loop, Mlp
+from ...blocks import D, E, K, Loop, Mlp
 
 
 class Weighted(Loop):

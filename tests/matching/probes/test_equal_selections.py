@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from moefx.capture.concolic import capture_block
-from moefx.capture.concrete_routing import Routing
+from moefx.capture.tracing.concrete_routing import Routing
 from moefx.matching.integer_ranges import IntegerRanges
 from moefx.matching.probes.equal_selections import _changes_nothing
 
-from ...passes.blocks import Block, D, E
+from ...blocks import Block, D, E
 
 OPS = {
     "times one": (lambda ids: ids * 1, True),

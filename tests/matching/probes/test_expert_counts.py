@@ -10,7 +10,7 @@ from torch import nn
 
 import moefx
 
-from ...passes.blocks import D
+from ...blocks import D
 
 
 class Skips(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 from moefx.errors import Refused
 from moefx.matching.probes import load_comparisons
 
-from ...passes.blocks import D, Mlp, rewritten
+from ...blocks import D, Mlp, rewritten
 
 E = 12  # of so few tokens as captures have, not every expert is crowded
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.capture.concrete_routing import Routing
+from moefx.capture.tracing.concrete_routing import Routing
 from moefx.matching.evidence import Evidence
 
 D, E, K = 8, 4, 2

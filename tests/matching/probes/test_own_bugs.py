@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefx.capture.argument_interpretations import interpret_arguments
-from moefx.capture.size_collisions import ModelNumbers
+from moefx.capture.arguments.argument_interpretations import interpret_arguments
+from moefx.capture.arguments.size_collisions import ModelNumbers
 from moefx.matching import evidence
 from moefx.matching.proof_state import ProofState
 from moefx.matching.prove import prove
 from moefx.util.user_code import PACKAGE_DIR
 
-from ...passes.blocks import D, E, Loop, Mlp
+from ...blocks import D, E, Loop, Mlp
 
 
 class Asking(Loop):

@@ -12,7 +12,7 @@ from torch import nn
 import moefx
 from moefx.errors import Refused
 
-from ...passes.blocks import D, H, rewritten
+from ...blocks import D, H, rewritten
 
 E = 6
 INF = float("-inf")

@@ -7,7 +7,7 @@ import torch
 
 import moefx
 
-from ...passes.blocks import D, Loop
+from ...blocks import D, Loop
 
 
 class KeepsChoice(Loop):

@@ -8,7 +8,7 @@ from torch import nn
 
 from moefx.errors import Refused
 
-from ...passes.blocks import D, Mlp, rewritten
+from ...blocks import D, Mlp, rewritten
 
 E = 5
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefx.capture.concolic import capture_block
-from moefx.capture.concrete_routing import Routing
+from moefx.capture.tracing.concrete_routing import Routing
 from moefx.matching.terms.node_semantics import Semantics
 from moefx.matching.terms.term import is_const
 

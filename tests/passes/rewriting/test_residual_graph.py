@@ -12,7 +12,7 @@ from torch import nn
 import moefx
 from moefx.errors import Refused
 
-from ..blocks import D, E, Loop, rewritten
+from ...blocks import D, E, Loop, rewritten
 
 
 def same(block: nn.Module, *shapes: tuple[int, ...]) -> None:

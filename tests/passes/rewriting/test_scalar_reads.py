@@ -8,7 +8,7 @@ from torch import nn
 
 import moefx
 
-from ..blocks import D, E, Loop
+from ...blocks import D, E, Loop
 
 
 class Tempered(Loop):

@@ -1,0 +1,252 @@
+"""Follow emptiness tests through a user's function with an abstract interpreter.
+
+A program may skip an expert that has no tokens. It must not compute anything else from which experts are empty:
+captures may all miss that branch. The interpreter runs the syntax tree on `Value`s that record whether a name depends
+on the outcome of an emptiness test.
+
+Inside a branch on such an outcome, the program may store tensors and append to lists. It may iterate over these lists
+and pass them to torch. A plain number that it assigns there depends on the outcome afterwards, and using that number is
+refused.
+
+Comparisons of a load are an exception, because captures show both outcomes (see `matching.probes.load_comparisons`).
+Their results may be used within the same loop iteration (`LOAD`); in the next iteration they count as outcomes.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from .idle_calls import belongs_to_torch
+from .idle_expressions import Expressions
+from .idle_names import root_name
+from .idle_values import BOX, BY_LOAD, BY_OUTCOME, CONSTANT, FREE, LIST, LOAD, NONE, PLAIN, UNKNOWN, Env, Value
+
+_MAX_PASSES = 6  # over a loop's body
+
+
+class Flow(Expressions):
+    """Runs the statements of one function, for all outcomes."""
+
+    def run(self, function: Any, given: Mapping[str, Value]) -> Value:
+        self.function_name = getattr(function, "name", "")
+        arguments = getattr(function, "args", None)  # None for a module
+        self.owner_name = arguments.args[0].arg if arguments is not None and arguments.args else ""
+        if isinstance(function, ast.Lambda):
+            return self.value(function.body, dict(given))
+        env = self.block(function.body, dict(given))
+        if env is not None and self.returns:
+            self.returns.append((Value("", NONE), self.tested))
+        if not self.returns:
+            return Value("", NONE)
+        tested = max(tested for _, tested in self.returns)
+        value = functools.reduce(lambda a, b: a.join(b, tested, ""), [v for v, _ in self.returns])
+        is_generator = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))
+        return value._replace(type=UNKNOWN) if is_generator and not value.kind else value
+
+    # ------------------------------------------------------------------ statements
+    def block(self, statements: Iterable[ast.stmt], env: Env | None) -> Env | None:
+        for statement in statements:
+            if env is None:
+                return None
+            method = getattr(self, f"_{type(statement).__name__.lower()}", None)
+            env = method(statement, env) if method else env
+        return env
+
+    def _expr(self, s: ast.Expr, env: Env) -> Env:
+        self.value(s.value, env)
+        if self.tested and not isinstance(s.value, (ast.Call, ast.Await, ast.Yield, ast.Constant)):
+            self.escape(s)  # an operator of an object may keep its operands
+        return env
+
+    def _assign(self, s: ast.Assign, env: Env) -> Env:
+        value = self.value(s.value, env)
+        for target in s.targets:
+            self.store(target, value, env, s.value)
+        return env
+
+    def _annassign(self, s: ast.AnnAssign, env: Env) -> Env:
+        if s.value is not None:
+            self.store(s.target, self.value(s.value, env), env, s.value)
+        return env
+
+    def _augassign(self, s: ast.AugAssign, env: Env) -> Env:
+        old, new = self.value(s.target, env), self.value(s.value, env)
+        if isinstance(s.target, ast.Name) and (old.kind == BOX or old.type == LIST):
+            if self.tested or new.kind:
+                env[s.target.id] = Value(BOX, new.type if new.kind else _item_type(s.value), frozenset([id(s)]))
+            return env
+        self.store(s.target, self.operation(s, old, new), env, s.value)
+        return env
+
+    def _return(self, s: ast.Return, env: Env) -> None:
+        value = self.value(s.value, env) if s.value is not None else Value("", NONE)
+        self.returns.append((value._replace(stamp=frozenset([id(s)])), self.tested))
+        self.returned = self.returned or bool(self.tested)
+
+    def _raise(self, s: ast.Raise, env: Env) -> None:
+        self.exits.append(("raise", env, self.tested))
+
+    def _continue(self, s: ast.Continue, env: Env) -> None:
+        self.exits.append(("continue", env, self.tested))
+
+    def _break(self, s: ast.Break, env: Env) -> None:
+        self.exits.append(("break", env, self.tested))
+
+    def _global(self, s: ast.Global, env: Env) -> Env:
+        self.outer |= {*s.names}
+        return env
+
+    _nonlocal = _global
+
+    def _classdef(self, s: ast.ClassDef, env: Env) -> Env:
+        if self.tested or any(node in self.events for node in ast.walk(s)):
+            self.escape(s)  # a class keeps what its body assigns
+        return env
+
+    def _functiondef(self, s: ast.FunctionDef | ast.AsyncFunctionDef, env: Env) -> Env:
+        for default in (*s.args.defaults, *s.args.kw_defaults):
+            if default is not None and self.value(default, env).kind:
+                self.escape(default)  # kept until the function is called
+        return env
+
+    _asyncfunctiondef = _functiondef
+
+    def _if(self, s: ast.If, env: Env) -> Env | None:
+        return self.branches(self.test(s.test, env), [s.body, s.orelse], env)
+
+    def _match(self, s: Any, env: Env) -> Env | None:
+        guards = [self.test(case.guard, env) for case in s.cases if case.guard is not None]
+        tested = max([self.test(s.subject, env), *guards])
+        return self.branches(tested, [*[case.body for case in s.cases], []], env)
+
+    def branches(self, tested: int, several: list[list[ast.stmt]], env: Env) -> Env | None:
+        before = self.tested
+        ends = []
+        for statements in several:
+            self.tested = max(before, tested)
+            ends.append((self.block(statements, dict(env)), self.tested))
+        left = [end for end, _ in ends if end is not None]
+        # later statements run only if no branch has left the loop or the function by an outcome
+        inner = FREE if tested else max((by for end, by in ends if end is not None), default=FREE)
+        self.tested = max(before, inner, tested if 0 < len(left) < len(ends) else FREE)
+        return functools.reduce(lambda a, b: self.join(a, b, max(tested, inner)), left) if left else None
+
+    def _for(self, s: ast.For, env: Env) -> Env | None:
+        return self.loop(s, env, lambda e: BY_OUTCOME if self.bind(s.target, s.iter, e) else FREE)
+
+    _asyncfor = _for
+
+    def _while(self, s: ast.While, env: Env) -> Env | None:
+        return self.loop(s, env, lambda e: self.test(s.test, e))
+
+    def loop(self, s: Any, env: Env, start: Callable[[Env], int]) -> Env | None:
+        before, outer, head = self.tested, self.exits, env
+        is_left = False  # by a break under an outcome
+        breaks: list[tuple[Env, int]] = []
+        for _ in range(_MAX_PASSES):
+            self.exits, iteration = [], dict(head)
+            decided = start(iteration)
+            after = (
+                dict if decided == BY_LOAD else _end_iteration
+            )  # a loop over one expert's rows stays in its iteration
+            self.tested = max(before, decided, BY_OUTCOME if is_left else FREE)
+            end = self.block(s.body, iteration)
+            ends = [(end, self.tested)] if end is not None else []
+            ends += [(e, by) for kind, e, by in self.exits if kind == "continue"]
+            breaks = [(after(e), by) for kind, e, by in self.exits if kind == "break"]
+            is_left = is_left or any(by for _, by in breaks) or self.returned
+            outer += [e for e in self.exits if e[0] == "raise"]
+            skips = max((by for _, by in ends), default=FREE)
+            new = functools.reduce(lambda a, b: self.join(a, b, skips), [e for e, _ in ends]) if ends else head
+            new = self.join(head, after(new), BY_OUTCOME if is_left else decided)
+            if new == head:
+                break
+            head = new
+        self.exits, self.tested = outer, max(before, BY_OUTCOME if is_left else FREE)
+        end = self.block(s.orelse, dict(head))
+        self.tested = BY_OUTCOME if self.returned else before
+        left = [e for e in (end, *[e for e, _ in breaks]) if e is not None]
+        return functools.reduce(lambda a, b: self.join(a, b, BY_OUTCOME if is_left else FREE), left) if left else None
+
+    def _try(self, s: ast.Try, env: Env) -> Env | None:
+        outer, self.exits, before = self.exits, [], self.tested
+        end = self.block(s.body, dict(env))
+        raised = max((by for kind, _, by in self.exits if kind == "raise"), default=FREE)
+        self.exits = outer + [e for e in self.exits if e[0] != "raise" or not s.handlers]
+        if end is not None:
+            end = self.block(s.orelse, end)
+        ends = [end] if end is not None else []
+        for handler in s.handlers:
+            self.tested = max(before, raised)
+            middle = self.join(env, end, raised) if end is not None else env
+            if (caught := self.block(handler.body, dict(middle))) is not None:
+                ends.append(caught)
+        self.tested = BY_OUTCOME if self.returned else before
+        found = functools.reduce(lambda a, b: self.join(a, b, raised), ends) if ends else None
+        if s.finalbody:
+            left = self.exits[len(outer) :]  # exits run the `finally`, too
+            ends = [(e, by) for _, e, by in left] + ([(found, self.tested)] if found is not None else [])
+            self.tested = max([self.tested, *[by for _, by in ends]])
+            every = functools.reduce(lambda a, b: self.join(a, b, self.tested), [e for e, _ in ends] or [dict(env)])
+            after = self.block(s.finalbody, every)
+            self.tested = BY_OUTCOME if self.returned else before
+            if after is None:
+                return None
+            self.exits[len(outer) :] = [(kind, after, by) for kind, _, by in left]
+            found = after if found is not None else None
+        return found
+
+    _trystar = _try
+
+    def _with(self, s: ast.With, env: Env) -> Env | None:
+        for item in s.items:
+            value = self.value(item.context_expr, env)
+            call = item.context_expr
+            function = self.object_of(call.func) if isinstance(call, ast.Call) else None
+            is_known = belongs_to_torch(function) or function is contextlib.nullcontext or root_name(
+                getattr(call, "func", call)) == "torch"  # fmt: skip
+            has_tests = any(node in self.events for one in s.body for node in ast.walk(one))
+            if value.kind or ((self.tested or has_tests) and not is_known):
+                self.escape(item.context_expr)
+            if item.optional_vars is not None:
+                self.store(item.optional_vars, Value(), env, item.context_expr)
+        return self.block(s.body, env)
+
+    _asyncwith = _with
+
+    def _delete(self, s: ast.Delete, env: Env) -> Env:
+        if self.tested:
+            self.escape(s)
+        return env
+
+    def join(self, a: Env, b: Env, tested: int) -> Env:
+        if a is b:
+            return a
+        found = {}
+        for name in {**a, **b}:
+            one, other = a.get(name), b.get(name)
+            if one is None or other is None:  # stored in one branch: read there only, or stored before
+                one, other = one or self.seen(name), other or self.seen(name)
+            found[name] = one.join(other, tested, self.type_seen(name))
+        return found
+
+
+def _end_iteration(env: Env) -> Env:
+    """Return the names for the next expert, where values computed from a load count as outcomes."""
+    return {name: value._replace(kind=PLAIN) if value.kind == LOAD else value for name, value in env.items()}
+
+
+def _item_type(node: ast.AST) -> str:
+    items = getattr(node, "elts", [])
+    return CONSTANT if items and all(isinstance(i, ast.Constant) for i in items) else UNKNOWN
+
+
+def parameters(function: Any, values: list[Value], has_self: bool) -> dict[str, Value]:
+    """Return the values of a call's arguments by the names of the parameters."""
+    names = [a.arg for a in function.args.args]
+    return dict(itertools.islice(zip(names[has_self:], values, strict=False), len(names)))

@@ -1,0 +1,339 @@
+"""Find the modules of a model that may be MoE blocks, and the arguments of their calls.
+
+One abstract run of the model records each selection (a `topk`, `argmax`, `sort`, ... of floats) with the modules around
+it. One of these modules is the block; the lift decides which. Modules with expert-like parameters are candidates, too,
+for routers that choose without scores (hashes, given ids). Modules that are equal and get equal shapes run once, so
+sixty equal layers cost one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...ir.dataclass_fields import open_dataclasses
+from ...util.code_locations import find_user_source, is_internal_error
+from ...util.tensor_trees import has_values, is_float, suspend_modes
+from ..concolic import capture_block
+from ..state.inner_calls import CallChanges, InnerCall, StateSnapshot, iterate_objects, iterate_tensors
+from ..state.raw_containers import copy_items, find_base_type, have_same_items
+from ..tracing.concrete_routing import Routing
+from ..tracing.op_sets import SELECTION_OPS
+from ..tracing.tracer import Tracer
+from .attention_check import has_attention
+from .isolated_run import run_for_layouts
+from .module_structure import compute_signature, find_expert_like
+from .named_experts import find_named_experts
+from .skipped_calls import SkipPlan, plan_skipped_calls
+
+UNKNOWN_WRITES = "does not run on abstract tensors, so its writes are unknown", "let it run on meta tensors"
+
+
+@dataclasses.dataclass
+class SurveyedCall:
+    """The first call of a module in the abstract run.
+
+    Attributes:
+        inner: calls of its submodules that get objects or containers.
+    """
+
+    name: str
+    args: tuple
+    kwargs: dict[str, Any]
+    inputs: list[fx.Node] = dataclasses.field(default_factory=list)
+    outputs: list[fx.Node] = dataclasses.field(default_factory=list)
+    inner: list[InnerCall] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class BlockCandidates:
+    """Candidate blocks of a model.
+
+    Attributes:
+        chains: for each selection, the paths of modules to try, innermost first.
+        calls: the first call of each module, by path.
+        twins: modules that did not run because an equal one had: path -> path of that module.
+        branches: candidates with equal parts that work in parallel, not in sequence.
+        structural: modules with expert-like parameters.
+        has_attention: whether the model has attention.
+        objects: arguments of modules that hold tensors, or that are containers which the run wrote to, by id.
+    """
+
+    chains: list[list[str]]
+    calls: dict[str, SurveyedCall]
+    twins: dict[str, str]
+    branches: set[str]
+    structural: set[str]
+    has_attention: bool
+    objects: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def skip_calls(self, call: SurveyedCall, every: bool = False) -> SkipPlan | None:
+        """Return a call with stand-ins for the objects that it passes to submodules; None if it passes none.
+
+        Args:
+            every: replace all objects, not only those in `objects`.
+        """
+        if not self.objects and not every:
+            return None
+        run = self.calls[self.twins[call.name]] if call.name in self.twins else call  # the equal module that ran
+        return plan_skipped_calls(run.args, run.kwargs, None if every else self.objects, run.inner)
+
+
+_MAX_OPAQUE = 64
+
+
+def _describe_argument(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype)
+    return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+
+
+class OpaqueModules:
+    """Modules that run on real tensors only, such as linear layers in four bits.
+
+    Attributes:
+        results: their results as meta tensors, by the module's signature and the shapes of its arguments.
+        failed: the innermost call that raised in the last run.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[tuple, Any] = {}
+        self.failed: tuple[tuple, nn.Module, tuple, dict[str, Any]] | None = None
+
+    def run_failed(self) -> bool:
+        """Run the failed module on real tensors. Returns whether this gave results that were missing."""
+        if self.failed is None:
+            return False
+        key, module, args, kwargs = self.failed
+        if key in self.results or len(self.results) == _MAX_OPAQUE:
+            return False
+        try:
+            self.results[key] = run_for_layouts(module, args, kwargs)
+        except Exception:  # an error of the user's code, which the caller has already
+            return False
+        return True
+
+
+def search_blocks(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> BlockCandidates:
+    """Run `model` once on abstract floats, and return its candidate blocks.
+
+    A module that does not run on abstract floats runs on random numbers of the same shapes.
+
+    Raises:
+        Exception: an error of the model.
+    """
+    opaque = OpaqueModules()
+    while True:
+        try:
+            return _SearchRun(model, opaque, share=True).run(args, kwargs)
+        except Exception as error:  # the parent may read something that an equal module leaves when it runs
+            if is_internal_error(error):
+                raise
+            try:
+                return _SearchRun(model, opaque, share=False).run(args, kwargs)
+            except Exception:
+                if not opaque.run_failed():
+                    raise
+
+
+class _SearchRun:
+    """One abstract run of a model, and its `CaptureObserver`.
+
+    Args:
+        share: run equal modules with equal arguments once.
+    """
+
+    def __init__(self, model: nn.Module, opaque: OpaqueModules, share: bool):
+        self.model, self.opaque, self.share = model, opaque, share
+        opaque.failed = None
+        self.paths = {id(m): n for n, m in model.named_modules()}
+        self.signatures = {id(m): compute_signature(m) for m in model.modules()}
+        self.calls: dict[str, SurveyedCall] = {}
+        self.twins: dict[str, str] = {}
+        self.objects: dict[int, Any] = {}
+        self._first: dict[tuple, tuple[str, Any]] = {}  # path and result of the first module with a key
+        self._running: list[SurveyedCall] = []  # outermost first
+        self._selections: list[tuple[str, int]] = []  # path of the module, index of the first node
+        self._passed: dict[int, tuple[Any, Any]] = {}  # arguments that are objects, with the first items of containers
+        self._changes: dict[str, CallChanges] = {}  # of modules that ran
+
+    def run(self, args: tuple, kwargs: dict[str, Any]) -> BlockCandidates:
+        routing = Routing("diverse", 0)
+        nodes = capture_block(self.model, _make_abstract(args), _make_abstract(kwargs), routing, observer=self).nodes
+        signatures = {n: self.signatures[id(m)] for n, m in self.model.named_modules()}
+        chosen_in = dict.fromkeys(name for name, position in self._selections if _index_is_used(nodes, position))
+        chains = [_list_chain(name, signatures, self.calls) for name in chosen_in]
+        covered = {n for chain in chains for n in chain}
+        branches = set()
+        structural = find_expert_like(self.model)
+        made_by = {n: name for name in self.twins for n in self.calls[name].outputs}
+        structural |= {name: [] for name in find_named_experts(nodes, made_by, structural.keys() | covered)}
+        for name, parts in structural.items():
+            if name in self.calls and name not in covered:
+                chains.append(_list_chain(name, signatures, self.calls))
+                if _are_parallel([self.calls[p] for p in parts if p in self.calls]):
+                    branches.add(name)
+        chains = [c for c in chains if c]
+        return BlockCandidates(
+            chains, self.calls, self.twins, branches, set(structural), has_attention(nodes), self.objects
+        )
+
+    def wrap_call(self, tracer: Tracer, original: Callable) -> Callable:
+        """Return a call of a module that notes it, and returns known results without a run."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = self.paths.get(id(module))
+            if name is None or tracer.whole_op_depth or not tracer.is_own_thread():
+                return original(module, *args, **kwargs)
+            for thing in iterate_objects(args, kwargs):
+                items = copy_items(thing) if find_base_type(thing) is not None else None
+                self._passed.setdefault(id(thing), (thing, items))
+            if name == "":
+                seen = self.calls.setdefault("", SurveyedCall("", args, kwargs))
+                return self._run_inside(tracer, seen, original, module, args, kwargs)
+            leaves = [_describe_argument(x) for x in pytree.tree_leaves((args, kwargs))]
+            key = (self.signatures[id(module)], tuple(leaves))
+            seen = SurveyedCall(name, args, kwargs, _find_nodes(tracer, (args, kwargs)))
+            self.calls.setdefault(name, seen)
+            known = self._first.get(key) if self.share and any(True for _ in module.children()) else None
+            if known is not None and known[0] != name:
+                out = _make_fresh(tracer, known[1], seen.inputs)
+                if out is not None:
+                    self.twins[name] = known[0]
+                    self._finish(tracer, seen, out, self._changes.get(known[0], CallChanges()))
+                    return out
+            if key in self.opaque.results:
+                out = _make_fresh(tracer, self.opaque.results[key], seen.inputs)
+                self._finish(tracer, seen, out, CallChanges(missed=UNKNOWN_WRITES))
+                return out
+            has_objects = any(True for _ in iterate_objects(args, kwargs))
+            before = StateSnapshot(tracer, self.model, module, args, kwargs) if has_objects else None
+            try:
+                out = self._run_inside(tracer, seen, original, module, args, kwargs)
+            except Exception:
+                self.opaque.failed = self.opaque.failed or (key, module, args, kwargs)
+                raise
+            if before is not None:
+                self._changes[name] = before.find_changes(out)
+            self._finish(tracer, seen, out, self._changes.get(name, CallChanges()))
+            self._first.setdefault(key, (name, out))
+            return out
+
+        return call
+
+    def _run_inside(
+        self, tracer: Tracer, seen: SurveyedCall, original: Callable, module: nn.Module, args: tuple, kwargs: Any
+    ) -> Any:
+        """Run a module, with its call on the stack of running ones."""
+        self._running.append(seen)
+        try:
+            out = original(module, *args, **kwargs)
+        finally:
+            self._running.pop()
+        for inner in seen.inner:
+            inner.log_overwritten(tracer)
+        return out
+
+    def _finish(self, tracer: Tracer, seen: SurveyedCall, out: Any, changes: CallChanges) -> None:
+        """Log the results of a call. If it got objects, add it to the inner calls of the running modules."""
+        seen.outputs = _find_nodes(tracer, out)
+        given = list(iterate_objects(seen.args, seen.kwargs))
+        # compare now, as the capture restores its writes
+        self.objects.update({id(thing): thing for thing in given if _is_written(*self._passed[id(thing)])})
+        if given:
+            for outer in self._running:
+                name = seen.name.removeprefix(f"{outer.name}." if outer.name else "")
+                outer.inner.append(InnerCall(tracer, name, seen.args, seen.kwargs, out, changes))
+
+    def log_op(self, func: Any, args: tuple, position: int) -> None:
+        """Log an op that selects, and the module that runs it."""
+        if not self._running or func.overloadpacket.__name__ not in SELECTION_OPS:
+            return
+        if isinstance(args[0], FakeTensor) and args[0].dim():
+            self._selections.append((self._running[-1].name, position))
+
+
+def _is_written(thing: Any, before: Any) -> bool:
+    """Return whether a container has changed, or an object holds tensors, which a module may have written to."""
+    if before is not None and not have_same_items(copy_items(thing), before):
+        return True
+    return type(thing) not in (list, dict) and any(True for _ in iterate_tensors(thing))
+
+
+def _make_abstract(tree: Any) -> Any:
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().to("meta") if is_float(t) else t.detach().cpu(), tree
+    )
+
+
+def _find_nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
+    with suspend_modes(), torch.DisableTorchFunction():
+        found: list[fx.Node] = []
+        open_dataclasses(tree, lambda t: (found.append(tracer.node_of(t)), t)[1])
+        return found
+
+
+def _are_parallel(calls: list[SurveyedCall]) -> bool:
+    """Return whether the second of some calls does not use the result of the first."""
+    if len(calls) < 2:
+        return False
+    seen, stack = set(), list(calls[1].inputs)
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen.add(n)
+            stack += [*n.all_input_nodes, *n.meta.get("again", ())]
+    return not seen & set(calls[0].outputs)
+
+
+def _make_fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
+    """Return new abstract tensors in the layout of an earlier result; None if the result has other objects."""
+    leaves = pytree.tree_leaves(out)
+    is_abstract = [isinstance(x, FakeTensor) or not has_values(x) for x in leaves if isinstance(x, torch.Tensor)]
+    plain = [x for x in leaves if not isinstance(x, torch.Tensor)]
+    if not is_abstract or not all(is_abstract) or not all(isinstance(x, (int, float, type(None))) for x in plain):
+        return None
+    source = find_user_source()
+
+    def fresh(t: torch.Tensor) -> torch.Tensor:
+        twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
+        twin.meta.update(index=len(tracer.nodes), source=source, grad=True, from_integers=False, again=inputs)
+        tracer.nodes.append(twin)
+        with suspend_modes(), torch.DisableTorchFunction():
+            fake = tracer.to_fake(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
+        twin.meta["val"] = fake
+        tracer.track(fake, twin)
+        return fake
+
+    with torch.DisableTorchFunction():
+        return pytree.tree_map_only(torch.Tensor, fresh, out)
+
+
+def _index_is_used(nodes: list[fx.Node], position: int) -> bool:
+    """Return whether the indices of a selection are used. A softmax, for example, uses only the values of a `max`."""
+    selection = next((n for n in nodes[position : position + 4] if n.op == "call_function"), None)
+    if selection is None:
+        return True
+    parts = [u for u in selection.users if u.target is operator.getitem]
+    return not parts or any(u.args[1] == 1 and u.users for u in parts)
+
+
+def _list_chain(name: str, signatures: dict[str, tuple], calls: dict[str, SurveyedCall]) -> list[str]:
+    """Return a module and its called parents, up to a parent that contains several modules equal to it."""
+    own, chain = signatures[name], []
+    while True:
+        inside = f"{name}." if name else ""
+        if sum(1 for n, s in signatures.items() if s == own and n.startswith(inside)) > 1 and chain:
+            return chain
+        if name in calls:
+            chain.append(name)
+        if not name or len(chain) == 4:
+            return chain
+        name = name.rpartition(".")[0]

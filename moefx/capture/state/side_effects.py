@@ -1,0 +1,229 @@
+"""Side effects of a block's call: collect them as `Effect`s, and undo them.
+
+A capture runs the user's code, which may write to buffers, attributes, inputs and random generators. It restores them
+when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ...util.tensor_trees import collect_tensors, is_float, map_tensors
+from ..capture_result import Effect
+from ..tracing.tracer import Tracer
+from .raw_containers import copy_items, restore_items
+
+
+def _list_attribute_tensors(block: nn.Module) -> list[tuple[dict[str, Any], str, str, torch.Tensor]]:
+    """List tensors that are plain attributes of modules: the module's `vars`, the name, the path, and the tensor."""
+    return [
+        (vars(module), key, f"{prefix}.{key}" if prefix else key, value)
+        for prefix, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def find_attribute_tensors(block: nn.Module) -> dict[int, str]:
+    """Return the paths of tensors that are plain attributes of modules, by id."""
+    return {id(value): path for _, _, path, value in _list_attribute_tensors(block)}
+
+
+def has_integers(block: nn.Module) -> bool:
+    """Return whether a parameter, buffer or tensor attribute of a block holds integers."""
+    attributes = [value for *_, value in _list_attribute_tensors(block)]
+    return not all(map(is_float, [*attributes, *block.parameters(), *block.buffers()]))
+
+
+def install_stand_ins(block: nn.Module, stand_in: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[int, str]:
+    """Replace integer tensors that are plain attributes of modules, until `restore_attributes`.
+
+    Returns:
+        The paths of the stand-ins, by id.
+    """
+    made: dict[int, torch.Tensor] = {}
+    named: dict[int, str] = {}
+    for state, key, path, value in _list_attribute_tensors(block):
+        if not is_float(value):
+            if id(value) not in made:
+                made[id(value)] = stand_in(value, path)
+                named[id(made[id(value)])] = path
+            state[key] = made[id(value)]
+    return named
+
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+Registries = list[tuple[str, dict[str, Any], dict[str, Any]]]  # path of a module, one of its registries, a copy
+HOOKS = {k for k in vars(nn.Module()) if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
+
+
+_BEFORE = {"_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"}
+
+
+@contextlib.contextmanager
+def silence_hooks(block: nn.Module) -> Iterator[None]:
+    """Remove hooks while moefx runs a block for itself.
+
+    The block's own hooks run outside of its forward. Forward hooks of submodules observe results, such as router
+    logits. Pre-hooks of submodules stay, because they may compute weights.
+    """
+    removed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in block.modules():
+        state = vars(module)
+        hooks = {k: state[k] for k in (HOOKS if module is block else HOOKS - _BEFORE) if state.get(k)}
+        if hooks:
+            removed.append((state, hooks))
+            state.update({k: type(hook)() for k, hook in hooks.items()})
+    try:
+        yield
+    finally:
+        for state, hooks in removed:
+            state.update(hooks)
+
+
+def is_random_generator(thing: Any) -> bool:
+    """Return whether an object is a random generator of Python or NumPy. Captures follow those of torch."""
+    return _find_accessors(thing) is not None
+
+
+def _find_accessors(thing: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """Return the functions that get and set the state of a generator; None for another object."""
+    if thing is random or isinstance(thing, random.Random):
+        return thing.getstate, thing.setstate
+    if type(thing).__module__.startswith("numpy.random") or getattr(thing, "__name__", "") == "numpy.random":
+        if hasattr(thing, "get_state"):
+            return thing.get_state, thing.set_state
+        if hasattr(thing, "bit_generator"):
+            bits = thing.bit_generator
+            return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return None
+
+
+@contextlib.contextmanager
+def keep_random_state(more: Mapping[str, Any] | None = None) -> Iterator[Callable[[], list[str]]]:
+    """Restore the random generators of Python and NumPy at the end.
+
+    Args:
+        more: further generators, by name.
+
+    Yields:
+        A function that names the generators that the program has used.
+    """
+    known = {**(more or {}), "random": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
+    accessors = {name: found for name, thing in known.items() if (found := _find_accessors(thing)) is not None}
+    before = {name: get() for name, (get, _) in accessors.items()}
+    try:  # states with arrays have no ==
+        yield lambda: [n for n, (get, _) in accessors.items() if pickle.dumps(get()) != pickle.dumps(before[n])]
+    finally:
+        for name, (_, put) in accessors.items():
+            put(before[name])
+
+
+def collect_effects(
+    tracer: Tracer,
+    modules: list[tuple[str, nn.Module]],
+    before: dict[str, dict[str, Any]],
+    given: dict[str, torch.Tensor],
+    state: dict[str, torch.Tensor],
+    inputs: list[tuple[int, torch.Tensor, fx.Node]],
+) -> list[Effect]:
+    """Collect the effects of a call.
+
+    Args:
+        modules: those of the block before the call, with their paths.
+        before: their `vars` before the call, by path.
+        given, state: parameters and buffers before and after the call.
+        inputs: tensor arguments with their position and node.
+    """
+    found = []
+    for name, t in state.items():
+        if t is not given[name]:  # as `self.load = 0.9 * self.load + ...` does
+            found.append(Effect("attribute", name, tracer.node_of(t)))
+        elif tracer.versions.get(id(t)):
+            found.append(Effect("buffer", name, tracer.node_of(t)))
+    for _, t, node in inputs:
+        if tracer.versions.get(id(t)):
+            found.append(Effect("input", node, tracer.node_of(t)))
+    for n, m in modules:
+        for key, value in vars(m).items():
+            old = before[n].get(key, None)
+            if value is old or key in REGISTRIES or key.startswith("_forward") or key.startswith("_backward"):
+                continue
+            path = f"{n}.{key}" if n else key
+            if _holds_stand_ins(value, old, tracer):  # `nn.GRU` lists its parameters again if they were replaced
+                continue
+            if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
+                found.append(Effect("attribute", path, tracer.node_of(value)))
+            elif _holds_results(value, tracer) and collect_tensors(value):
+                found.append(Effect("attribute", path, map_tensors(value, tracer.node_of)))
+            elif not _is_equal(value, old):
+                found.append(Effect("state", path, value))
+    return found
+
+
+def find_registry_changes(registries: Registries) -> list[Effect]:
+    """Find submodules, parameters and buffers that a call registered, replaced or removed."""
+    found = []
+    for path, now, before in registries:
+        for name in now.keys() | before.keys():
+            if name not in now or name not in before or now[name] is not before[name]:
+                found.append(Effect("state", f"{path}.{name}" if path else name, now.get(name)))
+    return found
+
+
+def copy_registries(modules: Iterable[tuple[str, nn.Module]], keys: Iterable[str]) -> Registries:
+    """Copy the dictionaries `keys` of each module: `REGISTRIES`, or `HOOKS`."""
+    return [(path, vars(m)[key], copy_items(vars(m)[key])) for path, m in modules for key in keys if key in vars(m)]
+
+
+def restore_registries(registries: Registries) -> None:
+    for _, now, before in registries:
+        if now or before:
+            restore_items(now, before)
+
+
+def _holds_results(value: Any, tracer: Tracer) -> bool:
+    """Return whether a container holds only tensors of this call, names and numbers."""
+    if type(value) in (list, tuple, dict):
+        return all(_holds_results(v, tracer) for v in (value.values() if type(value) is dict else value))
+    return id(value) in tracer.aliases if isinstance(value, torch.Tensor) else type(value) in (str, bool, int, NoneType)
+
+
+def _holds_stand_ins(value: Any, old: Any, tracer: Tracer) -> bool:
+    """Return whether a list holds, or refers weakly to, the stand-ins of the parameters that it held before the
+    call."""
+    if type(value) is not list or type(old) is not list or len(value) != len(old):
+        return False
+    now, before = ([v() if isinstance(v, weakref.ref) else v for v in some] for some in (value, old))
+    nodes = [tracer.node_of(t) for t in now if isinstance(t, torch.Tensor) and id(t) in tracer.aliases]
+    if not now or len(nodes) < len(now):
+        return False
+    return all(n.op == "get_attr" and n.meta["original"] is t for n, t in zip(nodes, before, strict=True))
+
+
+def _is_equal(value: Any, old: Any) -> bool:
+    if collect_tensors(value) or collect_tensors(old):
+        return False
+    try:
+        return bool(value == old)
+    except Exception:
+        return False
+
+
+def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
+    now = vars(module)
+    for key in [k for k in now if k not in before]:
+        del now[key]
+    for key, value in before.items():
+        if now.get(key) is not value:
+            now[key] = value

@@ -1,0 +1,68 @@
+"""Cut the inputs and the target of a step into micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from ...errors import InvalidInput
+from .stage_modules import Call
+
+
+def split_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> tuple[list[Call], int]:
+    """Cut the arguments of a model along the batch, the first dimension of the first tensor.
+
+    Tensors whose first dimension is 1 and numbers are the same for all micro-batches.
+
+    Returns:
+        The arguments of each micro-batch, and the size of the batch.
+
+    Raises:
+        InvalidInput: the inputs hold no tensor, the batch cannot be cut evenly, or first dimensions differ.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not tensors:
+        raise InvalidInput(
+            "step() needs the model's inputs on every rank: all stages compute masks and positions from them. Ranks of "
+            "one pipeline pass the same inputs"
+        )
+    batch = len(tensors[0])
+    if batch % number or not batch:
+        raise InvalidInput(
+            f"the batch of {batch} cannot be cut into microbatches={number} equal parts: pass a multiple of {number}"
+        )
+    return split_tree((args, kwargs), batch, number, "an input"), batch
+
+
+def split_tree(tree: Any, batch: int, number: int, what: str) -> list[Any]:
+    """Cut the tensors in a tree along their first dimension.
+
+    Raises:
+        InvalidInput: a tensor has another first dimension than the batch and 1.
+    """
+    leaves, spec = tree_flatten(tree)
+    parts: list[list[Any]] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or (len(leaf) == 1 and batch > 1):
+            parts.append([leaf] * number)
+        elif len(leaf) == batch:
+            parts.append(list(leaf.chunk(number)))
+        else:
+            raise InvalidInput(
+                f"{what} has the shape {list(leaf.shape)}, and the batch is {batch}: the first dimension of each "
+                "tensor is the batch, or 1 if all micro-batches share it"
+            )
+    return [tree_unflatten([part[i] for part in parts], spec) for i in range(number)]
+
+
+def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the shapes and dtypes of a micro-batch's inputs, and all other values that are plain."""
+    leaves, spec = tree_flatten((args, kwargs))
+    plain = (bool, int, float, str, type(None))
+    described = tuple(
+        (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else v if isinstance(v, plain) else type(v).__name__
+        for v in leaves
+    )
+    return (str(spec), *described)

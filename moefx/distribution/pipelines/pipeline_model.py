@@ -1,0 +1,198 @@
+"""`Pipeline`: the stages of one rank as a module with the original's names, and its steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...errors import InvalidInput, MoefxError
+from ...runtime.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
+from ...runtime.staged_models import STAGED
+from ...runtime.state_dicts import ShardOnLoad
+from .micro_batches import describe_inputs, split_inputs, split_tree
+from .pipeline_schedules import Stage, StageOrder, run_forwards
+from .stage_split import StageSplit, check_boundary
+from .stage_state import StageGroup
+
+
+class Pipeline(nn.Module):
+    """The stages of this rank, made by `moefx.pipeline`. Its parameters and state dict have the original's names.
+
+    `parameters()`, `state_dict()`, `load_state_dict()` (which takes the original's state dict), `train()`, `eval()`,
+    `to_empty()` and torch.distributed.checkpoint work as for any module, and so do `moefx.clip_grad_norm_` and
+    `moefx.full_state_dict` over all stages.
+
+    Attributes:
+        stages: the models of this rank's stages, by number.
+    """
+
+    def __init__(self, model: nn.Module, stages: list[Stage], split: StageSplit, order: StageOrder, group: StageGroup):
+        super().__init__()
+        vars(self)[STAGED] = group
+        vars(self)[DDP_IGNORED] = RefuseDDP()
+        self._parts, self._split, self._order, self._group = stages, split, order, group
+        self._sharded = [m for stage in stages for m in stage.model.modules() if isinstance(m, FSDPModule)]
+        self._device = torch.device(group.mesh.device_type)
+        if self._device.type == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._seen: Any = None  # a description of the inputs that `_schedule` is built for
+        self._schedule: Any = None
+        own: dict[str, nn.Module] = {}
+        for stage in stages:
+            own |= {name: stage.model.get_submodule(name) for name in split.list_units(stage.number)}
+        own |= {name: stages[0].model.get_submodule(name) for name in split.shared}
+        for name, _ in model.named_modules():
+            if name in own:
+                _add_module(self, name, own[name])
+        prefixes = tuple(f"{name}." for name in own)
+        self._elsewhere = [name for name in group.names if not name.startswith(prefixes)]
+        self.register_load_state_dict_pre_hook(ShardOnLoad())
+        self.register_load_state_dict_pre_hook(self._drop_other_stages)
+        self.training = model.training
+
+    @property
+    def stages(self) -> dict[int, nn.Module]:
+        return {stage.number: stage.model for stage in self._parts}
+
+    def step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """Run a training step on all micro-batches, and add the gradients of the mean loss to `.grad`. Collective.
+
+        Args:
+            *inputs: the model's inputs. All ranks of a pipeline pass the same ones. Tensors are cut along their first
+                dimension, except those in which it is 1.
+            **kwargs: further inputs, by name.
+            target: the target, cut along its first dimension. The ranks of the last stage need it.
+
+        Returns:
+            The mean loss over micro-batches and data ranks, without a gradient, on every rank.
+
+        Raises:
+            InvalidInput: the inputs or the target do not fit.
+        """
+        if not torch.is_grad_enabled():
+            raise InvalidInput("step() trains, and gradients are disabled here: call pipe.evaluate(...) for the loss")
+        with self._prepared(inputs, kwargs, target, needs_target=True):
+            losses = {"target": torch.arange(self._order.microbatches)} if self._last is not None else {}
+            self._schedule.step(**losses)
+            return self._average_loss()
+
+    @torch.no_grad()
+    def evaluate(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """Return the loss of `step` without gradients. Collective."""
+        with self._prepared(inputs, kwargs, target, needs_target=True):
+            run_forwards(self._parts, self._order, self._group.group, self._device)
+            return self._average_loss()
+
+    @torch.no_grad()
+    def forward(self, *inputs: Any, **kwargs: Any) -> Tensor | None:
+        """Return the model's output without gradients on the ranks of the last stage, None on others. Collective."""
+        with self._prepared(inputs, kwargs, None, needs_target=False):
+            outputs = run_forwards(self._parts, self._order, self._group.group, self._device)
+            return torch.cat(outputs) if outputs else None
+
+    @property
+    def _last(self) -> Stage | None:
+        return next((stage for stage in self._parts if stage.port.is_last), None)
+
+    @contextlib.contextmanager
+    def _prepared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, needs_target: bool
+    ) -> Iterator[None]:
+        """Give the stages their micro-batches, and take them away afterwards.
+
+        Raises:
+            InvalidInput: on every rank of the pipeline, if the inputs of one rank have shapes that are new to it.
+        """
+        calls, targets, error, seen = [], None, None, None
+        try:
+            calls, batch = split_inputs(args, kwargs, self._order.microbatches)
+            if needs_target and self._last is not None:
+                if target is None:
+                    raise InvalidInput(
+                        "step(..., target=) is missing on a rank of the last stage: pass it on every rank"
+                    )
+                targets = split_tree(target, batch, self._order.microbatches, "the target")
+            seen = (*describe_inputs(*calls[0]), self.training)
+            if seen != self._seen:
+                boundary = check_boundary(self._split, *calls[0])
+                for stage in self._parts:
+                    stage.port.boundary = boundary
+        except MoefxError as found:
+            error = found
+        if self._seen is None or seen not in (None, self._seen):
+            self._agree(error, seen)
+        elif error is not None:
+            raise error
+        for stage in self._parts:
+            stage.port.inputs, stage.port.losses = calls, []
+            stage.port.targets = targets if stage.port.is_last else None
+        try:
+            yield
+        except BaseException:
+            self._seen = self._schedule = None  # torch's schedule keeps the losses of a step that failed
+            raise
+        finally:
+            for stage in self._parts:
+                stage.port.inputs, stage.port.targets = [], None
+            for module in self._sharded:  # they stay gathered after a forward, and would hide new values
+                module.reshard()
+
+    def _agree(self, error: Exception | None, seen: Any) -> None:
+        """Build torch's schedule for inputs of new shapes, if all ranks of the pipeline have the same ones."""
+        self._seen = None
+        described = self._group.raise_together(error, seen)
+        if any(other != seen for other in described):
+            self._group.raise_together(
+                InvalidInput(f"ranks of a pipeline pass inputs of different shapes: {described}. Pass the same inputs")
+            )
+        self._schedule = self._order.build(self._parts, self._group.group, self._device)
+        self._seen = seen
+
+    def _average_loss(self) -> Tensor:
+        losses = [] if self._last is None else self._last.port.losses
+        return self._group.average_loss(torch.stack(losses).mean() if losses else None)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        for stage in self._parts:
+            stage.model.train(mode)
+        self._split.dry_run.skeleton.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
+        for stage in self._parts:
+            stage.model._apply(fn, recurse)
+        return self
+
+    def _drop_other_stages(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+        for name in self._elsewhere:
+            state_dict.pop(prefix + name, None)
+
+    def extra_repr(self) -> str:
+        layers = " + ".join(map(str, self._split.counts))
+        return (
+            f"schedule={self._order.name!r}, microbatches={self._order.microbatches}, {self._split.layers}: {layers}, "
+            f"stages here: {', '.join(map(str, self.stages))}"
+        )
+
+
+def _add_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Add a module under a dotted name, with empty modules around it."""
+    *path, last = name.split(".")
+    for step in path:
+        if step not in root._modules:
+            _register(root, step, nn.Module())
+        root = root.get_submodule(step)
+    _register(root, last, module)
+
+
+def _register(parent: nn.Module, name: str, module: nn.Module) -> None:
+    try:
+        parent.add_module(name, module)
+    except KeyError:
+        raise InvalidInput(f"the model has a module named {name!r}, which is a name of Pipeline: rename it") from None

@@ -1,0 +1,48 @@
+"""Check that the ranks of a pipeline hold different stages, because `compile` does not split a model."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...errors import InvalidPlan
+
+STAGES = "pp"
+_VALUES = 8  # per parameter
+
+
+def check_stages(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Check that the pipeline stages of a mesh hold different models. Collective over the pipeline axis; called before
+    anything that one stage alone may raise.
+
+    Raises:
+        InvalidPlan: ranks of different stages hold the same model.
+    """
+    if STAGES not in (mesh.mesh_dim_names or ()) or mesh[STAGES].size() == 1:
+        return
+    digests: list[Any] = [None] * mesh[STAGES].size()
+    dist.all_gather_object(digests, _digest(model), group=mesh.get_group(STAGES))
+    alike = [stage for stage, digest in enumerate(digests) if digests.count(digest) > 1]
+    if alike:
+        rest = ", ".join(repr(name) for name in mesh.mesh_dim_names or () if name != STAGES)
+        raise InvalidPlan(
+            f"the mesh has a pipeline axis {STAGES!r}, and stages {', '.join(map(str, alike))} hold the same model: "
+            "compile does not split a model, moefx.pipeline(model, mesh, ...) does. Or give compile the module of this "
+            "rank's stage (torch.distributed.pipelining), or a mesh of one stage's ranks"
+            + (f", mesh[{rest}]" if rest else "")
+        )
+
+
+def _digest(model: nn.Module) -> str:
+    """Hash the names and shapes of the parameters, and a few values, if the model has any."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        if not parameter.is_meta and parameter.numel():
+            flat = parameter.detach().reshape(-1)
+            digest.update(flat[:: max(1, len(flat) // _VALUES)].double().cpu().numpy().tobytes())
+    return digest.hexdigest()

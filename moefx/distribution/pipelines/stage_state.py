@@ -1,0 +1,93 @@
+"""What the stages of a pipeline tell each other outside of a step: errors, state dicts, the sum of losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...errors import InvalidInput
+from ...runtime.staged_models import STAGED
+from .pipeline_stages import STAGES
+
+
+class StageGroup:
+    """The ranks that hold the stages of one model.
+
+    Args:
+        mesh: the mesh with the pipeline axis.
+        names: the names of the original's state dict, in order.
+    """
+
+    def __init__(self, mesh: DeviceMesh, names: list[str]):
+        self.mesh, self.names = mesh, names
+        self.group: dist.ProcessGroup = mesh.get_group(STAGES)
+        self.ranks = dist.get_process_group_ranks(self.group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all stages' ranks. Collective over the pipeline axis."""
+        values: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def raise_together(self, error: Exception | None, value: Any = None) -> list[Any]:
+        """Raise on every rank of the pipeline axis if one of them has an error. Collective.
+
+        Returns:
+            The values of all ranks.
+        """
+        answers = self.gather((None if error is None else f"{type(error).__name__}: {error}", value))
+        if error is not None:
+            raise error
+        for rank, (text, _) in enumerate(answers):
+            if text:
+                raise InvalidInput(f"rank {rank} of the pipeline axis failed: {text}")
+        return [value for _, value in answers]
+
+    def gather_state(self, own: dict[str, Any], *, cpu: bool, rank: int | None) -> dict[str, Any]:
+        """Merge the full state dicts of the stages. One broadcast per tensor.
+
+        Args:
+            cpu, rank: as for `moefx.full_state_dict`.
+        """
+        here, device = rank is None or dist.get_rank() == rank, torch.device(self.mesh.device_type)
+        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        described = {name: (value.shape, value.dtype) for name, value in tensors.items()}
+        answers = self.gather((described, {name: value for name, value in own.items() if name not in tensors}))
+        found: dict[str, Any] = {}
+        seen: set[str] = set()
+        for owner, (shapes, others) in zip(self.ranks, answers, strict=True):
+            for name, (shape, dtype) in shapes.items():
+                if name in seen:
+                    continue  # a buffer that every stage has
+                seen.add(name)
+                if owner == dist.get_rank():
+                    value = own[name].to(device).contiguous()
+                else:
+                    value = torch.empty(shape, dtype=dtype, device=device)
+                dist.broadcast(value, owner, group=self.group)
+                if here:
+                    found[name] = value.cpu() if cpu else value
+            found |= others if here else {}
+        order = [name for name in self.names if name in found]
+        return {name: found[name] for name in dict.fromkeys([*order, *found])}
+
+    def average_loss(self, loss: Tensor | None) -> Tensor:
+        """Return the mean of a loss over the data ranks, on every rank of the mesh. Collective over the mesh.
+
+        Args:
+            loss: the loss on a rank with the last stage, None on others.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type) if loss is None else loss.double()
+        for dim in range(self.mesh.ndim):
+            if self.mesh.size(dim) > 1:
+                dist.all_reduce(total, group=self.mesh.get_group(dim))
+        return total / (self.mesh.size() // len(self.ranks))
+
+
+def find_stages(model: nn.Module) -> StageGroup | None:
+    """Return the stages of a Pipeline, None for other models."""
+    return vars(model).get(STAGED)
