@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .planner.platforms import Platform
     from .planner.ranking import plan
     from .runtime.captured_step import capture_step
-    from .runtime.host_order import order_hosts
+    from .runtime.ranks.host_order import order_hosts
 
 __all__ = [
     "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Pipeline", "Plan", "Platform",

@@ -30,7 +30,7 @@ from .ir.argument_binding import ExampleInputs, flatten_arguments, make_signatur
 from .ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
 from .runtime.block_forward import BlockForward, install_forward
 from .runtime.program import Program
-from .runtime.staged_models import refuse_pipeline
+from .runtime.ranks.staged_models import refuse_pipeline
 from .util.model_copy import copy_model
 from .util.progress import report_progress
 from .verification.verify_report import VerifyReport, verify
@@ -38,7 +38,7 @@ from .verification.verify_report import VerifyReport, verify
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .runtime.topology import ExpertAxis
+    from .runtime.ranks.topology import ExpertAxis
 
 
 def compile(

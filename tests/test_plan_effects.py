@@ -22,7 +22,7 @@ from moefx.planner.decision import Facts
 from moefx.planner.local_platform import LocalPlatform
 from moefx.planner.mesh_axes import list_axis_uses
 from moefx.planner.platforms import find_platform
-from moefx.runtime.sharding import resolve_expert_axes
+from moefx.runtime.ranks.sharding import resolve_expert_axes
 
 from .blocks import D, Gated, Loop
 

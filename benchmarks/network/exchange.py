@@ -22,7 +22,7 @@ from moefx.distribution.block_distribution import find_expert_layouts
 from moefx.ir.ops.uneven_all_to_all import get_group, start
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import count_traffic
-from moefx.runtime.link_costs import measure_handling
+from moefx.runtime.ranks.link_costs import measure_handling
 
 HIDDEN = 8  # of an expert: what they compute is not measured here
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..ir.expert_placement import TopologyLevel
 from ..ir.ops.uneven_all_to_all import get_group, start, wait
-from ..runtime.topology import ExpertAxis
+from ..runtime.ranks.topology import ExpertAxis
 from ..util.unit_text import amount
 from .rate_fit import fit_link
 

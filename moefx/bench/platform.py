@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ..planner.platforms import PLATFORMS, find_platform
-from ..runtime.link_costs import measure_handling
-from ..runtime.topology import resolve_node_size
+from ..runtime.ranks.link_costs import measure_handling
+from ..runtime.ranks.topology import resolve_node_size
 from . import link_times
 from .device_times import Machine
 from .link_times import RepeatedExchange

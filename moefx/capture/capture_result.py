@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..util.code_locations import Source
+from .code_locations import Source
 from .sizes.size_guards import SizeLog
 
 # Force mixed outcomes, element by element: both outcomes of a comparison, an integer or one more. Choices select among

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError
-from ..util.code_locations import suppress_program_errors
 from ..util.tensor_trees import collect_tensors, map_tensors
+from .code_locations import suppress_program_errors
 
 aten = torch.ops.aten
 # Ops that autocast lists under another name.

@@ -19,7 +19,7 @@ from ..comparison.sandbox import Call, Casts, Inputs, RunOptions, execute, make_
 from ..errors import summarize_error
 from ..ir import op_providers
 from ..ir.argument_binding import find_device, flatten_arguments, make_signature_binder
-from ..matching.guarded_sizes import find_sequence
+from ..matching.facts.guarded_sizes import find_sequence
 from .block_compiler import BlockRewrite
 
 

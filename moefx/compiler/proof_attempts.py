@@ -39,18 +39,18 @@ from torch import nn
 from ..capture.arguments.argument_interpretations import interpret_arguments, interpret_batch_of_one
 from ..capture.arguments.block_arguments import Arguments
 from ..capture.arguments.size_collisions import ModelNumbers
+from ..capture.code_locations import is_internal_error, is_raised_by_program
 from ..capture.sizes.size_guards import SizeGuard
 from ..errors import CaptureError, Cause, Refused, summarize_error
 from ..inspection.proof_trace import AttemptRun, CutAttempt, ProofTrace
-from ..matching.drop_rules import explain_drops
+from ..matching.drops.drop_rules import explain_drops
 from ..matching.lift.lifter import LiftOptions
 from ..matching.lift.routed_nodes import find_padding_lines, has_rows_of_padding
 from ..matching.match_result import Match
-from ..matching.proof_state import ProofState
+from ..matching.proof.proof_state import ProofState
 from ..matching.prove import prove
 from ..matching.refusal_causes import explain_branch, explain_limit, explain_refusal
 from ..passes.rewrite import Placeholders, RewriteResult, rewrite
-from ..util.code_locations import is_internal_error, is_raised_by_program
 
 # Refusals that report where the lift stopped: the cause may be elsewhere in the program.
 _STOPPED_AT_ROWS = {Cause.UNEXPLAINED_INDEX, Cause.FOREIGN_ROW, Cause.SINGLE_ELEMENTS}

@@ -14,6 +14,7 @@ from torch import nn
 
 from .._plan import Plan
 from ..capture.arguments.block_arguments import Arguments
+from ..capture.code_locations import is_internal_error
 from ..capture.device_autocast import use_device_autocast
 from ..capture.search.block_search import search_blocks
 from ..capture.search.module_structure import compute_signature
@@ -35,7 +36,6 @@ from ..ir.passed_objects import replace_objects
 from ..runtime.block_forward import BlockForward
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
-from ..util.code_locations import is_internal_error
 from ..util.default_device import neutral_device
 from .block_compiler import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
 from .numeric_check import check_numerically

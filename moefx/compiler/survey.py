@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._plan import Plan
+from ..capture.code_locations import is_internal_error, suppress_program_errors
 from ..capture.concolic import capture_block
 from ..capture.search.block_search import BlockCandidates, SurveyedCall, search_blocks
 from ..capture.search.example_calls import find_example_calls
@@ -35,7 +36,6 @@ from ..ir.guards.stored_values import is_same
 from ..matching.unsupported_effects import NO_CACHE
 from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.change_detection import find_absorbed_names, find_hook_kind
-from ..util.code_locations import is_internal_error, suppress_program_errors
 from ..util.model_copy import copy_model
 from ..util.progress import announce
 from ..util.tensor_trees import has_values

@@ -25,11 +25,10 @@ from ..passes.exchange.routed_region import RoutedRegion
 from ..passes.overlap import overlap_exchanges
 from ..passes.pass_manager import PassManager
 from ..passes.ssmb import shard_sequence
-from ..runtime import gradient_clipping, state_dicts
 from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.block_layout import BlockLayout
-from ..runtime.saved_routing import save_routing as save_routing
-from ..runtime.sharding import (
+from ..runtime.ranks import gradient_clipping, state_dicts
+from ..runtime.ranks.sharding import (
     ExpertParameters,
     copy_with_all_experts,
     find_owner_and_tensor,
@@ -38,8 +37,9 @@ from ..runtime.sharding import (
     select_mesh_axis,
     shard_experts,
 )
-from ..runtime.state_dicts import OnLoad, OnSave, join_name
-from ..runtime.topology import ExpertAxis
+from ..runtime.ranks.state_dicts import OnLoad, OnSave, join_name
+from ..runtime.ranks.topology import ExpertAxis
+from ..runtime.saved_routing import save_routing as save_routing
 from ..util.user_code import forward_line
 from .dispatch_choice import choose_routes
 from .expert_storage import find_expert_parameters

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from ..errors import InvalidInput, InvalidPlan
-from ..runtime.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
-from ..runtime.sharding import format_mesh
-from ..runtime.staged_models import refuse_pipeline
-from ..runtime.state_dicts import ShardOnLoad, join_name
+from ..runtime.ranks.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
+from ..runtime.ranks.sharding import format_mesh
+from ..runtime.ranks.staged_models import refuse_pipeline
+from ..runtime.ranks.state_dicts import ShardOnLoad, join_name
 from .block_distribution import find_expert_layouts
 from .data_axes import DataMeshes, choose_data_axes
 from .training_wiring import SPREAD_MESH, SpreadMesh

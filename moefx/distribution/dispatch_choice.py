@@ -16,7 +16,7 @@ from ..errors import InvalidPlan
 from ..ir.expert_placement import ExchangeRoutes
 from ..ir.ops.uneven_all_to_all import get_group
 from ..passes.exchange.routed_region import RoutedRegion
-from ..runtime.link_costs import (
+from ..runtime.ranks.link_costs import (
     DEFAULT_TOKENS,
     EXCHANGES_PER_LAYER,
     HOST_COSTS,
@@ -24,7 +24,7 @@ from ..runtime.link_costs import (
     count_gathered_bytes,
     predict_seconds,
 )
-from ..runtime.topology import ExpertAxis
+from ..runtime.ranks.topology import ExpertAxis
 
 
 def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[ExchangeRoutes, str]:

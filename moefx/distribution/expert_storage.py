@@ -9,7 +9,7 @@ from ..errors import Refused
 from ..matching.lift.canonical_form import has_matrix_products
 from ..matching.terms.parameter_slices import ParameterSlice
 from ..passes.exchange.routed_region import RoutedRegion
-from ..runtime.sharding import ExpertParameters
+from ..runtime.ranks.sharding import ExpertParameters
 
 
 def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:

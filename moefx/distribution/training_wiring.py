@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._plan import Plan
 from ..runtime.block_layout import BlockLayout
-from ..runtime.data_parallel_wrappers import DDP_IGNORED, DEEPSPEED_HOOK, IgnoredByDDP, RefuseDeepSpeed
-from ..runtime.overwrite_detection import OverwritingWatch, SettleOnLoad
-from ..runtime.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build_reductions, format_reductions
-from ..runtime.sharding import resolve_expert_axes
-from ..runtime.state_dicts import join_name
-from ..runtime.topology import ExpertAxis
+from ..runtime.ranks.data_parallel_wrappers import DDP_IGNORED, DEEPSPEED_HOOK, IgnoredByDDP, RefuseDeepSpeed
+from ..runtime.ranks.overwrite_detection import OverwritingWatch, SettleOnLoad
+from ..runtime.ranks.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build_reductions, format_reductions
+from ..runtime.ranks.sharding import resolve_expert_axes
+from ..runtime.ranks.state_dicts import join_name
+from ..runtime.ranks.topology import ExpertAxis
 from .block_distribution import expert_parameter_names
 
 SPREAD_MESH = "_moefx_spread_mesh"  # the attribute of a spread model that holds its `SpreadMesh`

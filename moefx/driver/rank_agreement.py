@@ -24,7 +24,7 @@ from ..util.default_device import neutral_device
 
 if TYPE_CHECKING:
     from ..planner.decision import Decision
-    from ..runtime.topology import ExpertAxis
+    from ..runtime.ranks.topology import ExpertAxis
 
 
 @dataclasses.dataclass(frozen=True)

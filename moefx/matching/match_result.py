@@ -18,14 +18,14 @@ from torch.utils import _pytree as pytree
 
 from ..capture.arguments.block_arguments import Arguments
 from ..capture.capture_result import Capture
+from ..capture.code_locations import suppress_program_errors
 from ..capture.sizes.size_guards import SizeGuard, evaluate_size
 from ..capture.tracing.concrete_routing import Routing, RoutingKind
 from ..capture.tracing.host_reads import Interventions
 from ..errors import MoefxError
 from ..inspection.proof_trace import ProbeRun
-from ..util.code_locations import suppress_program_errors
 from .capacity_formulas import Formula, find_formula
-from .guarded_sizes import find_sequence, find_sizes
+from .facts.guarded_sizes import find_sequence, find_sizes
 from .lift.canonical_form import Body, CanonicalForm, NodeRef, max_capture_tokens
 from .terms.parameter_slices import ParameterSlice
 

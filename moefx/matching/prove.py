@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 from ..capture.tracing.concrete_routing import Routing, RoutingKind
 from ..errors import Refused
-from .drop_rules import refuse_unexplained
-from .evidence import find_value_lines, have_same_lines
+from .drops.drop_rules import refuse_unexplained
 from .lift.canonical_form import CanonicalForm
 from .lift.distinct_choices import has_distinct_slots
 from .lift.lifter import NothingRouted
@@ -21,7 +20,8 @@ from .match_result import Match, ProvenGroup
 from .probes.boundary_values import add_boundary_values, add_larger_flags
 from .probes.probe import Probe
 from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
-from .proof_state import ProofState
+from .proof.evidence import find_value_lines, have_same_lines
+from .proof.proof_state import ProofState
 from .terms.parameter_slices import ParameterSlice
 from .unsupported_effects import refuse_effects
 

@@ -9,17 +9,17 @@ import torch
 from torch import fx
 
 from ..capture.capture_result import Capture
+from ..capture.code_locations import suppress_program_errors
 from ..capture.sizes.routed_numbers import is_emptiness_test
 from ..errors import Cause, MoefxError, Refused
 from ..ir.node_values import get_op_name
-from ..util.code_locations import suppress_program_errors
-from .graph_nodes import depends_on_routing, find_comparison
-from .op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
+from .facts.graph_nodes import depends_on_routing, find_comparison
+from .facts.op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
 from .probes.branch_outcomes import find_buffers
 from .probes.forced_outcome import DECIDE_OUTSIDE
 
 if TYPE_CHECKING:
-    from .proof_state import ProofState
+    from .proof.proof_state import ProofState
 
 
 def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:

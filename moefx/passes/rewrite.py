@@ -23,7 +23,7 @@ from ..capture.device_autocast import get_autocast_dtype
 from ..capture.tracing.op_sets import CONTRACTIONS
 from ..errors import Refused
 from ..ir.passed_objects import check_structure
-from ..matching.graph_nodes import is_random, is_skipped
+from ..matching.facts.graph_nodes import is_random, is_skipped
 from ..matching.lift.canonical_form import NodeRef
 from ..matching.lift.lift_refusals import refuse_random
 from ..matching.match_result import Match

@@ -16,9 +16,9 @@ from torch import nn
 from .._plan import Plan
 from ..compiler.survey_result import Survey
 from ..errors import InvalidPlan, UnknownArchitecture
-from ..runtime.link_costs import DEFAULT_TOKENS
-from ..runtime.sharding import is_replica_axis
-from ..runtime.topology import resolve_node_size
+from ..runtime.ranks.link_costs import DEFAULT_TOKENS
+from ..runtime.ranks.sharding import is_replica_axis
+from ..runtime.ranks.topology import resolve_node_size
 from ..util.unit_text import amount
 from .architecture import Architecture
 from .decision import Candidate, Decision, Facts

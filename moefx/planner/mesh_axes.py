@@ -13,7 +13,7 @@ from typing import Any
 
 from .._plan import Plan
 from ..errors import InvalidPlan
-from ..runtime.sharding import resolve_expert_axes
+from ..runtime.ranks.sharding import resolve_expert_axes
 from .layout import Layout
 from .platforms import Platform
 

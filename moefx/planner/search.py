@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import InvalidPlan
-from ..runtime.link_costs import choose_dispatch
+from ..runtime.ranks.link_costs import choose_dispatch
 from ..util.unit_text import amount
 from .architecture import Architecture, check_whole_numbers
 from .entries import TERMS, Entry, Rejected, SearchRequest

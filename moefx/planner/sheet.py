@@ -19,7 +19,7 @@ import sympy
 from sympy.printing.pycode import PythonCodePrinter
 from sympy.printing.str import StrPrinter
 
-from ..runtime.link_costs import compute_expected_parts
+from ..runtime.ranks.link_costs import compute_expected_parts
 from ..util.unit_text import amount
 
 

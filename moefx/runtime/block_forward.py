@@ -31,7 +31,7 @@ from .surrounding_modes import is_transformed, suspend_observers
 
 if TYPE_CHECKING:
     from .block_layout import BlockLayout
-    from .overwrite_detection import OverwritingWatch
+    from .ranks.overwrite_detection import OverwritingWatch
 
 # Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
 MAX_SPECIALIZATIONS = 16

@@ -8,8 +8,8 @@ from torch import nn
 
 if TYPE_CHECKING:
     from ..ir.expert_placement import ExchangeRoutes, Placement, SharedTokens
-    from .sharding import ExpertParameters
-    from .topology import ExpertAxis
+    from .ranks.sharding import ExpertParameters
+    from .ranks.topology import ExpertAxis
 
 
 class BlockLayout(Protocol):

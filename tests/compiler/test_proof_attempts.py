@@ -22,7 +22,7 @@ from moefx.compiler.proof_attempts import Failure, prove_and_rewrite
 from moefx.errors import CaptureError, Cause, Refused
 from moefx.frontends.dynamo.backend import backend
 from moefx.matching.lift.lifter import LiftOptions
-from moefx.matching.proof_state import ProofState
+from moefx.matching.proof.proof_state import ProofState
 from moefx.passes.rewrite import Placeholders
 from moefx.util.user_code import PACKAGE_DIR
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import moefx
 import moefx.distribution.dispatch_choice
 import moefx.ir.ops.token_gather
-import moefx.runtime.topology
+import moefx.runtime.ranks.topology
 from moefx.errors import ExpertsOverwritten, InvalidInput
-from moefx.runtime.link_costs import EXCHANGES_PER_LAYER, HOST_COSTS, Link, count_gathered_bytes
+from moefx.runtime.ranks.link_costs import EXCHANGES_PER_LAYER, HOST_COSTS, Link, count_gathered_bytes
 
 from ..blocks import D, Dropping
 from .launch import sampled
@@ -124,7 +124,7 @@ def case_bytes_are_those_of_the_formula() -> None:
 @contextlib.contextmanager
 def device_beside_the_host(per_byte: float = 1e-12):
     """Ranks as on devices that work beside their hosts, with links of this speed."""
-    topology, choice = moefx.runtime.topology, moefx.distribution.dispatch_choice
+    topology, choice = moefx.runtime.ranks.topology, moefx.distribution.dispatch_choice
     with (
         mock.patch.object(choice, "_runs_ahead", lambda axis: True),
         mock.patch.object(topology, "measure_link", lambda *_: Link(1e-5, per_byte)),

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefx
-import moefx.runtime.topology
+import moefx.runtime.ranks.topology
 from moefx.errors import InvalidPlan
 from moefx.ir.expert_placement import TopologyLevel
-from moefx.runtime.link_costs import Link
+from moefx.runtime.ranks.link_costs import Link
 
 from ..blocks import D
 from .launch import sampled
@@ -137,7 +137,7 @@ def case_slow_links_between_racks() -> None:
         return Link(0.0, 1e-6 if level.axis in ("ep", "ep/level1") else 1e-9)
 
     plan = moefx.Plan(node_size=2, topology_levels=(4,), validation="symbolic")
-    topology = moefx.runtime.topology
+    topology = moefx.runtime.ranks.topology
     # Nothing is timed here, packing neither: with HALO less is packed, which tips a balance of 2 %.
     for handling, way in ((0.0, "rbd"), (1e-7, "halo")):
         with (
@@ -152,7 +152,7 @@ def case_one_node() -> None:
     """Nothing is measured."""
     mesh, world = one_axis(), dist.get_world_size()
     plan = moefx.Plan(node_size=world, validation="symbolic")
-    with mock.patch.object(moefx.runtime.topology, "measure_link", side_effect=AssertionError):
+    with mock.patch.object(moefx.runtime.ranks.topology, "measure_link", side_effect=AssertionError):
         (line,) = experts_over(compiled_beside(Model("stacked", layers=1, num_experts=world), mesh, plan))
     assert "auto: one level, and 'dedup' sends the fewest rows" in line, line
 

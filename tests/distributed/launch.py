@@ -1,9 +1,9 @@
-"""Runs cases in several processes with a gloo group: `launch(4, "tests.distributed.exchange_cases")`.
+"""Run functions of a module on several ranks at once: `launch(4, "tests.distributed.exchange_cases")`.
 
-A module of cases has functions named `case_...` that take no argument; each runs on every rank at once. Starting
-processes takes longer than most cases: all cases of a module run in one process group, and a `World` runs one module
-after the other. All ranks are forks of one server that has imported torch and has proven common blocks (`proofs`). An
-error ends its rank, and the output of all ranks is shown.
+A module `*_cases.py` has functions `case_...` without arguments. Each runs on all ranks of one gloo group. A
+`RankPool` keeps its processes between cases, since starting them takes longer than most cases. All ranks are forks of
+one server, which has imported torch and proven common blocks (`proofs`). An error ends its rank; the test fails with
+the output of all ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,53 +30,72 @@ import moefx.compiler.model_proof
 import moefx.compiler.survey
 
 _ROOT = Path(__file__).parents[2]
-_PATIENCE = datetime.timedelta(seconds=150)
-ALL = "MOEFX_TEST_ALL"  # a variable of the environment
+_TIMEOUT = datetime.timedelta(seconds=150)
+ALL_CASES = "MOEFX_TEST_ALL"  # an environment variable: `sampled` keeps all items
 
 
-class World:
-    """Processes that wait for modules of cases; after an error, or a rank that did not end in time, they are gone."""
+def list_cases(module: str) -> list[str]:
+    """Return the names of the cases of a module of this folder, without importing it."""
+    return re.findall(r"^def (case_\w+)", (Path(__file__).parent / f"{module}.py").read_text(), re.MULTILINE)
+
+
+class RankPool:
+    """Processes that run cases on demand. They are killed after an error or a timeout.
+
+    Args:
+        size: number of ranks.
+        environment: additional environment variables of the ranks.
+    """
 
     def __init__(self, size: int, environment: dict[str, str] | None = None):
-        own = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size)} | (environment or {})
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size)} | (environment or {})
         self.folder = tempfile.TemporaryDirectory()
         self.outputs = [Path(self.folder.name) / f"rank{rank}.txt" for rank in range(size)]
-        self.workers, self.modules = [], []
-        # The server runs no backward, and none of its threads lives on: its forks could not use them.
+        self.workers, self.requests = [], []
+        # The server must run no backward and leave no threads: its forks could not use them.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.distributed.proofs"])
         for rank, output in enumerate(self.outputs):
-            modules, end = context.Pipe(duplex=False)
-            worker = context.Process(target=_serve, args=(modules, output, own | {"RANK": str(rank)}), daemon=True)
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (receiver, output, variables | {"RANK": str(rank)})
+            worker = context.Process(target=_serve, args=arguments, daemon=True)
             worker.start()
-            modules.close()
+            receiver.close()
             self.workers.append(worker)
-            self.modules.append(end)
+            self.requests.append(sender)
 
     @property
     def is_alive(self) -> bool:
         return all(worker.exitcode is None for worker in self.workers)
 
     def run(self, module: str, *names: str, timeout: float = 1500) -> str:
-        """The output of rank 0. `names`: of cases, all of the module's without.
+        """Run cases on all ranks.
+
+        Args:
+            module: the full name of the module.
+            names: names of its functions; default: all cases.
+            timeout: seconds.
+
+        Returns:
+            The output of rank 0.
 
         Raises:
-            AssertionError: a rank failed, or did not end in time; with the ends of their outputs.
+            AssertionError: a rank failed or exceeded the timeout. Shows the ends of all outputs.
         """
-        for modules, output in zip(self.modules, self.outputs, strict=True):
-            _done(output).unlink(missing_ok=True)
+        for sender, output in zip(self.requests, self.outputs, strict=True):
+            _done_file(output).unlink(missing_ok=True)
             with contextlib.suppress(BrokenPipeError):  # a rank that could not start
-                modules.send([module, *names])
-        until = time.monotonic() + timeout
-        while None in (codes := self._codes()) and time.monotonic() < until:
+                sender.send([module, *names])
+        deadline = time.monotonic() + timeout
+        while None in (codes := self._exit_codes()) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._check(codes)
         return self.outputs[0].read_text()
 
     def end(self) -> None:
-        """Raises: AssertionError: a rank does not leave in order."""
-        for modules in self.modules:
-            modules.close()
+        """Raises: AssertionError: a rank fails while it ends its process group."""
+        for sender in self.requests:
+            sender.close()
         for worker in self.workers:
             worker.join(timeout=60)
         self._check([worker.exitcode for worker in self.workers])
@@ -89,94 +109,101 @@ class World:
         if codes != [0] * len(codes):
             self.kill()
             texts = [output.read_text() if output.exists() else "did not start" for output in self.outputs]
-            shown = "\n".join(f"-- rank {rank}: {_shortened(text)}" for rank, text in enumerate(texts))
-            raise AssertionError(f"exit codes {codes}, of {len(codes)} ranks\n{shown}")
+            text = "\n".join(f"-- rank {rank}: {_shorten(text)}" for rank, text in enumerate(texts))
+            raise AssertionError(f"exit codes {codes}, of {len(codes)} ranks\n{text}")
 
-    def _codes(self) -> list[int | None]:
-        """Of each rank: 0 if it is through or left on purpose, None if it is at work."""
-        codes = [worker.exitcode for worker in self.workers]  # before the files: one that is through may leave
-        return [0 if _done(output).exists() else code for output, code in zip(self.outputs, codes, strict=True)]
+    def _exit_codes(self) -> list[int | None]:
+        """Return 0 for each rank that has run the cases or called `os._exit(0)`, None for one that is running them."""
+        codes = [worker.exitcode for worker in self.workers]  # read before the files: a rank that is done may exit
+        return [0 if _done_file(output).exists() else code for output, code in zip(self.outputs, codes, strict=True)]
 
 
 def sampled(items: Iterable, n: int) -> list:
-    """Each n-th, as the mark of this name does for pytest; all where it is asked for everything."""
-    return list(items)[:: 1 if os.environ.get(ALL) else n]
+    """Return each n-th item, like the pytest mark of this name, or all with `MOEFX_TEST_ALL=1`."""
+    return list(items)[:: 1 if os.environ.get(ALL_CASES) else n]
 
 
 def launch(
-    world: int, module: str, *names: str, timeout: float = 1500, environment: dict[str, str] | None = None
+    size: int, module: str, *names: str, timeout: float = 1500, environment: dict[str, str] | None = None
 ) -> str:
-    """`World.run` in processes of its own."""
-    started = World(world, environment)
+    """Run cases in new processes: see `RankPool` and `RankPool.run`."""
+    pool = RankPool(size, environment)
     try:
-        output = started.run(module, *names, timeout=timeout)
-        started.end()
+        output = pool.run(module, *names, timeout=timeout)
+        pool.end()
     finally:
-        started.kill()
+        pool.kill()
     return output
 
 
 def torchrun(
     *command: str, ranks: int = 4, timeout: float = 200, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What users type. It is repeated where torch's own fault ended a process: gloo's thread lets go of the tensors of
-    the last collective while the interpreter ends (pytorch issue 190489; one in ten of plain torch programs here)."""
+    """Run a command as users type it.
+
+    Repeats it if gloo aborts the process: its thread may release the tensors of the last collective while the
+    interpreter ends (pytorch issue 190489; about one in ten runs of plain torch programs).
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command]
-    own = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"} | (environment or {})
+    variables = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"} | (environment or {})
     for _ in range(5):
-        done = subprocess.run(launcher, cwd=_ROOT, env=own, capture_output=True, text=True, timeout=timeout)
-        if "terminate called without an active exception" not in done.stderr:
+        result = subprocess.run(launcher, cwd=_ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
+        if "terminate called without an active exception" not in result.stderr:
             break
-    return done
+    return result
 
 
-def _done(output: Path) -> Path:
+def _done_file(output: Path) -> Path:
+    """Return the file that a rank creates after its cases."""
     return output.with_suffix(".done")
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) < 3000 else f"{text[:500]}\n[...]\n{text[-2500:]}"
 
 
-def _meeting_place(folder: Path, rank: int, world: int) -> dist.Store:
-    """The first rank takes a port that is free and says which: one that was free before may be another's by now."""
-    said = folder / "port"
+def _create_store(folder: Path, rank: int, size: int) -> dist.Store:
+    """Create the store of the process group.
+
+    Rank 0 binds port 0 and writes the port that it got to a file. A port chosen in advance may be taken meanwhile.
+    """
+    port_file = folder / "port"
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=_PATIENCE, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
         (folder / "port.new").write_text(str(store.port))
-        (folder / "port.new").rename(said)
+        (folder / "port.new").rename(port_file)
         return store
-    until = time.monotonic() + _PATIENCE.total_seconds()
-    while not said.exists() and time.monotonic() < until:
+    deadline = time.monotonic() + _TIMEOUT.total_seconds()
+    while not port_file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return dist.TCPStore("127.0.0.1", int(said.read_text()), world, is_master=False, timeout=_PATIENCE)
+    return dist.TCPStore("127.0.0.1", int(port_file.read_text()), size, is_master=False, timeout=_TIMEOUT)
 
 
-def _serve(modules: Connection, output: Path, environment: dict[str, str]) -> None:
-    """Run what comes through `modules` on this rank, until the other end is closed."""
+def _serve(requests: Connection, output: Path, environment: dict[str, str]) -> None:
+    """Run the requested cases on this rank, until the pool closes its end of `requests`."""
     os.environ.clear()
     os.environ.update(environment)
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    faulthandler.enable(2)  # a crash shows its stacks, in the error of the test
+    faulthandler.enable(2)  # a crash shows its stacks in the error of the test
     from ..proof_memory import check_once, rewrite_once
 
     moefx.compiler.survey._rewrite_as_called, moefx.compiler.model_proof.check_numerically = rewrite_once, check_once
     torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _meeting_place(output.parent, rank, world)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _create_store(output.parent, rank, size)
     backend = os.environ.get("BACKEND", "gloo")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     with contextlib.suppress(EOFError):
         while True:
-            _run(*modules.recv())
-            _done(output).touch()
+            _run_cases(*requests.recv())
+            _done_file(output).touch()
     dist.destroy_process_group()
 
 
-def _run(module: str, *names: str) -> None:
-    os.ftruncate(1, 0)  # what the modules before have shown
+def _run_cases(module: str, *names: str) -> None:
+    os.ftruncate(1, 0)  # removes the output of the request before
     os.lseek(1, 0, os.SEEK_SET)
     cases = importlib.import_module(module)
     for name in names or [name for name in vars(cases) if name.startswith("case_")]:

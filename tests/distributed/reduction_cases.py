@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
-from moefx.runtime.reductions import Reduction, build_reductions
+from moefx.runtime.ranks.reductions import Reduction, build_reductions
 
 from .. import proof_memory
 from ..blocks import D

@@ -1,4 +1,4 @@
-"""Cases that several processes run together; see `launch`."""
+"""Tests that several processes run together: each item runs one case of a module on all ranks (see `launch`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed
 
-from .launch import ALL, World, launch
+from .launch import ALL_CASES, RankPool, launch, list_cases
 
 pytestmark = [
     pytest.mark.timeout(1600),  # several processes on few cores, which may be slow ones
@@ -18,63 +18,78 @@ pytestmark = [
     ),
 ]
 
+RunCases = Callable[..., str]  # called with a module of this folder and names of its functions
 
-def keep_world(size: int) -> Iterator[Callable[..., str]]:
-    world: World | None = None
 
-    def run(module: str, *names: str) -> str:
-        nonlocal world
-        if world is None or not world.is_alive:
-            world = World(size)
-        return world.run(f"tests.distributed.{module}", *names)
+def for_each_case(module: str, *names: str) -> pytest.MarkDecorator:
+    """Parametrize a test over the cases of a module: all, or those of these names."""
+    cases = [(module, name) for name in names or list_cases(module)]
+    return pytest.mark.parametrize("case", cases, ids=[name.removeprefix("case_") for _, name in cases])
 
-    yield run
-    if world is not None and world.is_alive:
-        world.end()
+
+def keep_pool(size: int) -> Iterator[RunCases]:
+    """Yield a function that runs cases in one pool of ranks, which it starts again after a failure."""
+    pool: RankPool | None = None
+
+    def run_cases(module: str, *names: str) -> str:
+        nonlocal pool
+        if pool is None or not pool.is_alive:
+            pool = RankPool(size)
+        return pool.run(f"tests.distributed.{module}", *names)
+
+    yield run_cases
+    if pool is not None and pool.is_alive:
+        pool.end()
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[..., str]]:
-    """Runs cases on four ranks; the processes stay for the next ones."""
-    yield from keep_world(4)
+def four_ranks() -> Iterator[RunCases]:
+    yield from keep_pool(4)
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Callable[..., str]]:
-    """Runs cases on two ranks."""
-    yield from keep_world(2)
+def two_ranks() -> Iterator[RunCases]:
+    yield from keep_pool(2)
 
 
-def test_exchanges_equal_all_experts_on_one_rank(ranks):
-    ranks("exchange_cases")
+@for_each_case("exchange_cases")
+def test_exchanges_equal_all_experts_on_one_rank(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_exchanges_of_two_ranks_equal_all_experts_on_one_rank(pair):
-    pair("exchange_cases")
+@for_each_case("exchange_cases")
+def test_exchanges_of_two_ranks_equal_all_experts_on_one_rank(two_ranks, case):
+    two_ranks(*case)
 
 
-def test_models_over_ranks_equal_the_original(pair):
-    pair("compile_cases")
+@for_each_case("compile_cases")
+def test_models_over_ranks_equal_the_original(two_ranks, case):
+    two_ranks(*case)
 
 
-def test_models_over_two_axes_equal_the_original(ranks):
-    ranks("compile_cases", "case_the_graphs", "case_two_axes", "case_axes_that_are_not_said")
+@for_each_case("compile_cases", "case_the_graphs", "case_two_axes", "case_axes_that_are_not_said")
+def test_models_over_two_axes_equal_the_original(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_states_are_saved_and_loaded_over_ranks(ranks):
-    ranks("state_cases")
+@for_each_case("state_cases")
+def test_states_are_saved_and_loaded_over_ranks(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_wrappers_of_models_work_over_ranks_or_are_refused(ranks):
-    ranks("wrapper_cases")
+@for_each_case("wrapper_cases")
+def test_wrappers_of_models_work_over_ranks_or_are_refused(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_parallelized_models_train_as_the_original(ranks):
-    ranks("parallelize_cases")
+@for_each_case("parallelize_cases")
+def test_parallelized_models_train_as_the_original(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_exchanges_of_several_hops_equal_one_hop(ranks):
-    ranks("hop_cases")
+@for_each_case("hop_cases")
+def test_exchanges_of_several_hops_equal_one_hop(four_ranks, case):
+    four_ranks(*case)
 
 
 @pytest.mark.exhaustive  # minutes where eight processes share two cores
@@ -82,12 +97,13 @@ def test_exchanges_of_several_hops_of_eight_ranks_equal_one_hop():
     launch(8, "tests.distributed.hop_cases")
 
 
-def test_gathered_tokens_give_the_same_sums(ranks):
-    ranks("gather_cases")
+@for_each_case("gather_cases")
+def test_gathered_tokens_give_the_same_sums(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_exchanges_send_the_predicted_bytes(ranks):
-    ranks("volume_cases")
+def test_exchanges_send_the_predicted_bytes(four_ranks):
+    four_ranks("volume_cases")
 
 
 @pytest.mark.exhaustive
@@ -95,37 +111,43 @@ def test_exchanges_of_eight_ranks_send_the_predicted_bytes():
     launch(8, "tests.distributed.volume_cases")
 
 
-def test_sharded_sequences_equal_the_original(ranks):
-    ranks("sequence_cases")
+@for_each_case("sequence_cases")
+def test_sharded_sequences_equal_the_original(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_ranks_agree_on_the_decision_of_the_planner(ranks):
-    ranks("auto_cases")
+@for_each_case("auto_cases")
+def test_ranks_agree_on_the_decision_of_the_planner(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_programs_run_over_ranks(ranks):
-    ranks("program_cases")
+@for_each_case("program_cases")
+def test_programs_run_over_ranks(four_ranks, case):
+    four_ranks(*case)
 
 
 @pytest.mark.exhaustive
-def test_programs_run_through_inductor(ranks):
-    ranks("program_cases", "through_inductor")
+def test_programs_run_through_inductor(four_ranks):
+    four_ranks("program_cases", "through_inductor")
 
 
-def test_pipelines_and_transformers(ranks):
-    ranks("pipeline_cases")
+@for_each_case("pipeline_cases")
+def test_pipelines_of_compiled_stages(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_pipelines_train_as_one_device(ranks):
-    ranks("pipeline_training_cases")
+@for_each_case("pipeline_training_cases")
+def test_pipelines_train_as_one_device(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_pipelines_of_two_ranks_train_as_one_device(pair):
-    pair("pipeline_training_cases", "pipelines_of_two")
+def test_pipelines_of_two_ranks_train_as_one_device(two_ranks):
+    two_ranks("pipeline_training_cases", "pipelines_of_two")
 
 
-def test_mistakes_with_pipelines_are_refused(ranks):
-    ranks("pipeline_mistake_cases")
+@for_each_case("pipeline_mistake_cases")
+def test_mistakes_with_pipelines_are_refused(four_ranks, case):
+    four_ranks(*case)
 
 
 @pytest.mark.exhaustive
@@ -133,8 +155,16 @@ def test_pipelines_of_eight_ranks_train_as_one_device():
     launch(8, "tests.distributed.pipeline_training_cases", "pipelines_of_eight")
 
 
-def test_models_of_the_corpus_equal_the_original(pair):
-    pair("corpus_cases")
+@pytest.mark.hf
+@for_each_case("pipeline_transformers_cases")
+def test_pipelines_of_transformers_train_as_one_device(four_ranks, case):
+    pytest.importorskip("transformers")
+    four_ranks(*case)
+
+
+@for_each_case("corpus_cases")
+def test_models_of_the_corpus_equal_the_original(two_ranks, case):
+    two_ranks(*case)
 
 
 @pytest.mark.exhaustive
@@ -143,31 +173,28 @@ def test_every_model_of_the_corpus_equals_the_original():
     launch(2, "tests.distributed.corpus_cases", "every_model", timeout=2300)
 
 
-def test_verify_finds_faults_over_ranks(ranks):
-    ranks("verify_cases")
+@for_each_case("verify_cases")
+def test_verify_finds_faults_over_ranks(four_ranks, case):
+    four_ranks(*case)
 
 
 @pytest.mark.exhaustive
-def test_every_fault_in_every_exchange(ranks):
-    ranks("verify_cases", "every_fault")
+def test_every_fault_in_every_exchange(four_ranks):
+    four_ranks("verify_cases", "every_fault")
 
 
-def test_ranks_that_disagree_raise(ranks):
-    ranks("lost_cases")
+@for_each_case("lost_cases")
+def test_ranks_that_disagree_raise(four_ranks, case):
+    four_ranks(*case)
 
 
-def test_unreduced_gradients_are_reported(ranks):
-    ranks("reduction_cases")
+@for_each_case("reduction_cases")
+def test_unreduced_gradients_are_reported(four_ranks, case):
+    four_ranks(*case)
 
 
 def test_hooks_of_optimizers_are_removed():
     launch(2, "tests.distributed.reduction_cases", "hooks_of_optimizers")
-
-
-@pytest.mark.hf
-def test_pipelines_of_transformers_train_as_one_device(ranks):
-    pytest.importorskip("transformers")
-    ranks("pipeline_transformers_cases")
 
 
 @pytest.mark.sampled(2)
@@ -183,16 +210,16 @@ def test_a_lost_rank_raises(name):
     + ("program", "reduction", "sequence", "state", "verify", "wrapper"),
 )
 def test_all_cases_pass_without_sampling(name):
-    launch(4, f"tests.distributed.{name}_cases", environment={ALL: "1"})
+    launch(4, f"tests.distributed.{name}_cases", environment={ALL_CASES: "1"})
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_gpus():
-    """A GPU for each rank, or one that four share."""
+    """Run on one GPU per rank, or on one that four ranks share."""
     devices = torch.cuda.device_count()
-    ranks, backend = (4, "gloo") if devices == 1 else (min(devices, 4), "nccl")
-    launch(ranks, "tests.distributed.gpu_cases", environment={"BACKEND": backend, "MOEFX_AUTOTUNE": "0"})
+    size, backend = (4, "gloo") if devices == 1 else (min(devices, 4), "nccl")
+    launch(size, "tests.distributed.gpu_cases", environment={"BACKEND": backend, "MOEFX_AUTOTUNE": "0"})
 
 
 def test_a_rank_that_fails_is_shown():

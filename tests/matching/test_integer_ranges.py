@@ -9,7 +9,7 @@ from torch import nn
 
 from moefx.capture.concolic import capture_block
 from moefx.capture.tracing.concrete_routing import Routing
-from moefx.matching.integer_ranges import UNBOUNDED, IntegerRanges
+from moefx.matching.facts.integer_ranges import UNBOUNDED, IntegerRanges
 
 E = 4
 

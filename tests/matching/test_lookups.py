@@ -10,7 +10,7 @@ import torch
 import moefx
 from moefx.capture.concolic import capture_block
 from moefx.capture.tracing.concrete_routing import Routing
-from moefx.matching.graph_nodes import find_lookups
+from moefx.matching.facts.graph_nodes import find_lookups
 
 from ..blocks import Block, D, E, Loop
 

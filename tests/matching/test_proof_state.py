@@ -13,8 +13,8 @@ from moefx.capture.arguments.size_collisions import ModelNumbers
 from moefx.capture.sizes.size_guards import SizeGuard
 from moefx.capture.tracing.concrete_routing import Routing
 from moefx.errors import Refused
-from moefx.matching.evidence import find_value_lines, have_same_lines
-from moefx.matching.proof_state import ProofState
+from moefx.matching.proof.evidence import find_value_lines, have_same_lines
+from moefx.matching.proof.proof_state import ProofState
 
 from .lift.small_blocks import D, E, Small
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moefx.planner.communication import REDUNDANCY, VOLUMES, build_exchange_sheet, exchange_symbol, level_values
 from moefx.planner.platforms import count_nodes
-from moefx.runtime.link_costs import Link, Links, predict_seconds
+from moefx.runtime.ranks.link_costs import Link, Links, predict_seconds
 
 
 @pytest.mark.parametrize(("nodes", "percent"), [(2, 75.1), (4, 54.8), (8, 33.8), (16, 18.5), (32, 9.2)])

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch.distributed")
 
 from moefx.errors import InvalidPlan
-from moefx.runtime.link_costs import (
+from moefx.runtime.ranks.link_costs import (
     EXCHANGES_PER_LAYER,
     HOST_COSTS,
     Link,
@@ -20,7 +20,7 @@ from moefx.runtime.link_costs import (
     count_gathered_bytes,
     predict_seconds,
 )
-from moefx.runtime.topology import Topology, resolve_node_size
+from moefx.runtime.ranks.topology import Topology, resolve_node_size
 
 
 def picked(*per_byte: float, sizes: tuple[int, ...] = (4, 8), latency: float = 0.0, top_k: int = 8) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 
 from ...errors import Refused
-from ...util.code_locations import Source, find_user_opcode, iterate_user_frames
 from ...util.user_code import is_user_file
+from ..code_locations import Source, find_user_opcode, iterate_user_frames
 from .idle_calls import CONTAINERS
 from .idle_flow import Flow, parameters
 from .idle_names import name_of

@@ -19,8 +19,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.dataclass_fields import open_dataclasses
-from ...util.code_locations import find_user_source, is_internal_error
 from ...util.tensor_trees import has_values, is_float, suspend_modes
+from ..code_locations import find_user_source, is_internal_error
 from ..concolic import capture_block
 from ..state.inner_calls import CallChanges, InnerCall, StateSnapshot, iterate_objects, iterate_tensors
 from ..state.raw_containers import copy_items, find_base_type, have_same_items

@@ -21,10 +21,10 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...util.code_locations import is_user_asking_tensor
 from ...util.tensor_trees import suspend_modes
 from ...util.user_code import is_library_file
 from ..capture_result import SubmoduleCall
+from ..code_locations import is_user_asking_tensor
 from ..device_autocast import get_autocast_dtype
 from .tracer import Tracer
 

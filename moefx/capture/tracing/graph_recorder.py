@@ -23,9 +23,9 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import CaptureError
-from ...util.code_locations import NOWHERE, find_user_source, find_user_stack
 from ...util.tensor_trees import collect_tensors, is_float, map_tensors, suspend_modes
 from .. import device_autocast
+from ..code_locations import NOWHERE, find_user_source, find_user_stack
 from ..sizes.size_guards import SizeLog
 from ..sizes.symbolic_sizes import unwrap_numbers
 from ..worker_thread import check_interrupt

@@ -13,15 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...util.code_locations import (
-    Source,
-    find_user_opcode,
-    find_user_stack,
-    is_user_asking_number,
-    is_user_asking_tensor,
-)
 from ...util.tensor_trees import has_values, is_float
 from ..capture_result import HostRead, LimitedOutcome
+from ..code_locations import Source, find_user_opcode, find_user_stack, is_user_asking_number, is_user_asking_tensor
 from ..emptiness.idle_tests import BOOLEAN, KEYS, LOADS, EmptinessTests
 from ..sizes.routed_numbers import ROW_COUNT, RoutedFloat, RoutedInt, is_row_emptiness_test
 from ..sizes.symbolic_sizes import peek_value

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ...util.code_locations import is_user_asking_tensor
 from ...util.tensor_trees import collect_tensors, is_float, suspend_modes
 from .. import device_autocast
 from ..capture_result import LAYOUT
+from ..code_locations import is_user_asking_tensor
 from ..emptiness.idle_tests import ROWS
 from ..sizes.routed_numbers import ROW_COUNT, wrap_routed
 from ..sizes.symbolic_sizes import Size, unwrap_numbers, wrap_sizes

@@ -17,10 +17,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import Refused
-from ...util.code_locations import find_user_source
 from ...util.tensor_trees import is_float, map_tensors, suspend_modes
 from .. import device_autocast
 from ..capture_result import SubmoduleCall
+from ..code_locations import find_user_source
 from .capture_observer import CaptureObserver
 from .concrete_routing import Routing
 from .forced_values import ForcedValues

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...errors import InvalidInput, MoefxError
-from ...runtime.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
-from ...runtime.staged_models import STAGED
-from ...runtime.state_dicts import ShardOnLoad
+from ...runtime.ranks.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
+from ...runtime.ranks.staged_models import STAGED
+from ...runtime.ranks.state_dicts import ShardOnLoad
 from .micro_batches import describe_inputs, split_inputs, split_tree
 from .pipeline_schedules import Stage, StageOrder, run_forwards
 from .stage_split import StageSplit, check_boundary

@@ -15,8 +15,8 @@ from ...api import compile as compile_model
 from ...errors import InvalidInput, InvalidPlan, NoMoEBlockFound
 from ...ir.argument_binding import ExampleInputs
 from ...runtime.block_forward import find_rewritten_blocks
-from ...runtime.sharding import format_mesh
-from ...runtime.staged_models import refuse_pipeline
+from ...runtime.ranks.sharding import format_mesh
+from ...runtime.ranks.staged_models import refuse_pipeline
 from ..data_parallelism import parallelize
 from ..training_wiring import mark_as_spread
 from .pipeline_model import Pipeline

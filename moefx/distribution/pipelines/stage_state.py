@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import InvalidInput
-from ...runtime.staged_models import STAGED
+from ...runtime.ranks.staged_models import STAGED
 from .pipeline_stages import STAGES
 
 

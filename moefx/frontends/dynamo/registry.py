@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from ...capture.code_locations import Source
 from ...compiled_blocks import Record
 from ...compiler.survey_result import Refusal
 from ...errors import Cause
 from ...inspection.explain import BlockReport
 from ...runtime.block_forward import BlockForward, find_rewritten_blocks
-from ...util.code_locations import Source
 from ..fx.graph_rewrite import GraphRegions
 from ..fx.node_queries import find_user_sources
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ...capture.code_locations import Source
 from ...errors import Refused
 from ...ir.node_values import get_op_name
-from ...util.code_locations import Source
 from ...util.user_code import is_user_file
 
 SET_GRAD = torch._C._set_grad_enabled

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from ...errors import Cause, Refused
-from ..graph_nodes import is_matrix_of_integers, is_random
+from ..facts.graph_nodes import is_matrix_of_integers, is_random
 from ..terms.parameter_slices import ParameterSlice, is_parameter_slice, is_state_slice, strip_moves
 from ..terms.term import Term, constant_value, format_term
 from .canonical_form import Body, CapturedGroup, Choice, NodeRef

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
+from ...capture.code_locations import Source
 from ...capture.sizes.size_guards import SizeGuard
-from ...util.code_locations import Source
 from ..terms.parameter_slices import ParameterSlice
 
 Choice = tuple[int, int, int]  # token, slot, expert

@@ -21,7 +21,7 @@ from torch import fx
 from ...capture.capture_result import Capture
 from ...errors import Refused
 from ...inspection.proof_trace import CutAttempt
-from ..graph_nodes import Line
+from ..facts.graph_nodes import Line
 from ..terms.parameter_slices import strip_moves
 from ..terms.term import OVERWRITTEN, Term, is_const, is_pw
 from .anti_unification import Skeletons, Unifier

@@ -33,8 +33,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.capture_result import Capture
 from ...capture.tracing.op_sets import SHAPE_ONLY
 from ...ir.node_values import get_argument, get_op_name
-from ..graph_nodes import SELECTION_DIMS, collect_numbers, is_random, position_axis
-from ..integer_ranges import find_token_sizes
+from ..facts.graph_nodes import SELECTION_DIMS, collect_numbers, is_random, position_axis
+from ..facts.integer_ranges import find_token_sizes
 from .canonical_form import CanonicalForm
 from .expert_index import enumerate_slot_views
 from .score_masks import Derivation, find_masks, scatter_positions

@@ -21,7 +21,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...inspection.proof_trace import IndexAttempt
-from ..graph_nodes import describe_node
+from ..facts.graph_nodes import describe_node
 from ..terms.parameter_slices import ParameterSlice
 from ..terms.term import Term
 from .canonical_form import CanonicalForm, NodeRef, count_sequences

@@ -19,7 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.tracing.node_origins import collect_ancestors, find_float_decisions
-from ..graph_nodes import follows_from_state
+from ..facts.graph_nodes import follows_from_state
 from ..terms.parameter_slices import ParameterSlice, guess_experts, strip_moves
 from ..terms.term import Term
 from .routed_nodes import MAX_ROWS, ParameterUses

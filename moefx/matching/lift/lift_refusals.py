@@ -15,7 +15,7 @@ from ...capture.capture_result import Capture
 from ...capture.tracing.node_origins import find_float_decisions
 from ...errors import Cause, Refused
 from ...ir.node_values import get_op_name
-from ..graph_nodes import Line, depends_on_arguments, depends_on_call, is_random, line
+from ..facts.graph_nodes import Line, depends_on_arguments, depends_on_call, is_random, line
 from ..terms.sum_expansion import routed_axes
 from ..terms.term import Term
 from .expert_index import is_all_or_none, uses_all_experts

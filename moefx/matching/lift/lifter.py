@@ -28,7 +28,7 @@ from ...capture.capture_result import Capture
 from ...errors import Cause, Refused
 from ...inspection.proof_trace import CutAttempt, ProofTrace
 from ...ir.expression_check import is_pointwise
-from ..graph_nodes import describe_node, line
+from ..facts.graph_nodes import describe_node, line
 from ..terms.term import OutOfBounds, TooLarge
 from .canonical_form import CanonicalForm
 from .cut_lifter import CutLifter, CutPreference, LiftOptions, has_overwrite

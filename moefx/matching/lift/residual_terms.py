@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from ...errors import Refused
-from ..graph_nodes import line
+from ..facts.graph_nodes import line
 from ..terms.term import Term, format_term, is_const
 from .canonical_form import CanonicalForm, NodeRef
 from .expert_owners import ExpertOwners

@@ -32,7 +32,7 @@ from ...capture.tracing.node_origins import collect_ancestors, find_float_decisi
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise
 from ...ir.node_values import get_op_name
-from ..graph_nodes import Line, depends_on_routing, follows_from_integers, line
+from ..facts.graph_nodes import Line, depends_on_routing, follows_from_integers, line
 from ..terms.node_semantics import Semantics
 from ..terms.parameter_slices import (
     find_siblings,

@@ -21,7 +21,7 @@ from torch import fx
 
 from ...capture.tracing.op_sets import CONTRACTIONS
 from ...ir.node_values import get_op_name
-from ..graph_nodes import is_random
+from ..facts.graph_nodes import is_random
 from ..terms.term import MASKED
 
 _PASSED_ON = {"_to_copy", "alias", "clone", "detach"}

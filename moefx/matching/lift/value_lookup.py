@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ..graph_nodes import line
+from ..facts.graph_nodes import line
 from ..terms.node_semantics import Semantics
 from ..terms.term import Term, is_const
 from .canonical_form import CanonicalForm, Choice, NodeRef

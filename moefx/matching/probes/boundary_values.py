@@ -23,17 +23,17 @@ from torch.fx.node import map_arg
 
 from ...capture.arguments.block_arguments import Arguments, ExtraValue
 from ...capture.capture_result import Capture
+from ...capture.code_locations import suppress_program_errors
 from ...capture.state.side_effects import has_integers
 from ...capture.tracing.concrete_routing import Routing, can_hold
 from ...errors import MoefxError
 from ...ir.node_values import get_op_name
-from ...util.code_locations import suppress_program_errors
-from ..graph_nodes import depends_on_call, find_lookups, is_state
-from ..integer_ranges import NARROW
+from ..facts.graph_nodes import depends_on_call, find_lookups, is_state
+from ..facts.integer_ranges import NARROW
 from .integer_inputs import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _NOT_A_FLAG = 2  # put into integer masks of 0 and 1, which may be counts
 _MAX_NUMBER = 1 << 30

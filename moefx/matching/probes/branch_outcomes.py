@@ -25,6 +25,7 @@ import torch
 from torch import fx, nn
 
 from ...capture.capture_result import Capture, HostRead
+from ...capture.code_locations import Source, is_internal_error
 from ...capture.sizes.routed_numbers import ROW_COUNT, is_emptiness_test
 from ...capture.sizes.size_guards import COMPARE
 from ...capture.tracing.host_reads import Interventions
@@ -33,14 +34,13 @@ from ...errors import MoefxError, Refused
 from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ...ir.node_values import get_op_name
-from ...util.code_locations import Source, is_internal_error
-from ..graph_nodes import collect_numbers, depends_on_routing, is_random, is_state, line
-from ..integer_ranges import UNBOUNDED, IntegerRanges
+from ..facts.graph_nodes import collect_numbers, depends_on_routing, is_random, is_state, line
+from ..facts.integer_ranges import UNBOUNDED, IntegerRanges
 from . import idle_branches, zero_sum_tests
 from .forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome, refuse_change, repeat_outcome
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _MAX_NAMED = 1e9
 _MAX_NUMBERS = 80

@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import FORCE_VARIED, Capture
+from ...capture.code_locations import Source
 from ...capture.tracing.node_origins import fold_ancestors
 from ...capture.tracing.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ...ir.node_values import get_op_name
-from ...util.code_locations import Source
-from ..graph_nodes import (
+from ..facts.graph_nodes import (
     SELECTION_DIMS,
     depends_on_routing,
     find_extremes,
@@ -31,15 +31,15 @@ from ..graph_nodes import (
     follows_from_integers,
     position_axis,
 )
-from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
-from ..op_classes import COUNT_CLAMPS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
+from ..facts.integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
+from ..facts.op_classes import COUNT_CLAMPS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
 from .forced_outcome import ForcedStep, OutcomeKind, force_outcome
 from .idle_branches import is_chosen_test
 from .load_statistics import is_load_statistic
 from .unreached_limits import find_limits
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _LOOKUPS = LOOKUPS | SEARCHES
 

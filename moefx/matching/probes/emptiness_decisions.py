@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ...capture.emptiness.idle_tests import check_emptiness_tests
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 
 def refuse_emptiness_decisions(state: ProofState) -> None:

@@ -29,23 +29,23 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ...capture.capture_result import FORCE_MIXED, Capture
+from ...capture.code_locations import is_internal_error
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.concrete_values import recompute_values
 from ...capture.tracing.node_origins import collect_ancestors, find_float_decisions
 from ...errors import Refused
 from ...ir.node_values import get_op_name
-from ...util.code_locations import is_internal_error
 from ...util.tensor_trees import is_float
-from ..graph_nodes import follows_from_integers
-from ..integer_ranges import IntegerRanges
+from ..facts.graph_nodes import follows_from_integers
+from ..facts.integer_ranges import IntegerRanges
+from ..facts.op_classes import ELEMENT_MOVES, RESHAPED_COPIES
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
-from ..op_classes import ELEMENT_MOVES, RESHAPED_COPIES
 from .float_decisions import DecisionSite, choose_captures, locate_decision
 from .forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _SECOND_SELECTION = "a second selection that equalled the first one in all captures"
 _EQUAL_NUMBER = "a number that equalled the expert index in all captures"

@@ -19,14 +19,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...capture.capture_result import HostRead
+from ...capture.code_locations import is_internal_error
 from ...capture.tracing.concrete_routing import Routing, RoutingKind
 from ...capture.tracing.node_origins import find_float_decisions, is_abstract
 from ...errors import MoefxError
-from ...util.code_locations import is_internal_error
 from ..lift.canonical_form import CanonicalForm
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _COUNTS = (0, 1, 2)
 _CONTROLS = (3, 2)  # tokens of a control capture; if neither count can be captured, give up

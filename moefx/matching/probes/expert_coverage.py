@@ -19,17 +19,17 @@ from torch import fx
 
 from ...capture.arguments.block_arguments import ExtraValue
 from ...capture.capture_result import Capture
+from ...capture.code_locations import is_program_error
 from ...capture.tracing.concrete_routing import Routing, can_hold
 from ...errors import Refused
 from ...ir.node_values import get_op_name
-from ...util.code_locations import is_program_error
-from ..graph_nodes import depends_on_call
-from ..integer_ranges import UNBOUNDED, IntegerRanges
+from ..facts.graph_nodes import depends_on_call
+from ..facts.integer_ranges import UNBOUNDED, IntegerRanges
 from ..terms.parameter_slices import ParameterSlice, Siblings, get_tensor, guess_experts
 from .boundary_values import can_run, evaluate_path, find_integer_ancestors, find_path
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _MAX_EXTRA = 8
 _MIN_CHANCE = 1e-3

@@ -20,14 +20,14 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import FORCE_MIXED, Capture
+from ...capture.code_locations import Source
 from ...capture.tracing.node_origins import find_float_decisions
 from ...ir.node_values import get_op_name
-from ...util.code_locations import Source
 from ..lift.canonical_form import CanonicalForm
 from .forced_outcome import ForcedStep, OutcomeKind, force_outcome
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _COMPARISON = "a comparison with the same outcome in all captures"
 _TOGETHER = "one of several comparisons with the same outcome in all captures"

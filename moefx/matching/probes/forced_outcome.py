@@ -10,13 +10,13 @@ import enum
 from typing import TYPE_CHECKING, Any
 
 from ...capture.capture_result import Capture, LimitedOutcome
+from ...capture.code_locations import Source, is_internal_error, is_raised_by_program
 from ...capture.sizes.symbolic_sizes import peek_value
 from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
-from ...util.code_locations import Source, is_internal_error, is_raised_by_program
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 DECIDE_OUTSIDE = (
     "test an attribute that is set outside of forward, such as `if self.is_warming_up`, and compile the model in its "

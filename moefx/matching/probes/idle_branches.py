@@ -19,19 +19,19 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import HostRead
+from ...capture.code_locations import is_program_error
 from ...capture.sizes.routed_numbers import RoutedInt, is_emptiness_test
 from ...capture.sizes.size_guards import COMPARE
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import MoefxError
 from ...ir.node_values import get_op_name
-from ...util.code_locations import is_program_error
-from ..graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
-from ..integer_ranges import NARROW
-from ..op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
+from ..facts.graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
+from ..facts.integer_ranges import NARROW
+from ..facts.op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
 
 if TYPE_CHECKING:
     from ..lift.canonical_form import CanonicalForm
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _MAX_CAPTURES = 8
 _STEPS = FLAT_MOVES | NEGATIONS | MASK_REDUCTIONS | COMPARE.keys()

@@ -24,14 +24,14 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
+from ...capture.code_locations import suppress_program_errors
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import Refused
-from ...util.code_locations import suppress_program_errors
 from .boundary_values import evaluate_path, find_integer_ancestors, find_path
 from .integer_inputs import find_doubtful_nodes
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _MAX_CAPTURES = 4
 _MAX_NUMBERS = 64

@@ -24,19 +24,26 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import FORCE_MIXED, Capture
+from ...capture.code_locations import is_internal_error, is_raised_by_program, suppress_program_errors
 from ...capture.state.side_effects import has_integers
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.node_origins import is_abstract
 from ...errors import Refused
 from ...ir.node_values import get_op_name
-from ...util.code_locations import is_internal_error, is_raised_by_program, suppress_program_errors
-from ..graph_nodes import depends_on_arguments, depends_on_call, find_extremes, follows_from_integers, line, skip_moves
-from ..integer_ranges import NARROW, IntegerRanges
+from ..facts.graph_nodes import (
+    depends_on_arguments,
+    depends_on_call,
+    find_extremes,
+    follows_from_integers,
+    line,
+    skip_moves,
+)
+from ..facts.integer_ranges import NARROW, IntegerRanges
+from ..facts.op_classes import CLAMPS, COPIES, FILLS, INTEGER_FUNCTIONS, LOOKUPS, SATURATING, VIEWS
 from ..lift.canonical_form import CanonicalForm
-from ..op_classes import CLAMPS, COPIES, FILLS, INTEGER_FUNCTIONS, LOOKUPS, SATURATING, VIEWS
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 BUFFER_SEEDS = (2, 3, 4)  # seeds of captures in which buffers have other values
 _FIRST_BOUNDARY_SEED = 50  # first seed of captures that use the numbers of `boundary_values`

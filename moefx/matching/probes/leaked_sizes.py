@@ -28,12 +28,12 @@ from ...capture.sizes.symbolic_sizes import unwrap_numbers
 from ...capture.tracing.concrete_routing import Routing, RoutingKind
 from ...errors import CaptureError, Refused
 from ...ir.guards.code_closure import collect_code, trace_closure
-from ..graph_nodes import collect_numbers
+from ..facts.graph_nodes import collect_numbers
 from ..lift.canonical_form import max_capture_tokens
 from .unreached_limits import MAX_CROWD_TOKENS
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two, which programs often treat separately
 _MARGIN = 0.85  # for tokens outside the crowd

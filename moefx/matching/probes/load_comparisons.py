@@ -20,23 +20,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import fx
 
 from ...capture.capture_result import Capture, HostRead
+from ...capture.code_locations import Source, is_program_error, suppress_program_errors
 from ...capture.sizes.routed_numbers import RoutedFloat, RoutedInt, is_emptiness_test
 from ...capture.sizes.size_guards import SizeGuard
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
 from ...ir.node_values import get_op_name
-from ...util.code_locations import Source, is_program_error, suppress_program_errors
-from ..graph_nodes import depends_on_routing
-from ..integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
+from ..facts.graph_nodes import depends_on_routing
+from ..facts.integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
+from ..facts.op_classes import ORDERED, TWO_SIDED
 from ..lift.lifter import NothingRouted
-from ..op_classes import ORDERED, TWO_SIDED
 from .branch_outcomes import is_unbounded
 from .forced_outcome import ForcedStep, OutcomeKind, force_outcome, refuse_change, repeat_outcome
 from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes, is_made_of_rows
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _MAX_TOKENS = 130  # limit of captures with uneven loads
 _MAX_SIDES = 4

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import Refused
 
 if TYPE_CHECKING:
-    from ...util.code_locations import Source
-    from ..proof_state import ProofState
+    from ...capture.code_locations import Source
+    from ..proof.proof_state import ProofState
 
 
 def refuse_python_integers(state: ProofState) -> None:

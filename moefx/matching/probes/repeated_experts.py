@@ -20,19 +20,19 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
+from ...capture.code_locations import is_internal_error
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
 from ...ir.node_values import get_op_name
-from ...util.code_locations import is_internal_error
+from ..facts.op_classes import LOOKUPS
 from ..lift.canonical_form import CanonicalForm
 from ..lift.distinct_choices import MOVES, has_distinct_slots, view_as_slots
 from ..lift.repeated_choices import RepeatedChoiceRefused
 from ..lift.same_form import require_same_form
-from ..op_classes import LOOKUPS
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # ops on one tensor that create no new elements
 _MAX_PAIRED_SLOTS = 8  # up to this many slots, try every pair of them

@@ -15,7 +15,7 @@ from ..lift.lifter import ONE_EXPERT
 
 if TYPE_CHECKING:
     from ..lift.canonical_form import CanonicalForm
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 
 def refuse_single_expert(state: ProofState) -> None:

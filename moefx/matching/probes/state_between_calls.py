@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...errors import Refused
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 
 def vary_state_between_calls(state: ProofState) -> None:

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...capture.code_locations import is_internal_error
 from ...capture.sizes.size_guards import SizeGuard
 from ...capture.tracing.concrete_routing import Routing, RoutingKind
 from ...errors import MoefxError, Refused
-from ...util.code_locations import is_internal_error
 from ..lift.canonical_form import CanonicalForm
 from ..lift.lifter import NothingRouted
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _MAX_EXPERTS = 64  # of blocks that are captured with many tokens, which takes long
 _MAX_TRIALS = 6

@@ -20,19 +20,19 @@ import torch
 from torch import fx
 
 from ...capture.capture_result import Capture
+from ...capture.code_locations import Source, is_internal_error, is_program_error
 from ...capture.sizes.size_guards import SizeGuard
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import Refused
 from ...ir.node_values import get_op_name
-from ...util.code_locations import Source, is_internal_error, is_program_error
-from ..graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
-from ..integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
+from ..facts.graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
+from ..facts.integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
+from ..facts.op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, RESHAPED_COPIES, TWO_SIDED
 from ..lift.canonical_form import CanonicalForm
-from ..op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, RESHAPED_COPIES, TWO_SIDED
 from .load_statistics import has_loads
 
 if TYPE_CHECKING:
-    from ..proof_state import ProofState
+    from ..proof.proof_state import ProofState
 
 _MAX_CROWDS = 4  # captures that go beyond limits
 _CROWD_SHARE = 0.85  # of the tokens choose one expert under "overloaded" and "contested": 0.9 on average

@@ -22,7 +22,7 @@ from ...errors import Refused
 from ...ir.node_values import get_op_name
 from ...ir.passed_objects import check_structure, check_tensor, get_name, is_passed
 from ...matching.capacity_formulas import find_formula
-from ...matching.graph_nodes import is_skipped
+from ...matching.facts.graph_nodes import is_skipped
 from ...matching.match_result import Match
 from ...util.tensor_trees import is_float
 from .aligned_nodes import AlignedNodes, leaf_nodes

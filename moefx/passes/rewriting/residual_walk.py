@@ -11,7 +11,7 @@ from torch import fx
 from ...capture.capture_result import SubmoduleCall
 from ...errors import Refused
 from ...ir.node_values import get_op_name
-from ...matching.graph_nodes import is_random
+from ...matching.facts.graph_nodes import is_random
 from ...matching.match_result import Match
 from .aligned_nodes import AlignedNodes, leaf_nodes, op_kind, routing_dependence
 from .scalar_reads import ScalarReads

@@ -12,7 +12,7 @@ from torch import fx
 from ...errors import Refused
 from ...ir.memory_order import invert_permutation, memory_order
 from ...ir.ops import dialect  # registers the ops
-from ...matching.graph_nodes import depends_on_arguments, skip_moves
+from ...matching.facts.graph_nodes import depends_on_arguments, skip_moves
 from ...matching.lift.canonical_form import Body, NodeRef, walk_body
 from ...matching.match_result import Match, ProvenGroup
 from .aligned_nodes import AlignedNodes

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...capture.capture_result import Capture, HostRead
-from ...matching.graph_nodes import follows_from_state
+from ...matching.facts.graph_nodes import follows_from_state
 from .aligned_nodes import AlignedNodes
 
 aten = torch.ops.aten

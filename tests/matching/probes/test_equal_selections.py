@@ -7,7 +7,7 @@ import torch
 
 from moefx.capture.concolic import capture_block
 from moefx.capture.tracing.concrete_routing import Routing
-from moefx.matching.integer_ranges import IntegerRanges
+from moefx.matching.facts.integer_ranges import IntegerRanges
 from moefx.matching.probes.equal_selections import _changes_nothing
 
 from ...blocks import Block, D, E

@@ -11,7 +11,7 @@ from torch import nn
 
 import moefx
 from moefx.capture.tracing.concrete_routing import Routing
-from moefx.matching.evidence import Evidence
+from moefx.matching.proof.evidence import Evidence
 
 D, E, K = 8, 4, 2
 STATISTICS = {

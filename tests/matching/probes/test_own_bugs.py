@@ -7,8 +7,8 @@ import torch
 
 from moefx.capture.arguments.argument_interpretations import interpret_arguments
 from moefx.capture.arguments.size_collisions import ModelNumbers
-from moefx.matching import evidence
-from moefx.matching.proof_state import ProofState
+from moefx.matching.proof import evidence
+from moefx.matching.proof.proof_state import ProofState
 from moefx.matching.prove import prove
 from moefx.util.user_code import PACKAGE_DIR
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ....ir.node_values import get_op_name
-from ...graph_nodes import depends_on_routing
+from ...facts.graph_nodes import depends_on_routing
 from ..index_arithmetic import positions
 from ..normal_form import Terms
 from ..term import Term

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
-from ..capture.capture_result import Capture
-from ..capture.emptiness.idle_tests import EmptinessTests
-from ..capture.sizes.size_guards import SizeGuard, SizeLog
-from ..util.code_locations import Source
-from .graph_nodes import line
-from .lift.canonical_form import CanonicalForm
-from .lift.same_form import require_same_form
-from .terms.node_semantics import find_conditions
+from ...capture.capture_result import Capture
+from ...capture.code_locations import Source
+from ...capture.emptiness.idle_tests import EmptinessTests
+from ...capture.sizes.size_guards import SizeGuard, SizeLog
+from ..facts.graph_nodes import line
+from ..lift.canonical_form import CanonicalForm
+from ..lift.same_form import require_same_form
+from ..terms.node_semantics import find_conditions
 
 ValueLines = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of the values of each group of experts
 

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import ExpertsOverwritten
-from ..ir.expert_placement import Placement
-from ..ir.ops.parameter_samples import NUM_WORDS, local_sample, register, select
-from ..ir.ops.uneven_all_to_all import format_ranks, get_group
+from ...errors import ExpertsOverwritten
+from ...ir.expert_placement import Placement
+from ...ir.ops.parameter_samples import NUM_WORDS, local_sample, register, select
+from ...ir.ops.uneven_all_to_all import format_ranks, get_group
 from .data_parallel_wrappers import (
     describe_overwriting,
     find_outermost_wrapper,

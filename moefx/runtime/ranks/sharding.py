@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ..errors import InvalidPlan
-from ..ir.expert_placement import Placement
-from ..util.model_copy import copy_model
+from ...errors import InvalidPlan
+from ...ir.expert_placement import Placement
+from ...util.model_copy import copy_model
 from .topology import ExpertAxis
 
 _EXPERT_AXIS, _PIPELINE_AXIS = "ep", "pp"

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..ir.expert_placement import TopologyLevel
-from ..ir.ops.row_packing import pack_rows, split_columns
-from ..ir.ops.uneven_all_to_all import get_group, start, wait
+from ...ir.expert_placement import TopologyLevel
+from ...ir.ops.row_packing import pack_rows, split_columns
+from ...ir.ops.uneven_all_to_all import get_group, start, wait
 
 _MESSAGE_BYTES = (1 << 14, 1 << 22)  # sent by each rank
 _CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (

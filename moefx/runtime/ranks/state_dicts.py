@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..errors import MoefxError
-from ..ir.expert_placement import ExchangeRoutes, Placement
-from ..ir.ops.uneven_all_to_all import get_group
+from ...errors import MoefxError
+from ...ir.expert_placement import ExchangeRoutes, Placement
+from ...ir.ops.uneven_all_to_all import get_group
 from .sharding import ExpertParameters
 
 

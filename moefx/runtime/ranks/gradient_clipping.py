@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import MoefxError
-from ..ir.ops.uneven_all_to_all import get_group
+from ...errors import MoefxError
+from ...ir.ops.uneven_all_to_all import get_group
 
 
 @torch.no_grad()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..capture.sizes.size_guards import SizeGuard
-from ..errors import Cause, Refused
-from .guarded_sizes import find_sequence, find_sizes
+from ...capture.sizes.size_guards import SizeGuard
+from ...errors import Cause, Refused
+from ..facts.guarded_sizes import find_sequence, find_sizes
 
 if TYPE_CHECKING:
     from .proof_state import ProofState

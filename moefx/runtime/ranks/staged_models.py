@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..errors import InvalidInput
+from ...errors import InvalidInput
 
 STAGED = "_moefx_stages"  # the attribute of a Pipeline that holds its `StageGroup`
 

@@ -12,20 +12,20 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.capture_result import FORCE_VARIED
-from ..errors import Cause, Refused
-from ..ir.node_values import get_op_name
-from ..util.code_locations import Source
-from .graph_nodes import collect_numbers, find_comparison
-from .lift.canonical_form import Body, CanonicalForm, NodeRef
-from .lift.expert_index import enumerate_slot_views
-from .match_result import Match
-from .op_classes import COMPARISONS
-from .probes.forced_outcome import ASK_ROWS
-from .terms.index_arithmetic import unravel
-from .terms.node_semantics import Semantics
-from .terms.normal_form import Terms
-from .terms.term import Term, is_const
+from ...capture.capture_result import FORCE_VARIED
+from ...capture.code_locations import Source
+from ...errors import Cause, Refused
+from ...ir.node_values import get_op_name
+from ..facts.graph_nodes import collect_numbers, find_comparison
+from ..facts.op_classes import COMPARISONS
+from ..lift.canonical_form import Body, CanonicalForm, NodeRef
+from ..lift.expert_index import enumerate_slot_views
+from ..match_result import Match
+from ..probes.forced_outcome import ASK_ROWS
+from ..terms.index_arithmetic import unravel
+from ..terms.node_semantics import Semantics
+from ..terms.normal_form import Terms
+from ..terms.term import Term, is_const
 
 TieBreak = Literal["exact", "unstable", "all_or_none"]  # how an expert treats equal weights, see `drop_rules`
 

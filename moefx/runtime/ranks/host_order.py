@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from ..errors import InvalidPlan
+from ...errors import InvalidPlan
 
 
 @dataclasses.dataclass(frozen=True)

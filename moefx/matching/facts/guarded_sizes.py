@@ -9,8 +9,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from ..capture.arguments.block_arguments import TWICE_THE_TOKENS, Arguments
-from ..capture.sizes.size_guards import SizeGuard
+from ...capture.arguments.block_arguments import TWICE_THE_TOKENS, Arguments
+from ...capture.sizes.size_guards import SizeGuard
 
 MAX_TOKENS = 600
 _MIN_TOKENS = 8

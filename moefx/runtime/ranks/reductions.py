@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..util.user_code import is_user_file
+from ...util.user_code import is_user_file
 
 PIPELINE_AXIS, TENSOR_AXIS = "pp", "tp"  # names of mesh axes; ranks along "tp" have the same tokens
 GRADIENT_WATCH = "_moefx_gradients"  # the attribute of a spread model that holds its `GradientWatch`

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ..capture.tracing.concrete_routing import Routing
-from ..errors import MoefxError, Refused
-from ..util.code_locations import suppress_program_errors
-from .capacity_formulas import Formula, find_formula
+from ...capture.code_locations import suppress_program_errors
+from ...capture.tracing.concrete_routing import Routing
+from ...errors import MoefxError, Refused
+from ..capacity_formulas import Formula, find_formula
+from ..facts.graph_nodes import collect_numbers
+from ..lift.canonical_form import CanonicalForm, walk_body
+from ..match_result import DropRule, Match
 from .drop_masks import TieBreak, find_masks
-from .graph_nodes import collect_numbers
-from .lift.canonical_form import CanonicalForm, walk_body
-from .match_result import DropRule, Match
 
 Slot = tuple[int, int]
 _ORDERS = ("position_token", "position_slot", "weight")

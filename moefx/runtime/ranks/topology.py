@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import InvalidPlan
-from ..ir.expert_placement import ExchangeRoutes, SharedTokens, TopologyLevel
-from ..ir.ops.uneven_all_to_all import format_ranks, get_group
+from ...errors import InvalidPlan
+from ...ir.expert_placement import ExchangeRoutes, SharedTokens, TopologyLevel
+from ...ir.ops.uneven_all_to_all import format_ranks, get_group
 from .link_costs import Link, Links, measure_handling, measure_link
 
 _LOWEST_LEVELS = ("inter", "intra")  # names of the two lowest levels; levels above are numbered

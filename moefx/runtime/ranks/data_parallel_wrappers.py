@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ExpertsOverwritten, InvalidInput
-from ..ir.ops.uneven_all_to_all import get_group
+from ...errors import ExpertsOverwritten, InvalidInput
+from ...ir.ops.uneven_all_to_all import get_group
 
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute that DistributedDataParallel reads
 DEEPSPEED_HOOK = "set_deepspeed_parallelism"  # DeepSpeed's engine calls it on modules, before it broadcasts

@@ -6,7 +6,7 @@ set is not a safer one.
 
 from __future__ import annotations
 
-from ..capture.tracing.op_sets import SHAPE_ONLY
+from ...capture.tracing.op_sets import SHAPE_ONLY
 
 # Comparisons of elements.
 ORDERED = {"lt", "le", "gt", "ge"}

@@ -12,22 +12,22 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..capture.arguments.block_arguments import Arguments
-from ..capture.capture_result import Capture
-from ..capture.concolic import capture_block
-from ..capture.sizes.size_guards import SizeGuard, SizeLog
-from ..capture.tracing.concrete_routing import Routing
-from ..capture.tracing.host_reads import Interventions
-from ..errors import Refused
-from ..inspection.proof_trace import ProbeRun
+from ...capture.arguments.block_arguments import Arguments
+from ...capture.capture_result import Capture
+from ...capture.concolic import capture_block
+from ...capture.sizes.size_guards import SizeGuard, SizeLog
+from ...capture.tracing.concrete_routing import Routing
+from ...capture.tracing.host_reads import Interventions
+from ...errors import Refused
+from ...inspection.proof_trace import ProbeRun
+from ..lift.canonical_form import CanonicalForm, merge_experts
+from ..lift.distinct_choices import has_distinct_slots
+from ..lift.lifter import Lifter, LiftOptions
+from ..lift.repeated_choices import RepeatedChoiceRefused
+from ..lift.same_form import require_same_form
+from ..terms.parameter_slices import find_siblings
 from .evidence import Evidence, find_value_lines, have_same_lines
-from .lift.canonical_form import CanonicalForm, merge_experts
-from .lift.distinct_choices import has_distinct_slots
-from .lift.lifter import Lifter, LiftOptions
-from .lift.repeated_choices import RepeatedChoiceRefused
-from .lift.same_form import require_same_form
 from .size_choice import SizeChoice
-from .terms.parameter_slices import find_siblings
 
 _MIN_TOKENS = 29  # of the first capture
 _MAX_GROWTH = 20  # nodes of a capture with forced outcomes, in captures without
