@@ -50,6 +50,7 @@ from ..matching.match_result import Match
 from ..matching.proof.proof_state import ProofState
 from ..matching.prove import prove
 from ..matching.refusal_causes import explain_branch, explain_limit, explain_refusal
+from ..matching.size_samples import SizeSamples
 from ..passes.rewrite import Placeholders, RewriteResult, rewrite
 
 # Refusals that report where the lift stopped: the cause may be elsewhere in the program.
@@ -221,8 +222,11 @@ def run_attempt(
     try:
         try:
             match = prove(state)  # captures and matches
-            match = explain_drops(match)
-            match, rewritten = rewrite(match, names)
+            samples = SizeSamples(match, state)
+            match = explain_drops(match, samples)
+            match, rewritten = rewrite(match, samples, names)
+            if match.excludes_calls_without_tokens:
+                match = dataclasses.replace(match, is_empty_without_tokens=samples.is_empty_without_tokens())
         except Refused as refusal:
             trace = ProofTrace(state.probe_runs, _find_failed_cuts(refusal))
             explained = _explain_refusal(refusal, state)

@@ -301,7 +301,6 @@ def build_match(state: ProofState, forms: list[CanonicalForm]) -> Match:
         num_experts=state.num_experts,
         extra_guards=[g for g in dict.fromkeys((*state.size_restrictions, *state.guards)) if g not in compared],
         modes_read=set().union(*[form.capture.modes_read for form in forms]),
-        capturer=state,
         size_restrictions=state.size_restrictions,
         probe_runs=state.probe_runs,
     )

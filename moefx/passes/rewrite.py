@@ -27,6 +27,7 @@ from ..matching.facts.graph_nodes import is_random, is_skipped
 from ..matching.lift.canonical_form import NodeRef
 from ..matching.lift.lift_refusals import refuse_random
 from ..matching.match_result import Match
+from ..matching.size_samples import SizeSamples
 from ..matching.terms.parameter_slices import get_tensor
 from ..matching.unsupported_effects import refuse_effects
 from .rewriting.aligned_nodes import AlignedNodes
@@ -68,26 +69,26 @@ class Placeholders:
     objects: dict[int, str]
 
 
-def rewrite(match: Match, names: Placeholders) -> tuple[Match, RewriteResult]:
+def rewrite(match: Match, samples: SizeSamples, names: Placeholders) -> tuple[Match, RewriteResult]:
     """Rewrite a block to the dialect. Returns also the match that the rewrite holds for.
 
     If the program takes another branch at some sizes, this may be the match for the other sizes only, with a guard.
     """
     try:
-        return match, Rewriter(match, names).rewrite()
+        return match, Rewriter(match, samples, names).rewrite()
     except Refused:
         narrower = match.without_optional()
         if narrower is None:
             raise
-        return narrower, Rewriter(narrower, names).rewrite()
+        return narrower, Rewriter(narrower, samples.narrow(narrower), names).rewrite()
 
 
 class Rewriter:
     """Builds the graph of a match: the residual, the routed sum in its place, and the side effects."""
 
-    def __init__(self, match: Match, names: Placeholders):
+    def __init__(self, match: Match, samples: SizeSamples, names: Placeholders):
         self.match, self.form = match, match.forms[0]
-        self.residual = ResidualGraph(match, lambda: RoutedSum(match, self.residual).emit_sum())
+        self.residual = ResidualGraph(match, samples, lambda: RoutedSum(match, self.residual).emit_sum())
         self.residual.add_inputs(names.tensors)
         self.residual.add_objects(names.objects)
         self.overwritten: dict[fx.Node, fx.Node] = {}

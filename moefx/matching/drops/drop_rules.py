@@ -22,6 +22,7 @@ from ..capacity_formulas import Formula, find_formula
 from ..facts.graph_nodes import collect_numbers
 from ..lift.canonical_form import CanonicalForm, walk_body
 from ..match_result import DropRule, Match
+from ..size_samples import Capturer, SizeSamples
 from .drop_masks import TieBreak, find_masks
 
 Slot = tuple[int, int]
@@ -30,8 +31,11 @@ _LIMITS = {f"aten.{op}" for op in ("slice.Tensor", "lt.Scalar", "le.Scalar", "gt
 _MIN_POINTS = 8  # captured values that a formula needs; with fewer it would be a guess
 
 
-def explain_drops(match: Match) -> Match:
+def explain_drops(match: Match, samples: SizeSamples) -> Match:
     """Explain dropped slots that have a weight and an expert's id, if there are any.
+
+    Args:
+        samples: captures of the match at more sizes.
 
     Returns:
         The match with its `drop_rule` or `keep_masks`.
@@ -45,9 +49,9 @@ def explain_drops(match: Match) -> Match:
 
     @functools.cache  # needs another capture
     def find_tie_break() -> TieBreak | None:
-        return _find_tie_break(match, owned)
+        return _find_tie_break(match, samples.capturer, owned)
 
-    rule = _find_rule(match, owned)
+    rule = _find_rule(match, samples, owned)
     if rule is not None and (rule.order != "weight" or find_tie_break() == "exact"):
         return dataclasses.replace(match, drop_rule=rule)
     try:
@@ -76,7 +80,7 @@ def refuse_unexplained(match: Match) -> None:
     find_masks(match, lambda: None)
 
 
-def _find_rule(match: Match, owned: set[int]) -> DropRule | None:
+def _find_rule(match: Match, samples: SizeSamples, owned: set[int]) -> DropRule | None:
     """Return the rule that explains the drops of all captures, or None unless there is exactly one."""
     found = []
     for order in _ORDERS:
@@ -86,13 +90,13 @@ def _find_rule(match: Match, owned: set[int]) -> DropRule | None:
         bounds = [_bound_capacity(form, r) for form, r in zip(match.forms, ranks, strict=True)]  # type: ignore[arg-type]
         if any(b is None for b in bounds):
             continue
-        capacity = _find_capacity(match, bounds)  # type: ignore[arg-type]
+        capacity = _find_capacity(match, samples, bounds)  # type: ignore[arg-type]
         if capacity is not None:
             found.append(DropRule(order, capacity))
     return found[0] if len(found) == 1 or (found and match.slots == 1) else None
 
 
-def _find_tie_break(match: Match, owned: set[int]) -> TieBreak | None:
+def _find_tie_break(match: Match, capturer: Capturer, owned: set[int]) -> TieBreak | None:
     """Find out how an expert treats slots with equal weights, by a capture with ties.
 
     Returns:
@@ -113,7 +117,7 @@ def _find_tie_break(match: Match, owned: set[int]) -> TieBreak | None:
         tracer, tied = form.capture.tracer, None
         routing = Routing("tied", tracer.routing.seed)
         with suppress_program_errors(MoefxError):
-            tied = match.capturer.capture_and_lift(routing, form.sizes, tracer.interventions)
+            tied = capturer.capture_and_lift(routing, form.sizes, tracer.interventions)
         if tied is None:
             continue
         ranks = _rank_slots(tied, "weight", owned, is_tied=True)
@@ -196,7 +200,7 @@ def _bound_capacity(form: CanonicalForm, ranks: dict[Slot, int]) -> tuple[int, i
     return None if most is not None and most < fewest else (fewest, most)
 
 
-def _find_capacity(match: Match, bounds: Sequence[tuple[int, int | None]]) -> Formula | None:
+def _find_capacity(match: Match, samples: SizeSamples, bounds: Sequence[tuple[int, int | None]]) -> Formula | None:
     """Find the capacity at any size: a number in the arguments of an op that explains every capture.
 
     A formula is fitted to its values in more captures.
@@ -209,7 +213,7 @@ def _find_capacity(match: Match, bounds: Sequence[tuple[int, int | None]]) -> Fo
         return None
     found_numbers = [collect_numbers(form.capture.nodes) for form in match.forms]
     # if one expert has nearly all tokens, the program runs its code that drops
-    more = [(sizes, collect_numbers(capture.nodes)) for sizes, capture in match.sample_sizes("overloaded")]
+    more = [(sizes, collect_numbers(capture.nodes)) for sizes, capture in samples.sample("overloaded")]
     constant: Formula | None = None
     for argument_key, value in found_numbers[overflow].items():
         if type(value) is not int or not all(

@@ -24,6 +24,7 @@ from ...ir.passed_objects import check_structure, check_tensor, get_name, is_pas
 from ...matching.capacity_formulas import find_formula
 from ...matching.facts.graph_nodes import is_skipped
 from ...matching.match_result import Match
+from ...matching.size_samples import SizeSamples
 from ...util.tensor_trees import is_float
 from .aligned_nodes import AlignedNodes, leaf_nodes
 from .residual_walk import LOOP_OVER_STEPS, ResidualWalk
@@ -45,7 +46,7 @@ class ResidualGraph:
         make_cut: emits the cut, the node at which all routed rows are summed; called when the walk reaches it.
     """
 
-    def __init__(self, match: Match, make_cut: Callable[[], fx.Node]):
+    def __init__(self, match: Match, samples: SizeSamples, make_cut: Callable[[], fx.Node]):
         self.match = match
         self.captures = [form.capture for form in match.forms]
         self.graph = fx.Graph()
@@ -56,7 +57,7 @@ class ResidualGraph:
         self.reads = ScalarReads(self.captures)
         self.walk = ResidualWalk(match, self.reads)
         self.cut = self.walk.cut
-        self.sizes = SizeExpressions(match, self.graph, self.inputs, self.walk.aligned, self.new_nodes)
+        self.sizes = SizeExpressions(match, samples, self.graph, self.inputs, self.walk.aligned, self.new_nodes)
         self.device: fx.Node | None = None
 
     # ------------------------------------------------------------------ inputs

@@ -20,6 +20,7 @@ from ...errors import Refused
 from ...ir.graph_codegen import FUNCTIONS
 from ...matching.capacity_formulas import Formula, find_formula
 from ...matching.match_result import Match
+from ...matching.size_samples import SizeSamples
 from .aligned_nodes import AlignedNodes, op_kind
 
 aten = torch.ops.aten
@@ -43,10 +44,11 @@ class SizeExpressions:
     """
 
     def __init__(
-        self, match: Match, graph: fx.Graph, inputs: dict[int, fx.Node],
+        self, match: Match, samples: SizeSamples, graph: fx.Graph, inputs: dict[int, fx.Node],
         aligned: dict[fx.Node, AlignedNodes], made: dict[fx.Node, fx.Node],
     ):  # fmt: skip
-        self.match, self.graph, self.inputs, self.aligned, self.new_nodes = match, graph, inputs, aligned, made
+        self.match, self.samples, self.graph = match, samples, graph
+        self.inputs, self.aligned, self.new_nodes = inputs, aligned, made
         self._known: dict[Any, fx.Node] = {}
         self._lines: dict[int, dict[Any, list[fx.Node]]] = {}  # by capture
 
@@ -172,9 +174,9 @@ class SizeExpressions:
         if len(turns) != 1:
             return None
         turn = turns.pop()
-        for routing in self.match.size_samples:  # reuse captures that reach the line
+        for routing in self.samples.kinds:  # reuse captures that reach the line
             points = self._read_points(path, turn, routing)
-            if points is not None and len(points) == len(self.match.sample_sizes(routing)):
+            if points is not None and len(points) == len(self.samples.sample(routing)):
                 return points
         return self._read_points(path, turn, "diverse")
 
@@ -182,7 +184,7 @@ class SizeExpressions:
         self, path: ArgumentPath, turn: int, routing: RoutingKind
     ) -> list[tuple[dict[str, int], int | float]] | None:
         points = []
-        for sizes, capture in self.match.sample_sizes(routing):
+        for sizes, capture in self.samples.sample(routing):
             nodes = self._nodes_of_line(capture, path[0].first)
             if turn < len(nodes):
                 value: Any = getattr(nodes[turn], path[1])
