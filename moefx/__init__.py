@@ -13,15 +13,15 @@ from .ir.op_providers import load_before_first_choice
 if TYPE_CHECKING:
     from .api import Explanation, compile, explain, verify
     from .compiled_blocks import Block, blocks, graph, history
-    from .distribution.block_distribution import (
+    from .distribution.data_parallelism import parallelize
+    from .distribution.pipelines.pipeline_model import Pipeline
+    from .distribution.pipelines.pipeline_parallelism import pipeline
+    from .distribution.spread_models import (
         clip_grad_norm_,
         expert_parameter_names,
         full_state_dict,
         save_routing,
     )
-    from .distribution.data_parallelism import parallelize
-    from .distribution.pipelines.pipeline_model import Pipeline
-    from .distribution.pipelines.pipeline_parallelism import pipeline
     from .frontends.dynamo.backend import rewrite_graph
     from .planner.platforms import Platform
     from .planner.ranking import plan
@@ -33,14 +33,22 @@ __all__ = [
     "blocks", "capture_step", "clip_grad_norm_", "compile", "expert_parameter_names", "explain", "full_state_dict",
     "graph", "history", "order_hosts", "parallelize", "pipeline", "plan", "rewrite_graph", "save_routing", "verify",
 ]  # fmt: skip
-# torch.distributed takes a while to load, and is not in every build.
-_OF_SPREAD_MODELS = ("clip_grad_norm_", "expert_parameter_names", "full_state_dict", "save_routing")
-_PLANNER = {"Platform": ".planner.platforms", "plan": ".planner.ranking"}
-_MODULES = _PLANNER | dict.fromkeys(_OF_SPREAD_MODELS, ".distribution.block_distribution")
-_MODULES |= dict.fromkeys(("Block", "blocks", "graph", "history"), ".compiled_blocks")
-_MODULES |= {"order_hosts": ".runtime.host_order", "rewrite_graph": ".frontends.dynamo.backend"}
-_MODULES |= {"parallelize": ".distribution.data_parallelism", "pipeline": ".distribution.pipeline_parallelism"}
-_MODULES |= {"Pipeline": ".distribution.pipeline_model", "capture_step": ".runtime.captured_step"}
+# Names that are imported on first use: `import moefx` must stay cheap beside `import torch`, and torch.distributed is
+# not in every build.
+_NAMES = {
+    ".api": ("Explanation", "compile", "explain", "verify"),
+    ".compiled_blocks": ("Block", "blocks", "graph", "history"),
+    ".distribution.data_parallelism": ("parallelize",),
+    ".distribution.pipelines.pipeline_model": ("Pipeline",),
+    ".distribution.pipelines.pipeline_parallelism": ("pipeline",),
+    ".distribution.spread_models": ("clip_grad_norm_", "expert_parameter_names", "full_state_dict", "save_routing"),
+    ".frontends.dynamo.backend": ("rewrite_graph",),
+    ".planner.platforms": ("Platform",),
+    ".planner.ranking": ("plan",),
+    ".runtime.captured_step": ("capture_step",),
+    ".runtime.ranks.host_order": ("order_hosts",),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __dir__() -> list[str]:
@@ -48,9 +56,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # The rest loads on first use: `import moefx` must stay cheap beside `import torch`.
-    if name in __all__:
-        return getattr(importlib.import_module(_MODULES.get(name, ".api"), __name__), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name], __name__), name)
     raise AttributeError(f"module 'moefx' has no attribute {name!r}")
 
 

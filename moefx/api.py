@@ -80,7 +80,7 @@ def compile(
     model = unwrap_model(model)
     refuse_pipeline(model, "compile")
     if mesh is not None:
-        from .distribution.block_distribution import find_expert_layouts  # torch.distributed takes a while
+        from .distribution.expert_layouts import find_expert_layouts  # torch.distributed takes a while
 
         if find_expert_layouts(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
@@ -148,7 +148,7 @@ def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> Survey:
     """
     if proven.axis is None:
         return proven.survey
-    from .distribution.block_distribution import check_owners, lay_out_block
+    from .distribution.expert_layouts import check_owners, lay_out_block
 
     matched = tuple(lay_out_block(m, proven.axis, proven.plan) for m in proven.survey.matched)
     survey = dataclasses.replace(proven.survey, matched=matched)
@@ -167,8 +167,10 @@ def _install_program(
     """Build the program of a finished match, and install it on the copies of the matched modules."""
     modules, layout = dict(model.named_modules()), matched.expert_layout
     if layout is not None and axis is not None:
+        from .distribution.expert_layouts import spread_experts
+
         for name in matched.names:
-            layout.keep_own_experts(copies[modules[name]], axis)
+            spread_experts(copies[modules[name]], layout, axis)
     program = _build_program(matched, modules[matched.names[0]])
     specialize = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.attributes_read)
     for name in matched.names:
@@ -228,7 +230,7 @@ def explain(
         finished = (m.finish(model.get_submodule(m.names[0]), plan, keeps_captured=False) for m in survey.matched)
         survey = dataclasses.replace(survey, matched=tuple(finished))
     else:
-        from .distribution.block_distribution import preview_layouts
+        from .distribution.expert_layouts import preview_layouts
         from .distribution.training_wiring import describe_reductions
 
         survey = preview_layouts(model, proven.axis, survey, plan)

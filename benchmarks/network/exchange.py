@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 import moefx.ir.ops.row_exchange as exchange
 from moefx.bench import link_times
-from moefx.distribution.block_distribution import find_expert_layouts
+from moefx.distribution.expert_layouts import find_expert_layouts
 from moefx.ir.ops.uneven_all_to_all import get_group, start
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import count_traffic

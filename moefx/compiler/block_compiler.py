@@ -1,8 +1,11 @@
 """Compile one block: from the user's module to its rewritten graph.
 
-prove and rewrite -> fuse -> checkpoint
-
-The first step, `prove_and_rewrite`, repeats capture, match and rewrite for each attempt.
+| function | steps |
+|---|---|
+| `prove_and_rewrite`, of `proof_attempts` | capture, match, rewrite, for each attempt |
+| `rewrite_block` | these, then `PASSES`: fuse, checkpoint |
+| `check_numerically`, of `numeric_check` | numeric check |
+| `finish_block` | the passes of `list_later_passes`: capacity, and over a mesh ssmb, collectives, overlap |
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,12 +40,12 @@ from ..matching.match_result import Match
 from ..passes.capacity_limit import limit_capacity
 from ..passes.checkpoint import set_checkpoint_policy
 from ..passes.fuse import fuse
-from ..passes.pass_manager import PassManager, get_pass_name
+from ..passes.pass_manager import Pass, PassManager, get_pass_name
 from ..passes.rewrite import Placeholders, RewriteResult
 from .proof_attempts import prove_and_rewrite
 
 if TYPE_CHECKING:
-    from ..runtime.block_layout import BlockLayout
+    from ..runtime.ranks.expert_layout import ExpertLayout
 
 
 class StandIns(enum.Enum):
@@ -52,7 +56,8 @@ class StandIns(enum.Enum):
     ALL = enum.auto()
 
 
-PASSES = (fuse, set_checkpoint_policy)
+PASSES = (fuse, set_checkpoint_policy)  # before the numeric check
+CAN_DISABLE = (*map(get_pass_name, PASSES), "overlap")  # the names that `Plan.disable` may list
 T = TypeVar("T")
 
 
@@ -179,35 +184,48 @@ def finish_block(
     block: nn.Module,
     result: BlockRewrite,
     plan: Plan,
-    expert_layout: BlockLayout | None = None,
+    expert_layout: ExpertLayout | None = None,
     keeps_captured: bool = True,
 ) -> BlockRewrite:
-    """Run the steps after the numeric check: the plan's capacity, and over a mesh the collectives.
+    """Run the passes after the numeric check.
 
     Args:
+        expert_layout: the layout of the experts over a mesh.
         keeps_captured: add the captured graph to the history, which outlives the proof's captures. Takes about as long
             as a capture.
 
     Raises:
-        InvalidPlan: see `_apply_capacity`.
+        InvalidPlan: the plan has a capacity, and the block has one of its own, or no routing weights to rank slots by.
         Refused: the block cannot be spread over the mesh.
     """
-    result = _apply_capacity(block, result, plan)
     if keeps_captured:
         result = _keep_captured_graph(result)
-    return result if expert_layout is None else expert_layout.add_collectives(block, result)
+    passes = list_later_passes(block, plan, expert_layout)
+    history = PassManager(block).extend(result.history, passes, plan, level="fused") if passes else result.history
+    match = dataclasses.replace(result.match, without_tokens=expert_layout is not None)
+    return dataclasses.replace(result, match=match, history=history)
 
 
-def _apply_capacity(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
-    """Add the capacity limit of `Plan(capacity_factor=...)`, if the plan has one.
+def list_later_passes(block: nn.Module, plan: Plan, expert_layout: ExpertLayout | None) -> list[Pass]:
+    """List the passes after the numeric check, in order."""
+    passes: list[Pass] = [limit_capacity] if plan.capacity_factor is not None else []
+    if expert_layout is None:
+        return passes
+    from ..passes.collectives import insert_collectives  # torch.distributed is not in every build
+    from ..passes.overlap import overlap_exchanges
+    from ..passes.ssmb import shard_sequence
 
-    Raises:
-        InvalidPlan: the block has a capacity of its own, or no routing weights to rank slots by.
-    """
-    if plan.capacity_factor is None:
-        return result
-    history = PassManager(block).extend(result.history, (limit_capacity,), plan, level="fused")
-    return dataclasses.replace(result, history=history)
+    if expert_layout.sequence is not None:
+        passes.append(functools.partial(shard_sequence, sequence=expert_layout.sequence))
+    insert = functools.partial(
+        insert_collectives,
+        placement=expert_layout.placement,
+        routes=expert_layout.routes,
+        stacked=expert_layout.parameters.stacked,
+        trained=frozenset(name for name, p in block.named_parameters() if p.requires_grad),
+        samples=expert_layout.number,
+    )
+    return [*passes, insert, overlap_exchanges]
 
 
 def _keep_captured_graph(result: BlockRewrite) -> BlockRewrite:

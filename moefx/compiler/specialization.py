@@ -106,7 +106,9 @@ class LazySpecializer:
         tied = find_tied_tensors(block)
         expert_layout = forward.expert_layout
         if expert_layout is not None:
-            block = expert_layout.copy_with_all_experts(block)
+            from ..runtime.ranks.sharding import copy_with_all_experts  # torch.distributed is not in every build
+
+            block = copy_with_all_experts(block, expert_layout.parameters, expert_layout.placement)
             forward = vars(block)["forward"]
         calls_before = forward.counts.original
         try:

@@ -15,7 +15,7 @@ from ..ir.guards.attribute_reads import AttributeLocation
 from .block_compiler import BlockRewrite, finish_block
 
 if TYPE_CHECKING:
-    from ..runtime.block_layout import BlockLayout
+    from ..runtime.ranks.expert_layout import ExpertLayout
 
 
 @dataclasses.dataclass
@@ -67,7 +67,7 @@ class MatchedBlock:
     seconds: float
     attributes_read: frozenset[AttributeLocation]
     verdict: str = ""
-    expert_layout: BlockLayout | None = None
+    expert_layout: ExpertLayout | None = None
 
     def finish(self, block: nn.Module, plan: Plan, keeps_captured: bool = True) -> MatchedBlock:
         """Run `finish_block` on the first of the modules, `block`."""
@@ -96,6 +96,6 @@ class Survey:
     unchecked: tuple[str, ...] = ()
 
     @property
-    def layout_by_name(self) -> dict[str, BlockLayout]:
+    def layout_by_name(self) -> dict[str, ExpertLayout]:
         """The layout of each block whose experts are spread over a mesh, by the block's name."""
         return {name: m.expert_layout for m in self.matched for name in m.names if m.expert_layout is not None}

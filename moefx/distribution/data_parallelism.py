@@ -20,8 +20,8 @@ from ..runtime.ranks.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
 from ..runtime.ranks.sharding import format_mesh
 from ..runtime.ranks.staged_models import refuse_pipeline
 from ..runtime.ranks.state_dicts import ShardOnLoad, join_name
-from .block_distribution import find_expert_layouts
 from .data_axes import DataMeshes, choose_data_axes
+from .expert_layouts import find_expert_layouts
 from .training_wiring import SPREAD_MESH, SpreadMesh
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

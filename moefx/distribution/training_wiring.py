@@ -10,14 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._plan import Plan
-from ..runtime.block_layout import BlockLayout
 from ..runtime.ranks.data_parallel_wrappers import DDP_IGNORED, DEEPSPEED_HOOK, IgnoredByDDP, RefuseDeepSpeed
+from ..runtime.ranks.expert_layout import ExpertLayout
 from ..runtime.ranks.overwrite_detection import OverwritingWatch, SettleOnLoad
 from ..runtime.ranks.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build_reductions, format_reductions
 from ..runtime.ranks.sharding import resolve_expert_axes
 from ..runtime.ranks.state_dicts import join_name
 from ..runtime.ranks.topology import ExpertAxis
-from .block_distribution import expert_parameter_names
+from .spread_models import expert_parameter_names
 
 SPREAD_MESH = "_moefx_spread_mesh"  # the attribute of a spread model that holds its `SpreadMesh`
 
@@ -38,7 +38,7 @@ class SpreadMesh:
         return self
 
 
-def watch_block(block: nn.Module, name: str, layout: BlockLayout) -> OverwritingWatch:
+def watch_block(block: nn.Module, name: str, layout: ExpertLayout) -> OverwritingWatch:
     """Detect that the experts of a spread block are overwritten. DeepSpeed's engine, which would do so, is refused.
 
     Args:
@@ -58,7 +58,7 @@ def plan_reductions(axis: ExpertAxis, plan: Plan) -> dict[str, Reduction]:
 
 
 def describe_reductions(
-    model: nn.Module, layouts: dict[str, BlockLayout], axis: ExpertAxis, plan: Plan
+    model: nn.Module, layouts: dict[str, ExpertLayout], axis: ExpertAxis, plan: Plan
 ) -> tuple[str, ...]:
     """Describe the reductions in lines, for `explain`. The model need not be spread yet."""
     of_experts, elsewhere = set[str](), set[str]()

@@ -7,9 +7,8 @@ import math
 from typing import Any
 
 from .._plan import Plan
-from ..compiler.block_compiler import PASSES
+from ..compiler.block_compiler import CAN_DISABLE
 from ..errors import InvalidPlan
-from ..passes.pass_manager import get_pass_name
 
 _MESH_FIELDS = (
     "expert_axis", "placement", "sequence_axis", "sequence_gradients", "gradients", "dispatch", "pilots", "chunks",
@@ -72,10 +71,11 @@ def check_passes(plan: Plan) -> None:
     Raises:
         InvalidPlan: the plan disables an unknown pass.
     """
-    names = [*map(get_pass_name, PASSES), "overlap"]  # `collectives` cannot be disabled
     for name in plan.disable:
-        if name not in names:
-            raise InvalidPlan(f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(names)}")
+        if name not in CAN_DISABLE:
+            raise InvalidPlan(
+                f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(CAN_DISABLE)}"
+            )
 
 
 def check_layout(plan: Plan, mesh: Any) -> None:

@@ -62,9 +62,9 @@ def prove_model(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = N
         plan = decision.plan
     if mesh is None:
         return AgreedProof(plan, survey_and_check(model, example_inputs, plan, survey), None, decision)
-    from ..distribution.block_distribution import check_agreement, planned_axis
+    from ..distribution.mesh_agreement import check_agreement, find_expert_axis
 
-    axis = planned_axis(mesh, plan)
+    axis = find_expert_axis(mesh, plan)
     try:
         survey = survey_and_check(model, example_inputs, plan, survey)
     except Exception as error:
@@ -79,7 +79,7 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
     from ..planner.auto import collect_facts, decide, find_mesh_platform
 
     if mesh is not None:
-        from ..distribution.block_distribution import gather_by_rank
+        from ..distribution.mesh_agreement import gather_by_rank
     try:
         with compile_lock(), neutral_device(), use_device_autocast(find_device(model).type, None):
             survey = run_in_worker(lambda: survey_model(model, example_inputs, plan))

@@ -30,7 +30,7 @@ from .program import Program
 from .surrounding_modes import is_transformed, suspend_observers
 
 if TYPE_CHECKING:
-    from .block_layout import BlockLayout
+    from .ranks.expert_layout import ExpertLayout
     from .ranks.overwrite_detection import OverwritingWatch
 
 # Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
@@ -82,7 +82,7 @@ class BlockForward:
         *,
         name: str = "",
         specialize: Specialize | None = None,
-        expert_layout: BlockLayout | None = None,
+        expert_layout: ExpertLayout | None = None,
         watch: OverwritingWatch | None = None,
     ):
         self.block = block
@@ -407,7 +407,7 @@ def install_forward(
     *,
     name: str = "",
     specialize: Specialize | None = None,
-    expert_layout: BlockLayout | None = None,
+    expert_layout: ExpertLayout | None = None,
     watch: OverwritingWatch | None = None,
 ) -> BlockForward:
     """Make `block` run its programs. A block that is already rewritten keeps the user's original forward.

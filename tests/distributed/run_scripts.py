@@ -14,7 +14,7 @@ import traceback
 import torch.distributed as dist
 
 import moefx.api
-import moefx.distribution.block_distribution  # noqa: F401
+import moefx.distribution.spread_models  # noqa: F401
 
 SEPARATOR = "===== next script =====\n"
 
