@@ -1,4 +1,4 @@
-"""Benchmarks on the CPU: results of each installed peer equal the original, and saved bytes are counted."""
+"""Benchmarks on the CPU: each installed peer equals the original, and saved bytes are counted."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_each_step_of_the_ablation_keeps_less(inputs):
 
 
 def test_configurations_of_a_peer_are_shared_out(inputs, monkeypatch):
-    """Of four workers each compiles a quarter; a kernel with fewer configurations is compiled by all of them."""
+    """Split the configurations over four workers; all workers compile kernels with fewer configurations."""
     ran: list[list[int]] = []
 
     def peer(_: Inputs) -> peers.Work:
@@ -101,7 +101,7 @@ def test_an_error_is_seen(inputs):
 
 @pytest.mark.parametrize("keep, columns", [("h", 2 * SMALL.K * SMALL.h), ("x", 0)])
 def test_saved_bytes(inputs, keep, columns):
-    """x and H in bfloat16, and at most 24 bytes of routing for each choice; the offsets are the experts'."""
+    """Save x and H in bfloat16, at most 24 bytes of routing per choice, and the offsets of the experts."""
     saved = moe.saved_bytes(inputs, peers.build_moefx(inputs, keep=keep))
     routing_bytes = saved - SMALL.T * 2 * (SMALL.d + columns)
     assert 0 < routing_bytes <= 24 * SMALL.T * SMALL.K + 4 * (SMALL.E + 1)

@@ -47,8 +47,8 @@ def test_the_table_shows_medians_and_parts_of_the_ceiling(results, capsys):
     assert a.split() == ["a", "4.000", "(0.75)", "-", "3.000"]  # the median
     assert zipf.split() == ["a", "zipf", "5.000", "(0.60)", "-", "3.000"]  # the ceiling of the shape
     assert hot.split()[:3] == ["a", "hot", "4.400"]
-    assert b.split() == ["b", "1.000", "-", "-"]  # without a ceiling no part of it
-    assert c.split() == ["c", "-", "2.000", "-"]  # what failed once is left out
+    assert b.split() == ["b", "1.000", "-", "-"]  # no ceiling, no ratio
+    assert c.split() == ["c", "-", "2.000", "-"]  # omitted, since one run failed
     assert forwards.splitlines()[0] == "ms forward" and forwards.splitlines()[2].split() == ["a", "1.333", "-", "1.000"]
     assert end.splitlines() == ["b, another: out of memory", "slowest routing, moefx: 1.25 times uniform (a zipf)"]
 
