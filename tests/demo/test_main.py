@@ -1,4 +1,4 @@
-"""The demo end to end on a smaller model, and its report."""
+"""Demo of a small model from start to end, and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the demo by themselves: text, model, measurements, terminal."""
+"""Parts of the demo: text, model, measurements, terminal."""
 
 from __future__ import annotations
 
