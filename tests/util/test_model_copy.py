@@ -1,4 +1,4 @@
-"""Copies of models: new modules around the same tensors, also in closures and shared parts."""
+"""Copies of models: new modules with the same tensors, also in closures and shared parts."""
 
 import functools
 import types
@@ -106,7 +106,7 @@ def test_recursive_and_empty_closures():
 
 
 def test_plain_tensor_attributes_are_shared(model):
-    # Not a leaf: deepcopy alone would refuse it.
+    # A non-leaf tensor, which deepcopy rejects.
     model.layers[0].cache = model.layers[0].router.linear.weight * 2
     duplicate, _ = copy_model(model)
     assert duplicate.layers[0].cache is model.layers[0].cache
@@ -191,7 +191,7 @@ def test_a_copy_shares_parameters_on_the_meta_device():
 
 
 def test_a_method_of_a_partial_refers_to_the_copy(model):
-    """As quantisation libraries set `extra_repr`."""
+    """Redirect the arguments of a partial: quantization libraries set `extra_repr` this way."""
     inner = model.layers[0]
 
     def ask(self, original, other):

@@ -20,7 +20,7 @@ def test_a_long_call_reports_progress(capsys, monkeypatch):
         time.sleep(0.2)
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line.startswith("moefx.compile: 0 s so far, proving layers.0") for line in lines)
-    assert len(lines) <= 6  # the time doubles
+    assert len(lines) <= 6  # the interval doubles
 
 
 def test_a_short_call_prints_nothing_and_leaves_no_thread(capsys):
@@ -47,5 +47,5 @@ class Slow(nn.Linear):
 
 def test_compile_names_its_blocks(capsys, monkeypatch):
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.01)
-    moefx.compile(Slow(4, 4), torch.randn(3, 4), strict=False)  # one tensor, by position
+    moefx.compile(Slow(4, 4), torch.randn(3, 4), strict=False)  # a single tensor as positional argument
     assert "moefx.compile: 0 s so far, running Slow on abstract tensors" in capsys.readouterr().err
