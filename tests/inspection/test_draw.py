@@ -1,4 +1,4 @@
-"""Drawings of graphs: loops over experts collapse, boxes do not overlap, data flows down."""
+"""Drawings of graphs: loops over experts are collapsed, boxes do not overlap, data flows down."""
 
 import itertools
 import operator
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def looped(num_experts: int, chained: bool = True) -> BlockGraph:
-    """What a loop over experts leaves when it is captured."""
+    """Build the graph of a captured loop over experts."""
     g = Graph()
     x = g.placeholder("x")
     routed = g.call_function(aten.topk.default, (g.call_module("gate", (x,)), 2))

@@ -1,4 +1,4 @@
-"""The history of a block: lookup, diffs, scripts that reproduce a graph, and the captured graph."""
+"""History of a block: lookup, diffs, scripts that reproduce a graph, and the captured graph."""
 
 import operator
 import os
@@ -102,7 +102,7 @@ def test_a_repro_of_every_kind_of_value(tmp_path):
 
 
 class Gate(nn.Module):
-    """A router that returns a container, with more in it than tensors."""
+    """Router that returns a container of tensors and other values."""
 
     def __init__(self, kind):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page of a history: self-contained, with the changes of each pass marked."""
+"""Page of a history: self-contained, with the changes of each pass marked."""
 
 import dataclasses
 import re
@@ -23,7 +23,7 @@ def test_a_page_is_self_contained(tmp_path):
     assert "captured" in text and "after fuse" in text and "× 64" in text
     assert "4.768 MiB" in text and "1.177 MiB" in text and "0 B" in text
     body = text[text.index("<section") : text.index("</section>") + len("</section>")]
-    # HTML's shorthands aside it is XML: every element is closed, every text is escaped.
+    # Without HTML's shorthands the page is XML: every element is closed, every text is escaped.
     body = body.replace("<details open>", "<details>")
     ElementTree.fromstring(re.sub(r"(class|colspan)=(\w+)", r'\1="\2"', body))
 

@@ -1,4 +1,4 @@
-"""`explain(trace=True)`: the probes of each proof, and how close a refused block came."""
+"""`explain(trace=True)`: the probes of each proof, and the closest match of a refused block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..blocks import D, E, Loop, Mlp
 
 
 class Neighbour(Loop):
-    """Every fifth token is given to the expert of the token before it."""
+    """Give every fifth token to the expert of the previous token."""
 
     def __init__(self):
         super().__init__(Mlp, 1)
@@ -30,7 +30,7 @@ class Neighbour(Loop):
 
 
 class Gives(Loop):
-    """A branch that reads scores, and leaves out all experts."""
+    """Branch on scores and skip all experts."""
 
     def forward(self, x):
         return super().forward(x) if self.gate(x).max() < 100 else torch.zeros_like(x)
@@ -65,7 +65,7 @@ def test_the_attempts_of_a_block_are_listed(explanation):
 
 
 class EvenLength(Loop):
-    """Asserts sizes that captures do not choose, and checks the example's."""
+    """Assert an even length, which captures do not choose, though the example has one."""
 
     def forward(self, x):
         assert x.shape[0] % 2 == 0
