@@ -1,5 +1,7 @@
-"""Golden files: expected printed text. `MOEFX_UPDATE_GOLDEN=1 pytest ...` rewrites them; read the diff before
-committing."""
+"""Golden files with expected output.
+
+`MOEFX_UPDATE_GOLDEN=1 pytest ...` rewrites them; read the diff before committing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ _HERE = Path(__file__).parent
 
 
 def check(name: str, text: str) -> None:
-    """Assert that `text` is what golden file `name` holds."""
+    """Assert that `text` equals the golden file `name`."""
     path = _HERE / name
     text = text.rstrip() + "\n"
     if os.environ.get("MOEFX_UPDATE_GOLDEN"):
