@@ -1,4 +1,4 @@
-"""The numeric check of one block inside `compile`."""
+"""Numeric check of one block inside `compile`."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_an_equal_program_passes(dtype, top_k):
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_mistake_is_seen_in_any_precision(fault, dtype):
-    """Also those that bfloat16 would round away: the algebra is compared in float64."""
+    """Report faults that bfloat16 would round away: the algebra is compared in float64."""
     result = check(block(dtype), fault)
     assert not result.ok
     assert "differs from the original on" in result.reason and "and" in result.reason
 
 
 def test_zero_parameters_get_other_values():
-    """A program that leaves out biases that are zero agrees with the original until they are learned."""
+    """Fill zero biases with other values: a program without them agrees only until they are learned."""
     plain = block()
     zeros = [e.down.bias for e in plain.experts]
     for bias in zeros:
@@ -75,7 +75,7 @@ def test_zero_parameters_get_other_values():
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_a_cast_of_the_program_alone_is_seen_in_the_blocks_own_precision(narrow):
-    """The run in float64 promotes explicit casts: it cannot see one."""
+    """Run in the block's own precision: the float64 run promotes explicit casts and cannot show the fault."""
 
     def rounds(block, x):
         out, scores = program()(block, x)
@@ -86,7 +86,7 @@ def test_a_cast_of_the_program_alone_is_seen_in_the_blocks_own_precision(narrow)
 
 
 def test_a_fault_that_only_a_skewed_router_shows():
-    """A program that is wrong only when an expert gets more than half of the rows."""
+    """Report a program that is wrong only if an expert gets more than half of the rows."""
 
     def capped(block, x):
         out, scores = program()(block, x)
@@ -122,12 +122,12 @@ def test_nothing_is_touched():
 def test_a_memory_limit_leaves_out_large_gradients():
     plain = block()
     total = sum(p.numel() for p in plain.parameters())
-    # Not enough for all gradients: the small parameters are still compared.
+    # Memory for the gradients of small parameters only.
     result = check(plain, max_bytes=8 * total + 16 * 3000 + 64 * 2 * 9 * 16 * 4)
     names = {row.name for row in result.rows if row.kind == "grad_param"}
     assert result.ok and "router.weight" in names and "experts.0.up.weight" not in names
     assert any("for lack of memory" in note for note in result.notes)
-    # Not enough for float64 weights.
+    # Too little memory for float64 weights.
     result = check(plain, max_bytes=4 * total)
     assert result.ok and {row.case.split(", ")[1] for row in result.rows} == {"its own precision"}
     assert any("float64 weights need" in note for note in result.notes)
@@ -170,7 +170,7 @@ def test_keyword_arguments_and_no_floating_point_inputs():
 
 
 class Rows(nn.Module):
-    """As on a busy machine, or one row after another."""
+    """Sleep per call, as on a busy machine, or loop over rows."""
 
     def __init__(self, seconds: float = 0.0, is_loop: bool = False):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs side by side: a correct rewrite passes in every precision, every mistake is seen, and nothing is changed."""
+"""Comparisons of two models: correct rewrites pass in all precisions, every fault is reported, no state changes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_mistake_is_seen(fault, dtype):
     assert not check(original, compiled, tokens(2, 20), dtype=dtype).ok
 
 
-COARSE = {  # smaller than what half precision rounds away
+COARSE = {  # below the rounding of half precision
     "scaled weight gradient", "scaled gradient of one expert", "activation constant",
 }  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_a_loss_of_the_users():
     assert comparison.ok and ("output", "loss") in {(row.kind, row.name) for row in comparison.rows}
     original, compiled = pair(fault="missing router gradient")
     assert not check(original, compiled, tokens(2, 20), loss=lambda out: out[0].square().mean()).ok
-    # A loss that does not depend on the fault cannot see it.
+    # A loss that does not depend on the fault does not show it.
     assert check(original, compiled, tokens(2, 20), loss=lambda out: out[1].square().mean()).ok
 
 
@@ -229,7 +229,7 @@ def test_different_outputs_fail():
 
 
 class Skipping(nn.Module):
-    """Nothing runs, as where no token chose any expert; or what runs has no way back."""
+    """Return zeros without running a layer, or cut the gradient."""
 
     def __init__(self, way: str):
         super().__init__()
@@ -285,7 +285,7 @@ def test_a_model_without_float64_is_judged_in_its_own_precision():
 
 @pytest.mark.parametrize("source", [torch.rand, lambda n: random.random()])
 def test_an_unused_random_draw_is_not_dropped(source):
-    """Everything that is drawn later would differ."""
+    """Keep the draw: without it all later draws would differ."""
 
     class Draws(Plain):
         def forward(self, x):

@@ -72,7 +72,7 @@ def call_fake_only(x):
 
 
 class Block(nn.Module):
-    """Stacked experts by `torch._grouped_mm`, and a shared part of the user's own."""
+    """Stacked experts with `torch._grouped_mm` and a shared part."""
 
     def __init__(self, shared):
         super().__init__()

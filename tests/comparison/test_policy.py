@@ -1,4 +1,4 @@
-"""The float64 rule passes all results of a correct program, and fails all others."""
+"""The float64 rule passes all results of correct programs, and no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def product(dtype: torch.dtype, *, order: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a product computed in `dtype`, its terms added in another order; the float64 truth)."""
+    """Return a product in `dtype`, with its terms summed in the order of `order`, and the float64 truth."""
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in ((96, 64), (64, 32)))
     truth = x.double() @ w.double()
@@ -31,8 +31,7 @@ def verdict(value, original, truth, dtype, **kw) -> Row:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_another_order_of_the_same_sum_passes(dtype):
     original, truth = product(dtype)
-    # In half precision partial sums would be rounded too, which is another algorithm: round once, as an
-    # accumulator.
+    # Partial sums in half precision would also be rounded. Round once, like an accumulator.
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     other = product(wide, order=slice(None, None, -1))[0] if wide is dtype else truth.to(wide)
     row = verdict(other.to(dtype), original, truth, dtype)

@@ -1,4 +1,4 @@
-"""Decisions follow the reference if rounding decides them, and only then."""
+"""Routing decisions follow the reference only if rounding decides them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scores(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def replay(function, x, promote=True):
-    """(result on x, result of the replay in float64, the tape)."""
+    """Return the result on x, the result of the replay in float64 and the tape."""
     tape, scope = Tape(), Scope()
     with RecordingMode(tape, scope):
         first = function(x)
@@ -27,7 +27,7 @@ def replay(function, x, promote=True):
 
 
 def align(function, x, moved):
-    """Result of `function(moved)` where the reference was `function(x)`, and the routing row."""
+    """Return `function(x)` as the reference, the aligned `function(moved)` and the rows of the routing."""
     tape, scope = Tape(), Scope()
     with scope.enter("layers.1.mlp"):
         with RecordingMode(tape, scope):
@@ -62,7 +62,7 @@ def test_a_selection_is_imposed_and_its_values_are_those_of_the_new_floats(op):
     x = scores(6, 8)
     with RecordingMode(tape, scope):
         ids, values = SELECT[op](x)
-    other = x.flip(0).double() * 3  # chooses differently everywhere
+    other = x.flip(0).double() * 3  # selects other experts for all tokens
     own_ids, _ = SELECT[op](other)
     with ReplayMode(tape, scope, promote=True):
         new_ids, new_values = SELECT[op](other)
@@ -214,7 +214,7 @@ def test_a_tie_that_is_broken_differently_is_a_difference():
 
 @pytest.mark.parametrize("op", SELECT)
 def test_every_selection_aligns(op):
-    x = torch.full((6, 8), 0.5)  # all ties: any choice is right
+    x = torch.full((6, 8), 0.5)  # ties everywhere: any selection is correct
     moved = x + scores(6, 8) * 1e-9
     first, out, (row,) = align(SELECT[op], x.double(), moved.double() + scores(6, 8).double() * 1e-9)
     assert torch.equal(out[0], first[0]) and row.beyond == 0
@@ -241,7 +241,7 @@ def test_masked_experts_and_other_ops_between():
 
 
 def test_alignment_when_rounding_decides_the_second_router():
-    """The end-to-end case: without alignment the second layer's values would have nothing in common."""
+    """Compare two layers: without alignment of the first, all values of the second would differ."""
     from tests.verification.models import Plain, Rewritten
 
     from .test_compare import check
@@ -272,7 +272,7 @@ def test_alignment_when_rounding_decides_the_second_router():
 
 
 def test_tensors_of_the_default_dtype_are_promoted():
-    """They would not go with the others: scatter and products take one dtype."""
+    """Promote constants of the default dtype too: scatter and products require equal dtypes."""
 
     def function(x):
         w, ids = x.topk(2, -1)

@@ -1,4 +1,4 @@
-"""A sandbox runs freely: the model stays unchanged."""
+"""Runs in a sandbox leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moefx.comparison.sandbox import Casts, RunOptions, execute, leaves, make_sa
 
 
 class Awkward(nn.Module):
-    """State in all the places where models keep it."""
+    """Model with state in parameters, buffers, lists, dicts, closures and aliases."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Awkward(nn.Module):
 
 def test_a_sandbox_shares_parameters_and_owns_the_rest():
     model = Awkward()
-    model.last = model.a.weight * 2  # what autograd made cannot be deep-copied
+    model.last = model.a.weight * 2  # deepcopy rejects tensors with a history
     box = make_sandbox(model, Casts(None))
     assert torch.equal(box.a.weight, model.a.weight) and box.b.weight is box.a.weight
     x = torch.randn(3, 4)
@@ -58,7 +58,7 @@ def test_a_sandbox_copies_small_parameters_and_shares_large_ones(monkeypatch):
     model, casts = Awkward(), Casts(torch.float64)
     box = make_sandbox(model, Casts(None))
     with torch.no_grad():
-        box.a.weight.mul_(2)  # as a forward does that normalises it
+        box.a.weight.mul_(2)  # like a forward that normalizes its weights
     assert not torch.equal(box.a.weight, model.a.weight)
     monkeypatch.setattr("moefx.comparison.sandbox._MAX_COPIED", 10)
     box = make_sandbox(model, Casts(None))
