@@ -1,4 +1,4 @@
-"""Modules whose `forward` is not called: their owner calls a method by its name."""
+"""Modules whose owner calls a method other than `forward`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..models.case import gradients
 
 
 class Stacked(nn.Module):
-    """Stacked experts that run by `run_experts` only."""
+    """Stacked experts that run only through `run_experts`."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Stacked(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer whose experts' `forward` is not called."""
+    """Layer that does not call the `forward` of its experts."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
 
 class LayerByName(Layer):
-    """A layer whose own `forward` is not called either."""
+    """Layer whose own `forward` is not called either."""
 
     def mix(self, x):
         return super().forward(x)

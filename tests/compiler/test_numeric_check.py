@@ -1,4 +1,4 @@
-"""The numeric check of `compile` runs joined ops too, as calls of the compiled model do."""
+"""The numeric check of `compile` runs joined ops, as calls of the compiled model do."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def lose_gradients(monkeypatch):
 
     def run_without_sum(ctx, call, wiring, saved, by_value):
         run(ctx, call, wiring, saved, by_value)
-        by_value[wiring.num_inputs - 1] = None  # of the last weights
+        by_value[wiring.num_inputs - 1] = None  # gradient of the last weights
 
     monkeypatch.setattr(joined_ops, "_run_backward", run_without_sum)
 

@@ -1,4 +1,4 @@
-"""Each refusal has a cause. It decides the next attempt of a proof."""
+"""Each refusal has a cause, which selects the next attempt of a proof."""
 
 from __future__ import annotations
 
@@ -160,14 +160,14 @@ def raise_error(error):
 
 
 def make_bug():
-    """A function that counts as code of moefx, and fails."""
+    """Return a failing function whose file belongs to moefx."""
     found = {}
     exec(compile("def fail(*args): assert not args", f"{PACKAGE_DIR}/bug.py", "exec"), found)
     return found["fail"]
 
 
 def prove(monkeypatch, outcomes, *tensors):
-    """Run the loop with a prover that has these outcomes, in order. Returns its result or error, and the attempts."""
+    """Run the loop with a prover that returns `outcomes` in order. Return its result or error, and the attempts."""
     ran = []
 
     def run_attempt(block, attempt, max_experts, names):
@@ -193,7 +193,7 @@ def fail(error, restrictions=(), options=(), failed=()):
 
 
 def catch(function, *args):
-    """The error that a function raises, with its traceback."""
+    """Return the error that a function raises, with its traceback."""
     with pytest.raises(Exception) as raised:
         function(*args)
     return raised.value
@@ -222,7 +222,7 @@ def test_the_examples_side_follows_a_failure(monkeypatch, error):
 
 def test_no_side_follows_a_failing_op(monkeypatch):
     result, ran = prove(monkeypatch, [fail(FAILING_OP, RESTRICTIONS), PROOF])
-    assert result is PROOF and [attempt.size_restrictions for attempt in ran] == [(), ()]  # of the next interpretation
+    assert result is PROOF and [attempt.size_restrictions for attempt in ran] == [(), ()]  # the next interpretation
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_a_refusal_prints_block_reason_line_and_remedy():
 
 
 def test_weights_that_are_not_finite():
-    """They are named, and the remedy works."""
+    """Name the weights; the remedy works."""
     model, x = Loop(Mlp), torch.randn(5, D)
     with torch.no_grad():
         model.experts[1].up.weight.fill_(float("nan"))
@@ -149,7 +149,7 @@ def test_weights_that_are_not_finite():
 
 @pytest.mark.parametrize("bad", [(0,), (0, 1, 2)])
 def test_equal_blocks_with_nonfinite_weights(bad):
-    """A twin with finite weights is compared for all; without one, all are listed."""
+    """Use the comparison of an equal block with finite weights; without one, list all blocks."""
     model, x = nn.Sequential(*(Loop(Mlp) for _ in range(3))), torch.randn(5, D)
     with torch.no_grad():
         for i in bad:
