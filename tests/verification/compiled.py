@@ -1,4 +1,4 @@
-"""A model whose blocks run hand-made dialect graphs; passes and providers can be broken on purpose."""
+"""Model whose blocks run dialect graphs built by hand. Tests insert faults into passes and providers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 def history(name: str = "", spoil: dict[str, Callable[[BlockGraph], BlockGraph]] | None = None) -> History:
-    """rewrite -> fuse -> checkpoint; `spoil` breaks a pass, and so everything after it."""
+    """Build graphs of rewrite, fuse and checkpoint. `spoil` breaks a pass and all later ones."""
     snapshots: list[Snapshot] = []
     graphs = {"rewrite": block_graph(E, fused=False), "fuse": block_graph(E), "checkpoint": block_graph(E)}
     broken = None
@@ -57,7 +57,7 @@ def history(name: str = "", spoil: dict[str, Callable[[BlockGraph], BlockGraph]]
 def compiled_pair(
     spoil: Any = None, layer: int = 1, *, last_pass: str = "checkpoint", num_layers: int = 2, **key: Any
 ) -> tuple[Model, Model]:
-    """The original and a rewritten copy; `spoil` breaks a pass of one layer."""
+    """Return the original and a rewritten copy. `spoil` breaks a pass of one layer."""
     torch.manual_seed(0)
     original = Model(num_layers)
     compiled = copy_model(original)[0]
@@ -74,7 +74,7 @@ def compiled_pair(
 
 @contextlib.contextmanager
 def broken(op: str, corrupt: Callable[..., Any], *, provider: str | None = None) -> Iterator[None]:
-    """Spoil the result of an op: `corrupt(result, *args, **kwargs)`, in one provider or in all."""
+    """Replace the result of an op by `corrupt(result, *args, **kwargs)`, in one provider or in all."""
     before = dict(registry[op].providers)
     try:
         for name, p in before.items():

@@ -1,4 +1,4 @@
-"""Tests of comparisons of compiled models: equal blocks are proven once."""
+"""Tests of comparisons of compiled models, which prove equal blocks once."""
 
 from __future__ import annotations
 

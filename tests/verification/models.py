@@ -1,5 +1,7 @@
-"""A plain mixture of experts, and an equal one that was rewritten by hand, to test `verify` without a compiler. Every
-switch of `Rewritten` is a mistake that a compiler could make."""
+"""Plain mixture of experts, and an equal one rewritten by hand, to test `verify` without a compiler.
+
+Each fault of `Rewritten` is a mistake that a compiler could make.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class Expert(nn.Module):
 
 
 class Plain(nn.Module):
-    """Loop over the experts; a running load, an auxiliary loss kept as attribute, dropout at the end."""
+    """Loop over experts, with a running load, an auxiliary loss as an attribute, and dropout at the end."""
 
     def __init__(self, dim=16, hidden=8, num_experts=8, top_k=2, dropout=0.1):
         super().__init__()
@@ -50,7 +52,7 @@ class Plain(nn.Module):
 
 
 class Rewritten(Plain):
-    """All experts on all tokens, chosen afterwards: other sums, same function. `fault` names a mistake."""
+    """Run all experts on all tokens, then select: other sums, same function. `fault` names a mistake."""
 
     fault = ""
 
@@ -121,12 +123,12 @@ FAULTS = (
 
 
 def scaled_gradient(t: Tensor, factor: float) -> Tensor:
-    """`t` with `factor` times its gradient."""
+    """Return `t` with its gradient scaled by `factor`."""
     return t * factor + (t * (1 - factor)).detach()
 
 
 def pair(seed: int = 0, fault: str = "", **kwargs) -> tuple[Plain, Rewritten]:
-    """Original and rewritten, sharing the parameters as a compiled model does."""
+    """Return the original and the rewritten model. They share parameters, like a compiled model and its original."""
     torch.manual_seed(seed)
     original = Plain(**kwargs)
     original.aux_loss = torch.zeros(())

@@ -1,4 +1,4 @@
-"""Faults injected into compiled models: every wrong kernel of every provider and every wrong graph is flagged."""
+"""Faults in compiled models: every wrong kernel of every provider and every wrong graph is reported."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ IDS = torch.arange(36).remainder(32).view(2, 18)
 
 
 def ids(provider: str) -> torch.Tensor:
-    """Where there is no GPU, Triton's kernels run interpreted."""
+    """Return inputs on a device of the provider. Triton's kernels run in the interpreter on machines without a GPU."""
     return IDS.cuda() if provider == "triton" and torch.cuda.is_available() else IDS
 
 
 class Layer(Plain):
-    """Experts with biases, a routing weight behind them, and a running load."""
+    """Experts with biases, routing weights after the experts, and a running load."""
 
     def route(self, x):
         scores = self.router(x).softmax(-1)
@@ -88,7 +88,7 @@ def scaled_weights(result, *args, **kwargs):
 
 
 def part(index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    """Change one result of an op with several, or the only one."""
+    """Change one result of an op that returns several, or the only result."""
 
     def corrupt(result, *args, **kwargs):
         if isinstance(result, torch.Tensor):
@@ -101,11 +101,11 @@ def part(index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable
 
 
 def scale(t):
-    return t * (1.001 if t.dtype == torch.float32 else 1.1)  # what rounding does not hide
+    return t * (1.001 if t.dtype == torch.float32 else 1.1)  # larger than rounding errors
 
 
 def lose_first(t):
-    """Of a gradient of stacked weights: one expert; of rows: one row."""
+    """Set one expert of a gradient of stacked weights to zero, or one row of a gradient of rows."""
     return torch.cat([torch.zeros_like(t[:1]), t[1:]])
 
 
@@ -138,11 +138,12 @@ def cases() -> Iterator[Any]:
                 f"{name}-{i}": part(i, change)
                 for i in range(NUM_RESULTS.get(op, 1)) for name, change in CHANGES.items()
             }  # fmt: skip
-            # What is wrong with a routing is made from the reference, whoever made the right one.
+            # Faults of a routing change the reference's routing, for all providers.
             for which, provider in enumerate(["reference"] if op == "build_pft" else registry[op].providers):
                 for number, (name, corrupt) in enumerate(faults.items()):
                     ident = f"{'fused' if fuse else 'unfused'}-{op}-{provider}-{name}"
-                    # Of the reference every fault is seen; of the others each result has one, not the same for all.
+                    # Run all faults with the reference; with other providers one fault per result, a different one
+                    # each.
                     result, change = divmod(number, len(CHANGES))
                     sampled = provider == "reference" or (result + change + which) % len(CHANGES) == 0
                     marks = [] if sampled else [pytest.mark.exhaustive]
@@ -151,7 +152,7 @@ def cases() -> Iterator[Any]:
 
 @functools.cache
 def runs(fuse: bool, op: str, provider: str) -> bool:
-    """Does the provider take these calls at all? Some are for 16 bit or for GPUs only."""
+    """Return whether the provider runs these calls. Some providers support only 16 bits or GPUs."""
     compiled = copy.deepcopy(models(fuse, provider)[1])
     try:
         with op_providers.force(op, provider):
@@ -273,7 +274,7 @@ def test_every_wrong_graph_is_flagged(fault, dtype):
 
 
 class OnceOnly(torch.autograd.Function):
-    """The identity, with a gradient that is wrong in a second backward."""
+    """Identity with a wrong gradient in a second backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -287,7 +288,7 @@ class OnceOnly(torch.autograd.Function):
 
 
 class NeedsStrides(torch.autograd.Function):
-    """The identity, with a gradient that is wrong for a cotangent of stride 0."""
+    """Identity with a wrong gradient for a cotangent of stride 0."""
 
     @staticmethod
     def forward(ctx, x):
@@ -299,7 +300,7 @@ class NeedsStrides(torch.autograd.Function):
 
 
 class Refuses(torch.autograd.Function):
-    """The identity, of which no second backward may be asked."""
+    """Identity that raises in a second backward."""
 
     @staticmethod
     def forward(ctx, x):

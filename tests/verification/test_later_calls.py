@@ -1,4 +1,4 @@
-"""Faults that one call on the given inputs does not show: other token counts, later calls, layouts, modes."""
+"""Faults that a call on the given inputs does not show: other token counts, later calls, layouts, modes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def second_call(model: nn.Module, forward: Forward, ids: Tensor) -> Tensor:
 
 
 def stale(model: nn.Module, forward: Forward, ids: Tensor) -> Tensor:
-    """What was computed for the same shape before."""
+    """Reuse the first input of this shape."""
     if ids.shape not in model.kept:
         model.kept[ids.shape] = ids
     return forward(model.kept[ids.shape])
@@ -71,7 +71,7 @@ MODES: dict[str, tuple[Any, str]] = {
 
 
 def spoiled(fault: Any) -> tuple[nn.Module, nn.Module]:
-    """The original, and a compiled model whose forward has the fault."""
+    """Return the original, and a compiled model whose forward has the fault."""
     original, compiled = models(True)
     compiled = copy.deepcopy(compiled)
     forward = compiled.forward
@@ -141,7 +141,7 @@ def test_the_counts_have_all_remainders_up_to_seven():
 
 
 class FixedLength(Model):
-    """Has positions for sequences of one length."""
+    """Model with positions for sequences of one length."""
 
     def __init__(self):
         super().__init__()

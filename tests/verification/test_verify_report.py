@@ -1,4 +1,4 @@
-"""`verify` end to end, on models whose blocks run hand-made dialect graphs."""
+"""Reports of `verify` for models whose blocks run dialect graphs built by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDS = torch.arange(24).view(2, 12)
 
 
 def swapped(graph):
-    """Two experts change places."""
+    """Swap the weights of two experts."""
     for node in graph.graph.nodes:
         if node.op == "get_attr" and node.target.startswith(("experts.0.", "experts.1.")):
             node.target = f"experts.{1 - int(node.target[8])}{node.target[9:]}"
@@ -92,7 +92,7 @@ def test_a_wrong_kernel_is_found_in_the_pass_that_brought_it_in():
 
 
 def test_other_routings_than_the_inputs_choose():
-    """A graph that loses rows only when an expert gets most of the tokens."""
+    """Find a graph that loses rows only if an expert gets most of the tokens."""
 
     def capped(graph):
         for node in graph.graph.nodes:
@@ -185,7 +185,7 @@ def test_nothing_is_touched():
 
 
 def test_a_lazy_specialization_is_captured_unseen():
-    """Capture runs ops of its own: the modes of `verify` must not take them for the model's."""
+    """Capture runs its own ops, which the modes of `verify` must ignore."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     from moefx.runtime.block_forward import install_forward
