@@ -1,16 +1,16 @@
-"""The bases of mutants: one class per idiom, with hooks (`# @name`) at which a mutation inserts its line.
+"""Bases of mutants: one class per idiom, with hooks (`# @name`) at which a mutation inserts its line.
 
 Names that a mutation may use at each hook:
 
     @logits    t [N, D], logits [N, E]
     @routed    ... and p [N, E], w [N, K], idx [N, K]
     @rows      ... and e (an int), n (token numbers), rows = t[n], v [rows, 1] (their weights), per expert
-    @hidden    rows, e, h [rows, H]; inside of one expert
+    @hidden    rows, e, h [rows, H]; inside one expert
     @out       those of @rows, and y [rows, D], not weighted yet
     @weighted  the same, y weighted
     @combined  t, w, idx, out [N, D]
 
-The dense idioms give every expert all tokens (`rows = t`, `n = arange(N)`) with weight zero for most of them.
+The dense idioms give every expert all tokens (`rows = t`, `n = arange(N)`), most of them with weight zero.
 """
 
 # ruff: noqa: F841 (the variables are there for the mutations)
@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-D, H, E, K = 8, 6, 5, 2  # all different, so that no two axes can be mistaken for each other
+D, H, E, K = 8, 6, 5, 2  # all different, so that tests notice exchanged axes
 
 
 class Expert(nn.Module):

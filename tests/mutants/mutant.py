@@ -1,4 +1,4 @@
-"""Build a mutant: a base class with a line inserted at a hook, or replaced, as a new class."""
+"""Build a mutant: a new class from a base class, with a line inserted at a hook or replaced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .mutations import MUTATIONS, NOT_FOR, Mutation
 
 
 def _insert(source: str, hook: str, code: str) -> str | None:
-    """`source` with the lines of `code` below the comment `# @hook`; None without that hook."""
+    """Insert the lines of `code` below the comment `# @hook` of `source`. Return None without that hook."""
     lines = []
     found = False
     for line in source.splitlines():
@@ -32,7 +32,7 @@ def _insert(source: str, hook: str, code: str) -> str | None:
 
 
 def _replace(source: str, old: str, new: str) -> str:
-    """`source` with `old` replaced; further lines of `new` get the indentation of the line."""
+    """Replace `old` in `source`; further lines of `new` get the indentation of the line."""
     assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
     start = source.rindex("\n", 0, source.index(old)) + 1
     indent = source[start : len(source) - len(source[start:].lstrip())]
@@ -105,9 +105,10 @@ def _class(name: str, source: str, filename: str) -> type[nn.Module]:
 
 
 def mutants(bases_per_mutation: int | None = 2) -> list[Mutant]:
-    """The suite in a fixed order of which any prefix is a fair sample.
+    """Return the suite in a fixed order: each prefix is a fair sample.
 
-    Every mutation is tried in `bases_per_mutation` of the bases that have its hook (None: in all of them).
+    Args:
+        bases_per_mutation: number of bases per mutation, among those with its hook. None: all.
     """
     everything = sorted(_everything(), key=lambda m: (_shuffle(m.name), m.name))
     if bases_per_mutation is None:
@@ -131,7 +132,7 @@ def _everything() -> list[Mutant]:
 
 
 def _shuffle(name: str) -> int:
-    """A fixed pseudo-random order that does not depend on the process."""
+    """Return a pseudo-random sort key that is the same in every process."""
     value = 0
     for char in name:
         value = (value * 131 + ord(char)) % 1_000_003

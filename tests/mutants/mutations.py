@@ -1,7 +1,7 @@
-"""The mutations: a line of code for a hook of every base that has it, or a replacement in one base.
+"""Mutations: a line of code for a hook, or a replacement in one base.
 
-`same` explains why a mutant computes what its base computes: those must still be equal after `compile`, and
-one should expect them to be rewritten.
+`same` explains why a mutant computes the same as its base. These mutants must also be equal after `compile`, and most
+should be rewritten.
 """
 
 # ruff: noqa: E501 (one mutation, one line)
@@ -15,15 +15,15 @@ import re
 @dataclasses.dataclass(frozen=True)
 class Mutation:
     name: str
-    hook: str = ""  # where `code` is inserted
+    hook: str = ""  # insert `code` at this hook
     code: str = ""
-    base: str = ""  # only for this base: replace `old` by `code`
+    base: str = ""  # replace `old` by `code` in this base only
     old: str = ""
     same: str = ""
 
 
 def _table(hook: str, text: str) -> list[Mutation]:
-    """Lines `name: code`, with `~ reason` at the end for an equivalent mutant."""
+    """Parse lines `name: code`. Equivalent mutants end with `~ reason`."""
     mutations = []
     for line in filter(None, map(str.strip, text.splitlines())):
         name, rest = re.split(r":\s+", line, maxsplit=1)
@@ -460,7 +460,7 @@ MUTATIONS: list[Mutation] = [
     *SPECIFIC,
 ]
 
-# Mutants that are no mutants: one row has nothing to be mixed with, one slot cannot be swapped, ...
+# Mutations that change nothing in a base: one row cannot be mixed, one slot cannot be swapped, ...
 NOT_FOR = {
     "TokenLoop": """rows_flipped rows_shuffled rows_cumulated rows_columns_sorted rows_position_in_queue
         rows_doubled_if_many hidden_batch_norm hidden_normed_over_rows out_rolled out_only_two_rows

@@ -1,11 +1,11 @@
-"""Compile every mutant and compare it with its original: rewritten or refused are both fine, WRONG is not.
+"""Compile every mutant and compare it with its original: rewritten and refused are correct outcomes, WRONG is not.
 
     python -m tests.mutants.run [PATTERN ...] [--sample N] [--full] [--check] [--list] [--trace] [--show] [--record]
 
-A pattern is a shell pattern over `Base/mutation`. Without one every mutation runs in two of the bases that
-have its hook, with `--full` in all. `--check` only checks that every mutant differs from its base, or is
-documented as equivalent. `--show` prints one line per mutant, with the reason of each refusal. `--record` writes the
-outcomes to `outcomes.txt`, whose mutants have to keep them: "+" is rewritten, "-" refused.
+A pattern is a shell pattern over `Base/mutation`. Without patterns every mutation runs in two of the bases that have
+its hook, with `--full` in all. `--check` only checks that every mutant differs from its base or is documented as
+equivalent. `--show` prints one line per mutant, with the reason of each refusal. `--record` writes the outcomes to
+`outcomes.txt`, which tests compare: "+" is rewritten, "-" refused.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SHAPES = (
     (1, 12),
     (3, 7),
     (1, 1),
-)  # one of them twice: state that a call leaves behind shows
+)  # a repeated shape shows state that a call leaves behind
 TOLERANCE = 1e-9
 OUTCOMES = Path(__file__).with_name("outcomes.txt")
 SIGNS = {"rewritten": "+", "refused": "-"}
-ROUNDING = {"single_precision": 1e-6, "half_precision": 1e-2}  # a reordered sum may round the other way
+ROUNDING = {"single_precision": 1e-6, "half_precision": 1e-2}  # a reordered sum may round differently
 
 
 def tolerance(mutant: Mutant) -> float:
@@ -67,12 +67,12 @@ def _attributes(model: torch.nn.Module) -> dict[str, object]:
 
 
 def compare(case: Case, reference: torch.nn.Module, compiled: torch.nn.Module, tol: float) -> None:
-    """Both models through the same calls, given and skewed; raises AssertionError at the first difference."""
+    """Run both models on given and skewed inputs. Raise AssertionError at the first difference."""
     start, attributes = checks.State.of(reference), _attributes(reference)
     for skewed in (False, True):
         for i, (batch, seq) in enumerate(SHAPES):
             inputs = case.fresh(batch, seq, 20 + i)
-            if i != 2:  # the second of two equal shapes goes on from the state that the first one left
+            if i != 2:  # the second of two equal shapes starts from the state after the first
                 for model in (reference, compiled):
                     start.restore(model)
                     vars(model.moe).update(attributes)
@@ -82,7 +82,7 @@ def compare(case: Case, reference: torch.nn.Module, compiled: torch.nn.Module, t
             try:
                 checks.train_step(case, reference, inputs)
             except (RuntimeError, IndexError, ValueError):
-                continue  # the mutant itself cannot take this shape
+                continue  # the mutant itself fails for this shape
             finally:
                 state.restore(reference)
                 vars(reference.moe).update(left_behind)
@@ -92,7 +92,7 @@ def compare(case: Case, reference: torch.nn.Module, compiled: torch.nn.Module, t
 
 
 def try_mutant(mutant: Mutant, reasons: bool = False, plan: moefx.Plan | None = None) -> Verdict:
-    """Never raises. `reasons`: also ask why it was refused (which costs as much as compiling it)."""
+    """Try a mutant; never raises. `reasons`: also explain a refusal, which takes as long as compiling."""
     start = time.perf_counter()
     verdict = Verdict(mutant, "crash")
     try:
@@ -120,7 +120,7 @@ def try_mutant(mutant: Mutant, reasons: bool = False, plan: moefx.Plan | None = 
 
 
 def try_all(chosen: list[Mutant], jobs: int = 1, **options: Any) -> Iterator[Verdict]:
-    """Verdicts in the order of `chosen`."""
+    """Yield verdicts in the order of `chosen`."""
     attempt = functools.partial(try_mutant, **options)
     if jobs == 1:
         yield from map(attempt, chosen)
@@ -136,14 +136,14 @@ def read_outcomes() -> dict[str, str]:
 
 
 def record_outcomes(found: dict[str, str]) -> None:
-    """Write outcomes over the recorded ones, and keep those of other mutants that exist."""
+    """Merge outcomes into the recorded ones, without mutants that do not exist any more."""
     recorded = read_outcomes() | found
     names = sorted(m.name for m in mutants(None) if m.name in recorded)
     OUTCOMES.write_text("".join(f"{SIGNS[recorded[name]]} {name}\n" for name in names))
 
 
 def differs(mutant: Mutant) -> bool:
-    """Whether the mutant computes something else than its base, forward or backward, over several calls."""
+    """Return whether outputs or gradients of the mutant differ from its base, over several calls."""
     case, base = mutant.build(), mutant.build_base()
     shared = dict(base.model.named_parameters())
     with torch.no_grad():
@@ -162,9 +162,9 @@ def differs(mutant: Mutant) -> bool:
             try:
                 actual = checks.train_step(case, case.model, inputs, lr=0.0)
             except (RuntimeError, IndexError, ValueError):
-                if i != 2:  # the second of two equal shapes goes on from the state that the first one left
+                if i != 2:  # the second of two equal shapes starts from the state after the first
                     raise
-                continue  # the mutant cannot take this shape, `compare` leaves it out too
+                continue  # the mutant fails for this shape, which `compare` skips too
             for what in ("output", "input gradient"):
                 for a, b in zip(expected[what], actual[what], strict=True):
                     if checks.distance(a, b) > 1e-12:
@@ -175,7 +175,7 @@ def differs(mutant: Mutant) -> bool:
 
 
 def check_all(chosen: list[Mutant]) -> list[str]:
-    """Problems with the suite itself: mutants that do not run, or do not mutate."""
+    """List faults of the suite: mutants that fail, or equal their base."""
     problems = []
     for mutant in chosen:
         try:

@@ -1,5 +1,7 @@
-"""Every mutant of a plain MoE block is refused, or rewritten and equal; none is rewritten wrong. Mutants in
-`outcomes.txt` keep their outcome: `python -m tests.mutants.run --record` writes it."""
+"""Every mutant of a plain MoE block is refused, or rewritten and equal.
+
+Mutants in `outcomes.txt` keep their outcome: `python -m tests.mutants.run --record` writes it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import pytest
 from .run import check_all, read_outcomes, select, try_all
 
 SAMPLE = 8
-PARTS = 64  # so that workers can share them, and each ends in time on a slow machine
+PARTS = 64  # workers share them, and each ends within its timeout on a slow machine
 
 
 def report(chosen):
@@ -45,7 +47,7 @@ def test_all_mutants_differ_from_their_base():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(1200)  # a loop over tokens whose sizes are probed takes minutes
+@pytest.mark.timeout(1200)  # probing sizes of a loop over tokens takes minutes
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_mutants_are_refused_or_equal(part):
     report(select([])[part::PARTS])
