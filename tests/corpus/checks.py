@@ -1,7 +1,7 @@
 """Checks of a compiled model. Each raises `AssertionError` with numbers, or passes.
 
-The models are compared in float64 where they can (float32 elsewhere). The reference is an independent copy
-made before `compile`, because compiled model and original share their parameters.
+Models are compared in float64 if they support it, else in float32. The reference is a copy from before `compile`,
+because compiled model and original share their parameters.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moefx
 from tests.models.case import Case, Inputs, tensors
 
-SHAPES = ((2, 12), (1, 40), (3, 7), (1, 1))  # batch, sequence; the first is that of the example
+SHAPES = ((2, 12), (1, 40), (3, 7), (1, 1))  # batch, sequence; the first shape is the example's
 
 
 class _SinglePrecision(TorchDispatchMode):
-    """Notices whether a float64 model computes anything in float32 on the way."""
+    """Record whether a float64 model computes anything in float32 or bfloat16."""
 
     seen = False
 
@@ -35,14 +35,17 @@ class _SinglePrecision(TorchDispatchMode):
 
 
 def tolerance(case: Case, model: nn.Module, inputs: Inputs) -> float:
-    """Relative to the largest entry: reordered float64 sums; float32 where the model itself drops to it."""
+    """Return the tolerance relative to the largest entry:
+
+    for reordered float64 sums, or for float32 if the model uses it.
+    """
     with torch.no_grad(), _SinglePrecision() as mode:
         case.call(copy.deepcopy(model), copy.deepcopy(inputs))
     return 2e-5 if mode.seen or case.dtype != torch.float64 else 1e-10
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference relative to the largest entry; infinite where one is not finite and the other is."""
+    """Return the largest difference relative to the largest entry, or infinity if only one entry is finite."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise AssertionError(f"{list(a.shape)} {a.dtype} became {list(b.shape)} {b.dtype}")
     if a.numel() == 0:
@@ -55,20 +58,20 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max().clamp_min(1e-2))
 
 
-def same(what: str, expected: Any, actual: Any, tol: float) -> None:
+def assert_trees_close(label: str, expected: Any, actual: Any, tol: float) -> None:
     expected, actual = tensors(expected), tensors(actual)
-    assert len(expected) == len(actual), f"{what}: {len(expected)} tensors became {len(actual)}"
+    assert len(expected) == len(actual), f"{label}: {len(expected)} tensors became {len(actual)}"
     for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
         try:
             gap = distance(a, b)
         except AssertionError as error:
-            raise AssertionError(f"{what}[{i}]: {error}") from None
-        assert gap <= tol, f"{what}[{i}] {list(a.shape)}: relative difference {gap:.2g} > {tol:.0g}"
+            raise AssertionError(f"{label}[{i}]: {error}") from None
+        assert gap <= tol, f"{label}[{i}] {list(a.shape)}: relative difference {gap:.2g} > {tol:.0g}"
 
 
 @dataclasses.dataclass
 class State:
-    """Everything a forward may change in place, to put it back between two checks."""
+    """Parameters and buffers, which a forward may change in place, to restore between checks."""
 
     entries: dict[str, torch.Tensor]
 
@@ -82,13 +85,13 @@ class State:
             for name, t in [*model.named_parameters(), *model.named_buffers()]:
                 t.copy_(self.entries[name])
 
-    def check(self, model: nn.Module, what: str) -> None:
+    def check(self, model: nn.Module, label: str) -> None:
         for name, t in [*model.named_parameters(), *model.named_buffers()]:
-            assert torch.equal(t, self.entries[name]) or t.isnan().any(), f"{what}: {name} changed"
+            assert torch.equal(t, self.entries[name]) or t.isnan().any(), f"{label}: {name} changed"
 
 
 def leaf_inputs(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
-    """A copy whose float tensors want a gradient, through a non-leaf: the model may edit it in place."""
+    """Copy inputs so that float tensors require grad and are no leaves: the model may edit them in place."""
     leaves: list[torch.Tensor] = []
 
     def leaf(value: Any) -> Any:
@@ -103,7 +106,7 @@ def leaf_inputs(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
 
 
 def train_step(case: Case, model: nn.Module, inputs: Inputs, lr: float = 0.1) -> dict[str, Any]:
-    """One SGD step with everything that can be seen of it."""
+    """Run one SGD step and return all observable results."""
     model.zero_grad(set_to_none=True)
     inputs, leaves = leaf_inputs(inputs)
     torch.manual_seed(1234)
@@ -112,7 +115,7 @@ def train_step(case: Case, model: nn.Module, inputs: Inputs, lr: float = 0.1) ->
     grads = [None] * len(leaves)
     loss.backward()
     grads = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
-    # Unhit experts may have no gradient or a zero one: both are right.
+    # Experts without tokens may have no gradient or a zero gradient.
     weight_grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     with torch.no_grad():
         for p in model.parameters():
@@ -137,19 +140,19 @@ def compare_steps(
     try:
         expected = train_step(case, reference, inputs)
     except (AssertionError, RuntimeError, ValueError):
-        return  # the original cannot run this shape (DeepSpeed wants more tokens than its minimal capacity)
+        return  # the original does not support this shape (DeepSpeed needs more tokens than its minimal capacity)
     actual = train_step(case, compiled, inputs)
     for what in expected:
         if isinstance(expected[what], dict):
             assert list(expected[what]) == list(actual[what]), f"{label}: names of the {what} differ"
             for name in expected[what]:
-                same(f"{label}: {what} of {name}", expected[what][name], actual[what][name], tol * 10)
+                assert_trees_close(f"{label}: {what} of {name}", expected[what][name], actual[what][name], tol * 10)
         else:
-            same(f"{label}: {what}", expected[what], actual[what], tol)
+            assert_trees_close(f"{label}: {what}", expected[what], actual[what], tol)
 
 
 def block_calls(case: Case, model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, tuple[tuple, dict]]:
-    """The arguments with which each named block is called in one forward."""
+    """Return the arguments of the first call of each named block in one forward."""
     modules, seen, handles = dict(model.named_modules()), {}, []
 
     def record(name):
@@ -186,7 +189,7 @@ def rewritten_names(compiled: nn.Module) -> list[str]:
 
 
 def check_rewritten(case: Case, compiled: nn.Module) -> str:
-    """Every block was rewritten, at its own module, at one inside of it, or at the module that holds it."""
+    """Check that every block was rewritten, at its own module, inside it, or at a module that contains it."""
     found, notes = rewritten_names(compiled), []
     for name in case.block_names:
         inside = [f for f in found if f.startswith(f"{name}." if name else "")]
@@ -221,7 +224,7 @@ def hooks_of(model: nn.Module) -> dict[str, int]:
 
 
 def check_shared(original: nn.Module, compiled: nn.Module) -> None:
-    """Without a mesh the parameters and buffers are the original's own: no second copy of the weights."""
+    """Check that parameters and buffers are the original's: without a mesh, `compile` copies no weights."""
     for kind in ("named_parameters", "named_buffers"):
         theirs = dict(getattr(original, kind)())
         for name, t in getattr(compiled, kind)():
@@ -229,7 +232,7 @@ def check_shared(original: nn.Module, compiled: nn.Module) -> None:
 
 
 def check_same_shell(reference: nn.Module, compiled: nn.Module) -> None:
-    """Same class, submodules, state_dict keys, shapes and dtypes; the original's checkpoint loads."""
+    """Check for equal classes, submodules, state_dict keys, shapes and dtypes, and load the original's checkpoint."""
     assert type(compiled) is type(reference), f"{type(reference).__name__} became {type(compiled).__name__}"
     expected, actual = reference.state_dict(), compiled.state_dict()
     assert list(expected) == list(actual), f"state_dict keys differ: {sorted(set(expected) ^ set(actual))[:3]}"
@@ -245,7 +248,7 @@ ROUTER_NAME = re.compile(r"(^|[._])(gate|gating|router|switch|wg|classifier)$")
 
 
 def check_router_hooks(case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float) -> None:
-    """Forward hooks on router modules record the same tensors (on those that the original calls at all)."""
+    """Check that forward hooks on router modules record equal tensors, for routers that the original calls."""
 
     def record(model: nn.Module, chosen: list[str]) -> list[tuple[str, list[torch.Tensor]]]:
         seen, handles, modules = [], [], dict(model.named_modules())
@@ -273,11 +276,11 @@ def check_router_hooks(case: Case, reference: nn.Module, compiled: nn.Module, in
         f"router hooks fired for {[n for n, _ in actual]}, not for {[n for n, _ in expected]}"
     )
     for (name, a), (_, b) in zip(expected, actual, strict=True):
-        same(f"recorded by a hook on {name}", a, b, tol)
+        assert_trees_close(f"recorded by a hook on {name}", a, b, tol)
 
 
 def check_router_logits(case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float) -> None:
-    """`output_router_logits=True` of transformers models records through hooks."""
+    """Check `output_router_logits=True` of transformers models, which records through hooks."""
     if not isinstance(inputs, dict) or not hasattr(getattr(reference, "config", None), "output_router_logits"):
         return
 
@@ -288,15 +291,15 @@ def check_router_logits(case: Case, reference: nn.Module, compiled: nn.Module, i
 
     try:
         expected = logits(reference)
-    except AttributeError as own:  # JetMoe of transformers 4.57 reads an attribute here that it never sets
+    except AttributeError as own:  # JetMoe of transformers 4.57 reads an attribute that it never sets
         with pytest.raises(AttributeError, match=re.escape(str(own))):
             logits(compiled)
         return
-    same("router_logits", expected, logits(compiled), tol)
+    assert_trees_close("router_logits", expected, logits(compiled), tol)
 
 
 def check_fullgraph(case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float) -> None:
-    """One rewritten block of each class compiles as one graph, for another batch shape and routing too."""
+    """Check that one rewritten block of each class compiles to one graph, for other batch shapes and routings too."""
     modules, originals = dict(compiled.named_modules()), dict(reference.named_modules())
     names = list({type(modules[n]): n for n in reversed(rewritten_names(compiled))}.values())
     several = [block_calls(case, reference, names, i) for i in (inputs, case.fresh(3, 7, 5), case.fresh(1, 40, 6))]
@@ -308,5 +311,5 @@ def check_fullgraph(case: Case, reference: nn.Module, compiled: nn.Module, input
             actual = call(*copy.deepcopy(args), **copy.deepcopy(kwargs))
             torch.manual_seed(3)
             expected = originals[name](*copy.deepcopy(args), **copy.deepcopy(kwargs))
-            same(f"torch.compile of {name!r}", expected, actual, tol)
+            assert_trees_close(f"torch.compile of {name!r}", expected, actual, tol)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""moefx's internals that the suites read: refusals, fallbacks, provider counters."""
+"""Internals of moefx that the suites read: refusals, fallbacks, provider counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Refusal:
 
 
 def refusals(explanation: Any) -> list[Refusal]:
-    """The refused blocks of an explanation."""
+    """List the refused blocks of an explanation."""
     refused = explanation.refused
     items = list(refused.items()) if isinstance(refused, dict) else [(getattr(r, "name", ""), r) for r in refused]
     return [Refusal(str(n), str(getattr(r, "reason", r)), str(getattr(r, "source", ""))) for n, r in items]
@@ -44,12 +44,12 @@ def provider_calls() -> dict[tuple[str, str], int]:
 
 
 def fallbacks(compiled: nn.Module) -> int:
-    """Calls of rewritten blocks that ran the original forward instead."""
+    """Return the number of calls of rewritten blocks that ran the original forward."""
     return sum(forward.counts.original for forward in find_rewritten_blocks(compiled).values())
 
 
 def check_rewritten_path_ran(compiled: nn.Module, case: Case) -> None:
-    """Every rewritten block ran its program, a provider of a dialect op was called, and nothing fell back."""
+    """Check that every rewritten block ran its program, called a provider, and never ran the original forward."""
     assert any(provider_calls().values()), "no provider of a dialect op was called"
     for name, forward in find_rewritten_blocks(compiled).items():
         assert forward.counts.rewritten, f"block {name!r} never ran its program"

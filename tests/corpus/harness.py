@@ -2,8 +2,8 @@
 
     python -m tests.corpus.harness [NAME|SUITE|PATTERN ...] [--quick] [--trace] [--fullgraph] [--stop]
 
-Without names: the plain, hf and pypi suites. A pattern is a shell pattern (`i1*`). `--quick` checks the
-example's shape only. The exit status is the number of failed cases.
+Without names: the plain, hf and pypi suites. A pattern is a shell pattern (`i1*`). `--quick` checks only the shape of
+the example. The exit status is the number of failed cases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from . import checks, engine
 class Result:
     name: str
     verdict: str
-    outcome: str = ""  # "rewritten" | "refused" | "" when a check failed before that was known
+    outcome: str = ""  # "rewritten" | "refused" | "" if an earlier check failed
     stage: str = ""  # the check that failed
     error: BaseException | None = None
     seconds: float = 0.0
@@ -53,14 +53,16 @@ class Result:
             notes = "; ".join([f"compile {self.compile_seconds:.1f}s", *filter(None, self.notes)])
             return f"{head} ok   {self.outcome:9s} {times}  {notes}"
         message = " ".join(str(self.error).split())
-        if isinstance(self.error, moefx.NoMoEBlockFound):  # the reasons are what one wants to see
+        if isinstance(self.error, moefx.NoMoEBlockFound):  # print the reasons
             message = message.partition("were refused:")[2] or message
         return f"{head} FAIL {self.stage:9s} {times}  {type(self.error).__name__}: {message[:300]}"
 
 
 def pick_dtype(name: str) -> Case:
-    """The case in float64, or in float32 where the model cannot run in float64. One that converts parameters when it
-    is called was called once."""
+    """Build the case in float64, or in float32 if its forward needs it.
+
+    A model that converts its parameters in a call is returned after one call.
+    """
     case = models.build(name, dtype=torch.float64)
     called = copy.deepcopy(case.model)
     try:
@@ -74,7 +76,7 @@ def pick_dtype(name: str) -> Case:
 
 
 def run_case(name: str, *, quick: bool = False, fullgraph: bool = False) -> Result:
-    """Every check of the corpus on one case. Never raises: the error is in the result."""
+    """Run every check of the corpus on one case. Never raises: the result contains the error."""
     start, result = time.perf_counter(), Result(name, "?")
     try:
         with warnings.catch_warnings():
@@ -110,10 +112,10 @@ def _rewritten(case: Case, result: Result, quick: bool, fullgraph: bool) -> None
 
     result.stage = "argument"
     assert torch.equal(rng, torch.get_rng_state()), "compile() moved the global random state"
-    checks.same("example_inputs after compile", case.inputs, inputs, 0.0)
+    checks.assert_trees_close("example_inputs after compile", case.inputs, inputs, 0.0)
     checks.check_argument_untouched(case.model, before, hooks, modes)
     if case.verdict == "either" and not checks.rewritten_names(compiled):
-        return _left_alone(case, result, reference, compiled)
+        return _check_unchanged(case, result, reference, compiled)
     result.outcome = "rewritten"
     result.stage = "blocks"
     result.notes.append(checks.check_rewritten(case, compiled))
@@ -126,7 +128,7 @@ def _rewritten(case: Case, result: Result, quick: bool, fullgraph: bool) -> None
     for skewed in (False, True):
         start_state = checks.State.of(reference)
         if skewed:
-            changed = case.skew_(reference), case.skew_(compiled)  # later weight changes are seen
+            changed = case.skew_(reference), case.skew_(compiled)  # checks that later changes of weights are used
             assert changed[0] == changed[1]
             start_state = checks.State.of(reference)
         for i, (batch, seq) in enumerate(checks.SHAPES[:1] if quick else checks.SHAPES):
@@ -140,7 +142,7 @@ def _rewritten(case: Case, result: Result, quick: bool, fullgraph: bool) -> None
     result.stage = "ran"
     engine.check_rewritten_path_ran(compiled, case)
 
-    if fullgraph:  # before the hooks: transformers leaves hooks behind that Dynamo cannot trace
+    if fullgraph:  # before the hooks: transformers leaves hooks that Dynamo cannot trace
         result.stage = "fullgraph"
         checks.check_fullgraph(case, reference, compiled, case.inputs, tol)
         before.restore(reference), before.restore(compiled)
@@ -159,7 +161,7 @@ def _rewritten(case: Case, result: Result, quick: bool, fullgraph: bool) -> None
         torch.manual_seed(7)
         with torch.set_grad_enabled(grad):
             actual = case.call(compiled, copy.deepcopy(case.inputs))
-        checks.same(f"eval, grad mode {grad}", expected, actual, tol)
+        checks.assert_trees_close(f"eval, grad mode {grad}", expected, actual, tol)
     reference.train(), compiled.train()
     if engine.fallbacks(compiled):
         result.notes.append(f"{engine.fallbacks(compiled)} fallbacks in eval mode")
@@ -174,7 +176,7 @@ def _refused(case: Case, result: Result) -> None:
         checks.modes_of(case.model),
     )
     result.stage = "strict"
-    with _surveyed_once():
+    with _reuse_survey():
         try:
             moefx.compile(case.model, example_inputs=copy.deepcopy(case.inputs))
         except moefx.NoMoEBlockFound as error:
@@ -185,12 +187,12 @@ def _refused(case: Case, result: Result) -> None:
         compiled = moefx.compile(case.model, example_inputs=copy.deepcopy(case.inputs), strict=False)
     checks.check_argument_untouched(case.model, before, hooks, modes)
     assert not checks.rewritten_names(compiled), f"rewritten: {checks.rewritten_names(compiled)}"
-    _left_alone(case, result, reference, compiled)
+    _check_unchanged(case, result, reference, compiled)
 
 
 @contextlib.contextmanager
-def _surveyed_once() -> Iterator[None]:
-    """Strict or not, what is seen of a model is the same, and seeing it is nearly all of the time."""
+def _reuse_survey() -> Iterator[None]:
+    """Reuse one survey in strict and other modes: it takes most of the time and has the same result."""
     found: list[Survey] = []
 
     def once(*args) -> Survey:
@@ -202,8 +204,8 @@ def _surveyed_once() -> Iterator[None]:
         yield
 
 
-def _left_alone(case: Case, result: Result, reference, compiled) -> None:
-    """A refused model works exactly as before, and `explain` says why it was refused, with a source line."""
+def _check_unchanged(case: Case, result: Result, reference, compiled) -> None:
+    """Check that a refused model works as before, and that `explain` prints the reason with a source line."""
     result.outcome = "refused"
     result.stage = "works"
     checks.compare_steps(case, reference, compiled, case.fresh(3, 7, 4), 0.0, "refused model")
@@ -222,7 +224,7 @@ def _left_alone(case: Case, result: Result, reference, compiled) -> None:
 
 
 def select(patterns: list[str]) -> Iterator[str]:
-    """Case names for names, suites and shell patterns."""
+    """Yield case names that match names, suites and shell patterns."""
     for pattern in patterns or ["plain", "hf", "pypi"]:
         if pattern in models.SUITES:
             yield from models.names(pattern)

@@ -1,4 +1,4 @@
-"""Every case of the corpus through every check of the harness."""
+"""Each case of the corpus passes each check of the harness."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests import models
 
 from . import harness
 
-# One of each form of expert storage, router interface and output, which always run.
+# One case per form of expert storage, router interface and output. They always run.
 FULLGRAPH = [
     "i1_one_hot_index_add",
     "i4_capacity_einsum",
@@ -21,7 +21,7 @@ FULLGRAPH = [
     "s_capacity_slices",
     "s_dataclass_output",
 ]
-# token-choice forms that are refused so far
+# token-choice forms that moefx does not support yet
 GAPS = {
     "s_vmap_tokens": "operations inside of vmap are not followed",
     "s_one_wide_hidden": "experts as slices of one wide layer",

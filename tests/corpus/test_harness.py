@@ -1,4 +1,4 @@
-"""The harness itself: an identity compiler passes every numeric check, a faulty one is caught."""
+"""Self-test of the harness: an identity compiler passes every numeric check, a faulty one fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shared_copy(model):
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Installs a stand-in for `moefx.compile`: `edit(copy)` is what it does to its shared copy."""
+    """Return a function that replaces `moefx.compile` by `edit` of a copy with shared parameters."""
 
     def install(edit, names=("moe",)):
         def compile(model, *, example_inputs=None, strict=True):
@@ -28,7 +28,7 @@ def compiler(monkeypatch):
             edit(compiled)
             return compiled
 
-        # setitem: the facade imports the real functions on first use, which this need not wait for
+        # setitem: avoids the slow import by the facade
         monkeypatch.setitem(vars(moefx), "compile", compile)
         monkeypatch.setitem(vars(moefx), "blocks", lambda m: [types.SimpleNamespace(name=n) for n in names])
         monkeypatch.setattr(engine, "check_rewritten_path_ran", lambda compiled, case: None)
