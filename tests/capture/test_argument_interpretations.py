@@ -55,7 +55,7 @@ class EmbeddedPositions(Routed):
 
 
 class MixedTokens(Routed):
-    """A product over all positions of a sequence, as MLP-Mixer has, before the experts."""
+    """Apply a linear layer to all positions of a sequence before the experts, like MLP-Mixer."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def test_the_model_fixes_one_axis_and_leaves_the_batch_free(make, lead):
 
 
 class Capacity(Positions):
-    """A capacity of all tokens, which are ten for each sample."""
+    """Compute a capacity from all tokens: ten per sample."""
 
     def forward(self, x):
         flat = (x + self.positions).flatten(0, 1)

@@ -13,7 +13,7 @@ from ..models.case import gradients
 
 
 class Doubled(torch.autograd.Function):
-    """The identity, with twice the gradient."""
+    """Identity with twice the gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -37,7 +37,7 @@ class OfTheModule(Loop):
 
 
 class OfTheFile(Loop):
-    """Before the router, and behind the experts."""
+    """Apply the function before the router and after the experts."""
 
     def __init__(self):
         super().__init__(Mlp)

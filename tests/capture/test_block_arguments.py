@@ -1,4 +1,4 @@
-"""The arguments of a recorded call, at other sizes."""
+"""Arguments of a recorded call at other sizes."""
 
 from __future__ import annotations
 

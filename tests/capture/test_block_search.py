@@ -1,4 +1,4 @@
-"""Block candidates of a model: modules that select something, innermost module first."""
+"""Block candidates of a model: modules that select experts, innermost module first."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TestChains:
 
 class TestTwins:
     def test_equal_layers_run_once(self):
-        ran = itertools.count()  # a list would be put back
+        ran = itertools.count()  # captures restore lists
 
         class Counted(Layer):
             def forward(self, x):
@@ -150,7 +150,7 @@ class TestNoChoice:
 
 
 class Dense(nn.Module):
-    """Equal parts side by side, no choice."""
+    """Equal layers in parallel, without a selection."""
 
     def __init__(self, stacked: bool = False):
         super().__init__()

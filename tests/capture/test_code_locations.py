@@ -11,7 +11,7 @@ from moefx.util.user_code import PACKAGE_DIR
 
 
 def run_in_package(code: str, **names):
-    """Run code as if it stood in a file of moefx."""
+    """Run code as part of a file of moefx."""
     exec(compile(code, f"{PACKAGE_DIR}/some_module.py", "exec"), names)
 
 
@@ -53,5 +53,5 @@ def test_missing_attribute_is_an_error_of_the_code_that_reads_it():
 
 
 def test_an_op_that_fails_in_the_package_is_no_bug():
-    with suppress_program_errors():  # as when a probe computes with a number out of bounds
+    with suppress_program_errors():  # like a probe with an index out of bounds
         run_in_package("import torch; torch.zeros(2).index_select(0, torch.tensor([5]))")

@@ -1,4 +1,4 @@
-"""One abstract run of a block: its graph, its effects, Python's reads, and the state that it restores."""
+"""Abstract run of a block: its graph, effects, Python reads, and the restored state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(block: nn.Module, *args, seed: int = 0, kind: str = "diverse", **kwargs)
 
 
 def replay(taken: Capture, node: torch.fx.Node, env: dict) -> torch.Tensor:
-    """The value of a node of the functional graph. `env`: inputs by position, attributes by FQN."""
+    """Return the value of a node of the functional graph. `env`: inputs by position, attributes by FQN."""
     if node in env:
         return env[node]
     if node.op == "placeholder":
@@ -44,7 +44,7 @@ def replay(taken: Capture, node: torch.fx.Node, env: dict) -> torch.Tensor:
 
 
 class Fn(nn.Module):
-    """A block around a plain function of (self, *inputs)."""
+    """Block around a plain function of (self, *inputs)."""
 
     def __init__(self, fn, **state):
         super().__init__()
@@ -265,7 +265,7 @@ class TestEffects:
 
 
 class Busy(nn.Module):
-    """Touches everything that a capture must put back."""
+    """Change all kinds of state that a capture must restore."""
 
     def __init__(self):
         super().__init__()
@@ -389,7 +389,7 @@ class TestWhole:
 
 
 class Notes(threading.local):
-    """What a forward notes for its test: a capture puts back what lies in containers."""
+    """Notes of a forward for its test. Captures restore containers, but not thread-local attributes."""
 
     __module__ = "threading"
 
@@ -408,7 +408,7 @@ class TestValues:
         assert (seen.ids[:, 0] != seen.ids[:, 1]).all()
 
     def test_one_routing_holds_through_groups_and_masks(self):
-        """Groups, a threshold and a second selection all follow from one set of invented scores."""
+        """Derive groups, a threshold and a second selection from one set of invented scores."""
         seen = Notes()
 
         def forward(self, x):
@@ -433,7 +433,7 @@ class TestValues:
         assert run(block, meta(2)).out.meta["val"].tolist() == [1, 0]
 
     def test_product_of_activations_is_computed_from_their_values(self):
-        """x @ w makes scores; (x @ w) @ (x @ w).T follows from them."""
+        """Invent values for x @ w only; (x @ w) @ (x @ w).T is computed from them."""
 
         def forward(self, x):
             a = x @ self.w
@@ -580,7 +580,7 @@ class TestPieces:
 
 
 class TestHooksOfTheModel:
-    """A model may install hooks when it is first called, as transformers does: that call was not the user's."""
+    """Remove hooks that the capture's call installed: transformers installs hooks in the first call."""
 
     def test_hooks_installed_during_a_capture_are_removed(self):
         class Recorder(nn.Module):

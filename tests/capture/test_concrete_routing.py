@@ -1,4 +1,4 @@
-"""Drawn routings: distinct scores, preferred experts first, and three kinds that differ."""
+"""Drawn routings: distinct scores, preferred experts first, and three different kinds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_scores_are_distinct_along_each_row(kind, rows, n, seed):
 @settings(max_examples=25, deadline=None)
 @given(rows=st.integers(29, 40), n=st.integers(4, 16), seed=st.integers(0, 50))
 def test_a_few_scores_tie(rows, n, seed):
-    """`scores >= kth` then chooses more than `topk` does. Proofs look at 29 tokens first; of fewer none may."""
+    """Draw a few ties, for which `scores >= kth` selects more than `topk`, but none for fewer than 29 tokens."""
     top = Routing("diverse", seed).draw_scores(rows, n).topk(4).values
     ties = (top[:, :-1] == top[:, 1:]).any(-1).sum()
     assert 0 < ties < rows / 2
@@ -80,7 +80,7 @@ def test_scores_are_reproducible_and_differ_by_seed_and_draw():
     a, b, c = Routing("diverse", 1), Routing("diverse", 1), Routing("diverse", 2)
     first = a.draw_scores(9, 6)
     assert torch.equal(first, b.draw_scores(9, 6)) and not torch.equal(first, c.draw_scores(9, 6))
-    assert not torch.equal(first, a.draw_scores(9, 6))  # two routers of one block are told apart
+    assert not torch.equal(first, a.draw_scores(9, 6))  # the routers of a block get different scores
     assert repr(a) == "Routing('diverse', seed=1)"
 
 

@@ -1,4 +1,4 @@
-"""Autocast of other devices in captures on the CPU, compared with torch's own on meta tensors."""
+"""Captures on the CPU under autocast of other devices equal torch on meta tensors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def dtypes(tree) -> list[torch.dtype]:
     return [t.dtype for t in torch.utils._pytree.tree_leaves(tree)]
 
 
-# Recorded as other operations than those that ran, for which autocast does something else.
+# Captures record other ops for these, and autocast treats the recorded ops differently.
 OF_ANOTHER_FORM = {
     "exp in place": lambda x, w: x.clone().exp_(),
     "cumsum in place": lambda x, w: x.clone().cumsum_(0),
@@ -106,33 +106,33 @@ def original_and_captured(function, device, dtype):
         )
 
 
-def run_again(found, device) -> list[torch.dtype]:
-    """What the recorded operations make of it under autocast, each switched as its program switches it."""
-    made: dict[torch.fx.Node, object] = {}
+def run_again(captured, device) -> list[torch.dtype]:
+    """Run the recorded operations under autocast, each in the mode that its program sets, and return the dtypes."""
+    values: dict[torch.fx.Node, object] = {}
     with FakeTensorMode():
-        for node in sorted(_behind(found.out), key=lambda node: node.meta["index"]):
+        for node in sorted(_collect_inputs(captured.out), key=lambda node: node.meta["index"]):
             val = node.meta["val"]
             if node.op == "call_function":
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), made.get)
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.get)
                 if kwargs.get("device") is not None:
                     kwargs = {**kwargs, "device": device}
                 with use_device_autocast(device, torch.bfloat16):
                     switched = node.meta["autocast"] != get_autocast_dtype()
                     with use_device_autocast(device, node.meta["autocast"]) if switched else contextlib.nullcontext():
-                        made[node] = node.target(*args, **kwargs)
+                        values[node] = node.target(*args, **kwargs)
             else:
-                made[node] = torch.empty(tuple(map(int, val.shape)), dtype=val.dtype, device=device)
-    return dtypes(torch.utils._pytree.tree_map(made.get, found.out))
+                values[node] = torch.empty(tuple(map(int, val.shape)), dtype=val.dtype, device=device)
+    return dtypes(torch.utils._pytree.tree_map(values.get, captured.out))
 
 
-def _behind(out) -> set[torch.fx.Node]:
-    found, stack = set(), torch.utils._pytree.tree_leaves(out)
+def _collect_inputs(out) -> set[torch.fx.Node]:
+    captured, stack = set(), torch.utils._pytree.tree_leaves(out)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in captured:
+            captured.add(node)
             stack += node.all_input_nodes
-    return found
+    return captured
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -144,13 +144,13 @@ def _behind(out) -> set[torch.fx.Node]:
     ],
 )
 def test_dtypes_are_those_of_the_device(function, device, dtype):
-    expected, found = original_and_captured(function, device, dtype)
-    assert dtypes(torch.utils._pytree.tree_map(lambda node: node.meta["val"], found.out)) == expected
-    assert run_again(found, device) == expected
+    expected, captured = original_and_captured(function, device, dtype)
+    assert dtypes(torch.utils._pytree.tree_map(lambda node: node.meta["val"], captured.out)) == expected
+    assert run_again(captured, device) == expected
 
 
 def test_passes_keep_the_dtypes_of_the_device():
-    """`softmax` of a linear router: bfloat16 on the CPU, float32 on CUDA."""
+    """Give `softmax` of a linear router bfloat16 on the CPU and float32 on CUDA."""
     arguments = (torch.empty(16, D, device="meta"),), {}
     for device, expected in (("cpu", torch.bfloat16), ("cuda", torch.float32)):
         with use_device_autocast(device, torch.bfloat16), torch.enable_grad():
@@ -166,19 +166,19 @@ def test_autocast_of_a_device_applies_inside_vmap():
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.empty(ROWS, D, dtype=dtype, device="meta")
         with use_device_autocast("cuda", torch.bfloat16):
-            found = capture_block(Calls(lambda x, w: torch.vmap(shares)(x)), (x,), {}, Routing())
-        assert found.out.meta["val"].dtype is torch.float32
+            captured = capture_block(Calls(lambda x, w: torch.vmap(shares)(x)), (x,), {}, Routing())
+        assert captured.out.meta["val"].dtype is torch.float32
 
 
 def test_unreproduced_autocast_is_refused():
-    """An einsum that is no product of matrices: the CPU's autocast leaves it alone."""
+    """Refuse an einsum that is no product of matrices, which autocast on the CPU ignores."""
     block = Calls(lambda x, w: torch.einsum("sd,d->sd", x, w[0]))
     with (
         use_device_autocast("cuda", torch.bfloat16),
         pytest.raises(CaptureError, match=r"autocast on cuda returns torch.bfloat16 from"),
     ):
         capture_block(block, (torch.empty(ROWS, D, device="meta"),), {}, Routing())
-    block = Calls(torch.inner)  # made of `tensordot`, which nobody sees
+    block = Calls(torch.inner)  # consists of `tensordot`, which captures do not record
     with (
         use_device_autocast("cuda", torch.bfloat16),
         pytest.raises(CaptureError, match=r"autocast on cuda returns torch.float32 from"),
@@ -187,7 +187,7 @@ def test_unreproduced_autocast_is_refused():
 
 
 class OnItsDevice(Block):
-    """Routed in float32 whatever is around it, as models do it that only know CUDA."""
+    """Route in float32 on CUDA, like models that only support CUDA."""
 
     def region(self, part):
         return torch.autocast("cuda", enabled=False) if part == "router" else super().region(part)
@@ -200,7 +200,7 @@ def test_a_region_of_the_block_is_one_of_its_device():
             result = rewrite_block(OnItsDevice(), "block", *arguments, moefx.Plan())
         linear = next(node for node in result.graph.nodes if "linear" in str(node.target))
         assert linear.meta["val"].dtype is expected
-    assert "autocast" in result.match.modes_read  # the program is not one for other devices
+    assert "autocast" in result.match.modes_read  # the program is limited to this device
 
 
 def test_compiled_under_autocast_is_compiled_without_it():

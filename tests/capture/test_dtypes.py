@@ -1,4 +1,4 @@
-"""Mixtures of dtypes that the original cannot run are not captured, even if fake tensors accept them."""
+"""Ops on mixed dtypes that the original cannot run are refused, even if fake tensors accept them."""
 
 import pytest
 import torch

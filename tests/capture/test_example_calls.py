@@ -1,4 +1,4 @@
-"""Example inputs: passed, the model's own, or guessed."""
+"""Example inputs: from the caller, from the model, or guessed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program may skip experts without tokens, but no other Python code may depend on which ones they are."""
+"""Programs may skip experts without tokens, but other Python code must not depend on which experts are idle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Buckets(Loop):
-    """Subclasses say what they do with the rows of the experts."""
+    """Subclasses define how the rows of the experts are used."""
 
     def __init__(self):
         super().__init__(lambda: nn.Linear(6, 6), num_experts=6, k=1)
@@ -45,7 +45,7 @@ class Buckets(Loop):
         return out * scale if scale != 1.0 else out
 
 
-# ---------------------------------------------------------------------- decisions
+# ---------------------------------------------------------------------- decisions that are refused
 
 
 class Counted(Buckets):
@@ -163,7 +163,7 @@ class Masks(Buckets):
 
 
 def keeping(make, keep, ask):
-    """A block that keeps in some object which experts are busy, and asks it how many."""
+    """Define a block that stores the busy experts in an object and reads their number."""
 
     class Keeps(Buckets):
         def of_buckets(self, x, w, ids, buckets):
@@ -347,7 +347,7 @@ def test_many_tokens_of_one_expert_have_the_form_of_others():
         rewritten(Alone(), torch.zeros(40, 6))
 
 
-# ---------------------------------------------------------------------- experts that are left out
+# ---------------------------------------------------------------------- experts that are skipped
 
 
 class Skips(Buckets):
@@ -473,7 +473,7 @@ def test_an_expert_without_tokens_is_left_out(kind):
 
 
 class Checked(Skips):
-    """A check for NaN says nothing of tokens: any function may be called behind it."""
+    """Check for NaN, which is no test of emptiness: any function may follow."""
 
     def forward(self, x):
         if torch.isnan(self.gate(x)).any():
@@ -490,7 +490,7 @@ def test_a_check_for_nan_is_no_emptiness_test():
 
 
 class Inherits(Skips):
-    """`super()` is followed whatever the first argument is called."""
+    """Name the first argument `s`: calls of `super()` are followed anyway."""
 
     def of_buckets(s, x, w, ids, buckets):
         if buckets[0][0].numel() == 0:

@@ -1,4 +1,4 @@
-"""Blocks may not use objects whose state no guard can compare."""
+"""Blocks must not use objects whose state guards cannot compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's containers are restored as they were stored, without running their own methods."""
+"""Captures restore the user's containers exactly, without calling their methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..blocks import D, Loop
 
 
 def _refuses(*names: str) -> Callable[[type], type]:
-    """A class whose methods of these names must not be called."""
+    """Return a decorator that makes these methods of a class raise."""
 
     def called(self, *_, **__):
         raise AssertionError("a method of a user's container was called")
@@ -34,7 +34,7 @@ def _refuses(*names: str) -> Callable[[type], type]:
 
 
 class Makes(collections.OrderedDict):
-    """Makes an instance of the class that it holds."""
+    """Return a new instance of the stored class on each access."""
 
     def __getitem__(self, key):
         return super().__getitem__(key)()
@@ -70,7 +70,7 @@ class SealedDeque(collections.deque):
 
 
 class Loads(MutableMapping):
-    """Loads a value when it is first asked for."""
+    """Load each value on its first access."""
 
     def __init__(self):
         self.store: dict[str, Any] = {}
@@ -110,12 +110,12 @@ def _put(base: Any, *items: Any) -> Callable[[Any], None]:
     return write
 
 
-def _set_slots(thing: Slotted) -> None:
-    thing.last = thing.empty = 1
+def _set_slots(slotted: Slotted) -> None:
+    slotted.last = slotted.empty = 1
 
 
-def _slots(thing: Slotted) -> list[Any]:
-    return [getattr(thing, name, "nothing") for name in Slotted.__slots__]
+def _slots(slotted: Slotted) -> list[Any]:
+    return [getattr(slotted, name, "nothing") for name in Slotted.__slots__]
 
 
 def _move_to_end(container: Any) -> None:
@@ -135,13 +135,13 @@ def _pairs(container: Any) -> list[Any]:
 
 
 def _filled(cls: Any) -> Any:
-    made, base = cls(), collections.OrderedDict if issubclass(cls, collections.OrderedDict) else dict
+    instance, base = cls(), collections.OrderedDict if issubclass(cls, collections.OrderedDict) else dict
     for name, value in (("a", nn.SiLU), ("b", nn.ReLU)):
-        base.__setitem__(made, name, value)
-    return made
+        base.__setitem__(instance, name, value)
+    return instance
 
 
-# A container, what a call writes to it, and what is stored in it.
+# Per container: a constructor, a write in a call, and a function that lists the stored items.
 CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], Any]]] = {
     "makes instances": (lambda: Makes(a=nn.SiLU, b=nn.ReLU), _put(collections.OrderedDict, ("c", 1)), _ordered),
     "a dict": (lambda: _filled(SealedDict), _put(dict, ("c", 1), ("a", 2)), _pairs),
@@ -181,7 +181,7 @@ ACTIVATIONS = Makes(relu=nn.ReLU, silu=nn.SiLU)
 
 
 class Looks(Loop):
-    """Its code names a registry, in the constructor only or in the forward."""
+    """Name a registry of activations in the constructor only, or in the forward too."""
 
     def __init__(self, used: bool):
         super().__init__()
@@ -216,7 +216,7 @@ def _settings() -> list[int]:
 
 
 class Caches(Loop):
-    """Its library keeps the shapes that it has met, as einops does, and a table that is made at the first call."""
+    """Use a library that caches shapes, like einops, and a table that is created in the first call."""
 
     def forward(self, x):
         w, ids = self.route(x)
@@ -247,7 +247,7 @@ _LATE: list = []
 
 
 class CachesLater(Caches):
-    """Makes its cache in a call."""
+    """Create the cache in a call."""
 
     def forward(self, x):
         if not _LATE:
@@ -257,7 +257,7 @@ class CachesLater(Caches):
 
 def test_a_cache_that_a_call_makes_keeps_nothing_either():
     cache = functools.lru_cache(lambda shape: (shape[0], shape[1]))
-    moefx.explain(Caches(), example_inputs=(torch.randn(14, D),))  # looks for caches; what is made below is new
+    moefx.explain(Caches(), example_inputs=(torch.randn(14, D),))  # searches for caches; later ones are new
     model = CachesLater()
     for late in ([], [cache]):
         _LATE[:] = late
@@ -275,8 +275,8 @@ def test_caches_are_found_without_a_look_at_all_objects(monkeypatch):
     assert all_caches() >= {id(_split), id(_table)}
     looks.clear()
     assert all_caches() >= {id(_split), id(_table)} and not looks
-    made = [functools.cache(lambda: 3) for _ in range(3)]
-    assert all_caches() >= set(map(id, made)) and len(looks) == 1
-    made.pop()
-    made.append(functools.cache(lambda: 4))  # as many as before
-    assert all_caches() >= set(map(id, made)) and len(looks) == 2
+    caches = [functools.cache(lambda: 3) for _ in range(3)]
+    assert all_caches() >= set(map(id, caches)) and len(looks) == 1
+    caches.pop()
+    caches.append(functools.cache(lambda: 4))  # the number of caches is the same as before
+    assert all_caches() >= set(map(id, caches)) and len(looks) == 2

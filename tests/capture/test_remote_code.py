@@ -1,4 +1,4 @@
-"""A user's copy of a modelling file, as with `trust_remote_code`: modules that it imports stay unchanged."""
+"""Copies of a modelling file, as with `trust_remote_code`, leave the modules that they import unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.hf, pytest.mark.skipif(not hf.INSTALLED, reason="needs
 
 
 def _copy_of(name: str) -> types.ModuleType:
-    """The modelling file under a name that is no library's."""
+    """Import a copy of the modelling file under a name outside any library."""
     spec = importlib.util.find_spec(hf._module_of(CASES[name], "modeling"))
     assert spec is not None and spec.origin is not None
     module = types.ModuleType(f"remote_modeling_{name}")

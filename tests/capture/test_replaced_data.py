@@ -1,4 +1,4 @@
-"""A forward that replaces or converts the `.data` of parameters and buffers writes to them without an op."""
+"""Forwards that replace or convert the `.data` of parameters and buffers, which writes without an op."""
 
 import copy
 
@@ -105,7 +105,7 @@ def test_parameters_are_not_replaced(before, reason):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("before", [_cast, _cast_all, _cast_data])
 def test_converted_before(before):
-    """The remedy."""
+    """Convert the model before `compile`, as the error advises."""
     model, x = Replacing(before).double(), torch.randn(11, D, dtype=torch.float64)
     expected = model(x)
     compiled = moefx.compile(model, example_inputs=(x,))

@@ -1,4 +1,4 @@
-"""Side effects of a capture are undone, and reported."""
+"""Captures undo side effects and report them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ DICE = random.Random(3)
 
 
 class Draws(Loop):
-    """Numbers of Python's or of NumPy's in its router."""
+    """Multiply router scores by random numbers from Python or NumPy."""
 
     def __init__(self, draw):
         super().__init__()
@@ -146,7 +146,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_random_numbers_that_torch_does_not_draw(draw):
-    """They would be the same in all calls. The meta device has no numbers to check it by."""
+    """Refuse draws that all calls would share. Models on meta have no values for a numeric check."""
     with torch.device("meta"):
         model = Draws(draw)
     states = random.getstate(), model.dice[0].getstate(), model.generator.bit_generator.state, DICE.getstate()
@@ -161,7 +161,7 @@ def test_random_numbers_that_torch_does_not_draw(draw):
 
 
 class Borrows(Loop):
-    """Its router is another's: in a list, so that it is registered once."""
+    """Use the router of another module, in a list, so that it is not registered twice."""
 
     def __init__(self, router):
         super().__init__()
@@ -226,7 +226,7 @@ class Cache:
 
 
 class Decoder(Loop):
-    """Attention with a cache of keys, and a mixture of experts that is no module of its own."""
+    """Attention with a cache of keys, and a mixture of experts without its own module."""
 
     def forward(self, x, cache=None):
         keys = x if cache is None else cache.update(x)
@@ -268,7 +268,7 @@ def test_a_registry_that_is_filled_once_is_allowed():
             return super().forward(x)
 
     moefx.compile(Asks(), example_inputs=(torch.randn(5, D),))
-    BACKENDS.clear()  # the numeric check ran the block
+    BACKENDS.clear()  # the numeric check fills the registry
 
 
 class Tagged:
@@ -278,7 +278,7 @@ class Tagged:
 
 @pytest.mark.parametrize("function", [functools.partial(lambda module, tag: tag, tag=["a"]), Tagged()])
 def test_a_method_of_any_callable(function):
-    """As quantisation libraries set `extra_repr`, to a partial."""
+    """Accept callables without a signature: quantization libraries set `extra_repr` to a partial."""
     model = nn.Sequential(Loop())
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -332,7 +332,7 @@ def delete_module(block, x):
 
 
 class Registers(Loop):
-    """Registers, replaces or removes a part of itself, after its experts ran."""
+    """Register, replace or remove a submodule after the experts ran."""
 
     def __init__(self, change, tokens=0):
         super().__init__()
@@ -374,7 +374,7 @@ def test_what_many_tokens_register_is_not_registered_by_compile(change):
 
 
 class Contiguous(Loop):
-    """Routes tokens whose memory is not contiguous to other experts."""
+    """Negate tokens before routing if their memory is not contiguous."""
 
     def forward(self, x):
         return super().forward(x if x.is_contiguous() else -x)

@@ -37,7 +37,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Exchanged(Loop):
-    """Rows go to the ranks of their experts and back."""
+    """Send rows to the ranks of their experts and back."""
 
     def __init__(self):
         super().__init__(Mlp)
@@ -80,7 +80,7 @@ def test_collectives_of_one_rank_are_rewritten(alone, kind):
 
 
 class Gather(torch.autograd.Function):
-    """All tokens of the group, and back."""
+    """Gather all tokens of the group; the backward scatters gradients."""
 
     @staticmethod
     def forward(ctx, x):
@@ -106,7 +106,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Gathered(Loop):
-    """Every rank sees the tokens of all, and sums what the ranks make of its own."""
+    """Run on the tokens of all ranks, and sum the results over ranks."""
 
     def __init__(self, gather, scatter):
         super().__init__(Mlp)
@@ -124,7 +124,7 @@ def functional_scatter(x):
     return functional.reduce_scatter_tensor_autograd(x, "sum", 0, dist.group.WORLD)
 
 
-# torch 2.11 differentiates functional collectives where a capture does not see it: the numeric check refuses these
+# torch 2.11 hides the derivative of functional collectives from captures: the numeric check refuses them
 _FUNCTIONAL = pytest.mark.xfail(
     torch.__version__ < "2.13", reason="refused with torch 2.11", raises=moefx.NoMoEBlockFound
 )
@@ -149,7 +149,7 @@ def test_pairs_of_gather_and_scatter_are_rewritten(alone, pair):
 
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_that_a_collective_cuts_off(alone):
-    """The remedy is what `Gather` and `Scatter` do."""
+    """Refuse bare collectives. The tests above run the remedy, `Gather` and `Scatter`."""
     bare = [lambda x, f=f: f.forward(None, x) for f in (Gather, Scatter)]
     why = r"no gradient flows through a collective.*\(test_single_rank_collectives.py:\d+\).*torch.autograd.Function"
     with pytest.raises(moefx.NoMoEBlockFound, match=why):
@@ -157,7 +157,7 @@ def test_gradients_that_a_collective_cuts_off(alone):
 
 
 class Warns(Loop):
-    """Python notes in the module's globals that it has shown the warning."""
+    """Show a warning: Python records it in the module's globals."""
 
     def forward(self, x):
         warnings.warn("this forward is old", FutureWarning, stacklevel=1)

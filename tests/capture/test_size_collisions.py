@@ -1,4 +1,4 @@
-"""Sizes of captures differ from the model's own numbers."""
+"""Sizes of captures differ from all numbers of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moefx.capture.arguments.size_collisions import EXACT, ModelNumbers
 
 
 class Stacked(nn.Module):
-    """The eager loop of transformers: stacked weights, and one class more than experts in the mask."""
+    """Eager loop of transformers: stacked weights, and one extra class in the one-hot mask."""
 
     def __init__(self, num_experts, top_k, dim, hidden):
         super().__init__()
@@ -84,7 +84,7 @@ class Sorted(nn.Module):
 
 
 def assert_runs_rewritten(model, lead, others, dim):
-    """The model compiles without a warning, and training calls of these shapes run rewritten."""
+    """Assert that the model compiles without a warning, and that training calls of these shapes run rewritten."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled = moefx.compile(model, example_inputs=(torch.randn(*lead, dim),))
@@ -94,7 +94,7 @@ def assert_runs_rewritten(model, lead, others, dim):
     assert block.calls == (1 + len(others), 0, 0)
 
 
-# 32 experts, and one class more than these, are as many as 3 sequences of 11 tokens.
+# 32 experts and one extra class equal 3 sequences of 11 tokens.
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", [Stacked, Listed, Sorted])
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_any_number_of_experts(form, num_experts):
 
 
 def test_three_small_axes():
-    """4 samples of 3 tokens are as many as 11 experts and one class more."""
+    """4 samples of 3 tokens equal 11 experts and one extra class."""
     assert_runs_rewritten(Stacked(11, 2, 32, 24), (3, 2, 5), [(2, 2, 2), (7, 7, 7)], 32)
 
 
-# Of seed 314, 9 experts and one class more, three axes of so few tokens that B*S was 10.
+# Seed 314 has 9 experts and one extra class, and three axes whose sizes gave B*S = 10.
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed == 314 else pytest.mark.exhaustive) for seed in range(500)]
 )
@@ -136,7 +136,7 @@ class TestModelNumbers:
         assert numbers.cost({"B": 9, "S": 5}) > 0 == numbers.cost({"B": 3, "S": 13})
 
     @pytest.mark.parametrize("num_experts", [7, 10, 11, 32, 34, 35])
-    @pytest.mark.parametrize("axes", [1, 2])  # with three, one has to be small
+    @pytest.mark.parametrize("axes", [1, 2])  # with three axes, one has to be small
     def test_sizes_differ_from_the_models_numbers(self, num_experts, axes):
         numbers = ModelNumbers.of(Stacked(num_experts, 2, 16, 24))
         arguments = Arguments((torch.randn(*range(2, 2 + axes), 16),), {}, numbers=numbers)
@@ -146,7 +146,7 @@ class TestModelNumbers:
     @pytest.mark.parametrize("axes", [1, 2, 3])
     @pytest.mark.parametrize("num_experts", [3, 5, 9, 32, 128])
     def test_no_axis_has_one_size_in_the_first_three_captures(self, num_experts, axes):
-        """It would look like a number of the program's."""
+        """Vary each axis: a constant size would look like a number of the program."""
         numbers = ModelNumbers.of(Stacked(num_experts, 3, 36, 113))
         arguments = Arguments((torch.randn(*(2, 5, 39)[:axes], 36),), {}, numbers=numbers)
         chosen = [arguments.choose_sizes(tokens, variant) for variant, tokens in enumerate((32, 25, 13))]
@@ -154,7 +154,7 @@ class TestModelNumbers:
 
 
 class Conditioned(nn.Module):
-    """A condition of each sample; its width may be the length of the sequence."""
+    """Add a condition per sample, whose width may equal the length of the sequence."""
 
     def __init__(self, width, dim=16, num_experts=4):
         super().__init__()
@@ -181,7 +181,7 @@ def test_a_condition_as_wide_as_the_example_is_long(shape, condition):
 
 
 class Capped(Listed):
-    """Each expert takes the first thousand of its tokens."""
+    """Give each expert at most its first thousand tokens."""
 
     def forward(self, x):
         weights, ids = self.gate(x).softmax(-1).max(-1)

@@ -1,4 +1,4 @@
-"""Sizes record the expressions that they were computed from, and their comparisons."""
+"""Sizes record their expressions and comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads of a tensor that a rewrite would not repeat: Python attributes, and gradients inside a forward."""
+"""Operations on tensors that a rewrite would not repeat: Python attributes, and gradients inside a forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with modules that do not run on abstract tensors, and blocks that do."""
+"""Models with modules that do not run on abstract tensors, around blocks that do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..blocks import D, Loop
 
 
 class PackedWeight(nn.Parameter):
-    """Integers, and on the parameter itself what they stand for."""
+    """Integer parameter with a scale as a Python attribute."""
 
     def __new__(cls, weight):
         packed = super().__new__(cls, weight.mul(100).round().to(torch.int8), requires_grad=False)
@@ -25,7 +25,7 @@ class PackedWeight(nn.Parameter):
 
 
 class Packed(nn.Module):
-    """A linear layer in few bits, as quantisation libraries have them: the abstract weight lacks the scale."""
+    """Quantized linear layer. The abstract weight lacks the attribute `scale`."""
 
     def __init__(self, width=D):
         super().__init__()
@@ -87,7 +87,7 @@ def in_numpy(x):
 
 
 class Around(nn.Module):
-    """Something that cannot be followed, in the model's own forward."""
+    """Prepare the input with code that captures cannot follow, in the model's own forward."""
 
     def __init__(self, prepare):
         super().__init__()
@@ -155,7 +155,7 @@ def test_a_model_that_cannot_be_copied_is_returned_as_it_is():
 
 
 class ThroughNumpy(Loop):
-    """The rows of each expert go through NumPy, which needs memory with values."""
+    """Send the rows of each expert through NumPy, which needs real memory."""
 
     def mixed(self, x, w, ids):
         out = torch.zeros_like(x)
