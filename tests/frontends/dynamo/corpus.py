@@ -2,8 +2,8 @@
 
     python -m tests.frontends.dynamo.corpus [NAME|SUITE|PATTERN ...] [--experts eager|grouped_mm|batched_mm] [--trace]
 
-A case is `rewritten` (as many regions as it has blocks), `partly`, or `left`; `broken` where Dynamo ends its graph
-inside of the blocks; `torch's` where it fails without moefx, too. Outputs and gradients are the original's in any case.
+Outcomes are `rewritten` (one region per block), `partly`, and `left` (no region); `broken` if Dynamo breaks its graph
+inside the blocks; `torch's` if the case fails without moefx too. Outputs and gradients are checked for all outcomes.
 The exit status is the number of failures.
 """
 
@@ -31,8 +31,8 @@ from tests.models.case import Case
 SHAPES = ((2, 9), (3, 7))
 
 
-class Said(logging.Handler):
-    """Why regions were left, and that Dynamo broke a graph."""
+class MessageHandler(logging.Handler):
+    """Collect logged reasons for regions that stay unchanged, and graph breaks of Dynamo."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -43,7 +43,7 @@ class Said(logging.Handler):
 
 
 def case_of(name: str, experts: str) -> Case:
-    """In float64, or in float32 where the model cannot run in that."""
+    """Build the case in float64, or in float32 if its forward needs it."""
     for dtype in (torch.float64, torch.float32):
         case = models.build(name, dtype=dtype)
         if experts != "eager":
@@ -59,23 +59,23 @@ def case_of(name: str, experts: str) -> Case:
 
 
 def run(name: str, experts: str = "eager", with_moefx: bool = True) -> tuple[str, list[str]]:
-    """What became of a case, and notes.
+    """Run a case. Return its outcome and notes.
 
     Raises:
-        Exception: whatever went wrong.
+        Exception: any error of the case.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for kept in (proof_cache._proofs, backend._logged, registry.COMPILED_GRAPHS, registry.GRAPHS_WITHOUT_MOE):
         kept.clear()
-    said = Said()
-    logging.getLogger("moefx").addHandler(said)
+    messages = MessageHandler()
+    logging.getLogger("moefx").addHandler(messages)
     try:
         case = case_of(name, experts)
         reference, start = copy.deepcopy(case.model), checks.State.of(case.model)
         tol = checks.tolerance(case, reference, case.inputs)
         options = {"backend": "aot_eager", "validation": "symbolic"}
-        # of graphs that are broken and compiled again for each turn of a loop there may be many
+        # a graph break in a loop may compile one graph per iteration
         with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=256):
             if with_moefx:
                 case.model.compile(backend=backend.backend, options=options)
@@ -85,13 +85,13 @@ def run(name: str, experts: str = "eager", with_moefx: bool = True) -> tuple[str
                 inputs = case.fresh(batch, seq, 10 + i)
                 checks.compare_steps(case, reference, case.model, inputs, tol, f"{batch}x{seq}")
                 start.restore(reference), start.restore(case.model)
-        found = len({block.name for block in moefx.blocks(case.model)}) if with_moefx else 0
+        regions = len({block.name for block in moefx.blocks(case.model)}) if with_moefx else 0
     finally:
-        logging.getLogger("moefx").removeHandler(said)
-    wanted = len(case.block_names)
-    broken = any("Dynamo" in text for text in said.texts) or bool(torch._dynamo.utils.counters["graph_break"])
-    state = "rewritten" if found >= wanted > 0 else "partly" if found else "broken" if broken else "left"
-    return state, [f"{found} of {wanted}", case.verdict, *dict.fromkeys(said.texts)]
+        logging.getLogger("moefx").removeHandler(messages)
+    num_blocks = len(case.block_names)
+    broken = any("Dynamo" in text for text in messages.texts) or bool(torch._dynamo.utils.counters["graph_break"])
+    state = "rewritten" if regions >= num_blocks > 0 else "partly" if regions else "broken" if broken else "left"
+    return state, [f"{regions} of {num_blocks}", case.verdict, *dict.fromkeys(messages.texts)]
 
 
 def main(argv: list[str]) -> int:

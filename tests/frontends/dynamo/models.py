@@ -1,4 +1,4 @@
-"""Functions and modules with a mixture that a tracer captures in one graph, one for each idiom."""
+"""Functions and modules with a mixture that a tracer captures in one graph, one per idiom."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ D, H, E, K = bases.D, bases.H, bases.E, bases.K  # all different
 
 
 class SortAndGroup(bases.StackedExperts):
-    """I6: rows sorted by expert, one grouped product, back in order by the inverse permutation."""
+    """I6: sort rows by expert, run one grouped product, restore the order by the inverse permutation."""
 
     def __init__(self):
         super().__init__()
         self.w_gate, self.w_up = nn.Parameter(torch.empty(E, D, 16)), nn.Parameter(torch.empty(E, D, 16))
-        self.w_down = nn.Parameter(torch.empty(E, 16, D))  # torch wants rows of 16 bytes
+        self.w_down = nn.Parameter(torch.empty(E, 16, D))  # torch requires rows of 16 bytes
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -33,7 +33,7 @@ class SortAndGroup(bases.StackedExperts):
 
 
 class SparseGates(bases.ListOfExperts):
-    """I3: all experts stacked, times gates of which most are zero; auxiliary loss and counts beside it."""
+    """I3: stack all experts and multiply by sparse gates, with an auxiliary loss and counts."""
 
     def __init__(self):
         super().__init__()
@@ -43,15 +43,15 @@ class SparseGates(bases.ListOfExperts):
         p = self.gate(x).softmax(-1)
         w, idx = p.topk(K, dim=-1)
         gates = torch.zeros_like(p).scatter(-1, idx, w)
-        every = torch.stack([e.down(F.relu(e.up(x))) for e in self.experts], -2)
+        outputs = torch.stack([e.down(F.relu(e.up(x))) for e in self.experts], -2)
         with torch.no_grad():
             self.load += F.one_hot(idx, E).flatten(0, -2).sum(0)
         fraction = F.one_hot(idx, E).to(p.dtype).mean((0, 1, 2))
-        return (every * gates.unsqueeze(-1)).sum(-2), E * (fraction * p.mean((0, 1))).sum()
+        return (outputs * gates.unsqueeze(-1)).sum(-2), E * (fraction * p.mean((0, 1))).sum()
 
 
 class Model(nn.Module):
-    """Two layers of a mixture, each behind a norm and beside the residual."""
+    """Two layers of a mixture, each after a norm and with a residual connection."""
 
     def __init__(self, make, num_layers: int = 2):
         super().__init__()
@@ -80,10 +80,13 @@ IDIOMS = {
 
 
 def model(idiom: str, dtype: torch.dtype = torch.float64, num_layers: int = 2) -> Model:
-    """With weights of ordinary size; sorted experts in bfloat16: torch traces products of groups in no other dtype."""
+    """Build a model with weights of usual size.
+
+    Sorted experts use bfloat16: torch traces grouped products only in it.
+    """
     torch.manual_seed(0)
-    made = Model(IDIOMS[idiom], num_layers)
-    for p in made.parameters():
+    result = Model(IDIOMS[idiom], num_layers)
+    for p in result.parameters():
         if p.dim() > 1:
             nn.init.normal_(p, std=0.5)
-    return made.to(torch.bfloat16 if idiom == "sort_and_group" else dtype)
+    return result.to(torch.bfloat16 if idiom == "sort_and_group" else dtype)

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="moefx")`: every idiom that Dynamo captures in one graph, forward and backward."""
+"""`torch.compile(model, backend="moefx")`: forward and backward of every idiom that Dynamo captures in one graph."""
 
 from __future__ import annotations
 
@@ -41,17 +41,16 @@ def compiled(module: nn.Module, dynamic: bool | None = None, **options) -> nn.Mo
 
 
 def check_equal(reference: nn.Module, module: nn.Module, call, x: torch.Tensor) -> None:
-    """The rule: no further from the original in float64 than twice what the original itself is; in half precision
-    thrice."""
-    truth, theirs = _truth(reference, x), gradients(reference, reference, x)
+    """Check results against float64: at most twice the error of the original, in half precision three times."""
+    exact, expected, actual = _truth(reference, x), gradients(reference, reference, x), gradients(module, call, x)
     times, tolerance = (3, 1e-2) if x.dtype == torch.bfloat16 else (2, 1e-10)
-    for mine, other, true in zip(gradients(module, call, x), theirs, truth, strict=True):
-        bound = times * (other - true).abs().max() + tolerance / 10 * true.abs().max().clamp_min(1.0)
-        assert (mine - true).abs().max() <= bound
+    for a, b, c in zip(actual, expected, exact, strict=True):
+        bound = times * (b - c).abs().max() + tolerance / 10 * c.abs().max().clamp_min(1.0)
+        assert (a - c).abs().max() <= bound
 
 
 def _truth(reference: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """In float64, with the grouped products done one by one: torch has them in lower precision only."""
+    """Compute results in float64 with separate products: torch has grouped products only in lower precision."""
     original = torch.nn.functional.grouped_mm
 
     def grouped(rows, weights, *, offs):
@@ -71,23 +70,23 @@ def _truth(reference: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     ("idiom", "dynamic"), [*((idiom, None) for idiom in IDIOMS), ("weight_gather", True), ("gshard", True)]
 )
 def test_idiom(idiom, dynamic):
-    """Both layers are rewritten by one proof, which holds for the sizes that come later, too."""
-    mine = model(idiom)
-    reference, call = copy.deepcopy(mine), compiled(mine, dynamic)
+    """Rewrite both layers with one proof, which also holds for later sizes."""
+    module = model(idiom)
+    reference, call = copy.deepcopy(module), compiled(module, dynamic)
     before = proof_cache.num_proofs_tried
-    dtype = next(mine.parameters()).dtype
+    dtype = next(module.parameters()).dtype
     for shape in ((2, 9), (1, 11)):
         torch.manual_seed(1)
-        check_equal(reference, mine, call, torch.randn(*shape, D, dtype=dtype))
+        check_equal(reference, module, call, torch.randn(*shape, D, dtype=dtype))
     assert [b.name for b in moefx.blocks(call)] == ["layers.0.moe", "layers.1.moe"]
     assert all(b.graph.find("moefx::expert_mlp") for b in moefx.blocks(call))
-    proofs = 2 if idiom == "gshard" and dynamic is None else 1  # its capacity is a number of the graph
+    proofs = 2 if idiom == "gshard" and dynamic is None else 1  # the capacity of GShard is a number in the graph
     assert proof_cache.num_proofs_tried - before <= (3 if proofs == 2 else 2)
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_autocast(inside):
-    """Around the call, or in the model; the router stays out of it."""
+    """Enable autocast around the call or in the model, and disable it in the router."""
 
     class Router(bases.DenseMasked):
         def forward(self, x):
@@ -109,21 +108,21 @@ def test_autocast(inside):
                 return self.moe(self.pre(x))
 
     torch.manual_seed(0)
-    mine = Outer()
-    call, x = compiled(mine), torch.randn(2, 9, D)
+    module = Outer()
+    call, x = compiled(module), torch.randn(2, 9, D)
     with contextlib.nullcontext() if inside else torch.autocast("cpu", torch.bfloat16):
-        got, expected = call(x), mine(x)
+        got, expected = call(x), module(x)
     (block,) = moefx.blocks(call)
     assert block.spec.autocast is torch.bfloat16 and got.dtype == expected.dtype
     assert (got - expected).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
 
 
 def test_autocast_around_some_calls():
-    """The same graph with it and without is proven for both: training with it, say, and evaluation without."""
-    mine, x = model("weight_gather", torch.float32, num_layers=1), torch.randn(2, 9, D)
+    """Prove one graph with autocast and without: users may train with it and evaluate without it."""
+    module, x = model("weight_gather", torch.float32, num_layers=1), torch.randn(2, 9, D)
     for enabled in (False, True, False):
         torch._dynamo.reset()
-        call = compiled(mine, backend="eager")
+        call = compiled(module, backend="eager")
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             call(x)
         (block,) = moefx.blocks(call)
@@ -131,7 +130,7 @@ def test_autocast_around_some_calls():
 
 
 def test_random_numbers_without_an_input():
-    """What is made of them is the region's, too: it is drawn once."""
+    """Include values computed from the random numbers in the region: it draws them once."""
 
     class Noisy(bases.WeightGather):
         def forward(self, x):
@@ -141,45 +140,45 @@ def test_random_numbers_without_an_input():
             return (torch.einsum("nkh,nkhd->nkd", h, self.w_down[idx]) * w.unsqueeze(-1)).sum(1).view_as(x)
 
     torch.manual_seed(0)
-    mine, x = Model(Noisy, num_layers=1), torch.randn(2, 9, D)
-    for p in mine.parameters():
+    module, x = Model(Noisy, num_layers=1), torch.randn(2, 9, D)
+    for p in module.parameters():
         nn.init.normal_(p, std=0.5)
-    call = compiled(mine)
+    call = compiled(module)
     for _ in range(2):
         torch.manual_seed(1)
         got, after = call(x), torch.rand(1)
         torch.manual_seed(1)
-        torch.testing.assert_close((got, after), (mine(x), torch.rand(1)))
+        torch.testing.assert_close((got, after), (module(x), torch.rand(1)))
     assert moefx.blocks(call)
 
 
 def test_side_results():
-    """Counts in a buffer and an auxiliary loss stay, and are those of the original."""
-    mine = model("sparse_gates")
-    reference, call, x = copy.deepcopy(mine), compiled(mine), torch.randn(2, 9, D, dtype=torch.float64)
+    """Update counts in a buffer and an auxiliary loss as the original does."""
+    module = model("sparse_gates")
+    reference, call, x = copy.deepcopy(module), compiled(module), torch.randn(2, 9, D, dtype=torch.float64)
     (_, aux), (_, expected) = call(x), reference(x)
     torch.testing.assert_close(aux, expected)
-    for mine_layer, layer in zip(mine.layers, reference.layers, strict=True):
-        assert mine_layer["moe"].load.sum() == 2 * 9 * 2
-        torch.testing.assert_close(mine_layer["moe"].load, layer["moe"].load)
+    for compiled_layer, layer in zip(module.layers, reference.layers, strict=True):
+        assert compiled_layer["moe"].load.sum() == 2 * 9 * 2
+        torch.testing.assert_close(compiled_layer["moe"].load, layer["moe"].load)
 
 
 def test_weights_may_change():
-    mine = model("dense_masked")
-    call, x = compiled(mine), torch.randn(2, 9, D, dtype=torch.float64)
+    module = model("dense_masked")
+    call, x = compiled(module), torch.randn(2, 9, D, dtype=torch.float64)
     call(x)
     with torch.no_grad():
-        mine.layers[1]["moe"].experts[3].down.weight.mul_(-2)
-    check_equal(copy.deepcopy(mine), mine, call, x)
+        module.layers[1]["moe"].experts[3].down.weight.mul_(-2)
+    check_equal(copy.deepcopy(module), module, call, x)
 
 
 @pytest.mark.exhaustive  # half a minute of C++
 def test_inductor_compiles_the_rest():
-    """As users call it: nothing in the options."""
-    mine = model("stack_gather")
-    reference, call = copy.deepcopy(mine), torch.compile(mine, backend=backend.backend)
+    """Compile without options, as users do."""
+    module = model("stack_gather")
+    reference, call = copy.deepcopy(module), torch.compile(module, backend=backend.backend)
     for shape in ((2, 9), (1, 11)):
-        check_equal(reference, mine, call, torch.randn(*shape, D, dtype=next(mine.parameters()).dtype))
+        check_equal(reference, module, call, torch.randn(*shape, D, dtype=next(module.parameters()).dtype))
     assert len(moefx.blocks(call)) == 2
 
 
@@ -215,18 +214,18 @@ class OneBias(nn.Module):
 
 
 def test_layers_with_a_weight_of_the_model_have_one_proof():
-    mine, before = OneBias().double(), proof_cache.num_proofs_tried
-    call, x = compiled(mine), torch.randn(2, 9, D, dtype=torch.float64)
-    torch.testing.assert_close(call(x), copy.deepcopy(mine)(x))
+    module, before = OneBias().double(), proof_cache.num_proofs_tried
+    call, x = compiled(module), torch.randn(2, 9, D, dtype=torch.float64)
+    torch.testing.assert_close(call(x), copy.deepcopy(module)(x))
     assert len(moefx.blocks(call)) == 3 and proof_cache.num_proofs_tried == before + 1
 
 
 def test_a_proof_that_is_kept_holds_no_capture():
-    """They are hundreds of megabytes."""
+    """Release captures with the proof: they need hundreds of megabytes."""
 
     def captures() -> int:
         gc.collect()
-        return sum(isinstance(thing, Capture) for thing in gc.get_objects())
+        return sum(isinstance(obj, Capture) for obj in gc.get_objects())
 
     before = captures()
     call = compiled(model("dense_masked"))
@@ -235,8 +234,8 @@ def test_a_proof_that_is_kept_holds_no_capture():
 
 
 def test_the_numeric_check_runs():
-    mine = model("dense_masked", num_layers=1)
-    call = compiled(mine, validation="auto")
+    module = model("dense_masked", num_layers=1)
+    call = compiled(module, validation="auto")
     call(torch.randn(2, 9, D, dtype=torch.float64))
     assert "agrees in" in str(moefx.explain(call))
 
@@ -253,7 +252,7 @@ def test_absence_of_regions_is_logged_once(caplog):
 
 
 class ExpertChoice(nn.Module):
-    """Experts choose tokens: refused."""
+    """Experts select tokens, which moefx refuses."""
 
     def __init__(self):
         super().__init__()
@@ -268,9 +267,9 @@ class ExpertChoice(nn.Module):
 
 
 def test_a_refusal_has_reason_and_line(caplog):
-    mine = ExpertChoice()
-    call, x = compiled(mine), torch.randn(2, 9, D)
-    torch.testing.assert_close(call(x), mine(x))
+    module = ExpertChoice()
+    call, x = compiled(module), torch.randn(2, 9, D)
+    torch.testing.assert_close(call(x), module(x))
     assert not moefx.blocks(call)
     (text,) = warnings_of(caplog)
     assert "topk chooses among tokens, not among experts" in text and "test_backend.py:" in text
@@ -282,7 +281,7 @@ class Expert(nn.Linear):
 
 
 class Loop(nn.Module):
-    """Rows found on the host, in a loop: Dynamo gives the function up."""
+    """Find rows on the host in a loop, which Dynamo does not compile."""
 
     def __init__(self):
         super().__init__()
@@ -299,14 +298,14 @@ class Loop(nn.Module):
 
 
 def test_a_loop_that_depends_on_data_is_named(caplog):
-    mine, x = Loop(), torch.randn(9, D)
-    torch.testing.assert_close(compiled(mine)(x), mine(x))
+    module, x = Loop(), torch.randn(9, D)
+    torch.testing.assert_close(compiled(module)(x), module(x))
     (text,) = {r.getMessage() for r in caplog.records if "moefx.compile" in r.getMessage()}
     assert "does not compile forward (test_backend.py:" in text and "aten.nonzero.default" in text
 
 
 def test_explain_of_a_graph_without_regions():
-    """What `moefx.compile` would find is no answer to what became of the graphs."""
+    """Explain the graphs of Dynamo, not the blocks that `moefx.compile` would find."""
     call = compiled(Loop())
     assert "not called yet" in str(moefx.explain(call))
     call(torch.randn(9, D))
@@ -315,7 +314,7 @@ def test_explain_of_a_graph_without_regions():
 
 
 class Unrolled(Loop):
-    """The same without a loop: the graph ends where the rows are found."""
+    """Expand the loop: the graph ends where the host finds the rows."""
 
     def forward(self, x):
         w, idx = self.gate(x).softmax(-1).topk(2)
@@ -324,22 +323,22 @@ class Unrolled(Loop):
 
 
 def test_a_graph_that_ends_before_the_experts_is_named(caplog):
-    mine, x = Unrolled(), torch.randn(9, D)
-    torch.testing.assert_close(compiled(mine)(x), mine(x))
+    module, x = Unrolled(), torch.randn(9, D)
+    torch.testing.assert_close(compiled(module)(x), module(x))
     texts = {r.getMessage() for r in caplog.records if "moefx.compile" in r.getMessage()}
     assert any("selected at test_backend.py:" in t and "ends its graph at test_backend.py:" in t for t in texts)
 
 
 def test_rewritten_blocks_are_left_alone(caplog):
-    mine, x = nn.Sequential(nn.LayerNorm(D), Loop()), torch.randn(9, D)
-    rewritten = moefx.compile(mine, example_inputs=(x,))
+    module, x = nn.Sequential(nn.LayerNorm(D), Loop()), torch.randn(9, D)
+    rewritten = moefx.compile(module, example_inputs=(x,))
     before = proof_cache.num_proofs_tried
-    torch.testing.assert_close(compiled(rewritten)(x), mine(x))
+    torch.testing.assert_close(compiled(rewritten)(x), module(x))
     assert proof_cache.num_proofs_tried == before and not warnings_of(caplog)
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "message"),
     [
         ({"checkpint": "x"}, "checkpint"),
         ({"backend": 3}, "expected a name or a function"),
@@ -360,9 +359,9 @@ def test_rewritten_blocks_are_left_alone(caplog):
         ),
     ],
 )
-def test_unknown_options_raise(options, what):
-    """Said in moefx's words, inside of what torch makes of it at the first call."""
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=what) as error:
+def test_unknown_options_raise(options, message):
+    """Raise moefx's own error inside torch's error at the first call."""
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message) as error:
         compiled(nn.Linear(3, 3), **options)(torch.randn(2, 3))
     assert isinstance(error.value.inner_exception, InvalidPlan)
 
@@ -382,17 +381,17 @@ def test_options_are_a_dict(options):
 
 
 def test_a_plan_in_the_options():
-    mine = model("dense_masked", num_layers=1)
-    call = compiled(mine, checkpoint="x")
+    module = model("dense_masked", num_layers=1)
+    call = compiled(module, checkpoint="x")
     call(torch.randn(2, 9, D, dtype=torch.float64))
     (mlp,) = moefx.blocks(call)[0].graph.find("moefx::expert_mlp")
     assert mlp.kwargs["keep"] == "x"
 
 
 def test_grad_mode_and_eager():
-    """Without gradients, with "eager" behind it."""
-    mine = Model(SparseGates).double()
-    reference, call = copy.deepcopy(mine), compiled(mine, backend="eager")
+    """Run without gradients, with the backend "eager"."""
+    module = Model(SparseGates).double()
+    reference, call = copy.deepcopy(module), compiled(module, backend="eager")
     x = torch.randn(2, 9, D, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(call(x)[0], reference(x)[0])
@@ -414,7 +413,7 @@ def test_no_load_of_a_graph_that_is_compiled_further():
 
 
 def test_the_entry_point(tmp_path):
-    """As installed: `torch.compile(model, backend="moefx")` finds it by name."""
+    """Find the backend by name from an installed package: `torch.compile(model, backend="moefx")`."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     info = tmp_path / "elsewhere-1.0.dist-info"
     info.mkdir()
@@ -444,14 +443,14 @@ def test_inside_of_a_checkpoint():
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=False)
 
-    mine = Checkpointed(model("stack_gather"))
-    reference, call = copy.deepcopy(mine.inner), compiled(mine)
-    check_equal(reference, mine, call, torch.randn(2, 9, D, dtype=torch.float64))
+    module = Checkpointed(model("stack_gather"))
+    reference, call = copy.deepcopy(module.inner), compiled(module)
+    check_equal(reference, module, call, torch.randn(2, 9, D, dtype=torch.float64))
     assert [b.name for b in moefx.blocks(call)] == ["inner.layers.0.moe", "inner.layers.1.moe"]
 
 
 class Flat(nn.Module):
-    """A layer in one function."""
+    """Mixture in a single function."""
 
     def __init__(self):
         super().__init__()
@@ -470,7 +469,7 @@ class Flat(nn.Module):
 
 
 def test_a_checkpoint_with_a_transposed_weight():
-    """Dynamo leaves `.T` outside."""
+    """Compile a checkpoint although Dynamo keeps `.T` outside its graph."""
 
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -480,21 +479,21 @@ def test_a_checkpoint_with_a_transposed_weight():
         def forward(self, x):
             return checkpoint(self.layer, x, use_reentrant=False)
 
-    mine = Checkpointed().double()
-    reference, call = copy.deepcopy(mine), compiled(mine, validation="numeric")
-    check_equal(reference, mine, call, torch.randn(2, 9, D, dtype=torch.float64))
+    module = Checkpointed().double()
+    reference, call = copy.deepcopy(module), compiled(module, validation="numeric")
+    check_equal(reference, module, call, torch.randn(2, 9, D, dtype=torch.float64))
     assert len(moefx.blocks(call)) == 1
     assert "numeric check: agrees" in str(moefx.explain(call))
 
 
 def test_layers_of_one_function_in_checkpoints():
-    """A graph inside for each: their regions have names of their own."""
-    mine = model("weight_gather", num_layers=1).layers[0]["moe"]
+    """Name the regions of two checkpoints of one function differently: each has its own inner graph."""
+    module = model("weight_gather", num_layers=1).layers[0]["moe"]
 
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.moe = mine
+            self.moe = module
 
         def layer(self, x):
             t = x.reshape(-1, D)
@@ -516,18 +515,18 @@ def test_layers_of_one_function_in_checkpoints():
 
 @pytest.mark.exhaustive
 def test_a_compiled_backward_for_one_use_is_not_reused_for_two():
-    """Inductor finds it on disk, where it may overwrite what was saved."""
+    """Compile both: Inductor caches backwards on disk, and the first may overwrite saved tensors."""
     torch.manual_seed(0)
-    mine = nn.Sequential(Flat(), Flat()).double()
+    module = nn.Sequential(Flat(), Flat()).double()
     x = torch.randn(2, 9, D, dtype=torch.float64)
 
-    def found(call, times):
+    def differentiate(call, times):
         loss = call(x).square().sum()
-        parameters = [*mine.parameters()]
+        parameters = [*module.parameters()]
         return [torch.autograd.grad(loss, parameters, retain_graph=times > 1) for _ in range(times)]
 
     with torch._inductor.utils.fresh_cache():
         for times in (1, 2):
             torch.compiler.reset()
-            call = torch.compile(mine, backend=backend.backend, options={"validation": "symbolic"})
-            torch.testing.assert_close(found(call, times), found(mine, times))
+            call = torch.compile(module, backend=backend.backend, options={"validation": "symbolic"})
+            torch.testing.assert_close(differentiate(call, times), differentiate(module, times))

@@ -1,4 +1,4 @@
-"""The page on graphs runs as printed."""
+"""The page on graphs runs and prints the shown text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "backend.md").read_text(encoding="utf-8")
-# not installed, perhaps, but on the path
+# the package may not be installed, only importable
 REGISTER = """
 import torch
 from moefx.frontends.dynamo.backend import backend
@@ -24,8 +24,8 @@ def test_the_page_runs(tmp_path):
     script = tmp_path / "page.py"
     script.write_text(REGISTER + block)
     trace = tmp_path / "trace"
-    more = {"PYTHONPATH": str(ROOT), "TORCH_LOGS": "+moefx", "TORCH_TRACE": str(trace)}
-    done = subprocess.run([sys.executable, script], cwd=ROOT, env=os.environ | more, capture_output=True, text=True)
+    extra = {"PYTHONPATH": str(ROOT), "TORCH_LOGS": "+moefx", "TORCH_TRACE": str(trace)}
+    done = subprocess.run([sys.executable, script], cwd=ROOT, env=os.environ | extra, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for text in ("2 MoE block(s) rewritten", "build_pft", 'keep="x"', "rewrite_block"):
         assert text in done.stdout

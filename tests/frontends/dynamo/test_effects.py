@@ -27,7 +27,7 @@ def a_step(m, x):
     return functional_call(m, {name: p - 0.1 * slopes[name] for name, p in weights(m).items()}, (x,))
 
 
-# What is computed, and of how many mixtures it has those that are outside of all transforms.
+# Per transform: the function, and the number of mixtures outside all transforms.
 TRANSFORMS = {
     "grad": (lambda m, x: grad(lambda z: m(z).pow(2).sum())(x), 0),
     "vjp": (lambda m, x: vjp(m, x)[1](torch.ones_like(x))[0], 0),
@@ -45,7 +45,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("rest", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms(name, rest):
-    """A mixture inside of one stays as it is; all else about the transform, too."""
+    """Keep mixtures inside a transform and the transform itself unchanged."""
     torch.manual_seed(0)
     fn, outside = TRANSFORMS[name]
     m, x = Dense().double(), torch.randn(9, D, dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_forward_mode_derivatives_are_refused(caplog):
 
 
 class Keeps(Dense):
-    """A result that nobody uses, of what keeps something."""
+    """Compute an unused result with a module that updates its state."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ def test_stateful_modules_are_called(make):
 
 
 class Counts(Keeps):
-    """With what it does not use, and what a tracer does not see."""
+    """Module with unused parameters and buffers, and a counter that tracers do not record."""
 
     def __init__(self):
         super().__init__()

@@ -25,7 +25,7 @@ def tokens(*shape):
 
 @pytest.mark.parametrize("shapes", [[(2, 9), (1, 1), (0, 3)], [(1, 1), (2, 9)]])
 def test_a_graph_of_one_token_adds_a_note(shapes, caplog):
-    """Where regions of the same name are rewritten in others."""
+    """Note graphs of one token if their regions are rewritten in other graphs."""
     caplog.set_level(logging.INFO)
     call = compiled(model("weight_gather"))
     for shape in shapes:
@@ -34,7 +34,7 @@ def test_a_graph_of_one_token_adds_a_note(shapes, caplog):
     assert len(explained.matched) == 1 and not explained.refused
     assert "note        graphs of a single token, or of none, run unchanged" in str(explained)
     warned = [r for r in caplog.records if "a single token, so" in r.getMessage() and r.levelname == "WARNING"]
-    assert len(warned) == (shapes[0] == (1, 1))  # before any other it is news
+    assert len(warned) == (shapes[0] == (1, 1))  # a warning if no other graph was compiled before
 
 
 def test_explain_of_graphs_of_one_token():
@@ -46,7 +46,7 @@ def test_explain_of_graphs_of_one_token():
 
 
 def test_explain_after_a_reset_of_dynamo():
-    """What was compiled before does not run any more."""
+    """Explain no graphs from before the reset: they do not run any more."""
     call = compiled(model("weight_gather"))
     call(x := tokens(2, 9))
     assert moefx.graph(call, "layers.0.moe")
@@ -60,7 +60,7 @@ def test_explain_after_a_reset_of_dynamo():
 
 
 def test_explain_of_a_second_model_of_a_class():
-    """Dynamo takes the graphs of the first."""
+    """Explain why a second model has no regions: Dynamo reuses the graphs of the first."""
     for which in range(2):
         call = compiled(model("weight_gather"))
         call(tokens(2, 9))
@@ -69,7 +69,7 @@ def test_explain_of_a_second_model_of_a_class():
 
 
 class Looped(torch.nn.Module):
-    """A loop that Dynamo does not compile."""
+    """Loop that Dynamo does not compile."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Looped(torch.nn.Module):
 
 
 def test_explain_gives_the_reason_for_no_regions():
-    """Which of the reasons it is."""
+    """Print the reason that applies."""
 
     def of(module, *inputs):
         call = torch.compile(module, backend=backend, options={"backend": "eager"})
@@ -107,7 +107,7 @@ def test_explain_gives_the_reason_for_no_regions():
 
 
 def mixture(weights, x):
-    """Functional code: weights in a dict."""
+    """Mixture as a function, with its weights in a dict."""
     w, ids = (x @ weights["router"]).softmax(-1).topk(2, -1)
     gates = x.new_zeros(*x.shape[:-1], 4).scatter(-1, ids, w)
     h = torch.einsum("...d,edh->...eh", x, weights["up"]).relu()
@@ -121,7 +121,7 @@ def layer(weights, x):
 
 
 def test_explain_of_a_function():
-    """It has no modules: its regions are those of the graphs that its lines made, one for each call of them."""
+    """Explain a function: its regions are those of the graphs of its lines, one per call of them."""
     torch.manual_seed(0)
     weights = {"router": torch.randn(D, 4), "up": torch.randn(4, D, 5), "down": torch.randn(4, 5, D)}
     weights = {name: weight.double() for name, weight in weights.items()}
@@ -139,7 +139,7 @@ def test_explain_of_a_function():
 
 
 class Watched(torch.nn.Module):
-    """A mixture, and how many tokens another choice would send to each expert."""
+    """Mixture, and counts of the tokens that another selection sends to each expert."""
 
     def __init__(self):
         super().__init__()

@@ -12,7 +12,7 @@ from .test_refusals import D, Dense, E
 
 
 class Given(Dense):
-    """Args: how: weights and choices, and the rows, of those without the numbers."""
+    """Args: how: computes weights, selected experts and rows from the router's results and the numbers."""
 
     def __init__(self, how):
         super().__init__()
@@ -48,8 +48,8 @@ def test_float_inputs_serve_other_numbers_of_tokens(how, shape):
         m = torch.rand((*rows[:-1], *shape[2:]), dtype=torch.float64, requires_grad=True)
         out, want = call(x, m), model(x, m)
         torch.testing.assert_close(out, want)
-        given = [x, m, *model.parameters()]
-        grads = [torch.autograd.grad(y.pow(2).sum(), given, allow_unused=True) for y in (out, want)]
+        tensors = [x, m, *model.parameters()]
+        grads = [torch.autograd.grad(y.pow(2).sum(), tensors, allow_unused=True) for y in (out, want)]
         torch.testing.assert_close(*grads)
     (block,) = moefx.blocks(call)
     assert not block.fallbacks

@@ -28,12 +28,12 @@ def exported(module, x, dynamic=False):
 
 
 def decomposed(module, x):
-    """Of core ATen ops only."""
+    """Export the module and decompose it to core ATen ops."""
     return torch.export.export(module, (x,)).run_decompositions().module()
 
 
 def functional(module, x, decompositions=None):
-    """Parameters as inputs that nothing tells from activations; no names, no lines."""
+    """Trace the module with its parameters as inputs: no names, no lines, and no difference to activations."""
     names, values = zip(*module.named_parameters(), strict=True)
 
     def f(*args):
@@ -51,8 +51,7 @@ def x_of(module, *shape):
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("idiom", IDIOMS)
 def test_printed(idiom, is_decomposed):
-    """The graphs of a region as they are printed: the same at every run. In a graph of core ATen ops the experts are
-    the same, what routes them is longer."""
+    """Print the graphs of a region identically in every run. Core ATen ops change only the routing."""
     module = model(idiom, num_layers=1)
     x = x_of(module, 2, 9)
     gm = decomposed(module, x) if is_decomposed else exported(module, x)
@@ -63,7 +62,7 @@ def test_printed(idiom, is_decomposed):
     text = str(block.graph.replace(header=""))
     name = f"region_{idiom}{'_decomposed' if is_decomposed else ''}"
     if idiom == "gshard" and any("_assert_async" in str(node.target) for node in gm.graph.nodes):
-        name += "_asserted"  # torch 2.13's `one_hot` looks at its ids there: they leave the region
+        name += "_asserted"  # `one_hot` of torch 2.13 checks its ids here, outside the region
     golden.check(f"{name}.txt", re.sub(r"\S+\.py:\d+", "", text))
 
 
@@ -71,7 +70,7 @@ def test_printed(idiom, is_decomposed):
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("idiom", ["dense_masked", "bmm_weight_before", "stack_gather", "weight_gather"])
 def test_without_names(idiom, is_decomposed):
-    """A graph of ATen ops whose parameters are inputs."""
+    """Rewrite a graph of ATen ops whose parameters are inputs."""
     module = model(idiom)
     gm, args = functional(module, x_of(module, 2, 9), core_aten_decompositions() if is_decomposed else None)
     out = moefx.rewrite_graph(gm, args, PLAN)
@@ -81,7 +80,10 @@ def test_without_names(idiom, is_decomposed):
 
 
 class OneProduct(nn.Module):
-    """Gate and up of all experts in one product, whose columns are split after it; `wide`: of one wide layer."""
+    """Compute gate and up of all experts in one product and split its columns.
+
+    `wide`: the product is one wide layer.
+    """
 
     def __init__(self, split, wide: bool):
         super().__init__()
@@ -93,8 +95,8 @@ class OneProduct(nn.Module):
         t = x.flatten(0, 1)
         w, ids = self.gate(t).softmax(-1).topk(2, -1)
         weights = t.new_zeros(t.shape[0], 4).scatter(1, ids, w)
-        every = torch.einsum("td,edh->teh", t, self.up) if isinstance(self.up, nn.Parameter) else self.up(t)
-        gate, up = self.split(every.view(t.shape[0], 4, 12))
+        hidden = torch.einsum("td,edh->teh", t, self.up) if isinstance(self.up, nn.Parameter) else self.up(t)
+        gate, up = self.split(hidden.view(t.shape[0], 4, 12))
         y = torch.einsum("teh,ehd->ted", nn.functional.silu(gate) * up, self.down)
         return torch.einsum("ted,te->td", y, weights).view_as(x)
 
@@ -108,7 +110,7 @@ class OneProduct(nn.Module):
     ids=["halves", "interleaved", "axis"],
 )
 def test_columns_of_one_product(split, wide, is_decomposed):
-    """Core ATen makes one product of an einsum over the experts: each of them needs its own columns of it only."""
+    """Use only the columns of each expert: core ATen computes an einsum over the experts as one product."""
     module = OneProduct(split, wide).double()
     x = x_of(module, 2, 9)
     gm = decomposed(module, x) if is_decomposed else exported(module, x)
@@ -137,12 +139,12 @@ def test_blocks_of_a_graph_can_be_inspected():
     assert "build_pft" in str(moefx.graph(out, names[0], after="rewrite_block"))
     report = moefx.explain(out)
     assert [m.names for m in report.matched] == [("layers.0.moe", "layers.1.moe")]
-    assert moefx.history(out, "layers.1.moe") is moefx.history(out, names[1])  # as the report calls it
+    assert moefx.history(out, "layers.1.moe") is moefx.history(out, names[1])  # by the name in the report
     assert "E=5, top-2" in str(report) and "x: 2-d float64 on cpu" in str(report) and "meta" not in str(report)
 
 
 def test_verify():
-    """Against the graph, and against the model that it is of; a wrong program is found."""
+    """Verify against the graph and against its model, and report a wrong program."""
     module = model("stack_gather")
     x = x_of(module, 2, 9)
     gm = exported(module, x)
@@ -198,7 +200,7 @@ def test_the_rest_is_untouched():
 
 
 class Drifting(torch.nn.Module):
-    """A buffer that scales the gates is written to before it is read, between two reads, or behind them."""
+    """Write to a buffer that scales the gates before its first read, between two reads, or after the last."""
 
     def __init__(self, where):
         super().__init__()
@@ -225,14 +227,14 @@ class Drifting(torch.nn.Module):
 
 @pytest.mark.parametrize("where", ["before", "between", "behind"])
 def test_buffer_writes_outside_of_a_region_keep_their_order(where):
-    """A region that reads a buffer stays between the writes to it that it was between."""
-    mine = Drifting(where)
-    reference = copy.deepcopy(mine)
-    call = torch.compile(mine, backend=backend, options={"backend": "eager", "validation": "symbolic"})
+    """Keep the order of the region's reads of a buffer and the writes around them."""
+    module = Drifting(where)
+    reference = copy.deepcopy(module)
+    call = torch.compile(module, backend=backend, options={"backend": "eager", "validation": "symbolic"})
     for _ in range(2):
         x = torch.randn(2, 9, D)
         torch.testing.assert_close(call(x), reference(x))
-        torch.testing.assert_close(mine.drift, reference.drift)
+        torch.testing.assert_close(module.drift, reference.drift)
     assert len(moefx.blocks(call)) == (0 if where == "between" else 1)
 
 
@@ -249,16 +251,16 @@ def test_rewrite_graph_rejects_other_arguments():
         moefx.rewrite_graph(gm, ())
 
 
-@pytest.mark.parametrize("given", [torch.randn(2, 4), "x", None])
-def test_inputs_that_do_not_fit_raise(given, caplog):
+@pytest.mark.parametrize("invalid", [torch.randn(2, 4), "x", None])
+def test_inputs_that_do_not_fit_raise(invalid, caplog):
     gm = fx.symbolic_trace(torch.nn.Linear(3, 3))
     with pytest.raises(InvalidInput, match=r"the graph does not run on these example_inputs: (Runtime|Type)Error: "):
-        moefx.rewrite_graph(gm, (given,))
+        moefx.rewrite_graph(gm, (invalid,))
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 def test_in_place_results():
-    """What is added up in place is read by a name that the last addition does not have."""
+    """Read a sum that is accumulated in place through the name of an earlier result."""
 
     class InPlace(torch.nn.Module):
         def __init__(self):
@@ -283,7 +285,7 @@ def test_in_place_results():
 
 
 class Checked(IDIOMS["weight_gather"]):
-    """Weights that are not what they should be end the call."""
+    """Raise if the weights exceed a limit."""
 
     def __init__(self):
         super().__init__()
@@ -311,7 +313,7 @@ def test_checks_of_the_graph_still_raise(decompose):
 
 
 class Attends(nn.Module):
-    """A layer whose mixture follows attention with a mask."""
+    """Layer with a mixture after masked attention."""
 
     def __init__(self):
         super().__init__()
@@ -328,8 +330,10 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("decompose", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_mixture_behind_attention(decompose, dynamic):
-    """What is as long as the input is does not follow from its values: the region is the mixture alone. The graph has
-    the mode that it was captured in, whatever its flag says."""
+    """Rewrite only the mixture: a tensor of the input's length need not depend on its values.
+
+    The graph runs in the mode of its capture, regardless of its `training` flag.
+    """
     layer = Attends().double().eval()
     args = torch.randn(3, 9, D, dtype=torch.float64), torch.rand(3, 9) > 0.2
     dims = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},) * 2 if dynamic else None

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.hf
 
 
 def test_grouped_mm():
-    """All layers, each with its router's own rules, by one proof; logits and gradients are the original's."""
+    """Rewrite all layers with the routing rules of the model by one proof. Logits and gradients equal the original."""
     config = transformers.DeepseekV3Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2,

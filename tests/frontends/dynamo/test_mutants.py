@@ -1,4 +1,4 @@
-"""Mutants of the idioms that Dynamo captures in one graph, through the backend: rewritten equal, or left alone."""
+"""Mutants of the idioms that Dynamo captures in one graph: the backend rewrites them correctly or not at all."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.mutants import bases, run
 from tests.mutants.mutant import Mutant
 
 WHOLE = ("DenseMasked", "StackGather", "WeightGather", "CapacityEinsum", "WeightBefore")
-PARTS = 16  # of the mutants of each, so that workers can share them
+PARTS = 16  # per base, so that workers share the mutants
 NAMED = ("WeightBefore/routed_ids_by_batch_parity", "DenseMasked/rows_scaled_by_parity")
 
 
 @pytest.fixture(autouse=True)
 def module_of_mutants(monkeypatch):
-    """Dynamo imports the module that a function says it is of."""
+    """Register a module for the mutants: Dynamo imports the module that a function names."""
     module = types.ModuleType("tests.mutants.generated")
     vars(module).update({k: v for k, v in vars(bases).items() if not k.startswith("__")})
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -42,7 +42,7 @@ def check(mutant: Mutant) -> None:
 
 
 def check_graph(mutant: Mutant, is_decomposed: bool) -> bool:
-    """Return whether the exported program is rewritten. It computes what it did; state goes on from call to call."""
+    """Return whether the exported program is rewritten. Check its results in a sequence of calls with state."""
     proof_cache.forget()
     case = mutant.build()
     args = case.fresh(2, 9, 3)
@@ -50,7 +50,7 @@ def check_graph(mutant: Mutant, is_decomposed: bool) -> bool:
         program = torch.export.export(case.model, args)
         gm = (program.run_decompositions() if is_decomposed else program).module()
     except Exception:
-        return False  # torch cannot: it branches on numbers of its tensors
+        return False  # torch.export fails: the program branches on values of tensors
     out = moefx.rewrite_graph(gm, args, moefx.Plan(validation="symbolic"))
     if out is gm:
         return False
@@ -63,7 +63,7 @@ def check_graph(mutant: Mutant, is_decomposed: bool) -> bool:
             results = []
             for call in (gm, out):
                 gm.load_state_dict(state)
-                for buffer in gm.buffers():  # export drops `no_grad` where it decomposes
+                for buffer in gm.buffers():  # export drops `no_grad` in decompositions
                     buffer.detach_()
                 torch.manual_seed(seed)
                 try:

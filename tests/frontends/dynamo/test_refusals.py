@@ -39,7 +39,7 @@ class Mixture(nn.Module):
 
 
 class Given(Mixture):
-    """Experts by the ids of the tokens."""
+    """Select experts by ids of the tokens that the caller passes."""
 
     def forward(self, x, ids):
         out = torch.zeros_like(x)
@@ -50,7 +50,7 @@ class Given(Mixture):
 
 
 class Dense(nn.Module):
-    """All experts on all tokens, in parts of 16 where that is asked for."""
+    """Run all experts on all tokens, optionally in parts of 16."""
 
     def __init__(self, cut=lambda t: [t]):
         super().__init__()
@@ -89,7 +89,7 @@ class HiddenReturned(Dense):
 
 
 class WeightsChecked(Dense):
-    """Of the weights, of counts, and of sizes."""
+    """Check the weights, counts and sizes."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_function_with_a_backward_of_its_own_is_named():
 
 
 def test_experts_among_the_inputs_are_refused():
-    """Comparisons inside of the experts are no choice."""
+    """Do not treat comparisons inside the experts as a selection."""
     (refusal,) = refused(Given(), torch.randn(3, 9, D), torch.randint(0, E, (3, 9)))
     assert refusal.reason.startswith("the graph does not select experts here, and receives ids: ")
     assert "moefx.compile(model) supports them" in refusal.remedy
@@ -144,10 +144,10 @@ def test_a_reason_is_logged_once(caplog):
     assert "layers.0 ... layers.2 (3 blocks)" in text
 
 
-@pytest.mark.parametrize(("kind", "by"), [(HiddenChecked, "isfinite"), (HiddenReturned, "square")])
-def test_use_of_expert_results_outside_is_refused(kind, by):
+@pytest.mark.parametrize(("kind", "op"), [(HiddenChecked, "isfinite"), (HiddenReturned, "square")])
+def test_use_of_expert_results_outside_is_refused(kind, op):
     (refusal,) = refused(kind(), torch.randn(20, D))
-    assert f"h, which the experts compute, is used outside the mixture, by {by}" in refusal.reason
+    assert f"h, which the experts compute, is used outside the mixture, by {op}" in refusal.reason
     assert (
         refusal.source.startswith("test_refusals.py:") and "the inputs or the outputs of the mixture" in refusal.remedy
     )
@@ -169,7 +169,7 @@ def _slices(t):
 
 @pytest.mark.parametrize("cut", [lambda t: t.split(16), _slices])
 def test_rows_that_are_cut_into_parts(cut):
-    """By a loop of which the graph has the turns that its size takes."""
+    """Refuse a loop over chunks, which the graph contains unrolled for its size."""
     (refusal,) = refused(Dense(cut), torch.randn(40, D))
     assert refusal.reason.startswith("the rows are split into 3 chunks") and "loops over chunks" in refusal.remedy
     assert refusal.source.startswith("test_refusals.py:")
@@ -181,13 +181,13 @@ class InParts(Dense):
 
 
 def test_each_part_is_a_region():
-    """Where it chooses for itself; a module that does so is refused."""
+    """Rewrite each part as a region if it selects for itself; refuse a module that selects for all parts."""
     module, x = InParts(), torch.randn(40, D)
     call = torch.compile(module, backend=backend, options={"backend": "eager", "validation": "symbolic"})
     torch.testing.assert_close(call(x), module(x))
-    (found,) = moefx.explain(call).matched
+    (block,) = moefx.explain(call).matched
     assert (
-        found.names == tuple(b.name for b in moefx.blocks(call)) == (found.name, f"{found.name}_2", f"{found.name}_3")
+        block.names == tuple(b.name for b in moefx.blocks(call)) == (block.name, f"{block.name}_2", f"{block.name}_3")
     )
     (refusal,) = moefx.explain(module, example_inputs=(x,)).refused
     assert refusal.reason.startswith("the tokens are split into 3 chunks with a separate selection each")
@@ -195,7 +195,7 @@ def test_each_part_is_a_region():
 
 
 class Shared(Dense):
-    """Two mixtures of one choice."""
+    """Two mixtures with one selection."""
 
     def __init__(self, ways):
         super().__init__()
@@ -212,6 +212,6 @@ def test_a_choice_that_is_used_twice(ways):
     call = torch.compile(Shared(ways), backend=backend, options={"backend": "eager"})
     for tokens in (9, 7, 1):
         call(torch.randn(tokens, D))
-    (refusal,) = moefx.explain(call).refused  # not again for being of one token
+    (refusal,) = moefx.explain(call).refused  # not repeated for the graph of one token
     assert refusal.reason.startswith("2 mixtures of different experts share one selection")
     assert "concatenate the hidden units" in refusal.remedy

@@ -1,4 +1,4 @@
-"""Sizes and numbers of graphs: numbers of tokens, and inputs of a region."""
+"""Sizes and numbers in graphs: token counts, and inputs of a region."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Dense(nn.Module):
         self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
         self.double()
 
-    def routed(self, x, *given):
+    def routed(self, x, *inputs):
         return self.router(x).softmax(-1).topk(2, -1)
 
-    def forward(self, x, *given):
-        w, i = self.routed(x, *given)
+    def forward(self, x, *inputs):
+        w, i = self.routed(x, *inputs)
         gates = torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter(-1, i, w)
         h = torch.einsum("...d,edh->...eh", x, self.up).relu()
         return torch.einsum("...eh,ehd,...e->...d", h, self.down, gates)
@@ -40,7 +40,7 @@ class Constant(Dense):
 
 
 class Capacity(Dense):
-    """Of 20 places."""
+    """Drop tokens over a capacity of 20."""
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -54,7 +54,7 @@ class Capacity(Dense):
 
 
 class Limited(Dense):
-    """Experts have so many places for each other's tokens: all crowd on the first one."""
+    """Limit the tokens per expert. All tokens prefer the first expert."""
 
     def __init__(self, places=None):
         super().__init__()
@@ -81,14 +81,14 @@ class Moved(Dense):
 
 
 class Enabled(Dense):
-    """Only some experts: the call says which."""
+    """Enable only the experts in a mask that the call passes."""
 
     def routed(self, x, experts):
         return self.router(x).masked_fill(~experts, -1e9).softmax(-1).topk(2, -1)
 
 
 class Masked(Dense):
-    """Only some tokens."""
+    """Mask tokens."""
 
     def routed(self, x, here):
         w, i = super().routed(x)
@@ -96,7 +96,7 @@ class Masked(Dense):
 
 
 class Forced(Dense):
-    """Where there are ids they choose, else the router does."""
+    """Select by the ids in the call, or by the router for tokens without one."""
 
     def __init__(self, how):
         super().__init__()
@@ -124,11 +124,11 @@ def check(module, calls, **kwargs):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("make", "first"), [(Constant, (3, 10)), (Constant, (30, 2)), (Capacity, (2, 10))])
 def test_a_number_of_a_dynamic_graph_is_no_size(make, first):
-    """Though it is what a size of the first call is."""
+    """Treat the number as a constant although it equals a size of the first call."""
     check(make(), [(tokens(*first),), (tokens(4, 60),)], dynamic=True)
 
 
-@pytest.mark.exhaustive  # `test_all_tokens_but_the_last` has the first of them, the test after this one the second
+@pytest.mark.exhaustive  # `test_all_tokens_but_the_last` and the next test cover these
 @pytest.mark.parametrize(
     "places",
     [
@@ -136,12 +136,12 @@ def test_a_number_of_a_dynamic_graph_is_no_size(make, first):
         lambda batch, length: int(math.sqrt(batch * length)),
         lambda batch, length: max(4, math.ceil((batch * length) ** 0.5)),
         lambda batch, length: batch * round(math.log2(length)),
-        lambda batch, length: int(batch * length * 0.7 * 3 / 8),  # which is not 0.7 * 3 times as much
+        lambda batch, length: int(batch * length * 0.7 * 3 / 8),  # rounds differently than 0.7 * 3 times the size
     ],
 )
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_capacities_of_floats(places, dynamic):
-    """They are computed as the graph does, for all sizes."""
+    """Compute capacities as the graph does, for all sizes."""
     module, shapes = Limited(places), [(2, 10), (2, 40), (3, 41), (3, 97)]
     calls = [(tokens(*shape).abs(),) for shape in shapes]
     (block,) = {b.name: b for b in moefx.blocks(check(module, calls, dynamic=dynamic))}.values()
@@ -149,7 +149,7 @@ def test_capacities_of_floats(places, dynamic):
 
 
 def test_roots_of_sizes_do_not_compile_again():
-    """Where torch alone does not (2.11 does)."""
+    """Compile as often as torch alone, which is once except with 2.11."""
     module = Limited(lambda batch, length: int(math.sqrt(batch * length)))
 
     def compiled(**how):
@@ -159,17 +159,17 @@ def test_roots_of_sizes_do_not_compile_again():
             torch.testing.assert_close(call(x := tokens(2, length).abs()), module(x))
         return call
 
-    ours, plain = [], []
-    compiled(backend=lambda gm, x: plain.append(gm) or gm)
+    graphs, plain_graphs = [], []
+    compiled(backend=lambda gm, x: plain_graphs.append(gm) or gm)
     call = compiled(
         backend=backend,
-        options={"backend": lambda gm, x: ours.append(gm) or torch._dynamo.lookup_backend("aot_eager")(gm, x)},
+        options={"backend": lambda gm, x: graphs.append(gm) or torch._dynamo.lookup_backend("aot_eager")(gm, x)},
     )
-    assert len(ours) == len(plain) and moefx.blocks(call)
+    assert len(graphs) == len(plain_graphs) and moefx.blocks(call)
 
 
 def test_a_number_among_the_inputs(caplog):
-    """Nothing says what it is at other sizes."""
+    """Refuse a number whose value at other sizes is unknown."""
     check(Limited(), [(tokens(2, n).abs(), n // 3) for n in (10, 17)], dynamic=True)
     assert "it depends on L[" in caplog.text
 
@@ -177,7 +177,7 @@ def test_a_number_among_the_inputs(caplog):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_all_tokens_but_the_last(dynamic):
-    """Sizes of the graph are one more than those of the rows."""
+    """Rewrite a graph whose sizes are one larger than the number of rows."""
 
     class ButTheLast(Limited):
         def forward(self, x):
@@ -189,7 +189,7 @@ def test_all_tokens_but_the_last(dynamic):
 
 
 def test_chunks_of_a_length_that_changes():
-    """A chunk's size is no polynomial of the sizes: `(S + 1) // 2`."""
+    """Rewrite chunks whose size is no polynomial of the sizes: `(S + 1) // 2`."""
 
     class Chunks(Dense):
         def forward(self, x):
@@ -200,7 +200,7 @@ def test_chunks_of_a_length_that_changes():
 
 
 class Tempered(Dense):
-    """Of floats that it holds one is a scale, one a factor of a capacity; Dynamo hands them over as tensors."""
+    """Hold two floats, a scale and a factor of a capacity. Dynamo passes them as tensors."""
 
     def __init__(self):
         super().__init__()
@@ -249,7 +249,7 @@ def test_first_call_with_one_integer_value_generalizes():
 
 
 def test_blocks_of_its_own():
-    """A model that was compiled otherwise shares its weights with graphs, not its blocks."""
+    """Keep the block of `moefx.compile` separate from blocks of graphs with the same weights."""
     module = Dense()
     check(module, [(tokens(9),)])
     compiled = moefx.compile(module, plan=moefx.Plan(checkpoint="x"), example_inputs=(tokens(9),))
@@ -261,15 +261,17 @@ def test_blocks_of_its_own():
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("shape", [(E, 9), (3, E)])
 def test_as_many_rows_as_experts(shape, dynamic):
-    """What is given for each expert is not taken for one of each row, also where the first call has as many."""
+    """Do not treat a mask over experts as one over rows if the first call has as many rows as experts."""
     experts = torch.tensor([True, False, True, True])
     calls = [(tokens(*s), experts) for s in (shape, (5, 7))]
     assert moefx.blocks(check(Enabled(), calls, dynamic=dynamic))
 
 
 def test_log_suggests_sizes_that_differ(caplog):
-    """Dynamo has one symbol for sizes that are equal in the first call. (None where opt_einsum, which torch takes if it
-    is installed, has looked at them as numbers.)"""
+    """Suggest other sizes if Dynamo has one symbol for two axes of equal length.
+
+    Without opt_einsum, which torch uses if it is installed and which converts the sizes to numbers.
+    """
     with torch.backends.opt_einsum.flags(enabled=False):
         check(Masked(), [(tokens(3, 3), torch.rand(3, 3) > 0.3)], dynamic=True)
     assert "S = 3 is also the length of another axis: make the first call with other sizes" in caplog.text
@@ -277,7 +279,7 @@ def test_log_suggests_sizes_that_differ(caplog):
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_integers_that_follow_from_an_input(dynamic):
-    """They are varied as the input is; also where the sizes become dynamic."""
+    """Vary integers as the input that they are computed from, with dynamic sizes too."""
     torch.manual_seed(0)
     calls = [(tokens(*s), torch.randint(-least, 50, s)) for s, least in [((3, 9), 1), ((4, 11), 40), ((4, 11), 0)]]
     calls += [(tokens(4, 11), torch.full((4, 11), -1))]

@@ -1,5 +1,7 @@
-"""Nodes around a region keep their order and effects: random numbers, writes in place, modes, gradients. Results are
-the original's, whether or not the region is rewritten."""
+"""Nodes around a region keep their order and effects: random numbers, writes in place, modes, gradients.
+
+Results equal the original whether or not the region is rewritten.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ noisy.register_autograd(lambda ctx, grad: grad)
 
 
 class Mixture(nn.Module):
-    """Weights gathered by the choice: nothing that a tracer leaves in the graph holds it in its place."""
+    """Gather weights by the selection: the graph has no data dependency that fixes its position."""
 
     def __init__(self, forward=None):
         super().__init__()
@@ -50,7 +52,7 @@ class Mixture(nn.Module):
         self.register_buffer("mean", torch.zeros(D))
         self.register_buffer("var", torch.ones(D))
         self.register_buffer("table", 2 * torch.randn(E, D))
-        self.what = forward or (lambda m, x: m.mixed(x, F.linear(x, m.router)))
+        self.fn = forward or (lambda m, x: m.mixed(x, F.linear(x, m.router)))
         self.double()
         self.same = self.bias.view(2, 2).view(-1)
 
@@ -60,7 +62,7 @@ class Mixture(nn.Module):
         return torch.einsum("tkh,tkhd,tk->td", h, self.down[ids], w)
 
     def forward(self, x):
-        return self.what(self, x)
+        return self.fn(self, x)
 
 
 def logits(m, x):
@@ -252,22 +254,22 @@ def run(call, model, x):
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.parametrize("what", [*DRAWS, *WRITES, *BEFORE, *MODES], ids=lambda f: f.__name__)
-def test_results_equal_the_originals(what):
-    original, mine = Mixture(what), Mixture(what)
-    call = torch.compile(mine, backend=backend, options={"backend": "eager", "validation": "symbolic"})
+@pytest.mark.parametrize("fn", [*DRAWS, *WRITES, *BEFORE, *MODES], ids=lambda f: f.__name__)
+def test_results_equal_the_originals(fn):
+    original, compiled_model = Mixture(fn), Mixture(fn)
+    call = torch.compile(compiled_model, backend=backend, options={"backend": "eager", "validation": "symbolic"})
     for seed in range(2):
         torch.manual_seed(seed)
         x = torch.randn(9 - seed, D, dtype=torch.float64)
-        original.zero_grad(), mine.zero_grad()
-        torch.testing.assert_close(run(call, mine, x), run(original, original, x))
+        original.zero_grad(), compiled_model.zero_grad()
+        torch.testing.assert_close(run(call, compiled_model, x), run(original, original, x))
     assert not any(block.fallbacks for block in moefx.blocks(call))
-    if what in (*DRAWS[:3], *BEFORE, noise_twice, op_between, statistics_between, gradient_of_scores):
-        assert len(moefx.blocks(call)) == (2 if what is noise_twice else 1)
+    if fn in (*DRAWS[:3], *BEFORE, noise_twice, op_between, statistics_between, gradient_of_scores):
+        assert len(moefx.blocks(call)) == (2 if fn is noise_twice else 1)
 
 
 def sequence_first(m, x, then):
-    """[B, S, D] in and out, as Megatron has it inside."""
+    """Take and return [B, S, D] like Megatron, and compute on [S, B, D]."""
     z = x.transpose(0, 1)
     w, ids = F.linear(z, m.router).softmax(-1).topk(2)
     out = torch.zeros_like(z)  # with the strides of z
@@ -292,13 +294,13 @@ def test_strides_equal_the_originals(how, way):
     if (way, how) == ("module", "asked"):
         pytest.skip("numbers made of strides are refused")
     model = Mixture(lambda m, x: sequence_first(m, x, STRIDES[how]))
-    mine, x = copy.deepcopy(model), torch.randn(3, 7, D, dtype=torch.float64)
+    compiled_model, x = copy.deepcopy(model), torch.randn(3, 7, D, dtype=torch.float64)
     if way == "module":
-        call = moefx.compile(mine, example_inputs=(x,))
+        call = moefx.compile(compiled_model, example_inputs=(x,))
     elif way == "export":
-        call = moefx.rewrite_graph(torch.export.export(mine, (x,)).module(), (x,))
+        call = moefx.rewrite_graph(torch.export.export(compiled_model, (x,)).module(), (x,))
     else:
-        call = torch.compile(mine, backend=backend, options={"backend": way, "validation": "symbolic"})
+        call = torch.compile(compiled_model, backend=backend, options={"backend": way, "validation": "symbolic"})
     for shape in [(3, 7), *([(3, 5), (4, 7)] if way != "export" and how != "as_strided" else [])]:
         x = torch.randn(*shape, D, dtype=torch.float64)
         out, want = call(x), model(x)
@@ -329,7 +331,7 @@ SIZES = {
 @pytest.mark.parametrize("how", SIZES)
 @pytest.mark.parametrize("then", ["eager", "aot_eager"])
 def test_sizes_that_follow_from_data(how, then):
-    """What has them is left as it is, and nothing else."""
+    """Leave only regions with data-dependent sizes unchanged."""
     model = Mixture(SIZES[how])
     x = torch.randn(9, D, dtype=torch.float64)
     if how == "marked":
@@ -341,7 +343,10 @@ def test_sizes_that_follow_from_data(how, then):
 
 
 def test_writes_in_exported_graphs():
-    """A region that has no gradients is a graph of its own there, which is given what it writes to."""
+    """Rewrite a region without gradients:
+
+    export makes it a subgraph, which gets the buffers that it writes as inputs.
+    """
 
     def forward(m, x):
         x = x.sin()
@@ -375,7 +380,7 @@ class Acting(Mixture):
 
 
 def test_functions_of_one_name():
-    """A proof is of the function, not of its name."""
+    """Prove two functions with the same name separately."""
     model = nn.ModuleList([Acting(torch.relu), Acting(torch.tanh)])
 
     def all_of(x):
@@ -388,7 +393,7 @@ def test_functions_of_one_name():
 
 
 class Called(Mixture):
-    """With modules for a tracer of torch.fx."""
+    """Mixture with modules that torch.fx calls."""
 
     def __init__(self):
         super().__init__()
@@ -429,7 +434,7 @@ def test_modules_with_a_patched_forward(patch):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_looking_at_a_graph_changes_nothing(momentum):
-    """With None torch reads how many batches there were, of which nothing is known."""
+    """Keep the statistics. With None torch reads the number of batches, which is unknown."""
     gm = fx.symbolic_trace(nn.Sequential(nn.BatchNorm1d(D, momentum=momentum)))
     before = copy.deepcopy(gm.state_dict())
     assert moefx.rewrite_graph(gm, (torch.randn(9, D),)) is gm
@@ -445,9 +450,9 @@ def test_a_module_of_the_users_called_moefx():
     with gm.graph.inserting_before(out):
         out.args = (gm.graph.call_module("moefx", (out.args[0],)),)
     gm.recompile()
-    made = moefx.rewrite_graph(gm, (x,))
-    torch.testing.assert_close(made(x), m.moefx(m(x)))
-    assert len(moefx.blocks(made)) == 1 and made.moefx is m.moefx
+    rewritten_graph = moefx.rewrite_graph(gm, (x,))
+    torch.testing.assert_close(rewritten_graph(x), m.moefx(m(x)))
+    assert len(moefx.blocks(rewritten_graph)) == 1 and rewritten_graph.moefx is m.moefx
 
 
 @torch._dynamo.allow_in_graph
@@ -457,7 +462,7 @@ def doubled(t):
 
 
 def test_unknown_effects_on_a_weight():
-    """What is computed from it before is not computed again afterwards."""
+    """Do not compute a value again after an op with unknown effects."""
 
     def forward(m, x):
         up = m.up * 2

@@ -25,7 +25,7 @@ class Mixture(Dense):
 
 
 class InPairs(Mixture):
-    """Of three operands at once torch versions make different products."""
+    """Use einsums of two operands: torch versions decompose three operands differently."""
 
     def experts(self, x, gates):
         h = torch.einsum("td,edh->teh", x, self.up).relu()
@@ -33,7 +33,7 @@ class InPairs(Mixture):
 
 
 class Net(nn.Module):
-    """Modules around the mixture, some of which act otherwise in training."""
+    """Mixture between modules, some of which depend on the training mode."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def test_modules_that_are_called():
-    """torch's own are looked into; those beside the mixture are called as before."""
+    """Inline torch's own modules, and keep calls of the modules around the mixture."""
     net = Net().double()
     net.norm.eval()
     gm, x = fx.symbolic_trace(net), torch.randn(9, D, dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_modules_that_depend_on_the_mode_are_named(caplog):
 
 
 class Sized(Mixture):
-    """Numbers that follow from sizes, wherever they may be asked for."""
+    """Use numbers from sizes in all parts of the mixture."""
 
     def forward(self, x):
         batch, tokens, _ = x.shape
@@ -129,7 +129,7 @@ class Sized(Mixture):
 
 
 class Capacity(Mixture):
-    """GShard's, of all there can be."""
+    """Compute a capacity as in GShard that no expert exceeds."""
 
     def forward(self, x):
         tokens = x.shape[0]
@@ -144,7 +144,7 @@ class Capacity(Mixture):
 
 
 class Windowed(Mixture):
-    """What symbolic sizes make a number of."""
+    """Multiply by a window, for which symbolic sizes become a number."""
 
     def forward(self, x):
         return super().forward(x) * torch.hann_window(x.shape[0], dtype=x.dtype)[:, None]
@@ -166,7 +166,7 @@ CASES = [
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "example", "others"), CASES)
 def test_graphs_that_read_sizes(kind, example, others):
-    """The graph is for all sizes: so is what is made of it."""
+    """Run the rewritten graph at other sizes: the graph is valid for all."""
     m = kind().double()
     out = moefx.rewrite_graph(fx.symbolic_trace(m), (torch.randn(*example, D, dtype=torch.float64),))
     assert not any("val" in n.meta for n in out.graph.nodes)
@@ -178,7 +178,7 @@ def test_graphs_that_read_sizes(kind, example, others):
 
 
 def test_functions_that_read_sizes():
-    """Its weights are inputs: theirs stay."""
+    """Rewrite a function that gets its weights as inputs."""
 
     def mixture(x, gate, up, down):
         batch, tokens, width = x.shape
@@ -229,7 +229,7 @@ def test_arguments_with_defaults_may_be_left_out():
 
 
 def test_numbers_among_the_inputs():
-    """Each call may have another one."""
+    """Accept another number in each call."""
 
     class Tempered(Mixture):
         def forward(self, x, temperature):
@@ -267,7 +267,7 @@ def test_sizes_that_become_numbers(caplog):
 
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 def test_make_fx(mode):
-    """Symbolic tracing takes the sizes of what the experts compute."""
+    """Trace with symbolic sizes inside the experts."""
     m, x = InPairs().double(), torch.randn(9, D, dtype=torch.float64)
     gm = make_fx(lambda x: m(x), tracing_mode=mode, _allow_non_fake_inputs=True)(x)
     out = moefx.rewrite_graph(gm, (x,))
@@ -279,7 +279,7 @@ def test_make_fx(mode):
 
 
 class Masked(Mixture):
-    """Writes through views: where values do not share memory, nothing says that they follow each other."""
+    """Write through views: later values depend on the writes only through shared memory."""
 
     def __init__(self, way):
         super().__init__()
@@ -319,7 +319,7 @@ def test_writes_through_views_reach_the_result(way, tracer):
 
 
 def test_explain_of_a_graph_names_rewrite_graph():
-    """Which of `torch.export` refuse other sizes themselves."""
+    """Recommend `moefx.rewrite_graph` for graphs of `torch.export` that reject other sizes."""
     x = torch.randn(9, D)
     explanation = moefx.explain(torch.export.export(Mixture(), (x,)).module(), example_inputs=(x,))
     (refusal,) = explanation.refused
@@ -327,7 +327,7 @@ def test_explain_of_a_graph_names_rewrite_graph():
 
 
 class Modes(Mixture):
-    """It scores in float32 under any autocast, and chooses without gradients, as DeepSeek-V3 does."""
+    """Compute scores in float32 under any autocast and select without gradients, like DeepSeek-V3."""
 
     def forward(self, x):
         with torch.autocast("cpu", enabled=False):

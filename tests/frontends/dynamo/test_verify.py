@@ -24,31 +24,31 @@ def compiled(module):
 
 
 def test_verify_of_the_model_itself():
-    """The weights are the same; the whole model and each region are compared, and nothing is touched."""
-    mine = model("dense_masked")
-    before = copy.deepcopy(mine.state_dict())
-    call = compiled(mine)
-    report = moefx.verify(call, mine, (X,), routings=False)
+    """Compare the whole model and each region with the original, whose weights the compiled model shares."""
+    original = model("dense_masked")
+    before = copy.deepcopy(original.state_dict())
+    call = compiled(original)
+    report = moefx.verify(call, original, (X,), routings=False)
     assert report.ok, str(report)
     assert {row.block for row in report.rows} == {"", "layers.0.moe", "layers.1.moe"}
-    assert {row.name for row in report.rows if row.block == ""} >= set(dict(mine.named_parameters()))
+    assert {row.name for row in report.rows if row.block == ""} >= set(dict(original.named_parameters()))
     assert "compiled by aot_eager, as a whole" in report.covered
     second, third = report.covered[0].split(","), report.covered[1].split(",")
     assert second[0] == "call 2: 18 tokens" and third[0].startswith("call 3: ")
     count = int(third[0].split()[2])
     assert {row.op for row in report.routing} == {"topk"} and {row.tokens for row in report.routing} == {18, count}
-    assert all(torch.equal(t, before[name]) for name, t in mine.state_dict().items())
+    assert all(torch.equal(t, before[name]) for name, t in original.state_dict().items())
     assert "not called yet" in str(moefx.explain(call))
     assert moefx.verify(call, call, (X,), grads=False, routings=False).ok
 
 
 def test_names_of_a_sequential():
-    """Regions have the names that `blocks` has for them; what torch's own modules call is compiled as it was."""
-    mine = torch.nn.Sequential(model("dense_masked").layers[0]["moe"], model("dense_masked").layers[0]["moe"])
-    mine[0].forward = functools.partial(_first, mine[0].forward)
-    call = compiled(mine)
+    """Use the names of `blocks` for regions. torch's own modules around them call the graphs as before."""
+    original = torch.nn.Sequential(model("dense_masked").layers[0]["moe"], model("dense_masked").layers[0]["moe"])
+    original[0].forward = functools.partial(_first, original[0].forward)
+    call = compiled(original)
     call(X)
-    report = moefx.verify(call, mine, (X,), grads=False, routings=False)
+    report = moefx.verify(call, original, (X,), grads=False, routings=False)
     assert report.ok and {row.block for row in report.rows} == {"", *(b.name for b in moefx.blocks(call))}
 
 
@@ -57,26 +57,26 @@ def _first(forward, x):
 
 
 def test_verify_finds_other_weights():
-    mine = model("stack_gather", num_layers=1)
-    other = copy.deepcopy(mine)
-    assert moefx.verify(compiled(mine), other, (X,), routings=False).ok
+    original = model("stack_gather", num_layers=1)
+    other = copy.deepcopy(original)
+    assert moefx.verify(compiled(original), other, (X,), routings=False).ok
     with torch.no_grad():
         other.layers[0]["moe"].w_up.mul_(1.01)
-    assert not moefx.verify(compiled(mine), other, (X,), routings=False, grads=False).ok
+    assert not moefx.verify(compiled(original), other, (X,), routings=False, grads=False).ok
 
 
 def test_the_pass_that_broke_a_region_is_named():
-    mine = model("stack_gather", num_layers=1)
+    original = model("stack_gather", num_layers=1)
     with broken("expert_mlp_backward", lambda grads, *_, **__: [*grads[:-1], grads[-1] * 1.01]):
-        report = moefx.verify(compiled(mine), mine, (X,), routings=False)
+        report = moefx.verify(compiled(original), original, (X,), routings=False)
     assert report.first_block == "layers.0.moe" and report.first_pass.startswith("fuse (")
 
 
 @pytest.mark.parametrize("of_a_layer", [False, True])
 def test_a_model_compiled_in_place_is_compared_with_itself(of_a_layer):
-    mine = model("dense_masked", num_layers=1)
-    (mine.layers[0]["moe"] if of_a_layer else mine).compile(backend=backend, options=OPTIONS)
-    report = moefx.verify(mine, mine, (X.float(),), dtype=torch.float32, routings=False)
+    original = model("dense_masked", num_layers=1)
+    (original.layers[0]["moe"] if of_a_layer else original).compile(backend=backend, options=OPTIONS)
+    report = moefx.verify(original, original, (X.float(),), dtype=torch.float32, routings=False)
     assert report.ok and any(row.kind == "path" for row in report.rows)
 
 
@@ -87,13 +87,13 @@ def test_verify_of_a_model_without_regions():
 
 
 @pytest.mark.parametrize(
-    ("pair", "what"),
+    ("pair", "message"),
     [
         (lambda m: (m, compiled(m)), "the arguments are swapped"),
         (lambda m: (torch.compile(m, backend="eager"), m), "backend of torch.compile is not 'moefx'"),
         (lambda m: (torch.compile(lambda x: m(x), backend=backend), m), "got a function, which has no parameters"),
     ],
 )
-def test_invalid_pairs_raise(pair, what):
-    with pytest.raises(InvalidInput, match=what):
+def test_invalid_pairs_raise(pair, message):
+    with pytest.raises(InvalidInput, match=message):
         moefx.verify(*pair(model("stack_gather", num_layers=1)), (X,))

@@ -1,4 +1,4 @@
-"""Weights that autograd treats differently than their owner's parameters."""
+"""Weights for which autograd differs from their owner's parameters."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def made_without_grad(up, e):
     "up", [lambda up, e: up.detach()[e], lambda up, e: up[e].detach() if e == 1 else up[e], made_without_grad]
 )
 def test_without_gradient(up):
-    """What no gradient goes to gets none, which `gradients` tells from zeros."""
-    mine, x = Mixture(up), torch.randn(2, 9, D, dtype=torch.float64)
-    reference = copy.deepcopy(mine)
-    call = torch.compile(mine, backend=backend, options={"backend": "aot_eager", "validation": "symbolic"})
-    for got, expected in zip(gradients(mine, call, x), gradients(reference, reference, x), strict=True):
+    """Leave gradients as None if there is none; `gradients` distinguishes None from zeros."""
+    compiled_model, x = Mixture(up), torch.randn(2, 9, D, dtype=torch.float64)
+    reference = copy.deepcopy(compiled_model)
+    call = torch.compile(compiled_model, backend=backend, options={"backend": "aot_eager", "validation": "symbolic"})
+    for got, expected in zip(gradients(compiled_model, call, x), gradients(reference, reference, x), strict=True):
         torch.testing.assert_close(got, expected)
     assert len(moefx.blocks(call)) == 1
