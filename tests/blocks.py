@@ -1,4 +1,4 @@
-"""Small, plain mixtures of experts that tests of the passes share."""
+"""Small models of mixtures of experts that several tests share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D, H, E, K = 6, 8, 4, 2
 
 
 def rewritten(block: nn.Module, *args: torch.Tensor, plan: Plan | None = None) -> BlockRewrite:
-    """The block through the whole pipeline, as `compile` would; `Refused` if it is none."""
+    """Rewrite the block as `compile` does. Raises `Refused` if the block is not a mixture of experts."""
     return run_in_worker(lambda: rewrite_block(block, "moe", args or (torch.zeros(5, D),), {}, plan or Plan()))
 
 
@@ -39,7 +39,7 @@ class Mlp(nn.Module):
 
 
 class Loop(nn.Module):
-    """A loop over experts with `index_add`."""
+    """Loop over experts with `index_add`."""
 
     def __init__(self, expert: Callable[[], nn.Module] = Gated, k: int = K, num_experts: int = E):
         super().__init__()
@@ -64,7 +64,7 @@ class Loop(nn.Module):
 
 
 class Block(Loop):
-    """A mixture whose forward is `fn(block, x, *rest)`."""
+    """Mixture whose forward is `fn(block, x, *rest)`."""
 
     def __init__(self, fn, expert: Callable[[], nn.Module] = Mlp, **attributes):
         super().__init__(expert)
@@ -77,7 +77,7 @@ class Block(Loop):
 
 
 class Dropping(Loop):
-    """No more than three tokens for an expert."""
+    """Give each expert at most three tokens."""
 
     def mixed(self, x, w, ids):
         out = torch.zeros_like(x)
@@ -89,7 +89,7 @@ class Dropping(Loop):
 
 
 class Stacked(nn.Module):
-    """All experts on all tokens, then a gather; the experts are stacked parameters."""
+    """Run all experts on all tokens, then gather the selected outputs. The experts are stacked parameters."""
 
     def __init__(self, body: Callable, num_experts: int = E, **shapes: tuple[int, ...]):
         super().__init__()
@@ -105,7 +105,7 @@ class Stacked(nn.Module):
 
 
 class WithBias(nn.Module):
-    """As gpt-oss: `x @ w + bias` for each expert, the parameters stacked."""
+    """Compute `x @ w + bias` for each expert, with stacked parameters, as gpt-oss does."""
 
     def __init__(self, scale: float = 1.0):
         super().__init__()

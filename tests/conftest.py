@@ -1,6 +1,6 @@
-"""Run Triton's kernels in its interpreter on machines without a GPU; Triton reads the setting at its first import.
+"""Run Triton's kernels in its interpreter on machines without a GPU.
 
-On a machine with a GPU, only tests that request it tune kernels.
+Triton reads the setting at its first import. On a machine with a GPU, only tests that request it tune kernels.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ os.environ.pop("MOEFX_AUTOTUNE", None)
 
 try:
     import hypothesis
-except ImportError:  # a machine with a GPU need not have it
+except ImportError:  # hypothesis is optional on machines with a GPU
     pass
 else:
-    # The first call of an op, or other work on the machine, is no failure.
+    # No deadline: the first call of an op takes longer, and so do all calls on a busy machine.
     hypothesis.settings.register_profile("moefx", deadline=None)
     hypothesis.settings.load_profile("moefx")
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that `-m` names are chosen
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that has the mark `sampled(n)`, all but each n-th are exhaustive; one that has a
-    mark `sampled(1)` of its own never is."""
+    """Mark the cases of a test with the mark `sampled(n)` as exhaustive, except each n-th case.
+
+    If several marks apply, the smallest n counts: a case with its own mark `sampled(1)` is never exhaustive.
+    """
     seen = Counter[str]()
     for item in items:
-        every = [mark.args[0] for mark in item.iter_markers("sampled")]
-        if not every:
+        steps = [mark.args[0] for mark in item.iter_markers("sampled")]
+        if not steps:
             continue
         test = item.nodeid.partition("[")[0]
-        if seen[test] % min(every):
+        if seen[test] % min(steps):
             item.add_marker("exhaustive")
         seen[test] += 1
 
@@ -45,14 +47,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _EachNth:
-    """Deselect all but each N-th test, after `-m` and `-k` have selected. Tests with the mark `every_version` stay."""
+    """Deselect all tests but each N-th, after `-m` and `-k`. Keep tests with the mark `every_version`."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        each = config.getoption("--each")
-        stays = [not i % each or item.get_closest_marker("every_version") is not None for i, item in enumerate(items)]
-        config.hook.pytest_deselected(items=[item for item, stay in zip(items, stays, strict=True) if not stay])
-        items[:] = [item for item, stay in zip(items, stays, strict=True) if stay]
+        step = config.getoption("--each")
+        is_kept = [not i % step or item.get_closest_marker("every_version") is not None for i, item in enumerate(items)]
+        config.hook.pytest_deselected(items=[item for item, keep in zip(items, is_kept, strict=True) if not keep])
+        items[:] = [item for item, keep in zip(items, is_kept, strict=True) if keep]
 
 
 def pytest_configure(config: pytest.Config) -> None:

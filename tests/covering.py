@@ -1,4 +1,4 @@
-"""Samples of products of parameters: `make test` runs the sample, `make test-all` the product."""
+"""Sample products of parameters: `make test` runs the sample, `make test-all` the product."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 
 
 def covering(*axes: Mapping[str, Any], of: int) -> list:
-    """Parameters over the product of `axes`, id -> value (a tuple: several parameters). A sample in which every `of`
-    values of different axes meet is marked by nothing, the rest as exhaustive."""
+    """Build parameters over the product of `axes`, each a map from ids to values (tuples for several parameters).
+
+    The sample contains each combination of `of` values of different axes. The other parameters are marked as
+    exhaustive.
+    """
     points = list(itertools.product(*axes))
     met = {point: set(itertools.combinations(enumerate(point), of)) for point in points}
     left, sample, uses = set().union(*met.values()), set(), Counter()
-    while left:  # the first of those that bring the most, of what was had least so far
+    while left:  # pick the point with the most new combinations, then with the least used values
         best = max(points, key=lambda point: (len(met[point] & left), -sum(uses[value] for value in enumerate(point))))
         sample.add(best)
         uses.update(enumerate(best))

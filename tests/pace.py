@@ -1,4 +1,4 @@
-"""Time limits of tests, on a machine of any speed."""
+"""Time limits of tests that scale with the speed of the machine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-USUAL = 0.06  # seconds that a usual core takes for the loop
+USUAL = 0.06  # seconds of the loop on a usual core
 
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """So many seconds of a usual core are enough for the block: of one that is slower now, accordingly more."""
+    """Fail if the block takes longer than `seconds` on a usual core; a slower core gets proportionally more time."""
     before, begin = _loop(), time.process_time()
     yield
-    taken = time.process_time() - begin
+    seconds_used = time.process_time() - begin
     slower = max(1.0, before / USUAL, _loop() / USUAL)
-    assert taken < seconds * slower, (
-        f"took {taken:.1f} s, expected {seconds} s times {slower:.1f}, as slow a core is this"
+    assert seconds_used < seconds * slower, (
+        f"took {seconds_used:.1f} s, expected {seconds} s times {slower:.1f}, the slowdown of this core"
     )
 
 

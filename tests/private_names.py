@@ -1,8 +1,8 @@
-"""Find the private names of torch and triton that the files of a package use, by their syntax trees.
+"""Find the private names of torch and triton in the files of a package, by their syntax trees.
 
 A name is private if a part of its dotted path begins with an underscore. Names are followed through imports,
-assignments (`aten = torch.ops.aten`) and `getattr` with a literal. An attribute of an object whose class the tree does
-not tell has no path: `module._parameters` is the name `_parameters`.
+assignments (`aten = torch.ops.aten`) and `getattr` with a literal. An attribute of an object of unknown class has no
+path: `module._parameters` is the name `_parameters`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def is_private(name: str) -> bool:
 def find_private_names(
     package: Path, of_torch: Callable[[str], bool], of_operators: Callable[[str], bool]
 ) -> tuple[Uses, Uses]:
-    """The private names that a package uses: dotted paths, and attributes and literals without a path.
+    """Find the private names that a package uses: dotted paths, and attributes and literals without a path.
 
     Args:
         package: its folder.
-        of_torch: whether an attribute that the package also defines, or a literal, is a name of torch.
+        of_torch: whether torch has this name. Called for literals and for attributes that the package also defines.
         of_operators: whether a literal is the name of an operator.
     """
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(package.rglob("*.py"))}
@@ -54,7 +54,7 @@ def find_private_names(
 
 
 def _nodes_with_names(scope: ast.AST, outer: Mapping[str, str]) -> Iterator[tuple[Any, Mapping[str, str]]]:
-    """The nodes of a module or function and of the functions in it, each with the paths of the names that it sees."""
+    """Yield the nodes of a scope and its inner functions, each with the paths of the names in its scope."""
     nodes = _nodes_of(scope)
     known = {**outer, **{name: "" for name in _parameters(scope)}}
     for node in nodes:
@@ -70,7 +70,7 @@ def _nodes_with_names(scope: ast.AST, outer: Mapping[str, str]) -> Iterator[tupl
 
 
 def _nodes_of(scope: ast.AST) -> list[ast.AST]:
-    """The nodes below a module or function that may name something, without those in a function below it."""
+    """List the nodes of a module or function that may contain names, except those of inner functions."""
     found, left = [], list(ast.iter_child_nodes(scope))[::-1]
     while left:
         node = left.pop()
@@ -87,7 +87,7 @@ def _parameters(scope: ast.AST) -> list[str]:
 
 
 def _imports(node: ast.AST) -> dict[str, str]:
-    """The full path of each name that an import binds. Relative imports have none."""
+    """Return the full path of each name that an import binds, "" for relative imports."""
     if isinstance(node, ast.Import):
         return {a.asname: a.name for a in node.names if a.asname} | {
             root: root for a in node.names if not a.asname for root in [a.name.partition(".")[0]]
@@ -106,7 +106,7 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _path(node: ast.AST, known: Mapping[str, str]) -> str:
-    """The dotted path that an expression names, "" if it does not name one."""
+    """Return the dotted path that an expression names, or ""."""
     if isinstance(node, ast.Name):
         return known.get(node.id, "")
     owner, name = (node.value, node.attr) if isinstance(node, ast.Attribute) else _literal_of_call(node)
@@ -115,7 +115,7 @@ def _path(node: ast.AST, known: Mapping[str, str]) -> str:
 
 
 def _literal_of_call(node: ast.AST) -> tuple[ast.expr | None, str]:
-    """The object and the name that `getattr(object, "name")` and its like are given."""
+    """Return the object and the name in calls of `getattr(object, "name")` and similar functions."""
     if not isinstance(node, ast.Call):
         return None, ""
     called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -132,13 +132,13 @@ def _name_without_path(node: ast.AST, known: Mapping[str, str]) -> str:
         root = node.value
         while isinstance(root, ast.Attribute):
             root = root.value
-        # a path of another library, such as sys._getframe, is none of torch's names
+        # a path of another library, such as sys._getframe
         return "" if isinstance(root, ast.Name) and known.get(root.id) else node.attr
     return "" if _path(node, known) else _literal_of_call(node)[1].rpartition(".")[2]
 
 
 def _definitions(tree: ast.AST) -> set[str]:
-    """Names that a file defines: functions, classes, variables, parameters and attributes of `self`."""
+    """Collect the names that a file defines: functions, classes, variables, parameters and attributes of `self`."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -1,6 +1,6 @@
-"""Prove a block once: tests that compile an equal block again, for another mesh, wrapper or mode, reuse its proof.
+"""Prove equal blocks once: a test that compiles one for another mesh, wrapper or mode reuses the proof.
 
-Proofs are most of the time of `compile`. Tests of proofs, or of what `compile` leaves behind, do not use this.
+`compile` spends most of its time on proofs. Tests of proofs and of side effects of `compile` do not use this module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moefx.ir.guards.stored_values import StoredFieldNames, is_configuration, is
 
 @dataclasses.dataclass
 class _Proof:
-    """A proof of `block`, the attributes that it depends on, and the globals that the block's code names."""
+    """Proof of `block`, the attributes that it depends on, and the globals that the block's code names."""
 
     block: nn.Module
     read: set[AttributeLocation]
@@ -45,12 +45,15 @@ _CHECKS: list[tuple[weakref.ref[BlockRewrite], NumericCheck]] = []
 def rewrite_once(
     module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: moefx.Plan, read: set[AttributeLocation]
 ) -> BlockRewrite:
-    """Stand in for `survey._rewrite_as_called`. Two blocks are equal if `survey_model` would give two modules of a
-    model the same program; also their classes' methods, globals and the type of each argument have to be the same."""
+    """Replace `survey._rewrite_as_called`.
+
+    Two blocks are equal if `survey_model` would give two modules of a model the same program, and the methods and
+    globals of their classes and the types of all arguments are equal.
+    """
     before = frozenset(read)
     key, names = _key_of(module, call, candidates, plan), find_globals(module)
     proof = next((p for p in _PROOFS.get(key, ()) if _holds_for(p, module, names)), None)
-    read.clear()  # what was read to compare
+    read.clear()  # remove the attributes that the comparison read
     read |= before
     if proof is not None:
         read |= proof.read
@@ -63,12 +66,12 @@ def rewrite_once(
 
 
 def forget() -> None:
-    """Let go of the proofs and of the blocks that they are of."""
+    """Release all proofs and their blocks."""
     _PROOFS.clear()
 
 
 def check_once(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
-    """Stand in for `model_proof.check_numerically`: a reused proof has been checked."""
+    """Replace `model_proof.check_numerically`: return the earlier check of a reused proof."""
     for proof, check in _CHECKS:
         if proof() is result:
             return check
@@ -84,7 +87,7 @@ def proving_once() -> mock._patch:
 
 
 def checking_once() -> mock._patch:
-    """Return a context in which the numbers of a reused proof are not compared again, whatever the weights are."""
+    """Return a context in which reused proofs are not checked numerically again, even with other weights."""
     return mock.patch.multiple(moefx.compiler.model_proof, check_numerically=check_once)
 
 
@@ -94,7 +97,7 @@ def _holds_for(proof: _Proof, module: nn.Module, names: dict[AttributeLocation, 
 
 
 def _key_of(module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: moefx.Plan) -> tuple | None:
-    """What else than attributes and globals a proof depends on; None if that is not only what can be compared."""
+    """Return the inputs of a proof besides attributes and globals, or None if some cannot be compared."""
     arguments, structure = pytree.tree_flatten((call.args, call.kwargs))
     if candidates.objects or not all(map(_is_comparable, arguments)):
         return None

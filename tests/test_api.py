@@ -1,4 +1,4 @@
-"""The public functions: errors, modes, copies and odd inputs of a compiled model."""
+"""Public functions: errors, modes, copies and unusual inputs of a compiled model."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class TestErrors:
     def test_explain_lists_later_specializations(self, reference):
         compiled = moefx.compile(copy.deepcopy(reference), example_inputs=EXAMPLE)
         assert moefx.explain(compiled).matched[0].also_for == ()
-        compiled.eval()(torch.randn(2, 5, D))  # nothing in it depends on the mode
+        compiled.eval()(torch.randn(2, 5, D))  # the block does not depend on the mode
         assert moefx.explain(compiled).matched[0].also_for == ()
         compiled.double()(torch.randn(2, 5, D, dtype=torch.float64))
         (also,) = moefx.explain(compiled).matched[0].also_for
@@ -201,7 +201,7 @@ class TestStays:
 
 
 class TestFound:
-    """Bugs that a second pair of eyes found."""
+    """Errors that reviews found."""
 
     def test_a_module_under_two_names_is_left_as_it_was(self):
         model = Model()
@@ -212,7 +212,7 @@ class TestFound:
         assert [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)] == before
 
     def test_an_expert_without_tokens_in_captures_is_kept(self):
-        """One choice for a whole sequence: a few sequences choose a few experts."""
+        """Route whole sequences: a few sequences select only some of the experts."""
 
         class Sentences(Loop):
             def route(self, x):
@@ -279,7 +279,7 @@ class TestCalls:
         ids=["float_times", "swapped", "pow", "shift", "int", "sqrt", "max"],
     )
     def test_branch_on_a_computed_size(self, long, is_seen):
-        """A comparison that is seen has two programs; one of numbers that Python computed, one and the original."""
+        """Build two programs for a comparison of a traced size; run the original if Python computed the number."""
 
         class Long(Loop):
             def forward(self, x):

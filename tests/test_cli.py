@@ -1,4 +1,4 @@
-"""The command line: targets, exit status, environment."""
+"""Command line: targets, exit status, environment."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def broken():
 
 @pytest.fixture
 def user_module(tmp_path, monkeypatch):
-    """A module `user_code` in the current directory, as a user of `python -m moefx` has it."""
+    """Create a module `user_code` in the current directory, for `python -m moefx`."""
     (tmp_path / "user_code.py").write_text(USER_MODULE)
     (tmp_path / "user_broken.py").write_text("import torch\nimport no_such_dependency\n")
     (tmp_path / "user_raises.py").write_text("x = 1\ny = x / 0\n")
@@ -100,7 +100,7 @@ def test_models_are_loaded_on_meta_on_request(user_module):
     ],
 )
 def test_wrong_targets_end_with_status_2_and_one_line(user_module, capsys, command, spec, message):
-    """`plan` calls factories on the meta device, and says so."""
+    """`plan` calls factories on the meta device, and its errors name that device."""
     assert cli.main([*command, spec]) == 2
     error = capsys.readouterr().err
     assert message in error.replace(" failed on the meta device: ", " failed: ")

@@ -1,8 +1,8 @@
-"""Every code block of README and docs/ runs, and prints the text that the page shows below it.
+"""Every code block of README and docs/ runs and prints the text below it on the page.
 
-The Python blocks of a page share one module and one temporary folder. The title of a block names its file; a title
-that starts with `torchrun` runs the block on several ranks. A ```text block shows the output of the block above it:
-numbers and spaces may differ, and `...` stands for any text.
+The Python blocks of a page share one module and one temporary folder. The title of a block names its file; a title that
+starts with `torchrun` runs the block on several ranks. A ```text block shows the output of the block above it: numbers
+and spaces may differ, and `...` stands for any text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .proof_memory import proving_once
 
 ROOT = Path(__file__).parents[1]
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_BY = {"docs/backend.md": "tests/frontends/dynamo/test_docs.py"}  # in a process of its own, with logs
+RUN_BY = {"docs/backend.md": "tests/frontends/dynamo/test_docs.py"}  # in a separate process, with logs
 OPTIONAL = ("transformers", "peft", "accelerate")
 _FENCE = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.M | re.S)
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -44,12 +44,12 @@ class CodeBlock:
 
     @property
     def is_command(self) -> bool:
-        """Whether it is one shell command of moefx."""
+        """Return whether the block is one shell command of moefx."""
         return self.language == "sh" and self.code.startswith("python -m moefx") and self.code.count("\n") == 1
 
     @property
     def num_ranks(self) -> int:
-        """Of a script for several ranks, else 0."""
+        """Return the number of ranks of a torchrun script, 0 for other blocks."""
         found = re.match(r"torchrun --nproc-per-node (\d+) \S+$", self.title)
         return int(found[1]) if found else 0
 
@@ -59,16 +59,19 @@ def read_blocks(page: Path) -> list[CodeBlock]:
 
 
 def shown_below(blocks: list[CodeBlock]) -> Iterator[tuple[CodeBlock, str | None]]:
-    """Each block, and the output that the page shows for it."""
+    """Yield each block and its output on the page."""
     for block, after in itertools.zip_longest(blocks, blocks[1:]):
         yield block, after.code if after is not None and after.language == "text" else None
 
 
 def run_page(page: Path, folder: Path) -> list[tuple[str, str]]:
-    """The output of each block that shows one, and the text that the page shows. `folder`: the current directory."""
+    """Return the printed output and the text on the page for each block that shows one.
+
+    `folder`: the current directory.
+    """
     outputs = []
     module = types.ModuleType(f"page_{page.stem}")
-    sys.modules[module.__name__] = module  # as for any script, classes find their module
+    sys.modules[module.__name__] = module  # classes look up their module, as in a script
     torch.manual_seed(0)
     for block, shown in shown_below(read_blocks(page)):
         if block.language == "python" and not block.num_ranks:
@@ -84,7 +87,7 @@ def run_page(page: Path, folder: Path) -> list[tuple[str, str]]:
 
 def _run_python(block: CodeBlock, file: Path, module: types.ModuleType) -> str:
     above = file.read_text(encoding="utf-8") if file.exists() else ""
-    # Source lines in explanations and tracebacks come from a file, as they do for a user.
+    # Tracebacks and explanations show source lines, which they read from a file.
     file.write_text(above + block.code, encoding="utf-8")
     vars(module)["__file__"] = str(file)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -108,7 +111,7 @@ def normalize(text: str) -> str:
 
 
 def find_difference(printed: str, shown: str) -> str:
-    """The first part of the shown text that was not printed, "" if all of it was, in this order."""
+    """Return the first part of the shown text that was not printed in this order, or ""."""
     found, position = normalize(printed), 0
     parts = [normalize(part) for part in shown.split("...")]
     for number, part in enumerate(parts):
@@ -154,7 +157,10 @@ def test_code_blocks_print_the_output_on_the_page(page, needed, tmp_path, monkey
 
 @pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="needs gloo")
 def test_scripts_for_several_ranks_print_the_output_on_the_page(tmp_path):
-    """All scripts of one number of ranks run in the same processes: starting them takes longer than the scripts."""
+    """Run all scripts with an equal number of ranks in the same processes:
+
+    starting them takes longer than the scripts.
+    """
     found = [pair for page in MARKDOWN for pair in shown_below(read_blocks(page)) if pair[0].num_ranks]
     for ranks in {block.num_ranks for block, _ in found}:
         files, texts = [], []

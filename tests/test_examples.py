@@ -1,4 +1,4 @@
-"""The examples run, and original and compiled model train alike."""
+"""The examples run, and the original and the compiled model train alike."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_the_qwen3_example_trains_rewritten(capsys):
     assert "expert_mlp" in printed and "moefx.verify: passed" in printed
 
 
-@pytest.mark.timeout(900)  # half a minute alone; several times as long beside other processes on few cores
+@pytest.mark.timeout(900)  # half a minute alone, several minutes on a busy machine
 @pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="needs gloo")
 def test_train_expert_parallel():
-    """Train on two processes: with the experts over both, then over one."""
+    """Train on two processes, first with the experts over both, then over one."""
     command = ["examples/train_expert_parallel.py", "--steps", "4"]
     done = torchrun(*command, ranks=2, timeout=850, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]

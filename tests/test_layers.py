@@ -1,5 +1,8 @@
-"""Imports point down the table of docs/architecture.md, no modules import each other in a circle, no module reads the
-words of a refusal, and the page names functions and carriers that exist."""
+"""The package follows docs/architecture.md.
+
+Imports point down its table, no modules import each other in a circle, no module reads the words of a refusal, and the
+page names functions and carriers that exist.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ FILES = {
 
 @functools.cache
 def layers() -> dict[str, int]:
-    """Each unit of the table, and its row, counted from the bottom."""
+    """Map each unit of the table to its row, counted from the bottom."""
     table = (ROOT / "docs/architecture.md").read_text().partition("| layer |")[2]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     return {unit: i for i, row in enumerate(reversed(rows)) for unit in re.findall("`([^`]+)`", row)}
 
 
 def imports(module: str, tree: ast.AST, is_package: bool) -> Iterator[str]:
-    """Modules of the package that a module imports, those of `if TYPE_CHECKING` excepted."""
+    """Yield the modules of the package that a module imports, except below `if TYPE_CHECKING`."""
     typing_only = {
         id(inner)
         for node in ast.walk(tree)
@@ -58,7 +61,7 @@ def edges() -> dict[str, set[str]]:
 
 
 def unit_of(module: str) -> str:
-    """The longest name of the table that the module is, or is in; "" if there is none."""
+    """Return the longest name in the table that equals or contains the module, or ""."""
     inner = module.split(".")[1:]
     names = [".".join(inner[:n]) for n in range(len(inner), 0, -1)] or ["__init__"]
     return next((name for name in names if name in layers()), "")
@@ -80,7 +83,7 @@ def test_imports_point_down(edges):
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that reach each other."""
+    """List groups of modules that reach each other."""
     reached = {module: _reached(module, edges) for module in edges}
     together = {frozenset(b for b in reached[a] if a in reached.get(b, ())) for a in edges}
     return [sorted(circle) for circle in together if circle]
@@ -125,7 +128,7 @@ def test_carriers_are_frozen_as_documented():
 
 
 def comparisons_of_reasons(tree: ast.AST) -> Iterator[int]:
-    """Lines that compare a refusal's reason, or a part of it: `Refused.cause` is there for that."""
+    """Yield lines that compare the text of a refusal's reason. Modules compare `Refused.cause` instead."""
 
     def has_reason(node: ast.AST) -> bool:
         return any(isinstance(inner, ast.Attribute) and inner.attr == "reason" for inner in ast.walk(node))

@@ -1,4 +1,4 @@
-"""Files that `pip install` installs, and the cost of the import."""
+"""Files that `pip install` installs, and the time of the import."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_wheel_is_complete_and_runs_outside_the_checkout(tmp_path):
 
 
 def test_import_is_light(tmp_path):
-    """At most 0.3 s beside torch, and none of the packages that are slow to import."""
+    """Import in at most 0.3 s after torch, without the packages that are slow to import."""
     script = (
         "import sys, time, torch\n"
         "before = set(sys.modules)\n"

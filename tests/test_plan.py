@@ -12,7 +12,7 @@ MAX_GROUPS = 8
 
 
 def read_groups() -> dict[str, dict[str, str]]:
-    """The groups of the docstring: the text of each field."""
+    """Return the groups of the docstring, each a map from fields to texts."""
     groups: dict[str, dict[str, str]] = {}
     fields: dict[str, str] = {}
     name = ""

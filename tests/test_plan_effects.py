@@ -1,4 +1,4 @@
-"""Plans with fields that would have no effect raise, and name the field to leave out."""
+"""Plans with fields that would have no effect raise an error that names the field."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_mesh_that_is_not_of_the_layout(changes, mesh, text):
 
 
 def followed(plan: Plan, mesh: Any) -> Plan:
-    """The plan after the remedies of all errors, word for word."""
+    """Apply the remedies of all errors literally and return the plan."""
     for _ in range(4):
         try:
             check_layout(plan, mesh)
@@ -167,7 +167,7 @@ def test_layouts_that_compile_does_not_support_raise(layout, text):
     assert rest == {name: layout[name] for name in ("pp", "ep") if name in layout} | (
         {"zero": 0} if layout.get("zero") == 0 else {}
     )
-    if "ep" in layout:  # what is named is still that of the mesh
+    if "ep" in layout:  # the current value in the message is the size in the mesh
         with pytest.raises(InvalidPlan, match=r"ep=4 \(2 in the mesh\)"):
             check_layout(plan.replace(layout=rest), mesh_of(pp=2, ep=2, tp=2))
 

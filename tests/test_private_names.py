@@ -1,4 +1,4 @@
-"""docs/private_names.md lists the private names of torch that moefx uses, and torch has them."""
+"""docs/private_names.md lists exactly the private names of torch that moefx uses, and the installed torch has them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _of_operators(name: str) -> bool:
 
 
 def _owner(name: str) -> tuple[Any, str]:
-    """What holds a name, and the rest of the name, after the imports and attributes that can be followed."""
+    """Follow imports and attributes, and return the last object with the rest of the name."""
     parts = name.split(".")
     found: Any = importlib.import_module(parts.pop(0))
     while len(parts) > 1:
@@ -47,7 +47,7 @@ def _owner(name: str) -> tuple[Any, str]:
 
 
 def resolves(name: str) -> bool:
-    """Whether the installed version has a name: as an attribute, or in the source of its owner."""
+    """Return whether the installed version has a name, as an attribute or in the source of its owner."""
     owner, last = _owner(name)
     if hasattr(owner, last):
         return True
@@ -95,7 +95,7 @@ def test_listed_names_are_used(used):
 @pytest.mark.every_version
 @pytest.mark.parametrize("library", ["torch", "triton", "transformers", "sympy"])
 def test_the_installed_version_has_the_names(library):
-    """Any version of torch; of another library a version on which the name was checked."""
+    """Check all versions of torch; for other libraries only versions for which the name was checked."""
     pytest.importorskip(library)
     installed = _parts(version(library))
     missing = {

@@ -1,4 +1,4 @@
-"""`compile` leaves the process unchanged: after interrupts, with other threads, under other defaults."""
+"""`compile` leaves the process unchanged after interrupts, beside other threads and with other defaults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .blocks import D, Loop
 
 
 class Stops(Loop):
-    """Calls `stop` in its call number `at`, whichever copy of it is called."""
+    """Call `stop` in call number `at`, counted over all copies of the module."""
 
     def __init__(self, stop=lambda: None, at=0):
         super().__init__()
@@ -43,8 +43,8 @@ class Stops(Loop):
         return super().forward(x) * self.steps.sum()
 
 
-def _state(model):
-    """What a capture changes in a process and in a model for as long as it runs."""
+def _read_state(model):
+    """Return all state of a process and a model that a capture changes temporarily."""
     patched = [builtins.len, torch.is_grad_enabled, torch.autograd.Function.__dict__.get("apply")]
     patched += [nn.Module.__call__, nn.Module._apply, nn.Module.__getattr__, "training" in vars(nn.Module)]
     tensors = [(name, id(t), type(t), t._version) for name, t in model.state_dict(keep_vars=True).items()]
@@ -53,20 +53,20 @@ def _state(model):
     return patched, tensors, attributes, draws, sys.getrecursionlimit(), threading.stack_size()
 
 
-def _workers():
+def _list_workers():
     return [thread for thread in threading.enumerate() if thread.name == "moefx" and thread.is_alive()]
 
 
 @contextlib.contextmanager
-def _left_alone(model):
+def assert_process_unchanged(model):
     x = torch.randn(7, D)
-    before = _state(model)
-    wanted = model.mixed(x, *model.route(x))
+    before = _read_state(model)
+    expected = model.mixed(x, *model.route(x))
     yield
-    for thread in _workers():
+    for thread in _list_workers():
         thread.join(1)
-    assert _state(model) == before and not _workers()
-    assert torch.equal(model.mixed(x, *model.route(x)), wanted)
+    assert _read_state(model) == before and not _list_workers()
+    assert torch.equal(model.mixed(x, *model.route(x)), expected)
 
 
 def _exit():
@@ -79,7 +79,7 @@ def _fail():
 
 def _interrupt():
     _thread.interrupt_main()
-    time.sleep(0.3)  # until the main thread has seen it
+    time.sleep(0.3)  # until the main thread handles it
 
 
 STOPS = {"Ctrl-C": (_interrupt, KeyboardInterrupt), "exit": (_exit, SystemExit), "raise": (_fail, KeyboardInterrupt)}
@@ -90,7 +90,7 @@ STOPS = {"Ctrl-C": (_interrupt, KeyboardInterrupt), "exit": (_exit, SystemExit),
 @pytest.mark.parametrize("stop, raised", STOPS.values(), ids=STOPS)
 def test_an_interrupted_compile_leaves_no_trace(stop, raised, at):
     model, example = Stops(stop, at), torch.randn(5, D)
-    with _left_alone(model), pytest.raises(raised):
+    with assert_process_unchanged(model), pytest.raises(raised):
         moefx.compile(model, example_inputs=(example,))
     model.at = 0
     assert [block.name for block in moefx.explain(model, example_inputs=(example,)).matched] == [""]
@@ -102,7 +102,7 @@ def test_an_interrupt_at_any_moment(seed):
     model, delay = Stops(), random.Random(seed).uniform(0, 1.5)
     example = torch.randn(5, D)
     timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
-    with _left_alone(model), pytest.raises(KeyboardInterrupt):
+    with assert_process_unchanged(model), pytest.raises(KeyboardInterrupt):
         timer.start()
         while True:
             moefx.compile(model, example_inputs=(example,))
@@ -140,7 +140,7 @@ def test_a_second_interrupt_ends_a_worker_at_once():
 
     with pytest.raises(KeyboardInterrupt):
         run_in_worker(work)
-    assert not _workers()
+    assert not _list_workers()
 
 
 class Doubles(torch.autograd.Function):
@@ -161,7 +161,7 @@ class Doubled(Loop):
 def test_another_thread_may_use_the_original_meanwhile():
     model, x = Doubled(), torch.randn(7, D)
     hooked, faults, calls = [], [], []
-    wanted = model(x).detach()
+    expected = model(x).detach()
     wanted_grad = torch.autograd.grad(model(x).sum(), model.gate.weight)[0]
     is_done = threading.Event()
 
@@ -172,7 +172,7 @@ def test_another_thread_may_use_the_original_meanwhile():
             grad = torch.autograd.grad(out.sum(), model.gate.weight)[0]
             moved = nn.utils.skip_init(nn.Linear, 2, 2).double().weight.dtype
             fakes = [name for name, t in model.state_dict().items() if type(t) is not torch.Tensor]
-            if fakes or moved != torch.float64 or not torch.equal(out, wanted) or not torch.equal(grad, wanted_grad):
+            if fakes or moved != torch.float64 or not torch.equal(out, expected) or not torch.equal(grad, wanted_grad):
                 faults.append(fakes or moved)
             if len(hooked) != len(calls):
                 faults.append("hook")
@@ -217,7 +217,7 @@ DEFAULTS = {
 
 
 class Capacity(Loop):
-    """Drops what is over a capacity, and padding."""
+    """Drop padding and tokens over a capacity."""
 
     def forward(self, x, mask):
         h = x.reshape(-1, D)
@@ -244,7 +244,7 @@ def test_the_users_defaults_stay(default):
 
 def test_the_numeric_check_runs_the_block_with_the_users_device():
     seen: list[str] = []
-    note = seen.append  # what a closure reaches by itself is put back
+    note = seen.append  # captures restore objects that a closure reaches directly
 
     class Asks(Loop):
         def forward(self, x):
@@ -257,22 +257,22 @@ def test_the_numeric_check_runs_the_block_with_the_users_device():
     assert "meta" in seen
 
 
-def _held_of_captures():
-    """What is left of captures, by its identity."""
+def _collect_capture_objects():
+    """Return the types of all objects of captures, by identity."""
     kinds = (FakeTensor, FakeTensorMode, Recorder, Number, torch.SymInt, torch.SymFloat)
     gc.collect()
-    return {id(thing): type(thing) for thing in gc.get_objects() if issubclass(type(thing), kinds)}
+    return {id(item): type(item) for item in gc.get_objects() if issubclass(type(item), kinds)}
 
 
 def test_nothing_of_a_capture_is_reachable_afterwards():
-    moefx.explain(Loop(), example_inputs=(torch.randn(5, D),))  # what is made once
-    before = _held_of_captures()
+    moefx.explain(Loop(), example_inputs=(torch.randn(5, D),))  # creates the objects that are created once
+    before = _collect_capture_objects()
     for experts in range(4, 7):
         model = Loop(num_experts=experts)
         compiled = moefx.compile(model, example_inputs=(torch.randn(5, D),))
         compiled(torch.randn(9, D)).sum().backward()
         del compiled
-    assert _held_of_captures().items() <= before.items()
+    assert _collect_capture_objects().items() <= before.items()
 
 
 @pytest.mark.exhaustive
@@ -280,9 +280,9 @@ def test_nothing_of_a_capture_is_reachable_afterwards():
 @pytest.mark.parametrize("suite", models.SUITES)
 def test_nothing_of_many_captures_is_reachable_afterwards(suite):
     moefx.explain(Loop(), example_inputs=(torch.randn(5, D),))
-    before = _held_of_captures()
+    before = _collect_capture_objects()
     for name in random.Random(0).sample(names := models.names(suite), min(len(names), 10)):
         case = models.build(name)
         compiled = moefx.compile(case.model, example_inputs=case.inputs, strict=False)
         del case, compiled
-        assert _held_of_captures().items() <= before.items(), name
+        assert _collect_capture_objects().items() <= before.items(), name

@@ -1,4 +1,4 @@
-"""Tests that share proofs get the proof of an equal block, and none of a different block."""
+"""Tests that share proofs reuse the proof of an equal block, and never of a different one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Scaled(Loop):
 
 @pytest.fixture(autouse=True)
 def _proofs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the blocks that are proven."""
+    """Yield a list that collects the names of proven blocks."""
     found: list[str] = []
     stock = proof_memory._rewrite_as_called
     monkeypatch.setattr(proof_memory, "_rewrite_as_called", lambda *args: (found.append(args[1].name), stock(*args))[1])
@@ -52,7 +52,7 @@ def test_an_equal_block_is_proven_once(_proofs):
         torch.testing.assert_close(result(x), model(x))
         assert moefx.blocks(result)[0].fallbacks == 0
     first, second = map(program_attributes, results)
-    assert first.keys() == second.keys()  # the comparison of blocks reads attributes itself
+    assert first.keys() == second.keys()  # comparing blocks adds no attributes to the result
 
 
 def test_a_block_that_differs_is_proven(_proofs, monkeypatch):
