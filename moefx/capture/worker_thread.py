@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..util.compile_lock import compile_lock
+from ..util.default_device import neutral_device
 from . import device_autocast
 
 R = TypeVar("R")
@@ -44,6 +46,22 @@ def run_in_worker(fn: Callable[[], R]) -> R:
         return fn()
     _make_device_guard()
     return _Work(fn).result()
+
+
+def run_proof(fn: Callable[[], R], device: str, autocast: torch.dtype | None = None) -> R:
+    """Run a proof in a worker: one at a time in the process, without the user's default device and autocast.
+
+    Args:
+        device: the device type of the block.
+        autocast: the dtype of the autocast on `device` under which the block is captured; None: off.
+    """
+    with (
+        compile_lock(),
+        neutral_device(),
+        device_autocast.use_device_autocast(device, autocast),
+        torch.enable_grad(),
+    ):
+        return run_in_worker(fn)
 
 
 @functools.cache

@@ -10,11 +10,8 @@ from typing import Any
 from torch import nn
 
 from .._plan import Plan
-from ..capture.device_autocast import use_device_autocast
-from ..capture.worker_thread import run_in_worker
+from ..capture.worker_thread import run_proof
 from ..ir.argument_binding import find_device
-from ..util.compile_lock import compile_lock
-from ..util.default_device import neutral_device
 from ..util.progress import announce
 from ..util.user_code import forward_line
 from .numeric_check import NumericCheck, check_numerically, find_nonfinite
@@ -32,13 +29,9 @@ def survey_and_check(model: nn.Module, example_inputs: Any, plan: Plan, survey: 
     Returns:
         The survey without the rewrites that the check refuses.
     """
-
-    def prove() -> Survey:
-        with use_device_autocast(find_device(model).type, None):
-            return _check_blocks(survey or survey_model(model, example_inputs, plan), plan)
-
-    with compile_lock(), neutral_device():
-        return run_in_worker(prove)
+    return run_proof(
+        lambda: _check_blocks(survey or survey_model(model, example_inputs, plan), plan), find_device(model).type
+    )
 
 
 def _check_blocks(survey: Survey, plan: Plan) -> Survey:

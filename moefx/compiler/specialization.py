@@ -15,12 +15,11 @@ from torch import nn
 from .._plan import Plan
 from ..capture.arguments.block_arguments import Arguments
 from ..capture.code_locations import is_internal_error
-from ..capture.device_autocast import use_device_autocast
 from ..capture.search.block_search import search_blocks
 from ..capture.search.module_structure import compute_signature
 from ..capture.search.skipped_calls import SkippedCall, SkipPlan
 from ..capture.state.inner_calls import copy_abstract, iterate_objects, iterate_tensors
-from ..capture.worker_thread import run_in_worker
+from ..capture.worker_thread import run_proof
 from ..errors import Refused, summarize_error
 from ..ir.argument_binding import Path, Specialization, describe_leaf, flatten_arguments, make_signature_binder
 from ..ir.guards.attribute_reads import (
@@ -36,7 +35,6 @@ from ..ir.passed_objects import replace_objects
 from ..runtime.block_forward import BlockForward
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
-from ..util.default_device import neutral_device
 from .block_compiler import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
 from .numeric_check import check_numerically
 from .program_builder import build_program, move_kind
@@ -70,8 +68,9 @@ class LazySpecializer:
         for shared in self.shared_programs:
             if shared.signature == block_signature and _admits_call(block, shared, call, args, kwargs):
                 return shared.program.renamed(forward.name)
-        with neutral_device():
-            program, attributes_read = run_in_worker(lambda: self._specialize(block, forward, call, args, kwargs))
+        program, attributes_read = run_proof(
+            lambda: self._specialize(block, forward, call, args, kwargs), call.device, call.autocast
+        )
         self.shared_programs.append(_SharedProgram(weakref.ref(block), block_signature, attributes_read, program))
         return program
 
@@ -112,7 +111,7 @@ class LazySpecializer:
             forward = vars(block)["forward"]
         calls_before = forward.counts.original
         try:
-            with forward.running("original"), use_device_autocast(call.device, call.autocast), torch.enable_grad():
+            with forward.running("original"):
                 find_skipping = self._find_skipping(block, *abstract)
                 with record_reads(block, find_attributes(block)) as attributes_read:
                     rewrite = functools.partial(self._rewrite, block, forward.name)

@@ -12,15 +12,12 @@ import torch
 from torch import nn
 
 from .._plan import Plan
-from ..capture.device_autocast import use_device_autocast
-from ..capture.worker_thread import run_in_worker
+from ..capture.worker_thread import run_proof
 from ..compiler.block_compiler import reapply_checkpoint
 from ..compiler.model_proof import quote_name, survey_and_check
 from ..compiler.survey import survey_model
 from ..compiler.survey_result import Survey
 from ..ir.argument_binding import find_device
-from ..util.compile_lock import compile_lock
-from ..util.default_device import neutral_device
 
 if TYPE_CHECKING:
     from ..planner.decision import Decision
@@ -81,8 +78,7 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
     if mesh is not None:
         from ..distribution.mesh_agreement import gather_by_rank
     try:
-        with compile_lock(), neutral_device(), use_device_autocast(find_device(model).type, None):
-            survey = run_in_worker(lambda: survey_model(model, example_inputs, plan))
+        survey = run_proof(lambda: survey_model(model, example_inputs, plan), find_device(model).type)
         facts = collect_facts(model, survey, plan, find_mesh_platform(mesh, plan), example_inputs, mesh)
     except Exception as error:
         if mesh is not None:
