@@ -18,18 +18,14 @@ from .compiled_blocks import (
     is_compiled_function,
     unwrap_model,
 )
-from .compiler.block_report import build_report
-from .compiler.program_builder import build_program
-from .compiler.specialization import LazySpecializer
-from .compiler.survey_result import MatchedBlock, Refusal, Survey
+from .compiler.survey_result import Refusal, Survey
+from .driver.installation import install_programs, preview_programs
 from .driver.plan_check import check_effects, check_layout, check_passes
-from .driver.rank_agreement import AgreedProof, prove_model
+from .driver.rank_agreement import prove_model
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, merge_refusals
-from .ir.argument_binding import ExampleInputs, flatten_arguments, make_signature_binder
-from .ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
-from .runtime.block_forward import BlockForward, install_forward
-from .runtime.program import Program
+from .ir.argument_binding import ExampleInputs
+from .runtime.block_forward import BlockForward
 from .runtime.ranks.staged_models import refuse_pipeline
 from .util.model_copy import copy_model
 from .util.progress import report_progress
@@ -37,8 +33,6 @@ from .verification.verify_report import VerifyReport, verify
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from .runtime.ranks.topology import ExpertAxis
 
 
 def compile(
@@ -86,7 +80,7 @@ def compile(
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
     with report_progress("moefx.compile"):
         proven = prove_model(model, example_inputs, plan, mesh)
-    plan, survey = proven.plan, proven.survey
+    survey = proven.survey
     if proven.decision and proven.decision.warning:
         warnings.warn(f"moefx: {proven.decision.warning}", stacklevel=2)
     if not survey.matched:
@@ -103,26 +97,16 @@ def compile(
             raise
         UNCHANGED[model] = Record((), (*survey.refused, Refusal("", str(error))), survey.seconds)
         return model
-    survey = _lay_out_experts(model, proven)
-    reports = []
-    for proven_block in survey.matched:
-        first = model.get_submodule(proven_block.names[0])
-        matched = proven_block.finish(first, plan)
-        program = _install_program(model, copies, matched, plan, proven.axis)
-        if strict and (guard := _find_failed_guard(program, matched, first)):
-            warnings.warn(
-                f"moefx rewrote {matched.names[0] or 'the model'}, but not for calls like the example's, which run the "
-                f"original: {guard}",
-                stacklevel=2,
-            )
-        reports.append(build_report(matched, program, first))
-    gradients: tuple[str, ...] = ()
-    if proven.axis is not None:
-        from .distribution.training_wiring import describe_reductions, prepare_training
-
-        prepare_training(compiled, proven.axis, plan)
-        gradients = describe_reductions(compiled, survey.layout_by_name, proven.axis, plan)
-    vars(compiled)[RECORD] = Record(tuple(reports), survey.refused, survey.seconds, proven.decision, gradients)
+    installed = install_programs(model, proven, compiled, copies)
+    for name, guard in installed.failed_guards.items() if strict else ():
+        warnings.warn(
+            f"moefx rewrote {name or 'the model'}, but not for calls like the example's, which run the original: "
+            f"{guard}",
+            stacklevel=2,
+        )
+    vars(compiled)[RECORD] = Record(
+        installed.reports, survey.refused, survey.seconds, proven.decision, installed.gradients
+    )
     return compiled
 
 
@@ -138,50 +122,6 @@ def _list_warnings(survey: Survey, strict: bool) -> list[str]:
             "moefx.verify(compiled, model, inputs) compares the whole model:\n  " + "\n  ".join(survey.unchecked)
         )
     return texts
-
-
-def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> Survey:
-    """Return the survey with the layout of each block's experts over the mesh, if there is one.
-
-    Raises:
-        InvalidPlan, InvalidInput, Refused: the experts of a block cannot be spread.
-    """
-    if proven.axis is None:
-        return proven.survey
-    from .distribution.expert_layouts import check_owners, lay_out_block
-
-    matched = tuple(lay_out_block(m, proven.axis, proven.plan) for m in proven.survey.matched)
-    survey = dataclasses.replace(proven.survey, matched=matched)
-    layouts = survey.layout_by_name
-    check_owners(model, layouts, list(layouts), proven.axis.mesh)
-    return survey
-
-
-def _install_program(
-    model: nn.Module,
-    copies: dict[nn.Module, nn.Module],
-    matched: MatchedBlock,
-    plan: Plan,
-    axis: ExpertAxis | None,
-) -> Program:
-    """Build the program of a finished match, and install it on the copies of the matched modules."""
-    modules, layout = dict(model.named_modules()), matched.expert_layout
-    if layout is not None and axis is not None:
-        from .distribution.expert_layouts import spread_experts
-
-        for name in matched.names:
-            spread_experts(copies[modules[name]], layout, axis)
-    program = _build_program(matched, modules[matched.names[0]])
-    specialize = LazySpecializer(matched.result.match.arguments, plan, BLOCK_MODE in matched.attributes_read)
-    for name in matched.names:
-        block, watch = copies[modules[name]], None
-        if layout is not None:
-            from .distribution.training_wiring import watch_block
-
-            watch = watch_block(block, name, layout)
-        own_program = program.renamed(name)
-        install_forward(block, [own_program], name=name, specialize=specialize, expert_layout=layout, watch=watch)
-    return program
 
 
 def explain(
@@ -225,27 +165,14 @@ def explain(
         return _explain_record(type(model).__name__, record, find_forwards(given), trace, verbose)
     with report_progress("moefx.explain"):
         proven = prove_model(model, example_inputs, _check_plan(plan, mesh), mesh)
-    plan, survey, gradients = proven.plan, proven.survey, ()
-    if proven.axis is None:
-        finished = (m.finish(model.get_submodule(m.names[0]), plan, keeps_captured=False) for m in survey.matched)
-        survey = dataclasses.replace(survey, matched=tuple(finished))
-    else:
-        from .distribution.expert_layouts import preview_layouts
-        from .distribution.training_wiring import describe_reductions
-
-        survey = preview_layouts(model, proven.axis, survey, plan)
-        gradients = describe_reductions(model, survey.layout_by_name, proven.axis, plan)
-    reports = []
-    for matched in survey.matched:
-        block = model.get_submodule(matched.names[0])
-        reports.append(build_report(matched, _build_program(matched, block), block))
+    preview = preview_programs(model, proven)
     return Explanation(
         type(model).__name__,
-        tuple(reports),
-        survey.refused,
-        survey.seconds,
+        preview.reports,
+        preview.survey.refused,
+        preview.survey.seconds,
         planned=proven.decision,
-        gradients=gradients,
+        gradients=preview.gradients,
         trace=trace,
         verbose=verbose,
         is_compiled=False,
@@ -308,25 +235,6 @@ def _describe_refusals(model: nn.Module, survey: Survey) -> str:
             "tokens only"
         )
     return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, merge_refusals(survey.refused)))
-
-
-def _build_program(matched: MatchedBlock, block: nn.Module) -> Program:
-    call = matched.call
-    return build_program(
-        block,
-        matched.result,
-        call.args,
-        call.kwargs,
-        attributes_read=matched.attributes_read,
-        tied=find_tied_tensors(block),
-    )
-
-
-def _find_failed_guard(program: Program, matched: MatchedBlock, block: nn.Module) -> str:
-    """Return the first guard of a program that the example's own call fails, or ""."""
-    named = make_signature_binder(block)(*matched.call.args, **matched.call.kwargs)
-    index = program.find_failed_guard(block, flatten_arguments(named, program.objects))
-    return "" if index < 0 else str(program.guards[index])
 
 
 def _count_providers() -> tuple[tuple[str, str, int], ...]:
