@@ -14,6 +14,7 @@ The files, from below:
     platforms.py         GPUs and the links between them
     local_platform.py    the platform that a program runs on
     step_formulas.py     seconds of a step
+    stage_times.py       seconds of layers, and stages of equal time
     simulation/          a step as events, beside the formulas
     entries.py           layouts that fit, and rejected ones
     search.py            all layouts on a number of ranks
